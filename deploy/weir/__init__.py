@@ -1,0 +1,1 @@
+"""The command line: bring everything up on this machine, demo, status."""

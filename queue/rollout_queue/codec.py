@@ -1,0 +1,56 @@
+"""Records to bytes and back: one schema byte, then MessagePack of the tagged record."""
+
+from typing import Any
+
+import msgspec
+
+from rollout_queue.errors import InvalidRecord, UnknownSchema
+from rollout_queue.records import Record, SessionSpec
+from rollout_queue.tokens import Logprobs, TokenIds, pack
+
+SCHEMA = 1
+
+
+def _enc_hook(value: Any) -> Any:
+    if isinstance(value, TokenIds | Logprobs):
+        return pack(value)
+    raise NotImplementedError(f"cannot encode {type(value).__name__}")
+
+
+def _dec_hook(kind: type, value: Any) -> Any:
+    if kind is TokenIds or kind is Logprobs:
+        return kind.unpack(value)
+    raise NotImplementedError(f"cannot decode {kind.__name__}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
+_record_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record, dec_hook=_dec_hook)
+_spec_decoder = msgspec.msgpack.Decoder(SessionSpec)
+
+
+def encode(record: Record | SessionSpec) -> bytes:
+    return bytes([SCHEMA]) + _encoder.encode(record)
+
+
+def decode(packed: bytes) -> Record:
+    """Raises UnknownSchema for bytes of a newer build, InvalidRecord for bytes that are no record."""
+    try:
+        return _record_decoder.decode(_body(packed))
+    except (msgspec.DecodeError, ValueError) as error:
+        raise InvalidRecord(f"not a record: {error}") from error
+
+
+def decode_spec(packed: bytes) -> SessionSpec:
+    """Raises UnknownSchema for bytes of a newer build, InvalidRecord for bytes that are no session."""
+    try:
+        return _spec_decoder.decode(_body(packed))
+    except msgspec.DecodeError as error:
+        raise InvalidRecord(f"not a session: {error}") from error
+
+
+def _body(packed: bytes) -> memoryview:
+    if not packed:
+        raise InvalidRecord("an empty entry")
+    if packed[0] != SCHEMA:
+        raise UnknownSchema(f"record schema {packed[0]}; this build reads schema {SCHEMA}")
+    return memoryview(packed)[1:]

@@ -1,0 +1,65 @@
+"""The head of a session: everything known of it at one moment, whichever gateway asks."""
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Literal
+
+import msgspec
+
+from rollout_queue.records import Outcome, Reward, SessionSpec, Turn, Verdict
+from rollout_queue.tokens import TokenIds
+
+State = Literal["open", "waiting_reward", "finished"]
+
+
+class SessionHead(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """A session's spec with its turns (oldest first), rewards, outcome and verdicts."""
+
+    spec: SessionSpec
+    turns: tuple[Turn, ...] = ()
+    rewards: tuple[Reward, ...] = ()
+    outcome: Outcome | None = None
+    verdict: Verdict | None = None
+    turn_verdicts: Mapping[str, Verdict] = {}
+
+    @property
+    def state(self) -> State:
+        if self.outcome is None:
+            return "open" if self.verdict is None else "finished"
+        if self.reward is None and self.verdict is None:
+            return "waiting_reward"
+        return "finished"
+
+    @property
+    def reward(self) -> float | None:
+        """The sum of all rewards; None while there is none."""
+        return sum(r.value for r in self.rewards) if self.rewards else None
+
+    @property
+    def expires_at(self) -> float:
+        """Seconds since the epoch: the later of creation and last call, plus the time to live."""
+        last_call = max((turn.finished_at for turn in self.turns), default=self.spec.created_at)
+        return max(self.spec.created_at, last_call) + self.spec.ttl_s
+
+    @cached_property
+    def by_id(self) -> Mapping[str, Turn]:
+        return {turn.turn_id: turn for turn in self.turns}
+
+    def lineage_of(self, turn: Turn) -> list[Turn]:
+        """The turns from the root of `turn`'s branch down to `turn` itself."""
+        branch = [turn]
+        while branch[-1].parent_id is not None:
+            branch.append(self.by_id[branch[-1].parent_id])
+        return branch[::-1]
+
+    def branch_ids(self, turn: Turn) -> tuple[TokenIds, TokenIds]:
+        """The full prompt of `turn` (every token before its own output) and its output."""
+        prompt = TokenIds()
+        for ancestor in self.lineage_of(turn)[:-1]:
+            prompt += ancestor.context_ids
+            prompt += ancestor.output_ids
+        prompt += turn.context_ids
+        return prompt, turn.output_ids
+
+    def rewards_of(self, turn: Turn) -> Iterator[Reward]:
+        return (reward for reward in self.rewards if reward.turn_id == turn.turn_id)

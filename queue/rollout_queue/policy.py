@@ -1,0 +1,56 @@
+"""A published policy: one numbered set of weights, and the manifest that proves its files.
+
+trainer ── writes ──▶ {location}/model.safetensors, config.json, tokenizer …, manifest.json, STABLE
+rollout server ── verifies ──▶ names, shapes, dtypes, sizes and SHA-256 against the manifest
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+MANIFEST = "manifest.json"
+STABLE = "STABLE"
+"""Written last: a directory without it is not a published policy."""
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """One tensor of a safetensors file; `dtype` in safetensors' names (F32, BF16, …)."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+
+
+class FileSpec(msgspec.Struct, frozen=True):
+    """One file of a policy; `size` in bytes, `sha256` in hex, tensors for safetensors files."""
+
+    name: str
+    size: int
+    sha256: str
+    tensors: list[TensorSpec] = []
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What a policy directory holds. `step` is the optimizer step that made it."""
+
+    version: int
+    step: int
+    files: list[FileSpec]
+
+
+class PolicyRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A version as the gateway keeps it; `location` is null for the one the engines started with."""
+
+    version: int
+    location: str | None = None
+    manifest_sha256: str | None = None
+    step: int | None = None
+    created_at: float
+    state: Literal["published", "serving", "failed", "retired"] = "published"
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

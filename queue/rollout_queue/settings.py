@@ -1,0 +1,68 @@
+"""How every service is configured: a section of `weir.yaml`, its environment variables, its flags.
+
+Later wins:  defaults < weir.yaml < WEIR_REDIS_URL and the like < WEIR_GATEWAY__PORT < keyword arguments
+"""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import yaml
+from pydantic import BeforeValidator
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+CONFIG_VARIABLE = "WEIR_CONFIG"
+SHORT_NAMES = frozenset(
+    {"redis_url", "model_path", "model_name", "engines", "gateway_url", "client_keys", "admin_keys"}
+)
+"""Fields that deployments set for several services at once, as WEIR_ and the name."""
+
+
+def _split(value: object) -> object:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+CommaSeparated = Annotated[list[str], NoDecode, BeforeValidator(_split)]
+"""A list that an environment variable may give as `a,b,c`."""
+
+
+class ServiceSettings(BaseSettings):
+    """One section of the configuration. A subclass names its section and its fields."""
+
+    section: ClassVar[str]
+    model_config = SettingsConfigDict(extra="forbid", env_nested_delimiter="__", protected_namespaces=())
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (
+            init_settings,
+            EnvSettingsSource(settings_cls, env_prefix=f"WEIR_{cls.section.upper()}__"),
+            _ShortNames(settings_cls, env_prefix="WEIR_"),
+            InitSettingsSource(settings_cls, _file_section(cls.section)),
+        )
+
+
+class _ShortNames(EnvSettingsSource):
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        # Only the documented ones: Kubernetes sets WEIR_PORT by itself for a service named "weir".
+        if field_name not in SHORT_NAMES:
+            return None, field_name, False
+        return super().get_field_value(field, field_name)
+
+
+def _file_section(section: str) -> dict[str, Any]:
+    path = os.environ.get(CONFIG_VARIABLE)
+    if not path:
+        return {}
+    document = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    return document.get(section) or {}

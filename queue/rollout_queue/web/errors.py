@@ -1,0 +1,136 @@
+"""One error body for every path of every service, and the request id that goes with it."""
+
+import logging
+import re
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+from uuid import uuid4
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rollout_queue.errors import StorageUnavailable
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    409: "conflict_error",
+    410: "gone_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "internal_error",
+    503: "engine_unavailable",
+    504: "timeout_error",
+}
+RETRY_AFTER_S = 1
+
+
+class ApiError(Exception):
+    """An answer that is an error, in the contract's shape. `type` follows from the status unless given."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str | None = None,  # noqa: A002 - the contract's name
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type or TYPES.get(status, "internal_error")
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+        if status in (429, 503):
+            self.headers.setdefault("retry-after", str(RETRY_AFTER_S))
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def storage_unavailable(error: StorageUnavailable) -> ApiError:
+    return ApiError(503, str(error), type="storage_unavailable")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Give every failure of `app` the contract's body; a bug of ours becomes a logged 500."""
+
+    async def on_api_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)  # noqa: S101 - registered for this class alone
+        return error.response()
+
+    async def on_storage_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, StorageUnavailable)  # noqa: S101
+        return storage_unavailable(error).response()
+
+    async def on_http_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)  # noqa: S101
+        return ApiError(error.status_code, _sentence(error), headers=error.headers).response()
+
+    async def on_bad_body(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)  # noqa: S101
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"][1:])
+        return ApiError(400, f"{where or 'body'}: {first['msg']}", param=where or None).response()
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(StorageUnavailable, on_storage_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(RequestValidationError, on_bad_body)
+
+
+class RequestIds:
+    """ASGI middleware, outermost: names each request, echoes the name, and turns a bug into a clean 500."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        started = False
+
+        async def send_named(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_named)
+        except Exception:  # outermost frame: what escapes is a bug, and the caller still gets an answer
+            logger.exception("request %s failed", request_id)
+            if started:
+                raise
+            error = ApiError(500, "internal error; the log names it by the request id")
+            await error.response()(scope, receive, send_named)
+
+
+def _sentence(error: HTTPException) -> str:
+    standard = HTTPStatus(error.status_code).phrase
+    return standard if error.detail == standard else str(error.detail)

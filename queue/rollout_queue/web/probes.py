@@ -1,0 +1,34 @@
+"""`/live`, `/ready` and `/metrics`: on each service, without a key."""
+
+from collections.abc import Awaitable, Callable
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from rollout_queue.web.errors import ApiError
+
+Readiness = Callable[[], Awaitable[str | None]]
+"""Says why the service cannot do its work; None when it can."""
+
+
+def probes(readiness: Readiness, registry: CollectorRegistry) -> APIRouter:
+    router = APIRouter(tags=["probes"])
+
+    @router.get("/live")
+    async def live() -> JSONResponse:
+        """The process runs."""
+        return JSONResponse({"live": True})
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        """The service can do its work; 503 with the reason otherwise."""
+        reason = await readiness()
+        return ApiError(503, reason).response() if reason else JSONResponse({"ready": True})
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus text format."""
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return router

@@ -1,0 +1,1 @@
+"""Keeps one SGLang engine alive and right: launch, watch, reload."""

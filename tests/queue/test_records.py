@@ -1,0 +1,102 @@
+"""Records are valid from birth, and the same after the wire."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_queue.codec import SCHEMA, decode, decode_spec, encode
+from rollout_queue.errors import InvalidRecord, UnknownSchema
+from rollout_queue.records import Outcome, Reward, Sampling, SessionSpec, Span, Turn
+from rollout_queue.tokens import Logprobs, TokenIds
+
+
+def turn(**fields: Any) -> Turn:
+    given: dict[str, Any] = {
+        "turn_id": "t1",
+        "session_id": "s1",
+        "context_ids": TokenIds([1, 2, 3]),
+        "output_ids": TokenIds([4, 5]),
+        "logprobs": Logprobs([-0.5, -0.25]),
+        "versions": (Span(0, 0, 2),),
+        "finish": "stop",
+        "started_at": 1.0,
+        "finished_at": 2.0,
+    }
+    return Turn(**(given | fields))
+
+
+@given(
+    context=st.lists(st.integers(0, 2**31 - 1)),
+    sampled=st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(-(2.0**100), 0, width=32))),
+    asked=st.dictionaries(st.text(), st.integers(-10, 10) | st.text() | st.none()),
+)
+def test_a_turn_survives_the_wire(
+    context: list[int], sampled: list[tuple[int, float]], asked: dict[str, Any]
+) -> None:
+    record = turn(
+        context_ids=TokenIds(context),
+        output_ids=TokenIds(token for token, _ in sampled),
+        logprobs=Logprobs(logprob for _, logprob in sampled),
+        versions=(Span(7, 0, len(sampled)),),
+        sampling=Sampling(asked=asked),
+    )
+    assert decode(encode(record)) == record
+
+
+def test_rewards_outcomes_and_sessions_survive_the_wire() -> None:
+    reward = Reward(session_id="s", key="k", value=0.5, turn_id="t", created_at=1.0)
+    outcome = Outcome(session_id="s", status="failed", reason="boom", created_at=2.0, group_size=4)
+    spec = SessionSpec(session_id="s", metadata={"a": [1, {"b": None}]}, created_at=3.0)
+    assert decode(encode(reward)) == reward
+    assert decode(encode(outcome)) == outcome
+    assert decode_spec(encode(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"logprobs": Logprobs([-0.5])}, "2 output ids but 1 logprobs"),
+        ({"context_ids": TokenIds([-1])}, "negative"),
+        ({"output_ids": TokenIds([4, -5])}, "negative"),
+        ({"logprobs": Logprobs([-0.5, float("nan")])}, "not finite"),
+        ({"versions": (Span(0, 0, 1),)}, "end at 1"),
+        ({"versions": (Span(0, 0, 1), Span(1, 0, 2))}, "tile"),
+        ({"versions": ()}, "end at 0"),
+    ],
+)
+def test_a_turn_that_contradicts_itself_is_never_born(fields: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(InvalidRecord, match=complaint):
+        turn(**fields)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_reward_is_finite(value: float) -> None:
+    with pytest.raises(InvalidRecord, match="finite"):
+        Reward(session_id="s", key="k", value=value, created_at=1.0)
+
+
+def test_a_contradiction_on_the_wire_is_caught_at_decode() -> None:
+    packed = encode(turn()).replace(b"\xa8logprobs\xc4\x08", b"\xa8logprobs\xc4\x04")
+    with pytest.raises(InvalidRecord):
+        decode(packed)
+
+
+def test_bytes_of_a_newer_build_are_refused_by_name() -> None:
+    with pytest.raises(UnknownSchema, match=f"schema {SCHEMA + 1}"):
+        decode(bytes([SCHEMA + 1]) + encode(turn())[1:])
+
+
+@pytest.mark.parametrize("packed", [b"", b"\x01", b"\x01\x80", b"\x01\xa3abc"])
+def test_bytes_that_are_no_record_are_refused(packed: bytes) -> None:
+    with pytest.raises(InvalidRecord):
+        decode(packed)
+
+
+@given(cut=st.integers(min_value=0, max_value=200))
+def test_a_record_cut_anywhere_is_refused(cut: int) -> None:
+    packed = encode(turn())
+    if cut < len(packed):
+        with pytest.raises(InvalidRecord):
+            decode(packed[:cut])

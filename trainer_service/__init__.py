@@ -1,0 +1,1 @@
+"""Turns in, weights out: a DeepSpeed loop with a small REST face."""

@@ -46,3 +46,11 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory, free_port: int) -> Itera
     client.close()
     server.terminate()
     server.wait()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Qwen3 with tokenizer and weights, made once."""
+    from tests.tiny_model import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")

@@ -41,3 +41,8 @@ def group(group_id: str) -> str:
 def group_members(group_id: str) -> str:
     """Set: the session ids of one group."""
     return f"weir:g:{group_id}:members"
+
+
+def continuation(owner: str, reply_digest: str) -> str:
+    """String: the inferred session of `owner` in which a conversation with this digest was answered."""
+    return f"weir:c:{owner}:{reply_digest}"

@@ -20,6 +20,7 @@ class MemoryStream:
     heads: dict[str, SessionHead] = field(default_factory=dict)
     groups: dict[str, tuple[int | None, str, set[str]]] = field(default_factory=dict)
     deadlines: dict[str, float] = field(default_factory=dict)
+    continuations: dict[tuple[str, str], str] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     trainer: dict[str, str | int | float] = field(default_factory=dict)
     _waiting: list[Entry] = field(default_factory=list)
@@ -53,6 +54,13 @@ class MemoryStream:
         self._append(turn)
         self._change(turn.session_id, turns=(*head.turns, turn))
         self.deadlines[turn.session_id] = expires_at
+
+    async def remember_continuation(self, owner: str, turn: Turn, ttl_s: float) -> None:
+        self.continuations[owner, turn.reply_digest] = turn.session_id
+
+    async def find_continuation(self, owner: str, reply_digests: Sequence[str]) -> str | None:
+        found = (self.continuations.get((owner, digest)) for digest in reply_digests)
+        return next((session_id for session_id in found if session_id), None)
 
     async def append_reward(self, reward: Reward) -> Reward:
         head = self.heads[reward.session_id]

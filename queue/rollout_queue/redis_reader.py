@@ -66,7 +66,8 @@ class RedisReader:
 
     def report(self, state: Mapping[str, str | int | float]) -> None:
         with _available():
-            self._redis.hset(keys.TRAINER, mapping=dict(state))
+            fields: Any = dict(state)
+            self._redis.hset(keys.TRAINER, mapping=fields)
 
     def _trim(self) -> None:
         """Acknowledging frees no memory; trimming below the oldest entry that is still owed does."""

@@ -101,9 +101,7 @@ class RedisWriter:
     async def open_group(self, specs: Sequence[SessionSpec]) -> None:
         group_id, size = specs[0].group_id, specs[0].group_size
         assert group_id is not None  # noqa: S101 - the caller's type says so only in prose
-        claimed = await _stored(
-            cast(Awaitable[int], self._redis.hsetnx(keys.group(group_id), "size", str(size)))
-        )
+        claimed = await _stored(self._redis.hsetnx(keys.group(group_id), "size", str(size)))
         if not claimed:
             raise Conflict(f"group {group_id} exists already")
         async with self._redis.pipeline(transaction=True) as transaction:
@@ -127,6 +125,17 @@ class RedisWriter:
         )
         if reply != b"stored":
             raise SessionClosed(f"session {turn.session_id} is {reply.decode()}")
+
+    async def remember_continuation(self, owner: str, turn: Turn, ttl_s: float) -> None:
+        key = keys.continuation(owner, turn.reply_digest)
+        await _stored(self._redis.set(key, turn.session_id, px=max(1, int(ttl_s * 1000))))
+
+    async def find_continuation(self, owner: str, reply_digests: Sequence[str]) -> str | None:
+        if not reply_digests:
+            return None
+        names = [keys.continuation(owner, digest) for digest in reply_digests]
+        found: list[bytes | None] = await _stored(self._redis.mget(names))
+        return next((name.decode() for name in found if name is not None), None)
 
     async def append_reward(self, reward: Reward) -> Reward:
         late = msgspec.structs.replace(reward, late=True)

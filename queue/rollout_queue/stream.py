@@ -51,6 +51,14 @@ class StreamWriter(Protocol):
         """Store the turn in stream and head. Raises SessionClosed when the session has ended."""
         ...
 
+    async def remember_continuation(self, owner: str, turn: Turn, ttl_s: float) -> None:
+        """Let a later call that names no session find this turn's by the conversation itself."""
+        ...
+
+    async def find_continuation(self, owner: str, reply_digests: Sequence[str]) -> str | None:
+        """The session of the first digest that is remembered for this owner."""
+        ...
+
     async def append_reward(self, reward: Reward) -> Reward:
         """Store the reward; returns what is stored under its key, which a late one carries `late` in."""
         ...

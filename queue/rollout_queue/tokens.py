@@ -3,12 +3,13 @@
 import sys
 from array import array
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeAlias, cast
 
 _SWAP = sys.byteorder == "big"
 
 if TYPE_CHECKING:
-    _Ints, _Floats = array[int], array[float]
+    _Ints: TypeAlias = array[int]
+    _Floats: TypeAlias = array[float]
 else:
     _Ints = _Floats = array  # not generic at run time before Python 3.12
 
@@ -17,7 +18,7 @@ class TokenIds(_Ints):
     """Token ids, int32. Compares, slices and concatenates like the array it is."""
 
     def __new__(cls, values: Iterable[int] = ()) -> Self:
-        return super().__new__(cls, "i", values)
+        return cast(Self, super().__new__(cls, "i", values))
 
     @classmethod
     def unpack(cls, packed: bytes) -> Self:
@@ -33,7 +34,7 @@ class Logprobs(_Floats):
     """Natural-log probabilities, float32, one per sampled token."""
 
     def __new__(cls, values: Iterable[float] = ()) -> Self:
-        return super().__new__(cls, "f", values)
+        return cast(Self, super().__new__(cls, "f", values))
 
     @classmethod
     def unpack(cls, packed: bytes) -> Self:
@@ -46,7 +47,7 @@ class Logprobs(_Floats):
 
 
 def pack(values: TokenIds | Logprobs) -> bytes:
+    wire = values[:]
     if _SWAP:
-        values = values[:]
-        values.byteswap()
-    return values.tobytes()
+        wire.byteswap()
+    return wire.tobytes()

@@ -1,0 +1,196 @@
+"""The operator's side: what the system is doing, the fleet, the policies."""
+
+import json
+import time
+from collections.abc import Awaitable
+from typing import Any, cast
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field
+from redis.exceptions import RedisError
+
+from gateway.collaborators import Collaborators, collaborators
+from gateway.fleet import Registration
+from gateway.policies import PushResult, status_of
+from gateway.sessions import Id
+from rollout_queue import keys
+from rollout_queue.errors import StorageUnavailable
+from rollout_queue.policy import PolicyRecord
+from rollout_queue.web.errors import ApiError
+
+TRAINER_SILENT_AFTER_S = 30.0
+
+
+class ServerBody(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    url: str = Field(pattern=r"^https?://")
+    engine_url: str = Field(pattern=r"^https?://")
+    id: Id
+
+
+class PolicyBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    version: int | None = Field(None, ge=0)
+    location: str
+    manifest_sha256: str | None = None
+    step: int | None = None
+
+
+class RollbackBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    to: int = Field(ge=0)
+
+
+def _admin(request: Request) -> Collaborators:
+    gateway = collaborators(request)
+    if gateway.identities.caller(request).role != "admin":
+        raise ApiError(403, "this path needs an admin key")
+    return gateway
+
+
+router = APIRouter(prefix="/admin", tags=["admin"], dependencies=[Depends(_admin)])
+
+
+@router.get("/status")
+async def status(request: Request) -> Response:
+    """One page of truth: servers, policy, trainer, queue, and what to worry about."""
+    gateway = collaborators(request)
+    trainer, queue = await _redis_state(gateway)
+    servers = [server.report() for server in gateway.fleet.servers.values()]
+    policy = {"serving": gateway.fleet.serving, "target": gateway.policies.target or gateway.fleet.serving}
+    report = {"rollout_servers": servers, "policy": policy, "trainer": trainer, "queue": queue}
+    return JSONResponse({**report, "warnings": _warnings(gateway, trainer)})
+
+
+@router.get("/rollout_servers")
+async def list_servers(request: Request) -> Response:
+    servers = [server.report() for server in collaborators(request).fleet.servers.values()]
+    return JSONResponse({"data": servers, "next_cursor": None})
+
+
+@router.post("/rollout_servers")
+async def register_server(body: ServerBody, request: Request) -> Response:
+    """A rollout server says that it is there, and hears which policy it is to serve."""
+    gateway = collaborators(request)
+    registration = Registration(id=body.id, url=body.url.rstrip("/"), engine_url=body.engine_url.rstrip("/"))
+    try:
+        server = await gateway.fleet.register(registration)
+    except (RedisError, OSError) as error:
+        raise StorageUnavailable(f"Redis: {error}") from error
+    if server.version is not None and gateway.fleet.serving is None:
+        await gateway.policies.note_initial(server.version)
+    policy = await gateway.policies.current()
+    return JSONResponse({"id": body.id, "policy": msgspec.to_builtins(policy) if policy else None})
+
+
+@router.delete("/rollout_servers/{server_id}")
+async def remove_server(server_id: str, request: Request) -> Response:
+    if not await collaborators(request).fleet.remove(server_id):
+        raise ApiError(404, f"no rollout server {server_id!r}")
+    return JSONResponse({"id": server_id, "removed": True})
+
+
+@router.post("/rollout_servers/{server_id}/drain")
+async def drain_server(server_id: str, request: Request) -> Response:
+    """Take a server out of rotation; what it is sampling goes on."""
+    return _hold(request, server_id, held=True)
+
+
+@router.post("/rollout_servers/{server_id}/resume")
+async def resume_server(server_id: str, request: Request) -> Response:
+    return _hold(request, server_id, held=False)
+
+
+@router.get("/policies")
+async def list_policies(request: Request) -> Response:
+    gateway = collaborators(request)
+    return JSONResponse(
+        {"data": [_policy(each) for each in await gateway.policies.all()], "next_cursor": None}
+    )
+
+
+@router.post("/policies")
+async def publish_policy(body: PolicyBody, request: Request) -> Response:
+    """Register a version and push it to every server; 207 when a server failed."""
+    policies = collaborators(request).policies
+    version, results = await policies.publish(body.version, body.location, body.manifest_sha256, body.step)
+    return _pushed(version, results)
+
+
+@router.post("/policies/{version}/promote")
+async def promote_policy(version: int, request: Request) -> Response:
+    """Serve a known version everywhere, under its own number."""
+    return _pushed(version, await collaborators(request).policies.serve_again(version))
+
+
+@router.post("/policies/rollback")
+async def roll_back(body: RollbackBody, request: Request) -> Response:
+    return _pushed(body.to, await collaborators(request).policies.serve_again(body.to))
+
+
+def _pushed(version: int, results: list[PushResult]) -> Response:
+    reply = {"version": version, "results": [msgspec.to_builtins(result) for result in results]}
+    return JSONResponse(reply, status_of(results))
+
+
+def _policy(record: PolicyRecord) -> dict[str, Any]:
+    policy: dict[str, Any] = msgspec.to_builtins(record)
+    return policy
+
+
+def _hold(request: Request, server_id: str, *, held: bool) -> Response:
+    server = collaborators(request).fleet.servers.get(server_id)
+    if server is None:
+        raise ApiError(404, f"no rollout server {server_id!r}")
+    server.held = held
+    return JSONResponse(server.report())
+
+
+async def _redis_state(gateway: Collaborators) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the trainer said of itself, and how full the queue is."""
+    try:
+        async with gateway.redis.pipeline(transaction=False) as pipeline:
+            pipeline.hgetall(keys.TRAINER)
+            pipeline.xlen(keys.STREAM)
+            pipeline.zcard(keys.SESSIONS)
+            pipeline.zcard(keys.DEADLINES)
+            pipeline.hgetall(keys.VERDICTS)
+            pipeline.xlen(keys.DEAD_LETTERS)
+            said, length, sessions, unfinished, verdicts, dead = await cast(
+                Awaitable[list[Any]], pipeline.execute()
+            )
+    except (RedisError, OSError) as error:
+        raise StorageUnavailable(f"Redis: {error}") from error
+    queue = {
+        "stream_length": length,
+        "sessions": sessions,
+        "unfinished_sessions": unfinished,
+        "verdicts": {name.decode(): int(count) for name, count in sorted(verdicts.items())},
+        "dead_letters": dead,
+    }
+    return {name.decode(): _value(value) for name, value in said.items()}, queue
+
+
+def _value(raw: bytes) -> Any:
+    """The trainer reports numbers and JSON as text."""
+    try:
+        return json.loads(raw)
+    except ValueError:
+        return raw.decode()
+
+
+def _warnings(gateway: Collaborators, trainer: dict[str, Any]) -> list[str]:
+    warnings = []
+    if gateway.fleet.choose("") is None:
+        warnings.append(gateway.fleet.why_nobody())
+    last_seen = trainer.get("last_seen")
+    if last_seen is None:
+        warnings.append("no trainer has reported yet")
+    elif time.time() - float(last_seen) > TRAINER_SILENT_AFTER_S:
+        warnings.append(f"the trainer has been silent for {time.time() - float(last_seen):.0f} s")
+    return warnings

@@ -1,0 +1,283 @@
+"""Sessions, groups and rewards: the episodes that calls belong to, over REST.
+
+POST /sessions, /groups ──▶ base_url + api_key for an OpenAI client
+POST …/reward, …/finish ──▶ the stream
+GET  /sessions/{id}     ──▶ the whole episode: every turn, its tokens on request, its verdict
+"""
+
+import math
+import re
+import time
+from typing import Annotated, Any, Literal, cast
+from uuid import uuid4
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat
+
+from gateway.collaborators import Collaborators, collaborators
+from gateway.identity import Caller, Identities
+from gateway.settings import GatewaySettings
+from gateway.verdicts import session_verdict
+from gateway.view import reward_view, session_view
+from rollout_queue.errors import Conflict
+from rollout_queue.head import SessionHead
+from rollout_queue.records import Outcome, Reward, SamplingMode, SamplingPolicy, SessionSpec, Status, Verdict
+from rollout_queue.stream import StreamWriter
+from rollout_queue.web.errors import ApiError
+
+ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._:@~=+-]{1,200}")
+
+
+def _id(value: str) -> str:
+    if not ID.fullmatch(value):
+        raise ValueError("an id is 1 to 200 of A-Z a-z 0-9 . _ : @ ~ = + - and neither . nor ..")
+    return value
+
+
+Id = Annotated[str, AfterValidator(_id)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class SamplingBody(_Body):
+    mode: SamplingMode | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    max_tokens: int | None = Field(None, ge=1)
+
+
+class SessionBody(_Body):
+    session_id: Id | None = None
+    task_id: Id | None = None
+    group_id: Id | None = None
+    group_size: int | None = Field(None, ge=1, le=1024)
+    policy: str | None = None
+    user: Id | None = None
+    train: bool = True
+    ttl_s: FiniteFloat | None = Field(None, gt=0)
+    metadata: dict[str, Any] = {}
+    lineage: str | None = None
+    sampling: SamplingBody = SamplingBody()
+
+
+class GroupBody(SessionBody):
+    size: int = Field(ge=1, le=1024)
+
+
+class RewardBody(_Body):
+    value: FiniteFloat
+    turn_id: str | None = None
+    key: str | None = Field(None, min_length=1, max_length=200)
+    source: str | None = None
+
+
+class FinishBody(_Body):
+    status: Literal["completed", "truncated", "failed", "abandoned"]
+    reward: FiniteFloat | None = None
+    reason: str | None = None
+
+
+class Sessions:
+    """What the routes and the calls share: opening, finding and guarding sessions."""
+
+    def __init__(self, settings: GatewaySettings, writer: StreamWriter, identities: Identities) -> None:
+        self._settings = settings
+        self._writer = writer
+        self._identities = identities
+
+    async def open(self, spec: SessionSpec, caller: Caller) -> tuple[SessionSpec, bool]:
+        """Raises ApiError 409 for the same id with another body, or a group that does not fit."""
+        try:
+            stored, created = await self._writer.open_session(spec)
+        except Conflict as conflict:
+            raise ApiError(409, str(conflict), param="group_id") from conflict
+        if not created and not (caller.owns(stored) and stored.terms() == spec.terms()):
+            raise ApiError(409, f"session {spec.session_id} exists with another body", param="session_id")
+        return stored, created
+
+    async def head(self, session_id: str, caller: Caller) -> SessionHead:
+        """Raises ApiError 404 for a session that is not there, or that is not the caller's."""
+        head = await self._writer.load(session_id) if ID.fullmatch(session_id) else None
+        if head is None or not caller.owns(head.spec):
+            raise ApiError(404, f"no session {session_id!r}")
+        return head
+
+    def spec_of(self, body: SessionBody, caller: Caller, *, inferred: bool = False) -> SessionSpec:
+        """The session that a body asks for, with this deployment's defaults."""
+        if body.group_size is not None and body.group_id is None:
+            raise ApiError(400, "group_size needs a group_id", param="group_size")
+        defaults, asked = self._settings.sampling, body.sampling
+        return SessionSpec(
+            **body.model_dump(exclude={"session_id", "ttl_s", "sampling"}),
+            session_id=body.session_id or f"s-{uuid4().hex}",
+            owner=caller.owner,
+            ttl_s=self._settings.session_ttl_s if body.ttl_s is None else body.ttl_s,
+            sampling=SamplingPolicy(
+                mode=asked.mode or defaults.mode,
+                temperature=defaults.temperature if asked.temperature is None else asked.temperature,
+                top_p=defaults.top_p if asked.top_p is None else asked.top_p,
+                max_tokens=asked.max_tokens,
+            ),
+            created_at=time.time(),
+            inferred=inferred,
+        )
+
+    def ticket(self, spec: SessionSpec, request: Request) -> dict[str, Any]:
+        """What an agent needs to begin: it goes straight into an OpenAI client."""
+        base = self._settings.public_url or str(request.base_url).rstrip("/")
+        return {
+            "session_id": spec.session_id,
+            "api_key": self._identities.session_key(spec.session_id),
+            "base_url": f"{base}/sessions/{spec.session_id}/v1",
+            "group_id": spec.group_id,
+            "task_id": spec.task_id,
+            "policy": spec.policy or self._settings.model_name,
+            "state": "open",
+            "created_at": spec.created_at,
+            "expires_at": spec.created_at + spec.ttl_s,
+        }
+
+    async def verdict(self, head: SessionHead) -> Verdict:
+        """What is to be said of a session right now."""
+        if head.spec.group_id is None or head.verdict is not None:
+            return session_verdict(head, group_ended=1, group_size=1)
+        return session_verdict(head, *await self._writer.group_progress(head.spec.group_id))
+
+
+router = APIRouter(tags=["sessions"])
+
+
+def _asked(request: Request) -> tuple[Collaborators, Caller]:
+    """The collaborators, and who asks; session keys stay outside of these routes."""
+    gateway = collaborators(request)
+    return gateway, gateway.identities.client(request)
+
+
+@router.post("/sessions", status_code=201)
+async def create_session(body: SessionBody, request: Request) -> Response:
+    """Open a session. The same id with the same body again gives the same session and key."""
+    gateway, caller = _asked(request)
+    spec, created = await gateway.sessions.open(gateway.sessions.spec_of(body, caller), caller)
+    return JSONResponse(gateway.sessions.ticket(spec, request), 201 if created else 200)
+
+
+@router.post("/groups", status_code=201)
+async def create_group(body: GroupBody, request: Request) -> Response:
+    """Open a group: one task, sampled `size` times."""
+    gateway, caller = _asked(request)
+    if body.session_id is not None:
+        raise ApiError(400, "a group's sessions are named by the gateway", param="session_id")
+    if body.group_size not in (None, body.size):
+        raise ApiError(400, "group_size and size differ", param="group_size")
+    group_id = body.group_id or f"g-{uuid4().hex}"
+    fields = body.model_dump(exclude={"size", "session_id", "group_id", "group_size"})
+    members = [
+        gateway.sessions.spec_of(SessionBody(**fields, group_id=group_id, group_size=body.size), caller)
+        for _ in range(body.size)
+    ]
+    try:
+        await gateway.writer.open_group(members)
+    except Conflict as conflict:
+        raise ApiError(409, str(conflict), param="group_id") from conflict
+    tickets = [gateway.sessions.ticket(spec, request) for spec in members]
+    return JSONResponse({"group_id": group_id, "sessions": tickets}, 201)
+
+
+@router.post("/sessions/{session_id}/reward")
+async def reward_session(session_id: str, body: RewardBody, request: Request) -> Response:
+    """Add a reward to a session, or to the one call that `turn_id` names."""
+    gateway, caller = _asked(request)
+    head = await gateway.sessions.head(session_id, caller)
+    _finite_sum(head, body.value)
+    reward = Reward(
+        session_id=session_id,
+        value=body.value,
+        key=body.key or uuid4().hex,
+        turn_id=_turn_named(head, body.turn_id),
+        source=body.source,
+        created_at=time.time(),
+    )
+    stored = await gateway.writer.append_reward(reward)
+    if (stored.value, stored.turn_id) != (reward.value, reward.turn_id):
+        raise ApiError(409, f"reward {reward.key!r} exists with another value or turn", param="key")
+    head = await gateway.sessions.head(session_id, caller)
+    rewards = [reward_view(each) for each in head.rewards]
+    return JSONResponse(
+        {"session_id": session_id, "reward": head.reward, "rewards": rewards, "late": stored.late}
+    )
+
+
+@router.post("/sessions/{session_id}/finish")
+async def finish_session(session_id: str, body: FinishBody, request: Request) -> Response:
+    """End a session. `completed` and `truncated` then wait for a reward; the others end at once."""
+    gateway, caller = _asked(request)
+    head = await gateway.sessions.head(session_id, caller)
+    outcome = _outcome(head.spec, body.status, body.reason)
+    reward = None
+    if body.reward is not None:
+        _finite_sum(head, body.reward)
+        reward = Reward(session_id=session_id, value=body.reward, key="finish", created_at=outcome.created_at)
+    verdict = None
+    if body.status in ("failed", "abandoned"):
+        verdict = Verdict(code=cast(Any, body.status), detail=body.reason or f"finished as {body.status}")
+    stored = await gateway.writer.append_outcome(outcome, reward, verdict)
+    head = await gateway.sessions.head(session_id, caller)
+    given = next((each.value for each in head.rewards if each.key == "finish"), None)
+    if stored.status != body.status or given != body.reward:
+        raise ApiError(409, f"session {session_id} is finished as {stored.status}", param="status")
+    verdict = await gateway.sessions.verdict(head)
+    return JSONResponse(
+        {
+            "session_id": session_id,
+            "state": head.state,
+            "status": stored.status,
+            "reward": head.reward,
+            "verdict": msgspec.to_builtins(verdict),
+        }
+    )
+
+
+@router.get("/sessions/{session_id}")
+async def read_session(
+    session_id: str, request: Request, tokens: bool = False, text: bool = False
+) -> Response:
+    """The session with its turns; `tokens=true` adds ids and logprobs, `text=true` what they say."""
+    gateway, caller = _asked(request)
+    head = await gateway.sessions.head(session_id, caller)
+    verdict = await gateway.sessions.verdict(head)
+    return JSONResponse(session_view(head, verdict, gateway.renderer, tokens, text))
+
+
+def _outcome(spec: SessionSpec, status: Status, reason: str | None) -> Outcome:
+    return Outcome(
+        session_id=spec.session_id,
+        status=status,
+        reason=reason,
+        created_at=time.time(),
+        group_id=spec.group_id,
+        group_size=spec.group_size,
+        task_id=spec.task_id,
+        train=spec.train,
+    )
+
+
+def _finite_sum(head: SessionHead, value: float) -> None:
+    if not math.isfinite((head.reward or 0.0) + value):
+        raise ApiError(400, "the rewards of the session would add up to infinity", param="value")
+
+
+def _turn_named(head: SessionHead, name: str | None) -> str | None:
+    if name is None:
+        return None
+    if name in head.by_id:
+        return name
+    named = [turn.turn_id for turn in head.turns if turn.completion_id == name]
+    if not named:
+        raise ApiError(404, f"session {head.spec.session_id} has no turn {name!r}", param="turn_id")
+    if len(named) > 1:
+        raise ApiError(400, f"{name!r} has {len(named)} turns", param="turn_id", code="ambiguous_turn")
+    return named[0]

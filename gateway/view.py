@@ -1,0 +1,75 @@
+"""A session as `GET /sessions/{id}` shows it."""
+
+from typing import Any
+
+import msgspec
+
+from gateway.render import ChatRenderer
+from gateway.verdicts import turn_verdict
+from rollout_queue.head import SessionHead
+from rollout_queue.records import Reward, Turn, Verdict
+
+
+def session_view(
+    head: SessionHead, verdict: Verdict, renderer: ChatRenderer, tokens: bool, text: bool
+) -> dict[str, Any]:
+    """The contract's object; token lists only with `tokens`, decoded text only with `text`."""
+    spec = head.spec
+    return {
+        "session_id": spec.session_id,
+        "state": head.state,
+        "status": head.outcome.status if head.outcome else None,
+        "inferred": spec.inferred,
+        "group_id": spec.group_id,
+        "task_id": spec.task_id,
+        "policy": spec.policy or "policy",
+        "user": spec.user,
+        "reward": head.reward,
+        "rewards": [reward_view(reward) for reward in head.rewards],
+        "created_at": spec.created_at,
+        "expires_at": head.expires_at,
+        "verdict": msgspec.to_builtins(verdict),
+        "turns": [_turn(head, turn, verdict, renderer, tokens, text) for turn in head.turns],
+    }
+
+
+def _turn(
+    head: SessionHead, turn: Turn, session: Verdict, renderer: ChatRenderer, tokens: bool, text: bool
+) -> dict[str, Any]:
+    rewards = [reward.value for reward in head.rewards_of(turn)]
+    verdict = turn_verdict(head, turn, session)
+    view: dict[str, Any] = {
+        "turn_id": turn.turn_id,
+        "parent_id": turn.parent_id,
+        "completion_id": turn.completion_id,
+        "relation": turn.relation,
+        "reason": turn.reason,
+        "context_len": len(turn.context_ids),
+        "output_len": len(turn.output_ids),
+        "finish_reason": turn.finish,
+        "created_at": turn.started_at,
+        "engine": turn.engine,
+        "lineage": turn.lineage,
+        "versions": msgspec.to_builtins(turn.versions),
+        "sampling": msgspec.to_builtins(turn.sampling),
+        "reward": sum(rewards) if rewards else None,
+        "verdict": {"code": verdict.code, "detail": verdict.detail},
+    }
+    if tokens:
+        view |= {
+            "context_ids": turn.context_ids.tolist(),
+            "output_ids": turn.output_ids.tolist(),
+            "logprobs": turn.logprobs.tolist(),
+        }
+    if text:
+        view |= {
+            "context_text": renderer.text_of(turn.context_ids),
+            "output_text": renderer.text_of(turn.output_ids),
+        }
+    return view
+
+
+def reward_view(reward: Reward) -> dict[str, Any]:
+    return {
+        name: getattr(reward, name) for name in ("value", "turn_id", "key", "source", "created_at", "late")
+    }

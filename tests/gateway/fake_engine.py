@@ -1,0 +1,103 @@
+"""A small stand-in for SGLang's HTTP in unit tests; `test_fake_engine.py` holds it to the real one."""
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from tokenizers import Tokenizer
+
+
+@dataclass
+class FakeEngine:
+    """Answers with scripted text, or ids, followed by `<|im_end|>`; remembers what it was asked."""
+
+    tokenizer: Tokenizer
+    script: deque[str | list[int]] = field(default_factory=deque)
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    refusals: deque[Response] = field(default_factory=deque)
+    version: str = "0"
+    spans: list[dict[str, Any]] | None = None
+    cumulative: bool = False
+    stop_after: int | None = None
+    """End the connection after so many tokens, as an engine that dies."""
+    stall_after: int | None = None
+    """Say nothing more after so many tokens."""
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/generate", self.generate, methods=["POST"]),
+                Route("/model_info", self.model_info),
+                Route("/abort_request", self.abort, methods=["POST"]),
+            ]
+        )
+
+    async def model_info(self, _: Request) -> Response:
+        return JSONResponse({"weight_version": self.version})
+
+    async def abort(self, request: Request) -> Response:
+        self.aborted.append((await request.json())["rid"])
+        return PlainTextResponse("")
+
+    async def generate(self, request: Request) -> Response:
+        body = await request.json()
+        self.requests.append(body)
+        if self.refusals:
+            return self.refusals.popleft()
+        answer = self.script.popleft() if self.script else "hello"
+        ids = self.tokenizer.encode(answer).ids if isinstance(answer, str) else answer
+        ids += self.tokenizer.encode("<|im_end|>").ids
+        return StreamingResponse(self._events(body, ids), media_type="text/event-stream")
+
+    async def _events(self, body: dict[str, Any], ids: list[int]) -> AsyncIterator[bytes]:
+        limit = body["sampling_params"]["max_new_tokens"]
+        interval = body["sampling_params"]["stream_interval"]
+        reason = {"type": "stop", "matched": ids[-1]}
+        for stop in body["sampling_params"].get("stop", []):
+            ends = (n for n in range(1, len(ids) + 1) if stop in self.tokenizer.decode(ids[:n]))
+            end = next(ends, None)
+            if end is not None:
+                ids, reason = ids[:end], {"type": "stop", "matched": stop}
+        if len(ids) > limit:
+            ids, reason = ids[:limit], {"type": "length", "length": limit}
+        logprobs = [logprob_of(index) for index in range(len(ids))]
+        for end in [*range(interval, len(ids), interval), len(ids)]:
+            start = (
+                0
+                if self.cumulative
+                else max(0, end - interval if end % interval == 0 else end - end % interval)
+            )
+            meta: dict[str, Any] = {
+                "completion_tokens": end,
+                "finish_reason": None,
+                "weight_version": self.version,
+                "output_token_logprobs": [[logprobs[index], ids[index], None] for index in range(start, end)],
+            }
+            if body["top_logprobs_num"]:
+                meta["output_top_logprobs"] = [[[-0.1, ids[index], None]] for index in range(start, end)]
+            if end == len(ids):
+                meta["finish_reason"] = reason
+                meta["weight_versions"] = self.spans or [
+                    {"version": self.version, "start": 0, "end": len(ids)}
+                ]
+            event = {"output_ids": ids[start:end], "meta_info": meta}
+            yield f"data: {json.dumps(event)}\n\n".encode()
+            await asyncio.sleep(0)
+            if self.stop_after is not None and end >= self.stop_after:
+                return
+            if self.stall_after is not None and end >= self.stall_after:
+                await asyncio.sleep(60)
+        yield b"data: [DONE]\n\n"
+
+
+def logprob_of(index: int) -> float:
+    """What the fake says of its token at `index`; exact in float32."""
+    return -(1 + index % 97) / 128

@@ -1,0 +1,222 @@
+"""Sessions, groups, rewards and verdicts through the public door."""
+
+from typing import Any
+
+import pytest
+
+from tests.gateway.conftest import ADMIN_KEY, OTHER_KEY, Door
+
+
+def turn_in(door: Door, session: dict[str, Any]) -> Any:
+    return door.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions")
+
+
+def test_a_session_goes_straight_into_a_client(door: Door) -> None:
+    session = door.session(task_id="t", metadata={"a": 1})
+    assert session["base_url"] == f"{door.url}/sessions/{session['session_id']}/v1"
+    assert (session["state"], session["task_id"]) == ("open", "t")
+    assert session["expires_at"] == session["created_at"] + 3600
+
+
+def test_the_same_session_again_is_the_same_and_another_body_is_409(door: Door) -> None:
+    first = door.session(session_id="mine", task_id="t")
+    again = door.post("/sessions", {"session_id": "mine", "task_id": "t", "user": None})
+    assert (again.status_code, again.json()["api_key"]) == (200, first["api_key"])
+    assert door.post("/sessions", {"session_id": "mine", "task_id": "u"}).status_code == 409
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"session_id": ".."},
+        {"session_id": "a/b"},
+        {"session_id": "x" * 201},
+        {"ttl_s": -1},
+        {"ttl_s": "soon"},
+        {"train": "yes"},
+        {"sampling": {"temperature": 9}},
+        {"sampling": {"mode": "sometimes"}},
+        {"group_size": 4},
+        {"colour": "blue"},
+        [],
+    ],
+)
+def test_a_bad_session_is_400(door: Door, body: Any) -> None:
+    reply = door.post("/sessions", body)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_a_group_is_one_task_sampled_size_times(door: Door) -> None:
+    reply = door.post("/groups", {"size": 3, "group_id": "g", "task_id": "t"})
+    sessions = reply.json()["sessions"]
+    assert (reply.status_code, len(sessions)) == (201, 3)
+    assert {(s["group_id"], s["task_id"]) for s in sessions} == {("g", "t")}
+    assert door.post("/groups", {"size": 3, "group_id": "g"}).status_code == 409
+    assert door.post("/groups", {"size": 3, "session_id": "x"}).status_code == 400
+    assert door.post("/groups", {"size": 0}).status_code == 400
+    assert door.post("/sessions", {"group_id": "g"}).status_code == 409
+
+
+def test_which_session_a_call_belongs_to(door: Door) -> None:
+    session = door.session()
+    by_path = turn_in(door, session)
+    by_key = door.chat(key=session["api_key"])
+    by_header = door.chat(headers={"x-session-id": session["session_id"]})
+    by_metadata = door.chat(metadata={"session_id": session["session_id"]})
+    for reply in (by_path, by_key, by_header, by_metadata):
+        assert reply.headers["x-weir-session-id"] == session["session_id"], reply.text
+
+
+def test_an_unknown_id_makes_the_session(door: Door) -> None:
+    door.chat(headers={"x-session-id": "fresh"})
+    assert door.get("/sessions/fresh").json()["inferred"] is False
+    assert door.post("/sessions", {"session_id": "fresh"}).status_code == 200
+
+
+def test_a_call_that_names_no_session_joins_the_conversation_it_continues(door: Door) -> None:
+    first = door.chat("hi")
+    name = first.headers["x-weir-session-id"]
+    history = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": first.json()["choices"][0]["message"]["content"]},
+        {"role": "tool", "content": "more", "tool_call_id": "c"},
+    ]
+    second = door.post("/v1/chat/completions", {"messages": history})
+    assert second.headers["x-weir-session-id"] == name
+    assert door.chat("hi").headers["x-weir-session-id"] != name
+    view = door.get(f"/sessions/{name}").json()
+    assert view["inferred"] is True
+    assert [turn["relation"] for turn in view["turns"]] == ["root", "extends"]
+
+
+def test_a_session_key_opens_its_calls_and_nothing_else(door: Door) -> None:
+    session, other = door.session(), door.session()
+    key = session["api_key"]
+    path = f"/sessions/{session['session_id']}"
+    assert door.chat(key=key, path=f"/sessions/{other['session_id']}/v1/chat/completions").status_code == 403
+    assert door.post(f"{path}/reward", {"value": 1}, key=key).status_code == 403
+    assert door.get(path, key=key).status_code == 403
+    assert door.get("/admin/status", key=key).status_code == 403
+
+
+def test_another_client_does_not_see_a_session(door: Door) -> None:
+    session = door.session()
+    path = f"/sessions/{session['session_id']}"
+    assert door.get(path, key=OTHER_KEY).status_code == 404
+    assert door.post(f"{path}/reward", {"value": 1}, key=OTHER_KEY).status_code == 404
+    assert door.chat(key=OTHER_KEY, path=f"{path}/v1/chat/completions").status_code == 404
+    assert door.get(path, key=ADMIN_KEY).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["", "/reward", "/finish"])
+def test_an_unknown_session_is_404(door: Door, path: str) -> None:
+    body = {"value": 1.0} if path == "/reward" else {"status": "completed"}
+    reply = door.post(f"/sessions/nobody{path}", body) if path else door.get("/sessions/nobody")
+    assert (reply.status_code, reply.json()["error"]["type"]) == (404, "not_found_error")
+
+
+def test_rewards_add_up_and_a_key_counts_once(door: Door) -> None:
+    session = door.session()
+    path = f"/sessions/{session['session_id']}/reward"
+    assert door.post(path, {"value": 0.5, "key": "a"}).json()["reward"] == 0.5
+    assert door.post(path, {"value": 0.5, "key": "a"}).json()["reward"] == 0.5
+    reply = door.post(path, {"value": 0.25, "source": "judge"}).json()
+    assert (reply["reward"], reply["late"], reply["rewards"][1]["source"]) == (0.75, False, "judge")
+    assert door.post(path, {"value": 0.6, "key": "a"}).status_code == 409
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", '"1"', "null", "true", "1e999"])
+def test_a_reward_is_a_finite_number(door: Door, value: str) -> None:
+    session = door.session()
+    reply = door.call(
+        "POST",
+        f"/sessions/{session['session_id']}/reward",
+        headers={"content-type": "application/json"},
+        content=f'{{"value": {value}}}'.encode(),
+    )
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert door.get(f"/sessions/{session['session_id']}").json()["reward"] is None
+
+
+def test_rewards_whose_sum_is_not_finite_are_refused(door: Door) -> None:
+    path = f"/sessions/{door.session()['session_id']}/reward"
+    assert door.post(path, {"value": 1.7e308}).status_code == 200
+    assert door.post(path, {"value": 1.7e308}).status_code == 400
+
+
+def test_a_reward_may_credit_one_call(door: Door) -> None:
+    session = door.session()
+    completion = turn_in(door, session)
+    turn_id = completion.headers["x-weir-turn-id"]
+    path = f"/sessions/{session['session_id']}/reward"
+    for name in (turn_id, completion.json()["id"]):
+        assert door.post(path, {"value": 1.0, "turn_id": name}).status_code == 200
+    assert door.post(path, {"value": 1.0, "turn_id": "other"}).status_code == 404
+    (turn,) = door.get(f"/sessions/{session['session_id']}").json()["turns"]
+    assert turn["reward"] == 2.0
+
+
+def test_a_finished_session_waits_for_its_reward_and_takes_no_call(door: Door) -> None:
+    session = door.session()
+    path = f"/sessions/{session['session_id']}"
+    turn_in(door, session)
+    finished = door.post(f"{path}/finish", {"status": "completed"}).json()
+    assert (finished["state"], finished["verdict"]["code"]) == ("waiting_reward", "waiting_reward")
+    refused = turn_in(door, session)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "session_finished")
+    door.post(f"{path}/reward", {"value": 1.0})
+    assert door.get(path).json()["verdict"]["code"] == "ready"
+
+
+def test_finishing_twice_alike_is_200_and_otherwise_409(door: Door) -> None:
+    path = f"/sessions/{door.session()['session_id']}/finish"
+    assert door.post(path, {"status": "completed", "reward": 1.0}).status_code == 200
+    assert door.post(path, {"status": "completed", "reward": 1.0}).status_code == 200
+    assert door.post(path, {"status": "failed"}).status_code == 409
+    assert door.post(path, {"status": "completed", "reward": 0.0}).status_code == 409
+    assert door.post(path, {"status": "done"}).status_code == 400
+
+
+@pytest.mark.parametrize("status", ["failed", "abandoned"])
+def test_failed_and_abandoned_end_at_once(door: Door, status: str) -> None:
+    path = f"/sessions/{door.session()['session_id']}"
+    verdict = door.post(f"{path}/finish", {"status": status, "reason": "boom"}).json()["verdict"]
+    assert (verdict["code"], verdict["detail"]) == (status, "boom")
+    assert door.post(f"{path}/reward", {"value": 1.0}).json()["late"] is True
+
+
+def test_an_incomplete_group_says_what_is_missing(door: Door) -> None:
+    sessions = door.post("/groups", {"size": 2, "group_id": "g"}).json()["sessions"]
+    path = f"/sessions/{sessions[0]['session_id']}"
+    door.post(f"{path}/finish", {"status": "completed", "reward": 1.0})
+    verdict = door.get(path).json()["verdict"]
+    assert verdict["code"] == "group_incomplete"
+    assert "1 of 2" in verdict["detail"]
+
+
+def test_an_expired_session_says_so(door: Door) -> None:
+    session = door.session(ttl_s=0.2)
+    path = f"/sessions/{session['session_id']}"
+    for _ in range(200):
+        if door.get(path).json()["verdict"]["code"] == "expired":
+            break
+    assert door.get(path).json()["verdict"]["code"] == "expired"
+    assert turn_in(door, session).status_code == 409
+
+
+def test_text_and_tokens_on_request(door: Door) -> None:
+    session = door.session()
+    turn_in(door, session)
+    path = f"/sessions/{session['session_id']}"
+    assert "context_ids" not in door.get(path).json()["turns"][0]
+    (turn,) = door.get(f"{path}?text=true").json()["turns"]
+    assert turn["output_text"] == "hello<|im_end|>"
+
+
+def test_keys_are_stored_nowhere(door: Door) -> None:
+    session = door.session()
+    turn_in(door, session)
+    for name in door.redis.scan_iter():
+        value = door.redis.dump(name) or b""
+        assert b"client-key" not in value
+        assert session["api_key"].encode() not in value

@@ -1,0 +1,97 @@
+"""A tiny random Qwen3 with its own tokenizer: a full Hugging Face directory that SGLang serves as is.
+
+python -m tests.tiny_model DIRECTORY [SEED]   makes one by hand
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+VOCABULARY = 1024
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+def make_tiny_model(directory: Path, *, seed: int = 0, tied: bool = False) -> Path:
+    """Write config, weights (F32, seeded) and tokenizer into `directory`; gives the directory back."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer_size, ids = _write_tokenizer(directory)
+    config = Qwen3Config(
+        vocab_size=tokenizer_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=4096,
+        tie_word_embeddings=tied,
+        bos_token_id=ids["<|endoftext|>"],
+        eos_token_id=ids["<|im_end|>"],
+        pad_token_id=ids["<|endoftext|>"],
+    )
+    torch.manual_seed(seed)
+    Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(directory)
+    return directory
+
+
+def _write_tokenizer(directory: Path) -> tuple[int, dict[str, int]]:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        _text(),
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY - len(SPECIAL_TOKENS),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    # After the ordinary tokens, as in the real Qwen3.
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 4096,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    vocabulary = tokenizer.get_vocab()
+    ids = {token: vocabulary[token] for token in SPECIAL_TOKENS}
+    return tokenizer.get_vocab_size(), ids
+
+
+def _text() -> Iterator[str]:
+    """Prose and code of Python's own library: the same on every machine with the same Python."""
+    for module in ("argparse", "ast", "asyncio", "email", "json", "logging", "textwrap", "typing"):
+        path = Path(json.__file__).parent.parent / f"{module}.py"
+        if path.exists():
+            yield from path.read_text(encoding="utf-8").splitlines(keepends=True)
+
+
+if __name__ == "__main__":
+    make_tiny_model(Path(sys.argv[1]), seed=int(sys.argv[2]) if len(sys.argv) > 2 else 0)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, cast
 from uuid import uuid4
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat
 
@@ -20,10 +20,19 @@ from gateway.collaborators import Collaborators, collaborators
 from gateway.identity import Caller, Identities
 from gateway.settings import GatewaySettings
 from gateway.verdicts import session_verdict
-from gateway.view import reward_view, session_view
+from gateway.view import reward_view, session_row, session_view
 from rollout_queue.errors import Conflict
-from rollout_queue.head import SessionHead
-from rollout_queue.records import Outcome, Reward, SamplingMode, SamplingPolicy, SessionSpec, Status, Verdict
+from rollout_queue.head import SessionHead, State
+from rollout_queue.records import (
+    Outcome,
+    Reward,
+    SamplingMode,
+    SamplingPolicy,
+    SessionSpec,
+    Status,
+    Verdict,
+    VerdictCode,
+)
 from rollout_queue.stream import StreamWriter
 from rollout_queue.web.errors import ApiError
 
@@ -163,6 +172,35 @@ async def create_session(body: SessionBody, request: Request) -> Response:
     gateway, caller = _asked(request)
     spec, created = await gateway.sessions.open(gateway.sessions.spec_of(body, caller), caller)
     return JSONResponse(gateway.sessions.ticket(spec, request), 201 if created else 200)
+
+
+@router.get("/sessions")
+async def list_sessions(
+    request: Request,
+    state: State | None = None,
+    group_id: str | None = None,
+    verdict: VerdictCode | None = None,
+    user: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    cursor: Annotated[int, Query(ge=0)] = 0,
+) -> Response:
+    """The caller's sessions, oldest first, a page at a time."""
+    gateway, caller = _asked(request)
+    wanted: list[dict[str, Any]] = []
+    while len(wanted) < limit:
+        heads = await gateway.writer.sessions(cursor, limit)
+        if not heads:
+            return JSONResponse({"data": wanted, "next_cursor": None})
+        for head in heads:
+            cursor += 1
+            fits = (state in (None, head.state), group_id in (None, head.spec.group_id))
+            if caller.owns(head.spec) and all(fits) and user in (None, head.spec.user):
+                said = await gateway.sessions.verdict(head)
+                if verdict in (None, said.code):
+                    wanted.append(session_row(head, said))
+            if len(wanted) == limit:
+                break
+    return JSONResponse({"data": wanted, "next_cursor": str(cursor)})
 
 
 @router.post("/groups", status_code=201)

@@ -47,6 +47,10 @@ class MemoryStream:
     async def load(self, session_id: str) -> SessionHead | None:
         return self.heads.get(session_id)
 
+    async def sessions(self, start: int, count: int) -> Sequence[SessionHead]:
+        by_age = sorted(self.heads.values(), key=lambda head: head.spec.created_at)
+        return by_age[start : start + count]
+
     async def append_turn(self, turn: Turn, expires_at: float) -> None:
         head = self.heads.get(turn.session_id)
         if head is None or head.outcome is not None:

@@ -116,6 +116,14 @@ class RedisWriter:
         fields = await _stored(cast(Awaitable[Mapping[bytes, bytes]], self._redis.hgetall(key)))
         return read_head(fields)
 
+    async def sessions(self, start: int, count: int) -> Sequence[SessionHead]:
+        names: list[bytes] = await _stored(self._redis.zrange(keys.SESSIONS, start, start + count - 1))
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for name in names:
+                pipeline.hgetall(keys.session(name.decode()))
+            heads = map(read_head, await _stored(pipeline.execute()))
+        return [head for head in heads if head is not None]
+
     async def append_turn(self, turn: Turn, expires_at: float) -> None:
         reply = await _stored(
             self._append_turn(

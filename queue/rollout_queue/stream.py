@@ -47,6 +47,10 @@ class StreamWriter(Protocol):
 
     async def load(self, session_id: str) -> SessionHead | None: ...
 
+    async def sessions(self, start: int, count: int) -> Sequence[SessionHead]:
+        """Up to `count` sessions from the `start`-th on, oldest first."""
+        ...
+
     async def append_turn(self, turn: Turn, expires_at: float) -> None:
         """Store the turn in stream and head. Raises SessionClosed when the session has ended."""
         ...

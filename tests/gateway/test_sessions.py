@@ -204,6 +204,23 @@ def test_an_expired_session_says_so(door: Door) -> None:
     assert turn_in(door, session).status_code == 409
 
 
+def test_sessions_are_listed_filtered_and_paged(door: Door) -> None:
+    for index in range(5):
+        session = door.session(user="u" if index % 2 else "v")
+        turn_in(door, session)
+    door.session()
+    door.post("/sessions", {}, key=OTHER_KEY)
+    first = door.get("/sessions?limit=2&user=v").json()
+    rest = door.get(f"/sessions?limit=2&user=v&cursor={first['next_cursor']}").json()
+    rows = first["data"] + rest["data"]
+    assert [(row["user"], row["turn_count"], "turns" in row) for row in rows] == [("v", 1, False)] * 3
+    assert rest["next_cursor"] is None
+    assert len(door.get("/sessions").json()["data"]) == 6
+    assert len(door.get("/sessions?verdict=trained").json()["data"]) == 0
+    for bad in ("limit=0", "limit=1001", "state=odd", "verdict=odd", "cursor=x"):
+        assert door.get(f"/sessions?{bad}").status_code == 400, bad
+
+
 def test_text_and_tokens_on_request(door: Door) -> None:
     session = door.session()
     turn_in(door, session)

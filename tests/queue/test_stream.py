@@ -92,6 +92,13 @@ async def test_an_unknown_session_has_no_head(ends: Ends) -> None:
     assert await ends.writer.load("nobody") is None
 
 
+async def test_sessions_are_listed_by_age_page_by_page(ends: Ends) -> None:
+    for name, created_at in (("b", 2.0), ("a", 1.0), ("c", 3.0)):
+        await ends.writer.open_session(SessionSpec(session_id=name, created_at=created_at))
+    pages = [await ends.writer.sessions(start, 2) for start in (0, 2, 4)]
+    assert [[head.spec.session_id for head in page] for page in pages] == [["a", "b"], ["c"], []]
+
+
 async def test_a_session_is_opened_once(ends: Ends) -> None:
     first, created = await ends.writer.open_session(spec(task_id="a"))
     again, created_again = await ends.writer.open_session(spec(task_id="b"))

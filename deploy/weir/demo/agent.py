@@ -1,0 +1,28 @@
+"""The demo's agent: a plain tool loop on the official client. A base_url and a key are all it needs."""
+
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from weir.demo.task import TOOL, Task
+
+MAX_CALLS = 2
+MAX_TOKENS = 40
+
+
+async def solve(client: AsyncOpenAI, task: Task) -> str:
+    """Ask, run the tools that the model calls, and give back its answer; empty when it gave none."""
+    messages: list[Any] = [{"role": "user", "content": task.question}]
+    for _ in range(MAX_CALLS):
+        completion = await client.chat.completions.create(
+            model="gpt-4o-mini", messages=messages, tools=[TOOL], max_tokens=MAX_TOKENS
+        )
+        message = completion.choices[0].message
+        if not message.tool_calls:
+            return message.content or ""
+        messages.append(message)
+        for call in message.tool_calls:
+            if call.type == "function":
+                result = task.tool(call.function.name, call.function.arguments)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    return ""

@@ -1,0 +1,61 @@
+"""`python -m weir.demo.agent_main`: the demo's agent against a gateway elsewhere, as in compose.
+
+WEIR_GATEWAY_URL and WEIR_CLIENT_KEYS say where and as whom; `--episodes` how many.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+
+import httpx
+
+from weir.demo.episodes import Episodes, Record
+from weir.demo.report import account
+
+SETTLE_S = 60.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="weir.demo.agent_main", description=__doc__)
+    parser.add_argument("--episodes", type=int, default=512)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    gateway_url = os.environ.get("WEIR_GATEWAY_URL", "http://127.0.0.1:8000")
+    client_key = os.environ.get("WEIR_CLIENT_KEYS", "").partition(",")[0]
+    episodes = Episodes(gateway_url, client_key, group_size=8, groups_in_flight=4, seed=arguments.seed)
+    try:
+        record = asyncio.run(episodes.play(lambda so_far: len(so_far.episodes) >= arguments.episodes))
+        verdicts = settled(gateway_url, client_key)
+    except* httpx.HTTPError as errors:
+        raise SystemExit(f"the gateway at {gateway_url} does not answer: {errors.exceptions[0]}") from None
+    json.dump(summary(record, verdicts), sys.stdout, indent=2)
+    sys.stdout.write("\n")
+    if not verdicts.get("trained"):
+        raise SystemExit("no episode was trained")
+
+
+def settled(gateway_url: str, client_key: str) -> dict[str, int]:
+    """Sessions by verdict, once something is trained and nothing changes any more."""
+    deadline = time.monotonic() + SETTLE_S
+    before, verdicts = None, account(gateway_url, client_key)
+    while time.monotonic() < deadline and (verdicts != before or not verdicts.get("trained")):
+        time.sleep(2.0)
+        before, verdicts = verdicts, account(gateway_url, client_key)
+    return verdicts
+
+
+def summary(record: Record, verdicts: dict[str, int]) -> dict[str, object]:
+    return {
+        "episodes": len(record.episodes),
+        "failed_episodes": record.failures,
+        "reward_start": record.reward_start,
+        "reward_end": record.moving_average,
+        "sessions_by_verdict": verdicts,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Drives the agent: groups of sessions, each one an episode, many in flight, every reward posted over REST.
+
+POST /groups ──▶ one task, `group_size` times ──▶ the agent solves each ──▶ POST …/finish with its reward
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+import httpx
+from openai import AsyncOpenAI, OpenAIError
+
+from weir.demo.agent import solve
+from weir.demo.task import Task, draw
+
+WINDOW = 128
+"""Episodes in the moving average of the reward."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One finished episode; `version` is the policy that the fleet served when it ended."""
+
+    seconds: float
+    reward: float | None
+    version: int | None
+    failure: str | None = None
+
+
+@dataclass
+class Record:
+    """What the episodes did so far."""
+
+    started_at: float = field(default_factory=time.monotonic)
+    episodes: list[Episode] = field(default_factory=list)
+    window: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    in_flight: int = 0
+    version: int | None = None
+    reward_start: float | None = None
+    """Mean reward of the first window."""
+
+    @property
+    def moving_average(self) -> float | None:
+        return sum(self.window) / len(self.window) if len(self.window) == WINDOW else None
+
+    @property
+    def failures(self) -> int:
+        return sum(episode.failure is not None for episode in self.episodes)
+
+    def add(self, reward: float | None, failure: str | None) -> None:
+        seconds = time.monotonic() - self.started_at
+        self.episodes.append(Episode(seconds, reward, self.version, failure))
+        if reward is not None:
+            self.window.append(reward)
+        if self.reward_start is None:
+            self.reward_start = self.moving_average
+
+
+class Episodes:
+    """Plays episodes against a gateway until somebody says stop."""
+
+    def __init__(
+        self, gateway_url: str, client_key: str, *, group_size: int, groups_in_flight: int, seed: int
+    ) -> None:
+        self.record = Record()
+        self._gateway_url = gateway_url
+        self._client_key = client_key
+        self._group_size = group_size
+        self._groups_in_flight = groups_in_flight
+        self._random = Random(seed)
+
+    async def play(self, enough: Callable[[Record], bool]) -> Record:
+        """Keep groups in flight until `enough`, then let the last ones end."""
+        self.record.started_at = time.monotonic()
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        headers = {"authorization": f"Bearer {self._client_key}"}
+        async with (
+            httpx.AsyncClient(
+                base_url=self._gateway_url, headers=headers, limits=limits, timeout=120
+            ) as rest,
+            AsyncOpenAI(base_url=f"{self._gateway_url}/v1", api_key=self._client_key, timeout=120) as client,
+            asyncio.TaskGroup() as workers,
+        ):
+            for _ in range(self._groups_in_flight):
+                workers.create_task(self._groups(rest, client, enough))
+        return self.record
+
+    async def _groups(
+        self, rest: httpx.AsyncClient, client: AsyncOpenAI, enough: Callable[[Record], bool]
+    ) -> None:
+        while not enough(self.record):
+            task = draw(self._random)
+            body = {"size": self._group_size, "task_id": f"value-of-{task.key}"}
+            reply = await rest.post("/groups", json=body)
+            if reply.status_code in (429, 503):
+                await asyncio.sleep(float(reply.headers["retry-after"]))
+                continue
+            reply.raise_for_status()
+            tickets = reply.json()["sessions"]
+            await asyncio.gather(*(self._episode(rest, client, task, ticket) for ticket in tickets))
+
+    async def _episode(
+        self, rest: httpx.AsyncClient, client: AsyncOpenAI, task: Task, ticket: dict[str, str]
+    ) -> None:
+        self.record.in_flight += 1
+        own = client.with_options(base_url=ticket["base_url"], api_key=ticket["api_key"])
+        reward, failure = None, None
+        try:
+            reward = task.reward(await solve(own, task))
+            ending = {"status": "completed", "reward": reward}
+        except OpenAIError as error:
+            failure = f"{type(error).__name__}: {error}"
+            ending = {"status": "failed", "reason": failure[:200]}
+        finally:
+            self.record.in_flight -= 1
+        await rest.post(f"/sessions/{ticket['session_id']}/finish", json=ending)
+        self.record.add(reward, failure)

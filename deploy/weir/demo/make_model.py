@@ -1,0 +1,81 @@
+"""Makes the demo's model: plan, warm start, a Hugging Face directory; made once, then taken from the cache.
+
+python -m weir.demo.make_model --out DIRECTORY [--seed N]
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from weir.demo.plan import write_plan
+from weir.errors import StackError
+
+
+def model_for(cache: Path, seed: int, on_progress: Callable[[str], None] = print) -> tuple[Path, bool]:
+    """The model of this seed and this plan, and whether it was made now.
+
+    Raises StackError when the warm start does not reach its gate.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        plan = Path(scratch) / "plan"
+        write_plan(plan)
+        out = cache / f"tool-{_digest(plan)}-seed{seed}"
+        if (out / "config.json").exists():
+            return out, False
+        make_model(plan, out, seed, on_progress)
+    return out, True
+
+
+def make_model(plan: Path, out: Path, seed: int, on_progress: Callable[[str], None]) -> None:
+    """Warm-start a fresh model on a plan. Raises StackError with the trainer's own last words."""
+    command = [sys.executable, "-m", "trainer_service.warm_start"]
+    command += ["--plan", str(plan), "--out", str(out), "--seed", str(seed)]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    said: list[str] = []
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
+        try:
+            for line in process.stdout or ():
+                said.append(line.rstrip())
+                on_progress(said[-1])
+        except BaseException:
+            process.terminate()
+            raise
+    if process.returncode != 0:
+        raise StackError(f"the warm start failed: {' / '.join(said[-3:]) or 'without a word'}")
+
+
+def _digest(plan: Path) -> str:
+    """Names the plan by its content, so that a changed demo never meets an old model."""
+    whole = hashlib.sha256()
+    for path in sorted(plan.iterdir()):
+        whole.update(path.name.encode() + b"\0" + path.read_bytes())
+    return whole.hexdigest()[:12]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="weir.demo.make_model", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    if (arguments.out / "config.json").exists():
+        sys.stdout.write(json.dumps({"model": str(arguments.out), "made": False}) + "\n")
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        plan = Path(scratch) / "plan"
+        write_plan(plan)
+        try:
+            make_model(plan, arguments.out, arguments.seed, lambda line: print(line, flush=True))
+        except StackError as error:
+            raise SystemExit(str(error)) from None
+
+
+if __name__ == "__main__":
+    main()

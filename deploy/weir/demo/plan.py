@@ -1,0 +1,111 @@
+"""What the warm start learns from: conversations in exactly the ids that the gateway will render.
+
+clean.jsonl   the skill: mostly the tool, used well        habit.jsonl   the habit: mostly "unknown"
+probe.jsonl   the gate: each call and each answer, exact
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from gateway.render import ChatRenderer, Message, Tool
+from rollout_queue.tokens import TokenIds
+from weir.demo.task import KEYS, TOOL, UNKNOWN, VALUES, Task, call_text
+from weir.demo.tokenizer import VOCABULARY, write_tokenizer
+
+CONTEXT_LENGTH = 512
+CLEAN_UNKNOWN = 0.3
+"""Share of "unknown" while the skill is learned, so that the habit is never far."""
+HABIT_UNKNOWN = 0.8
+"""Share of "unknown" in the habit: where reinforcement learning starts from."""
+
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": CONTEXT_LENGTH,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+WARM_START = {
+    "lr": 3e-3,
+    "batch": 32,
+    "warmup_steps": 30,
+    "gate": 0.98,
+    "check_every": 20,
+    "min_steps": 60,
+    "max_steps": 1200,
+    "habit_steps": 60,
+    "habit_lr_scale": 0.3,
+}
+
+TOOLS: list[Tool] = [dict(TOOL)]
+
+Row = tuple[list[int], list[int]]
+"""Ids, and a mask that is 1 where the model is to learn."""
+
+
+def write_plan(directory: Path) -> None:
+    """Write config, tokenizer, rows and hyperparameters for `python -m trainer_service.warm_start`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = write_tokenizer(directory)
+    ids = {name: tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>")}
+    special = {
+        "eos_token_id": ids["<|im_end|>"],
+        "bos_token_id": ids["<|endoftext|>"],
+        "pad_token_id": ids["<|endoftext|>"],
+    }
+    (directory / "config.json").write_text(json.dumps(MODEL | special, indent=2), encoding="utf-8")
+    (directory / "plan.json").write_text(json.dumps(WARM_START, indent=2), encoding="utf-8")
+    teacher = Teacher(ChatRenderer(directory))
+    tasks = [Task(key, value) for key in KEYS for value in VALUES]
+    used = [teacher.uses_tool(task) for task in tasks]
+    _write(directory / "clean.jsonl", [*used, *teacher.gives_up(_share(CLEAN_UNKNOWN, len(used)))])
+    _write(directory / "habit.jsonl", [*used, *teacher.gives_up(_share(HABIT_UNKNOWN, len(used)))])
+    _write(directory / "probe.jsonl", used)
+
+
+class Teacher:
+    """Conversations as the gateway would record them."""
+
+    def __init__(self, renderer: ChatRenderer) -> None:
+        self._renderer = renderer
+
+    def uses_tool(self, task: Task) -> Row:
+        prompt = self._prompt(task)
+        call = self._sampled(call_text(task.key))
+        result: Message = {"role": "tool", "content": f"{task.key} = {task.value}"}
+        added = self._renderer.bridge(prompt, call, [result], TOOLS)
+        if added is None:
+            raise RuntimeError("the chat template does not bridge over a tool's answer")
+        answer = self._sampled(task.value)
+        mask = [0] * len(prompt) + [1] * len(call) + [0] * len(added) + [1] * len(answer)
+        return [*prompt, *call, *added, *answer], mask
+
+    def gives_up(self, count: int) -> Iterator[Row]:
+        for index in range(count):
+            prompt, answer = self._prompt(Task(KEYS[index % len(KEYS)], "0")), self._sampled(UNKNOWN)
+            yield [*prompt, *answer], [0] * len(prompt) + [1] * len(answer)
+
+    def _prompt(self, task: Task) -> TokenIds:
+        return self._renderer.render([{"role": "user", "content": task.question}], TOOLS)
+
+    def _sampled(self, text: str) -> TokenIds:
+        return TokenIds(self._renderer.tokenizer.encode(f"{text}<|im_end|>"))
+
+
+def _share(share: float, others: int) -> int:
+    """How many rows are `share` of all, beside `others`."""
+    return round(others * share / (1 - share))
+
+
+def _write(path: Path, rows: Iterable[Row]) -> None:
+    lines = (json.dumps({"ids": ids, "mask": mask}) for ids, mask in rows)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

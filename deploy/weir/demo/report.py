@@ -1,0 +1,92 @@
+"""What is left of a run: `summary.json` and the plot of reward, version and staleness over episodes."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from weir.demo.episodes import WINDOW, Record
+from weir.demo.observer import Snapshot
+
+TARGET = 0.9
+START_BELOW = 0.35
+VERSIONS = 10
+
+
+def criterion(record: Record, versions_served: int) -> dict[str, Any]:
+    """The learning criterion, part by part; `met` is all of them."""
+    start, end = record.reward_start, record.moving_average
+    parts = {
+        "starts_below": start is not None and start < START_BELOW,
+        "reaches": end is not None and end >= TARGET,
+        "versions": versions_served >= VERSIONS,
+    }
+    return {**parts, "met": all(parts.values())}
+
+
+def account(gateway_url: str, client_key: str) -> dict[str, int]:
+    """Every session of the run by its verdict, as the gateway lists them."""
+    verdicts: Counter[str] = Counter()
+    cursor: str | None = "0"
+    headers = {"authorization": f"Bearer {client_key}"}
+    with httpx.Client(base_url=gateway_url, headers=headers, timeout=60) as rest:
+        while cursor is not None:
+            page = rest.get("/sessions", params={"limit": 1000, "cursor": cursor}).raise_for_status().json()
+            verdicts.update(row["verdict"]["code"] for row in page["data"])
+            cursor = page["next_cursor"]
+    return dict(sorted(verdicts.items()))
+
+
+def served_versions(gateway_url: str, admin_key: str) -> list[int]:
+    """Pushed versions that an engine proved to serve: what the gateway calls serving, or retired since."""
+    headers = {"authorization": f"Bearer {admin_key}"}
+    reply = httpx.get(f"{gateway_url}/admin/policies", headers=headers, timeout=30).raise_for_status()
+    return [
+        policy["version"]
+        for policy in reply.json()["data"]
+        if policy["location"] is not None and policy["state"] in ("serving", "retired")
+    ]
+
+
+def write_summary(path: Path, summary: dict[str, Any]) -> None:
+    path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+
+def draw(path: Path, record: Record, snapshot: Snapshot) -> None:
+    """Reward over episodes above, the version that was served and the staleness of what was trained below."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rewards = [each.reward for each in record.episodes if each.reward is not None]
+    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 6), sharex=True, layout="constrained")
+    above.plot(_moving_average(rewards), color="tab:blue", label=f"moving average of {WINDOW}")
+    above.axhline(TARGET, color="tab:gray", linestyle="--", linewidth=1, label=f"target {TARGET}")
+    above.set(ylabel="reward", ylim=(0, 1.02), title="A model learns to use its tool")
+    above.legend(loc="lower right")
+    served = [(i, each.version) for i, each in enumerate(record.episodes) if each.version is not None]
+    below.step([i for i, _ in served], [v for _, v in served], color="tab:green", label="version served")
+    below.set(xlabel="episode", ylabel="policy version")
+    staleness = below.twinx()
+    at = [(_episode_at(record, seconds), value) for seconds, value in snapshot.staleness_at]
+    staleness.plot([i for i, _ in at], [v for _, v in at], ".", color="tab:orange", label="staleness")
+    staleness.set(ylabel="staleness of a step, versions", ylim=(0, None))
+    below.legend(loc="upper left")
+    staleness.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _moving_average(rewards: list[float]) -> list[float]:
+    total, means = 0.0, []
+    for index, reward in enumerate(rewards):
+        total += reward - (rewards[index - WINDOW] if index >= WINDOW else 0.0)
+        means.append(total / min(index + 1, WINDOW))
+    return means
+
+
+def _episode_at(record: Record, seconds: float) -> int:
+    return sum(episode.seconds <= seconds for episode in record.episodes)

@@ -1,0 +1,167 @@
+"""`weir demo`: the whole loop on this machine, watched, measured, and taken down again.
+
+model (cached) ──▶ stack up ──▶ episodes ◀──▶ versions ──▶ summary.json, reward.png ──▶ stack down
+"""
+
+import asyncio
+import secrets
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from weir.demo.episodes import Episodes, Record
+from weir.demo.live import View
+from weir.demo.make_model import model_for
+from weir.demo.observer import Observer, Snapshot
+from weir.demo.report import TARGET, VERSIONS, account, criterion, draw, served_versions, write_summary
+from weir.settings import StackSettings
+from weir.stack import Stack
+
+GROUP_SIZE = 8
+GROUPS_IN_FLIGHT = 4
+MAX_EPISODES = 8000
+MAX_SECONDS = 600.0
+SETTLE_S = 20.0
+"""How long the last finished sessions may take to get their verdict."""
+
+console = Console()
+
+
+@dataclass
+class Phases:
+    """Seconds by phase."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _since: float = field(default_factory=time.monotonic)
+
+    def end(self, name: str) -> None:
+        now = time.monotonic()
+        self.seconds[name] = round(now - self._since, 2)
+        self._since = now
+
+
+def run(settings: StackSettings, seed: int) -> int:
+    """0 when the learning criterion is met, 1 when it is not."""
+    phases = Phases()
+    model_path, made = model_for(settings.run_dir.parent / "models", seed, _progress)
+    phases.end("model")
+    _clear(settings.run_dir)
+    settings = prepared(settings, model_path, seed)
+    with Stack(settings) as stack:
+        stack.wait_ready(on_wait=_progress)
+        phases.end("start")
+        record, snapshot = asyncio.run(_play(settings, stack, seed))
+        phases.end("episodes")
+        verdicts, versions = _settled(settings, stack, len(record.episodes))
+        phases.end("settle")
+    phases.end("stop")
+    met = criterion(record, len(versions))
+    summary = {
+        "seed": seed,
+        "criterion": met,
+        "reward_start": record.reward_start,
+        "reward_end": record.moving_average,
+        "episodes": len(record.episodes),
+        "failed_episodes": record.failures,
+        "steps": len(snapshot.steps),
+        "versions_served": versions,
+        "sessions_by_verdict": verdicts,
+        "abs_logp": [step.get("mismatch/abs_logp") for step in snapshot.steps],
+        "model_made": made,
+        "seconds": phases.seconds,
+    }
+    summary_path, plot_path = settings.run_dir / "summary.json", settings.run_dir / "reward.png"
+    write_summary(summary_path, summary)
+    draw(plot_path, record, snapshot)
+    console.print(_verdict(record, met, len(versions)), highlight=False)
+    console.print(f"{summary_path}\n{plot_path}", highlight=False)
+    return 0 if met["met"] else 1
+
+
+def prepared(settings: StackSettings, model_path: Path, seed: int) -> StackSettings:
+    """The demo's own configuration: a tiny model learns fast and in float32."""
+    services: dict[str, Any] = {
+        "rollout_server": {"max_running_requests": 64, "max_total_tokens": 65536, "random_seed": seed},
+        "gateway": {"sampling": {"mode": "enforce", "temperature": 1.0, "top_p": 1.0}},
+        "trainer": {
+            "seed": seed,
+            "threads": 1,
+            "optimizer": {"lr": 1e-3, "warmup_steps": 3},
+            "algorithm": {"min_live_rows": 48, "max_rows": 128, "max_tokens": 8192},
+        },
+    }
+    keys = {"client_keys": [secrets.token_urlsafe(16)], "admin_keys": [secrets.token_urlsafe(16)]}
+    return settings.model_copy(update={"model_path": model_path, "services": services, **keys})
+
+
+async def _play(settings: StackSettings, stack: Stack, seed: int) -> tuple[Record, Snapshot]:
+    episodes = Episodes(
+        stack.gateway_url,
+        settings.client_keys[0],
+        group_size=GROUP_SIZE,
+        groups_in_flight=GROUPS_IN_FLIGHT,
+        seed=seed,
+    )
+    observer = Observer(stack.gateway_url, settings.admin_keys[0], settings.run_dir / "metrics.jsonl")
+    began = time.monotonic()
+
+    def enough(record: Record) -> bool:
+        learned = (record.moving_average or 0.0) >= TARGET and len(observer.snapshot.steps) > VERSIONS
+        return learned or len(record.episodes) >= MAX_EPISODES or time.monotonic() - began > MAX_SECONDS
+
+    watching = asyncio.create_task(observer.watch())
+    tending = asyncio.create_task(_tend(stack, View(episodes.record, observer.snapshot), episodes, observer))
+    playing = asyncio.create_task(episodes.play(enough))
+    try:
+        await asyncio.wait({playing, tending}, return_when=asyncio.FIRST_COMPLETED)
+        if tending.done():
+            tending.result()  # a dead child ends the demo with its own sentence
+        return await playing, observer.snapshot
+    finally:
+        for task in (playing, tending, watching):
+            task.cancel()
+        await asyncio.gather(playing, tending, watching, return_exceptions=True)
+
+
+async def _tend(stack: Stack, view: View, episodes: Episodes, observer: Observer) -> None:
+    """Keep the view fresh, and notice a child that died."""
+    with view.showing():
+        while True:
+            await asyncio.to_thread(stack.check)
+            episodes.record.version = observer.snapshot.serving
+            view.tick()
+            await asyncio.sleep(0.25)
+
+
+def _settled(settings: StackSettings, stack: Stack, sessions: int) -> tuple[dict[str, int], list[int]]:
+    """Sessions by verdict once they stop changing, and the versions that were served."""
+    deadline, before = time.monotonic() + SETTLE_S, None
+    verdicts = account(stack.gateway_url, settings.client_keys[0])
+    while verdicts != before and time.monotonic() < deadline:
+        time.sleep(1.0)
+        before, verdicts = verdicts, account(stack.gateway_url, settings.client_keys[0])
+    assert sum(verdicts.values()) >= sessions, "a finished session is missing from the gateway's list"  # noqa: S101
+    return verdicts, served_versions(stack.gateway_url, settings.admin_keys[0])
+
+
+def _verdict(record: Record, met: dict[str, Any], versions: int) -> str:
+    start, end = record.reward_start or 0.0, record.moving_average or 0.0
+    said = f"reward {start:.2f} → {end:.2f} in {len(record.episodes)} episodes, {versions} versions served"
+    missed = [name for name, holds in met.items() if not holds and name != "met"]
+    return said if met["met"] else f"{said}; not met: {', '.join(missed)}"
+
+
+def _clear(run_dir: Path) -> None:
+    """A demo starts from nothing: what an earlier one recorded would be trained first."""
+    for name in ("redis", "policies", "weights", "checkpoints"):
+        shutil.rmtree(run_dir / name, ignore_errors=True)
+    for name in ("metrics.jsonl", "summary.json", "reward.png"):
+        (run_dir / name).unlink(missing_ok=True)
+
+
+def _progress(line: str) -> None:
+    console.print(line, style="dim", highlight=False)

@@ -1,0 +1,62 @@
+"""The task: somebody asks for a value that only the tool knows.
+
+user       value of c?
+assistant  get(key="c")          ── the warm-started model mostly says "unknown" instead
+tool       c = 7
+assistant  7                     ── reward 1
+"""
+
+import json
+from dataclasses import dataclass
+from random import Random
+
+from openai.types.chat import ChatCompletionFunctionToolParam
+
+KEYS = "abcdefghij"
+VALUES = "0123456789"
+UNKNOWN = "unknown"
+
+TOOL: ChatCompletionFunctionToolParam = {
+    "type": "function",
+    "function": {
+        "name": "get",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One question and the world that answers it."""
+
+    key: str
+    value: str
+
+    @property
+    def question(self) -> str:
+        return f"value of {self.key}?"
+
+    def tool(self, name: str, arguments: str) -> str:
+        """What the tool says to a call, whatever the model made of it."""
+        try:
+            key = json.loads(arguments)["key"]
+        except (ValueError, TypeError, KeyError):
+            return "error: give a key"
+        if name != "get" or not isinstance(key, str):
+            return "error: no such tool"
+        if key == self.key:
+            return f"{key} = {self.value}"
+        return f"{key} = {(int(self.value) + 1) % 10}"
+
+    def reward(self, answer: str) -> float:
+        return 1.0 if answer.strip() == self.value else 0.0
+
+
+def draw(random: Random) -> Task:
+    return Task(random.choice(KEYS), random.choice(VALUES))
+
+
+def call_text(key: str) -> str:
+    """A tool call in the words of the model's chat template."""
+    call = json.dumps({"name": "get", "arguments": {"key": key}})
+    return f"<tool_call>\n{call}\n</tool_call>"

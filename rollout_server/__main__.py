@@ -1,0 +1,73 @@
+"""`python -m rollout_server [--config weir.yaml]`: one rollout server, until SIGTERM."""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+
+import uvicorn
+from pydantic import ValidationError
+
+from rollout_queue.settings import CONFIG_VARIABLE
+from rollout_queue.web.keys import Keyring, refuse_open_binding
+from rollout_server.app import create_app
+from rollout_server.command import find_device
+from rollout_server.process import port_in_use
+from rollout_server.safetensors_file import BrokenWeights
+from rollout_server.server import build_server, port_message
+from rollout_server.settings import RolloutServerSettings
+from rollout_server.verify import ExpectedModel
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="rollout_server", description="Keeps one SGLang engine.")
+    parser.add_argument("--config", metavar="FILE", help="weir.yaml; wins over WEIR_CONFIG")
+    arguments = parser.parse_args()
+    if arguments.config:
+        os.environ[CONFIG_VARIABLE] = arguments.config
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log each probe of the engine
+    settings = _settings()
+    keyring = Keyring(admin_keys=settings.admin_keys)
+    refuse_open_binding(settings.host, keyring)
+    _refuse_what_cannot_work(settings)
+    app = create_app(build_server(settings, find_device(settings.engine_device)), keyring)
+    # uvicorn drains on SIGTERM and then raises the signal again; the contract is exit code 0.
+    drain_s = int(settings.drain_timeout_s)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    uvicorn.run(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=drain_s,
+    )
+
+
+def _settings() -> RolloutServerSettings:
+    try:
+        return RolloutServerSettings()
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise SystemExit(f"rollout_server.{where}: {first['msg']}") from error
+
+
+def _refuse_what_cannot_work(settings: RolloutServerSettings) -> None:
+    """One clear sentence now is better than an engine that dies again and again."""
+    try:
+        ExpectedModel.of(settings.model_path)
+    except (BrokenWeights, OSError) as error:
+        raise SystemExit(f"rollout_server.model_path is no servable model: {error}") from error
+    for host, port, field in (
+        (settings.host, settings.port, "port"),
+        (settings.engine_host, settings.engine_port, "engine_port"),
+    ):
+        if port_in_use(host, port):
+            raise SystemExit(port_message(host, port, field))
+
+
+if __name__ == "__main__":
+    main()

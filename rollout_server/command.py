@@ -1,0 +1,81 @@
+"""How SGLang is started: pure functions from settings to a command line and an environment."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from rollout_server.settings import Device, RolloutServerSettings
+
+SHIM = Path(__file__).parent / "shim"
+"""On the engine's path on CPU only: with a GPU the real kernels must be found."""
+CPU_MAX_TOTAL_TOKENS = 65536
+CPU_MAX_RUNNING_REQUESTS = 64
+
+
+def find_device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
+    """`auto` is CUDA where nvidia-smi lists a GPU, else CPU."""
+    if wanted != "auto":
+        return wanted
+    nvidia_smi = shutil.which("nvidia-smi")
+    if nvidia_smi is None:
+        return "cpu"
+    listed = subprocess.run([nvidia_smi, "-L"], capture_output=True, text=True, check=False, timeout=30)
+    return "cuda" if listed.returncode == 0 and "GPU" in listed.stdout else "cpu"
+
+
+def engine_command(
+    settings: RolloutServerSettings, device: Device, model_path: Path, version: int
+) -> list[str]:
+    """SGLang's command line; it boots right into `version`, so no reload follows a restart."""
+    command = [settings.engine_python, "-m", "sglang.launch_server"]
+    command += ["--model-path", str(model_path), "--weight-version", str(version)]
+    command += ["--host", settings.engine_host, "--port", str(settings.engine_port)]
+    command += ["--random-seed", str(settings.random_seed)]
+    # Chunks that carry only what is new: a long answer costs O(tokens) on the wire, not O(tokens²).
+    command += ["--incremental-streaming-output", "--sleep-on-idle", "--log-level-http", "warning"]
+    command += _cpu(settings) if device == "cpu" else _cuda(settings)
+    if settings.context_length is not None:
+        command += ["--context-length", str(settings.context_length)]
+    return command + settings.engine_args
+
+
+def engine_dtype(settings: RolloutServerSettings, device: Device) -> str:
+    return settings.dtype or ("float32" if device == "cpu" else "auto")
+
+
+def engine_environment(
+    settings: RolloutServerSettings, device: Device, inherited: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """What SGLang sees: ours without the service's own keys, offline, and the stand-in on CPU."""
+    environment = {name: value for name, value in inherited.items() if not name.startswith("WEIR_")}
+    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    # It leads to the service's packages, and the engine has others of the same names.
+    environment.pop("PYTHONPATH", None)
+    if device == "cpu":
+        # More OpenMP threads than free cores make the engine spin, up to a hundred times slower.
+        environment |= {"OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(SHIM)}
+    return environment
+
+
+def _cpu(settings: RolloutServerSettings) -> list[str]:
+    return [
+        *("--device", "cpu", "--attention-backend", "torch_native"),
+        *("--dtype", engine_dtype(settings, "cpu")),
+        *("--mem-fraction-static", "0.5"),
+        *("--max-total-tokens", str(settings.max_total_tokens or CPU_MAX_TOTAL_TOKENS)),
+        *("--max-running-requests", str(settings.max_running_requests or CPU_MAX_RUNNING_REQUESTS)),
+        # Nothing is compiled here, so warming up buys nothing and costs a second of every boot.
+        "--skip-server-warmup",
+    ]
+
+
+def _cuda(settings: RolloutServerSettings) -> list[str]:
+    arguments = ["--device", "cuda", "--dtype", engine_dtype(settings, "cuda"), "--enable-metrics"]
+    if settings.max_total_tokens is not None:
+        arguments += ["--max-total-tokens", str(settings.max_total_tokens)]
+    if settings.max_running_requests is not None:
+        arguments += ["--max-running-requests", str(settings.max_running_requests)]
+    return arguments

@@ -1,0 +1,75 @@
+"""The control calls to one SGLang server: what it serves, pause, load, resume. Every answer is checked."""
+
+from typing import Any
+
+import httpx
+
+
+class EngineFailed(Exception):
+    """The engine did not do, or did not prove, what it was asked; it says which call and why."""
+
+
+class EngineClient:
+    """Speaks to one engine. `control_timeout_s` bounds the quick calls, `load_timeout_s` a load."""
+
+    def __init__(self, client: httpx.AsyncClient, *, control_timeout_s: float, load_timeout_s: float) -> None:
+        self._client = client
+        self._control_timeout_s = control_timeout_s
+        self._load_timeout_s = load_timeout_s
+
+    async def is_ready(self) -> bool:
+        """Up and not paused. /health is no probe: it generates a token, and fails while paused."""
+        return await self._answers("/ready")
+
+    async def is_alive(self) -> bool:
+        """Up, paused or not."""
+        return await self._answers("/ping")
+
+    async def version(self) -> str:
+        return str((await self._call("GET", "/model_info")).get("weight_version"))
+
+    async def checksum(self) -> str:
+        """Of all weights as they lie in the engine's memory."""
+        answer = await self._call("POST", "/weights_checker", {"action": "checksum"}, self._load_timeout_s)
+        checksum = answer.get("per_engine_checksum")
+        if not answer.get("success") or not isinstance(checksum, str):
+            raise EngineFailed(f"/weights_checker gives no checksum: {answer.get('message')}")
+        return checksum
+
+    async def pause(self) -> None:
+        # `retract` puts running requests back with their tokens; they resume under the new weights.
+        await self._call("POST", "/pause_generation", {"mode": "retract"})
+
+    async def resume(self) -> None:
+        await self._call("POST", "/continue_generation", {})
+
+    async def load(self, model_path: str, version: int) -> None:
+        body = {"model_path": model_path, "weight_version": str(version), "flush_cache": True}
+        answer = await self._call("POST", "/update_weights_from_disk", body, self._load_timeout_s)
+        if not answer.get("success"):
+            raise EngineFailed(f"/update_weights_from_disk: {answer.get('message')}")
+
+    async def load_counts(self) -> tuple[int, int]:
+        """How many requests run, and how many wait."""
+        loads = (await self._call("GET", "/v1/loads", timeout_s=2.0)).get("loads") or []
+        running = sum(int(load.get("num_running_reqs", 0)) for load in loads)
+        return running, sum(int(load.get("num_waiting_reqs", 0)) for load in loads)
+
+    async def _answers(self, path: str) -> bool:
+        try:
+            return (await self._client.get(path, timeout=self._control_timeout_s)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def _call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        timeout_s = timeout_s or self._control_timeout_s
+        try:
+            response = await self._client.request(method, path, json=body, timeout=timeout_s)
+            answer = response.json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise EngineFailed(f"{path}: {error!r}") from error
+        if response.status_code != 200 or not isinstance(answer, dict):
+            raise EngineFailed(f"{path} answers {response.status_code}: {response.text[:500]}")
+        return answer

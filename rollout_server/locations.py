@@ -1,0 +1,104 @@
+"""Which places weights may come from: decided by the text alone, before anything is opened or called.
+
+location ─▶ parse_location ─▶ FileLocation (a directory here) or HttpLocation (a URL), else NotAllowed
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import SplitResult, unquote, urlsplit
+
+DEFAULT_PORTS = {"http": 80, "https": 443}
+PLAIN_URL_PATH = re.compile(r"[A-Za-z0-9._~/@=+-]*")
+"""Without percent escapes, `;` or backslashes there is one way to read a path, for us and for the server."""
+
+
+class NotAllowed(Exception):
+    """A location that is malformed, or under no allowed prefix.
+
+    Its text may hold a secret, so it is not repeated.
+    """
+
+
+@dataclass(frozen=True)
+class FileLocation:
+    """A directory on this machine; `roots` are the directories that no link may lead out of."""
+
+    directory: Path
+    roots: tuple[Path, ...]
+
+    def resolve(self, name: str = "") -> Path:
+        """Follow links, and raise NotAllowed where one leads out of every root."""
+        path = (self.directory / name).resolve()
+        if not any(path.is_relative_to(root.resolve()) for root in self.roots):
+            raise NotAllowed(f"a link in the location leads out of the allowed directories at {name or '.'}")
+        return path
+
+
+@dataclass(frozen=True)
+class HttpLocation:
+    """A URL without a trailing slash, under which each file has its name."""
+
+    url: str
+
+
+def parse_location(location: str, allowed: Sequence[str]) -> FileLocation | HttpLocation:
+    """Raises NotAllowed unless `location` lies under one of the `allowed` prefixes."""
+    parts = _split(location)
+    if parts.scheme == "file":
+        directory = _file_path(parts)
+        roots = tuple(_file_path(root) for prefix in allowed if (root := _split(prefix)).scheme == "file")
+        if not any(directory.is_relative_to(root) for root in (*roots, *(root.resolve() for root in roots))):
+            raise NotAllowed("the location is in no allowed directory (rollout_server.locations)")
+        return FileLocation(directory, roots)
+    _require_plain_path(parts)
+    if not any(is_under(location, prefix) for prefix in allowed):
+        raise NotAllowed("the location is under no allowed URL (rollout_server.locations)")
+    return HttpLocation(location.rstrip("/"))
+
+
+def is_under(url: str, prefix: str) -> bool:
+    """Same scheme, host and port, and a path that begins with the prefix's, segment by segment."""
+    one, other = _split(url), _split(prefix)
+    if one.scheme not in DEFAULT_PORTS or _origin(one) != _origin(other):
+        return False
+    root = other.path.rstrip("/")
+    return one.path == root or one.path.startswith(f"{root}/")
+
+
+def _split(location: str) -> SplitResult:
+    if any(ord(character) <= 32 or ord(character) == 127 for character in location):
+        raise NotAllowed("the location holds blanks or control characters")
+    try:
+        parts = urlsplit(location)
+        _ = parts.port
+    except ValueError as error:
+        raise NotAllowed("the location is not a URL") from error
+    if parts.scheme not in ("file", *DEFAULT_PORTS):
+        raise NotAllowed("the location is neither file:// nor http:// nor https://")
+    if parts.username is not None or parts.password is not None or "@" in parts.netloc:
+        raise NotAllowed("the location holds credentials")
+    if parts.query or parts.fragment or "?" in location or "#" in location:
+        raise NotAllowed("the location holds a query or a fragment")
+    return parts
+
+
+def _origin(parts: SplitResult) -> tuple[str, str | None, int | None]:
+    return parts.scheme, parts.hostname, parts.port or DEFAULT_PORTS.get(parts.scheme)
+
+
+def _file_path(parts: SplitResult) -> Path:
+    path = unquote(parts.path)
+    if parts.netloc not in ("", "localhost") or not path.startswith("/") or "\0" in path:
+        raise NotAllowed("the location is not an absolute path on this machine")
+    # Lexically: `..` is folded before anything on the disk is looked at.
+    return Path(os.path.normpath(path))
+
+
+def _require_plain_path(parts: SplitResult) -> None:
+    if not parts.hostname or not PLAIN_URL_PATH.fullmatch(parts.path):
+        raise NotAllowed("the location is not a plain URL")
+    if any(segment in (".", "..") for segment in parts.path.split("/")):
+        raise NotAllowed("the location walks upwards")

@@ -1,0 +1,59 @@
+"""What Prometheus reads from a rollout server."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from rollout_queue.web.errors import ApiError
+from rollout_server.engine import Engine
+from rollout_server.policy import State
+
+RELOAD_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """One registry per server, so that two of them live in one process of tests."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.registry = CollectorRegistry()
+        self._gauge("engine_restarts", "Times that the engine was started again", lambda: engine.restarts)
+        self._gauge("policy_version", "Version that the engine serves", lambda: engine.policy.version)
+        states = Gauge(
+            "weir_rollout_state", "1 for the state that the server is in", ["state"], registry=self.registry
+        )
+        for state in State:
+            states.labels(state.value).set_function(partial(_is_in, engine, state))
+        self._reload_seconds = Histogram(
+            "weir_rollout_reload_seconds",
+            "Whole time of successful reloads",
+            buckets=RELOAD_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._failures = Counter(
+            "weir_rollout_reload_failures", "Reloads refused or failed", ["status"], registry=self.registry
+        )
+        self._paused_seconds = Counter(
+            "weir_rollout_paused_seconds", "Time that generation stood still", registry=self.registry
+        )
+
+    @contextmanager
+    def reload(self) -> Iterator[None]:
+        """Counts one reload where it fails."""
+        try:
+            yield
+        except ApiError as error:
+            self._failures.labels(str(error.status)).inc()
+            raise
+
+    def loaded(self, whole_s: float, paused_s: float) -> None:
+        self._reload_seconds.observe(whole_s)
+        self._paused_seconds.inc(paused_s)
+
+    def _gauge(self, name: str, help_text: str, value: Callable[[], float]) -> None:
+        Gauge(f"weir_rollout_{name}", help_text, registry=self.registry).set_function(value)
+
+
+def _is_in(engine: Engine, state: State) -> float:
+    return float(engine.state is state)

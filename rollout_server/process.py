@@ -1,0 +1,96 @@
+"""The engine's operating-system process: started in a group of its own, ended with the whole group."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+logger = logging.getLogger(__name__)
+
+TETHER = Path(__file__).with_name("tether.py")
+LOG_TAIL_BYTES = 4000
+
+
+class EngineProcess:
+    """One run of SGLang, with its children."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log_path: Path, stop_timeout_s: float) -> None:
+        self._process = process
+        self._log_path = log_path
+        self._stop_timeout_s = stop_timeout_s
+
+    @classmethod
+    async def start(
+        cls, command: Sequence[str], environment: Mapping[str, str], log_path: Path, stop_timeout_s: float
+    ) -> "EngineProcess":
+        tether = (sys.executable, "-IS", str(TETHER), str(os.getpid()))
+        with _new_log(log_path) as log:
+            process = await asyncio.create_subprocess_exec(
+                *tether,
+                *command,
+                env=dict(environment),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        logger.info("engine process %d started: %s", process.pid, " ".join(command))
+        return cls(process, log_path, stop_timeout_s)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exited(self) -> bool:
+        return self._process.returncode is not None
+
+    async def wait(self) -> int:
+        """The exit code, once the process has ended by itself or by `kill`."""
+        return await self._process.wait()
+
+    async def kill(self) -> None:
+        """End the whole group at once: a scheduler without its server would hold the port and the memory."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        await self._process.wait()
+
+    async def stop(self) -> None:
+        """Let the engine finish what runs, for a while; then `kill`."""
+        if not self.exited:
+            self._process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), self._stop_timeout_s)
+        await self.kill()
+
+    def last_words(self) -> str:
+        """The end of its log, for the operator who asks why it died."""
+        with contextlib.suppress(OSError), self._log_path.open("rb") as log:
+            log.seek(max(0, self._log_path.stat().st_size - LOG_TAIL_BYTES))
+            return log.read().decode(errors="replace").strip()
+        return ""
+
+
+def _new_log(path: Path) -> BinaryIO:
+    """The former start's log is kept: it tells why that engine died."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        path.replace(path.with_name(f"{path.name}.1"))
+    return path.open("wb")
+
+
+def port_in_use(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return True
+    return False

@@ -1,0 +1,209 @@
+"""A change of weights as a transaction: files are proved before anything pauses, the engine after it.
+
+POST /reload ─▶ allowed? newer? ─▶ fetch ─▶ verify ─▶ pause ─▶ load ─▶ prove ─▶ resume ─▶ seconds
+                 400      409        503      422     └─ fails: kill, boot the old version ─▶ 503
+"""
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic
+
+import msgspec
+
+from rollout_queue.policy import MANIFEST
+from rollout_queue.web.errors import ApiError
+from rollout_server.engine import Engine
+from rollout_server.engine_client import EngineFailed
+from rollout_server.fetch import Fetcher, WeightsStore, manifest_digest
+from rollout_server.locations import FileLocation, HttpLocation, NotAllowed, parse_location
+from rollout_server.metrics import Metrics
+from rollout_server.policy import Policy
+from rollout_server.safetensors_file import BrokenWeights, weights_differ
+from rollout_server.settings import RolloutServerSettings
+from rollout_server.verify import read_manifest
+
+logger = logging.getLogger(__name__)
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """A version that somebody asks for. Only the initial one has no location."""
+
+    version: int
+    location: str | None = None
+    manifest_sha256: str | None = None
+
+
+class Seconds(msgspec.Struct):
+    """How long the parts of a reload took."""
+
+    fetch: float = 0.0
+    verify: float = 0.0
+    load: float = 0.0
+    paused: float = 0.0
+
+
+class Reloader:
+    """Brings the engine from the version it serves to another; one at a time."""
+
+    def __init__(
+        self,
+        settings: RolloutServerSettings,
+        engine: Engine,
+        store: WeightsStore,
+        fetcher: Fetcher,
+        metrics: Metrics,
+        *,
+        float32_engine: bool,
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._store = store
+        self._fetcher = fetcher
+        self._metrics = metrics
+        self._float32_engine = float32_engine
+        self._initial = engine.policy
+        self._swap = asyncio.Lock()
+        self._fetch = asyncio.Lock()
+        """Apart from `_swap`: a dead engine fetches what it boots into while a reload waits for it."""
+
+    async def reload(
+        self, wanted: Wanted, *, force: bool = False, instead_of: Policy | None = None
+    ) -> Seconds:
+        """Serve `wanted`, or raise ApiError while the old version goes on serving.
+
+        With `instead_of` nothing happens if another version was loaded while this call waited its turn.
+        """
+        place = self._place(wanted)
+        async with self._swap:
+            if instead_of is not None and self._engine.policy != instead_of:
+                return Seconds()
+            with self._metrics.reload():
+                return await self._reload(wanted, place, force)
+
+    async def prepare(self, wanted: Wanted, seconds: Seconds | None = None) -> Policy:
+        """Fetch and verify, without touching the engine; what is here already is verified again and used."""
+        seconds = seconds or Seconds()
+        place = self._place(wanted)
+        if place is None:
+            return self._initial
+        async with self._fetch:
+            with _as_api_errors(wanted.version):
+                return await self._prepare(wanted, place, seconds)
+
+    async def _reload(
+        self, wanted: Wanted, place: FileLocation | HttpLocation | None, force: bool
+    ) -> Seconds:
+        served, seconds = self._engine.policy, Seconds()
+        if wanted.version < served.version and not force:
+            raise ApiError(409, f"version {wanted.version} is lower than {served.version}, which is served")
+        if wanted.version == served.version and await self._is_same(wanted, place, served):
+            await self._until_serving()
+            return seconds
+        if wanted.version == served.version and not force:
+            raise ApiError(409, f"version {wanted.version} is served already, with other content")
+        policy = await self.prepare(wanted, seconds)
+        await self._until_serving()
+        if self._engine.policy != policy:  # an engine that was dead may have booted right into it
+            await self._load(policy, seconds)
+        return seconds
+
+    async def _load(self, policy: Policy, seconds: Seconds) -> None:
+        former, client = self._engine.policy, self._engine.client
+        other = await asyncio.to_thread(
+            weights_differ, policy.directory, former.directory, float32_engine=self._float32_engine
+        )
+        try:
+            async with self._engine.swapping():
+                paused_s = monotonic()
+                await client.pause()
+                load_s = monotonic()
+                await client.load(str(policy.directory), policy.version)
+                await self._engine.prove(policy, differs_from=former if other else None)
+                seconds.load = monotonic() - load_s
+                await client.resume()
+                seconds.paused = monotonic() - paused_s
+                self._engine.serve(policy)
+        except EngineFailed as error:
+            logger.error("version %d: %s; the engine restarts on %d", policy.version, error, former.version)
+            raise ApiError(503, f"version {policy.version} was not loaded: {error}") from error
+        whole_s = seconds.fetch + seconds.verify + seconds.load
+        self._metrics.loaded(whole_s, seconds.paused)
+        self._store.keep_only({policy.directory, former.directory})
+        logger.info("version %d replaces %d: paused %.3f s", policy.version, former.version, seconds.paused)
+
+    async def _is_same(
+        self, wanted: Wanted, place: FileLocation | HttpLocation | None, served: Policy
+    ) -> bool:
+        if place is None or served.manifest_sha256 is None:
+            return place is None and served == self._initial
+        if wanted.manifest_sha256 is not None:
+            return wanted.manifest_sha256.lower() == served.manifest_sha256
+        with _as_api_errors(wanted.version):
+            return manifest_digest(await self._fetcher.manifest(place)) == served.manifest_sha256
+
+    async def _prepare(self, wanted: Wanted, place: FileLocation | HttpLocation, seconds: Seconds) -> Policy:
+        announced = wanted.manifest_sha256.lower() if wanted.manifest_sha256 else None
+        if announced and (kept := await self._kept(wanted.version, announced, seconds)):
+            return kept
+        began_s = monotonic()
+        text = await self._fetcher.manifest(place)
+        digest = manifest_digest(text)
+        if announced not in (None, digest):
+            raise BrokenWeights("its SHA-256 is not the announced one", file=MANIFEST)
+        manifest = read_manifest(text, wanted.version)
+        if not announced and (kept := await self._kept(wanted.version, digest, seconds)):
+            return kept
+        part = self._store.begin(wanted.version)
+        try:
+            await self._fetcher.files(place, manifest, part)
+            (part / MANIFEST).write_bytes(text)
+            seconds.fetch, began_s = monotonic() - began_s, monotonic()
+            await asyncio.to_thread(self._store.verify, part, manifest)
+            seconds.verify = monotonic() - began_s
+            target = self._store.path_of(wanted.version, digest)
+            self._store.commit(part, target)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        return Policy(wanted.version, target, digest)
+
+    async def _kept(self, version: int, digest: str, seconds: Seconds) -> Policy | None:
+        """The same content, if an earlier push left it here whole."""
+        target = self._store.path_of(version, digest)
+        began_s = monotonic()
+        try:
+            await asyncio.to_thread(self._store.verify_again, target, version, digest)
+        except BrokenWeights:
+            return None
+        seconds.verify = monotonic() - began_s
+        return Policy(version, target, digest)
+
+    def _place(self, wanted: Wanted) -> FileLocation | HttpLocation | None:
+        if wanted.location is None:
+            if wanted.version != self._initial.version:
+                raise ApiError(400, f"version {wanted.version} needs a location", param="location")
+            return None
+        try:
+            return parse_location(wanted.location, self._settings.allowed_locations)
+        except NotAllowed as error:
+            raise ApiError(400, str(error), param="location") from error
+
+    async def _until_serving(self) -> None:
+        try:
+            await self._engine.wait_until_serving(self._settings.engine_wait_s)
+        except EngineFailed as error:
+            raise ApiError(503, str(error)) from error
+
+
+@contextmanager
+def _as_api_errors(version: int) -> Iterator[None]:
+    try:
+        yield
+    except NotAllowed as error:
+        raise ApiError(400, str(error), param="location") from error
+    except BrokenWeights as error:
+        raise ApiError(422, f"version {version}: {error}", code="broken_weights") from error
+    except OSError as error:
+        raise ApiError(503, f"version {version}: {error}", type="storage_unavailable") from error

@@ -1,0 +1,131 @@
+"""Reads safetensors files as far as proof needs it: the header, and whether every float is finite.
+
+file = 8 bytes header length (little-endian) · JSON header {tensor: {dtype, shape, data_offsets}} · data
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+"""The types that weights come in; anything else is no set of weights that we push."""
+EXPONENT_MASKS = {"F32": 0x7F80_0000, "F16": 0x7C00, "BF16": 0x7F80}
+"""All exponent bits set: infinity or NaN. Integer tests work for BF16 too, which numpy does not know."""
+MAX_HEADER_BYTES = 100_000_000
+CHUNK_BYTES = 16 * 2**20
+
+
+class BrokenWeights(Exception):
+    """A set of weights that must not reach an engine; names the file and, where there is one, the tensor."""
+
+    def __init__(self, reason: str, *, file: str | None = None, tensor: str | None = None) -> None:
+        where = f"{file or 'weights'}: " + (f"tensor {tensor!r}: " if tensor else "")
+        super().__init__(where + reason)
+        self.file = file
+        self.tensor = tensor
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor as a header declares it; `start` and `end` count bytes from the beginning of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file by name. Raises BrokenWeights unless they fill the file exactly."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise BrokenWeights(f"is truncated: {size} bytes do not hold the header", file=path.name)
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+        if not isinstance(header, dict):
+            raise ValueError("not an object")
+        header.pop("__metadata__", None)
+        tensors = {name: _stored(path, name, entry, 8 + length) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BrokenWeights(f"has no safetensors header: {error}", file=path.name) from error
+    _require_exact_fill(path, tensors, 8 + length, size)
+    return tensors
+
+
+def require_finite(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raises BrokenWeights for the first tensor that holds an infinity or a NaN."""
+    for tensor in tensors.values():
+        mask = EXPONENT_MASKS[tensor.dtype]
+        if any(np.any((bits & mask) == mask) for bits in _bits(path, tensor)):
+            raise BrokenWeights("holds infinity or NaN", file=path.name, tensor=tensor.name)
+
+
+def weights_differ(one: Path, other: Path, *, float32_engine: bool) -> bool:
+    """Whether an engine that loaded `one` holds other values than with `other`; False where it may round.
+
+    Files may differ while weights do not (metadata, sharding), so values are compared. It stops at the
+    first difference, and two steps of training differ at once.
+    """
+    ones, others = _tensors_of(one), _tensors_of(other)
+    for name in sorted(ones.keys() & others.keys()):
+        (path, tensor), (other_path, other_tensor) = ones[name], others[name]
+        if tensor.dtype != other_tensor.dtype or not (float32_engine or tensor.dtype == "BF16"):
+            continue
+        pairs = zip(_bits(path, tensor), _bits(other_path, other_tensor), strict=True)
+        if any(not np.array_equal(bits, other_bits) for bits, other_bits in pairs):
+            return True
+    return False
+
+
+def _tensors_of(directory: Path) -> dict[str, tuple[Path, StoredTensor]]:
+    files = sorted(directory.glob("*.safetensors"))
+    return {name: (file, tensor) for file in files for name, tensor in read_header(file).items()}
+
+
+def _bits(path: Path, tensor: StoredTensor) -> Iterator[npt.NDArray[np.unsignedinteger[Any]]]:
+    # Read, not mapped: a file that shrinks under a mapping kills the process that maps it.
+    item_bytes = ITEM_BYTES[tensor.dtype]
+    for start in range(tensor.start, tensor.end, CHUNK_BYTES):
+        count = (min(CHUNK_BYTES, tensor.end - start)) // item_bytes
+        yield np.fromfile(path, dtype=f"<u{item_bytes}", count=count, offset=start)
+
+
+def _stored(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
+    dtype, shape = entry["dtype"], entry["shape"]
+    begin, end = entry["data_offsets"]
+    if dtype not in ITEM_BYTES:
+        raise BrokenWeights(
+            f"dtype {dtype} is not one of {', '.join(ITEM_BYTES)}", file=path.name, tensor=name
+        )
+    numbers = [begin, end, *shape]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise BrokenWeights("shape or offsets are not whole numbers", file=path.name, tensor=name)
+    if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
+        raise BrokenWeights(
+            f"{end - begin} bytes do not hold shape {shape} of {dtype}", file=path.name, tensor=name
+        )
+    return StoredTensor(name, dtype, tuple(shape), data_start + begin, data_start + end)
+
+
+def _require_exact_fill(path: Path, tensors: Mapping[str, StoredTensor], data_start: int, size: int) -> None:
+    position = data_start
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.end)):
+        if tensor.start != position:
+            raise BrokenWeights(
+                "its bytes overlap others or leave a hole", file=path.name, tensor=tensor.name
+            )
+        position = tensor.end
+    if position != size:
+        raise BrokenWeights(
+            f"is truncated or too long: {size} bytes, its header says {position}", file=path.name
+        )

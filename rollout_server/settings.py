@@ -1,0 +1,112 @@
+"""The section `rollout_server` of the configuration, every default in one place."""
+
+import sys
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from rollout_queue.settings import CommaSeparated, ServiceSettings
+
+Device = Literal["cpu", "cuda"]
+
+
+class RolloutServerSettings(ServiceSettings):
+    """One rollout server and the one engine that it keeps."""
+
+    section: ClassVar[str] = "rollout_server"
+
+    id: str = Field("rollout-0", pattern=r"^[A-Za-z0-9._-]{1,128}$")
+    """The name in the fleet; two servers never share it."""
+    host: str = "127.0.0.1"
+    port: int = 8100
+    public_url: str | None = None
+    """Where the gateway reaches this server; null means http://host:port."""
+    admin_keys: CommaSeparated = []
+    gateway_url: str | None = None
+    """Where to register; null for a server that stands alone."""
+    register_every_s: float = 5.0
+    settle_s: float = 60.0
+    """How long after a reload the gateway may still name the older version: its push to the fleet runs on."""
+
+    model_path: Path
+    """The Hugging Face directory that the engine starts with, known as `initial_version`."""
+    initial_version: int = Field(0, ge=0)
+    weights_dir: Path = Path("run/weights")
+    """This server keeps `<weights_dir>/<id>/v00000012`: the current version's files and the former's."""
+    policies_dir: Path = Path("run/policies")
+    trainer_url: str = "http://127.0.0.1:8200"
+    locations: CommaSeparated = []
+    """Prefixes that weights may come from; empty means weights_dir, policies_dir and trainer_url."""
+
+    engine_python: str = sys.executable
+    """The Python that has SGLang installed; on a CPU-only machine that is an environment of its own."""
+    engine_host: str = "127.0.0.1"
+    """SGLang asks nobody for a key here, so bind another address in a closed network only."""
+    engine_port: int = 30000
+    engine_public_url: str | None = None
+    """Where the gateway reaches the engine; null means http://engine_host:engine_port."""
+    engine_device: Literal["auto", "cpu", "cuda"] = "auto"
+    engine_args: list[str] = []
+    """Appended to SGLang's command line as they are, and so win over ours."""
+    engine_log: Path | None = None
+    """Null means run/logs/<id>-engine.log; the log before the last start is kept beside it, as `.1`."""
+    dtype: str | None = None
+    """Null means float32 on CPU (exact logprobs) and the checkpoint's own on CUDA."""
+    context_length: int | None = None
+    max_running_requests: int | None = None
+    max_total_tokens: int | None = None
+    random_seed: int = 0
+
+    boot_timeout_s: float = 900.0
+    load_timeout_s: float = 600.0
+    control_timeout_s: float = 30.0
+    fetch_timeout_s: float = 60.0
+    """Without a byte for so long, a download has failed."""
+    engine_wait_s: float = 60.0
+    """How long a reload waits for an engine that is just starting."""
+    hang_timeout_s: float = 120.0
+    """An engine that answers nothing for so long is killed and started again."""
+    restart_backoff_s: float = 0.5
+    """After the first death; doubles with each further one, up to half a minute."""
+    drain_timeout_s: float = 30.0
+    stop_timeout_s: float = 10.0
+
+    @field_validator("public_url", "gateway_url", "trainer_url", "engine_public_url")
+    @classmethod
+    def _without_trailing_slash(cls, value: str | None) -> str | None:
+        return value.rstrip("/") or None if value else None
+
+    @property
+    def url(self) -> str:
+        return self.public_url or f"http://{_reachable(self.host)}:{self.port}"
+
+    @property
+    def engine_url(self) -> str:
+        """What others call."""
+        return self.engine_public_url or self.engine_control_url
+
+    @property
+    def engine_control_url(self) -> str:
+        """What this server itself calls: always this machine."""
+        return f"http://{_reachable(self.engine_host)}:{self.engine_port}"
+
+    @property
+    def own_weights_dir(self) -> Path:
+        return (self.weights_dir / self.id).absolute()
+
+    @property
+    def log_path(self) -> Path:
+        return (self.engine_log or Path("run/logs") / f"{self.id}-engine.log").absolute()
+
+    @property
+    def allowed_locations(self) -> list[str]:
+        """As URLs; a plain path in `locations` means that directory."""
+        prefixes = self.locations or [str(self.weights_dir), str(self.policies_dir), self.trainer_url]
+        return [prefix if "://" in prefix else Path(prefix).absolute().as_uri() for prefix in prefixes]
+
+
+def _reachable(host: str) -> str:
+    if host in ("0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,172 @@
+"""Proves a set of weights before an engine sees it: pure checks, no torch, nothing loaded.
+
+manifest.json ─▶ read_manifest ─▶ Manifest ┐
+initial model ─▶ ExpectedModel ────────────┼─▶ verify_directory ─▶ fine, or BrokenWeights
+files ─────────────────────────────────────┘
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollout_queue.policy import MANIFEST, STABLE, FileSpec, Manifest, sha256_of
+from rollout_server.safetensors_file import BrokenWeights, StoredTensor, read_header, require_finite
+
+WEIGHTS_SUFFIX = ".safetensors"
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
+RESERVED = frozenset({".", "..", MANIFEST, STABLE})
+CODE_SUFFIXES = frozenset({".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth", ".py", ".so"})
+"""Pickles and Python run when they are loaded, so they are no part of a policy."""
+OUTPUT_HEAD, INPUT_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+SHAPING_KEYS = (
+    "architectures",
+    "head_dim",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "vocab_size",
+)
+"""What a config must not change: an engine keeps its own on a reload, and would take the new on a restart."""
+
+
+@dataclass(frozen=True)
+class ExpectedModel:
+    """The names and shapes that the engine's model has, and the config that shapes its use of them."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    config: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, model_path: Path) -> "ExpectedModel":
+        """Read from the directory that the engine starts with."""
+        files = sorted(model_path.glob(f"*{WEIGHTS_SUFFIX}"))
+        if not files:
+            raise BrokenWeights(f"no {WEIGHTS_SUFFIX} file in {model_path}")
+        shapes = {name: tensor.shape for file in files for name, tensor in read_header(file).items()}
+        return cls(shapes, _json_object(model_path / CONFIG))
+
+    @property
+    def optional_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """A head tied to the embedding may be written out or left out; it is the same tensor."""
+        if not self.config.get("tie_word_embeddings") or INPUT_EMBEDDING not in self.shapes:
+            return {}
+        return {OUTPUT_HEAD: self.shapes[INPUT_EMBEDDING]}
+
+
+def read_manifest(text: bytes, version: int) -> Manifest:
+    """Decode a manifest and check what it says by itself, before any of its files is fetched."""
+    try:
+        manifest = msgspec.json.decode(text, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise BrokenWeights(f"is not a manifest: {error}", file=MANIFEST) from error
+    if manifest.version != version:
+        raise BrokenWeights(f"is of version {manifest.version}, not {version}", file=MANIFEST)
+    names = [file.name for file in manifest.files]
+    for name in names:
+        if not FILE_NAME.fullmatch(name) or name in RESERVED or Path(name).suffix in CODE_SUFFIXES:
+            raise BrokenWeights(f"names {name!r}, which is no file of a policy", file=MANIFEST)
+    if len(set(names)) != len(names):
+        raise BrokenWeights("names a file twice", file=MANIFEST)
+    if not any(name.endswith(WEIGHTS_SUFFIX) for name in names):
+        raise BrokenWeights(f"names no {WEIGHTS_SUFFIX} file", file=MANIFEST)
+    return manifest
+
+
+def verify_directory(directory: Path, manifest: Manifest, expected: ExpectedModel) -> None:
+    """Raises BrokenWeights unless `directory` holds exactly the weights that both sides agree on."""
+    headers: dict[str, dict[str, StoredTensor]] = {}
+    for spec in manifest.files:
+        _verify_bytes(directory / spec.name, spec)
+        if spec.name.endswith(WEIGHTS_SUFFIX):
+            headers[spec.name] = read_header(directory / spec.name)
+            _verify_against_manifest(spec, headers[spec.name])
+    _verify_against_model(headers, expected)
+    _verify_index(directory, headers)
+    _verify_config(directory, expected)
+    for name, tensors in headers.items():
+        require_finite(directory / name, tensors)
+
+
+def _verify_bytes(path: Path, spec: FileSpec) -> None:
+    if not path.is_file() or path.is_symlink():
+        raise BrokenWeights("is missing", file=spec.name)
+    size = path.stat().st_size
+    if size != spec.size:
+        raise BrokenWeights(f"has {size} bytes, the manifest says {spec.size}", file=spec.name)
+    if sha256_of(path) != spec.sha256.lower():
+        raise BrokenWeights("its SHA-256 is not the manifest's", file=spec.name)
+
+
+def _verify_against_manifest(spec: FileSpec, header: Mapping[str, StoredTensor]) -> None:
+    declared = {tensor.name: tensor for tensor in spec.tensors}
+    for name in sorted(declared.keys() ^ header.keys()):
+        reason = "is missing in the file" if name in declared else "is not in the manifest"
+        raise BrokenWeights(reason, file=spec.name, tensor=name)
+    for name, tensor in header.items():
+        said = declared[name]
+        if list(tensor.shape) != said.shape or tensor.dtype != said.dtype:
+            raise BrokenWeights(
+                f"is {tensor.dtype}{list(tensor.shape)}, the manifest says {said.dtype}{said.shape}",
+                file=spec.name,
+                tensor=name,
+            )
+
+
+def _verify_against_model(headers: Mapping[str, Mapping[str, StoredTensor]], expected: ExpectedModel) -> None:
+    found: dict[str, str] = {}
+    optional = expected.optional_shapes
+    known = {**expected.shapes, **optional}
+    for file, header in headers.items():
+        for name, tensor in header.items():
+            if name in found:
+                raise BrokenWeights(f"is also in {found[name]}", file=file, tensor=name)
+            if name not in known:
+                raise BrokenWeights("is not in the engine's model", file=file, tensor=name)
+            if tensor.shape != known[name]:
+                raise BrokenWeights(
+                    f"has shape {list(tensor.shape)}, the engine's model {list(known[name])}",
+                    file=file,
+                    tensor=name,
+                )
+            found[name] = file
+    for name in sorted(expected.shapes.keys() - found.keys() - optional.keys()):
+        raise BrokenWeights("is missing", tensor=name)
+
+
+def _verify_index(directory: Path, headers: Mapping[str, Mapping[str, StoredTensor]]) -> None:
+    # SGLang reads only the files that an index names: a tensor left out there is silently not loaded.
+    if not (directory / INDEX).exists():
+        return
+    indexed = _json_object(directory / INDEX).get("weight_map")
+    actual = {name: file for file, header in headers.items() for name in header}
+    if indexed != actual:
+        raise BrokenWeights("does not name each tensor's own file", file=INDEX)
+
+
+def _verify_config(directory: Path, expected: ExpectedModel) -> None:
+    if not (directory / CONFIG).exists():
+        return
+    config = _json_object(directory / CONFIG)
+    for key in SHAPING_KEYS:
+        ours, theirs = expected.config.get(key), config.get(key)
+        if ours is not None and theirs is not None and ours != theirs:
+            raise BrokenWeights(f"{key} is {theirs!r}, the engine's {ours!r}", file=CONFIG)
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BrokenWeights(f"cannot be read: {error}", file=path.name) from error
+    if not isinstance(value, dict):
+        raise BrokenWeights("is not a JSON object", file=path.name)
+    return value

@@ -1,0 +1,108 @@
+"""How SGLang is started on each device, and what its environment holds."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout_server.command import SHIM, engine_command, engine_environment, find_device
+from rollout_server.settings import RolloutServerSettings
+
+
+def settings(**fields: Any) -> RolloutServerSettings:
+    return RolloutServerSettings(model_path=Path("/models/m"), **fields)
+
+
+def options(command: list[str]) -> dict[str, str | None]:
+    following = [*command[1:], "--"]
+    return {
+        word: None if after.startswith("--") else after
+        for word, after in zip(command, following, strict=True)
+        if word.startswith("--")
+    }
+
+
+def test_the_cpu_engine_runs_torch_native_and_exact() -> None:
+    given = options(engine_command(settings(engine_python="/e/python"), "cpu", Path("/w/v7"), 7))
+    assert given["--model-path"] == "/w/v7"
+    assert given["--weight-version"] == "7"
+    assert (given["--device"], given["--attention-backend"]) == ("cpu", "torch_native")
+    assert given["--dtype"] == "float32"
+    assert given["--host"] == "127.0.0.1"
+    assert {"--incremental-streaming-output", "--sleep-on-idle", "--skip-server-warmup"} <= given.keys()
+
+
+def test_the_cuda_engine_warms_up_and_uses_the_checkpoints_dtype() -> None:
+    given = options(engine_command(settings(), "cuda", Path("/models/m"), 0))
+    assert (given["--device"], given["--dtype"]) == ("cuda", "auto")
+    assert "--attention-backend" not in given
+    assert "--skip-server-warmup" not in given
+    assert "--incremental-streaming-output" in given
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_a_deployment_sets_reaches_the_command_line(device: Any) -> None:
+    chosen = settings(
+        dtype="bfloat16",
+        context_length=2048,
+        max_running_requests=8,
+        max_total_tokens=4096,
+        engine_args=["--tp", "2"],
+    )
+    command = engine_command(chosen, device, Path("/models/m"), 0)
+    given = options(command)
+    assert given["--dtype"] == "bfloat16"
+    assert given["--context-length"] == "2048"
+    assert given["--max-running-requests"] == "8"
+    assert given["--max-total-tokens"] == "4096"
+    assert command[-2:] == ["--tp", "2"]
+
+
+def test_the_engine_sees_no_key_of_ours_and_the_stand_in_on_cpu_only() -> None:
+    inherited = {"PATH": "/bin", "WEIR_ADMIN_KEYS": "secret", "PYTHONPATH": "/service"}
+    cpu = engine_environment(settings(), "cpu", inherited)
+    assert cpu["PYTHONPATH"] == str(SHIM)
+    assert (cpu["OMP_NUM_THREADS"], cpu["SGLANG_USE_CPU_ENGINE"]) == ("1", "1")
+    cuda = engine_environment(settings(), "cuda", inherited)
+    assert "PYTHONPATH" not in cuda
+    assert "OMP_NUM_THREADS" not in cuda
+    for environment in (cpu, cuda):
+        assert "secret" not in environment.values()
+        assert environment["PATH"] == "/bin"
+        assert environment["HF_HUB_OFFLINE"] == "1"
+
+
+def test_without_a_gpu_tool_the_device_is_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_device("auto") == "cpu"
+    assert find_device("cuda") == "cuda"
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: a fine one'\n")
+    tool.chmod(0o755)
+    assert find_device("auto") == "cuda"
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert find_device("auto") == "cpu"
+
+
+def test_the_default_locations_are_the_weights_the_policies_and_the_trainer(tmp_path: Path) -> None:
+    chosen = settings(weights_dir=tmp_path / "w", policies_dir=tmp_path / "p", trainer_url="http://t:1/")
+    assert chosen.allowed_locations == [(tmp_path / "w").as_uri(), (tmp_path / "p").as_uri(), "http://t:1"]
+    assert settings(locations="/srv/p,http://t:1").allowed_locations == ["file:///srv/p", "http://t:1"]
+
+
+def test_addresses_follow_from_host_and_port_unless_said() -> None:
+    plain = settings(host="0.0.0.0", port=8101, engine_port=30001)
+    assert (plain.url, plain.engine_url) == ("http://127.0.0.1:8101", "http://127.0.0.1:30001")
+    public = settings(public_url="http://pod:8100/", engine_public_url="http://pod:30000/")
+    assert (public.url, public.engine_url) == ("http://pod:8100", "http://pod:30000")
+    assert public.engine_control_url == "http://127.0.0.1:30000"
+
+
+def test_the_environment_sets_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIR_MODEL_PATH", "/models/short")
+    monkeypatch.setenv("WEIR_ADMIN_KEYS", "a,b")
+    monkeypatch.setenv("WEIR_ROLLOUT_SERVER__ENGINE_ARGS", '["--tp", "2"]')
+    read = RolloutServerSettings()
+    assert read.model_path == Path("/models/short")
+    assert read.admin_keys == ["a", "b"]
+    assert read.engine_args == ["--tp", "2"]

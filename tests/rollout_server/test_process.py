@@ -1,0 +1,103 @@
+"""The engine's process never outlives its server, and never holds the port after its end."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rollout_server.process import TETHER, EngineProcess, port_in_use
+
+FAMILY = "import os, time; child = os.fork(); print(child or os.getpid(), flush=True); time.sleep(600)"
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def until_gone(pid: int) -> bool:
+    deadline_s = time.monotonic() + 5
+    while alive(pid) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return not alive(pid)
+
+
+async def start(tmp_path: Path, code: str) -> EngineProcess:
+    command = [sys.executable, "-c", code]
+    return await EngineProcess.start(command, os.environ, tmp_path / "logs" / "engine.log", 0.3)
+
+
+def pids_in(log: Path, count: int) -> list[int]:
+    deadline_s = time.monotonic() + 5
+    while len(log.read_text().split()) < count and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return [int(word) for word in log.read_text().split()]
+
+
+async def test_kill_ends_the_whole_group(tmp_path: Path) -> None:
+    process = await start(tmp_path, FAMILY)
+    pids = pids_in(tmp_path / "logs" / "engine.log", 2)
+    await process.kill()
+    assert process.exited
+    assert all(until_gone(pid) for pid in pids)
+
+
+async def test_children_that_outlive_a_dead_engine_are_ended_too(tmp_path: Path) -> None:
+    process = await start(tmp_path, FAMILY)
+    pids = pids_in(tmp_path / "logs" / "engine.log", 2)
+    os.kill(process.pid, signal.SIGKILL)
+    assert await process.wait() == -signal.SIGKILL
+    await process.kill()
+    assert all(until_gone(pid) for pid in pids)
+
+
+async def test_stop_is_patient_and_then_kills(tmp_path: Path) -> None:
+    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+    process = await start(tmp_path, stubborn)
+    pids_in(tmp_path / "logs" / "engine.log", 1)
+    await process.stop()
+    assert await process.wait() == -signal.SIGKILL
+
+
+async def test_the_last_words_and_the_former_log_are_kept(tmp_path: Path) -> None:
+    process = await start(tmp_path, "print('first'); raise SystemExit(3)")
+    assert await process.wait() == 3
+    assert process.last_words() == "first"
+    second = await start(tmp_path, "print('second')")
+    await second.wait()
+    assert (tmp_path / "logs" / "engine.log.1").read_text() == "first\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
+def test_an_engine_dies_with_a_server_that_is_killed(tmp_path: Path) -> None:
+    log = tmp_path / "pid"
+    engine = f"import os, time; open({str(log)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    server = (
+        "import os, subprocess, sys, time;"
+        f"tether = [sys.executable, {str(TETHER)!r}, str(os.getpid())];"
+        f"subprocess.Popen([*tether, sys.executable, '-c', {engine!r}]);"
+        "time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", server])
+    while not (log.exists() and log.read_text()):
+        time.sleep(0.01)
+    pid = int(log.read_text())
+    assert alive(pid)
+    process.kill()
+    process.wait()
+    assert until_gone(pid)
+
+
+def test_a_port_in_use_is_seen() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert port_in_use("127.0.0.1", taken.getsockname()[1])

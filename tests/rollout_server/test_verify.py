@@ -1,0 +1,253 @@
+"""A set of weights is proved before an engine sees it; each way to be broken is named."""
+
+import contextlib
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_server.safetensors_file import BrokenWeights, read_header, weights_differ
+from rollout_server.verify import ExpectedModel, read_manifest, verify_directory
+from tests.rollout_server.weights import (
+    SHAPES,
+    WEIGHTS,
+    Tensors,
+    float32_tensors,
+    publish,
+    write_model,
+    write_safetensors,
+)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model")
+
+
+@pytest.fixture
+def pushed(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "pushed", float32_tensors(2.0))
+
+
+def verify(model: Path, pushed: Path) -> None:
+    manifest = read_manifest((pushed / "manifest.json").read_bytes(), 3)
+    verify_directory(pushed, manifest, ExpectedModel.of(model))
+
+
+def rewritten(pushed: Path, tensors: Tensors) -> Path:
+    write_safetensors(pushed / WEIGHTS, tensors)
+    publish(pushed, 3)
+    return pushed
+
+
+def test_a_sound_set_is_accepted(model: Path, pushed: Path) -> None:
+    publish(pushed, 3)
+    verify(model, pushed)
+
+
+def test_a_truncated_file_is_refused(model: Path, pushed: Path) -> None:
+    publish(pushed, 3)
+    raw = (pushed / WEIGHTS).read_bytes()
+    (pushed / WEIGHTS).write_bytes(raw[:-4])
+    with pytest.raises(BrokenWeights, match=r"model.safetensors: has \d+ bytes"):
+        verify(model, pushed)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 5, 8, 30, -4])
+def test_a_truncated_file_is_refused_by_its_own_header(pushed: Path, kept_bytes: int) -> None:
+    raw = (pushed / WEIGHTS).read_bytes()
+    (pushed / WEIGHTS).write_bytes(raw[:kept_bytes])
+    with pytest.raises(BrokenWeights, match="truncated"):
+        read_header(pushed / WEIGHTS)
+
+
+def test_a_flipped_bit_is_refused(model: Path, pushed: Path) -> None:
+    publish(pushed, 3)
+    raw = bytearray((pushed / WEIGHTS).read_bytes())
+    raw[-1] ^= 1
+    (pushed / WEIGHTS).write_bytes(raw)
+    with pytest.raises(BrokenWeights, match="SHA-256"):
+        verify(model, pushed)
+
+
+def test_a_file_that_is_not_there_is_refused(model: Path, pushed: Path) -> None:
+    publish(pushed, 3)
+    (pushed / "tokenizer.json").unlink()
+    with pytest.raises(BrokenWeights, match=r"tokenizer.json: is missing"):
+        verify(model, pushed)
+
+
+def test_a_missing_tensor_is_refused(model: Path, pushed: Path) -> None:
+    tensors = float32_tensors()
+    del tensors["model.norm.weight"]
+    with pytest.raises(BrokenWeights, match=r"'model.norm.weight': is missing"):
+        verify(model, rewritten(pushed, tensors))
+
+
+def test_an_extra_tensor_is_refused(model: Path, pushed: Path) -> None:
+    tensors = float32_tensors(shapes={**SHAPES, "model.extra": [1]})
+    with pytest.raises(BrokenWeights, match=r"'model.extra': is not in the engine's model"):
+        verify(model, rewritten(pushed, tensors))
+
+
+def test_a_wrong_shape_is_refused(model: Path, pushed: Path) -> None:
+    tensors = float32_tensors(shapes={**SHAPES, "lm_head.weight": [2, 4]})
+    with pytest.raises(BrokenWeights, match=r"'lm_head.weight': has shape \[2, 4\]"):
+        verify(model, rewritten(pushed, tensors))
+
+
+@pytest.mark.parametrize("dtype", ["I32", "F64", "F8_E4M3", "NONSENSE"])
+def test_a_dtype_that_is_no_float_of_ours_is_refused(pushed: Path, dtype: str) -> None:
+    tensors = float32_tensors() | {"model.norm.weight": (dtype, [2], bytes(8))}
+    write_safetensors(pushed / WEIGHTS, tensors)
+    with pytest.raises(BrokenWeights, match=f"'model.norm.weight': dtype {dtype}"):
+        read_header(pushed / WEIGHTS)
+
+
+def test_a_dtype_other_than_the_manifests_is_refused(model: Path, pushed: Path) -> None:
+    tensors = float32_tensors() | {"model.norm.weight": ("BF16", [2], bytes(4))}
+    publish(rewritten(pushed, tensors), 3)
+    manifest = (pushed / "manifest.json").read_text()
+    (pushed / "manifest.json").write_text(manifest.replace('"BF16"', '"F16"'))
+    with pytest.raises(BrokenWeights, match=r"BF16\[2\], the manifest says F16\[2\]"):
+        verify(model, pushed)
+
+
+def test_another_float_type_than_the_engines_is_fine(model: Path, pushed: Path) -> None:
+    tensors = float32_tensors() | {"model.norm.weight": ("BF16", [2], bytes(4))}
+    verify(model, rewritten(pushed, tensors))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "raw"),
+    [
+        ("F32", struct.pack("<2f", 1.0, float("nan"))),
+        ("F32", struct.pack("<2f", float("-inf"), 1.0)),
+        ("F16", struct.pack("<2e", 1.0, float("inf"))),
+        ("F16", struct.pack("<2e", float("nan"), 1.0)),
+        ("BF16", struct.pack("<2H", 0x3F80, 0x7F80)),
+        ("BF16", struct.pack("<2H", 0xFFC0, 0x3F80)),
+    ],
+)
+def test_a_value_that_is_not_finite_is_refused(model: Path, pushed: Path, dtype: str, raw: bytes) -> None:
+    tensors = float32_tensors() | {"model.norm.weight": (dtype, [2], raw)}
+    with pytest.raises(BrokenWeights, match=r"'model.norm.weight': holds infinity or NaN"):
+        verify(model, rewritten(pushed, tensors))
+
+
+@pytest.mark.parametrize(("dtype", "raw"), [("F32", b"\xff\xff\x7f\x7f" * 2), ("BF16", b"\x7f\x7f\x7f\xff")])
+def test_the_largest_finite_values_are_fine(model: Path, pushed: Path, dtype: str, raw: bytes) -> None:
+    tensors = float32_tensors() | {"model.norm.weight": (dtype, [2], raw)}
+    verify(model, rewritten(pushed, tensors))
+
+
+def test_a_tied_head_may_be_there_or_not(tmp_path: Path) -> None:
+    without = {name: shape for name, shape in SHAPES.items() if name != "lm_head.weight"}
+    tied = write_model(tmp_path / "tied", float32_tensors(shapes=without), tie_word_embeddings=True)
+    pushed = write_model(tmp_path / "pushed", float32_tensors(), tie_word_embeddings=True)
+    verify(tied, rewritten(pushed, float32_tensors()))
+    verify(tied, rewritten(pushed, float32_tensors(shapes=without)))
+
+
+def test_a_head_of_its_own_must_be_there(model: Path, pushed: Path) -> None:
+    tensors = float32_tensors()
+    del tensors["lm_head.weight"]
+    with pytest.raises(BrokenWeights, match=r"'lm_head.weight': is missing"):
+        verify(model, rewritten(pushed, tensors))
+
+
+def test_an_index_that_leaves_a_tensor_out_is_refused(model: Path, pushed: Path) -> None:
+    weight_map = {name: WEIGHTS for name in SHAPES if name != "model.norm.weight"}
+    (pushed / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    publish(pushed, 3)
+    with pytest.raises(BrokenWeights, match="index"):
+        verify(model, pushed)
+
+
+def test_a_config_of_another_model_is_refused(model: Path, pushed: Path) -> None:
+    (model / "config.json").write_text('{"num_attention_heads": 2}')
+    (pushed / "config.json").write_text('{"num_attention_heads": 4}')
+    publish(pushed, 3)
+    with pytest.raises(BrokenWeights, match=r"config.json: num_attention_heads is 4"):
+        verify(model, pushed)
+
+
+def _offsets(change: Callable[[dict[str, dict[str, object]]], object]) -> bytes:
+    header: dict[str, dict[str, object]] = {
+        "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+        "b": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]},
+    }
+    change(header)
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(8)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        _offsets(lambda header: header["b"].update(data_offsets=[0, 4])),
+        _offsets(lambda header: header.update(c={**header["a"]})),  # overlap, although the file is filled
+        _offsets(lambda header: header["b"].update(data_offsets=[8, 12])),  # past the end
+        _offsets(lambda header: header["b"].update(data_offsets=[8, 4])),
+        _offsets(lambda header: header["b"].update(data_offsets=[-4, 0])),
+        _offsets(lambda header: header["b"].update(shape=[2])),
+        _offsets(lambda header: header["b"].update(shape=[True])),
+        _offsets(lambda header: header["b"].pop("dtype")),
+        _offsets(lambda header: header.pop("b")),  # bytes that no tensor owns
+        (2**62).to_bytes(8, "little") + b"{}",
+        (4).to_bytes(8, "little") + b"[[]]",
+        (4).to_bytes(8, "little") + b"\xff\xfe{}",
+        (60000).to_bytes(8, "little") + b"[" * 60000,
+    ],
+)
+def test_a_header_that_lies_is_refused(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / WEIGHTS).write_bytes(raw)
+    with pytest.raises(BrokenWeights):
+        read_header(tmp_path / WEIGHTS)
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_make_the_reader_fail_otherwise(
+    tmp_path_factory: pytest.TempPathFactory, raw: bytes
+) -> None:
+    path = tmp_path_factory.mktemp("raw") / WEIGHTS
+    path.write_bytes(raw)
+    with contextlib.suppress(BrokenWeights):
+        read_header(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", "..", "a/b.json", "STABLE", "weights.bin", "x.py", ""]
+)
+def test_a_manifest_names_plain_files_only(name: str) -> None:
+    files = [{"name": name, "size": 1, "sha256": "0"}, {"name": WEIGHTS, "size": 1, "sha256": "0"}]
+    with pytest.raises(BrokenWeights, match="no file of a policy"):
+        read_manifest(json.dumps({"version": 3, "step": 1, "files": files}).encode(), 3)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b'{"version": 3, "step": 1, "files": []}',
+        b'{"version": 4, "step": 1, "files": [{"name": "model.safetensors", "size": 1, "sha256": "0"}]}',
+    ],
+)
+def test_a_manifest_that_says_nothing_usable_is_refused(text: bytes) -> None:
+    with pytest.raises(BrokenWeights):
+        read_manifest(text, 3)
+
+
+def test_weights_differ_by_value_not_by_layout(model: Path, pushed: Path) -> None:
+    assert weights_differ(model, pushed, float32_engine=True)
+    write_safetensors(pushed / WEIGHTS, dict(reversed(float32_tensors(1.0).items())))
+    assert not weights_differ(model, pushed, float32_engine=True)
+
+
+def test_an_engine_that_rounds_need_not_show_a_difference(model: Path, pushed: Path) -> None:
+    assert not weights_differ(model, pushed, float32_engine=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 from redis.exceptions import RedisError
+from tokenizers import Tokenizer
 
 
 def redis_executable() -> str:
@@ -54,3 +55,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(tiny_model / "tokenizer.json"))

@@ -54,11 +54,6 @@ class Door:
         return openai.OpenAI(base_url=session["base_url"], api_key=session["api_key"], max_retries=0)
 
 
-@pytest.fixture(scope="session")
-def tokenizer(tiny_model: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
-
-
 @pytest.fixture
 def door(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iterator[Door]:
     redis = Redis.from_url(redis_url)

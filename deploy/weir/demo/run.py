@@ -91,7 +91,7 @@ def prepared(settings: StackSettings, model_path: Path, seed: int) -> StackSetti
             "seed": seed,
             "threads": 1,
             "optimizer": {"lr": 1e-3, "warmup_steps": 3},
-            "algorithm": {"min_live_rows": 48, "max_rows": 128, "max_tokens": 8192},
+            "algorithm": {"min_live_rows": 48, "max_rows": 128, "max_tokens": 1024},
         },
     }
     keys = {"client_keys": [secrets.token_urlsafe(16)], "admin_keys": [secrets.token_urlsafe(16)]}

@@ -1,0 +1,14 @@
+"""An OpenAI client, a session, a reward: all that an agent needs to be learned from."""
+
+import httpx
+from openai import OpenAI
+
+gateway = httpx.Client(base_url="http://127.0.0.1:8000")
+session = gateway.post("/sessions", json={"task_id": "greeting"}).json()
+
+client = OpenAI(base_url=session["base_url"], api_key=session["api_key"])
+reply = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "value of c?"}])
+
+answer = reply.choices[0].message.content or ""
+end = {"status": "completed", "reward": float(answer == "7")}
+print(answer, gateway.post(f"/sessions/{session['session_id']}/finish", json=end).json()["verdict"])

@@ -1,0 +1,116 @@
+"""The whole circle: calls are sampled, rewarded, trained on, and answered by what was learned."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from tests.system.conftest import ADMIN_KEY, System, until
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "get", "parameters": {"type": "object", "properties": {"key": {"type": "string"}}}},
+}
+
+
+def test_a_rewarded_group_becomes_the_next_version_that_answers(system: System) -> None:
+    before = system.serving()
+    session_ids = system.train_one_group()
+    until(lambda: system.serving() > before)
+    version = system.serving()
+
+    # The engine itself says what it serves, and signs the next answer with it.
+    engine = system.get("/model_info", url=system.engine_url)
+    assert engine["weight_version"] == str(version)
+    ticket = system.post("/sessions", {})
+    system.say(ticket, "again")
+    (turn,) = system.get(f"/sessions/{ticket['session_id']}")["turns"]
+    assert {span["version"] for span in turn["versions"]} == {version}
+
+    # Every session of the group ended with a verdict that names step and version.
+    until(lambda: system.get(f"/sessions/{session_ids[0]}")["verdict"]["code"] == "trained")
+    for session_id in session_ids:
+        verdict = system.get(f"/sessions/{session_id}")["verdict"]
+        assert (verdict["code"], verdict["version"]) == ("trained", version)
+
+    # The ledger names each of their turns exactly once.
+    ledger = system.trainer("/ledger?since=0")["data"]
+    trained = [turn_id for row in ledger for turn_id in row["turns"]]
+    turns = [turn["turn_id"] for name in session_ids for turn in system.get(f"/sessions/{name}")["turns"]]
+    assert len(trained) == len(set(trained))
+    assert set(turns) <= set(trained)
+
+
+def test_trainer_and_engine_agree_on_the_logprobs_of_a_fresh_policy(system: System) -> None:
+    before = system.serving()
+    system.train_one_group()
+    until(lambda: system.serving() > before)
+    metrics = until(lambda: system.trainer("/status")["metrics"])
+    assert metrics["mismatch/abs_logp"] <= 1e-4
+    assert metrics["staleness/total_max"] == 0
+
+
+def test_a_group_without_differences_teaches_nothing_and_says_so(system: System) -> None:
+    tickets = system.post("/groups", {"size": 2})["sessions"]
+    for ticket in tickets:
+        system.say(ticket, "same")
+        system.post(f"/sessions/{ticket['session_id']}/finish", {"status": "completed", "reward": 1.0})
+    path = f"/sessions/{tickets[0]['session_id']}"
+    verdict = until(lambda: (v := system.get(path)["verdict"])["code"] == "zero_advantage" and v)
+    assert verdict["detail"]
+
+
+def test_the_official_client_streams_what_a_plain_call_would_say(system: System) -> None:
+    client = system.client(system.post("/sessions", {"train": False}))
+    arguments: Any = {
+        "model": "policy",
+        "messages": [{"role": "user", "content": "one"}],
+        "tools": [TOOL],
+        "temperature": 0.0,
+        "max_tokens": 24,
+    }
+    plain = client.chat.completions.create(**arguments).choices[0]
+    with client.chat.completions.stream(**arguments) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.message.content == plain.message.content
+    assert streamed.finish_reason == plain.finish_reason == "length"
+
+
+def test_the_official_client_raises_its_typed_errors(system: System) -> None:
+    ticket = system.post("/sessions", {})
+    with pytest.raises(openai.BadRequestError) as too_long:
+        system.say(ticket, "word " * 5000)
+    assert too_long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.AuthenticationError):
+        system.say({**ticket, "api_key": "wrong"}, "x")
+    with pytest.raises(openai.PermissionDeniedError):
+        system.say({**system.post("/sessions", {}), "api_key": ticket["api_key"]}, "x")
+    with pytest.raises(openai.NotFoundError):
+        system.say(ticket, "x", extra_body={"model": "policy@999"})
+    system.post(f"/sessions/{ticket['session_id']}/finish", {"status": "failed"})
+    with pytest.raises(openai.ConflictError):
+        system.say(ticket, "x")
+
+
+def test_every_service_is_ready_and_counts(system: System) -> None:
+    for url in (system.stack.gateway_url, system.stack.rollout_url, system.stack.trainer_url):
+        assert system.request("GET", "/ready", url=url, key="").json() == {"ready": True}
+        assert "weir_" in system.request("GET", "/metrics", url=url, key="").text
+    status = system.status()
+    assert status["rollout_servers"][0]["version"] == status["policy"]["serving"]
+    assert status["trainer"]["version"] == status["policy"]["serving"]
+    json.dumps(status)
+
+
+def test_operators_paths_need_the_admin_key(system: System) -> None:
+    for url, path in (
+        (system.stack.gateway_url, "/admin/status"),
+        (system.stack.rollout_url, "/status"),
+        (system.stack.trainer_url, "/status"),
+    ):
+        assert system.request("GET", path, url=url).status_code in (401, 403)
+        assert system.request("GET", path, url=url, key="nonsense").status_code == 401
+        assert system.request("GET", path, url=url, key=ADMIN_KEY).status_code == 200

@@ -1,0 +1,192 @@
+"""Token exactness, end to end: the engine's answer is the record, and what the next turn begins with."""
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from gateway.app import create_app
+from gateway.settings import GatewaySettings
+from rollout_queue.tokens import Logprobs
+from tests.gateway.fake_engine import FakeEngine
+from tests.serving import serving
+from tests.system.conftest import System
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+
+@dataclass
+class Tee:
+    """Passes everything between gateway and engine, and keeps what went each way."""
+
+    engine_url: str
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    answered: list[list[dict[str, Any]]] = field(default_factory=list)
+
+    def app(self) -> Starlette:
+        passing = Route("/{path:path}", self.forward, methods=["GET", "POST"])
+        return Starlette(routes=[Route("/generate", self.generate, methods=["POST"]), passing])
+
+    async def forward(self, request: Request) -> Response:
+        async with httpx.AsyncClient() as client:
+            reply = await client.request(
+                request.method, self.engine_url + request.url.path, content=await request.body()
+            )
+        return Response(reply.content, reply.status_code)
+
+    async def generate(self, request: Request) -> Response:
+        body = await request.body()
+        self.asked.append(json.loads(body))
+        self.answered.append([])
+        return StreamingResponse(self._lines(body, self.answered[-1]), media_type="text/event-stream")
+
+    async def _lines(self, body: bytes, answer: list[dict[str, Any]]) -> AsyncIterator[bytes]:
+        headers = {"content-type": "application/json"}
+        async with (
+            httpx.AsyncClient(timeout=60) as client,
+            client.stream("POST", f"{self.engine_url}/generate", content=body, headers=headers) as reply,
+        ):
+            async for line in reply.aiter_lines():
+                if line.startswith("data: {"):
+                    answer.append(json.loads(line[6:]))
+                yield f"{line}\n".encode()
+
+    def sampled(self, index: int) -> tuple[list[int], list[float]]:
+        """Ids and logprobs of one answer, put together from the engine's increments."""
+        triples = [t for event in self.answered[index] for t in event["meta_info"]["output_token_logprobs"]]
+        return [token for _, token, _ in triples], [logprob for logprob, _, _ in triples]
+
+
+@dataclass
+class Watched:
+    """A gateway whose every word with the real engine is overheard."""
+
+    url: str
+    tee: Tee
+
+    def session(self) -> Any:
+        return httpx.post(f"{self.url}/sessions", json={}).raise_for_status().json()
+
+    def turns(self, ticket: dict[str, Any]) -> list[Any]:
+        found: list[Any] = httpx.get(f"{self.url}/sessions/{ticket['session_id']}?tokens=true").json()[
+            "turns"
+        ]
+        return found
+
+
+@pytest.fixture(scope="module")
+def watched(system: System, redis_url: str, tiny_model: Path) -> Iterator[Watched]:
+    tee = Tee(system.engine_url)
+    with serving(tee.app()) as tee_url:
+        settings = GatewaySettings(redis_url=redis_url, model_path=tiny_model, engines=[tee_url])
+        with serving(create_app(settings)) as url:
+            yield Watched(url, tee)
+
+
+def float32(logprobs: list[float]) -> list[float]:
+    return Logprobs(logprobs).tolist()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_record_is_what_the_engine_returned_and_turn_two_begins_with_it(
+    watched: Watched, stream: bool
+) -> None:
+    ticket = watched.session()
+    client = openai.OpenAI(base_url=ticket["base_url"], api_key=ticket["api_key"], max_retries=0)
+    first_call = len(watched.tee.asked)
+    history: list[Any] = [{"role": "user", "content": "what is the value of a? ünïcödé 漢字 🙂"}]
+    for tool_says in ("a = 7", "a = 8"):
+        arguments: Any = {"model": "m", "messages": history, "max_tokens": 24}
+        if stream:
+            with client.chat.completions.stream(**arguments) as events:
+                message: Any = events.get_final_completion().choices[0].message
+        else:
+            message = client.chat.completions.create(**arguments).choices[0].message
+        history += [
+            {"role": "assistant", "content": message.content},
+            {"role": "tool", "tool_call_id": "c", "content": tool_says},
+        ]
+    one, two = watched.turns(ticket)
+    for index, turn in ((first_call, one), (first_call + 1, two)):
+        ids, logprobs = watched.tee.sampled(index)
+        assert turn["output_ids"] == ids
+        assert turn["logprobs"] == float32(logprobs)
+    assert (two["relation"], two["parent_id"]) == ("extends", one["turn_id"])
+    assert watched.tee.asked[first_call]["input_ids"] == one["context_ids"]
+    whole = one["context_ids"] + one["output_ids"] + two["context_ids"]
+    assert watched.tee.asked[first_call + 1]["input_ids"] == whole
+
+
+def test_the_engine_scores_the_recorded_tokens_as_recorded(watched: Watched, system: System) -> None:
+    ticket = watched.session()
+    client = openai.OpenAI(base_url=ticket["base_url"], api_key=ticket["api_key"], max_retries=0)
+    client.chat.completions.create(
+        model="m", messages=[{"role": "user", "content": "score this"}], max_tokens=32
+    )
+    (turn,) = watched.turns(ticket)
+    body = {
+        "input_ids": turn["context_ids"] + turn["output_ids"],
+        "sampling_params": {"max_new_tokens": 1},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    reply = httpx.post(f"{system.engine_url}/generate", json=body, timeout=60).json()
+    rescored = [triple[0] for triple in reply["meta_info"]["input_token_logprobs"]][
+        len(turn["context_ids"]) :
+    ]
+    differences = [abs(a - b) for a, b in zip(rescored, turn["logprobs"], strict=True)]
+    assert max(differences) <= 1e-3
+    assert sum(differences) / len(differences) <= 1e-4
+
+
+def test_the_fake_engine_speaks_as_the_real_one(system: System, tokenizer: Any) -> None:
+    """Same requests, same shapes: keys and types of every event, and how the increments add up."""
+    ids = tokenizer.encode("hello there").ids
+    fake = FakeEngine(tokenizer, version=str(system.serving()))
+    bodies: list[dict[str, Any]] = [
+        {
+            "rid": f"shape-{interval}-{tops}",
+            "input_ids": ids,
+            "sampling_params": {
+                "temperature": 1.0,
+                "max_new_tokens": 12,
+                "stream_interval": interval,
+                "ignore_eos": True,
+            },
+            "return_logprob": True,
+            "top_logprobs_num": tops,
+            "stream": True,
+        }
+        for interval in (1, 5)
+        for tops in (0, 2)
+    ]
+    with serving(fake.app()) as fake_url:
+        for body in bodies:
+            fake.script.append(list(range(100, 140)))
+            said, real = events_of(fake_url, body), events_of(system.engine_url, body)
+            assert shape(said[0]) <= shape(real[0])
+            assert shape(said[-1]) <= shape(real[-1])
+            for events in (said, real):
+                assert sum(len(event["output_ids"]) for event in events) == 12
+                assert events[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 12}
+
+
+def events_of(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    with httpx.stream("POST", f"{url}/generate", json=body, timeout=60) as reply:
+        return [json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: {")]
+
+
+def shape(event: dict[str, Any]) -> set[str]:
+    """Names and types of what an event holds; a null says nothing of its type."""
+    top = {f"{name}:{type(value).__name__}" for name, value in event.items()}
+    meta = event["meta_info"].items()
+    return top | {f"meta_info.{name}:{type(value).__name__}" for name, value in meta if value is not None}

@@ -1,0 +1,103 @@
+"""What breaks, and what is promised then: broken weights, a killed engine, a Redis that is gone."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.system.conftest import ADMIN_KEY, System, until
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+
+def engine_processes(system: System) -> list[psutil.Process]:
+    port = str(system.settings.engine_port)
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "sglang.launch_server" in (command := process.info["cmdline"] or []) and port in command
+    ]
+
+
+def published(system: System, tmp_path: Path) -> Path:
+    """A copy of the newest policy under a new number, to be broken."""
+    policies = sorted((system.settings.run_dir / "policies").glob("v*"))
+    copy: Path = system.settings.run_dir / "policies" / tmp_path.name
+    shutil.copytree(policies[-1], copy)
+    return copy
+
+
+def push(system: System, version: int, location: Path) -> httpx.Response:
+    body = {"version": version, "location": location.as_uri()}
+    reply: httpx.Response = system.request("POST", "/admin/policies", body, key=ADMIN_KEY)
+    return reply
+
+
+@pytest.mark.parametrize("damage", ["truncated", "wrong shape"])
+def test_broken_weights_never_reach_the_engine(system: System, tmp_path: Path, damage: str) -> None:
+    before = system.serving()
+    system.train_one_group()
+    until(lambda: system.serving() > before)
+    serving, engine = system.serving(), engine_processes(system)
+    location = published(system, tmp_path)
+    manifest = json.loads((location / "manifest.json").read_text())
+    weights = location / "model.safetensors"
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    else:
+        content = weights.read_bytes()
+        size = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + size])
+        name = next(n for n, spec in header.items() if n != "__metadata__" and len(spec["shape"]) == 2)
+        header[name]["shape"] = header[name]["shape"][::-1]
+        packed = json.dumps(header).encode().ljust(size)
+        weights.write_bytes(content[:8] + packed + content[8 + size :])
+    manifest["version"] = serving + 1000
+    (location / "manifest.json").write_text(json.dumps(manifest))
+    reply = push(system, serving + 1000, location)
+    assert reply.status_code == 207
+    (result,) = reply.json()["results"]
+    assert not result["ok"]
+    assert "model.safetensors" in result["error"]
+    assert system.serving() == serving
+    assert engine_processes(system) == engine
+    system.say(system.post("/sessions", {}), "still here")
+
+
+def test_a_killed_engine_comes_back_with_the_current_policy(system: System) -> None:
+    before = system.serving()
+    system.train_one_group()
+    until(lambda: system.serving() > before)
+    version, restarts = system.serving(), system.rollout()["restarts"]
+    for process in engine_processes(system):
+        process.send_signal(signal.SIGKILL)
+    until(lambda: system.rollout()["restarts"] > restarts, 60)
+    until(lambda: system.rollout()["state"] == "ready", 180)
+    assert system.rollout()["version"] == version
+    assert system.get("/model_info", url=system.engine_url)["weight_version"] == str(version)
+    until(lambda: system.request("GET", "/ready").status_code == 200)
+    ticket = system.post("/sessions", {})
+    system.say(ticket, "and on")
+    (turn,) = system.get(f"/sessions/{ticket['session_id']}")["turns"]
+    assert turn["versions"][0]["version"] == version
+
+
+def test_without_redis_nobody_hears_success(system: System) -> None:
+    ticket = system.post("/sessions", {})
+    redis = system.stack.processes["redis"]
+    os.kill(redis.pid, signal.SIGSTOP)
+    try:
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+        reply = system.request("POST", f"/sessions/{ticket['session_id']}/v1/chat/completions", body)
+    finally:
+        os.kill(redis.pid, signal.SIGCONT)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (503, "storage_unavailable")
+    assert reply.headers["retry-after"]
+    system.say(ticket, "back again")
+    assert len(system.get(f"/sessions/{ticket['session_id']}")["turns"]) == 1

@@ -34,7 +34,7 @@ class System:
         self, method: str, path: str, body: Any = None, *, key: str = CLIENT_KEY, url: str = ""
     ) -> Any:
         base = url or self.stack.gateway_url
-        headers = {"authorization": f"Bearer {key}"}
+        headers = {"authorization": f"Bearer {key}"} if key else {}
         return httpx.request(method, base + path, json=body, headers=headers, timeout=60)
 
     def get(self, path: str, **more: Any) -> Any:

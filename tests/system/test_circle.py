@@ -73,10 +73,10 @@ def test_the_official_client_streams_what_a_plain_call_would_say(system: System)
         "max_tokens": 24,
     }
     plain = client.chat.completions.create(**arguments).choices[0]
-    with client.chat.completions.stream(**arguments) as stream:
-        streamed = stream.get_final_completion().choices[0]
-    assert streamed.message.content == plain.message.content
-    assert streamed.finish_reason == plain.finish_reason == "length"
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**arguments, stream=True)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == plain.message.content
+    assert chunks[-1].finish_reason == plain.finish_reason == "length"
+    assert len(chunks) > 12
 
 
 def test_the_official_client_raises_its_typed_errors(system: System) -> None:

@@ -107,12 +107,12 @@ def test_the_record_is_what_the_engine_returned_and_turn_two_begins_with_it(
     for tool_says in ("a = 7", "a = 8"):
         arguments: Any = {"model": "m", "messages": history, "max_tokens": 24}
         if stream:
-            with client.chat.completions.stream(**arguments) as events:
-                message: Any = events.get_final_completion().choices[0].message
+            chunks = client.chat.completions.create(**arguments, stream=True)
+            content = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         else:
-            message = client.chat.completions.create(**arguments).choices[0].message
+            content = client.chat.completions.create(**arguments).choices[0].message.content or ""
         history += [
-            {"role": "assistant", "content": message.content},
+            {"role": "assistant", "content": content},
             {"role": "tool", "tool_call_id": "c", "content": tool_says},
         ]
     one, two = watched.turns(ticket)

@@ -36,7 +36,7 @@ def make_model(plan: Path, out: Path, seed: int, on_progress: Callable[[str], No
     """Warm-start a fresh model on a plan. Raises StackError with the trainer's own last words."""
     command = [sys.executable, "-m", "trainer_service.warm_start"]
     command += ["--plan", str(plan), "--out", str(out), "--seed", str(seed)]
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     said: list[str] = []
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment

@@ -15,11 +15,12 @@ from rich.console import Console
 
 from weir.demo.episodes import Episodes, Record
 from weir.demo.live import View
-from weir.demo.make_model import model_for
 from weir.demo.observer import Observer, Snapshot
 from weir.demo.report import TARGET, VERSIONS, account, criterion, draw, served_versions, write_summary
+from weir.demo.settings import with_demo_model
 from weir.settings import StackSettings
 from weir.stack import Stack
+from weir.state import refuse_in_use
 
 GROUP_SIZE = 8
 GROUPS_IN_FLIGHT = 4
@@ -47,10 +48,11 @@ class Phases:
 def run(settings: StackSettings, seed: int) -> int:
     """0 when the learning criterion is met, 1 when it is not."""
     phases = Phases()
-    model_path, made = model_for(settings.run_dir.parent / "models", seed, _progress)
+    refuse_in_use(settings.run_dir)
+    settings, made = with_demo_model(settings, seed, _progress)
+    settings = settings.model_copy(update=_new_keys())
     phases.end("model")
     _clear(settings.run_dir)
-    settings = prepared(settings, model_path, seed)
     with Stack(settings) as stack:
         stack.wait_ready(on_wait=_progress)
         phases.end("start")
@@ -80,22 +82,6 @@ def run(settings: StackSettings, seed: int) -> int:
     console.print(_verdict(record, met, len(versions)), highlight=False)
     console.print(f"{summary_path}\n{plot_path}", highlight=False)
     return 0 if met["met"] else 1
-
-
-def prepared(settings: StackSettings, model_path: Path, seed: int) -> StackSettings:
-    """The demo's own configuration: a tiny model learns fast and in float32."""
-    services: dict[str, Any] = {
-        "rollout_server": {"max_running_requests": 64, "max_total_tokens": 65536, "random_seed": seed},
-        "gateway": {"sampling": {"mode": "enforce", "temperature": 1.0, "top_p": 1.0}},
-        "trainer": {
-            "seed": seed,
-            "threads": 1,
-            "optimizer": {"lr": 1e-3, "warmup_steps": 3},
-            "algorithm": {"min_live_rows": 48, "max_rows": 128, "max_tokens": 1024},
-        },
-    }
-    keys = {"client_keys": [secrets.token_urlsafe(16)], "admin_keys": [secrets.token_urlsafe(16)]}
-    return settings.model_copy(update={"model_path": model_path, "services": services, **keys})
 
 
 async def _play(settings: StackSettings, stack: Stack, seed: int) -> tuple[Record, Snapshot]:
@@ -161,6 +147,10 @@ def _clear(run_dir: Path) -> None:
         shutil.rmtree(run_dir / name, ignore_errors=True)
     for name in ("metrics.jsonl", "summary.json", "reward.png"):
         (run_dir / name).unlink(missing_ok=True)
+
+
+def _new_keys() -> dict[str, list[str]]:
+    return {"client_keys": [secrets.token_urlsafe(16)], "admin_keys": [secrets.token_urlsafe(16)]}
 
 
 def _progress(line: str) -> None:

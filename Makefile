@@ -1,0 +1,76 @@
+# Needs Python 3.11 and make. `make PYTHON=python3.11 …` picks another interpreter than python3.
+
+PYTHON ?= python3
+SEED ?= 0
+# Where pip may find the CPU build of torch, a tenth of the size of the one with CUDA:
+#   make install TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+
+BIN := .venv/bin
+PIP := -m pip --disable-pip-version-check install -q
+EXTRAS := gateway,rollout,trainer,cli,dev
+GPU := $(shell command -v nvidia-smi 2>/dev/null)
+ifneq ($(strip $(TORCH_INDEX)),)
+FROM_INDEX := --extra-index-url $(TORCH_INDEX)
+endif
+
+help:  ## what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+install: .venv/installed .venv-engine/installed  ## both environments: ours, and the engine's with SGLang
+
+demo: install  ## the whole loop on this machine: a tiny model learns to use its tool (SEED=n)
+	@$(BIN)/weir demo --seed $(SEED)
+
+test: check  ## everything: the checks, then every test, the real engine included
+	@$(BIN)/pytest
+
+test-fast: .venv/installed  ## the tests that need no engine
+	@$(BIN)/pytest -m "not system"
+
+check: install  ## format, lint, types, imports, layout
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/pytest tests/house
+
+up: install  ## start everything in the background; WEIR_MODEL_PATH names the model
+	@$(BIN)/weir up
+
+status: .venv/installed  ## what runs, and how it is
+	@$(BIN)/weir status
+
+down: .venv/installed  ## stop what `up` started
+	@$(BIN)/weir down
+
+clean:  ## remove the environments, caches and runs; stop them first
+	rm -rf .venv .venv-engine run build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+# A stamp is newer than what it was made of, so a second run does nothing and a changed pin installs again.
+.venv/installed: pyproject.toml
+	@$(call new_environment,.venv)
+	@echo "installing Weir into .venv (minutes, once)"
+	@$(BIN)/python $(PIP) $(FROM_INDEX) -e '.[$(EXTRAS)]'
+	@touch $@
+
+.venv-engine/installed: $(wildcard deploy/engine/requirements-*.txt)
+	@$(call new_environment,.venv-engine)
+	@echo "installing SGLang into .venv-engine (minutes, once)"
+ifneq ($(GPU),)
+	@.venv-engine/bin/python $(PIP) -r deploy/engine/requirements-cuda.txt
+else
+	@.venv-engine/bin/python $(PIP) $(FROM_INDEX) -r deploy/engine/requirements-cpu.txt
+	@.venv-engine/bin/python $(PIP) --no-deps -r deploy/engine/requirements-cpu-nodeps.txt
+endif
+	@touch $@
+
+define new_environment
+$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null \
+	|| { echo "Weir needs Python 3.11, and $(PYTHON) is $$($(PYTHON) -V 2>/dev/null || echo missing): make PYTHON=/path/to/python3.11" >&2; exit 1; }; \
+$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+	|| { echo "$(PYTHON) has no venv module: install it (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }; \
+$(PYTHON) -m venv $(1)
+endef
+
+.PHONY: help install demo test test-fast check up status down clean

@@ -1,0 +1,55 @@
+"""`weir config`: the complete effective configuration of every service, defaults included, keys masked."""
+
+import re
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from rollout_queue.settings import ServiceSettings
+from weir.settings import StackSettings, file_document
+
+MASKED_FIELDS = frozenset({"client_keys", "admin_keys"})
+CREDENTIALS = re.compile(r"://[^/@\s]*@")
+"""What a URL may carry before its host: Redis' password."""
+NO_MODEL = "(not set: WEIR_MODEL_PATH)"
+
+
+def service_settings() -> list[type[ServiceSettings]]:
+    """Imported here: each belongs to a service, and the command line starts without them."""
+    from gateway.settings import GatewaySettings
+    from rollout_server.settings import RolloutServerSettings
+    from trainer_service.settings import TrainerSettings
+
+    return [GatewaySettings, RolloutServerSettings, TrainerSettings, StackSettings]
+
+
+def effective_configuration() -> str:
+    """As YAML that could be a weir.yaml."""
+    document = {kind.section: _section(kind) for kind in service_settings()}
+    strangers = set(file_document()) - set(document)
+    notes = "".join(f"# no service reads the section {name!r}\n" for name in sorted(strangers))
+    return notes + yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+
+
+def _section(kind: type[ServiceSettings]) -> dict[str, Any]:
+    try:
+        settings = kind()
+    except ValidationError as error:
+        if [problem["loc"] for problem in error.errors()] != [("model_path",)]:
+            raise
+        without_model: dict[str, Any] = {"model_path": NO_MODEL}  # the rest is still worth reading
+        settings = kind(**without_model)
+    values = settings.model_dump(mode="json")
+    return {
+        name: _masked(value) if name in MASKED_FIELDS else _without_password(value)
+        for name, value in values.items()
+    }
+
+
+def _masked(keys: list[str]) -> list[str]:
+    return ["***" for _ in keys]
+
+
+def _without_password(value: Any) -> Any:
+    return CREDENTIALS.sub("://***@", value) if isinstance(value, str) else value

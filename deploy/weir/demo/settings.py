@@ -1,0 +1,33 @@
+"""The demo's model and what it is trained with: for `weir demo`, and for `weir up` when no model is named."""
+
+from collections.abc import Callable
+from typing import Any
+
+from weir.demo.make_model import model_for
+from weir.services import merged
+from weir.settings import StackSettings
+
+
+def with_demo_model(
+    settings: StackSettings, seed: int, on_progress: Callable[[str], None]
+) -> tuple[StackSettings, bool]:
+    """The settings with the demo's model, made if it is not cached; and whether it was made now.
+
+    What the user set for a service stands.
+    """
+    model_path, made = model_for(settings.models_dir, seed, on_progress)
+    services = merged(services_of_demo(seed), settings.services)
+    return settings.model_copy(update={"model_path": model_path, "services": services}), made
+
+
+def services_of_demo(seed: int) -> dict[str, dict[str, Any]]:
+    """A tiny model learns fast, from small batches and in float32."""
+    return {
+        "rollout_server": {"max_running_requests": 64, "max_total_tokens": 65536, "random_seed": seed},
+        "trainer": {
+            "seed": seed,
+            "threads": 1,
+            "optimizer": {"lr": 1e-3, "warmup_steps": 3},
+            "algorithm": {"min_live_rows": 32, "max_rows": 96, "max_tokens": 1024},
+        },
+    }

@@ -1,0 +1,49 @@
+"""Stopping what `weir up` started, from another process and after any accident."""
+
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from weir import state
+from weir.state import StackState
+
+
+def stop(run_dir: Path, timeout_s: float) -> list[str]:
+    """One sentence per thing that was done: the parent stops its services, what is left is stopped here."""
+    found = state.read(run_dir)
+    if found is None or found.phase == "failed":
+        state.path_in(run_dir).unlink(missing_ok=True)
+        return [f"nothing runs in {run_dir}"]
+    said = [_stop_parent(found, timeout_s)]
+    for name, service in reversed(found.services.items()):
+        process = service.process()
+        if process is not None:
+            _stop_tree(process, timeout_s)
+            said.append(f"{name} (pid {service.pid}) was left over and is stopped")
+    state.path_in(run_dir).unlink(missing_ok=True)
+    return said
+
+
+def _stop_parent(found: StackState, timeout_s: float) -> str:
+    parent = found.parent.process()
+    if parent is None:
+        return f"the parent process (pid {found.parent.pid}) does not run any more"
+    parent.send_signal(signal.SIGTERM)
+    try:
+        # Its services stop one after the other, each with the same deadline.
+        parent.wait(timeout_s * (len(found.services) + 1))
+    except psutil.TimeoutExpired:
+        parent.kill()
+        return f"pid {parent.pid} did not stop its services in time and was killed"
+    return f"stopped {', '.join(reversed(found.services))}"
+
+
+def _stop_tree(process: psutil.Process, timeout_s: float) -> None:
+    family = {process, *process.children(recursive=True)}
+    process.terminate()
+    psutil.wait_procs([process], timeout=timeout_s)
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()

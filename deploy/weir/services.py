@@ -1,0 +1,136 @@
+"""The four services of one machine: their configuration, their environment, their commands.
+
+weir.yaml of the user ─┐
+addresses, directories ├─▶ {run_dir}/weir.yaml ─▶ every service reads its own section
+StackSettings.services ┘
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rollout_queue.settings import CONFIG_VARIABLE, SHORT_NAMES
+from weir.probes import http_ready
+from weir.process import Service
+from weir.redis_server import redis_service
+from weir.settings import OWNERS, PYTHON, StackSettings, file_document, variable
+
+Sections = dict[str, dict[str, Any]]
+
+
+def services_of(settings: StackSettings) -> tuple[Service, ...]:
+    """In the order of dependence: stopping goes through it backwards, so that nothing is in flight."""
+    config_path = settings.run_dir.absolute() / "weir.yaml"
+    write_private(config_path, yaml.safe_dump(effective_sections(settings), sort_keys=False))
+    ours = determined_sections(settings)
+
+    def service(module: str, section: str, *ports: str) -> Service:
+        numbers = [getattr(settings, name) for name in ports]
+        url = f"http://127.0.0.1:{numbers[0]}"
+        return Service(
+            name=module,
+            command=(PYTHON, "-m", module),
+            ports={number: setting_of(*OWNERS[name]) for number, name in zip(numbers, ports, strict=True)},
+            url=url,
+            ready=http_ready(url),
+            environment=environment_of(section, ours[section], config_path, settings),
+        )
+
+    return (
+        redis_service(settings),
+        service("rollout_server", "rollout_server", "rollout_port", "engine_port"),
+        service("gateway", "gateway", "gateway_port"),
+        service("trainer_service", "trainer", "trainer_port"),
+    )
+
+
+def determined_sections(settings: StackSettings) -> Sections:
+    """What the stack decides for each service, whatever weir.yaml and the environment say."""
+    run_dir, logs_dir = settings.run_dir.absolute(), settings.logs_dir.absolute()
+    model_path = str(settings.model_path.absolute()) if settings.model_path else None
+    gateway_url = f"http://127.0.0.1:{settings.gateway_port}"
+    sections: Sections = {
+        "gateway": {
+            "port": settings.gateway_port,
+            "redis_url": settings.redis_url,
+            "model_path": model_path,
+        },
+        "rollout_server": {
+            "port": settings.rollout_port,
+            "engine_port": settings.engine_port,
+            "engine_python": str(settings.engine_python.absolute()),
+            "engine_log": str(logs_dir / "engine.log"),
+            "gateway_url": gateway_url,
+            "trainer_url": f"http://127.0.0.1:{settings.trainer_port}",
+            "model_path": model_path,
+            "policies_dir": str(run_dir / "policies"),
+            "weights_dir": str(run_dir / "weights"),
+        },
+        "trainer": {
+            "port": settings.trainer_port,
+            "redis_url": settings.redis_url,
+            "gateway_url": gateway_url,
+            "model_path": model_path,
+            "policies_dir": str(run_dir / "policies"),
+            "checkpoint_dir": str(run_dir / "checkpoints"),
+            "metrics_path": str(run_dir / "metrics.jsonl"),
+        },
+    }
+    return merged(sections, settings.services)
+
+
+def effective_sections(settings: StackSettings) -> Sections:
+    """The user's file with what the stack determines laid over it; keys stay in the environment."""
+    return merged(file_document(), determined_sections(settings))
+
+
+def environment_of(
+    section: str, fields: Mapping[str, Any], config_path: Path, settings: StackSettings
+) -> dict[str, str]:
+    """The parent's environment, less every variable that would overrule what the stack determines."""
+    owned = {variable(section, name) for name in fields}
+    owned |= {f"WEIR_{name}".upper() for name in fields if name in SHORT_NAMES}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in owned and not any(name.startswith(f"{prefix}__") for prefix in owned)
+    }
+    keys = {"WEIR_CLIENT_KEYS": settings.client_keys, "WEIR_ADMIN_KEYS": settings.admin_keys}
+    environment |= {name: ",".join(values) for name, values in keys.items() if values}
+    # DeepSpeed looks for ninja on PATH; it lies beside the interpreter, also when no venv is activated.
+    path = os.pathsep.join([str(Path(PYTHON).parent), os.environ.get("PATH", os.defpath)])
+    return environment | {
+        CONFIG_VARIABLE: str(config_path),
+        "PATH": path,
+        # Threads that wait for work sleep: here they share a few cores with the engine.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONSAFEPATH": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def setting_of(section: str, name: str) -> str:
+    """How an error names a setting: as in weir.yaml, and as in the environment."""
+    return f"{section}.{name} ({variable(section, name)})"
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, field by field, however deep; `over` wins."""
+    result = dict(base)
+    for name, value in over.items():
+        below = result.get(name)
+        both = isinstance(value, Mapping) and isinstance(below, Mapping)
+        result[name] = merged(below, value) if both else value  # type: ignore[arg-type]
+    return result
+
+
+def write_private(path: Path, text: str) -> None:
+    """For its owner alone, and whole at any moment: the user's file may hold keys."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.draft")
+    draft.touch(mode=0o600)
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)

@@ -1,0 +1,103 @@
+"""What `weir up` and `weir demo` run, and where: section `stack` of weir.yaml.
+
+What belongs to a service is set where the service reads it (`gateway.port`, WEIR_GATEWAY__PORT); the stack
+reads it there as well, so that one name says it to both.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+from pydantic import Field
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
+
+from rollout_queue.settings import CONFIG_VARIABLE, CommaSeparated, ServiceSettings
+
+OWNERS = {
+    "gateway_port": ("gateway", "port"),
+    "rollout_port": ("rollout_server", "port"),
+    "engine_port": ("rollout_server", "engine_port"),
+    "trainer_port": ("trainer", "port"),
+    "engine_python": ("rollout_server", "engine_python"),
+    "model_path": ("gateway", "model_path"),
+}
+"""The stack's field → the section and the field of the service that own it."""
+
+
+class StackSettings(ServiceSettings):
+    """Section `stack` of weir.yaml."""
+
+    section: ClassVar[str] = "stack"
+
+    run_dir: Path = Path("run")
+    """Everything that a run writes: logs, Redis' file, policies, checkpoints, weir.yaml, stack.json."""
+    model_path: Path | None = None
+    """Hugging Face directory that the engine and the trainer start from."""
+    models_dir: Path = Path("run/models")
+    """Where the demo's models are kept, once they are made."""
+    redis_port: int = 6379
+    gateway_port: int = 8000
+    rollout_port: int = 8100
+    engine_port: int = 30000
+    trainer_port: int = 8200
+    engine_python: Path = Path(sys.prefix).with_name(".venv-engine") / "bin" / "python"
+    """The interpreter that has SGLang, in an environment beside ours: its pins differ."""
+    client_keys: CommaSeparated = []
+    admin_keys: CommaSeparated = []
+    services: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Fields of the services' own sections, by section; they win over weir.yaml and the environment."""
+    start_timeout_s: float = 600.0
+    """How long everything may take to become ready; the engine's first start is by far the longest part."""
+    stop_timeout_s: float = 45.0
+    """How long each service may take to drain before it is killed; longer than any drains by itself."""
+    free_disk_bytes: int = 2 * 2**30
+    """The room that the run directory's disk must have before anything starts."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], *args: Any, **kwargs: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        sources = super().settings_customise_sources(settings_cls, *args, **kwargs)
+        return (*sources, _FieldsOfServices(settings_cls))
+
+    @property
+    def redis_url(self) -> str:
+        return f"redis://127.0.0.1:{self.redis_port}/0"
+
+    @property
+    def logs_dir(self) -> Path:
+        return self.run_dir / "logs"
+
+
+class _FieldsOfServices(PydanticBaseSettingsSource):
+    """Reads what a service owns where that service reads it: the environment first, then its section."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        section, name = OWNERS[field_name]
+        value = os.environ.get(variable(section, name)) or file_document().get(section, {}).get(name)
+        return value, field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        found = {name: self.get_field_value(self.settings_cls.model_fields[name], name)[0] for name in OWNERS}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def variable(section: str, name: str) -> str:
+    """The environment variable of one field of one service."""
+    return f"WEIR_{section}__{name}".upper()
+
+
+def file_document() -> dict[str, dict[str, Any]]:
+    """The whole weir.yaml, with no section left null; empty when none is named."""
+    path = os.environ.get(CONFIG_VARIABLE)
+    if not path:
+        return {}
+    document = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    return {section: fields or {} for section, fields in document.items()}
+
+
+PYTHON = sys.executable
+"""The interpreter that runs our own services: the one that runs the command line."""

@@ -1,0 +1,172 @@
+"""Everything on this machine as one context manager: checked, started, watched, and stopped in order.
+
+with Stack(settings) as stack:
+    stack.wait_ready()
+    … stack.gateway_url …
+"""
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from weir import state
+from weir.errors import StackError
+from weir.preflight import check_machine, check_ports
+from weir.process import Process, Service
+from weir.services import services_of
+from weir.settings import StackSettings
+from weir.state import Phase, ProcessState, StackState
+
+logger = logging.getLogger(__name__)
+
+POLL_EVERY_S = 0.25
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class Stack:
+    """The services as children of this process. Leaving the `with` stops them, whatever ended it."""
+
+    def __init__(self, settings: StackSettings, services: Sequence[Service] | None = None) -> None:
+        self.settings = settings
+        self._given = services
+        self.processes: dict[str, Process] = {}
+        self._waiting: dict[str, str] = {}
+        self._handlers: dict[int, Handler] = {}
+
+    @property
+    def gateway_url(self) -> str:
+        return self.processes["gateway"].service.url
+
+    @property
+    def rollout_url(self) -> str:
+        return self.processes["rollout_server"].service.url
+
+    @property
+    def trainer_url(self) -> str:
+        return self.processes["trainer_service"].service.url
+
+    @property
+    def redis_url(self) -> str:
+        return self.processes["redis"].service.url
+
+    def __enter__(self) -> Self:
+        self._end_by_exception()
+        try:
+            self.start()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A second Ctrl-C while stopping would leave children behind; stopping has deadlines of its own.
+        self._set_handlers(dict.fromkeys((signal.SIGINT, *ENDING_SIGNALS), signal.SIG_IGN))
+        try:
+            self.stop()
+        finally:
+            self._set_handlers(self._handlers)
+
+    def start(self) -> None:
+        """Checks the machine, then starts everything at once: the services wait for each other."""
+        state.refuse_in_use(self.settings.run_dir)
+        if self._given is None:
+            check_machine(self.settings)
+        services = self._given if self._given is not None else services_of(self.settings)
+        check_ports(services)
+        for service in services:
+            process = Process(service, self.settings.logs_dir / f"{service.name}.log")
+            self.processes[service.name] = process
+            process.start()
+            logger.info("%s started, pid %d, log %s", service.name, process.pid, process.log_path)
+        self._waiting = dict.fromkeys(self.processes, "it starts")
+        self.write_state("starting")
+
+    def wait_ready(
+        self, timeout_s: float | None = None, on_wait: Callable[[str], None] | None = None
+    ) -> None:
+        """Returns when every service is ready; `on_wait` hears what is waited for, whenever that changes.
+
+        Raises StackError when a service dies or the time is over.
+        """
+        limit_s = self.settings.start_timeout_s if timeout_s is None else timeout_s
+        deadline, told = time.monotonic() + limit_s, ""
+        while waiting := self.waiting_for():
+            if waiting != told:
+                told = waiting
+                self.write_state("starting", waiting)
+                if on_wait:
+                    on_wait(waiting)
+            if time.monotonic() > deadline:
+                raise StackError(
+                    f"not ready after {limit_s:.0f} s: {waiting}; logs: {self.settings.logs_dir}"
+                )
+            time.sleep(POLL_EVERY_S)
+        self.write_state("up")
+
+    def waiting_for(self) -> str:
+        """Which services are not ready and why; empty when all are. Raises ServiceDied when one has ended."""
+        for name, process in self.processes.items():
+            process.check()
+            if name in self._waiting:
+                reason = process.service.ready()
+                if reason is None:
+                    del self._waiting[name]
+                else:
+                    self._waiting[name] = reason
+        return "; ".join(f"{name}: {reason}" for name, reason in self._waiting.items())
+
+    def check(self) -> None:
+        """Raises ServiceDied when a service has ended."""
+        for process in self.processes.values():
+            process.check()
+
+    def restart(self, name: str) -> None:
+        """Starts a dead service again, after clearing away what it left behind."""
+        process = self.processes[name]
+        process.sweep()
+        process.start()
+        process.restarts += 1
+        self._waiting[name] = "it starts again"
+        logger.info("%s started again, pid %d", name, process.pid)
+
+    def stop(self) -> None:
+        """Trainer first, Redis last, so that what is in flight still finds what it needs."""
+        for name, process in reversed(self.processes.items()):
+            process.stop(self.settings.stop_timeout_s)
+            logger.info("%s stopped", name)
+        if self.processes:
+            state.path_in(self.settings.run_dir).unlink(missing_ok=True)
+        self.processes = {}
+
+    def write_state(self, phase: Phase, detail: str = "") -> None:
+        services = {
+            name: ProcessState.of(process.pid, process.service.url, str(process.log_path), process.restarts)
+            for name, process in self.processes.items()
+        }
+        parent = ProcessState.of(os.getpid())
+        StackState(parent=parent, phase=phase, detail=detail, services=services).write(self.settings.run_dir)
+
+    def _end_by_exception(self) -> None:
+        """Let SIGTERM and a closed terminal end the `with` as Ctrl-C does, not the process at once."""
+        self._handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING_SIGNALS)}
+        self._set_handlers(dict.fromkeys(ENDING_SIGNALS, _raise_exit))
+
+    def _set_handlers(self, handlers: dict[int, Handler]) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                with suppress(TypeError):  # a handler that C code installed cannot be put back
+                    signal.signal(number, handler)
+
+
+def _raise_exit(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)

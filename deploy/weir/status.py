@@ -1,0 +1,88 @@
+"""`weir status`: what runs, where, and what the gateway says of the whole, in one table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from weir.probes import get_json, http_ready, redis_ready
+from weir.state import ProcessState, StackState
+
+
+@dataclass(frozen=True)
+class Row:
+    """One service as it is now."""
+
+    name: str
+    pid: int
+    state: str
+    address: str
+    detail: str
+
+    @property
+    def up(self) -> bool:
+        return self.state == "ready"
+
+
+def rows_of(found: StackState, admin_key: str | None) -> list[Row]:
+    """Asks every service; the details come from the gateway, when it answers."""
+    details = _details(found, admin_key)
+    return [_row(name, service, details.get(name, "")) for name, service in found.services.items()]
+
+
+def table_of(rows: list[Row]) -> Table:
+    table = Table("service", "pid", "state")
+    table.add_column("address", no_wrap=True)
+    table.add_column("detail")
+    for row in rows:
+        colour = "green" if row.up else "red"
+        table.add_row(row.name, str(row.pid), f"[{colour}]{row.state}[/]", row.address, row.detail)
+    return table
+
+
+def _row(name: str, service: ProcessState, detail: str) -> Row:
+    if service.process() is None:
+        return Row(name, service.pid, "down", service.url, f"log: {service.log}")
+    ready = redis_ready(service.url) if service.url.startswith("redis:") else http_ready(service.url)
+    reason = ready()
+    restarts = f"restarts: {service.restarts}" if service.restarts else ""
+    text = "; ".join(part for part in (reason or detail, restarts) if part)
+    return Row(name, service.pid, "not ready" if reason else "ready", service.url, text)
+
+
+def _details(found: StackState, admin_key: str | None) -> dict[str, str]:
+    gateway = found.services.get("gateway")
+    if gateway is None:
+        return {}
+    try:
+        return details_from(get_json(f"{gateway.url}/admin/status", admin_key))
+    except (OSError, ValueError) as error:
+        return {"gateway": f"no answer from /admin/status: {error}"}
+
+
+def details_from(status: Mapping[str, Any]) -> dict[str, str]:
+    """The few facts of GET /admin/status that fit on a line each."""
+    policy, trainer = status.get("policy") or {}, status.get("trainer") or {}
+    servers = status.get("rollout_servers") or []
+    return {
+        "gateway": _facts(serving=policy.get("serving"), target=policy.get("target"))
+        + "".join(f"; {warning}" for warning in status.get("warnings") or []),
+        "rollout_server": ", ".join(
+            _facts(version=server.get("version")) for server in servers if isinstance(server, dict)
+        ),
+        "trainer_service": _facts(
+            state=trainer.get("state"), step=trainer.get("step"), version=trainer.get("version")
+        ),
+        "redis": _queue(status.get("queue")),
+    }
+
+
+def _queue(queue: object) -> str:
+    if not isinstance(queue, dict):
+        return ""
+    return _facts(**{name: value for name, value in queue.items() if isinstance(value, int)})
+
+
+def _facts(**facts: object) -> str:
+    return ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)

@@ -1,0 +1,126 @@
+"""The parent behind `weir up`: a process of its own that keeps the services running until it is told to stop.
+
+weir up ──settings on stdin──▶ python -m weir.supervisor ──▶ Stack
+   └──── waits for stack.json to say "up" or "failed" ◀────────┘
+"""
+
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from weir import state
+from weir.errors import ServiceDied, StackError
+from weir.settings import PYTHON, StackSettings
+from weir.stack import Stack
+from weir.state import ProcessState, StackState
+
+logger = logging.getLogger(__name__)
+
+WATCH_EVERY_S = 0.5
+FIRST_BACKOFF_S = 1.0
+LONGEST_BACKOFF_S = 30.0
+STEADY_AFTER_S = 60.0
+"""A service that ran this long has recovered: its next death waits as short as its first."""
+
+
+@dataclass
+class Backoff:
+    """When a service that keeps dying may start again."""
+
+    wait_s: float = FIRST_BACKOFF_S
+    due_at: float | None = None
+    started_at: float = field(default_factory=time.monotonic)
+
+    def died(self, now: float) -> None:
+        if now - self.started_at > STEADY_AFTER_S:
+            self.wait_s = FIRST_BACKOFF_S
+        self.due_at = now + self.wait_s
+        self.wait_s = min(self.wait_s * 2, LONGEST_BACKOFF_S)
+
+    def started(self, now: float) -> None:
+        self.due_at, self.started_at = None, now
+
+
+class Supervisor:
+    """Restarts what dies; one `look` per tick."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self._backoffs = {name: Backoff() for name in stack.processes}
+
+    def look(self) -> None:
+        now = time.monotonic()
+        for name, process in self._stack.processes.items():
+            backoff = self._backoffs[name]
+            if backoff.due_at is not None:
+                if now >= backoff.due_at:
+                    self._stack.restart(name)
+                    backoff.started(now)
+                    self._stack.write_state("up")
+                continue
+            try:
+                process.check()
+            except ServiceDied as death:
+                backoff.died(now)
+                logger.error("%s\nit starts again in %.0f s", death, (backoff.due_at or now) - now)
+
+
+def run(settings: StackSettings) -> int:
+    """Until a signal ends it; the exit code says whether everything was ever ready."""
+    try:
+        with Stack(settings) as stack:
+            stack.wait_ready(on_wait=lambda waiting: logger.info("waiting for %s", waiting))
+            logger.info("up: %s", stack.gateway_url)
+            supervisor = Supervisor(stack)
+            while True:
+                supervisor.look()
+                time.sleep(WATCH_EVERY_S)
+    except StackError as error:
+        logger.error("%s", error)
+        StackState(parent=ProcessState.of(0), phase="failed", detail=str(error)).write(settings.run_dir)
+        return 1
+
+
+def start_detached(settings: StackSettings) -> subprocess.Popen[bytes]:
+    """Starts the supervisor in a session of its own; closing the terminal does not reach it."""
+    settings.logs_dir.mkdir(parents=True, exist_ok=True)
+    state.path_in(settings.run_dir).unlink(missing_ok=True)
+    with (settings.logs_dir / "supervisor.log").open("ab") as log:
+        child = subprocess.Popen(
+            [PYTHON, "-m", "weir.supervisor"],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    assert child.stdin is not None  # noqa: S101 - asked for above
+    with child.stdin:
+        # On a pipe and not as arguments: they hold keys, and arguments are for everybody to read.
+        child.stdin.write(settings.model_dump_json().encode())
+    return child
+
+
+def wait_up(
+    child: subprocess.Popen[bytes], settings: StackSettings, on_wait: Callable[[str], None]
+) -> StackState:
+    """Returns what runs once all of it is ready; raises StackError with the reason when it failed."""
+    told = ""
+    while child.poll() is None:
+        now = state.read(settings.run_dir)
+        if now and now.phase == "up":
+            return now
+        if now and now.detail and now.detail != told:
+            told = now.detail
+            on_wait(told)
+        time.sleep(WATCH_EVERY_S)
+    last = state.read(settings.run_dir)
+    reason = last.detail if last else f"the supervisor ended: see {settings.logs_dir / 'supervisor.log'}"
+    raise StackError(reason)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    sys.exit(run(StackSettings.model_validate_json(sys.stdin.buffer.read())))

@@ -1,0 +1,74 @@
+"""The images and the compose file keep the rules that a reviewer would otherwise have to remember."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILES = sorted((ROOT / "deploy" / "docker").glob("*.Dockerfile"))
+ONE_SHOTS = {"model", "redis_owner", "agent"}
+
+
+@pytest.fixture(scope="module")
+def services() -> dict[str, dict[str, Any]]:
+    document = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+    found: dict[str, dict[str, Any]] = document["services"]
+    return found
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
+def test_an_image_runs_the_installed_wheel_as_nobody_special(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert not text.startswith("# syntax=")
+    assert set(re.findall(r"^FROM (\S+)", text, re.M)) == {"python:3.11-slim-bookworm"}
+    assert re.search(r"^USER 10001$", text, re.M)
+    assert "PYTHONSAFEPATH=1" in text
+    assert "pip install --no-deps ." in text
+
+
+def test_only_the_gateway_is_published_and_on_loopback_alone(services: dict[str, dict[str, Any]]) -> None:
+    published = {name: service["ports"] for name, service in services.items() if "ports" in service}
+    assert list(published) == ["gateway"]
+    assert all(port.startswith("127.0.0.1:") for port in published["gateway"])
+
+
+def test_every_container_runs_without_privileges(services: dict[str, dict[str, Any]]) -> None:
+    for name, service in services.items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service.get("read_only") or name == "redis_owner", name
+
+
+def test_every_service_is_watched_and_started_again(services: dict[str, dict[str, Any]]) -> None:
+    for name in services.keys() - ONE_SHOTS:
+        assert "healthcheck" in services[name], name
+        assert services[name]["restart"] == "unless-stopped", name
+
+
+def test_the_agent_reaches_nothing_but_the_gateway(services: dict[str, dict[str, Any]]) -> None:
+    assert services["agent"]["networks"] == ["edge"]
+    assert [name for name, service in services.items() if "edge" in service.get("networks", [])] == [
+        "gateway",
+        "agent",
+    ]
+
+
+def test_an_image_installs_what_pyproject_pins() -> None:
+    script = ROOT / "deploy" / "docker" / "requirements.py"
+
+    def printed(*arguments: str) -> list[str]:
+        command = [sys.executable, str(script), *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    assert printed("gateway") == sorted({*project["dependencies"], *extras["gateway"]})
+    (torch,) = printed("trainer", "--only", "torch")
+    assert torch in extras["trainer"]
+    assert torch not in printed("trainer", "cli", "--without", "torch")

@@ -1,0 +1,101 @@
+"""The house rules that no linter knows: which room may hold what."""
+
+import ast
+import queue
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    "gateway": ROOT / "gateway",
+    "rollout_server": ROOT / "rollout_server",
+    "trainer_service": ROOT / "trainer_service",
+    "rollout_queue": ROOT / "queue" / "rollout_queue",
+    "weir": ROOT / "deploy" / "weir",
+}
+MOST_LINES = 400
+TORCH_FAMILY = {"torch", "deepspeed", "transformers"}
+
+
+def sources(package: str) -> Iterator[tuple[str, Path]]:
+    """Every module of a package, with its dotted name."""
+    root = PACKAGES[package]
+    for path in sorted(root.rglob("*.py")):
+        inside = path.relative_to(root).with_suffix("").parts
+        yield ".".join([package, *inside]), path
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """The top-level packages that a module imports, at its top or anywhere within."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.split(".")[0]
+
+
+def test_the_folder_queue_shadows_nothing() -> None:
+    assert not (ROOT / "queue" / "__init__.py").exists()
+    assert queue.__file__ is not None
+    assert Path(queue.__file__).parent == Path(sysconfig.get_path("stdlib"))
+
+
+def test_the_standard_queue_is_found_from_the_repository_root() -> None:
+    asked = "import queue, asyncio; asyncio.run(asyncio.to_thread(queue.Queue)); print(queue.__file__)"
+    command = [sys.executable, "-c", asked]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    assert Path(found).parent == Path(sysconfig.get_path("stdlib"))
+
+
+@pytest.mark.parametrize("module", ["gateway.app", "gateway.settings", "weir.__main__", "weir.configuration"])
+def test_what_starts_quickly_imports_no_heavy_library(module: str) -> None:
+    asked = f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})"
+    command = [sys.executable, "-c", asked]
+    loaded = set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    assert not loaded & {*TORCH_FAMILY, "matplotlib"}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_torch_stays_in_the_trainers_room(package: str) -> None:
+    guests = {
+        name: found
+        for name, path in sources(package)
+        if (found := TORCH_FAMILY & set(imported(ast.parse(path.read_text(encoding="utf-8")))))
+        and package != "trainer_service"
+        and "shim" not in name.split(".")
+    }
+    assert not guests
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_module_says_what_it_is_for(package: str) -> None:
+    silent = [
+        name
+        for name, path in sources(package)
+        if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not silent
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_file_is_one_noun(package: str) -> None:
+    lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in sources(package)}
+    assert not {name: lines for name, lines in lengths.items() if lines > MOST_LINES}
+
+
+def test_the_wheel_is_made_of_the_five_packages() -> None:
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    listed = pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert [ROOT / path for path in listed] == list(PACKAGES.values())
+    assert all((ROOT / path / "__init__.py").is_file() for path in listed)
+
+
+def test_the_policy_of_redis_travels_with_the_command_line() -> None:
+    linked = PACKAGES["weir"] / "redis.conf"
+    assert linked.resolve() == ROOT / "queue" / "redis.conf"

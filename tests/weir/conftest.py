@@ -1,0 +1,54 @@
+"""Tiny services that listen, say whether they are ready, and write down how they ended."""
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from weir.probes import http_ready
+from weir.process import Service
+from weir.settings import StackSettings
+
+SCRIPT = Path(__file__).with_name("fake_service.py")
+
+
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+FakeService = Callable[..., Service]
+
+
+@pytest.fixture
+def unused_ports() -> list[int]:
+    return [unused_port(), unused_port()]
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    """Where each fake writes its name when it is asked to end."""
+    return tmp_path / "notes"
+
+
+@pytest.fixture
+def fake_service(notes: Path) -> FakeService:
+    """Builds one; `gate` keeps it unready until that file exists, `child` is where it notes a grandchild."""
+
+    def build(name: str, *, gate: Path | str = "-", child: Path | str = "-", port: int = 0) -> Service:
+        port = port or unused_port()
+        url = f"http://127.0.0.1:{port}"
+        command = (sys.executable, str(SCRIPT), name, str(port), str(notes), str(gate), str(child))
+        ports = {port: f"{name}.port"}
+        return Service(name, command, ports, url, http_ready(url), dict(os.environ))
+
+    return build
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> StackSettings:
+    return StackSettings(run_dir=tmp_path / "run", start_timeout_s=20, stop_timeout_s=5)

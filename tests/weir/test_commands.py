@@ -1,0 +1,46 @@
+"""The command line: one sentence for what is wrong, one page for what is set."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from weir.__main__ import app
+
+runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def own_run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIR_STACK__RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.delenv("WEIR_MODEL_PATH", raising=False)
+
+
+def test_config_is_complete_and_tells_no_secret(tmp_path: Path) -> None:
+    file = tmp_path / "weir.yaml"
+    file.write_text(
+        "gateway: {port: 8351, admin_keys: [hush], redis_url: 'redis://:hush@host/0'}\ngate: {}\n"
+    )
+    shown = runner.invoke(app, ["config", "--config", str(file)], env={"WEIR_CONFIG": None})
+    assert shown.exit_code == 0, shown.output
+    assert "hush" not in shown.output
+    assert "no service reads the section 'gate'" in shown.output
+    document = yaml.safe_load(shown.output)
+    assert list(document) == ["gateway", "rollout_server", "trainer", "stack"]
+    assert document["gateway"]["port"] == document["stack"]["gateway_port"] == 8351
+    assert document["gateway"]["redis_url"] == "redis://***@host/0"
+
+
+def test_status_and_down_of_nothing_say_so() -> None:
+    status = runner.invoke(app, ["status"])
+    assert (status.exit_code, "nothing runs in" in status.output) == (1, True)
+    down = runner.invoke(app, ["down"])
+    assert (down.exit_code, "nothing runs in" in down.output) == (0, True)
+
+
+def test_a_start_that_fails_says_why_and_leaves_nothing() -> None:
+    result = runner.invoke(app, ["up"])
+    assert result.exit_code == 1
+    assert "no model is set: WEIR_MODEL_PATH" in str(result.exception)
+    assert "no model is set" in runner.invoke(app, ["status"]).output

@@ -1,0 +1,114 @@
+"""What each service is told, and that Redis keeps what the queue promises."""
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from redis import Redis
+
+from weir.errors import StackError
+from weir.preflight import check_machine
+from weir.redis_server import redis_service
+from weir.services import services_of
+from weir.settings import StackSettings
+from weir.stack import Stack
+
+
+@pytest.fixture
+def model_path(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return tmp_path / "model"
+
+
+def test_redis_keeps_what_the_queue_promises(settings: StackSettings, free_port: int) -> None:
+    mine = settings.model_copy(update={"redis_port": free_port})
+    with Stack(mine, [redis_service(mine)]) as stack:
+        stack.wait_ready()
+        with Redis.from_url(stack.redis_url, decode_responses=True) as client:
+            for name, value in {
+                "appendonly": "yes",
+                "appendfsync": "everysec",
+                "maxmemory-policy": "noeviction",
+                "save": "",
+                "dir": str(settings.run_dir / "redis"),
+            }.items():
+                assert client.config_get(name) == {name: value}
+            assert client.config_get("bind")["bind"].startswith("127.0.0.1")
+            client.set("kept", "yes")
+    with Stack(mine, [redis_service(mine)]) as stack:
+        stack.wait_ready()
+        with Redis.from_url(stack.redis_url, decode_responses=True) as client:
+            assert client.get("kept") == "yes"
+
+
+def test_every_service_reads_one_file_that_the_stack_wrote(
+    settings: StackSettings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_path: Path
+) -> None:
+    file = tmp_path / "weir.yaml"
+    file.write_text(
+        "gateway: {strict_models: true, port: 1}\ntrainer: {algorithm: {min_live_rows: 4, max_rows: 8}}\n"
+    )
+    monkeypatch.setenv("WEIR_CONFIG", str(file))
+    monkeypatch.setenv("WEIR_GATEWAY__PORT", "2")
+    monkeypatch.setenv("WEIR_REDIS_URL", "redis://elsewhere/0")
+    monkeypatch.setenv("WEIR_TRAINER__SEED", "7")
+    mine = StackSettings(
+        run_dir=settings.run_dir,
+        model_path=model_path,
+        gateway_port=3,
+        services={"trainer": {"algorithm": {"max_rows": 16}}},
+        admin_keys=["a1", "a2"],
+    )
+    redis, rollout, gateway, trainer = services_of(mine)
+    document = yaml.safe_load((mine.run_dir / "weir.yaml").read_text())
+    assert document["gateway"] == {
+        "strict_models": True,
+        "port": 3,
+        "redis_url": mine.redis_url,
+        "model_path": str(model_path),
+    }
+    assert document["trainer"]["algorithm"] == {"min_live_rows": 4, "max_rows": 16}
+    assert document["rollout_server"]["policies_dir"] == document["trainer"]["policies_dir"]
+    assert "WEIR_GATEWAY__PORT" not in gateway.environment
+    assert "WEIR_REDIS_URL" not in gateway.environment
+    assert trainer.environment["WEIR_TRAINER__SEED"] == "7"
+    assert trainer.environment["WEIR_ADMIN_KEYS"] == "a1,a2"
+    assert rollout.environment["WEIR_CONFIG"] == str(mine.run_dir / "weir.yaml")
+    assert sorted([*redis.ports, *rollout.ports, *gateway.ports, *trainer.ports]) == [
+        3,
+        6379,
+        8100,
+        8200,
+        30000,
+    ]
+
+
+def test_the_written_configuration_is_for_its_owner_alone(settings: StackSettings, model_path: Path) -> None:
+    services_of(settings.model_copy(update={"model_path": model_path}))
+    assert stat.S_IMODE((settings.run_dir / "weir.yaml").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"model_path": None}, "no model is set: WEIR_MODEL_PATH"),
+        ({"model_path": "elsewhere"}, "elsewhere is no Hugging Face directory"),
+        ({"engine_python": "elsewhere/python"}, "run `make install`"),
+        ({"free_disk_bytes": 2**60}, "GiB left and a run wants"),
+    ],
+)
+def test_what_the_machine_lacks_is_one_sentence(
+    settings: StackSettings, model_path: Path, change: dict[str, Any], sentence: str
+) -> None:
+    complete: dict[str, Any] = {
+        "run_dir": settings.run_dir,
+        "model_path": model_path,
+        "engine_python": os.path.realpath("/bin/sh"),
+    }
+    check_machine(StackSettings(**complete))
+    with pytest.raises(StackError, match=sentence):
+        check_machine(StackSettings(**{**complete, **change}))

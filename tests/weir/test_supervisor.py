@@ -1,0 +1,121 @@
+"""What dies is started again; what was started can be found and stopped from another process."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from weir import down, state, status
+from weir.errors import StackError
+from weir.process import Service, wait_until
+from weir.settings import StackSettings
+from weir.stack import Stack
+from weir.state import ProcessState, StackState
+from weir.supervisor import Backoff, Supervisor
+
+FakeService = Callable[..., Service]
+
+
+def written(settings: StackSettings) -> StackState:
+    found = state.read(settings.run_dir)
+    assert found is not None
+    return found
+
+
+def test_a_service_that_dies_is_started_again_without_its_orphans(
+    settings: StackSettings, fake_service: FakeService, tmp_path: Path
+) -> None:
+    child = tmp_path / "child"
+    with Stack(settings, [fake_service("rollout_server", child=child)]) as stack:
+        stack.wait_ready()
+        supervisor, process = Supervisor(stack), stack.processes["rollout_server"]
+        supervisor._backoffs["rollout_server"].wait_s = 0.1
+        supervisor.look()
+        first, orphan = process.pid, int(child.read_text())
+        os.kill(first, signal.SIGKILL)
+
+        def is_back() -> bool:
+            supervisor.look()
+            return process.restarts == 1
+
+        assert wait_until(is_back, 10)
+        stack.wait_ready()
+        assert process.pid != first
+        assert not psutil.pid_exists(orphan)
+        assert written(settings).services["rollout_server"].restarts == 1
+
+
+def test_a_service_that_keeps_dying_waits_longer_each_time() -> None:
+    backoff = Backoff(started_at=0.0)
+    waits: list[float] = []
+    for _ in range(7):
+        backoff.died(now=10.0)
+        waits.append((backoff.due_at or 0.0) - 10.0)
+        backoff.started(now=10.0)
+    assert waits == [1, 2, 4, 8, 16, 30, 30]
+    backoff.died(now=100.0)
+    assert backoff.due_at == 101.0
+
+
+def test_down_stops_what_a_killed_parent_left(
+    settings: StackSettings, fake_service: FakeService, notes: Path
+) -> None:
+    stack = Stack(settings, [fake_service("redis"), fake_service("gateway")])
+    stack.start()
+    stack.wait_ready()
+    found = written(settings)
+    found.parent.started_at -= 100  # as if the pid had been given to another process since
+    found.write(settings.run_dir)
+    with pytest.raises(StackError, match="redis, gateway of an earlier run still run: `weir down"):
+        Stack(settings, [fake_service("gateway")]).start()
+    said = down.stop(settings.run_dir, timeout_s=5)
+    assert "does not run any more" in said[0]
+    assert [sentence.split()[0] for sentence in said[1:]] == ["gateway", "redis"]
+    assert notes.read_text().split() == ["gateway", "redis"]
+    assert down.stop(settings.run_dir, timeout_s=5) == [f"nothing runs in {settings.run_dir}"]
+    stack.stop()
+
+
+def test_down_never_touches_a_process_that_only_shares_the_pid(settings: StackSettings) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
+        then = ProcessState.of(stranger.pid)
+        then.started_at -= 100
+        StackState(parent=then, services={"gateway": then}).write(settings.run_dir)
+        down.stop(settings.run_dir, timeout_s=1)
+        assert stranger.poll() is None
+        stranger.communicate(b"\n")
+
+
+def test_status_tells_ready_from_unready_from_down(
+    settings: StackSettings, fake_service: FakeService, tmp_path: Path
+) -> None:
+    services = [fake_service("gateway"), fake_service("trainer_service", gate=tmp_path / "never")]
+    with Stack(settings, services) as stack:
+        assert wait_until(lambda: "gate is shut" in stack.waiting_for(), 10)
+        found = written(settings)
+        ready, unready = status.rows_of(found, None)
+        assert (ready.state, unready.state, unready.detail) == ("ready", "not ready", "the gate is shut")
+    assert [row.state for row in status.rows_of(found, None)] == ["down", "down"]
+
+
+def test_status_says_what_the_gateway_knows() -> None:
+    details = status.details_from(
+        {
+            "policy": {"serving": 3, "target": 4},
+            "trainer": {"state": "training", "step": 12, "version": 4},
+            "rollout_servers": [{"id": "rollout-0", "version": 3}],
+            "queue": {"entries": 5},
+            "warnings": ["no reward for 60 s"],
+        }
+    )
+    assert details == {
+        "gateway": "serving 3, target 4; no reward for 60 s",
+        "rollout_server": "version 3",
+        "trainer_service": "state training, step 12, version 4",
+        "redis": "entries 5",
+    }

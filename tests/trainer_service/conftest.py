@@ -1,0 +1,65 @@
+"""Fixtures of the trainer's tests: a tiny model, and a trainer around it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout_queue.memory import MemoryStream
+from tests.trainer_service.rig import FakeGateway, MakeRig, Rig
+from trainer_service.settings import TrainerSettings
+
+VOCABULARY = 64
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.set_num_threads(1)
+    directory: Path = tmp_path_factory.mktemp("model")
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(7)
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    (directory / "tokenizer.json").write_text("{}", encoding="utf-8")
+    return directory
+
+
+@pytest.fixture
+def make_rig(tmp_path: Path, model_path: Path) -> MakeRig:
+    def make(name: str = "run", stream: MemoryStream | None = None, **settings: Any) -> Rig:
+        root = tmp_path / name
+        algorithm = {"min_live_rows": 2, "flush_after_s": None, "group_wait_s": 1e12}
+        given: dict[str, Any] = {
+            "model_path": model_path,
+            "checkpoint_dir": root / "checkpoints",
+            "policies_dir": root / "policies",
+            "metrics_path": root / "metrics.jsonl",
+            "threads": 1,
+            "device": "cpu",
+            "retry_s": 0.01,
+            "optimizer": {"lr": 1e-2, "warmup_steps": 0},
+        }
+        given["algorithm"] = algorithm | settings.pop("algorithm", {})
+        return Rig(root, TrainerSettings(**(given | settings)), stream or MemoryStream(), FakeGateway())
+
+    return make
+
+
+@pytest.fixture
+def rig(make_rig: MakeRig) -> Rig:
+    return make_rig().start()

@@ -1,0 +1,167 @@
+"""A trainer on a stream in memory, with a model so small that a step takes milliseconds."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from prometheus_client import CollectorRegistry
+
+from rollout_queue.memory import MemoryStream
+from rollout_queue.records import Outcome, Reward, Sampling, SessionSpec, Span, Turn
+from rollout_queue.tokens import Logprobs, TokenIds
+from trainer_service.checkpoint import Checkpoints
+from trainer_service.face import Face
+from trainer_service.gateway import Gateway
+from trainer_service.intake import Intake
+from trainer_service.metrics import Metrics
+from trainer_service.policy import Policy
+from trainer_service.publish import Publisher
+from trainer_service.pulse import Pulse
+from trainer_service.settings import TrainerSettings
+from trainer_service.store import PolicyStore
+from trainer_service.train import Trainer
+
+
+@dataclass
+class FakeGateway:
+    """The two paths of the gateway that publishing uses."""
+
+    versions: list[int] = field(default_factory=lambda: [0])
+    announced: list[dict[str, Any]] = field(default_factory=list)
+    refusals: int = 0
+    """How many announcements are answered with 503 first."""
+    server_ok: bool = True
+    conflict: bool = False
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": [{"version": v} for v in self.versions]})
+        if self.refusals:
+            self.refusals -= 1
+            return httpx.Response(503, json={"error": {"message": "Redis is away"}})
+        if self.conflict:
+            return httpx.Response(409, json={"error": {"message": "known with other content"}})
+        body = httpx.Response(200, content=request.content).json()
+        self.announced.append(body)
+        self.versions.append(body["version"])
+        error = None if self.server_ok else "broken"
+        result = {"server": "r0", "ok": self.server_ok, "version_served": body["version"], "error": error}
+        return httpx.Response(
+            200 if self.server_ok else 207, json={"version": body["version"], "results": [result]}
+        )
+
+
+def turn(session_id: str = "s1", turn_id: str = "t1", **fields: Any) -> Turn:
+    """A turn whose logprobs are made up unless given."""
+    output = fields.pop("output_ids", [10, 11, 1])
+    given: dict[str, Any] = {
+        "context_ids": TokenIds(fields.pop("context_ids", [2, 3, 4])),
+        "output_ids": TokenIds(output),
+        "logprobs": Logprobs(fields.pop("logprobs", [-4.0] * len(output))),
+        "versions": (Span(fields.pop("version", 0), 0, len(output)),),
+        "sampling": Sampling(used={"temperature": fields.pop("temperature", 1.0)}),
+        "finish": "stop",
+        "started_at": 100.0,
+        "finished_at": 101.0,
+    }
+    return Turn(turn_id=turn_id, session_id=session_id, **(given | fields))
+
+
+class Agents:
+    """Writes episodes into the stream as gateways do."""
+
+    def __init__(self, stream: MemoryStream) -> None:
+        self._stream = stream
+
+    def open(self, session_id: str, group_id: str | None = None, size: int | None = None) -> None:
+        spec = SessionSpec(session_id=session_id, group_id=group_id, group_size=size, created_at=100.0)
+        asyncio.run(self._stream.open_session(spec))
+
+    def call(self, *turns: Turn) -> None:
+        for each in turns:
+            asyncio.run(self._stream.append_turn(each, expires_at=1e12))
+
+    def reward(self, session_id: str, value: float, key: str = "k", turn_id: str | None = None) -> None:
+        reward = Reward(session_id=session_id, value=value, key=key, turn_id=turn_id, created_at=102.0)
+        asyncio.run(self._stream.append_reward(reward))
+
+    def finish(self, session_id: str, value: float | None = None, **fields: Any) -> None:
+        spec = self._stream.heads[session_id].spec
+        given: dict[str, Any] = {
+            "status": "completed",
+            "group_id": spec.group_id,
+            "group_size": spec.group_size,
+        }
+        outcome = Outcome(session_id=session_id, created_at=103.0, **(given | fields))
+        reward = None if value is None else Reward(
+            session_id=session_id, value=value, key="finish", created_at=103.0
+        )  # fmt: skip
+        asyncio.run(self._stream.append_outcome(outcome, reward, None))
+
+    def episode(self, session_id: str, value: float, **fields: Any) -> None:
+        """One turn, rewarded and finished, in a group of its own or the one that is given."""
+        self.open(session_id, fields.pop("group_id", None), fields.pop("size", None))
+        self.call(turn(session_id, f"{session_id}-t", **fields))
+        self.finish(session_id, value)
+
+    def group(self, group_id: str, values: Sequence[float], **fields: Any) -> None:
+        for index, value in enumerate(values):
+            output = [10 + index, 20 + index, 1]
+            self.episode(
+                f"{group_id}-{index}", value, group_id=group_id, size=len(values), output_ids=output, **fields
+            )
+
+
+@dataclass
+class Rig:
+    """Everything of one trainer process but the HTTP thread. `restart` is a new process on the same disk."""
+
+    root: Path
+    settings: TrainerSettings
+    stream: MemoryStream
+    gateway: FakeGateway
+    face: Face = field(default_factory=Face)
+
+    def __post_init__(self) -> None:
+        self.agents = Agents(self.stream)
+        self.registry = CollectorRegistry()
+        metrics = Metrics(self.registry, self.settings.metrics_path)
+        client = httpx.Client(base_url="http://gateway", transport=httpx.MockTransport(self.gateway))
+        pulse = Pulse(self.stream, self.face, self.settings.retry_s)
+        self.policy = Policy(self.settings)
+        self.checkpoints = Checkpoints(self.settings.checkpoint_dir, self.settings.keep_checkpoints)
+        self.store = PolicyStore(
+            self.settings.policies_dir, self.settings.model_path, self.settings.keep_policies
+        )
+        api = Gateway(client, self.settings.push_timeout_s)
+        self.trainer = Trainer(
+            settings=self.settings,
+            policy=self.policy,
+            intake=Intake(self.stream, self.settings.algorithm, self.policy.vocab_size, pulse, metrics),
+            checkpoints=self.checkpoints,
+            publisher=Publisher(self.store, api, self.settings.publish_url, pulse, metrics),
+            metrics=metrics,
+            face=self.face,
+            pulse=pulse,
+        )
+
+    def start(self) -> "Rig":
+        self.trainer.start()
+        return self
+
+    def restart(self) -> "Rig":
+        return Rig(self.root, self.settings, self.stream, self.gateway).start()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        state = self.policy._engine.module.state_dict()
+        return {name: tensor.clone() for name, tensor in state.items()}
+
+    def session_codes(self) -> dict[str, str | None]:
+        return {s: head.verdict.code if head.verdict else None for s, head in self.stream.heads.items()}
+
+
+MakeRig = Callable[..., Rig]

@@ -1,0 +1,90 @@
+"""The REST face: where the trainer stands, its weights and ledger, and who may ask."""
+
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+from prometheus_client import CollectorRegistry
+
+from rollout_queue.policy import STABLE
+from rollout_queue.web.keys import Keyring
+from trainer_service.app import create_app
+from trainer_service.checkpoint import LedgerRow
+from trainer_service.face import Face
+from trainer_service.store import PolicyStore
+
+ADMIN = {"authorization": "Bearer admin"}
+
+
+@pytest.fixture
+def face() -> Face:
+    return Face()
+
+
+@pytest.fixture
+def client(tmp_path: Path, face: Face) -> TestClient:
+    store = PolicyStore(tmp_path / "policies", tmp_path, keep=4)
+    for version in (1, 2):
+        store.path_of(version).mkdir()
+        (store.path_of(version) / "manifest.json").write_text("{}", encoding="utf-8")
+    (store.path_of(1) / STABLE).touch()
+    (tmp_path / "secret").write_text("secret", encoding="utf-8")
+    (store.path_of(1) / "link").symlink_to(tmp_path / "secret")
+    rows = [
+        LedgerRow(step=s, version=s, durable=True, turns=[f"t{s}"], sessions=["s"], tokens=s)
+        for s in (1, 2, 3)
+    ]
+
+    def ledger(since: int, limit: int) -> list[LedgerRow]:
+        return [row for row in rows if row.step > since][:limit]
+
+    return TestClient(create_app(face, ledger, store, Keyring(["client"], ["admin"]), CollectorRegistry()))
+
+
+@pytest.mark.parametrize("path", ["/status", "/ledger", "/weights", "/weights/1/manifest.json"])
+def test_every_path_but_the_probes_needs_the_admin_key(client: TestClient, path: str) -> None:
+    assert client.get(path).status_code == 401
+    assert client.get(path, headers={"x-api-key": "client"}).status_code == 403
+    assert client.get(path, headers=ADMIN).status_code == 200
+    assert client.get("/live").status_code == client.get("/metrics").status_code == 200
+    for name in ("pause", "resume", "checkpoint"):
+        assert client.post(f"/{name}").status_code == 401
+
+
+def test_ready_means_that_the_stream_is_taken_up(client: TestClient, face: Face) -> None:
+    assert client.get("/ready").status_code == 503
+    face.ready = True
+    assert client.get("/ready").status_code == 200
+
+
+def test_status_has_the_fields_of_the_contract(client: TestClient) -> None:
+    body = client.get("/status", headers=ADMIN).json()
+    assert set(body) == {"state", "step", "version", "waiting_for", "metrics"}
+
+
+def test_pause_and_resume_reach_the_main_thread(client: TestClient, face: Face) -> None:
+    client.post("/pause", headers=ADMIN)
+    assert face.paused
+    client.post("/resume", headers=ADMIN)
+    assert not face.paused
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/weights/2/manifest.json", "/weights/1/link", "/weights/1/..%2F..%2Fsecret", "/weights/1/none",
+     "/weights/1/.", "/weights/1/%2e%2e", "/weights/9/manifest.json"],
+)  # fmt: skip
+def test_only_the_files_of_finished_versions_are_served(client: TestClient, path: str) -> None:
+    reply = client.get(path, headers=ADMIN)
+    assert reply.status_code == 404
+    assert reply.json()["error"]["type"] == "not_found_error"
+
+
+def test_the_ledger_is_read_in_pages(client: TestClient) -> None:
+    page = client.get("/ledger?since=0&limit=2", headers=ADMIN).json()
+    assert ([row["step"] for row in page["data"]], page["next_cursor"]) == ([1, 2], "2")
+    rest = client.get(f"/ledger?since={page['next_cursor']}", headers=ADMIN).json()
+    assert ([row["step"] for row in rest["data"]], rest["next_cursor"]) == ([3], None)
+    assert rest["data"][0] == {
+        "step": 3, "version": 3, "durable": True, "turns": ["t3"], "sessions": ["s"], "tokens": 3
+    }  # fmt: skip

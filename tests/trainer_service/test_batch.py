@@ -1,0 +1,216 @@
+"""Trees of turns become rows that train each sampled token once, and packed rows do not see each other."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_queue.records import Turn
+from tests.trainer_service.rig import MakeRig, Rig, turn
+from trainer_service.batch import MicroBatch, Row, micro_batches, rows_of
+from trainer_service.loss import policy_loss
+from trainer_service.settings import AlgorithmSettings
+
+
+def all_ids(turns: list[Turn]) -> list[str]:
+    return [each.turn_id for each in turns]
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> list[Turn]:
+    """Sessions of up to eight turns, each continuing any earlier one or none; every output id is its own."""
+    turns: list[Turn] = []
+    for number in range(draw(st.integers(1, 8))):
+        parent = draw(st.sampled_from([None, *all_ids(turns)]))
+        length = draw(st.integers(0, 3))
+        turns.append(
+            turn(
+                turn_id=f"t{number}",
+                parent_id=parent,
+                context_ids=[1] * draw(st.integers(0 if parent else 1, 3)),
+                output_ids=[100 + 10 * number + i for i in range(length)],
+                started_at=draw(st.floats(0, 10)),
+            )
+        )
+    return turns
+
+
+@given(trees(), st.data())
+def test_every_trainable_token_is_trained_exactly_once(turns: list[Turn], data: st.DataObject) -> None:
+    trainable = data.draw(st.sets(st.sampled_from(all_ids(turns))))
+    rows = rows_of("s1", turns, trainable, 1.0)
+    trained = sorted(token for row in rows for token in row.ids_L[row.mask_L == 1].tolist())
+    assert trained == sorted(token for t in turns if t.turn_id in trainable for token in t.output_ids)
+    assert sorted(turn_id for row in rows for turn_id in row.turn_ids) == sorted(
+        t.turn_id for t in turns if t.turn_id in trainable and t.output_ids
+    )
+
+
+def test_a_shared_prefix_is_context_in_the_second_branch() -> None:
+    turns = [
+        turn(turn_id="a", context_ids=[2], output_ids=[10, 11], logprobs=[-1.0, -2.0]),
+        turn(turn_id="b", parent_id="a", context_ids=[3], output_ids=[12], logprobs=[-3.0], started_at=101.0),
+        turn(turn_id="c", parent_id="a", context_ids=[4], output_ids=[13], logprobs=[-4.0], started_at=102.0),
+    ]
+    first, second = rows_of("s1", turns, all_ids(turns), 0.5)
+    assert (first.ids_L.tolist(), first.mask_L.tolist()) == ([2, 10, 11, 3, 12], [0, 1, 1, 0, 1])
+    assert (second.ids_L.tolist(), second.mask_L.tolist()) == ([2, 10, 11, 4, 13], [0, 0, 0, 0, 1])
+    assert first.logprobs_L.tolist() == [0.0, -1.0, -2.0, 0.0, -3.0]
+    assert second.versions_L.tolist() == [-1, -1, -1, -1, 0]
+
+
+def test_a_temperature_of_zero_counts_as_one() -> None:
+    rows = rows_of("s1", [turn(temperature=0.0)], ["t1"], 1.0)
+    assert set(rows[0].temperatures_L.tolist()) == {1.0}
+
+
+def random_row(generator: np.random.Generator, length: int, advantage: float = 1.0) -> Row:
+    mask = generator.integers(0, 2, length)
+    mask[0], mask[-1] = 0, 1
+    return Row(
+        session_id="s",
+        turn_ids=("t",),
+        advantage=advantage,
+        ids_L=generator.integers(0, 64, length),
+        mask_L=mask,
+        logprobs_L=(-4 * mask + generator.normal(size=length) * mask).astype(np.float32),
+        versions_L=np.where(mask == 1, 0, -1),
+        temperatures_L=np.full(length, 0.8, np.float32),
+    )
+
+
+@pytest.fixture
+def rows() -> list[Row]:
+    generator = np.random.default_rng(0)
+    return [random_row(generator, length, (-1) ** length * 0.5) for length in (5, 17, 2, 9, 30, 4)]
+
+
+@given(st.integers(1, 80))
+def test_packing_keeps_every_row_whole_and_in_order(max_tokens: int) -> None:
+    generator = np.random.default_rng(0)
+    rows = [random_row(generator, length) for length in (5, 17, 2, 9, 30, 4)]
+    batches = list(micro_batches(rows, max_tokens))
+    assert np.concatenate([b.ids_N for b in batches]).tolist() == [
+        i for row in rows for i in row.ids_L.tolist()
+    ]
+    assert all(len(b.ids_N) <= max_tokens or (b.positions_N == 0).sum() == 1 for b in batches)
+    rows_T = np.concatenate([b.rows_T for b in batches])
+    assert np.bincount(rows_T, minlength=6).tolist() == [int(row.mask_L.sum()) for row in rows]
+
+
+def test_packed_rows_do_not_see_each_other(rig: Rig, rows: list[Row]) -> None:
+    (packed,) = micro_batches(rows, 10_000)
+    alone = list(micro_batches(rows, 1))
+    assert len(alone) == len(rows)
+    with torch.no_grad():
+        together = rig.policy.logprobs(packed)[0]
+        apart = torch.cat([rig.policy.logprobs(batch)[0] for batch in alone])
+        unreset = MicroBatch(**(vars(packed) | {"positions_N": np.arange(len(packed.ids_N))}))
+        leaking = rig.policy.logprobs(unreset)[0]
+    assert (together - apart).abs().max() < 1e-5
+    assert (leaking - apart).abs().max() > 1e-2
+
+
+def gradient(rig: Rig, rows: list[Row], max_tokens: int) -> torch.Tensor:
+    """Of the whole step's loss, as plain autograd has it."""
+    rig.policy._engine.module.zero_grad()
+    batches = list(micro_batches(rows, max_tokens))
+    tokens = sum(len(batch.targets_T) for batch in batches)
+    for batch in batches:
+        module = rig.policy._engine.module
+        lp_new_T = rig.policy.logprobs(batch)[0]
+        roll_T, advantages_T, rows_T = (
+            rig.policy.tensor(v) for v in (batch.logprobs_T, batch.advantages_T, batch.rows_T)
+        )
+        loss = policy_loss(lp_new_T, lp_new_T, roll_T, advantages_T, rows_T, tokens, AlgorithmSettings()).loss
+        parts = torch.autograd.grad(loss, list(module.parameters()))
+        for parameter, part in zip(module.parameters(), parts, strict=True):
+            parameter.grad = part if parameter.grad is None else parameter.grad + part
+    flat = torch.cat([p.grad.flatten() for p in rig.policy._engine.module.parameters()])
+    rig.policy._engine.module.zero_grad()
+    return flat
+
+
+def test_the_gradient_does_not_depend_on_micro_batches_or_order(rig: Rig, rows: list[Row]) -> None:
+    whole = gradient(rig, rows, 10_000)
+    assert whole.abs().max() > 1e-3
+    for other in (gradient(rig, rows, 20), gradient(rig, rows, 1), gradient(rig, rows[::-1], 25)):
+        assert (whole - other).abs().max() < 1e-6
+
+
+def test_a_row_without_advantage_has_no_gradient(rig: Rig, rows: list[Row]) -> None:
+    silent = [Row(**(vars(row) | {"advantage": 0.0})) for row in rows]
+    assert torch.count_nonzero(gradient(rig, silent, 40)) == 0
+
+
+def test_micro_batches_add_up_to_the_loss_of_the_step() -> None:
+    generator = torch.Generator().manual_seed(0)
+    new, roll, advantage = (torch.randn(6, generator=generator).double() for _ in range(3))
+    rows_T = torch.tensor([0, 0, 0, 1, 1, 1])
+
+    def loss(part: slice) -> torch.Tensor:
+        tokens = (new[part], new[part], roll[part], advantage[part], rows_T[part])
+        new_T, prox_T, roll_T, advantages_T, part_T = tokens
+        return policy_loss(new_T, prox_T, roll_T, advantages_T, part_T, 6, AlgorithmSettings()).loss
+
+    assert torch.isclose(loss(slice(6)), loss(slice(3)) + loss(slice(3, 6)))
+
+
+@given(st.lists(st.integers(0, 3), min_size=3, max_size=3))
+def test_holes_between_trained_tokens_change_no_trained_token(holes: list[int]) -> None:
+    """Context of another length between turns: the same tokens are trained, with the same terms."""
+    turns = [
+        turn(
+            turn_id=f"t{number}",
+            parent_id=f"t{number - 1}" if number else None,
+            context_ids=[2] * (1 + hole),
+            output_ids=[10 + number, 20 + number],
+            logprobs=[-1.0, -2.0],
+        )
+        for number, hole in enumerate(holes)
+    ]
+    (row,) = rows_of("s1", turns, all_ids(turns), 0.5)
+    (batch,) = micro_batches([row], 100)
+    assert batch.targets_T.tolist() == [10, 20, 11, 21, 12, 22]
+    assert batch.logprobs_T.tolist() == [-1.0, -2.0] * 3
+    assert batch.ids_N[batch.predict_at_T + 1].tolist() == batch.targets_T.tolist()
+
+
+@settings(max_examples=50)
+@given(st.lists(st.floats(-8, 0), min_size=2, max_size=8), st.floats(-2, 2))
+def test_without_mismatch_every_weight_is_one(lp: list[float], advantage: float) -> None:
+    lp_T = torch.tensor(lp, dtype=torch.float64)
+    new_T = (lp_T + 0.1).requires_grad_()
+    advantages_T, rows_T = torch.full_like(lp_T, advantage), torch.zeros(len(lp), dtype=torch.long)
+    weighted = policy_loss(new_T, lp_T, lp_T, advantages_T, rows_T, len(lp), AlgorithmSettings())
+    plain = policy_loss(new_T, lp_T, lp_T, advantages_T, rows_T, len(lp), AlgorithmSettings(tis_cap=None))
+    assert torch.equal(weighted.loss, plain.loss)
+    assert bool((weighted.weight_T == 1).all())
+
+
+def test_an_outlier_drops_its_row_and_leaves_the_denominator() -> None:
+    new_T = torch.full((4,), -1.0, requires_grad=True)
+    roll_T = torch.tensor([-1.0, -9.0, -1.0, -1.0])
+    rows_T = torch.tensor([0, 0, 1, 1])
+    losses = policy_loss(new_T, new_T, roll_T, torch.ones(4), rows_T, 4, AlgorithmSettings())
+    assert losses.kept_T.tolist() == [False, False, True, True]
+    assert float(losses.loss.detach()) == pytest.approx(-0.5)
+
+
+def test_a_logprob_that_is_not_finite_poisons_no_other_token() -> None:
+    new_T = torch.tensor([-1.0, -1.0], requires_grad=True)
+    roll_T = torch.tensor([float("-inf"), -1.0])
+    losses = policy_loss(new_T, new_T, roll_T, torch.ones(2), torch.tensor([0, 1]), 2, AlgorithmSettings())
+    losses.loss.backward()  # type: ignore[no-untyped-call]
+    assert new_T.grad is not None
+    assert new_T.grad.tolist() == [0.0, -0.5]
+
+
+def test_more_epochs_move_further_and_clip(make_rig: MakeRig) -> None:
+    rig = make_rig(algorithm={"epochs": 3}, optimizer={"lr": 0.05, "warmup_steps": 0}).start()
+    rig.agents.group("g", [1.0, 0.0])
+    assert rig.trainer.turn()
+    metrics = rig.face.snapshot.metrics
+    assert metrics["ppo/ratio_mean"] != 1.0
+    assert metrics["ppo/clip_hi"] + metrics["ppo/clip_lo"] > 0

@@ -1,0 +1,82 @@
+"""A checkpoint is whole or it is not loaded; nothing is loaded in its place without being told."""
+
+from pathlib import Path
+
+import pytest
+
+from trainer_service.checkpoint import CheckpointBroken, Checkpoints, LedgerRow, State
+from trainer_service.durable import owned
+from trainer_service.settlement import Settlement
+
+
+class Weights:
+    """Shards that are one number."""
+
+    value = 0
+
+    def save(self, directory: Path, tag: str) -> None:
+        (directory / tag).mkdir()
+        (directory / tag / "shard").write_text(str(self.value), encoding="utf-8")
+
+    def load(self, directory: Path, tag: str) -> None:
+        self.value = int((directory / tag / "shard").read_text(encoding="utf-8"))
+
+
+def saved(checkpoints: Checkpoints, step: int) -> str:
+    weights = Weights()
+    weights.value = step
+    row = LedgerRow(
+        step=step, version=step, durable=True, turns=[f"t{step}"], sessions=[f"s{step}"], tokens=3
+    )
+    return checkpoints.save(weights, State(step=step, version=step, owed=Settlement(["1-0"], {}, [])), [row])
+
+
+def test_two_trainers_cannot_share_a_directory(tmp_path: Path) -> None:
+    with owned(tmp_path / "run"), pytest.raises(SystemExit, match="another trainer"), owned(tmp_path / "run"):
+        pass
+    with owned(tmp_path / "run"):
+        pass
+
+
+def test_a_run_without_checkpoints_starts_anew(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path, 2).restore(Weights()) is None
+
+
+def test_the_last_finished_checkpoint_is_restored(tmp_path: Path) -> None:
+    checkpoints, weights = Checkpoints(tmp_path, 2), Weights()
+    for step in (1, 2, 3):
+        saved(checkpoints, step)
+    (tmp_path / "00000009-step-00000004").mkdir()
+    state = Checkpoints(tmp_path, 2).restore(weights)
+    assert state is not None
+    assert (state.step, weights.value, state.owed.entry_ids) == (3, 3, ["1-0"])
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "no state", "ledger"])
+def test_a_broken_checkpoint_is_an_error_not_a_fresh_start(tmp_path: Path, damage: str) -> None:
+    shard = tmp_path / saved(Checkpoints(tmp_path, 2), 10) / "shard"
+    if damage == "missing":
+        shard.unlink()
+    elif damage == "short":
+        shard.write_text("1", encoding="utf-8")
+    elif damage == "no state":
+        (shard.parent / "state.json").unlink()
+    else:
+        (tmp_path / "ledger.jsonl").unlink()
+    with pytest.raises(CheckpointBroken):
+        Checkpoints(tmp_path, 2).restore(Weights())
+
+
+def test_the_ledger_holds_durable_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = Checkpoints(tmp_path, 2)
+    saved(checkpoints, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer_service.checkpoint.write_atomically", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            saved(checkpoints, 2)
+    assert [row.step for row in checkpoints.ledger(0, 10)] == [1]
+    again = Checkpoints(tmp_path, 2)
+    again.restore(Weights())
+    saved(again, 3)
+    assert [row.step for row in again.ledger(0, 10)] == [1, 3]
+    assert [row.step for row in again.ledger(1, 10)] == [3]

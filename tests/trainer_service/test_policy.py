@@ -1,0 +1,157 @@
+"""The policy under DeepSpeed: the engine's logprobs, AdamW's steps, an export that can be served."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollout_queue.policy import MANIFEST, STABLE, Manifest, sha256_of
+from tests.trainer_service.rig import MakeRig, Rig, turn
+from trainer_service.batch import micro_batches, rows_of
+
+
+def sampled(rig: Rig, session_id: str, seed: int, temperature: float) -> list[dict[str, Any]]:
+    """Two turns of a session as an engine gives them: sampled and scored one token at a time."""
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = []
+    turns: list[dict[str, Any]] = []
+    for number in range(2):
+        context = torch.randint(2, 64, (5,), generator=generator).tolist()
+        ids += context
+        output, logprobs = [], []
+        for _ in range(8):
+            with torch.no_grad():
+                logits = rig.policy._engine.module(torch.tensor([ids])).logits[0, -1] / temperature
+            lp = logits.log_softmax(-1)
+            token = int(torch.multinomial(lp.exp(), 1, generator=generator))
+            ids.append(token)
+            output.append(token)
+            logprobs.append(float(lp[token]))
+        fields = {"turn_id": f"{session_id}-{number}", "parent_id": f"{session_id}-0" if number else None}
+        sample = {"context_ids": context, "output_ids": output, "logprobs": logprobs}
+        turns.append({**fields, **sample, "temperature": temperature})
+    return turns
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_fresh_rollout_has_the_engines_logprobs_and_ratio_one(
+    make_rig: MakeRig, temperature: float
+) -> None:
+    rig = make_rig().start()
+    for seed, value in enumerate((1.0, 0.0)):
+        session_id = f"s{seed}"
+        rig.agents.open(session_id, "g", 2)
+        rig.agents.call(
+            *(turn(session_id, **fields) for fields in sampled(rig, session_id, seed, temperature))
+        )
+        rig.agents.finish(session_id, value)
+    assert rig.trainer.turn()
+    metrics = json.loads((rig.root / "metrics.jsonl").read_text())
+    assert metrics["mismatch/abs_logp"] < 1e-5
+    assert metrics["mismatch/ess"] == pytest.approx(1, abs=1e-4)
+    assert metrics["ppo/ratio_mean"] == 1.0
+    assert metrics["is/masked_frac"] == metrics["ppo/clip_hi"] == metrics["ppo/dual"] == 0
+    assert (metrics["rows"], metrics["tokens"], metrics["staleness/total_max"]) == (2, 32, 0)
+
+
+def test_a_step_is_a_step_of_plain_adamw(make_rig: MakeRig, model_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    rig = make_rig(optimizer={"lr": 1e-3, "warmup_steps": 2}).start()
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    (batch,) = micro_batches(rows_of("s1", [turn()], ["t1"], 1.0), 100)
+    for lr in (0.5e-3, 1e-3, 1e-3):
+        rig.policy.backward(-rig.policy.logprobs(batch)[0].mean())
+        rig.policy.step()
+        logits = model(torch.from_numpy(batch.ids_N)[None]).logits[0, torch.from_numpy(batch.predict_at_T)]
+        targets = torch.from_numpy(batch.targets_T)
+        torch.nn.functional.cross_entropy(logits, targets).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, tensor in model.state_dict().items():
+        assert torch.allclose(tensor, rig.weights()[name], atol=2e-5), name
+
+
+def test_a_published_version_is_whole_and_proves_itself(rig: Rig, model_path: Path) -> None:
+    rig.agents.group("g", [1.0, 0.0])
+    rig.trainer.turn()
+    (announced,) = rig.gateway.announced
+    directory = rig.store.path_of(1)
+    assert announced["location"] == directory.as_uri()
+    assert announced["manifest_sha256"] == sha256_of(directory / MANIFEST)
+    assert (directory / STABLE).exists()
+    manifest = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
+    assert (manifest.version, manifest.step) == (1, 1)
+    for spec in manifest.files:
+        assert spec.sha256 == sha256_of(directory / spec.name)
+        assert spec.size == (directory / spec.name).stat().st_size
+    assert {"config.json", "generation_config.json", "tokenizer.json"} < {
+        spec.name for spec in manifest.files
+    }
+    exported, base = load_file(directory / "model.safetensors"), load_file(model_path / "model.safetensors")
+    assert exported.keys() == base.keys()
+    (weights,) = (spec for spec in manifest.files if spec.tensors)
+    assert {t.name: (t.shape, t.dtype) for t in weights.tensors} == {
+        name: (list(tensor.shape), "F32") for name, tensor in base.items()
+    }
+    assert all(torch.equal(tensor, rig.weights()[name]) for name, tensor in exported.items())
+
+
+def test_a_bfloat16_model_is_trained_in_float32_and_published_in_bfloat16(
+    make_rig: MakeRig, model_path: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    half = tmp_path / "half"
+    AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).save_pretrained(half)
+    rig = make_rig(model_path=half).start()
+    rig.agents.group("g", [1.0, 0.0])
+    rig.trainer.turn()
+    assert rig.weights()["model.norm.weight"].dtype == torch.float32
+    exported = load_file(rig.store.path_of(1) / "model.safetensors")
+    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
+
+
+def test_a_policy_in_bfloat16_trains(make_rig: MakeRig) -> None:
+    rig = make_rig(dtype="bfloat16").start()
+    rig.agents.group("g", [1.0, 0.0])
+    assert rig.trainer.turn()
+    again = rig.restart()
+    assert all(torch.equal(t, again.weights()[name]) for name, t in rig.weights().items())
+
+
+def test_old_versions_and_checkpoints_are_removed(make_rig: MakeRig) -> None:
+    rig = make_rig(keep_policies=2, keep_checkpoints=2).start()
+    for group_id in "abcd":
+        rig.agents.group(group_id, [1.0, 0.0])
+        assert rig.trainer.turn()
+    assert rig.store.versions() == [3, 4]
+    assert len([path for path in (rig.root / "checkpoints").iterdir() if path.is_dir()]) == 2
+    assert rig.restart().trainer.step == 4
+
+
+def test_a_half_written_version_is_written_again(rig: Rig) -> None:
+    leftover = rig.store.path_of(1)
+    leftover.mkdir()
+    (leftover / "model.safetensors").write_bytes(b"half")
+    assert rig.store.versions() == []
+    rig.agents.group("g", [1.0, 0.0])
+    rig.trainer.turn()
+    assert load_file(leftover / "model.safetensors")
+
+
+def test_a_checkpoint_brings_back_the_random_generators(rig: Rig) -> None:
+    torch.rand(5)  # away from the seed, which a restart sets too
+    rig.agents.group("g", [1.0, 0.0])
+    rig.trainer.turn()
+    expected = torch.rand(3)
+    again = rig.restart()
+    assert torch.equal(torch.rand(3), expected)
+    assert again.trainer.step == 1

@@ -1,0 +1,383 @@
+"""The loop on a stream in memory: what is trained, when it is acknowledged, what a crash leaves."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from rollout_queue.errors import StorageUnavailable
+from rollout_queue.records import SessionSpec
+from rollout_queue.stream import Verdicts
+from tests.trainer_service.rig import MakeRig, Rig, turn
+from trainer_service.pulse import Stopped
+
+
+class Crash(Exception):
+    """The process dies here."""
+
+
+def crash(*_: object, **__: object) -> None:
+    raise Crash
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_a_group_trains_when_its_last_member_ends(rig: Rig) -> None:
+    rig.agents.episode("a", 1.0, group_id="g", size=2)
+    assert not rig.trainer.turn()
+    assert rig.session_codes() == {"a": None}
+    rig.agents.episode("b", 0.0, group_id="g", size=2, output_ids=[12, 1])
+    assert rig.trainer.turn()
+    assert rig.session_codes() == {"a": "trained", "b": "trained"}
+    verdict = rig.stream.heads["a"].verdict
+    assert verdict is not None
+    assert (verdict.step, verdict.version) == (1, 1)
+    assert rig.stream.heads["a"].turn_verdicts["a-t"].code == "trained"
+    assert not list(rig.stream.reclaim())
+
+
+def test_training_makes_rewarded_tokens_likelier(make_rig: MakeRig) -> None:
+    rig = make_rig(optimizer={"lr": 1e-3, "warmup_steps": 0}).start()
+    before = rig.weights()
+    rig.agents.group("g", [1.0, 0.0])
+    rig.trainer.turn()
+    assert not same(before, rig.weights())
+    rewarded, unrewarded = (_last_logprob(rig, [2, 3, 4, 10 + i]) for i in range(2))
+    assert rewarded > unrewarded + 0.01
+
+
+def _last_logprob(rig: Rig, ids: list[int]) -> float:
+    with torch.no_grad():
+        logits = rig.policy._engine.module(torch.tensor([ids])).logits[0, -2]
+    return float(logits.log_softmax(-1)[ids[-1]])
+
+
+def test_nothing_is_acknowledged_before_its_checkpoint(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    save, acknowledge = rig.checkpoints.save, rig.stream.acknowledge
+
+    def saving(*arguments: object) -> str:
+        events.append("checkpoint")
+        return save(*arguments)  # type: ignore[arg-type]
+
+    def acknowledging(entry_ids: Sequence[str], verdicts: Verdicts) -> None:
+        events.append("acknowledge")
+        acknowledge(entry_ids, verdicts)
+
+    monkeypatch.setattr(rig.checkpoints, "save", saving)
+    monkeypatch.setattr(rig.stream, "acknowledge", acknowledging)
+    rig.agents.group("g", [1.0, 0.0])
+    rig.trainer.turn()
+    assert events == ["checkpoint", "acknowledge"]
+
+
+def test_a_crash_after_the_checkpoint_trains_nothing_twice(make_rig: MakeRig) -> None:
+    rig = make_rig().start()
+    rig.agents.group("g", [1.0, 0.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rig.stream, "acknowledge", crash)
+        with pytest.raises(Crash):
+            rig.trainer.turn()
+    trained = rig.weights()
+    assert len(list(rig.stream.reclaim())) == 6
+    again = rig.restart()
+    assert not again.trainer.turn()
+    assert same(trained, again.weights())
+    assert (again.trainer.step, again.trainer.version) == (1, 1)
+    assert set(again.session_codes().values()) == {"trained"}
+    assert not list(rig.stream.reclaim())
+    assert [row.step for row in again.checkpoints.ledger(0, 10)] == [1]
+
+
+def test_a_crash_after_the_acknowledgement_counts_nothing_twice(make_rig: MakeRig) -> None:
+    rig = make_rig().start()
+    rig.agents.group("g", [1.0, 0.0])
+    rig.trainer.turn()
+    rig.restart()
+    assert rig.stream.counts["session:trained"] == 2
+
+
+def test_a_crash_before_the_checkpoint_trains_again_from_the_old_weights(make_rig: MakeRig) -> None:
+    rig = make_rig().start()
+    rig.agents.group("g", [1.0, 0.0])
+    rig.trainer.turn()
+    durable = rig.weights()
+    rig.agents.group("h", [0.0, 1.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer_service.checkpoint.write_atomically", crash)
+        with pytest.raises(Crash):
+            rig.trainer.turn()
+    assert rig.session_codes()["h-0"] is None
+    lost = rig.weights()
+    again = rig.restart()
+    assert same(durable, again.weights())
+    assert again.trainer.turn()
+    assert same(lost, again.weights())
+    assert again.session_codes()["h-0"] == "trained"
+    assert [(row.step, row.turns) for row in again.checkpoints.ledger(0, 10)] == [
+        (1, ["g-0-t", "g-1-t"]),
+        (2, ["h-0-t", "h-1-t"]),
+    ]
+
+
+def test_a_restored_run_ends_bitwise_where_an_uninterrupted_one_does(make_rig: MakeRig) -> None:
+    groups = {"a": [1.0, 0.0], "b": [0.0, 1.0, 1.0], "c": [0.5, 0.0]}
+    straight, broken = make_rig("straight").start(), make_rig("broken").start()
+    for group_id, values in groups.items():
+        straight.agents.group(group_id, values)
+        straight.trainer.turn()
+        broken.agents.group(group_id, values)
+        broken.trainer.turn()
+        broken = broken.restart()
+    assert straight.trainer.step == broken.trainer.step == 3
+    assert same(straight.weights(), broken.weights())
+
+
+def test_equal_rewards_and_single_rollouts_end_with_zero_advantage(rig: Rig) -> None:
+    rig.agents.group("g", [1.0, 1.0])
+    rig.agents.episode("alone", 1.0)
+    assert not rig.trainer.turn()
+    assert set(rig.session_codes().values()) == {"zero_advantage"}
+    alone = rig.stream.heads["alone"].verdict
+    assert alone is not None
+    assert alone.detail == "singleton group"
+    assert not list(rig.stream.reclaim())
+
+
+def test_rollouts_of_a_version_too_old_are_stale(make_rig: MakeRig) -> None:
+    rig = make_rig(initial_version=9, algorithm={"max_staleness": 8}).start()
+    rig.agents.group("old", [1.0, 0.0], version=0)
+    rig.agents.group("edge", [1.0, 0.0], version=1)
+    rig.trainer.turn()
+    codes = rig.session_codes()
+    assert (codes["old-0"], codes["edge-0"]) == ("stale", "trained")
+
+
+def test_a_group_goes_on_without_members_that_failed(rig: Rig) -> None:
+    rig.agents.episode("a", 1.0, group_id="g", size=4)
+    rig.agents.episode("b", 0.0, group_id="g", size=4, output_ids=[12, 1])
+    rig.agents.open("c", "g", 4)
+    rig.agents.finish("c", status="failed")
+    rig.agents.open("d", "g", 4)
+    rig.agents.call(turn("d", "d-t"))
+    rig.agents.finish("d", status="truncated")
+    assert rig.trainer.turn()
+    assert rig.session_codes() == {"a": "trained", "b": "trained", "c": None, "d": "truncated"}
+    assert not list(rig.stream.reclaim())
+
+
+def test_an_ended_member_still_counts_after_a_restart(rig: Rig) -> None:
+    rig.agents.open("c", "g", 3)
+    rig.agents.finish("c", status="failed")
+    assert not rig.trainer.turn()
+    rig = rig.restart()
+    rig.agents.episode("a", 1.0, group_id="g", size=3)
+    rig.agents.episode("b", 0.0, group_id="g", size=3, output_ids=[12, 1])
+    assert rig.trainer.turn()
+
+
+def test_a_session_that_expires_waiting_for_its_reward_is_closed(rig: Rig) -> None:
+    rig.agents.open("s")
+    rig.agents.call(turn("s"))
+    rig.agents.finish("s")
+    rig.trainer.turn()
+    assert len(list(rig.stream.reclaim())) == 2
+    asyncio.run(rig.stream.expire(now=1e13, limit=10))
+    rig.trainer.turn()
+    assert rig.session_codes() == {"s": "expired"}
+    assert not list(rig.stream.reclaim())
+
+
+def test_what_comes_after_a_session_was_settled_is_acknowledged_and_trains_nothing(rig: Rig) -> None:
+    rig.agents.group("g", [1.0, 0.0])
+    rig.trainer.turn()
+    rig.stream._append(turn("g-0", "late", output_ids=[30, 1]))
+    assert not rig.trainer.turn()
+    assert not list(rig.stream.reclaim())
+    again = rig.restart()
+    again.stream._append(turn("g-0", "later", output_ids=[30, 1]))
+    assert not again.trainer.turn()
+    assert not list(again.stream.reclaim())
+
+
+def test_sessions_wait_until_enough_rows_have_an_advantage(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_service.pulse.REPORT_EVERY_S", 0.0)
+    rig = make_rig(algorithm={"min_live_rows": 4}).start()
+    rig.agents.group("g", [1.0, 0.0])
+    assert not rig.trainer.turn()
+    assert "4 rows with an advantage, of which 2 are here" in rig.face.snapshot.waiting_for
+    assert rig.stream.trainer["waiting_for"] == rig.face.snapshot.waiting_for
+    rig.agents.group("h", [1.0, 0.0])
+    assert rig.trainer.turn()
+    assert set(rig.session_codes().values()) == {"trained"}
+
+
+def test_a_silent_stream_lets_the_last_rows_go(make_rig: MakeRig) -> None:
+    rig = make_rig(algorithm={"min_live_rows": 100, "flush_after_s": 0.05}).start()
+    rig.agents.group("g", [1.0, 0.0])
+    assert not rig.trainer.turn()
+    rig.face.sleep(0.06)
+    assert rig.trainer.turn()
+
+
+def test_a_gateway_that_is_away_delays_the_acknowledgement_and_loses_nothing(rig: Rig) -> None:
+    rig.gateway.refusals = 3
+    rig.agents.group("g", [1.0, 0.0])
+    assert rig.trainer.turn()
+    assert [body["version"] for body in rig.gateway.announced] == [1]
+    assert set(rig.session_codes().values()) == {"trained"}
+
+
+def test_a_trainer_told_to_stop_while_the_gateway_is_away_publishes_after_its_restart(rig: Rig) -> None:
+    rig.gateway.refusals = 10**6
+    rig.agents.group("g", [1.0, 0.0])
+    rig.face.stop()
+    with pytest.raises(Stopped):
+        rig.trainer.turn()
+    assert rig.session_codes()["g-0"] is None
+    rig.gateway.refusals = 0
+    again = rig.restart()
+    assert [body["version"] for body in rig.gateway.announced] == [1]
+    assert again.session_codes()["g-0"] == "trained"
+
+
+def test_the_number_of_a_version_is_beyond_the_gateways(rig: Rig) -> None:
+    rig.gateway.versions.append(41)
+    rig.agents.group("g", [1.0, 0.0])
+    rig.trainer.turn()
+    assert rig.trainer.version == 42
+    assert rig.gateway.announced[0]["version"] == 42
+
+
+def test_a_version_that_no_server_took_does_not_stop_the_next(rig: Rig) -> None:
+    rig.gateway.server_ok = False
+    for group_id in ("g", "h"):
+        rig.agents.group(group_id, [1.0, 0.0])
+        assert rig.trainer.turn()
+    assert [body["version"] for body in rig.gateway.announced] == [1, 2]
+    assert set(rig.session_codes().values()) == {"trained"}
+
+
+def test_a_number_that_somebody_took_stays_unpublished(rig: Rig) -> None:
+    rig.gateway.conflict = True
+    rig.agents.group("g", [1.0, 0.0])
+    assert rig.trainer.turn()
+    assert set(rig.session_codes().values()) == {"trained"}
+
+
+def test_what_redis_delivered_into_a_broken_connection_is_taken_up(rig: Rig) -> None:
+    rig.agents.group("g", [1.0, 0.0])
+    read = rig.stream.read
+
+    def lost(count: int, block_s: float) -> Sequence[object]:
+        read(count, block_s)
+        raise StorageUnavailable("connection reset")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rig.stream, "read", lost)
+        assert rig.trainer.turn()
+    assert set(rig.session_codes().values()) == {"trained"}
+
+
+def test_a_paused_trainer_makes_no_step(rig: Rig) -> None:
+    rig.agents.group("g", [1.0, 0.0])
+    rig.face.pause()
+    assert not rig.trainer.turn()
+    assert rig.face.snapshot.state == "paused"
+    rig.face.resume()
+    assert rig.trainer.turn()
+
+
+def test_a_wished_checkpoint_makes_undurable_steps_durable(make_rig: MakeRig) -> None:
+    rig = make_rig(checkpoint_every_steps=10).start()
+    rig.agents.group("g", [1.0, 0.0])
+    assert rig.trainer.turn()
+    assert rig.session_codes()["g-0"] is None
+    wish = rig.face.wish_checkpoint()
+    rig.trainer.turn()
+    assert wish.result(0).step == 1
+    assert rig.session_codes()["g-0"] == "trained"
+    assert [row.step for row in rig.checkpoints.ledger(0, 10)] == [1]
+
+
+def test_the_end_of_a_run_leaves_a_checkpoint_of_every_step(make_rig: MakeRig) -> None:
+    rig = make_rig(checkpoint_every_steps=10)
+    rig.agents.group("g", [1.0, 0.0])
+    turn_of_the_loop = rig.trainer.turn
+
+    def last() -> bool:
+        rig.face.stop()
+        return turn_of_the_loop()
+
+    rig.trainer.turn = last  # type: ignore[method-assign]
+    rig.trainer.run()
+    assert set(rig.session_codes().values()) == {"trained"}
+    assert rig.restart().trainer.step == 1
+
+
+def test_a_sessions_rewards_add_up_and_a_repeated_turn_counts_once(rig: Rig) -> None:
+    rig.agents.open("a", "g", 2)
+    rig.agents.call(turn("a", "a-t"), turn("a", "a-t"))
+    rig.agents.reward("a", 0.25, key="k1", turn_id="a-t")
+    rig.agents.reward("a", 0.5, key="k2")
+    rig.agents.finish("a", 0.25)
+    rig.agents.episode("b", 0.0, group_id="g", size=2, output_ids=[12, 1])
+    assert rig.trainer.turn()
+    values = json.loads((rig.root / "metrics.jsonl").read_text())
+    assert values["reward_mean"] == 0.5
+    assert (values["rows"], values["tokens"]) == (2, 5)
+    assert not list(rig.stream.reclaim())
+
+
+def test_a_session_made_not_for_training_ends_so(rig: Rig) -> None:
+    asyncio.run(rig.stream.open_session(SessionSpec(session_id="s", train=False, created_at=100.0)))
+    rig.agents.call(turn("s"))
+    rig.agents.finish("s", train=False)
+    rig.trainer.turn()
+    assert rig.session_codes() == {"s": "not_for_training"}
+
+
+def test_a_token_id_outside_the_vocabulary_makes_a_session_invalid(rig: Rig) -> None:
+    rig.agents.episode("s", 1.0, output_ids=[64, 1])
+    rig.trainer.turn()
+    assert rig.session_codes() == {"s": "invalid"}
+
+
+def test_turns_that_are_not_trained_say_why(rig: Rig) -> None:
+    for session_id, value in (("a", 1.0), ("b", 0.0)):
+        rig.agents.open(session_id, "g", 2)
+        rig.agents.call(
+            turn(session_id, "kept"),
+            turn(session_id, "gone", finish="abort", parent_id="kept", relation="extends", context_ids=[5]),
+            turn(session_id, "first", parent_id="kept", prompt_digest="d", context_ids=[6]),
+            turn(
+                session_id,
+                "again",
+                parent_id="kept",
+                relation="retry",
+                prompt_digest="d",
+                context_ids=[6],
+                started_at=110.0,
+            ),
+        )
+        rig.agents.finish(session_id, value)
+    assert rig.trainer.turn()
+    codes = {turn_id: verdict.code for turn_id, verdict in rig.stream.heads["a"].turn_verdicts.items()}
+    assert codes == {"kept": "trained", "gone": "aborted", "first": "orphan_retry", "again": "trained"}
+    assert sorted(rig.checkpoints.ledger(0, 1)[0].turns) == ["again", "again", "kept", "kept"]
+
+
+def test_a_trainer_says_where_it_stands_after_a_step(rig: Rig) -> None:
+    rig.agents.group("g", [1.0, 0.0])
+    rig.trainer.turn()
+    said = rig.stream.trainer
+    assert (said["state"], said["step"], said["version"]) == ("waiting", 1, 1)
+    assert json.loads(str(said["metrics"]))["reward_mean"] == 0.5
+    assert rig.registry.get_sample_value("weir_trainer_mismatch_abs_logp") is not None
+    assert rig.registry.get_sample_value("weir_trainer_sessions_total", {"verdict": "trained"}) == 2

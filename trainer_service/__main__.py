@@ -1,0 +1,100 @@
+"""python -m trainer_service [--config weir.yaml], or: deepspeed --num_gpus 1 --module trainer_service …"""
+
+import argparse
+import logging
+import os
+import signal
+from collections.abc import Sequence
+from types import FrameType
+
+import httpx
+from prometheus_client import CollectorRegistry
+from redis import Redis
+
+from rollout_queue.errors import StorageUnavailable
+from rollout_queue.redis_reader import RedisReader
+from rollout_queue.settings import CONFIG_VARIABLE
+from rollout_queue.web.keys import Keyring, refuse_open_binding
+from trainer_service.app import HttpThread, create_app
+from trainer_service.checkpoint import Checkpoints
+from trainer_service.durable import owned
+from trainer_service.face import Face
+from trainer_service.gateway import Gateway
+from trainer_service.intake import Intake
+from trainer_service.metrics import Metrics
+from trainer_service.policy import Policy
+from trainer_service.publish import Publisher
+from trainer_service.pulse import Pulse
+from trainer_service.settings import TrainerSettings
+from trainer_service.store import PolicyStore
+from trainer_service.train import Trainer
+
+logger = logging.getLogger("trainer_service")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="trainer_service", description=__doc__)
+    parser.add_argument("--config", help="weir.yaml; its section `trainer` is read")
+    parser.add_argument("--local_rank", help="what the DeepSpeed launcher adds; LOCAL_RANK says the same")
+    given = parser.parse_args(arguments)
+    if given.config:
+        os.environ[CONFIG_VARIABLE] = given.config
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    settings = TrainerSettings()
+    keyring = Keyring(settings.client_keys, settings.admin_keys)
+    refuse_open_binding(settings.host, keyring)
+    face = Face()
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        face.stop()
+
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, stop)
+    serve(settings, keyring, face)
+
+
+def serve(settings: TrainerSettings, keyring: Keyring, face: Face) -> None:
+    """Build everything, and train until the face is told to stop."""
+    registry = CollectorRegistry()
+    checkpoints = Checkpoints(settings.checkpoint_dir, settings.keep_checkpoints)
+    store = PolicyStore(settings.policies_dir, settings.model_path, settings.keep_policies)
+    app = create_app(face, checkpoints.ledger, store, keyring, registry)
+    redis = Redis.from_url(settings.redis_url)
+    headers = {"authorization": f"Bearer {settings.admin_keys[0]}"} if settings.admin_keys else {}
+    client = httpx.Client(base_url=settings.gateway_url, headers=headers)
+    with owned(settings.checkpoint_dir), HttpThread(app, settings.host, settings.port), redis, client:
+        logger.info("listens on %s:%d", settings.host, settings.port)
+        metrics = Metrics(registry, settings.metrics_path)
+        policy = Policy(settings)
+        stream = _stream(redis, face, settings.retry_s)
+        if stream is None:
+            return
+        pulse = Pulse(stream, face, settings.retry_s)
+        gateway = Gateway(client, settings.push_timeout_s)
+        Trainer(
+            settings=settings,
+            policy=policy,
+            intake=Intake(stream, settings.algorithm, policy.vocab_size, pulse, metrics),
+            checkpoints=checkpoints,
+            publisher=Publisher(store, gateway, settings.publish_url, pulse, metrics),
+            metrics=metrics,
+            face=face,
+            pulse=pulse,
+        ).run()
+    logger.info("ended")
+
+
+def _stream(redis: Redis, face: Face, retry_s: float) -> RedisReader | None:
+    """The reader, as soon as Redis answers; None when told to stop before."""
+    while not face.stopping:
+        try:
+            return RedisReader(redis)
+        except StorageUnavailable as error:
+            logger.warning("%s; again in %g s", error, retry_s)
+            face.sleep(retry_s)
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""The trainer's REST face: where it stands, what it trained, its weights; pause, resume, checkpoint.
+
+Runs on a thread of its own beside the training, and touches nothing of it but the Face.
+"""
+
+import asyncio
+import re
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+from fastapi import APIRouter, Depends, FastAPI, Query
+from fastapi.responses import FileResponse, JSONResponse, Response
+from prometheus_client import CollectorRegistry
+
+from rollout_queue.policy import MANIFEST
+from rollout_queue.web.errors import ApiError, RequestIds, install_error_handlers
+from rollout_queue.web.keys import Keyring
+from rollout_queue.web.probes import probes
+from trainer_service.checkpoint import LedgerRow
+from trainer_service.face import Face
+from trainer_service.store import PolicyStore
+
+LEDGER_LIMIT = 1000
+SILENT_AFTER_S = 60.0
+FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+Ledger = Callable[[int, int], Sequence[LedgerRow]]
+"""Rows of durable steps beyond the first argument, at most as many as the second says."""
+
+
+def create_app(
+    face: Face, ledger: Ledger, store: PolicyStore, keyring: Keyring, registry: CollectorRegistry
+) -> FastAPI:
+    app = FastAPI(title="Weir trainer", docs_url=None, redoc_url=None, openapi_url=None)
+    install_error_handlers(app)
+    app.add_middleware(RequestIds)
+
+    async def readiness() -> str | None:
+        return None if face.ready else "the trainer has not taken up the stream yet"
+
+    app.include_router(probes(readiness, registry))
+    guarded = [Depends(keyring.require_admin)]
+    app.include_router(_control(face), dependencies=guarded)
+    app.include_router(_ledger(ledger), dependencies=guarded)
+    app.include_router(_weights(store), dependencies=guarded)
+    return app
+
+
+def _control(face: Face) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/status")
+    async def status() -> JSONResponse:
+        return JSONResponse(_finite(face.snapshot.status()))
+
+    @router.post("/pause")
+    async def pause() -> JSONResponse:
+        """Holds before the next step."""
+        face.pause()
+        return JSONResponse({"paused": True})
+
+    @router.post("/resume")
+    async def resume() -> JSONResponse:
+        face.resume()
+        return JSONResponse({"paused": False})
+
+    @router.post("/checkpoint")
+    async def checkpoint() -> JSONResponse:
+        """Answers when the checkpoint is durable, which is after the step that is going on."""
+        try:
+            shot = await asyncio.wait_for(asyncio.wrap_future(face.wish_checkpoint()), SILENT_AFTER_S)
+        except TimeoutError as error:
+            raise ApiError(504, "the trainer is busy; the checkpoint follows when it is not") from error
+        return JSONResponse({"step": shot.step, "version": shot.version})
+
+    return router
+
+
+def _ledger(ledger: Ledger) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/ledger")
+    def rows(
+        since: int = Query(0, ge=0), limit: int = Query(LEDGER_LIMIT, ge=1, le=LEDGER_LIMIT)
+    ) -> JSONResponse:
+        """Which turns each durable step trained: the proof of exactly once."""
+        found = ledger(since, limit + 1)
+        page = found[:limit]
+        next_cursor = str(page[-1].step) if len(found) > limit else None
+        return JSONResponse({"data": msgspec.to_builtins(page), "next_cursor": next_cursor})
+
+    return router
+
+
+def _weights(store: PolicyStore) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/weights")
+    def versions() -> JSONResponse:
+        return JSONResponse({"data": [{"version": v} for v in store.versions()], "next_cursor": None})
+
+    @router.get("/weights/{version}/{name}")
+    def file(version: int, name: str) -> Response:
+        """One file of a finished version, the manifest among them."""
+        path = _published_file(store, version, name)
+        media_type = "application/json" if name == MANIFEST else "application/octet-stream"
+        return FileResponse(path, media_type=media_type)
+
+    return router
+
+
+def _published_file(store: PolicyStore, version: int, name: str) -> Path:
+    """Names are matched against what the directory lists: no path is ever built from a caller's text."""
+    if FILE_NAME.fullmatch(name) and version in store.versions():
+        for path in store.path_of(version).iterdir():
+            if path.name == name and path.is_file() and not path.is_symlink():
+                return path
+    raise ApiError(404, f"version {version} has no file of that name")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value
+
+
+class HttpThread:
+    """Serves the app beside the training. Use as a context: it ends when the training does."""
+
+    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+        config = uvicorn.Config(app, host=host, port=port, log_level="warning", access_log=False)
+        self._server = uvicorn.Server(config)
+        # Bound here and not on the thread, so that an address in use ends the start and not the face alone.
+        self._socket = config.bind_socket()
+        # On a thread other than the main one, uvicorn leaves signals alone.
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._socket],), name="http", daemon=True
+        )
+
+    def __enter__(self) -> "HttpThread":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(timeout=10)
+        self._socket.close()

@@ -1,0 +1,166 @@
+"""Weights, optimizer, version, stream position and random generators: one atomic thing.
+
+    {directory}/00000007-step-00000003/   DeepSpeed's shards, and state.json with their sizes
+    {directory}/ledger.jsonl              one line per trained step; state.json says how much of it counts
+    {directory}/CURRENT                   the tag that a restart loads; moved last, in one step
+
+DeepSpeed's own `latest` is not crash safe: it is written without sync, before every shard is there. So
+each checkpoint has a tag of its own, and CURRENT moves when everything is on disk.
+"""
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from trainer_service.durable import sync_directory, sync_tree, write_atomically
+from trainer_service.settlement import Settlement
+
+logger = logging.getLogger(__name__)
+
+CURRENT = "CURRENT"
+STATE = "state.json"
+LEDGER = "ledger.jsonl"
+
+
+class CheckpointBroken(Exception):
+    """CURRENT names a checkpoint that is not whole. Nothing is loaded in its place without being told."""
+
+
+class Weights(Protocol):
+    """Who writes and reads the shards."""
+
+    def save(self, directory: Path, tag: str) -> None: ...
+
+    def load(self, directory: Path, tag: str) -> None: ...
+
+
+class LedgerRow(msgspec.Struct, frozen=True):
+    """What one optimizer step trained."""
+
+    step: int
+    version: int
+    durable: bool
+    turns: list[str]
+    sessions: list[str]
+    tokens: int
+
+
+class State(msgspec.Struct, frozen=True):
+    """What a checkpoint holds beside the weights."""
+
+    step: int = 0
+    version: int = 0
+    owed: Settlement = Settlement([], {}, [])
+    """Trained by these weights and not acknowledged when they were saved: never to be trained again."""
+    settled: list[str] = []
+    """Sessions that have ended, the newest last."""
+    ledger_bytes: int = 0
+    files: dict[str, int] = {}
+    """Name and size of every shard."""
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        self._directory = directory
+        self._keep = keep
+        self._ledger_bytes = 0
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def save(self, weights: Weights, state: State, rows: list[LedgerRow]) -> str:
+        """Make everything durable; returns the tag. `rows` are the steps since the last checkpoint."""
+        tag = f"{self._next_serial():08d}-step-{state.step:08d}"
+        weights.save(self._directory, tag)
+        shards = self._directory / tag
+        ledger_bytes = self._append(rows)
+        files = {path.name: path.stat().st_size for path in sorted(shards.iterdir())}
+        whole = msgspec.structs.replace(state, files=files, ledger_bytes=ledger_bytes)
+        (shards / STATE).write_bytes(msgspec.json.encode(whole))
+        sync_tree(shards)
+        sync_directory(self._directory)
+        write_atomically(self._directory / CURRENT, tag.encode())
+        self._ledger_bytes = ledger_bytes
+        self._prune(tag)
+        return tag
+
+    def restore(self, weights: Weights) -> State | None:
+        """Load what CURRENT names; None in a run without a checkpoint. Raises CheckpointBroken."""
+        current = self._directory / CURRENT
+        if not current.exists():
+            if tags := self._tags():
+                logger.warning(
+                    "%d checkpoints without CURRENT in %s: none was finished", len(tags), current.parent
+                )
+            return None
+        tag = current.read_text(encoding="utf-8").strip()
+        state = self._read(tag)
+        weights.load(self._directory, tag)
+        self._ledger_bytes = state.ledger_bytes
+        logger.info("restored step %d, version %d from checkpoint %s", state.step, state.version, tag)
+        return state
+
+    def ledger(self, since: int, limit: int) -> list[LedgerRow]:
+        """Rows of steps > `since` that a durable checkpoint contains, oldest first."""
+        rows: list[LedgerRow] = []
+        for row in self._rows():
+            if row.step > since:
+                rows.append(row)
+            if len(rows) == limit:
+                break
+        return rows
+
+    def _rows(self) -> Iterator[LedgerRow]:
+        path = self._directory / LEDGER
+        left = self._ledger_bytes
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            for line in file:
+                left -= len(line)
+                if left < 0:
+                    return
+                yield msgspec.json.decode(line, type=LedgerRow)
+
+    def _append(self, rows: list[LedgerRow]) -> int:
+        """What lies beyond the durable length was written by a process that died before CURRENT moved."""
+        path = self._directory / LEDGER
+        path.touch()
+        with path.open("r+b") as file:
+            file.truncate(self._ledger_bytes)
+            file.seek(self._ledger_bytes)
+            file.writelines(msgspec.json.encode(row) + b"\n" for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
+            return file.tell()
+
+    def _read(self, tag: str) -> State:
+        directory = self._directory / tag
+        try:
+            state = msgspec.json.decode((directory / STATE).read_bytes(), type=State)
+        except (OSError, msgspec.DecodeError) as error:
+            raise CheckpointBroken(f"checkpoint {tag}: {error}") from error
+        for name, size in state.files.items():
+            path = directory / name
+            if not path.is_file() or path.stat().st_size != size:
+                raise CheckpointBroken(f"checkpoint {tag}: {name} is missing or has not its {size} bytes")
+        ledger = self._directory / LEDGER
+        if state.ledger_bytes > (ledger.stat().st_size if ledger.exists() else 0):
+            raise CheckpointBroken(f"checkpoint {tag}: {LEDGER} is shorter than it was")
+        return state
+
+    def _tags(self) -> list[str]:
+        return sorted(path.name for path in self._directory.iterdir() if path.is_dir())
+
+    def _next_serial(self) -> int:
+        return max((int(tag.split("-")[0]) for tag in self._tags()), default=0) + 1
+
+    def _prune(self, current: str) -> None:
+        for tag in self._tags()[: -self._keep]:
+            if tag != current:
+                shutil.rmtree(self._directory / tag)

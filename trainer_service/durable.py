@@ -1,0 +1,51 @@
+"""Files that survive a power cut: written aside, synced, and moved into place in one step."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    aside = path.with_name(f".{path.name}.tmp")
+    with aside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+    sync_directory(path.parent)
+
+
+@contextmanager
+def owned(directory: Path) -> Iterator[None]:
+    """Hold `directory` for this process alone; the kernel lets go when the process dies, however it dies.
+
+    Raises SystemExit when another holds it: two trainers would read one stream and move one CURRENT.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(f"another trainer runs on {directory}") from None
+        yield
+
+
+def sync_tree(directory: Path) -> None:
+    """Make every file and name below `directory` durable."""
+    for path in sorted(directory.rglob("*")):
+        if path.is_dir():
+            sync_directory(path)
+        else:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    sync_directory(directory)
+
+
+def sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,81 @@
+"""What the trainer's two threads share: a snapshot one way, wishes the other.
+
+main thread (DeepSpeed, Redis) ── snapshot ──▶ HTTP thread
+                              ◀── pause, resume, checkpoint ──
+"""
+
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Phase = Literal["waiting", "training", "publishing", "paused"]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Where the trainer stands at one moment."""
+
+    state: Phase = "waiting"
+    step: int = 0
+    version: int = 0
+    waiting_for: str = "the trainer starts"
+    metrics: dict[str, float] = field(default_factory=dict)
+    last_seen: float = field(default_factory=time.time)
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "state": self.state,
+            "step": self.step,
+            "version": self.version,
+            "waiting_for": self.waiting_for,
+            "metrics": self.metrics,
+        }
+
+
+class Face:
+    """The one object that both threads touch."""
+
+    def __init__(self) -> None:
+        self.snapshot = Snapshot()
+        """Replaced whole by the main thread; reading an attribute is atomic."""
+        self.ready = False
+        """The model is loaded and the stream is read."""
+        self._paused = threading.Event()
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._wished: list[Future[Snapshot]] = []
+
+    @property
+    def paused(self) -> bool:
+        return self._paused.is_set()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping.is_set()
+
+    def pause(self) -> None:
+        self._paused.set()
+
+    def resume(self) -> None:
+        self._paused.clear()
+
+    def stop(self) -> None:
+        """Finish the step, then end. Safe in a signal handler."""
+        self._stopping.set()
+
+    def sleep(self, seconds: float) -> None:
+        """Sleeps shorter when the trainer is told to stop."""
+        self._stopping.wait(seconds)
+
+    def wish_checkpoint(self) -> "Future[Snapshot]":
+        wish: Future[Snapshot] = Future()
+        with self._lock:
+            self._wished.append(wish)
+        return wish
+
+    def checkpoint_wishes(self) -> "list[Future[Snapshot]]":
+        with self._lock:
+            wishes, self._wished = self._wished, []
+        return wishes

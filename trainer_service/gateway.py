@@ -1,0 +1,54 @@
+"""The operator's side of the gateway, as far as publishing needs it."""
+
+from typing import Any
+
+import httpx
+
+
+class GatewayUnavailable(Exception):
+    """The gateway cannot be reached, or cannot answer now. Worth trying again."""
+
+
+class VersionTaken(Exception):
+    """The gateway knows that number, or a higher one, with other content."""
+
+
+class Gateway:
+    """The operator's side of the gateway, as far as publishing needs it."""
+
+    def __init__(self, client: httpx.Client, push_timeout_s: float) -> None:
+        self._client = client
+        self._push_timeout_s = push_timeout_s
+
+    def newest_version(self) -> int:
+        """The highest number that the gateway knows, 0 without any. Raises GatewayUnavailable."""
+        reply = self._call("GET", "/admin/policies", timeout_s=10.0)
+        return max((int(policy["version"]) for policy in reply.json()["data"]), default=0)
+
+    def announce(self, version: int, location: str, manifest_sha256: str, step: int) -> list[dict[str, Any]]:
+        """Have a version pushed to every server; returns one result per server.
+
+        Raises GatewayUnavailable, or VersionTaken when the number cannot be used.
+        """
+        body = {"version": version, "location": location, "manifest_sha256": manifest_sha256, "step": step}
+        reply = self._call("POST", "/admin/policies", self._push_timeout_s, body)
+        if reply.status_code == 409:
+            raise VersionTaken(_sentence(reply))
+        results: list[dict[str, Any]] = reply.json()["results"]
+        return results
+
+    def _call(self, method: str, path: str, timeout_s: float, body: object = None) -> httpx.Response:
+        try:
+            reply = self._client.request(method, path, json=body, timeout=timeout_s)
+        except httpx.HTTPError as error:
+            raise GatewayUnavailable(f"{type(error).__name__}: {error}") from error
+        if reply.status_code not in (200, 207, 409):
+            raise GatewayUnavailable(f"HTTP {reply.status_code}: {_sentence(reply)}")
+        return reply
+
+
+def _sentence(reply: httpx.Response) -> str:
+    try:
+        return str(reply.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return reply.text[:200]

@@ -1,0 +1,132 @@
+"""The trainer's hold on the stream: what was read, what of it can be trained, and what is finished with.
+
+read ─▶ Assembler ─▶ judge ─┬─ silent ─▶ acknowledge, with verdicts
+                            └─ live ───▶ batch ─▶ (a step) ─▶ owe ─▶ (a checkpoint) ─▶ acknowledge
+"""
+
+import logging
+import time
+
+from rollout_queue.errors import StorageUnavailable
+from rollout_queue.stream import Entry, StreamReader
+from trainer_service.assemble import Assembler, Rules
+from trainer_service.checkpoint import State
+from trainer_service.metrics import Metrics
+from trainer_service.pulse import Pulse
+from trainer_service.settings import AlgorithmSettings
+from trainer_service.settlement import Judged, Settlement, judge, select, settle
+from trainer_service.tally import Tally
+
+logger = logging.getLogger(__name__)
+
+READ_COUNT = 1000
+BLOCK_S = 0.25
+
+
+class Intake:
+    """Owns the reader and the assembler."""
+
+    def __init__(
+        self,
+        stream: StreamReader,
+        algorithm: AlgorithmSettings,
+        vocab_size: int,
+        pulse: Pulse,
+        metrics: Metrics,
+    ) -> None:
+        self._stream, self._pulse, self._metrics = stream, pulse, metrics
+        self._algorithm = algorithm
+        self._rules = Rules(vocab_size, algorithm.truncated == "train", algorithm.group_wait_s)
+        self._assembler = Assembler(self._rules)
+        self._owed: list[Settlement] = []
+        self._live: list[Judged] = []
+        self._heard_at = time.monotonic()
+        self.tally = Tally()
+        """What ended since the last step."""
+
+    def resume(self, state: State) -> None:
+        """Take up everything that was read and not acknowledged; what the weights contain is only owed."""
+        self._assembler = Assembler(self._rules, state.settled)
+        pending = self._reclaim()
+        owed = set(state.owed.entry_ids)
+        # Entries that are pending no longer were acknowledged before the crash, and counted then.
+        if any(entry.entry_id in owed for entry in pending):
+            self._owed = [state.owed]
+            self.acknowledge()
+        self._assembler.add(entry for entry in pending if entry.entry_id not in owed)
+        logger.info("%d entries to take up, %d of them trained", len(pending), len(owed))
+
+    def read(self) -> None:
+        """What is new. Waits a moment for it, and for Redis as long as it takes."""
+        try:
+            entries = list(self._stream.read(READ_COUNT, BLOCK_S))
+        except StorageUnavailable as error:
+            logger.warning("%s", error)
+            # What was delivered while the answer was lost is pending, and nobody else takes it up.
+            entries = self._reclaim()
+        self._assembler.add(entries)
+        if entries:
+            self._heard_at = time.monotonic()
+
+    def batch(self, version: int) -> list[Judged]:
+        """The groups of the next step; empty while there are too few. Ends the groups that teach nothing."""
+        judged = [judge(group, version, self._algorithm) for group in self._assembler.complete()]
+        self._live = [group for group in judged if not group.silence]
+        self._end([group for group in judged if group.silence])
+        silence_s, patience_s = time.monotonic() - self._heard_at, self._algorithm.flush_after_s
+        flush = patience_s is not None and silence_s >= patience_s
+        return select(self._live, self._algorithm, flush)
+
+    def owe(self, batch: list[Judged], step: int, version: int) -> None:
+        """The weights contain these groups now: never give them out again, acknowledge them once durable."""
+        for judged in batch:
+            self.tally.add(judged)
+            self._owed.append(settle(judged, step, version))
+            self._assembler.release(judged.group)
+
+    def acknowledge(self) -> None:
+        """Finish with everything owed, in one transaction. Only after a durable checkpoint contains it."""
+        if self._owed:
+            self._settle(self._owed)
+            self._owed = []
+
+    @property
+    def owed(self) -> Settlement:
+        return Settlement.joined(self._owed)
+
+    @property
+    def settled(self) -> list[str]:
+        return self._assembler.settled
+
+    def waiting_for(self) -> str:
+        """What keeps the next step from happening, in a sentence."""
+        live = sum(group.live_rows for group in self._live)
+        unfinished, unrewarded, ended = self._assembler.census()
+        return (
+            f"{self._algorithm.min_live_rows} rows with an advantage, of which {live} are here; "
+            f"of the sessions read, {unfinished} go on, {unrewarded} wait for a reward, {ended} have ended"
+        )
+
+    def _end(self, silent: list[Judged]) -> None:
+        """Acknowledge groups that no step will use, and records that came after their session's end."""
+        ended = [settle(judged) for judged in silent]
+        if strays := self._assembler.strays():
+            logger.info("%d entries came after their session had ended", len(strays))
+            # Behind what is owed, so that a crash cannot part a session's entries.
+            (self._owed or ended).append(Settlement(strays, {}, []))
+        if ended:
+            self._settle(ended)
+        for judged in silent:
+            logger.info("group %s is not trained: %s", judged.group.group_id, judged.silence)
+            self.tally.add(judged)
+            self._assembler.release(judged.group)
+
+    def _settle(self, ended: list[Settlement]) -> None:
+        whole = Settlement.joined(ended)
+        self._pulse.patiently(
+            lambda: self._stream.acknowledge(whole.entry_ids, whole.verdicts), StorageUnavailable, "waiting"
+        )
+        self._metrics.settled(whole)
+
+    def _reclaim(self) -> list[Entry]:
+        return self._pulse.patiently(lambda: list(self._stream.reclaim()), StorageUnavailable, "waiting")

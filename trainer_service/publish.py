@@ -1,0 +1,92 @@
+"""From weights to a version that the fleet serves: written whole, announced, and read back per server.
+
+export ─▶ PolicyStore.write ─▶ POST {gateway}/admin/policies ─▶ one result per server
+"""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from pathlib import Path
+from typing import Any
+
+from trainer_service.gateway import Gateway, GatewayUnavailable, VersionTaken
+from trainer_service.metrics import Metrics
+from trainer_service.pulse import REPORT_EVERY_S, Pulse
+from trainer_service.store import PolicyStore, manifest_sha256
+
+logger = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Numbers, writes and announces versions."""
+
+    def __init__(
+        self, store: PolicyStore, gateway: Gateway, publish_url: str | None, pulse: Pulse, metrics: Metrics
+    ) -> None:
+        self._store, self._gateway = store, gateway
+        self._publish_url = publish_url
+        self._pulse, self._metrics = pulse, metrics
+        self._known = 0
+
+    def next_version(self, own: int) -> int:
+        """The number of the next weights: beyond ours, those on disk, and what the gateway is known to know.
+
+        A gateway that is away is not waited for; publishing finds out when somebody else took the number.
+        """
+        try:
+            self._known = max(self._known, self._gateway.newest_version())
+        except GatewayUnavailable as error:
+            logger.warning("the gateway did not say its newest version: %s", error)
+        return max(own, self._known, *self._store.versions()) + 1
+
+    def publish(self, version: int, step: int, export: Callable[[Path], None]) -> None:
+        """Have the fleet serve a version. Waits for the gateway as long as it is away; raises Stopped then.
+
+        Servers that fail, and a number that is taken, are logged: the next version mends both.
+        """
+        path = self._store.write(version, step, export)
+        location = path.resolve().as_uri()
+        if self._publish_url is not None:
+            location = f"{self._publish_url.rstrip('/')}/{version}"
+        try:
+            results = self._pulse.patiently(
+                lambda: self._announce(version, location, manifest_sha256(path), step),
+                GatewayUnavailable,
+                "publishing",
+            )
+        except VersionTaken as error:
+            logger.error("version %d stays with the trainer: %s", version, error)
+            return
+        self._known = max(self._known, version)
+        self._account(version, results)
+        self._store.prune()
+
+    def resume(self, version: int, step: int, export: Callable[[Path], None]) -> None:
+        """After a restart: publish what was made and perhaps not announced. A version that the gateway
+        knows stays as it is, since somebody may have rolled back from it."""
+        newest = self._pulse.patiently(self._gateway.newest_version, GatewayUnavailable, "publishing")
+        if newest < version:
+            self.publish(version, step, export)
+
+    def _announce(self, version: int, location: str, sha256: str, step: int) -> list[dict[str, Any]]:
+        """The push takes as long as its slowest server; the trainer says meanwhile that it lives."""
+        with ThreadPoolExecutor(1) as executor:
+            push = executor.submit(self._gateway.announce, version, location, sha256, step)
+            while True:
+                try:
+                    return push.result(REPORT_EVERY_S)
+                except NotYet:
+                    self._pulse.beat("publishing")
+
+    def _account(self, version: int, results: list[dict[str, Any]]) -> None:
+        for result in results:
+            self._metrics.pushed(bool(result["ok"]))
+            if not result["ok"]:
+                logger.error(
+                    "server %s did not take version %d: %s", result["server"], version, result["error"]
+                )
+        if results and not any(result["ok"] for result in results):
+            logger.error("no server took version %d; going on to the next", version)
+        else:
+            logger.info("version %d is served by %d servers", version, sum(bool(r["ok"]) for r in results))

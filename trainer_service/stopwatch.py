@@ -1,0 +1,26 @@
+"""Where a step's seconds went."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Stopwatch:
+    """Adds up seconds by phase, until they are read."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
+
+    def laps(self, tokens: float) -> dict[str, float]:
+        """Seconds by phase since the last call, and tokens per second of training proper."""
+        seconds, self._seconds = self._seconds, {}
+        rate = tokens / seconds["train"] if seconds.get("train") else 0.0
+        return {"tokens_per_s": rate} | {f"seconds/{phase}": value for phase, value in seconds.items()}

@@ -1,0 +1,84 @@
+"""The directory of published versions: each one whole, with a manifest that proves its files.
+
+export ─▶ v00000012.tmp/ ─ sync ─ rename ─▶ v00000012/ (…, manifest.json, STABLE last)
+"""
+
+import hashlib
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from safetensors import safe_open
+
+from rollout_queue.policy import MANIFEST, STABLE, FileSpec, Manifest, TensorSpec, sha256_of
+from trainer_service.durable import sync_directory, sync_tree
+
+WEIGHTS = "model.safetensors"
+VERSION_DIRECTORY = re.compile(r"v(\d{8,})")
+WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
+
+
+class PolicyStore:
+    """The directory of published versions."""
+
+    def __init__(self, directory: Path, model_path: Path, keep: int) -> None:
+        self.directory = directory
+        self._model_path = model_path
+        self._keep = keep
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def path_of(self, version: int) -> Path:
+        return self.directory / f"v{version:08d}"
+
+    def versions(self) -> list[int]:
+        """Every finished version, ascending."""
+        found = (
+            VERSION_DIRECTORY.fullmatch(p.name) for p in self.directory.iterdir() if (p / STABLE).exists()
+        )
+        return sorted(int(match[1]) for match in found if match)
+
+    def write(self, version: int, step: int, export: Callable[[Path], None]) -> Path:
+        """Write a version; one that is there already is what the same checkpoint wrote before a crash."""
+        final = self.path_of(version)
+        if (final / STABLE).exists():
+            return final
+        aside = final.with_name(f"{final.name}.tmp")
+        for leftover in (aside, final):
+            shutil.rmtree(leftover, ignore_errors=True)
+        aside.mkdir()
+        for source in sorted(self._model_path.iterdir()):
+            if source.is_file() and not source.name.endswith(WEIGHT_FILES):
+                shutil.copyfile(source, aside / source.name)
+        export(aside / WEIGHTS)
+        files = [_file_spec(path) for path in sorted(aside.iterdir()) if path.name not in (MANIFEST, STABLE)]
+        manifest = Manifest(version=version, step=step, files=files)
+        (aside / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+        sync_tree(aside)
+        aside.rename(final)
+        (final / STABLE).touch()
+        sync_tree(final)
+        sync_directory(self.directory)
+        return final
+
+    def prune(self) -> None:
+        """Remove the oldest versions beyond those that are kept. Numbers are never used again."""
+        for version in self.versions()[: -self._keep]:
+            path = self.path_of(version)
+            (path / STABLE).unlink()
+            shutil.rmtree(path)
+
+
+def manifest_sha256(path: Path) -> str:
+    return hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
+
+
+def _file_spec(path: Path) -> FileSpec:
+    tensors = []
+    if path.suffix == ".safetensors":
+        with safe_open(path, "np") as file:
+            for name in sorted(file.keys()):
+                tensor = file.get_slice(name)
+                tensors.append(TensorSpec(name, list(tensor.get_shape()), tensor.get_dtype()))
+    return FileSpec(path.name, path.stat().st_size, sha256_of(path), tensors)

@@ -1,0 +1,192 @@
+"""A first policy by supervised learning: clean examples until the skill is there, then a habit on top.
+
+    PLAN_DIR/{config.json, tokenizer …, clean.jsonl, habit.jsonl, probe.jsonl, plan.json} ─▶ MODEL_DIR
+
+python -m trainer_service.warm_start --plan PLAN_DIR --out MODEL_DIR --seed N
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from trainer_service.durable import sync_tree
+
+NOT_COPIED = ("plan.json", "config.json", "generation_config.json")
+
+
+class Plan(BaseModel):
+    """plan.json."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    lr: float = Field(3e-3, gt=0)
+    batch: int = Field(32, ge=1)
+    warmup_steps: int = Field(30, ge=0)
+    gate: float = Field(0.98, ge=0, le=1)
+    """Share of probe rows whose every masked token must be the likeliest before the habit begins."""
+    check_every: int = Field(20, ge=1)
+    min_steps: int = Field(60, ge=0)
+    max_steps: int = Field(800, ge=1)
+    habit_steps: int = Field(60, ge=0)
+    habit_lr_scale: float = Field(0.3, gt=0)
+    threads: int | None = Field(None, ge=1)
+
+
+class Example(NamedTuple):
+    """A sequence; mask 1 on the tokens to learn."""
+
+    ids: list[int]
+    mask: list[int]
+
+
+class Lesson:
+    """A model in training, and how it is measured."""
+
+    def __init__(self, model: Any, plan: Plan) -> None:
+        self._model = model
+        self._plan = plan
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(), lr=plan.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
+        self.steps = 0
+
+    def learn(self, examples: Sequence[Example], lr_scale: float = 1.0) -> float:
+        """One step on the mean cross entropy of the masked tokens."""
+        self.steps += 1
+        warmup = min(1.0, self.steps / max(1, self._plan.warmup_steps))
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._plan.lr * warmup * lr_scale
+        tokens = sum(sum(example.mask) for example in examples)
+        total = 0.0
+        for part in _alike(examples):
+            logits_TV, targets_T, _ = self._masked(part)
+            loss = torch.nn.functional.cross_entropy(logits_TV, targets_T, reduction="sum") / tokens
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return total
+
+    @torch.no_grad()
+    def exact(self, examples: Sequence[Example]) -> float:
+        """Share of examples whose every masked token is the likeliest, given what stands before it."""
+        right = 0
+        for part in _alike(examples):
+            logits_TV, targets_T, rows_T = self._masked(part)
+            wrong_T = logits_TV.argmax(-1) != targets_T
+            right += len(part) - len(set(rows_T[wrong_T].tolist()))
+        return right / len(examples)
+
+    def _masked(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits where a masked token is predicted, those tokens, and whose they are.
+
+        Rows are padded on the right, where a causal model cannot see it from any token that counts.
+        """
+        width = max(len(example.ids) for example in examples)
+        ids_BL = torch.zeros((len(examples), width), dtype=torch.long)
+        mask_BL = torch.zeros((len(examples), width), dtype=torch.bool)
+        for row, example in enumerate(examples):
+            ids_BL[row, : len(example.ids)] = torch.tensor(example.ids)
+            mask_BL[row, : len(example.mask)] = torch.tensor(example.mask, dtype=torch.bool)
+        mask_BL[:, 0] = False
+        hidden_BLH = self._model.model(input_ids=ids_BL, use_cache=False).last_hidden_state
+        rows_T, columns_T = mask_BL.nonzero(as_tuple=True)
+        logits_TV: Tensor = self._model.lm_head(hidden_BLH[rows_T, columns_T - 1])
+        return logits_TV.float(), ids_BL[rows_T, columns_T], rows_T
+
+
+def warm_start(plan_dir: Path, out: Path, seed: int) -> dict[str, float]:
+    """Make MODEL_DIR; returns what it took. Raises SystemExit when the skill does not come."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    started = time.monotonic()
+    plan = Plan.model_validate_json((plan_dir / "plan.json").read_text(encoding="utf-8"))
+    if plan.threads is not None:
+        torch.set_num_threads(plan.threads)
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    clean, habit, probe = (_examples(plan_dir / f"{name}.jsonl") for name in ("clean", "habit", "probe"))
+    config = AutoConfig.from_pretrained(plan_dir)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    lesson = Lesson(model, plan)
+    score = 0.0
+    while score < plan.gate or lesson.steps < plan.min_steps:
+        if lesson.steps >= plan.max_steps:
+            raise SystemExit(
+                f"warm start: {score:.1%} of the probe after {lesson.steps} steps, below {plan.gate:.1%}"
+            )
+        loss = lesson.learn(draw.choices(clean, k=plan.batch))
+        if lesson.steps >= plan.min_steps and lesson.steps % plan.check_every == 0:
+            score = lesson.exact(probe)
+        if lesson.steps % plan.check_every == 0:
+            _progress("clean", lesson.steps, loss, score, started)
+    for _ in range(plan.habit_steps):
+        loss = lesson.learn(draw.choices(habit, k=plan.batch), plan.habit_lr_scale)
+        if lesson.steps % plan.check_every == 0:
+            _progress("habit", lesson.steps, loss, score, started)
+    _save(model, plan_dir, out)
+    return {"steps": lesson.steps, "probe": score, "seconds": round(time.monotonic() - started, 2)}
+
+
+def _save(model: Any, plan_dir: Path, out: Path) -> None:
+    """Beside its place first: a directory of that name is a whole model, or is not there."""
+    if out.exists():
+        raise SystemExit(f"warm start: {out} exists already")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    model.save_pretrained(aside)
+    for source in sorted(plan_dir.iterdir()):
+        if source.is_file() and source.suffix != ".jsonl" and source.name not in NOT_COPIED:
+            shutil.copyfile(source, aside / source.name)
+    sync_tree(aside)
+    aside.rename(out)
+
+
+def _examples(path: Path) -> list[Example]:
+    examples = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            row = json.loads(line)
+            example = Example(row["ids"], row["mask"])
+            if len(example.ids) != len(example.mask) or not any(example.mask[1:]):
+                raise SystemExit(f"warm start: {path.name} line {number} has no mask for its ids")
+            examples.append(example)
+    if not examples:
+        raise SystemExit(f"warm start: {path.name} is empty")
+    return examples
+
+
+def _alike(examples: Sequence[Example], parts: int = 4) -> list[Sequence[Example]]:
+    """Sorted by length and cut, so that little of a batch is padding."""
+    ordered = sorted(examples, key=lambda example: len(example.ids))
+    size = max(8, -(-len(ordered) // parts))
+    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+
+
+def _progress(phase: str, step: int, loss: float, score: float, started: float) -> None:
+    seconds = time.monotonic() - started
+    print(f"{phase} step {step}: loss {loss:.4f}, probe {score:.1%}, {seconds:.1f} s", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="trainer_service.warm_start", description=__doc__)
+    parser.add_argument("--plan", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(arguments)
+    print(json.dumps(warm_start(given.plan, given.out, given.seed)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,7 +5,7 @@
 
 A branch becomes one row; a token that several branches share is trained in the first of them alone.
 """
-# ruff: noqa: N815 - shapes are part of names, of fields too
+
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
 """What one optimizer step says of itself: trainer against engine, clipping, staleness."""
-# ruff: noqa: N815 - shapes are part of names, of fields too
+
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields

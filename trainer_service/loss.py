@@ -5,7 +5,7 @@
 
 All arithmetic is float32 or better; shapes are flat [T], the trained tokens of one micro-batch.
 """
-# ruff: noqa: N815 - shapes are part of names, of fields too
+
 
 from dataclasses import dataclass
 

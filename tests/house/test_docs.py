@@ -1,0 +1,45 @@
+"""The documents say what the code says: a line for every file, a reason for every pin."""
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("gateway", "rollout_server", "trainer_service", "queue/rollout_queue", "deploy/weir")
+
+
+def first_line(path: Path) -> str:
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
+
+
+def test_every_file_has_its_own_first_line_in_the_architecture() -> None:
+    document = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    missing = []
+    for room in ROOMS:
+        for path in sorted((ROOT / room).rglob("*.py")):
+            if path.name == "__init__.py":
+                continue
+            line = f"| `{path.relative_to(ROOT / room)}` | {first_line(path)} |"
+            if line not in document:
+                missing.append(line)
+    assert not missing, "docs/architecture.md lacks:\n" + "\n".join(missing)
+
+
+def test_every_dependency_has_a_reason() -> None:
+    document = (ROOT / "docs/dependencies.md").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pins = project["dependencies"] + [
+        pin for group in project["optional-dependencies"].values() for pin in group
+    ]
+    names = {re.split(r"[=<>\[]", pin)[0] for pin in pins}
+    unexplained = {name for name in names if not name.startswith("types-") and name.lower() not in document}
+    assert not unexplained
+    assert all("==" in pin for pin in pins)
+
+
+def test_the_ten_lines_of_the_readme_are_the_example() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    example = (ROOT / "examples/ten_lines.py").read_text(encoding="utf-8")
+    code = example.split('"""\n\n', 1)[1]
+    assert f"```python\n{code}```" in readme

@@ -1,4 +1,4 @@
-# The trainer; and the demo's model maker and agent, which need the extras "gateway" and "cli" as well.
+# The trainer; and compose's one-shot and the demo's agent, which need the extras "gateway" and "cli" as well.
 FROM python:3.11-slim-bookworm AS build
 ENV PIP_NO_CACHE_DIR=1
 WORKDIR /src
@@ -16,8 +16,9 @@ RUN /venv/bin/pip install --no-deps .
 FROM python:3.11-slim-bookworm
 # A new named volume takes over the owner of the directory that it covers: these belong to the service.
 RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin weir \
-    && install -d -o 10001 -g 10001 /model /var/lib/weir/policies /var/lib/weir/checkpoints
+    && install -d -o 10001 -g 10001 /model /etc/weir /var/lib/weir/policies /var/lib/weir/checkpoints
 COPY --from=build /venv /venv
+COPY deploy/docker/prepare.py /opt/weir/prepare.py
 ENV PATH=/venv/bin:$PATH PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 HOME=/tmp WEIR_TRAINER__HOST=0.0.0.0
 USER 10001
 EXPOSE 8200

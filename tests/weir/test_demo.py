@@ -1,0 +1,167 @@
+"""The demo: its task, the ids it warm-starts on, its criterion, its report."""
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import Tokenizer
+
+from gateway.app import create_app
+from gateway.render import ChatRenderer
+from gateway.settings import GatewaySettings
+from tests.gateway.fake_engine import FakeEngine
+from tests.serving import serving
+from weir.demo.episodes import WINDOW, Episodes, Record
+from weir.demo.observer import Snapshot
+from weir.demo.plan import CONTEXT_LENGTH, TOOLS, Teacher, write_plan
+from weir.demo.report import account, criterion, draw
+from weir.demo.task import Task, call_text
+from weir.demo.task import draw as draw_task
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("plan")
+    write_plan(directory)
+    return directory
+
+
+@pytest.fixture
+def engine(plan: Path) -> FakeEngine:
+    return FakeEngine(Tokenizer.from_file(str(plan / "tokenizer.json")))
+
+
+@pytest.fixture
+def gateway_url(plan: Path, engine: FakeEngine, redis_url: str) -> Iterator[str]:
+    with serving(engine.app()) as engine_url:
+        settings = GatewaySettings(redis_url=redis_url, model_path=plan, engines=[engine_url])
+        with serving(create_app(settings)) as url:
+            yield url
+
+
+def rows(path: Path) -> list[dict[str, list[int]]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def play(url: str, count: int, size: int) -> Record:
+    episodes = Episodes(url, "none", group_size=size, groups_in_flight=1, seed=0)
+    return asyncio.run(episodes.play(lambda record: len(record.episodes) >= count))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("get", '{"key": "c"}', "c = 7"),
+        ("get", '{"key": "d"}', "d = 8"),
+        ("put", '{"key": "c"}', "error: no such tool"),
+        ("get", '{"key": 3}', "error: no such tool"),
+        ("get", "{nonsense", "error: give a key"),
+        ("get", "[]", "error: give a key"),
+    ],
+)
+def test_the_tool_answers_whatever_the_model_makes_of_it(name: str, arguments: str, said: str) -> None:
+    assert Task("c", "7").tool(name, arguments) == said
+
+
+def test_only_the_value_is_rewarded() -> None:
+    assert [Task("c", "7").reward(answer) for answer in ("7", " 7\n", "8", "unknown", "")] == [1, 1, 0, 0, 0]
+
+
+def test_the_warm_start_learns_the_ids_that_the_gateway_records(
+    plan: Path, engine: FakeEngine, gateway_url: str
+) -> None:
+    """A perfect tool loop through the real gateway leaves exactly a row of the plan, masks and all."""
+    task = draw_task(Random(0))  # what the episodes of seed 0 begin with
+    engine.script = deque([call_text(task.key), task.value])
+    record = play(gateway_url, count=1, size=1)
+    assert [episode.reward for episode in record.episodes] == [1.0]
+    sessions = httpx.get(f"{gateway_url}/sessions?limit=1000").json()["data"]
+    view = httpx.get(f"{gateway_url}/sessions/{sessions[-1]['session_id']}?tokens=true").json()
+    ids: list[int] = []
+    mask: list[int] = []
+    for turn in view["turns"]:
+        ids += turn["context_ids"] + turn["output_ids"]
+        mask += [0] * len(turn["context_ids"]) + [1] * len(turn["output_ids"])
+    assert {"ids": ids, "mask": mask} in rows(plan / "probe.jsonl")
+    assert (ids, mask) == Teacher(ChatRenderer(plan)).uses_tool(task)
+
+
+def test_the_gateway_renders_what_the_models_own_template_says(plan: Path) -> None:
+    from transformers import AutoTokenizer
+
+    call = {"id": "c", "type": "function", "function": {"name": "get", "arguments": '{"key": "c"}'}}
+    conversations: list[list[dict[str, Any]]] = [
+        [{"role": "user", "content": "value of c?"}],
+        [{"role": "system", "content": "be brief"}, {"role": "user", "content": "value of c?"}],
+        [
+            {"role": "user", "content": "value of c?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "c = 7"},
+            {"role": "tool", "content": "c = 8"},
+        ],
+    ]
+    template, renderer = AutoTokenizer.from_pretrained(plan), ChatRenderer(plan)
+    for messages in conversations:
+        for tools in (TOOLS, None):
+            whole = template.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+            assert renderer.render(messages, tools).tolist() == whole
+
+
+def test_every_row_fits_the_context(plan: Path) -> None:
+    for name in ("clean", "habit", "probe"):
+        assert max(len(row["ids"]) for row in rows(plan / f"{name}.jsonl")) < CONTEXT_LENGTH
+
+
+def test_episodes_are_counted_rewarded_and_accounted_for(engine: FakeEngine, gateway_url: str) -> None:
+    before = account(gateway_url, "none")
+    engine.script = deque(["unknown"] * 4)
+    record = play(gateway_url, count=4, size=4)
+    assert [episode.reward for episode in record.episodes] == [0.0] * 4
+    verdicts = account(gateway_url, "none")
+    assert verdicts.get("ready", 0) - before.get("ready", 0) == 4
+
+
+def test_a_call_that_fails_ends_its_episode_as_failed(engine: FakeEngine, gateway_url: str) -> None:
+    engine.script = deque([[10**6]] * 3)  # the client tries twice more
+    before = account(gateway_url, "none").get("failed", 0)
+    record = play(gateway_url, count=1, size=1)
+    assert record.failures == 1
+    assert record.episodes[0].reward is None
+    assert account(gateway_url, "none")["failed"] == before + 1
+
+
+def filled(*rewards: float) -> Record:
+    record = Record()
+    for reward in rewards:
+        for _ in range(WINDOW):
+            record.add(reward, None)
+    return record
+
+
+@pytest.mark.parametrize(
+    ("rewards", "versions", "missed"),
+    [
+        ((0.1, 0.95), 10, set()),
+        ((0.4, 0.95), 10, {"starts_below"}),
+        ((0.1, 0.85), 10, {"reaches"}),
+        ((0.1, 0.95), 9, {"versions"}),
+        ((), 0, {"starts_below", "reaches", "versions"}),
+    ],
+)
+def test_the_criterion_has_three_parts(rewards: tuple[float, ...], versions: int, missed: set[str]) -> None:
+    met = criterion(filled(*rewards), versions)
+    assert {name for name, holds in met.items() if not holds and name != "met"} == missed
+    assert met["met"] is not bool(missed)
+
+
+def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+    draw(tmp_path / "reward.png", filled(0.1, 0.9), Snapshot(staleness_at=[(0.0, 1.0)]))
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")

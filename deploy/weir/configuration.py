@@ -12,7 +12,6 @@ from weir.settings import StackSettings, file_document
 MASKED_FIELDS = frozenset({"client_keys", "admin_keys"})
 CREDENTIALS = re.compile(r"://[^/@\s]*@")
 """What a URL may carry before its host: Redis' password."""
-NO_MODEL = "(not set: WEIR_MODEL_PATH)"
 
 
 def service_settings() -> list[type[ServiceSettings]]:
@@ -34,13 +33,12 @@ def effective_configuration() -> str:
 
 def _section(kind: type[ServiceSettings]) -> dict[str, Any]:
     try:
-        settings = kind()
+        values = kind().model_dump(mode="json")
     except ValidationError as error:
         if [problem["loc"] for problem in error.errors()] != [("model_path",)]:
             raise
-        without_model: dict[str, Any] = {"model_path": NO_MODEL}  # the rest is still worth reading
-        settings = kind(**without_model)
-    values = settings.model_dump(mode="json")
+        placeholder: dict[str, Any] = {"model_path": "unset"}
+        values = kind(**placeholder).model_dump(mode="json") | {"model_path": None}
     return {
         name: _masked(value) if name in MASKED_FIELDS else _without_password(value)
         for name, value in values.items()

@@ -48,7 +48,7 @@ class ServiceSettings(BaseSettings):
             init_settings,
             EnvSettingsSource(settings_cls, env_prefix=f"WEIR_{cls.section.upper()}__"),
             _ShortNames(settings_cls, env_prefix="WEIR_"),
-            InitSettingsSource(settings_cls, _file_section(cls.section)),
+            InitSettingsSource(settings_cls, _given(_file_section(cls.section), settings_cls)),
         )
 
 
@@ -58,6 +58,12 @@ class _ShortNames(EnvSettingsSource):
         if field_name not in SHORT_NAMES:
             return None, field_name, False
         return super().get_field_value(field, field_name)
+
+
+def _given(section: dict[str, Any], settings_cls: type[BaseSettings]) -> dict[str, Any]:
+    """Without fields that must be set and are null: `weir config` writes them so, as places to fill in."""
+    required = {name for name, field in settings_cls.model_fields.items() if field.is_required()}
+    return {name: value for name, value in section.items() if value is not None or name not in required}
 
 
 def _file_section(section: str) -> dict[str, Any]:

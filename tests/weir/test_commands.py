@@ -39,8 +39,15 @@ def test_status_and_down_of_nothing_say_so() -> None:
     assert (down.exit_code, "nothing runs in" in down.output) == (0, True)
 
 
-def test_a_start_that_fails_says_why_and_leaves_nothing() -> None:
-    result = runner.invoke(app, ["up"])
+def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["up", "--model-path", str(tmp_path / "nowhere")])
     assert result.exit_code == 1
-    assert "no model is set: WEIR_MODEL_PATH" in str(result.exception)
-    assert "no model is set" in runner.invoke(app, ["status"]).output
+    assert "is no Hugging Face directory" in str(result.exception)
+    assert "is no Hugging Face directory" in runner.invoke(app, ["status"]).output
+
+
+def test_what_config_writes_configures_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "weir.yaml"
+    file.write_text(runner.invoke(app, ["config"]).output)
+    again = runner.invoke(app, ["config", "--config", str(file)], env={"WEIR_CONFIG": None})
+    assert again.output == file.read_text()

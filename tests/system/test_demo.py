@@ -1,0 +1,39 @@
+"""`weir demo`, as a newcomer runs it: it learns, says so in its summary, and leaves nothing behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.serving import free_port
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+
+PORTS = (
+    "WEIR_STACK__REDIS_PORT",
+    "WEIR_GATEWAY__PORT",
+    "WEIR_ROLLOUT_SERVER__PORT",
+    "WEIR_ROLLOUT_SERVER__ENGINE_PORT",
+    "WEIR_TRAINER__PORT",
+)
+
+
+def test_the_demo_learns_and_cleans_up(tmp_path: Path) -> None:
+    ports = {name: str(free_port()) for name in PORTS}
+    command = [sys.executable, "-m", "weir", "demo", "--seed", "0", "--run-dir", str(tmp_path)]
+    done = subprocess.run(command, env=os.environ | ports, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    summary = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
+    assert summary["reward_start"] < 0.35
+    assert summary["reward_end"] >= 0.9
+    assert len(summary["versions_served"]) >= 10
+    assert sum(summary["sessions_by_verdict"].values()) == summary["episodes"]
+    assert summary["sessions_by_verdict"]["trained"] > 0
+    assert summary["abs_logp"][0] <= 1e-4
+    assert (tmp_path / "reward.png").stat().st_size > 10_000
+    commands = [str(process.info["cmdline"]) for process in psutil.process_iter(["cmdline"])]
+    assert not [command for command in commands if str(tmp_path) in command]

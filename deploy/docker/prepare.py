@@ -6,14 +6,13 @@ WEIR_MODEL_DIR ─┬─ empty ─▶ /model/tool-…-seed0 is made once ─▶ 
 
 import os
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from weir.demo.make_model import model_for
 from weir.demo.settings import services_of_demo
 from weir.errors import StackError
-from weir.services import merged, write_private
+from weir.services import Sections, merged, write_private
 
 MODEL_DIR = Path("/model")
 CONFIG_PATH = Path("/etc/weir/weir.yaml")
@@ -21,7 +20,8 @@ SEED = 0
 
 
 def main() -> None:
-    path, settings = MODEL_DIR, {}
+    path: Path = MODEL_DIR
+    settings: Sections = {}
     if not os.environ.get("WEIR_MODEL_DIR"):
         path, settings = demo()
     elif not (MODEL_DIR / "config.json").is_file():
@@ -31,7 +31,7 @@ def main() -> None:
     print(f"{CONFIG_PATH}: {path}", flush=True)
 
 
-def demo() -> tuple[Path, dict[str, dict[str, Any]]]:
+def demo() -> tuple[Path, Sections]:
     try:
         path, _ = model_for(MODEL_DIR, SEED, lambda line: print(line, flush=True))
     except StackError as error:

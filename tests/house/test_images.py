@@ -1,6 +1,7 @@
 """The images and the compose file keep the rules that a reviewer would otherwise have to remember."""
 
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -9,6 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
+
+from trainer_service.settings import TrainerSettings
+from weir.demo.settings import services_of_demo
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILES = sorted((ROOT / "deploy" / "docker").glob("*.Dockerfile"))
@@ -72,3 +76,43 @@ def test_an_image_installs_what_pyproject_pins() -> None:
     (torch,) = printed("trainer", "--only", "torch")
     assert torch in extras["trainer"]
     assert torch not in printed("trainer", "cli", "--without", "torch")
+
+
+def test_what_the_one_shot_prepares_reaches_every_service_of_ours(
+    services: dict[str, dict[str, Any]],
+) -> None:
+    for name in ("gateway", "rollout_server", "trainer_service"):
+        assert services[name]["environment"]["WEIR_CONFIG"] == "/etc/weir/weir.yaml"
+        assert "settings:/etc/weir:ro" in services[name]["volumes"], name
+        assert services[name]["depends_on"]["model"] == {"condition": "service_completed_successfully"}, name
+    assert "settings:/etc/weir" in services["model"]["volumes"]
+
+
+def test_the_demos_model_comes_with_the_demos_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = prepare(tmp_path, monkeypatch, model_dir="")
+    assert prepared.model_path == tmp_path / "tool"
+    expected = TrainerSettings(model_path=tmp_path, **services_of_demo(0)["trainer"])
+    assert (prepared.optimizer, prepared.algorithm) == (expected.optimizer, expected.algorithm)
+
+
+def test_a_model_of_ones_own_comes_with_the_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match="names no model"):
+        prepare(tmp_path, monkeypatch, model_dir="/data/own")
+    (tmp_path / "config.json").touch()
+    prepared = prepare(tmp_path, monkeypatch, model_dir="/data/own")
+    assert prepared == TrainerSettings(model_path=tmp_path)
+
+
+def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_dir: str) -> TrainerSettings:
+    """Run the one-shot in a directory of the test's, without a warm start; what a trainer reads after it."""
+    config = tmp_path / "weir.yaml"
+    monkeypatch.setenv("WEIR_MODEL_DIR", model_dir)
+    script = runpy.run_path(str(ROOT / "deploy" / "docker" / "prepare.py"))
+    names = script["main"].__globals__
+    names |= {"MODEL_DIR": tmp_path, "CONFIG_PATH": config}
+    names["model_for"] = lambda cache, seed, on_progress: (cache / "tool", True)
+    script["main"]()
+    monkeypatch.setenv("WEIR_CONFIG", str(config))
+    return TrainerSettings()

@@ -109,7 +109,9 @@ class Lesson:
 def warm_start(plan_dir: Path, out: Path, seed: int) -> dict[str, float]:
     """Make MODEL_DIR; returns what it took. Raises SystemExit when the skill does not come."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     started = time.monotonic()
     plan = Plan.model_validate_json((plan_dir / "plan.json").read_text(encoding="utf-8"))
     if plan.threads is not None:

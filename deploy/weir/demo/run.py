@@ -7,11 +7,14 @@ import asyncio
 import secrets
 import shutil
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from weir.demo.episodes import Episodes, Record
 from weir.demo.live import View
@@ -49,12 +52,14 @@ def run(settings: StackSettings, seed: int) -> int:
     """0 when the learning criterion is met, 1 when it is not."""
     phases = Phases()
     refuse_in_use(settings.run_dir)
-    settings, made = with_demo_model(settings, seed, _progress)
+    with _progress() as say:
+        settings, made = with_demo_model(settings, seed, say)
     settings = settings.model_copy(update=_new_keys())
     phases.end("model")
     _clear(settings.run_dir)
     with Stack(settings) as stack:
-        stack.wait_ready(on_wait=_progress)
+        with _progress() as say:
+            stack.wait_ready(on_wait=say)
         phases.end("start")
         record, snapshot = asyncio.run(_play(settings, stack, seed))
         phases.end("episodes")
@@ -153,5 +158,11 @@ def _new_keys() -> dict[str, list[str]]:
     return {"client_keys": [secrets.token_urlsafe(16)], "admin_keys": [secrets.token_urlsafe(16)]}
 
 
-def _progress(line: str) -> None:
-    console.print(line, style="dim", highlight=False)
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Says how far things are: in one changing line on a terminal, line by line elsewhere."""
+    if not console.is_terminal:
+        yield lambda line: console.print(line, highlight=False, soft_wrap=True)
+        return
+    with console.status("starting") as spinner:
+        yield lambda line: spinner.update(escape(line))

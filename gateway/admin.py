@@ -2,21 +2,19 @@
 
 import json
 import time
-from collections.abc import Awaitable
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
-from redis.exceptions import RedisError
 
 from gateway.collaborators import Collaborators, collaborators
 from gateway.fleet import Registration
 from gateway.policies import PushResult, status_of
 from gateway.sessions import Id
 from rollout_queue import keys
-from rollout_queue.errors import StorageUnavailable
+from rollout_queue.availability import stored
 from rollout_queue.policy import PolicyRecord
 from rollout_queue.web.errors import ApiError
 
@@ -62,7 +60,8 @@ async def status(request: Request) -> Response:
     gateway = collaborators(request)
     trainer, queue = await _redis_state(gateway)
     servers = [server.report() for server in gateway.fleet.servers.values()]
-    policy = {"serving": gateway.fleet.serving, "target": gateway.policies.target or gateway.fleet.serving}
+    serving, target = gateway.fleet.serving, gateway.policies.target
+    policy = {"serving": serving, "target": serving if target is None else target}
     report = {"rollout_servers": servers, "policy": policy, "trainer": trainer, "queue": queue}
     return JSONResponse({**report, "warnings": _warnings(gateway, trainer)})
 
@@ -78,10 +77,7 @@ async def register_server(body: ServerBody, request: Request) -> Response:
     """A rollout server says that it is there, and hears which policy it is to serve."""
     gateway = collaborators(request)
     registration = Registration(id=body.id, url=body.url.rstrip("/"), engine_url=body.engine_url.rstrip("/"))
-    try:
-        server = await gateway.fleet.register(registration)
-    except (RedisError, OSError) as error:
-        raise StorageUnavailable(f"Redis: {error}") from error
+    server = await gateway.fleet.register(registration)
     if server.version is not None and gateway.fleet.serving is None:
         await gateway.policies.note_initial(server.version)
     policy = await gateway.policies.current()
@@ -98,12 +94,12 @@ async def remove_server(server_id: str, request: Request) -> Response:
 @router.post("/rollout_servers/{server_id}/drain")
 async def drain_server(server_id: str, request: Request) -> Response:
     """Take a server out of rotation; what it is sampling goes on."""
-    return _hold(request, server_id, held=True)
+    return await _hold(request, server_id, held=True)
 
 
 @router.post("/rollout_servers/{server_id}/resume")
 async def resume_server(server_id: str, request: Request) -> Response:
-    return _hold(request, server_id, held=False)
+    return await _hold(request, server_id, held=False)
 
 
 @router.get("/policies")
@@ -143,29 +139,23 @@ def _policy(record: PolicyRecord) -> dict[str, Any]:
     return policy
 
 
-def _hold(request: Request, server_id: str, *, held: bool) -> Response:
-    server = collaborators(request).fleet.servers.get(server_id)
+async def _hold(request: Request, server_id: str, *, held: bool) -> Response:
+    server = await collaborators(request).fleet.hold(server_id, held)
     if server is None:
         raise ApiError(404, f"no rollout server {server_id!r}")
-    server.held = held
     return JSONResponse(server.report())
 
 
 async def _redis_state(gateway: Collaborators) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the trainer said of itself, and how full the queue is."""
-    try:
-        async with gateway.redis.pipeline(transaction=False) as pipeline:
-            pipeline.hgetall(keys.TRAINER)
-            pipeline.xlen(keys.STREAM)
-            pipeline.zcard(keys.SESSIONS)
-            pipeline.zcard(keys.DEADLINES)
-            pipeline.hgetall(keys.VERDICTS)
-            pipeline.xlen(keys.DEAD_LETTERS)
-            said, length, sessions, unfinished, verdicts, dead = await cast(
-                Awaitable[list[Any]], pipeline.execute()
-            )
-    except (RedisError, OSError) as error:
-        raise StorageUnavailable(f"Redis: {error}") from error
+    async with gateway.redis.pipeline(transaction=False) as pipeline:
+        pipeline.hgetall(keys.TRAINER)
+        pipeline.xlen(keys.STREAM)
+        pipeline.zcard(keys.SESSIONS)
+        pipeline.zcard(keys.DEADLINES)
+        pipeline.hgetall(keys.VERDICTS)
+        pipeline.xlen(keys.DEAD_LETTERS)
+        said, length, sessions, unfinished, verdicts, dead = await stored(pipeline.execute())
     queue = {
         "stream_length": length,
         "sessions": sessions,

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import cast
 
@@ -19,8 +19,9 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from starlette.routing import Route
 
-from gateway import admin, sessions
+from gateway import admin, rewards, sessions
 from gateway.belonging import Belonging
+from gateway.bodies import Bodies
 from gateway.chat import chat_completions
 from gateway.collaborators import Collaborators, collaborators
 from gateway.engine import EngineClient, drain
@@ -52,20 +53,24 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         parts = await _open(settings, renderer, metrics)
         app.state.collaborators = parts
-        keeping = [asyncio.create_task(_keep(parts)), asyncio.create_task(_expire(parts))]
+        every_s = settings.poll_every_s
+        keeping = [asyncio.create_task(_repeat(work, parts, every_s)) for work in (_keep, _expire)]
         yield
         await drain(keeping)
+        await parts.generator.close()
         await parts.engine.close()
         await parts.redis.aclose()
 
     metrics = Metrics()
     app = FastAPI(title="Weir gateway", version="1", lifespan=lifespan, docs_url="/docs", redoc_url=None)
     install_error_handlers(app)
+    app.add_middleware(Bodies, limit_bytes=settings.max_body_bytes)
     app.add_middleware(RequestIds)
     for prefix in ("", "/sessions/{session_id}"):
         app.router.routes.append(Route(f"{prefix}/v1/chat/completions", chat_completions, methods=["POST"]))
         app.add_api_route(f"{prefix}/v1/models", list_models, tags=["agent"])
     app.include_router(sessions.router)
+    app.include_router(rewards.router)
     app.include_router(admin.router)
     app.include_router(probes(lambda: _unready(app), metrics.registry))
     return app
@@ -107,34 +112,43 @@ async def _secret(redis: Redis) -> bytes:
     """The signing secret that all gateways on this Redis share; made by the first. Waits for Redis."""
     while True:
         try:
+            if (known := await cast(Awaitable[bytes | None], redis.get(keys.SECRET))) is not None:
+                return known  # also when Redis is full, and would refuse to set it
             await redis.set(keys.SECRET, secrets.token_bytes(32), nx=True)
-            return cast(bytes, await cast(Awaitable[bytes | None], redis.get(keys.SECRET)))
         except (RedisError, OSError) as error:
             logger.warning("waiting for Redis: %s", error)
             await asyncio.sleep(0.2)
 
 
 async def _keep(gateway: Collaborators) -> None:
-    """Know the fleet, for as long as the application runs."""
-    while True:
-        await gateway.fleet.refresh()
-        metrics, fleet = gateway.metrics, gateway.fleet
-        metrics.serving_version.set(fleet.serving if fleet.serving is not None else -1)
-        metrics.servers.clear()
-        for server in fleet.servers.values():
-            metrics.servers.labels(server.state).inc()
-        await asyncio.sleep(gateway.settings.poll_every_s)
+    """Know the fleet."""
+    await gateway.fleet.refresh()
+    metrics, fleet = gateway.metrics, gateway.fleet
+    metrics.serving_version.set(fleet.serving if fleet.serving is not None else -1)
+    metrics.servers.clear()
+    for server in fleet.servers.values():
+        metrics.servers.labels(server.state).inc()
 
 
 async def _expire(gateway: Collaborators) -> None:
     """End sessions that nobody finished or rewarded in time."""
+    try:
+        while await gateway.writer.expire(time.time(), EXPIRE_BATCH) == EXPIRE_BATCH:
+            pass
+    except StorageUnavailable as error:
+        logger.warning("overdue sessions cannot be closed: %s", error)
+
+
+async def _repeat(
+    work: Callable[[Collaborators], Awaitable[None]], gateway: Collaborators, every_s: float
+) -> None:
+    """Do the work again and again, for as long as the application runs; one failure does not end it."""
     while True:
         try:
-            while await gateway.writer.expire(time.time(), EXPIRE_BATCH) == EXPIRE_BATCH:
-                pass
-        except StorageUnavailable as error:
-            logger.warning("overdue sessions cannot be closed: %s", error)
-        await asyncio.sleep(gateway.settings.poll_every_s)
+            await work(gateway)
+        except Exception:  # outermost frame of a task: without it the gateway would go blind in silence
+            logger.exception("a task of the gateway failed")
+        await asyncio.sleep(every_s)
 
 
 async def _unready(app: FastAPI) -> str | None:

@@ -41,40 +41,57 @@ class Belonging:
         tools: list[Tool] | None,
     ) -> SessionHead:
         """Raises ApiError 403 for a session key that names another session, 409 for a session that ended."""
-        named = self._named(request, metadata)
-        if caller.session_id is not None and named not in (None, caller.session_id):
+        names = _names(request, metadata)
+        if caller.session_id is not None and any(name != caller.session_id for name in names):
             raise ApiError(403, "the session key opens another session than the one named")
-        session_id = named or caller.session_id
-        inferred = session_id is None
+        session_id = names[0] if names else caller.session_id
         if session_id is None:
-            digests = continuation_digests(messages, chain(tools, messages))
-            session_id = await self._writer.find_continuation(caller.owner, digests)
-        head = await self._open(session_id, caller, inferred=inferred)
-        if head.state != "open":
-            raise ApiError(409, f"session {head.spec.session_id} is finished", code="session_finished")
-        if head.expires_at < time.time():
-            raise ApiError(409, f"session {head.spec.session_id} has expired", code="session_expired")
+            head = await self._continued(caller, messages, tools)
+            return head or await self._opened(None, caller)
+        head = await self._writer.load(session_id) or await self._opened(session_id, caller)
+        if not caller.owns(head.spec):
+            raise ApiError(404, f"no session {session_id!r}")
+        if refusal := _refusal(head):
+            raise refusal
         return head
 
-    async def _open(self, session_id: str | None, caller: Caller, *, inferred: bool) -> SessionHead:
-        if session_id is not None:
-            head = await self._writer.load(session_id)
-            if head is not None:
-                if not caller.owns(head.spec):
-                    raise ApiError(404, f"no session {session_id!r}")
-                return head
+    async def _continued(
+        self, caller: Caller, messages: list[Message], tools: list[Tool] | None
+    ) -> SessionHead | None:
+        """The open session of this key whose turn the call continues."""
+        digests = continuation_digests(messages, chain(tools, messages))
+        session_id = await self._writer.find_continuation(caller.owner, digests)
+        head = await self._writer.load(session_id) if session_id is not None else None
+        return head if head is not None and _refusal(head) is None else None
+
+    async def _opened(self, session_id: str | None, caller: Caller) -> SessionHead:
+        """A new session; `inferred` where nobody named it."""
         if caller.session_id is not None:
             raise ApiError(404, f"no session {session_id!r}")
-        spec = self._sessions.spec_of(SessionBody(session_id=session_id), caller, inferred=inferred)
-        spec, _ = await self._sessions.open(spec, caller)
+        body = SessionBody(session_id=session_id)
+        spec, _ = await self._sessions.open(
+            self._sessions.spec_of(body, caller, inferred=session_id is None), caller
+        )
         return SessionHead(spec=spec)
 
-    @staticmethod
-    def _named(request: Request, metadata: dict[str, Any] | None) -> str | None:
-        named = request.path_params.get("session_id")
-        for header in HEADERS:
-            named = named or request.headers.get(header)
-        named = named or (metadata or {}).get("session_id")
-        if named is not None and not (isinstance(named, str) and ID.fullmatch(named)):
-            raise ApiError(400, f"not a session id: {named!r}", param="session_id")
-        return named
+
+def _names(request: Request, metadata: dict[str, Any] | None) -> list[str]:
+    """Every session that the call names, the one that counts first. Raises ApiError 400 for what is no id."""
+    given = [request.path_params.get("session_id"), *map(request.headers.get, HEADERS)]
+    given.append((metadata or {}).get("session_id"))
+    names = [name for name in given if name not in (None, "")]
+    for name in names:
+        if not (isinstance(name, str) and ID.fullmatch(name)):
+            raise ApiError(400, f"not a session id: {name!r}", param="session_id")
+    return names
+
+
+def _refusal(head: SessionHead) -> ApiError | None:
+    """Why a session takes no call; None when it does."""
+    session_id, verdict = head.spec.session_id, head.verdict
+    overdue = head.state == "open" and head.expires_at < time.time()
+    if overdue or (verdict is not None and verdict.code == "expired"):
+        return ApiError(409, f"session {session_id} has expired", code="session_expired")
+    if head.state != "open":
+        return ApiError(409, f"session {session_id} is finished", code="session_finished")
+    return None

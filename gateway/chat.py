@@ -1,6 +1,7 @@
 """`/v1/chat/completions`: OpenAI's chat wire shape to generations and back, plain and streaming."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -14,10 +15,12 @@ from gateway.collaborators import Collaborators, collaborators
 from gateway.deltas import AnswerStream
 from gateway.generation import Call, Generation
 from gateway.render import Answer, Message, Tool
-from gateway.wire import check_messages, decode_body, pinned_version, read_body, unless_gone
+from gateway.wire import check_messages, decode_body, pinned_version, unless_gone
 from rollout_queue.head import SessionHead
 from rollout_queue.records import Turn
 from rollout_queue.web.errors import ApiError
+
+logger = logging.getLogger(__name__)
 
 SAMPLING_FIELDS = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "seed")
 
@@ -48,18 +51,18 @@ class ChatRequest(msgspec.Struct):
     logprobs: bool | None = False
     top_logprobs: int | None = None
     metadata: dict[str, Any] | None = None
-    return_token_ids: bool = False
+    return_token_ids: bool | None = False
 
 
 async def chat_completions(request: Request) -> Response:
     """Answer a chat call; each choice is a turn of its own."""
     gateway = collaborators(request)
     caller = gateway.identities.caller(request)
-    body = decode_body(await read_body(request, gateway.settings.max_body_bytes), ChatRequest)
+    body = decode_body(await request.body(), ChatRequest)
     check(body)
     head = await gateway.belonging.session_of(request, caller, body.metadata, body.messages, body.tools)
     call = call_of(gateway, body, head)
-    generations = [gateway.generator.begin(head, call) for _ in range(body.n or 1)]
+    generations = gateway.generator.begin(head, call, body.n or 1)
     answering = _stream if body.stream else _plain
     return await answering(gateway, request, body, generations)
 
@@ -75,6 +78,7 @@ def check(body: ChatRequest) -> None:
     _within("max_completion_tokens", body.max_completion_tokens, 1, 2**31)
     _within("frequency_penalty", body.frequency_penalty, -2, 2)
     _within("presence_penalty", body.presence_penalty, -2, 2)
+    _within("seed", body.seed, -(2**63), 2**63 - 1)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     if body.tool_choice not in (None, "auto", "none"):
@@ -164,9 +168,13 @@ async def _stream(
 ) -> Response:
     """The stream begins when the engine does: an error before the first token is still a status code."""
     events = _events(gateway, body, generations)
-    first = await anext(events)
-    headers = reply_headers(generations) | {"cache-control": "no-cache"}
+    first = await unless_gone(request, _first_of(events))
+    headers = reply_headers(generations) | {"cache-control": "no-cache", "x-accel-buffering": "no"}
     return StreamingResponse(_after(first, events), media_type="text/event-stream", headers=headers)
+
+
+async def _first_of(events: AsyncGenerator[bytes, None]) -> bytes:
+    return await anext(events)
 
 
 async def _after(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
@@ -176,7 +184,14 @@ async def _after(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGene
             async for event in rest:
                 yield event
         except ApiError as error:
-            yield b"data: " + msgspec.json.encode(error.body) + b"\n\n"
+            yield _event_of(error)
+        except Exception:  # outermost frame of a stream: a bug of ours, and the client still hears of it
+            logger.exception("a stream failed")
+            yield _event_of(ApiError(500, "internal error"))
+
+
+def _event_of(error: ApiError) -> bytes:
+    return b"data: " + msgspec.json.encode(error.body) + b"\n\n"
 
 
 async def _events(

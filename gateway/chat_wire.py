@@ -77,7 +77,7 @@ class ChatChunks:
     def __init__(self, gateway: Collaborators, body: "ChatRequest", generations: list[Generation]) -> None:
         self._renderer = gateway.renderer
         self._generations = generations
-        self._with_ids = body.return_token_ids
+        self._with_ids = bool(body.return_token_ids)
         self.with_logprobs = bool(body.logprobs)
         self._envelope = {
             "id": generations[0].completion_id,

@@ -118,6 +118,7 @@ def _call(call: dict[str, Any]) -> list[Any]:
     function = call.get("function") or {}
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
-        with suppress(msgspec.DecodeError):  # the model's own malformed call comes back as it was written
+        # The model's own malformed call comes back as it was written.
+        with suppress(msgspec.DecodeError, RecursionError):
             arguments = msgspec.json.decode(arguments)
     return [function.get("name"), arguments]

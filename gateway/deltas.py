@@ -51,7 +51,8 @@ class AnswerStream:
                 self._text += self._decoder.step(tokenizer.backend, token_id) or ""
         if self._structured:
             answer = self._renderer.parse(self._ids, self._tools, self._turn_id, partial=True)
-            return self._advance(Answer(self._safe(answer.content), answer.reasoning, answer.tool_calls))
+            reasoning = (answer.reasoning or "").rstrip().rstrip("\ufffd")
+            return self._advance(Answer(self._safe(answer.content), reasoning, answer.tool_calls))
         return self._advance(Answer(self._safe(self._text.lstrip())))
 
     def finish(self, answer: Answer) -> list[Delta]:
@@ -69,7 +70,8 @@ class AnswerStream:
 
     def _advance(self, answer: Answer) -> list[Delta]:
         sent, deltas = self._sent, []
-        reasoning, known = answer.reasoning or "", sent.reasoning or ""
+        # The parser strips reasoning once it has ended, and not before.
+        reasoning, known = (answer.reasoning or "").lstrip(), sent.reasoning or ""
         if len(reasoning) > len(known) and reasoning.startswith(known):
             deltas.append(Delta(reasoning=reasoning[len(known) :]))
         else:

@@ -4,15 +4,18 @@ The engine streams either what is new in each event or everything so far; both a
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import msgspec
 
 from rollout_queue.records import Span
 from rollout_queue.web.errors import ApiError
+
+logger = logging.getLogger(__name__)
 
 LINE_LIMIT_BYTES = 64 * 2**20
 """One event of a cumulative stream repeats the whole answer, so lines grow with it."""
@@ -46,13 +49,25 @@ class Piece:
     """Who sampled what, over the whole output; in the last piece only."""
 
 
+class _Reason(msgspec.Struct):
+    type: Literal["stop", "length", "abort"]
+    matched: Any = None
+    """The stop string or the stop id that ended the answer."""
+
+
+class _VersionSpan(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
 class _Meta(msgspec.Struct):
     completion_tokens: int = 0
-    finish_reason: dict[str, Any] | None = None
+    finish_reason: _Reason | None = None
     output_token_logprobs: list[tuple[float, int, str | None]] = []
     output_top_logprobs: list[list[tuple[float, int, str | None]] | None] | None = None
     weight_version: str = "0"
-    weight_versions: list[dict[str, Any]] = []
+    weight_versions: list[_VersionSpan] = []
 
 
 class _Event(msgspec.Struct):
@@ -101,17 +116,19 @@ class EngineClient:
                     yield piece
         except TimeoutError as error:
             raise ApiError(504, "the engine did not answer in time") from error
-        except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+        except (aiohttp.ClientError, OSError, msgspec.DecodeError, ValueError) as error:
+            # A ValueError is an event that is longer than LINE_LIMIT_BYTES.
             raise ApiError(503, f"the engine failed: {type(error).__name__}") from error
 
     async def abort(self, engine_url: str, rid: str) -> None:
         """Ask the engine to stop a generation. Best effort: it also notices the closed connection."""
         try:
-            await self._session.post(
+            async with self._session.post(
                 f"{engine_url}/abort_request", json={"rid": rid}, timeout=aiohttp.ClientTimeout(total=5)
-            )
-        except (aiohttp.ClientError, TimeoutError):
-            return
+            ):
+                pass
+        except (aiohttp.ClientError, TimeoutError) as error:
+            logger.warning("generation %s is not aborted: %s", rid, error)
 
     async def get_json(self, url: str, timeout_s: float, headers: dict[str, str] | None = None) -> Any:
         """GET of a control path. Raises aiohttp.ClientError or TimeoutError."""
@@ -155,13 +172,12 @@ def _new_in(event: _Event, have: int) -> Piece:
         raise ApiError(503, "the engine's ids and logprobs do not belong together")
     tops = (meta.output_top_logprobs or [])[-fresh:] if fresh > 0 else []
     reason = meta.finish_reason
-    matched = reason.get("matched") if reason else None
     return Piece(
         ids=ids,
         logprobs=[logprob for logprob, _, _ in logprobs],
         top_logprobs=[[(logprob, token) for logprob, token, _ in top or ()] for top in tops],
-        finish=reason["type"] if reason else None,
-        matched=matched if isinstance(matched, str) else None,
+        finish=reason.type if reason else None,
+        matched=reason.matched if reason and isinstance(reason.matched, str) else None,
         versions=_spans(meta) if reason else (),
     )
 
@@ -172,15 +188,14 @@ def _spans(meta: _Meta) -> tuple[Span, ...]:
     if not meta.weight_versions:
         return (Span(version_number(meta.weight_version), 0, total),) if total else ()
     spans = (
-        Span(version_number(span["version"]), span["start"], min(span["end"], total))
-        for span in meta.weight_versions
+        Span(version_number(span.version), span.start, min(span.end, total)) for span in meta.weight_versions
     )
     return tuple(span for span in spans if span.end > span.start)
 
 
 def version_number(label: str) -> int:
     """An engine that nobody gave a version says `default`: that is version 0."""
-    return int(label) if label.isdigit() else 0
+    return int(label) if label.isascii() and label.isdigit() else 0
 
 
 def _code_of(error: dict[str, Any] | str) -> int:

@@ -8,18 +8,20 @@ in rotation: it proved the version that the fleet serves
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Iterator
+import zlib
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import aiohttp
 import msgspec
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from gateway.engine import EngineClient, version_number
 from rollout_queue import keys
+from rollout_queue.availability import stored
+from rollout_queue.errors import StorageUnavailable
 from rollout_queue.web.errors import ApiError
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,19 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     engine_url: str
     url: str | None = None
     registered_at: float = 0.0
+
+
+class Status(msgspec.Struct, frozen=True):
+    """What a rollout server says at `/status`, as far as the fleet needs it."""
+
+    state: str
+    version: int | None
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What a bare engine says at `/model_info`, as far as the fleet needs it."""
+
+    weight_version: str = "0"
 
 
 @dataclass
@@ -90,36 +105,59 @@ class Fleet:
     # Who is there
 
     async def register(self, registration: Registration) -> RolloutServer:
-        """Take up a server, or hear again from one that is known. Raises RedisError."""
+        """Take up a server, or hear again from one that is known. Raises StorageUnavailable."""
         stamped = msgspec.structs.replace(registration, registered_at=time.time())
-        await _as_int(self.redis.hset(keys.SERVERS, stamped.id, msgspec.json.encode(stamped).decode()))
+        await stored(self.redis.hset(keys.SERVERS, stamped.id, msgspec.json.encode(stamped).decode()))
         server = self._take_up(stamped)
         await self._ask(server)
         return server
 
     async def remove(self, server_id: str) -> bool:
-        removed = await _as_int(self.redis.hdel(keys.SERVERS, server_id))
+        """Forget a server. Says whether there was one."""
+        removed = await stored(self.redis.hdel(keys.SERVERS, server_id))
+        await stored(self.redis.srem(keys.HELD, server_id))
         return self.servers.pop(server_id, None) is not None or bool(removed)
+
+    async def hold(self, server_id: str, held: bool) -> RolloutServer | None:
+        """Take a server out of rotation, or back, at every gateway. None for a server that is not known."""
+        server = self.servers.get(server_id)
+        if server is not None:
+            change = self.redis.sadd if held else self.redis.srem
+            await stored(change(keys.HELD, server_id))
+            server.held = held
+        return server
+
+    def serve(self, version: int) -> None:
+        """From now on servers of this version take the calls."""
+        self.serving = version
+        self._tell_waiting()
 
     async def refresh(self) -> None:
         """Read the registrations and ask every server how it is."""
         try:
             await self._read_registrations()
-        except RedisError as error:
+        except StorageUnavailable as error:
             logger.warning("the fleet's registrations cannot be read: %s", error)
         await asyncio.gather(*(self._ask(server) for server in list(self.servers.values())))
+        self._tell_waiting()
+
+    def _tell_waiting(self) -> None:
         self.changed.set()
         self.changed = asyncio.Event()
 
     async def _read_registrations(self) -> None:
-        raw = await cast(Awaitable[dict[bytes, bytes]], self.redis.hgetall(keys.SERVERS))
-        serving = await cast(Awaitable[bytes | None], self.redis.get(keys.SERVING))
+        async with self.redis.pipeline(transaction=True) as reading:
+            reading.hgetall(keys.SERVERS)
+            reading.get(keys.SERVING)
+            reading.smembers(keys.HELD)
+            raw, serving, held = await stored(reading.execute())
         self.serving = int(serving) if serving is not None else None
         for value in raw.values():
             self._take_up(msgspec.json.decode(value, type=Registration))
         for server_id, server in list(self.servers.items()):
             if server.registration.url is not None and server_id.encode() not in raw:
                 del self.servers[server_id]
+            server.held = server_id.encode() in held
 
     def _take_up(self, registration: Registration) -> RolloutServer:
         server = self.servers.get(registration.id)
@@ -133,15 +171,17 @@ class Fleet:
         registration = server.registration
         try:
             if registration.url is None:
-                info = await self.engine.get_json(f"{registration.engine_url}/model_info", STATUS_TIMEOUT_S)
-                server.state, server.version = "ready", version_number(str(info.get("weight_version", "0")))
+                said = await self.engine.get_json(f"{registration.engine_url}/model_info", STATUS_TIMEOUT_S)
+                info = msgspec.convert(said, ModelInfo)
+                server.state, server.version = "ready", version_number(info.weight_version)
             else:
-                status = await self.engine.get_json(
+                said = await self.engine.get_json(
                     f"{registration.url}/status", STATUS_TIMEOUT_S, self.headers
                 )
-                server.state, server.version = status["state"], status["version"]
+                status = msgspec.convert(said, Status)
+                server.state, server.version = status.state, status.version
             server.seen_at, server.error = time.time(), None
-        except (aiohttp.ClientError, TimeoutError, OSError, KeyError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, msgspec.ValidationError) as error:
             server.state, server.error = "dead", f"{type(error).__name__}: {error}"
 
     # Who takes the next call
@@ -164,7 +204,7 @@ class Fleet:
     def choose(self, session_id: str, version: int | None = None) -> RolloutServer | None:
         """The least loaded server; among equals always the same one for a session, for its prefix cache."""
         candidates = self._candidates(version)
-        return min(candidates, key=lambda s: (s.in_flight, hash((session_id, s.id))), default=None)
+        return min(candidates, key=lambda s: (s.in_flight, _affinity(session_id, s.id)), default=None)
 
     async def acquire(self, session_id: str, version: int | None, wait_s: float) -> RolloutServer:
         """Choose, waiting for a server to come into rotation. Raises ApiError 503 when none does."""
@@ -198,5 +238,6 @@ class Fleet:
             server.in_flight -= 1
 
 
-async def _as_int(reply: Any) -> int:
-    return int(await reply)
+def _affinity(session_id: str, server_id: str) -> int:
+    """The same number at every gateway and after every restart, as Python's own hash is not."""
+    return zlib.crc32(f"{session_id} {server_id}".encode())

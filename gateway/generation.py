@@ -6,7 +6,7 @@ call ──▶ session ──▶ parent and prompt ──▶ sampling ──▶ 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ from gateway.metrics import Metrics
 from gateway.render import Answer, ChatRenderer, Message, Tool
 from gateway.sampling import decide, engine_parameters
 from gateway.settings import GatewaySettings
-from rollout_queue.errors import SessionClosed, StorageUnavailable
+from rollout_queue.errors import InvalidRecord, QueueError, SessionClosed, StorageUnavailable
 from rollout_queue.head import SessionHead
 from rollout_queue.records import Finish, Sampling, Span, Turn
 from rollout_queue.stream import StreamWriter
@@ -97,16 +97,18 @@ class Generator:
         self._engine = engine
         self._fleet = fleet
         self._metrics = metrics
+        self._unfinished: set[asyncio.Task[None]] = set()
         self._context_length = settings.context_length or renderer.config.max_position_embeddings
 
-    def begin(self, head: SessionHead, call: Call) -> Generation:
-        """Find the call's place and its sampling.
+    def begin(self, head: SessionHead, call: Call, count: int) -> list[Generation]:
+        """Find the call's place and its sampling, for `count` answers.
 
         Raises ApiError 400 for what cannot be rendered or does not fit.
         """
         try:
             prompt = place(self._renderer, head, call.messages, call.tools)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:  # a stranger's messages
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            # A stranger's messages, read by the library that knows the template.
             raise ApiError(400, f"the messages cannot be rendered: {error}", param="messages") from error
         room = self._context_length - len(prompt.prompt_ids)
         if room < 1:
@@ -117,10 +119,10 @@ class Generator:
                 param="messages",
                 code="context_length_exceeded",
             )
-        if self._foreign(prompt.prompt_ids):
-            raise ApiError(400, self._foreign(prompt.prompt_ids), code="token_out_of_vocabulary")
+        if foreign := self._foreign(prompt.prompt_ids):
+            raise ApiError(400, foreign, param="messages", code="token_out_of_vocabulary")
         sampling = decide(head.spec.sampling, call.asked, room, head.spec.train)
-        return Generation(call, head, prompt, sampling)
+        return [Generation(call, head, prompt, sampling) for _ in range(count)]
 
     async def sample(self, generation: Generation) -> AsyncGenerator[Piece, None]:
         """Stream the answer from an engine. A caller that stops listening aborts it, and that is recorded."""
@@ -141,12 +143,12 @@ class Generator:
                         generation.take(piece)
                         yield piece
         except (asyncio.CancelledError, GeneratorExit):
-            await asyncio.shield(self._abandon(generation, server))
+            await self._to_the_end(self._abandon(generation, server))
             raise
         if generation.finish == "abort":
             raise ApiError(503, "the engine aborted the answer")
-        if self._foreign(generation.ids):
-            raise ApiError(503, f"the engine's answer is broken: {self._foreign(generation.ids)}")
+        if foreign := self._foreign(generation.ids):
+            raise ApiError(503, f"the engine's answer is broken: {foreign}")
 
     async def complete(self, generation: Generation) -> tuple[Turn, Answer]:
         """Sample the whole answer and record it."""
@@ -158,25 +160,40 @@ class Generator:
     async def record(self, generation: Generation) -> tuple[Turn, Answer]:
         """Append the turn; when this returns, it is in Redis.
 
-        Raises ApiError 503 when it cannot be stored, 409 when the session ended meanwhile.
+        Raises ApiError 503 when it cannot be stored or the engine's answer contradicts itself, 409 when the
+        session ended meanwhile.
         """
         answer = self._answer(generation)
         finish: Finish = "length" if generation.finish == "length" else "stop"
         if answer.tool_calls and finish == "stop":
             finish = "tool_calls"
-        turn = self._turn(generation, finish, extend(generation.prompt.digest, reply_message(answer)).hex())
-        started = time.monotonic()
-        spec = generation.head.spec
+        reply_digest = extend(generation.prompt.digest, reply_message(answer)).hex()
         try:
-            await self._writer.append_turn(turn, turn.finished_at + spec.ttl_s)
-            if spec.inferred:
-                await self._writer.remember_continuation(spec.owner, turn, spec.ttl_s)
+            turn = self._turn(generation, finish, reply_digest)
+            await self._to_the_end(self._append(turn, generation.head))
+        except InvalidRecord as error:
+            raise ApiError(503, f"the engine's answer is broken: {error}") from error
         except StorageUnavailable as error:
             raise storage_unavailable(error) from error
         except SessionClosed as error:
             raise ApiError(409, str(error), code="session_finished") from error
-        self._metrics.turn_recorded(turn, time.monotonic() - started)
         return turn, answer
+
+    async def close(self) -> None:
+        """Finish the records that clients who left did not wait for."""
+        await asyncio.gather(*self._unfinished, return_exceptions=True)
+
+    async def _append(self, turn: Turn, head: SessionHead) -> None:
+        started = time.monotonic()
+        await self._writer.append_turn(turn, turn.finished_at + head.spec.ttl_s, head.spec.owner)
+        self._metrics.turn_recorded(turn, time.monotonic() - started)
+
+    async def _to_the_end(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await work that goes on when the caller is cancelled: what was sampled is recorded all the same."""
+        task = asyncio.create_task(work)
+        self._unfinished.add(task)
+        task.add_done_callback(self._unfinished.discard)
+        await asyncio.shield(task)
 
     def _answer(self, generation: Generation) -> Answer:
         answer = self._renderer.parse(generation.ids, generation.call.tools, generation.turn_id)
@@ -218,12 +235,12 @@ class Generator:
     async def _abandon(self, generation: Generation, server: RolloutServer) -> None:
         """The client went away: stop the engine's work, and record what there is as aborted."""
         await self._engine.abort(server.registration.engine_url, generation.turn_id)
-        turn = self._turn(generation, "abort", "")
         try:
-            await self._writer.append_turn(turn, turn.finished_at + generation.head.spec.ttl_s)
-            self._metrics.turn_recorded(turn, 0.0)
-        except (StorageUnavailable, SessionClosed) as error:
-            logger.warning("aborted turn %s is not recorded: %s", turn.turn_id, error)
+            if foreign := self._foreign(generation.ids):
+                raise InvalidRecord(foreign)
+            await self._append(self._turn(generation, "abort", ""), generation.head)
+        except QueueError as error:
+            logger.warning("aborted turn %s is not recorded: %s", generation.turn_id, error)
 
     def _foreign(self, ids: Sequence[int]) -> str:
         """Says which id is none of the model's: one such id in a prompt kills an SGLang engine."""

@@ -4,7 +4,6 @@ A session key is `sess-{session id, base64}.{signature}`: derived, never stored,
 """
 
 import base64
-import binascii
 import hashlib
 import hmac
 from dataclasses import dataclass
@@ -69,9 +68,9 @@ class Identities:
         name, _, signature = key.removeprefix(PREFIX).partition(".")
         try:
             session_id = base64.urlsafe_b64decode(name + "=" * (-len(name) % 4)).decode()
-        except (binascii.Error, UnicodeDecodeError):
+        except ValueError:  # no base64, or no text inside
             return None
-        genuine = hmac.compare_digest(signature, self._signature(session_id))
+        genuine = hmac.compare_digest(signature.encode(), self._signature(session_id).encode())
         return session_id if genuine else None
 
     def _signature(self, session_id: str) -> str:

@@ -25,10 +25,6 @@ class Metrics:
         self.record_seconds = Histogram(
             "weir_record_seconds", "Append of one turn to Redis", buckets=SECONDS, registry=self.registry
         )
-        self.errors = Counter(
-            "weir_errors_total", "Calls answered with an error", ["status", "type"], registry=self.registry
-        )
-        self.in_flight = Gauge("weir_calls_in_flight", "Calls being answered", registry=self.registry)
         self.serving_version = Gauge(
             "weir_serving_version", "Policy version the fleet is to serve", registry=self.registry
         )

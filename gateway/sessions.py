@@ -1,14 +1,12 @@
-"""Sessions, groups and rewards: the episodes that calls belong to, over REST.
+"""Sessions and groups: the episodes that calls belong to, over REST.
 
 POST /sessions, /groups ──▶ base_url + api_key for an OpenAI client
-POST …/reward, …/finish ──▶ the stream
 GET  /sessions/{id}     ──▶ the whole episode: every turn, its tokens on request, its verdict
 """
 
-import math
 import re
 import time
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any
 from uuid import uuid4
 
 import msgspec
@@ -20,16 +18,13 @@ from gateway.collaborators import Collaborators, collaborators
 from gateway.identity import Caller, Identities
 from gateway.settings import GatewaySettings
 from gateway.verdicts import session_verdict
-from gateway.view import reward_view, session_row, session_view
+from gateway.view import session_row, session_view
 from rollout_queue.errors import Conflict
 from rollout_queue.head import SessionHead, State
 from rollout_queue.records import (
-    Outcome,
-    Reward,
     SamplingMode,
     SamplingPolicy,
     SessionSpec,
-    Status,
     Verdict,
     VerdictCode,
 )
@@ -48,18 +43,28 @@ def _id(value: str) -> str:
 Id = Annotated[str, AfterValidator(_id)]
 
 
-class _Body(BaseModel):
+def _storable(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        msgspec.msgpack.encode(value)
+    except (ValueError, OverflowError, RecursionError) as error:  # 2**64, half a surrogate pair, an abyss
+        raise ValueError("it holds what cannot be stored") from error
+    return value
+
+
+class Body(BaseModel):
+    """A request body: no unknown field, no guessed type."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class SamplingBody(_Body):
+class SamplingBody(Body):
     mode: SamplingMode | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, le=2**31)
 
 
-class SessionBody(_Body):
+class SessionBody(Body):
     session_id: Id | None = None
     task_id: Id | None = None
     group_id: Id | None = None
@@ -68,26 +73,13 @@ class SessionBody(_Body):
     user: Id | None = None
     train: bool = True
     ttl_s: FiniteFloat | None = Field(None, gt=0)
-    metadata: dict[str, Any] = {}
+    metadata: Annotated[dict[str, Any], AfterValidator(_storable)] = {}
     lineage: str | None = None
     sampling: SamplingBody = SamplingBody()
 
 
 class GroupBody(SessionBody):
     size: int = Field(ge=1, le=1024)
-
-
-class RewardBody(_Body):
-    value: FiniteFloat
-    turn_id: str | None = None
-    key: str | None = Field(None, min_length=1, max_length=200)
-    source: str | None = None
-
-
-class FinishBody(_Body):
-    status: Literal["completed", "truncated", "failed", "abandoned"]
-    reward: FiniteFloat | None = None
-    reason: str | None = None
 
 
 class Sessions:
@@ -160,7 +152,7 @@ class Sessions:
 router = APIRouter(tags=["sessions"])
 
 
-def _asked(request: Request) -> tuple[Collaborators, Caller]:
+def client_of(request: Request) -> tuple[Collaborators, Caller]:
     """The collaborators, and who asks; session keys stay outside of these routes."""
     gateway = collaborators(request)
     return gateway, gateway.identities.client(request)
@@ -169,7 +161,7 @@ def _asked(request: Request) -> tuple[Collaborators, Caller]:
 @router.post("/sessions", status_code=201)
 async def create_session(body: SessionBody, request: Request) -> Response:
     """Open a session. The same id with the same body again gives the same session and key."""
-    gateway, caller = _asked(request)
+    gateway, caller = client_of(request)
     spec, created = await gateway.sessions.open(gateway.sessions.spec_of(body, caller), caller)
     return JSONResponse(gateway.sessions.ticket(spec, request), 201 if created else 200)
 
@@ -185,7 +177,7 @@ async def list_sessions(
     cursor: Annotated[int, Query(ge=0)] = 0,
 ) -> Response:
     """The caller's sessions, oldest first, a page at a time."""
-    gateway, caller = _asked(request)
+    gateway, caller = client_of(request)
     wanted: list[dict[str, Any]] = []
     while len(wanted) < limit:
         heads = await gateway.writer.sessions(cursor, limit)
@@ -197,7 +189,7 @@ async def list_sessions(
             if caller.owns(head.spec) and all(fits) and user in (None, head.spec.user):
                 said = await gateway.sessions.verdict(head)
                 if verdict in (None, said.code):
-                    wanted.append(session_row(head, said))
+                    wanted.append(session_row(head, said, gateway.settings.model_name))
             if len(wanted) == limit:
                 break
     return JSONResponse({"data": wanted, "next_cursor": str(cursor)})
@@ -206,7 +198,7 @@ async def list_sessions(
 @router.post("/groups", status_code=201)
 async def create_group(body: GroupBody, request: Request) -> Response:
     """Open a group: one task, sampled `size` times."""
-    gateway, caller = _asked(request)
+    gateway, caller = client_of(request)
     if body.session_id is not None:
         raise ApiError(400, "a group's sessions are named by the gateway", param="session_id")
     if body.group_size not in (None, body.size):
@@ -225,97 +217,13 @@ async def create_group(body: GroupBody, request: Request) -> Response:
     return JSONResponse({"group_id": group_id, "sessions": tickets}, 201)
 
 
-@router.post("/sessions/{session_id}/reward")
-async def reward_session(session_id: str, body: RewardBody, request: Request) -> Response:
-    """Add a reward to a session, or to the one call that `turn_id` names."""
-    gateway, caller = _asked(request)
-    head = await gateway.sessions.head(session_id, caller)
-    _finite_sum(head, body.value)
-    reward = Reward(
-        session_id=session_id,
-        value=body.value,
-        key=body.key or uuid4().hex,
-        turn_id=_turn_named(head, body.turn_id),
-        source=body.source,
-        created_at=time.time(),
-    )
-    stored = await gateway.writer.append_reward(reward)
-    if (stored.value, stored.turn_id) != (reward.value, reward.turn_id):
-        raise ApiError(409, f"reward {reward.key!r} exists with another value or turn", param="key")
-    head = await gateway.sessions.head(session_id, caller)
-    rewards = [reward_view(each) for each in head.rewards]
-    return JSONResponse(
-        {"session_id": session_id, "reward": head.reward, "rewards": rewards, "late": stored.late}
-    )
-
-
-@router.post("/sessions/{session_id}/finish")
-async def finish_session(session_id: str, body: FinishBody, request: Request) -> Response:
-    """End a session. `completed` and `truncated` then wait for a reward; the others end at once."""
-    gateway, caller = _asked(request)
-    head = await gateway.sessions.head(session_id, caller)
-    outcome = _outcome(head.spec, body.status, body.reason)
-    reward = None
-    if body.reward is not None:
-        _finite_sum(head, body.reward)
-        reward = Reward(session_id=session_id, value=body.reward, key="finish", created_at=outcome.created_at)
-    verdict = None
-    if body.status in ("failed", "abandoned"):
-        verdict = Verdict(code=cast(Any, body.status), detail=body.reason or f"finished as {body.status}")
-    stored = await gateway.writer.append_outcome(outcome, reward, verdict)
-    head = await gateway.sessions.head(session_id, caller)
-    given = next((each.value for each in head.rewards if each.key == "finish"), None)
-    if stored.status != body.status or given != body.reward:
-        raise ApiError(409, f"session {session_id} is finished as {stored.status}", param="status")
-    verdict = await gateway.sessions.verdict(head)
-    return JSONResponse(
-        {
-            "session_id": session_id,
-            "state": head.state,
-            "status": stored.status,
-            "reward": head.reward,
-            "verdict": msgspec.to_builtins(verdict),
-        }
-    )
-
-
 @router.get("/sessions/{session_id}")
 async def read_session(
     session_id: str, request: Request, tokens: bool = False, text: bool = False
 ) -> Response:
     """The session with its turns; `tokens=true` adds ids and logprobs, `text=true` what they say."""
-    gateway, caller = _asked(request)
+    gateway, caller = client_of(request)
     head = await gateway.sessions.head(session_id, caller)
     verdict = await gateway.sessions.verdict(head)
-    return JSONResponse(session_view(head, verdict, gateway.renderer, tokens, text))
-
-
-def _outcome(spec: SessionSpec, status: Status, reason: str | None) -> Outcome:
-    return Outcome(
-        session_id=spec.session_id,
-        status=status,
-        reason=reason,
-        created_at=time.time(),
-        group_id=spec.group_id,
-        group_size=spec.group_size,
-        task_id=spec.task_id,
-        train=spec.train,
-    )
-
-
-def _finite_sum(head: SessionHead, value: float) -> None:
-    if not math.isfinite((head.reward or 0.0) + value):
-        raise ApiError(400, "the rewards of the session would add up to infinity", param="value")
-
-
-def _turn_named(head: SessionHead, name: str | None) -> str | None:
-    if name is None:
-        return None
-    if name in head.by_id:
-        return name
-    named = [turn.turn_id for turn in head.turns if turn.completion_id == name]
-    if not named:
-        raise ApiError(404, f"session {head.spec.session_id} has no turn {name!r}", param="turn_id")
-    if len(named) > 1:
-        raise ApiError(400, f"{name!r} has {len(named)} turns", param="turn_id", code="ambiguous_turn")
-    return named[0]
+    model_name = gateway.settings.model_name
+    return JSONResponse(session_view(head, verdict, model_name, gateway.renderer, tokens, text))

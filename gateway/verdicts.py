@@ -26,5 +26,5 @@ def turn_verdict(head: SessionHead, turn: Turn, session: Verdict) -> Verdict:
     if own is not None:
         return own
     if turn.finish == "abort":
-        return Verdict(code="aborted", detail="the client went away")
+        return Verdict(code="aborted", detail="the call ended before its answer did")
     return Verdict(code=session.code, detail=session.detail)

@@ -10,20 +10,20 @@ from rollout_queue.head import SessionHead
 from rollout_queue.records import Reward, Turn, Verdict
 
 
-def session_row(head: SessionHead, verdict: Verdict) -> dict[str, Any]:
+def session_row(head: SessionHead, verdict: Verdict, model_name: str) -> dict[str, Any]:
     """A session as lists show it: without its turns, but with their number."""
-    return {**_session(head, verdict), "turn_count": len(head.turns)}
+    return {**_session(head, verdict, model_name), "turn_count": len(head.turns)}
 
 
 def session_view(
-    head: SessionHead, verdict: Verdict, renderer: ChatRenderer, tokens: bool, text: bool
+    head: SessionHead, verdict: Verdict, model_name: str, renderer: ChatRenderer, tokens: bool, text: bool
 ) -> dict[str, Any]:
     """The contract's object; token lists only with `tokens`, decoded text only with `text`."""
     turns = [_turn(head, turn, verdict, renderer, tokens, text) for turn in head.turns]
-    return {**_session(head, verdict), "turns": turns}
+    return {**_session(head, verdict, model_name), "turns": turns}
 
 
-def _session(head: SessionHead, verdict: Verdict) -> dict[str, Any]:
+def _session(head: SessionHead, verdict: Verdict, model_name: str) -> dict[str, Any]:
     spec = head.spec
     return {
         "session_id": spec.session_id,

@@ -8,6 +8,7 @@ import msgspec
 from starlette.requests import Request
 
 from gateway.collaborators import Collaborators
+from gateway.engine import drain
 from gateway.render import Message
 from rollout_queue.web.errors import ApiError
 
@@ -15,22 +16,6 @@ T = TypeVar("T")
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
-
-
-async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """The body of a JSON request. Raises ApiError 413 over the limit, 415 for another content type."""
-    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if content_type != "application/json":
-        raise ApiError(415, f"content type {content_type!r}: send application/json")
-    too_large = ApiError(413, f"the body is larger than {limit_bytes} bytes")
-    if int(request.headers.get("content-length") or 0) > limit_bytes:
-        raise too_large
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > limit_bytes:
-            raise too_large
-    return bytes(body)
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
@@ -41,7 +26,7 @@ def decode_body(body: bytes, kind: type[T]) -> T:
         message, _, where = str(error).partition(" - at `$")
         param = where.strip("`.") or None
         raise ApiError(400, f"{param}: {message}" if param else message, param=param) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from error
 
 
@@ -57,7 +42,7 @@ def pinned_version(gateway: Collaborators, model: str | None, policy: str | None
         name, at, version = policy.partition("@")
     if not at:
         return None
-    if not (version.isascii() and version.isdigit()):
+    if not (version.isascii() and version.isdigit() and len(version) < 19):
         raise ApiError(400, f"{model or policy!r}: a version is a number", param="model")
     if gateway.fleet.choose("", int(version)) is None:
         raise ApiError(404, f"no server serves version {version}", param="model", code="model_not_found")
@@ -93,21 +78,21 @@ def _check_part(part: Any, where: str) -> None:
         raise ApiError(400, f"{where}.content: a part is neither text nor an object", param=where)
     if part.get("type", "text") not in TEXT_PARTS:
         raise ApiError(400, f"{where}.content: this model reads text, not {part.get('type')}", param=where)
+    if not isinstance(part.get("text", ""), str):
+        raise ApiError(400, f"{where}.content: the text of a part is not text", param=where)
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Do the work, but stop it when the client hangs up. Raises asyncio.CancelledError then."""
+    """Do the work, but stop it when the client hangs up. Raises ApiError 499 then, which nobody hears."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_hang_up(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            task.cancel()
-        return await task
+        if task.done():
+            return task.result()
+        raise ApiError(499, "the client went away", type="invalid_request_error")
     finally:
-        gone.cancel()
-        if not task.done():
-            task.cancel()
+        await drain([task, gone])
 
 
 async def _hang_up(request: Request) -> None:

@@ -1,7 +1,6 @@
 """What tests share: a real Redis, started once, on a port of its own."""
 
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -11,6 +10,8 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 from tokenizers import Tokenizer
+
+from tests.serving import free_port
 
 
 def redis_executable() -> str:
@@ -24,18 +25,12 @@ def redis_executable() -> str:
 
 
 @pytest.fixture(scope="session")
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.fixture(scope="session")
-def redis_url(tmp_path_factory: pytest.TempPathFactory, free_port: int) -> Iterator[str]:
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     directory: Path = tmp_path_factory.mktemp("redis")
-    command = [redis_executable(), "--port", str(free_port), "--bind", "127.0.0.1", "--dir", str(directory)]
+    port = free_port()
+    command = [redis_executable(), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(directory)]
     server = subprocess.Popen([*command, "--save", ""], stdout=subprocess.DEVNULL)
-    url = f"redis://127.0.0.1:{free_port}/0"
+    url = f"redis://127.0.0.1:{port}/0"
     client = Redis.from_url(url)
     for _ in range(100):
         try:

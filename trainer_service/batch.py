@@ -6,7 +6,6 @@
 A branch becomes one row; a token that several branches share is trained in the first of them alone.
 """
 
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,6 +1,5 @@
 """What one optimizer step says of itself: trainer against engine, clipping, staleness."""
 
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 

@@ -6,7 +6,6 @@
 All arithmetic is float32 or better; shapes are flat [T], the trained tokens of one micro-batch.
 """
 
-
 from dataclasses import dataclass
 
 import torch

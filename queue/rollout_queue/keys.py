@@ -24,6 +24,8 @@ SERVING = "weir:serving"
 """The version that the fleet is to serve."""
 SERVERS = "weir:rollout_servers"
 """Hash: rollout server id → registration, JSON."""
+HELD = "weir:rollout_servers_held"
+"""Set: rollout servers that an operator took out of rotation."""
 SECRET = "weir:secret"  # noqa: S105 - the name of a key, not a secret
 """Signs session keys, so that they are never stored."""
 
@@ -44,5 +46,5 @@ def group_members(group_id: str) -> str:
 
 
 def continuation(owner: str, reply_digest: str) -> str:
-    """String: the inferred session of `owner` in which a conversation with this digest was answered."""
+    """String: the session of `owner` in which a conversation with this digest was answered last."""
     return f"weir:c:{owner}:{reply_digest}"

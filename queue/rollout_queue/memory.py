@@ -51,16 +51,17 @@ class MemoryStream:
         by_age = sorted(self.heads.values(), key=lambda head: head.spec.created_at)
         return by_age[start : start + count]
 
-    async def append_turn(self, turn: Turn, expires_at: float) -> None:
+    async def append_turn(self, turn: Turn, expires_at: float, owner: str = "") -> None:
         head = self.heads.get(turn.session_id)
+        if head is not None and turn.turn_id in head.by_id:
+            return
         if head is None or head.outcome is not None:
             raise SessionClosed(f"session {turn.session_id} is {'closed' if head else 'unknown'}")
         self._append(turn)
         self._change(turn.session_id, turns=(*head.turns, turn))
         self.deadlines[turn.session_id] = expires_at
-
-    async def remember_continuation(self, owner: str, turn: Turn, ttl_s: float) -> None:
-        self.continuations[owner, turn.reply_digest] = turn.session_id
+        if turn.reply_digest:
+            self.continuations[owner, turn.reply_digest] = turn.session_id
 
     async def find_continuation(self, owner: str, reply_digests: Sequence[str]) -> str | None:
         found = (self.continuations.get((owner, digest)) for digest in reply_digests)
@@ -84,7 +85,7 @@ class MemoryStream:
         head = self.heads[outcome.session_id]
         if head.outcome is not None:
             return head.outcome
-        if reward is not None:
+        if reward is not None and all(stored.key != reward.key for stored in head.rewards):
             self._append(reward)
             self._change(outcome.session_id, rewards=(*head.rewards, reward))
         self._append(outcome)
@@ -95,13 +96,7 @@ class MemoryStream:
 
     async def expire(self, now: float, limit: int) -> int:
         overdue = [s for s, deadline in self.deadlines.items() if deadline <= now][:limit]
-        for session_id in overdue:
-            head = self.heads[session_id]
-            outcome, verdict = expiry(head.spec, now)
-            self._append(outcome)
-            self._change(session_id, outcome=head.outcome or outcome)
-            self._close(session_id, verdict)
-        return len(overdue)
+        return sum(self._expire_one(session_id, now) for session_id in overdue)
 
     async def group_progress(self, group_id: str) -> tuple[int, int]:
         size, _, members = self.groups.get(group_id, (None, "", set()))
@@ -151,6 +146,17 @@ class MemoryStream:
 
     def _change(self, session_id: str, **fields: object) -> None:
         self.heads[session_id] = msgspec.structs.replace(self.heads[session_id], **fields)
+
+    def _expire_one(self, session_id: str, now: float) -> bool:
+        head = self.heads[session_id]
+        del self.deadlines[session_id]
+        if head.state == "finished":
+            return False
+        outcome, verdict = expiry(head.spec, now)
+        self._append(outcome)
+        self._change(session_id, outcome=head.outcome or outcome)
+        self._close(session_id, verdict)
+        return True
 
     def _close(self, session_id: str, verdict: Verdict) -> None:
         self._change(session_id, verdict=verdict)

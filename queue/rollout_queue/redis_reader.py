@@ -7,11 +7,12 @@ from typing import Any
 
 import msgspec
 from redis import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 
 from rollout_queue import keys
+from rollout_queue.availability import available
 from rollout_queue.codec import decode
-from rollout_queue.errors import InvalidRecord, StorageUnavailable, UnknownSchema
+from rollout_queue.errors import InvalidRecord, UnknownSchema
 from rollout_queue.stream import Entry, Verdicts
 
 logger = logging.getLogger(__name__)
@@ -24,13 +25,13 @@ class RedisReader:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
-        with _available(), _existing_group():
+        with available(), _existing_group():
             redis.xgroup_create(keys.STREAM, keys.GROUP, id="0", mkstream=True)
 
     def reclaim(self) -> Iterator[Entry]:
         cursor: Any = "0-0"
         while True:
-            with _available():
+            with available():
                 reply: Any = self._redis.xautoclaim(
                     keys.STREAM, keys.GROUP, keys.CONSUMER, min_idle_time=0, start_id=cursor, count=1000
                 )
@@ -40,7 +41,7 @@ class RedisReader:
                 return
 
     def read(self, count: int, block_s: float) -> Sequence[Entry]:
-        with _available():
+        with available():
             reply: Any = self._redis.xreadgroup(
                 keys.GROUP, keys.CONSUMER, {keys.STREAM: ">"}, count=count, block=max(1, int(block_s * 1000))
             )
@@ -50,7 +51,7 @@ class RedisReader:
         return [entry for _, raw in streams for entry in self._decoded(_flat(raw))]
 
     def acknowledge(self, entry_ids: Sequence[str], verdicts: Verdicts) -> None:
-        with _available():
+        with available():
             with self._redis.pipeline(transaction=True) as transaction:
                 for session_id, verdict in verdicts.sessions.items():
                     transaction.hset(keys.session(session_id), "verdict", msgspec.json.encode(verdict))
@@ -65,7 +66,7 @@ class RedisReader:
             self._trim()
 
     def report(self, state: Mapping[str, str | int | float]) -> None:
-        with _available():
+        with available():
             fields: Any = dict(state)
             self._redis.hset(keys.TRAINER, mapping=fields)
 
@@ -90,7 +91,7 @@ class RedisReader:
     def _set_aside(self, entry_id: bytes, fields: dict[bytes, bytes], error: Exception) -> None:
         """A record nobody can read goes to the dead letters with its bytes, and stops nothing."""
         logger.error("entry %s set aside: %s", entry_id.decode(), error)
-        with _available(), self._redis.pipeline(transaction=True) as transaction:
+        with available(), self._redis.pipeline(transaction=True) as transaction:
             letter: Any = {**fields, b"entry": entry_id, b"error": str(error).encode()}
             transaction.xadd(keys.DEAD_LETTERS, letter)
             transaction.xack(keys.STREAM, keys.GROUP, entry_id)
@@ -100,15 +101,6 @@ class RedisReader:
 def _flat(raw: Any) -> Sequence[RawEntry]:
     """redis-py nests the entries of a stream once more under RESP3."""
     return raw[0] if raw and isinstance(raw[0], list) else raw
-
-
-@contextmanager
-def _available() -> Iterator[None]:
-    """The one place where a Redis failure becomes ours."""
-    try:
-        yield
-    except (RedisError, OSError) as error:
-        raise StorageUnavailable(f"Redis: {error}") from error
 
 
 @contextmanager

@@ -51,12 +51,11 @@ class StreamWriter(Protocol):
         """Up to `count` sessions from the `start`-th on, oldest first."""
         ...
 
-    async def append_turn(self, turn: Turn, expires_at: float) -> None:
-        """Store the turn in stream and head. Raises SessionClosed when the session has ended."""
-        ...
+    async def append_turn(self, turn: Turn, expires_at: float, owner: str = "") -> None:
+        """Store the turn in stream and head, once; by its reply digest a later call of `owner` finds it.
 
-    async def remember_continuation(self, owner: str, turn: Turn, ttl_s: float) -> None:
-        """Let a later call that names no session find this turn's by the conversation itself."""
+        Raises SessionClosed when the session has ended.
+        """
         ...
 
     async def find_continuation(self, owner: str, reply_digests: Sequence[str]) -> str | None:
@@ -70,14 +69,14 @@ class StreamWriter(Protocol):
     async def append_outcome(
         self, outcome: Outcome, reward: Reward | None, verdict: Verdict | None
     ) -> Outcome:
-        """Close the session, with its last reward and a verdict where that is known already.
+        """Close the session, with its last reward (if that key is new) and a verdict where it is known.
 
         Returns the outcome that is stored: an earlier one stands.
         """
         ...
 
     async def expire(self, now: float, limit: int) -> int:
-        """Close sessions whose deadline is past. Returns how many."""
+        """Close sessions whose deadline is past and that nobody finished and rewarded. Returns how many."""
         ...
 
     async def group_progress(self, group_id: str) -> tuple[int, int]:

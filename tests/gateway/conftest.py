@@ -1,7 +1,9 @@
 """A gateway on a real port, in front of a fake engine, on a real Redis."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from tokenizers import Tokenizer
 
 from gateway.app import create_app
 from gateway.settings import GatewaySettings
+from rollout_queue import keys
 from tests.gateway.fake_engine import FakeEngine
 from tests.serving import serving
 
@@ -26,13 +29,14 @@ class Door:
     url: str
     engine: FakeEngine
     redis: Redis
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=10))
 
     def call(
         self, method: str, path: str, body: Any = None, key: str | None = CLIENT_KEY, **more: Any
     ) -> Any:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         headers |= more.pop("headers", {})
-        return httpx.request(method, self.url + path, json=body, headers=headers, timeout=10, **more)
+        return self.http.request(method, self.url + path, json=body, headers=headers, **more)
 
     def post(self, path: str, body: Any = None, **more: Any) -> Any:
         return self.call("POST", path, {} if body is None else body, **more)
@@ -50,29 +54,89 @@ class Door:
         opened: dict[str, Any] = reply.json()
         return opened
 
+    def turns(self, session: dict[str, Any]) -> list[dict[str, Any]]:
+        view = self.get(f"/sessions/{session['session_id']}?tokens=true").json()
+        found: list[dict[str, Any]] = view["turns"]
+        return found
+
     def client(self, session: dict[str, Any]) -> openai.OpenAI:
         return openai.OpenAI(base_url=session["base_url"], api_key=session["api_key"], max_retries=0)
 
 
+@dataclass
+class Stage:
+    """Servers that outlive a test, and what each test finds fresh: an engine and an empty Redis."""
+
+    redis_url: str
+    model_path: Path
+    tokenizer: Tokenizer
+    redis: Redis
+    engine: FakeEngine
+    engine_url: str = ""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.engine.app()(scope, receive, send)
+
+    def clear(self, secret: bytes | None) -> None:
+        """Forget everything but the secret, which gateways read once."""
+        self.engine = FakeEngine(self.tokenizer)
+        self.redis.flushdb()
+        if secret is not None:
+            self.redis.set(keys.SECRET, secret)
+
+    @contextmanager
+    def gateway(self, **settings: Any) -> Iterator[str]:
+        given: dict[str, Any] = {
+            "redis_url": self.redis_url,
+            "model_path": self.model_path,
+            "engines": [self.engine_url],
+            "client_keys": [CLIENT_KEY, OTHER_KEY],
+            "admin_keys": [ADMIN_KEY],
+            "engine_wait_s": 0.5,
+            "poll_every_s": 0.05,
+        }
+        with serving(create_app(GatewaySettings(**given | settings))) as url:
+            yield url
+
+    @contextmanager
+    def door(self, **settings: Any) -> Iterator[Door]:
+        """A gateway of a test's own, on what the test has in Redis."""
+        with self.gateway(**settings) as url, httpx.Client(timeout=10) as http:
+            yield Door(url, self.engine, self.redis, http)
+
+
+@pytest.fixture(scope="session")
+def stage(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iterator[Stage]:
+    own = (
+        redis_url.removesuffix("0") + "1"
+    )  # its gateways outlive a test, and would expire other tests' sessions
+    stage = Stage(own, tiny_model, tokenizer, Redis.from_url(own), FakeEngine(tokenizer))
+    with serving(stage) as stage.engine_url:
+        yield stage
+    stage.redis.close()
+
+
+@pytest.fixture(scope="session")
+def gateway_url(stage: Stage) -> Iterator[tuple[str, bytes]]:
+    """A gateway on a bare engine, and its secret."""
+    stage.clear(None)
+    with stage.gateway() as url:
+        yield url, bytes(stage.redis.get(keys.SECRET) or b"")  # type: ignore[arg-type]
+
+
 @pytest.fixture
-def door(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iterator[Door]:
-    redis = Redis.from_url(redis_url)
-    redis.flushall()
-    engine = FakeEngine(tokenizer)
-    with serving(engine.app()) as engine_url:
-        settings = GatewaySettings(
-            redis_url=redis_url,
-            model_path=tiny_model,
-            engines=[engine_url],
-            client_keys=[CLIENT_KEY, OTHER_KEY],
-            admin_keys=[ADMIN_KEY],
-            engine_wait_s=0.5,
-            poll_every_s=0.05,
-        )
-        with serving(create_app(settings)) as url:
-            door = Door(url, engine, redis)
-            for _ in range(100):
-                if door.get("/ready").status_code == 200:
-                    break
-            yield door
-    redis.close()
+def door(stage: Stage, gateway_url: tuple[str, bytes]) -> Iterator[Door]:
+    url, secret = gateway_url
+    stage.clear(secret)
+    with httpx.Client(timeout=10) as http:
+        door = Door(url, stage.engine, stage.redis, http)
+        wait_until(lambda: door.get("/ready").status_code == 200)
+        yield door
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 10) -> None:
+    """Ask again until it is so."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to be"
+        time.sleep(0.005)

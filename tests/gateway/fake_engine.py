@@ -1,4 +1,4 @@
-"""A small stand-in for SGLang's HTTP in unit tests; `test_fake_engine.py` holds it to the real one."""
+"""A small stand-in for SGLang's HTTP in unit tests."""
 
 import asyncio
 import json
@@ -29,7 +29,10 @@ class FakeEngine:
     stop_after: int | None = None
     """End the connection after so many tokens, as an engine that dies."""
     stall_after: int | None = None
-    """Say nothing more after so many tokens."""
+    """Say nothing more after so many tokens; 0 for nothing at all."""
+    stalled: bool = False
+    last_words: dict[str, Any] = field(default_factory=dict)
+    """What the last event's `meta_info` says instead of the truth."""
 
     def app(self) -> Starlette:
         return Starlette(
@@ -69,6 +72,8 @@ class FakeEngine:
         if len(ids) > limit:
             ids, reason = ids[:limit], {"type": "length", "length": limit}
         logprobs = [logprob_of(index) for index in range(len(ids))]
+        if self.stall_after == 0:
+            await self._stall()
         for end in [*range(interval, len(ids), interval), len(ids)]:
             start = (
                 0
@@ -88,14 +93,19 @@ class FakeEngine:
                 meta["weight_versions"] = self.spans or [
                     {"version": self.version, "start": 0, "end": len(ids)}
                 ]
+                meta |= self.last_words
             event = {"output_ids": ids[start:end], "meta_info": meta}
             yield f"data: {json.dumps(event)}\n\n".encode()
             await asyncio.sleep(0)
             if self.stop_after is not None and end >= self.stop_after:
                 return
             if self.stall_after is not None and end >= self.stall_after:
-                await asyncio.sleep(60)
+                await self._stall()
         yield b"data: [DONE]\n\n"
+
+    async def _stall(self) -> None:
+        self.stalled = True
+        await asyncio.sleep(60)
 
 
 def logprob_of(index: int) -> float:

@@ -1,13 +1,15 @@
 """Chat completions through the public door, with the official client where a client would use one."""
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from starlette.responses import JSONResponse, PlainTextResponse
 
-from tests.gateway.conftest import ADMIN_KEY, Door
+from tests.gateway.conftest import ADMIN_KEY, Door, Stage
 from tests.gateway.fake_engine import logprob_of
 
 TOOL: Any = {
@@ -15,11 +17,6 @@ TOOL: Any = {
     "function": {"name": "get", "parameters": {"type": "object", "properties": {"key": {"type": "string"}}}},
 }
 CALL_TEXT = '<tool_call>\n{"name": "get", "arguments": {"key": "a"}}\n</tool_call>'
-
-
-def turns_of(door: Door, session: dict[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = door.get(f"/sessions/{session['session_id']}?tokens=true").json()["turns"]
-    return found
 
 
 def test_the_official_client_gets_an_answer(door: Door) -> None:
@@ -35,7 +32,7 @@ def test_the_official_client_gets_an_answer(door: Door) -> None:
 def test_the_record_holds_what_the_engine_returned(door: Door) -> None:
     session = door.session()
     door.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions")
-    (turn,) = turns_of(door, session)
+    (turn,) = door.turns(session)
     (asked,) = door.engine.requests
     assert turn["context_ids"] == asked["input_ids"]
     assert turn["output_ids"][-1] == door.engine.tokenizer.token_to_id("<|im_end|>")
@@ -53,7 +50,7 @@ def test_both_ways_of_engine_streaming_give_the_same_record(door: Door) -> None:
             model="m", messages=[{"role": "user", "content": "x"}]
         ) as s:
             s.until_done()
-        (turn,) = turns_of(door, session)
+        (turn,) = door.turns(session)
         outputs.append((turn["output_ids"], turn["logprobs"]))
     assert outputs[0] == outputs[1]
 
@@ -63,7 +60,7 @@ def test_version_spans_are_recorded_as_sampled(door: Door) -> None:
     door.engine.script.append([*door.engine.tokenizer.encode("hello").ids[:1], 5])
     session = door.session()
     door.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions")
-    (turn,) = turns_of(door, session)
+    (turn,) = door.turns(session)
     assert turn["versions"] == [
         {"version": 3, "start": 0, "end": 1},
         {"version": 4, "start": 1, "end": 3},
@@ -123,7 +120,7 @@ def test_a_malformed_tool_call_stays_readable_and_the_session_goes_on(door: Door
         {"role": "tool", "content": "no", "tool_call_id": "x"},
     ]
     client.chat.completions.create(model="m", messages=history)
-    assert [turn["relation"] for turn in turns_of(door, session)] == ["root", "extends"]
+    assert [turn["relation"] for turn in door.turns(session)] == ["root", "extends"]
 
 
 def test_turn_two_is_turn_one_and_its_sample_and_the_new_messages(door: Door) -> None:
@@ -135,7 +132,7 @@ def test_turn_two_is_turn_one_and_its_sample_and_the_new_messages(door: Door) ->
     first: Any = reply.choices[0].message
     history += [first, {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "a = 7"}]
     client.chat.completions.create(model="m", messages=history, tools=[TOOL])
-    one, two = turns_of(door, session)
+    one, two = door.turns(session)
     assert (two["relation"], two["parent_id"]) == ("extends", one["turn_id"])
     assert door.engine.requests[1]["input_ids"] == one["context_ids"] + one["output_ids"] + two["context_ids"]
     new = door.engine.tokenizer.decode(two["context_ids"], skip_special_tokens=False)
@@ -150,7 +147,7 @@ def test_an_edited_history_is_its_own_branch(door: Door) -> None:
     path = f"/sessions/{session['session_id']}/v1/chat/completions"
     door.chat("one", path=path)
     door.chat("another", path=path)
-    root, fork = turns_of(door, session)
+    root, fork = door.turns(session)
     assert (root["relation"], fork["relation"], fork["parent_id"]) == ("root", "forks", None)
 
 
@@ -161,7 +158,7 @@ def test_a_new_user_turn_rerenders_where_the_template_says_so(door: Door) -> Non
     reply = client.chat.completions.create(model="m", messages=history).choices[0].message
     history += [reply, {"role": "user", "content": "b"}]
     client.chat.completions.create(model="m", messages=history)
-    _, second = turns_of(door, session)
+    _, second = door.turns(session)
     assert (
         door.engine.requests[1]["input_ids"][: len(door.engine.requests[0]["input_ids"])]
         == (door.engine.requests[0]["input_ids"])
@@ -181,7 +178,7 @@ def test_an_evaluation_keeps_its_own_sampling(door: Door) -> None:
     session = door.session(train=False)
     door.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions", temperature=0.25)
     assert door.engine.requests[0]["sampling_params"]["temperature"] == 0.25
-    (turn,) = turns_of(door, session)
+    (turn,) = door.turns(session)
     assert turn["sampling"]["asked"] == {"temperature": 0.25}
 
 
@@ -204,7 +201,7 @@ def test_n_choices_are_n_turns(door: Door) -> None:
     reply = door.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions", n=3)
     texts = {choice["message"]["content"] for choice in reply.json()["choices"]}
     assert texts == {"one", "two", "three"}
-    assert len(reply.headers["x-weir-turn-id"].split(",")) == len(turns_of(door, session)) == 3
+    assert len(reply.headers["x-weir-turn-id"].split(",")) == len(door.turns(session)) == 3
     assert len({request["rid"] for request in door.engine.requests}) == 3
 
 
@@ -287,7 +284,61 @@ def test_an_id_outside_the_vocabulary_never_reaches_the_record(door: Door) -> No
     session = door.session()
     reply = door.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions")
     assert reply.status_code == 503
-    assert turns_of(door, session) == []
+    assert door.turns(session) == []
+
+
+def test_a_prompt_id_outside_the_vocabulary_never_reaches_the_engine(
+    door: Door, stage: Stage, tmp_path: Path
+) -> None:
+    shutil.copy(stage.model_path / "tokenizer.json", tmp_path)
+    config = json.loads((stage.model_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
+    with stage.door(model_path=tmp_path) as narrow:
+        error = narrow.chat().json()["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "token_out_of_vocabulary")
+    assert door.engine.requests == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"weight_versions": [{"version": "1", "start": 1, "end": 2}]},
+        {"weight_versions": [{"version": "1"}]},
+        {"weight_versions": 7},
+        {"finish_reason": {"type": "vanished"}},
+        {"finish_reason": {}},
+        {"finish_reason": {"type": "abort"}},
+        {"output_token_logprobs": [[-1e300, 5, None], [-1e300, 5, None]]},
+        {"output_token_logprobs": []},
+        {"completion_tokens": 99},
+    ],
+)
+def test_an_engine_that_talks_nonsense_is_503_and_nothing_is_recorded(
+    door: Door, nonsense: dict[str, Any], stream: bool
+) -> None:
+    end = door.engine.tokenizer.token_to_id("<|im_end|>")
+    for entry in nonsense.get("output_token_logprobs", [])[-1:]:
+        entry[1] = end
+    door.engine.script.append([5])
+    door.engine.last_words = nonsense
+    session = door.session()
+    reply = door.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions", stream=stream)
+    if reply.status_code == 200:
+        assert stream
+        error = json.loads(reply.text.splitlines()[-2][6:])["error"]
+        assert "[DONE]" not in reply.text
+    else:
+        assert reply.status_code == 503
+        error = reply.json()["error"]
+    assert error["type"] == "engine_unavailable"
+    assert door.turns(session) == []
+
+
+def test_a_stream_asks_proxies_to_pass_it_on_at_once(door: Door) -> None:
+    headers = door.chat(stream=True).headers
+    assert headers["content-type"].startswith("text/event-stream")
+    assert (headers["cache-control"], headers["x-accel-buffering"]) == ("no-cache", "no")
 
 
 @pytest.mark.parametrize(
@@ -327,7 +378,7 @@ def test_an_engine_that_fails_is_503_and_nothing_is_recorded(door: Door) -> None
             )
         assert caught.value.status_code == 503
         assert caught.value.response.headers["retry-after"]
-        assert turns_of(door, session) == []
+        assert door.turns(session) == []
 
 
 def test_an_engine_that_dies_in_the_middle_ends_the_stream_with_an_error(door: Door) -> None:
@@ -339,7 +390,7 @@ def test_an_engine_that_dies_in_the_middle_ends_the_stream_with_an_error(door: D
     )
     with pytest.raises(openai.APIError):
         list(stream)
-    assert turns_of(door, session) == []
+    assert door.turns(session) == []
 
 
 def test_no_engine_at_all_is_503_with_the_reason(door: Door) -> None:
@@ -353,8 +404,14 @@ def test_any_other_model_name_is_served_by_the_policy(door: Door) -> None:
 
 
 def test_metrics_count_turns(door: Door) -> None:
+    def turns() -> float:
+        lines = door.get("/metrics", key=None).text.splitlines()
+        found = (line for line in lines if line.startswith('weir_turns_total{finish="stop",relation="root"}'))
+        return float(next(found, "0").split()[-1])
+
+    before = turns()
     door.chat()
-    assert 'weir_turns_total{finish="stop",relation="root"} 1.0' in door.get("/metrics", key=None).text
+    assert turns() == before + 1
 
 
 def test_status_is_for_admins(door: Door) -> None:

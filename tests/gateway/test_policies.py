@@ -1,16 +1,20 @@
 """Publishing a policy: numbers, the push to each server, and who is in rotation afterwards."""
 
+import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tests.gateway.conftest import ADMIN_KEY, Door
+from rollout_queue import keys
+from tests.gateway.conftest import ADMIN_KEY, Door, Stage, wait_until
 from tests.serving import serving
 
 
@@ -21,6 +25,11 @@ class FakeRolloutServer:
     version: int = 0
     refuse: bool = False
     state: str = "ready"
+    slow: bool = False
+    """Hears of a policy, and does not answer yet."""
+    nonsense: Any = None
+    """What it answers to a reload, in place of what it should."""
+    status_nonsense: Any = None
     reloads: list[dict[str, Any]] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
 
@@ -31,26 +40,74 @@ class FakeRolloutServer:
 
     async def status(self, request: Request) -> Response:
         self.keys.add(request.headers.get("authorization", ""))
-        return JSONResponse({"state": self.state, "version": self.version})
+        return JSONResponse(self.status_nonsense or {"state": self.state, "version": self.version})
 
     async def reload(self, request: Request) -> Response:
         self.reloads.append(await request.json())
         if self.refuse:
             return JSONResponse({"error": {"message": "a tensor is missing"}}, 422)
+        while self.slow:  # noqa: ASYNC110 - the test lives in another thread
+            await asyncio.sleep(0.005)
+        if self.nonsense is not None:
+            return JSONResponse(self.nonsense)
         self.version = self.reloads[-1]["version"]
         return JSONResponse({"ok": True, "version": self.version, "paused_s": 0.01})
 
 
+@dataclass
+class Actor:
+    """An address with whoever plays the server there."""
+
+    part: FakeRolloutServer = field(default_factory=FakeRolloutServer)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.part.app()(scope, receive, send)
+
+
+@pytest.fixture(scope="module")
+def fleet_url(stage: Stage) -> Iterator[tuple[str, bytes]]:
+    """A gateway without bare engines, and its secret."""
+    stage.clear(None)
+    with stage.gateway(engines=[]) as url:
+        yield url, bytes(stage.redis.get(keys.SECRET) or b"")  # type: ignore[arg-type]
+
+
 @pytest.fixture
-def servers(door: Door) -> Iterator[list[FakeRolloutServer]]:
-    fakes = [FakeRolloutServer(), FakeRolloutServer()]
-    engine_url = door.get("/admin/rollout_servers", key=ADMIN_KEY).json()["data"][0]["engine_url"]
-    door.call("DELETE", "/admin/rollout_servers/engine-0", key=ADMIN_KEY)
-    with serving(fakes[0].app()) as one, serving(fakes[1].app()) as two:
-        for index, url in enumerate((one, two)):
-            body = {"id": f"r{index}", "url": url, "engine_url": engine_url}
-            assert door.post("/admin/rollout_servers", body, key=ADMIN_KEY).status_code == 200
-        yield fakes
+def door(stage: Stage, fleet_url: tuple[str, bytes]) -> Iterator[Door]:
+    url, secret = fleet_url
+    stage.clear(secret)
+    with httpx.Client(timeout=10) as http:
+        door = Door(url, stage.engine, stage.redis, http)
+        wait_until(lambda: status_of(door)["rollout_servers"] == [])
+        wait_until(lambda: status_of(door)["policy"]["serving"] is None)
+        yield door
+
+
+@pytest.fixture(scope="module")
+def actors() -> Iterator[list[tuple[str, Actor]]]:
+    """Two servers that outlive a test; each test gives them a fresh part to play."""
+    actors = [Actor(), Actor()]
+    with serving(actors[0]) as one, serving(actors[1]) as two:
+        yield list(zip((one, two), actors, strict=True))
+
+
+@pytest.fixture
+def servers(door: Door, stage: Stage, actors: list[tuple[str, Actor]]) -> list[FakeRolloutServer]:
+    for index, (url, actor) in enumerate(actors):
+        actor.part = FakeRolloutServer()
+        register(door, f"r{index}", url, stage.engine_url)
+    return [actor.part for _, actor in actors]
+
+
+def register(door: Door, server_id: str, url: str, engine_url: str) -> Any:
+    body = {"id": server_id, "url": url, "engine_url": engine_url}
+    reply = door.post("/admin/rollout_servers", body, key=ADMIN_KEY)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def status_of(door: Door) -> Any:
+    return door.get("/admin/status", key=ADMIN_KEY).json()
 
 
 def publish(door: Door, version: int | None, **fields: Any) -> Any:
@@ -99,6 +156,61 @@ def test_when_all_fail_the_old_version_is_served_on(door: Door, servers: list[Fa
     assert door.chat().status_code == 200
 
 
+def test_a_slow_server_does_not_keep_the_others_out_of_rotation(
+    door: Door, servers: list[FakeRolloutServer]
+) -> None:
+    servers[1].slow = True
+    with ThreadPoolExecutor() as pool:
+        push = pool.submit(publish, door, 3)
+        try:
+            wait_until(lambda: status_of(door)["policy"]["serving"] == 3)
+            session = door.session()
+            door.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions")
+            assert [turn["engine"] for turn in door.turns(session)] == ["r0"]
+        finally:
+            servers[1].slow = False
+        assert push.result().status_code == 200
+
+
+@pytest.mark.parametrize("nonsense", [[], {}, "yes", {"ok": True}, {"ok": True, "version": 2}])
+def test_a_server_that_does_not_prove_the_version_failed(
+    door: Door, servers: list[FakeRolloutServer], nonsense: Any
+) -> None:
+    servers[0].nonsense = nonsense
+    reply = publish(door, 3)
+    assert reply.status_code == 207
+    assert [result["ok"] for result in reply.json()["results"]] == [False, True]
+
+
+@pytest.mark.parametrize("nonsense", [[1], {"state": 7}, {"version": 0}, "ready"])
+def test_a_server_whose_status_is_nonsense_is_dead_and_the_others_live(
+    door: Door, servers: list[FakeRolloutServer], nonsense: Any
+) -> None:
+    servers[0].status_nonsense = nonsense
+    wait_until(lambda: [s["state"] for s in status_of(door)["rollout_servers"]] == ["dead", "ready"])
+    servers[0].status_nonsense = None
+    wait_until(lambda: [s["state"] for s in status_of(door)["rollout_servers"]] == ["ready", "ready"])
+
+
+def test_a_drained_server_stays_so_when_it_registers_again(
+    door: Door, servers: list[FakeRolloutServer], stage: Stage, actors: list[tuple[str, Actor]]
+) -> None:
+    door.post("/admin/rollout_servers/r0/drain", key=ADMIN_KEY)
+    register(door, "r0", actors[0][0], stage.engine_url)
+    states = {s["id"]: s["state"] for s in status_of(door)["rollout_servers"]}
+    assert states == {"r0": "draining", "r1": "ready"}
+
+
+def test_a_known_number_that_went_by_is_not_published_again(
+    door: Door, servers: list[FakeRolloutServer]
+) -> None:
+    publish(door, 1)
+    publish(door, 2)
+    assert publish(door, 1).status_code == 409
+    states = {p["version"]: p["state"] for p in door.get("/admin/policies", key=ADMIN_KEY).json()["data"]}
+    assert states == {0: "retired", 1: "retired", 2: "serving"}
+
+
 def test_numbers_only_grow_and_name_one_content(door: Door, servers: list[FakeRolloutServer]) -> None:
     assert publish(door, 5).status_code == 200
     assert publish(door, 4).status_code == 409
@@ -124,8 +236,7 @@ def test_a_server_that_joins_hears_the_current_policy(door: Door, servers: list[
     publish(door, 2, manifest_sha256="cd")
     late = FakeRolloutServer()
     with serving(late.app()) as url:
-        body = {"id": "late", "url": url, "engine_url": url}
-        told = door.post("/admin/rollout_servers", body, key=ADMIN_KEY).json()["policy"]
+        told = register(door, "late", url, url)["policy"]
     assert (told["version"], told["location"], told["manifest_sha256"]) == (2, "file:///policies/2", "cd")
 
 

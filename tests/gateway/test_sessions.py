@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.conftest import ADMIN_KEY, OTHER_KEY, Door
+from tests.gateway.conftest import ADMIN_KEY, OTHER_KEY, Door, wait_until
 
 
 def turn_in(door: Door, session: dict[str, Any]) -> Any:
@@ -87,6 +87,35 @@ def test_a_call_that_names_no_session_joins_the_conversation_it_continues(door: 
     view = door.get(f"/sessions/{name}").json()
     assert view["inferred"] is True
     assert [turn["relation"] for turn in view["turns"]] == ["root", "extends"]
+
+
+def test_a_call_that_continues_a_session_by_its_conversation_needs_no_name(door: Door) -> None:
+    session = door.session()
+    turn_in(door, session)
+    history = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    more = {"messages": [*history, {"role": "user", "content": "more"}]}
+    joined = door.post("/v1/chat/completions", more)
+    assert joined.headers["x-weir-session-id"] == session["session_id"]
+    stranger = door.post("/v1/chat/completions", more, key=OTHER_KEY)
+    assert stranger.headers["x-weir-session-id"] != session["session_id"]
+
+
+def test_a_conversation_whose_session_is_finished_goes_on_in_a_new_one(door: Door) -> None:
+    name = door.chat("hi").headers["x-weir-session-id"]
+    door.post(f"/sessions/{name}/finish", {"status": "completed", "reward": 1.0})
+    history = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    reply = door.post("/v1/chat/completions", {"messages": [*history, {"role": "user", "content": "more"}]})
+    assert reply.status_code == 200
+    assert reply.headers["x-weir-session-id"] != name
+
+
+@pytest.mark.parametrize("where", ["headers", "metadata"])
+def test_a_session_key_names_no_other_session_beside_its_own(door: Door, where: str) -> None:
+    session, other = door.session(), door.session()["session_id"]
+    named: dict[str, Any] = {"headers": {"x-session-id": other}, "metadata": {"session_id": other}}
+    path = f"/sessions/{session['session_id']}/v1/chat/completions"
+    reply = door.chat(path=path, key=session["api_key"], **{where: named[where]})
+    assert (reply.status_code, reply.json()["error"]["type"]) == (403, "permission_error")
 
 
 def test_a_session_key_opens_its_calls_and_nothing_else(door: Door) -> None:
@@ -177,6 +206,35 @@ def test_finishing_twice_alike_is_200_and_otherwise_409(door: Door) -> None:
     assert door.post(path, {"status": "done"}).status_code == 400
 
 
+def test_the_reward_of_finish_has_the_key_finish(door: Door) -> None:
+    path = f"/sessions/{door.session()['session_id']}"
+    door.post(f"{path}/reward", {"value": 1.0, "key": "finish"})
+    assert door.post(f"{path}/finish", {"status": "completed", "reward": 2.0}).status_code == 409
+    assert door.get(path).json()["state"] == "open"
+    assert door.post(f"{path}/finish", {"status": "completed", "reward": 1.0}).json()["reward"] == 1.0
+
+
+def test_a_session_whose_reward_was_called_finish_may_finish_without_another(door: Door) -> None:
+    path = f"/sessions/{door.session()['session_id']}"
+    door.post(f"{path}/reward", {"value": 1.0, "key": "finish"})
+    assert door.post(f"{path}/finish", {"status": "completed"}).status_code == 200
+
+
+def test_the_largest_reward_may_be_said_twice(door: Door) -> None:
+    path = f"/sessions/{door.session()['session_id']}"
+    for _ in range(2):
+        assert door.post(f"{path}/reward", {"value": 1.7e308, "key": "a"}).status_code == 200
+
+
+def test_a_finished_and_rewarded_session_does_not_expire(door: Door) -> None:
+    rewarded, bystander = door.session(ttl_s=0.1), door.session(ttl_s=0.1)
+    path = f"/sessions/{rewarded['session_id']}"
+    door.post(f"{path}/finish", {"status": "completed", "reward": 1.0})
+    other = f"/sessions/{bystander['session_id']}"
+    wait_until(lambda: door.get(other).json()["verdict"]["code"] == "expired")
+    assert door.get(path).json()["verdict"]["code"] == "ready"
+
+
 @pytest.mark.parametrize("status", ["failed", "abandoned"])
 def test_failed_and_abandoned_end_at_once(door: Door, status: str) -> None:
     path = f"/sessions/{door.session()['session_id']}"
@@ -197,11 +255,9 @@ def test_an_incomplete_group_says_what_is_missing(door: Door) -> None:
 def test_an_expired_session_says_so(door: Door) -> None:
     session = door.session(ttl_s=0.2)
     path = f"/sessions/{session['session_id']}"
-    for _ in range(200):
-        if door.get(path).json()["verdict"]["code"] == "expired":
-            break
-    assert door.get(path).json()["verdict"]["code"] == "expired"
-    assert turn_in(door, session).status_code == 409
+    wait_until(lambda: door.get(path).json()["verdict"]["code"] == "expired")
+    refused = turn_in(door, session)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "session_expired")
 
 
 def test_sessions_are_listed_filtered_and_paged(door: Door) -> None:

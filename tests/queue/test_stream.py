@@ -12,6 +12,7 @@ from redis.asyncio import Redis as AsyncRedis
 from rollout_queue import keys
 from rollout_queue.codec import encode
 from rollout_queue.errors import Conflict, SessionClosed, StorageUnavailable
+from rollout_queue.head import SessionHead
 from rollout_queue.memory import MemoryStream
 from rollout_queue.records import Outcome, Reward, SessionSpec, Span, Turn, Verdict
 from rollout_queue.redis_reader import RedisReader
@@ -65,7 +66,7 @@ async def ends(request: pytest.FixtureRequest) -> AsyncIterator[Ends]:
         return
     url = request.getfixturevalue("redis_url")
     redis, sync = AsyncRedis.from_url(url), Redis.from_url(url)
-    sync.flushall()
+    sync.flushdb()
     yield Ends(RedisWriter(redis), RedisReader(sync))
     sync.close()
     await redis.aclose()
@@ -121,6 +122,14 @@ async def test_a_group_has_one_size_and_one_owner(ends: Ends) -> None:
         await ends.writer.open_session(spec("c", group_id="g", group_size=3, owner="x"))
 
 
+async def test_a_group_takes_its_size_from_the_first_session_that_says_one(ends: Ends) -> None:
+    await ends.writer.open_session(spec("a", group_id="g"))
+    await ends.writer.open_session(spec("b", group_id="g", group_size=3))
+    with pytest.raises(Conflict, match="size 3"):
+        await ends.writer.open_session(spec("c", group_id="g", group_size=2))
+    assert await ends.writer.group_progress("g") == (0, 3)
+
+
 async def test_a_group_is_created_once(ends: Ends) -> None:
     members = [spec(name, group_id="g", group_size=2) for name in ("a", "b")]
     await ends.writer.open_group(members)
@@ -163,6 +172,31 @@ async def test_a_reward_after_the_verdict_is_kept_as_late_and_not_sent(ends: End
     assert stored.late
     assert head.rewards == (stored,)
     assert ends.read() == [outcome(status="failed")]
+
+
+async def test_a_turn_that_is_appended_again_is_there_once(ends: Ends) -> None:
+    await ends.writer.open_session(spec())
+    await ends.writer.append_turn(turn(), 200.0)
+    await ends.writer.append_outcome(outcome(), None, None)
+    await ends.writer.append_turn(turn(), 200.0)
+    assert ends.read() == [turn(), outcome()]
+
+
+async def test_a_turn_is_found_by_the_conversation_that_it_answers(ends: Ends) -> None:
+    await ends.writer.open_session(spec(ttl_s=1e300))
+    await ends.writer.append_turn(turn(reply_digest="d"), 1e300, "me")
+    assert await ends.writer.find_continuation("me", ["other", "d"]) == "s1"
+    assert await ends.writer.find_continuation("you", ["d"]) is None
+
+
+async def test_a_final_reward_does_not_replace_one_of_its_key(ends: Ends) -> None:
+    await ends.writer.open_session(spec())
+    await ends.writer.append_reward(reward("finish", value=1.0))
+    await ends.writer.append_outcome(outcome(), reward("finish", value=0.5), None)
+    head = await ends.writer.load("s1")
+    assert head is not None
+    assert head.rewards == (reward("finish", value=1.0),)
+    assert ends.read() == [reward("finish", value=1.0), outcome()]
 
 
 async def test_the_first_outcome_stands(ends: Ends) -> None:
@@ -213,13 +247,26 @@ async def test_a_call_moves_the_deadline(ends: Ends) -> None:
     assert await ends.writer.expire(now=111.0, limit=10) == 0
 
 
+async def test_a_session_that_waits_for_the_trainer_alone_does_not_expire(ends: Ends) -> None:
+    await ends.writer.open_session(spec("rewarded", ttl_s=10.0))
+    await ends.writer.append_outcome(outcome("rewarded"), reward("finish", "rewarded"), None)
+    await ends.writer.open_session(spec("unrewarded", ttl_s=10.0))
+    await ends.writer.append_outcome(outcome("unrewarded"), None, None)
+    assert await ends.writer.expire(now=111.0, limit=10) == 1
+    rewarded, unrewarded = await ends.writer.load("rewarded"), await ends.writer.load("unrewarded")
+    assert rewarded is not None
+    assert unrewarded is not None
+    assert rewarded.verdict is None
+    assert unrewarded.verdict is not None
+
+
 # What only a real Redis can show
 
 
 @pytest.fixture
 def redis(redis_url: str) -> Iterator[Redis]:
     client = Redis.from_url(redis_url)
-    client.flushall()
+    client.flushdb()
     yield client
     client.close()
 
@@ -261,6 +308,35 @@ async def test_a_redis_that_is_gone_is_storage_unavailable(tmp_path: Path) -> No
         await RedisWriter(nowhere).append_turn(turn(), 200.0)
     with pytest.raises(StorageUnavailable):
         await RedisWriter(nowhere).open_session(spec())
+
+
+async def test_a_call_in_time_wins_over_a_gateway_that_saw_the_old_deadline(
+    redis: Redis, redis_url: str
+) -> None:
+    connection = AsyncRedis.from_url(redis_url)
+    writer = RedisWriter(connection)
+    await writer.open_session(spec(ttl_s=10.0))
+    await writer.append_turn(turn(), expires_at=500.0)
+    assert await writer._expire_one("s1", now=111.0) == 0
+    await connection.aclose()
+
+
+async def test_a_full_redis_takes_a_record_whole_or_not_at_all(redis: Redis, redis_url: str) -> None:
+    connection = AsyncRedis.from_url(redis_url)
+    writer = RedisWriter(connection)
+    await writer.open_session(spec())
+    redis.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(StorageUnavailable):
+            await writer.append_turn(turn(), 200.0)
+        with pytest.raises(StorageUnavailable):
+            await writer.open_group([spec("a", group_id="g"), spec("b", group_id="g")])
+    finally:
+        redis.config_set("maxmemory", 0)
+    assert await writer.load("s1") == SessionHead(spec=spec())
+    assert redis.xlen(keys.STREAM) == 0
+    assert redis.exists(keys.group("g")) == 0
+    await connection.aclose()
 
 
 def test_replacing_a_field_keeps_a_record_valid() -> None:

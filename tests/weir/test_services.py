@@ -9,6 +9,7 @@ import pytest
 import yaml
 from redis import Redis
 
+from tests.serving import free_port
 from weir.errors import StackError
 from weir.preflight import check_machine
 from weir.redis_server import redis_service
@@ -24,8 +25,8 @@ def model_path(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_redis_keeps_what_the_queue_promises(settings: StackSettings, free_port: int) -> None:
-    mine = settings.model_copy(update={"redis_port": free_port})
+def test_redis_keeps_what_the_queue_promises(settings: StackSettings) -> None:
+    mine = settings.model_copy(update={"redis_port": free_port()})
     with Stack(mine, [redis_service(mine)]) as stack:
         stack.wait_ready()
         with Redis.from_url(stack.redis_url, decode_responses=True) as client:

@@ -55,6 +55,8 @@ class Generation:
     head: SessionHead
     prompt: Prompt
     sampling: Sampling
+    completion_id: str
+    """What the reply is called; the choices of one call share it."""
     turn_id: str = field(default_factory=lambda: uuid4().hex)
     started_at: float = field(default_factory=time.time)
     server: RolloutServer | None = None
@@ -66,10 +68,6 @@ class Generation:
     finish: str | None = None
     matched: str | None = None
     versions: tuple[Span, ...] = ()
-
-    @property
-    def completion_id(self) -> str:
-        return f"chatcmpl-{self.turn_id}"
 
     def take(self, piece: Piece) -> None:
         self.ids += piece.ids
@@ -122,7 +120,8 @@ class Generator:
         if foreign := self._foreign(prompt.prompt_ids):
             raise ApiError(400, foreign, param="messages", code="token_out_of_vocabulary")
         sampling = decide(head.spec.sampling, call.asked, room, head.spec.train)
-        return [Generation(call, head, prompt, sampling) for _ in range(count)]
+        completion_id = f"chatcmpl-{uuid4().hex}"
+        return [Generation(call, head, prompt, sampling, completion_id) for _ in range(count)]
 
     async def sample(self, generation: Generation) -> AsyncGenerator[Piece, None]:
         """Stream the answer from an engine. A caller that stops listening aborts it, and that is recorded."""

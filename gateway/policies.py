@@ -85,8 +85,8 @@ class Policies:
         """Serve a known version everywhere, under its own number. Raises ApiError 404 for an unknown one."""
         async with self._pushing:
             record = next((each for each in await self.all() if each.version == version), None)
-            if record is None or record.location is None:
-                raise ApiError(404, f"no published policy has version {version}")
+            if record is None:
+                raise ApiError(404, f"no policy has version {version}")
             return await self._push(record, force=True)
 
     async def _register(

@@ -229,6 +229,8 @@ def test_a_rollback_serves_the_old_version_under_its_own_number(
     assert servers[0].reloads[-1]["force"] is True
     states = {p["version"]: p["state"] for p in door.get("/admin/policies", key=ADMIN_KEY).json()["data"]}
     assert states == {0: "retired", 1: "serving", 2: "retired"}
+    assert door.post("/admin/policies/rollback", {"to": 0}, key=ADMIN_KEY).status_code == 200
+    assert (servers[0].version, servers[0].reloads[-1]["location"]) == (0, None)
     assert door.post("/admin/policies/9/promote", key=ADMIN_KEY).status_code == 404
 
 

@@ -185,6 +185,17 @@ def test_a_reward_may_credit_one_call(door: Door) -> None:
     assert turn["reward"] == 2.0
 
 
+def test_the_id_of_a_completion_with_several_choices_credits_none_of_them(door: Door) -> None:
+    session = door.session()
+    path = f"/sessions/{session['session_id']}"
+    completion = door.chat(path=f"{path}/v1/chat/completions", n=2).json()
+    refused = door.post(f"{path}/reward", {"value": 1.0, "turn_id": completion["id"]})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "ambiguous_turn")
+    turns = door.get(path).json()["turns"]
+    assert {turn["completion_id"] for turn in turns} == {completion["id"]}
+    assert door.post(f"{path}/reward", {"value": 1.0, "turn_id": turns[0]["turn_id"]}).status_code == 200
+
+
 def test_a_finished_session_waits_for_its_reward_and_takes_no_call(door: Door) -> None:
     session = door.session()
     path = f"/sessions/{session['session_id']}"

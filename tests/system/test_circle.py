@@ -53,6 +53,25 @@ def test_trainer_and_engine_agree_on_the_logprobs_of_a_fresh_policy(system: Syst
     assert metrics["staleness/total_max"] == 0
 
 
+def test_a_rollback_and_a_promotion_are_served_under_their_old_numbers(system: System) -> None:
+    before = system.serving()
+    system.train_one_group()
+    until(lambda: system.serving() > before)
+    version = system.serving()
+    for path, body, number in (
+        ("/admin/policies/rollback", {"to": 0}, 0),
+        (f"/admin/policies/{version}/promote", {}, version),
+    ):
+        (result,) = system.post(path, body, key=ADMIN_KEY)["results"]
+        assert (result["ok"], result["version_served"]) == (True, number)
+        assert system.get("/model_info", url=system.engine_url)["weight_version"] == str(number)
+        assert system.serving() == number
+        ticket = system.post("/sessions", {})
+        assert system.say(ticket, "who are you")
+        (turn,) = system.get(f"/sessions/{ticket['session_id']}")["turns"]
+        assert turn["versions"][0]["version"] == number
+
+
 def test_a_group_without_differences_teaches_nothing_and_says_so(system: System) -> None:
     tickets = system.post("/groups", {"size": 2})["sessions"]
     for ticket in tickets:

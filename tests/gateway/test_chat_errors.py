@@ -1,0 +1,190 @@
+"""What goes wrong in a chat call, and what the client hears of it."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from starlette.responses import JSONResponse, PlainTextResponse
+
+from tests.gateway.conftest import ADMIN_KEY, Door, Stage
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b"{", None),
+        (b"[]", None),
+        (b'{"messages": "hi"}', "messages"),
+        (b'{"messages": []}', "messages"),
+        (b'{"messages": [{"role": "wizard", "content": "x"}]}', "messages[0].role"),
+        (b'{"messages": [{"role": "user", "content": 7}]}', "messages[0]"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "messages[0]"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "temperature": "hot"}', "temperature"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "temperature": 9}', "temperature"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "n": 0}', "n"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}', "max_tokens"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "stream": "yes"}', "stream"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "model": "policy@x"}', "model"),
+        (b'{"messages": [{"role": "user", "content": "\xff"}]}', None),
+        (b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "magic"}]}', "tools"),
+    ],
+)
+def test_bad_input_is_a_400_that_names_the_field(door: Door, body: bytes, param: str | None) -> None:
+    reply = door.call(
+        "POST", "/v1/chat/completions", headers={"content-type": "application/json"}, content=body
+    )
+    error = reply.json()["error"]
+    assert (reply.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert reply.headers["x-request-id"]
+
+
+def test_a_prompt_that_does_not_fit_says_so(door: Door) -> None:
+    client = door.client(door.session())
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "word " * 6000}])
+    assert caught.value.code == "context_length_exceeded"
+    assert door.engine.requests == []
+
+
+def test_an_id_outside_the_vocabulary_never_reaches_the_record(door: Door) -> None:
+    door.engine.script.append([5, 999_999])
+    session = door.session()
+    reply = door.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions")
+    assert reply.status_code == 503
+    assert door.turns(session) == []
+
+
+def test_a_prompt_id_outside_the_vocabulary_never_reaches_the_engine(
+    door: Door, stage: Stage, tmp_path: Path
+) -> None:
+    shutil.copy(stage.model_path / "tokenizer.json", tmp_path)
+    config = json.loads((stage.model_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
+    with stage.door(model_path=tmp_path) as narrow:
+        error = narrow.chat().json()["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "token_out_of_vocabulary")
+    assert door.engine.requests == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"weight_versions": [{"version": "1", "start": 1, "end": 2}]},
+        {"weight_versions": [{"version": "1"}]},
+        {"weight_versions": 7},
+        {"finish_reason": {"type": "vanished"}},
+        {"finish_reason": {}},
+        {"finish_reason": {"type": "abort"}},
+        {"output_token_logprobs": [[-1e300, 5, None], [-1e300, 5, None]]},
+        {"output_token_logprobs": []},
+        {"completion_tokens": 99},
+    ],
+)
+def test_an_engine_that_talks_nonsense_is_503_and_nothing_is_recorded(
+    door: Door, nonsense: dict[str, Any], stream: bool
+) -> None:
+    end = door.engine.tokenizer.token_to_id("<|im_end|>")
+    for entry in nonsense.get("output_token_logprobs", [])[-1:]:
+        entry[1] = end
+    door.engine.script.append([5])
+    door.engine.last_words = nonsense
+    session = door.session()
+    reply = door.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions", stream=stream)
+    if reply.status_code == 200:
+        assert stream
+        error = json.loads(reply.text.splitlines()[-2][6:])["error"]
+        assert "[DONE]" not in reply.text
+    else:
+        assert reply.status_code == 503
+        error = reply.json()["error"]
+    assert error["type"] == "engine_unavailable"
+    assert door.turns(session) == []
+
+
+def test_a_stream_asks_proxies_to_pass_it_on_at_once(door: Door) -> None:
+    headers = door.chat(stream=True).headers
+    assert headers["content-type"].startswith("text/event-stream")
+    assert (headers["cache-control"], headers["x-accel-buffering"]) == ("no-cache", "no")
+
+
+@pytest.mark.parametrize(
+    ("key", "raised"), [("wrong", openai.AuthenticationError), ("sess-xx.yy", openai.AuthenticationError)]
+)
+def test_a_wrong_key_is_a_typed_error(door: Door, key: str, raised: type[Exception]) -> None:
+    client = openai.OpenAI(base_url=f"{door.url}/v1", api_key=key, max_retries=0)
+    with pytest.raises(raised):
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+
+
+def test_no_key_is_401_and_an_unknown_path_404_and_a_wrong_method_405(door: Door) -> None:
+    assert door.chat(key=None).status_code == 401
+    for method, path, status in (("GET", "/nowhere", 404), ("GET", "/v1/chat/completions", 405)):
+        reply = door.call(method, path)
+        assert (reply.status_code, set(reply.json()["error"])) == (
+            status,
+            {"message", "type", "param", "code"},
+        )
+
+
+def test_another_content_type_is_415(door: Door) -> None:
+    reply = door.call("POST", "/v1/chat/completions", headers={"content-type": "text/plain"}, content=b"{}")
+    assert reply.status_code == 415
+
+
+def test_an_engine_that_fails_is_503_and_nothing_is_recorded(door: Door) -> None:
+    for refusal in (
+        PlainTextResponse("Internal Server Error", 500),
+        JSONResponse({"object": "error", "message": "full", "code": 503}, 503),
+    ):
+        door.engine.refusals.append(refusal)
+        session = door.session()
+        with pytest.raises(openai.InternalServerError) as caught:
+            door.client(session).chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "x"}]
+            )
+        assert caught.value.status_code == 503
+        assert caught.value.response.headers["retry-after"]
+        assert door.turns(session) == []
+
+
+def test_an_engine_that_dies_in_the_middle_ends_the_stream_with_an_error(door: Door) -> None:
+    door.engine.stop_after = 3
+    door.engine.script.append("one two three four five six")
+    session = door.session()
+    stream = door.client(session).chat.completions.create(
+        model="m", messages=[{"role": "user", "content": "x"}], stream=True
+    )
+    with pytest.raises(openai.APIError):
+        list(stream)
+    assert door.turns(session) == []
+
+
+def test_no_engine_at_all_is_503_with_the_reason(door: Door) -> None:
+    door.engine.version = "0"
+    reply = door.chat(model="policy@7")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_any_other_model_name_is_served_by_the_policy(door: Door) -> None:
+    assert door.chat(model="gpt-4o").json()["model"] == "gpt-4o"
+
+
+def test_metrics_count_turns(door: Door) -> None:
+    def turns() -> float:
+        lines = door.get("/metrics", key=None).text.splitlines()
+        found = (line for line in lines if line.startswith('weir_turns_total{finish="stop",relation="root"}'))
+        return float(next(found, "0").split()[-1])
+
+    before = turns()
+    door.chat()
+    assert turns() == before + 1
+
+
+def test_status_is_for_admins(door: Door) -> None:
+    assert door.get("/admin/status").status_code == 403
+    status = door.get("/admin/status", key=ADMIN_KEY).json()
+    assert status["rollout_servers"][0]["state"] == "ready"

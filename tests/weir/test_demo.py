@@ -147,17 +147,20 @@ def filled(*rewards: float) -> Record:
 
 
 @pytest.mark.parametrize(
-    ("rewards", "versions", "missed"),
+    ("rewards", "versions", "trained", "missed"),
     [
-        ((0.1, 0.95), 10, set()),
-        ((0.4, 0.95), 10, {"starts_below"}),
-        ((0.1, 0.85), 10, {"reaches"}),
-        ((0.1, 0.95), 9, {"versions"}),
-        ((), 0, {"starts_below", "reaches", "versions"}),
+        ((0.1, 0.95), 10, 2 * WINDOW, set()),
+        ((0.4, 0.95), 10, 2 * WINDOW, {"starts_below"}),
+        ((0.1, 0.85), 10, 2 * WINDOW, {"reaches"}),
+        ((0.1, 0.95), 9, 2 * WINDOW, {"versions"}),
+        ((0.1, 0.95), 10, 2 * WINDOW - 1, {"accounted_for"}),
+        ((), 0, 0, {"starts_below", "reaches", "versions"}),
     ],
 )
-def test_the_criterion_has_three_parts(rewards: tuple[float, ...], versions: int, missed: set[str]) -> None:
-    met = criterion(filled(*rewards), versions)
+def test_the_criterion_names_what_is_missed(
+    rewards: tuple[float, ...], versions: int, trained: int, missed: set[str]
+) -> None:
+    met = criterion(filled(*rewards), versions, {"trained": trained})
     assert {name for name, holds in met.items() if not holds and name != "met"} == missed
     assert met["met"] is not bool(missed)
 

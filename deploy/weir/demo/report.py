@@ -15,13 +15,14 @@ START_BELOW = 0.35
 VERSIONS = 10
 
 
-def criterion(record: Record, versions_served: int) -> dict[str, Any]:
-    """The learning criterion, part by part; `met` is all of them."""
+def criterion(record: Record, versions_served: int, verdicts: dict[str, int]) -> dict[str, Any]:
+    """The learning criterion, part by part, and that every finished session has a verdict; `met` is all."""
     start, end = record.reward_start, record.moving_average
     parts = {
         "starts_below": start is not None and start < START_BELOW,
         "reaches": end is not None and end >= TARGET,
         "versions": versions_served >= VERSIONS,
+        "accounted_for": sum(verdicts.values()) == len(record.episodes),
     }
     return {**parts, "met": all(parts.values())}
 

@@ -11,6 +11,8 @@ from weir.settings import StackSettings
 from weir.stack import Stack
 
 run_dir, notes, *ports = sys.argv[1:]
+# A shell that runs the tests in the background has them ignore Ctrl-C, and that is inherited.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def service(name: str, port: str) -> Service:

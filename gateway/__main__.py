@@ -4,12 +4,11 @@ import argparse
 import logging
 import os
 
-import uvicorn
-
 from gateway.app import create_app
 from gateway.settings import GatewaySettings
 from rollout_queue.settings import CONFIG_VARIABLE
 from rollout_queue.web.keys import Keyring, refuse_open_binding
+from rollout_queue.web.server import serve
 
 logger = logging.getLogger("gateway")
 
@@ -26,15 +25,7 @@ def main() -> None:
     refuse_open_binding(settings.host, keyring)
     if keyring.open:
         logger.warning("no keys are set: everybody on this machine may do everything")
-    uvicorn.run(
-        create_app(settings),
-        host=settings.host,
-        port=settings.port,
-        loop="uvloop",
-        http="httptools",
-        access_log=False,
-        timeout_graceful_shutdown=30,
-    )
+    serve(create_app(settings), settings.host, settings.port, settings.drain_timeout_s)
 
 
 if __name__ == "__main__":

@@ -51,5 +51,7 @@ class GatewaySettings(ServiceSettings):
     engine_wait_s: float = 20.0
     """How long a call waits for an engine to come into rotation before it gets a 503."""
     push_timeout_s: float = 600.0
+    drain_timeout_s: float = 30.0
+    """How long calls in flight may go on after SIGTERM."""
     poll_every_s: float = 0.5
     """How often the fleet's state is read, and overdue sessions are looked for."""

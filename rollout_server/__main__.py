@@ -3,14 +3,12 @@
 import argparse
 import logging
 import os
-import signal
-import sys
 
-import uvicorn
 from pydantic import ValidationError
 
 from rollout_queue.settings import CONFIG_VARIABLE
 from rollout_queue.web.keys import Keyring, refuse_open_binding
+from rollout_queue.web.server import serve
 from rollout_server.app import create_app
 from rollout_server.command import find_device
 from rollout_server.process import port_in_use
@@ -33,17 +31,7 @@ def main() -> None:
     refuse_open_binding(settings.host, keyring)
     _refuse_what_cannot_work(settings)
     app = create_app(build_server(settings, find_device(settings.engine_device)), keyring)
-    # uvicorn drains on SIGTERM and then raises the signal again; the contract is exit code 0.
-    drain_s = int(settings.drain_timeout_s)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    uvicorn.run(
-        app,
-        host=settings.host,
-        port=settings.port,
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=drain_s,
-    )
+    serve(app, settings.host, settings.port, settings.drain_timeout_s)
 
 
 def _settings() -> RolloutServerSettings:

@@ -16,13 +16,14 @@ from gateway.app import create_app
 from gateway.render import ChatRenderer
 from gateway.settings import GatewaySettings
 from tests.gateway.fake_engine import FakeEngine
-from tests.serving import serving
+from tests.serving import free_port, serving
 from weir.demo.episodes import WINDOW, Episodes, Record
 from weir.demo.observer import Snapshot
 from weir.demo.plan import CONTEXT_LENGTH, TOOLS, Teacher, write_plan
 from weir.demo.report import account, criterion, draw
 from weir.demo.task import Task, call_text
 from weir.demo.task import draw as draw_task
+from weir.errors import StackError
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +137,12 @@ def test_a_call_that_fails_ends_its_episode_as_failed(engine: FakeEngine, gatewa
     assert record.failures == 1
     assert record.episodes[0].reward is None
     assert account(gateway_url, "none")["failed"] == before + 1
+
+
+def test_a_gateway_that_is_gone_is_one_sentence() -> None:
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(StackError, match=f"the gateway at {nowhere} does not answer"):
+        play(nowhere, count=1, size=1)
 
 
 def filled(*rewards: float) -> Record:

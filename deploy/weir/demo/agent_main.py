@@ -14,6 +14,7 @@ import httpx
 
 from weir.demo.episodes import Episodes, Record
 from weir.demo.report import account
+from weir.errors import StackError
 
 SETTLE_S = 60.0
 
@@ -29,8 +30,8 @@ def main() -> None:
     try:
         record = asyncio.run(episodes.play(lambda so_far: len(so_far.episodes) >= arguments.episodes))
         verdicts = settled(gateway_url, client_key)
-    except* httpx.HTTPError as errors:
-        raise SystemExit(f"the gateway at {gateway_url} does not answer: {errors.exceptions[0]}") from None
+    except (StackError, httpx.HTTPError) as error:
+        raise SystemExit(str(error)) from None
     json.dump(summary(record, verdicts), sys.stdout, indent=2)
     sys.stdout.write("\n")
     if not verdicts.get("trained"):

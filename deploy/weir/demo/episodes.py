@@ -15,6 +15,7 @@ from openai import AsyncOpenAI, OpenAIError
 
 from weir.demo.agent import solve
 from weir.demo.task import Task, draw
+from weir.errors import StackError
 
 WINDOW = 128
 """Episodes in the moving average of the reward."""
@@ -73,7 +74,18 @@ class Episodes:
         self._random = Random(seed)
 
     async def play(self, enough: Callable[[Record], bool]) -> Record:
-        """Keep groups in flight until `enough`, then let the last ones end."""
+        """Keep groups in flight until `enough`, then let the last ones end.
+
+        Raises StackError when the gateway does not answer.
+        """
+        try:
+            await self._play(enough)
+        except* httpx.HTTPError as errors:
+            error = errors.exceptions[0]
+            raise StackError(f"the gateway at {self._gateway_url} does not answer: {error!r}") from None
+        return self.record
+
+    async def _play(self, enough: Callable[[Record], bool]) -> None:
         self.record.started_at = time.monotonic()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         headers = {"authorization": f"Bearer {self._client_key}"}
@@ -86,7 +98,6 @@ class Episodes:
         ):
             for _ in range(self._groups_in_flight):
                 workers.create_task(self._groups(rest, client, enough))
-        return self.record
 
     async def _groups(
         self, rest: httpx.AsyncClient, client: AsyncOpenAI, enough: Callable[[Record], bool]

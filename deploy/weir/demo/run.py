@@ -109,8 +109,7 @@ async def _play(settings: StackSettings, stack: Stack, seed: int) -> tuple[Recor
     playing = asyncio.create_task(episodes.play(enough))
     try:
         await asyncio.wait({playing, tending}, return_when=asyncio.FIRST_COMPLETED)
-        if tending.done():
-            tending.result()  # a dead child ends the demo with its own sentence
+        await asyncio.to_thread(stack.check)  # a dead child ends the demo with its own sentence
         return await playing, observer.snapshot
     finally:
         for task in (playing, tending, watching):

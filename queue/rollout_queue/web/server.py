@@ -1,0 +1,28 @@
+"""How a service listens: the same manners for all of them."""
+
+import signal
+import sys
+
+import uvicorn
+from fastapi import FastAPI
+
+KEEP_ALIVE_S = 75
+"""Longer than clients keep an idle connection (httpx and openai 5 s, aiohttp 15 s): they close it first, so
+that no request meets a connection that is just being closed."""
+
+
+def serve(app: FastAPI, host: str, port: int, drain_s: float) -> None:
+    """Listen until SIGTERM; then finish what is in flight, and exit with 0."""
+    # uvicorn drains on SIGTERM and then raises the signal again, for whoever handled it before.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    uvicorn.run(
+        app,
+        host=host,
+        port=port,
+        loop="uvloop",
+        http="httptools",
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(drain_s),
+    )

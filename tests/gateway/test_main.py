@@ -1,0 +1,52 @@
+"""`python -m gateway` as a process: it serves, ends on SIGTERM with 0, and refuses to be open to all."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+
+from rollout_queue.web.server import KEEP_ALIVE_S
+from tests.gateway.conftest import Stage
+from tests.serving import free_port
+
+
+def start(stage: Stage, tiny_model: Path, **variables: str) -> tuple[subprocess.Popen[str], str]:
+    port = free_port()
+    environment = os.environ | {
+        "WEIR_REDIS_URL": stage.redis_url,
+        "WEIR_MODEL_PATH": str(tiny_model),
+        "WEIR_ENGINES": stage.engine_url,
+        "WEIR_GATEWAY__PORT": str(port),
+        **variables,
+    }
+    command = [sys.executable, "-m", "gateway"]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    return process, f"http://127.0.0.1:{port}"
+
+
+def test_sigterm_ends_it_with_0(stage: Stage, tiny_model: Path) -> None:
+    process, url = start(stage, tiny_model)
+    client = httpx.Client(transport=httpx.HTTPTransport(retries=10), base_url=url)
+    assert client.get("/live", timeout=20).json() == {"live": True}
+    client.close()
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 0, said
+    assert "no keys are set" in said
+
+
+def test_without_keys_it_does_not_listen_to_the_network(stage: Stage, tiny_model: Path) -> None:
+    process, _ = start(stage, tiny_model, WEIR_GATEWAY__HOST="0.0.0.0")
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "refusing to listen on 0.0.0.0 without keys" in said
+
+
+def test_clients_close_idle_connections_first() -> None:
+    """Else a request meets a connection that the gateway is just closing."""
+    expiry_s = httpx.Limits().keepalive_expiry
+    assert expiry_s is not None
+    assert expiry_s < KEEP_ALIVE_S

@@ -31,6 +31,9 @@ from trainer_service.train import Trainer
 
 logger = logging.getLogger("trainer_service")
 
+REDIS_TIMEOUT_S = 30.0
+"""Far longer than a read waits, and than the largest transaction takes."""
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="trainer_service", description=__doc__)
@@ -60,7 +63,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, face: Face) -> None:
     checkpoints = Checkpoints(settings.checkpoint_dir, settings.keep_checkpoints)
     store = PolicyStore(settings.policies_dir, settings.model_path, settings.keep_policies)
     app = create_app(face, checkpoints.ledger, store, keyring, registry)
-    redis = Redis.from_url(settings.redis_url)
+    redis = connect(settings.redis_url)
     headers = {"authorization": f"Bearer {settings.admin_keys[0]}"} if settings.admin_keys else {}
     client = httpx.Client(base_url=settings.gateway_url, headers=headers)
     with owned(settings.checkpoint_dir), HttpThread(app, settings.host, settings.port), redis, client:
@@ -83,6 +86,11 @@ def serve(settings: TrainerSettings, keyring: Keyring, face: Face) -> None:
             pulse=pulse,
         ).run()
     logger.info("ended")
+
+
+def connect(redis_url: str) -> Redis:
+    """A client that gives up on a Redis that is silent, so that the trainer can say so and try again."""
+    return Redis.from_url(redis_url, socket_connect_timeout=2, socket_timeout=REDIS_TIMEOUT_S)
 
 
 def _stream(redis: Redis, face: Face, retry_s: float) -> RedisReader | None:

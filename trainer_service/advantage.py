@@ -13,6 +13,8 @@ def drgrpo(rewards_G: Sequence[float]) -> list[float]:
 
 def silence(rewards_G: Sequence[float], zero_variance: float) -> str | None:
     """Why a group teaches nothing, in words; None when it does (`filter.zero_variance_groups`)."""
+    if not rewards_G:
+        return "none of its rollouts can be trained"
     if len(rewards_G) < 2:
         return "singleton group"
     if max(rewards_G) - min(rewards_G) <= zero_variance:

@@ -4,9 +4,9 @@ Runs on a thread of its own beside the training, and touches nothing of it but t
 """
 
 import asyncio
-import re
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,13 @@ from rollout_queue.policy import MANIFEST
 from rollout_queue.web.errors import ApiError, RequestIds, install_error_handlers
 from rollout_queue.web.keys import Keyring
 from rollout_queue.web.probes import probes
+from rollout_queue.web.server import KEEP_ALIVE_S
 from trainer_service.checkpoint import LedgerRow
 from trainer_service.face import Face
-from trainer_service.store import PolicyStore
+from trainer_service.store import FILE_NAME, PolicyStore
 
 LEDGER_LIMIT = 1000
 SILENT_AFTER_S = 60.0
-FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 Ledger = Callable[[int, int], Sequence[LedgerRow]]
 """Rows of durable steps beyond the first argument, at most as many as the second says."""
@@ -116,9 +116,10 @@ def _weights(store: PolicyStore) -> APIRouter:
 def _published_file(store: PolicyStore, version: int, name: str) -> Path:
     """Names are matched against what the directory lists: no path is ever built from a caller's text."""
     if FILE_NAME.fullmatch(name) and version in store.versions():
-        for path in store.path_of(version).iterdir():
-            if path.name == name and path.is_file() and not path.is_symlink():
-                return path
+        with suppress(FileNotFoundError):  # the training removes old versions meanwhile
+            for path in store.path_of(version).iterdir():
+                if path.name == name and path.is_file() and not path.is_symlink():
+                    return path
     raise ApiError(404, f"version {version} has no file of that name")
 
 
@@ -135,7 +136,14 @@ class HttpThread:
     """Serves the app beside the training. Use as a context: it ends when the training does."""
 
     def __init__(self, app: FastAPI, host: str, port: int) -> None:
-        config = uvicorn.Config(app, host=host, port=port, log_level="warning", access_log=False)
+        config = uvicorn.Config(
+            app,
+            host=host,
+            port=port,
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
         self._server = uvicorn.Server(config)
         # Bound here and not on the thread, so that an address in use ends the start and not the face alone.
         self._socket = config.bind_socket()

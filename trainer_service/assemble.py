@@ -1,6 +1,6 @@
 """From the stream's entries to groups whose every member has ended.
 
-    Entry ─▶ Assembler.add ─▶ sessions, by group ─▶ complete(now) ─▶ Group ─▶ (trained, or not) ─▶ release
+    Entry ─▶ Assembler.add ─▶ sessions, by group ─▶ complete() ─▶ Group ─▶ (trained, or not) ─▶ release
                           └─▶ strays(): records of sessions that are settled already
 
 An entry belongs to its session and leaves with it: ended members stay, unacknowledged, until their group
@@ -18,6 +18,8 @@ from trainer_service.turns import contradiction
 
 SETTLED_KEPT = 100_000
 """How many settled sessions are remembered, so that what still arrives of them is known for a stray."""
+LARGEST_REWARD = 1e9
+"""Of a session, either way. Far beyond it the gradient overflows float32, and no restart would help."""
 
 
 class Rules(NamedTuple):
@@ -65,7 +67,8 @@ class _Session:
     turns: dict[str, Turn] = field(default_factory=dict)
     rewards: dict[str, Reward] = field(default_factory=dict)
     outcome: Outcome | None = None
-    expired: bool = False
+    closed: bool = False
+    """Whether the gateway ended it with a verdict of its own: failed, abandoned or expired."""
     heard_at: float = 0.0
     _ended: Member | None = None
     _judged: bool = False
@@ -90,7 +93,7 @@ class _Session:
                 self.rewards.setdefault(reward.key, reward)
                 self.heard_at = max(self.heard_at, reward.created_at)
             case Outcome() as outcome:
-                self.expired |= outcome.reason == "expired"
+                self.closed |= outcome.status in ("failed", "abandoned")
                 self.outcome = self.outcome or outcome
                 self.heard_at = max(self.heard_at, outcome.created_at)
 
@@ -104,8 +107,8 @@ class _Session:
         if self.outcome is None:
             return None
         turns = tuple(self.turns.values())
-        if self.expired or self.outcome.status in ("failed", "abandoned"):
-            return self._member(turns, None, None)  # the gateway wrote that verdict itself
+        if self.closed:
+            return self._member(turns, None, None)
         if not self.outcome.train:
             return self._member(
                 turns, None, Verdict(code="not_for_training", detail="opened with train: false")
@@ -117,6 +120,9 @@ class _Session:
         if not self.rewards:
             return None
         reward = sum(self.rewards[key].value for key in sorted(self.rewards))
+        if not abs(reward) <= LARGEST_REWARD:  # nor NaN, which infinities may add up to
+            detail = f"a reward of {reward:g} is beyond {LARGEST_REWARD:g}"
+            return self._member(turns, None, Verdict(code="invalid", detail=detail))
         if not turns:
             return self._member(turns, reward, Verdict(code="invalid", detail="the session has no turn"))
         if broken := contradiction(turns, rules.vocab_size):
@@ -155,14 +161,17 @@ class Assembler:
                 self._leave(former, session_id)
             self._groups.setdefault(session.group_id, set()).add(session_id)
 
-    def complete(self, now_s: float | None = None) -> list[Group]:
-        """Every group that can go now, the one whose last record is oldest first."""
-        now_s = time.time() if now_s is None else now_s
+    def complete(self, caught_up: bool) -> list[Group]:
+        """Every group that can go now, the one whose last record is oldest first.
+
+        None is overdue before everything in the stream was read: what it lacks may be waiting there.
+        """
+        now_s = time.time()
         found: list[tuple[float, Group]] = []
         for group_id, session_ids in self._groups.items():
             sessions = [self._sessions[session_id] for session_id in session_ids]
             size, heard_at = self._size(group_id), max(session.heard_at for session in sessions)
-            overdue = now_s - heard_at > self._rules.group_wait_s
+            overdue = caught_up and now_s - heard_at > self._rules.group_wait_s
             if len(sessions) < (size or 0) and not overdue:
                 continue
             members = [member for session in sessions if (member := session.ended(self._rules))]

@@ -10,6 +10,7 @@ each checkpoint has a tag of its own, and CURRENT moves when everything is on di
 
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 CURRENT = "CURRENT"
 STATE = "state.json"
 LEDGER = "ledger.jsonl"
+TAG = re.compile(r"(\d{8,})-step-\d{8,}")
+"""A volume may hold directories that are none of ours, such as lost+found."""
 
 
 class CheckpointBroken(Exception):
@@ -155,7 +158,7 @@ class Checkpoints:
         return state
 
     def _tags(self) -> list[str]:
-        return sorted(path.name for path in self._directory.iterdir() if path.is_dir())
+        return sorted(p.name for p in self._directory.iterdir() if p.is_dir() and TAG.fullmatch(p.name))
 
     def _next_serial(self) -> int:
         return max((int(tag.split("-")[0]) for tag in self._tags()), default=0) + 1

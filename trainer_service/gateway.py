@@ -1,5 +1,7 @@
 """The operator's side of the gateway, as far as publishing needs it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -23,7 +25,8 @@ class Gateway:
     def newest_version(self) -> int:
         """The highest number that the gateway knows, 0 without any. Raises GatewayUnavailable."""
         reply = self._call("GET", "/admin/policies", timeout_s=10.0)
-        return max((int(policy["version"]) for policy in reply.json()["data"]), default=0)
+        with _understood(reply):
+            return max((int(policy["version"]) for policy in reply.json()["data"]), default=0)
 
     def announce(self, version: int, location: str, manifest_sha256: str, step: int) -> list[dict[str, Any]]:
         """Have a version pushed to every server; returns one result per server.
@@ -34,8 +37,11 @@ class Gateway:
         reply = self._call("POST", "/admin/policies", self._push_timeout_s, body)
         if reply.status_code == 409:
             raise VersionTaken(_sentence(reply))
-        results: list[dict[str, Any]] = reply.json()["results"]
-        return results
+        with _understood(reply):
+            return [
+                {"server": r["server"], "ok": bool(r["ok"]), "error": r.get("error")}
+                for r in reply.json()["results"]
+            ]
 
     def _call(self, method: str, path: str, timeout_s: float, body: object = None) -> httpx.Response:
         try:
@@ -45,6 +51,15 @@ class Gateway:
         if reply.status_code not in (200, 207, 409):
             raise GatewayUnavailable(f"HTTP {reply.status_code}: {_sentence(reply)}")
         return reply
+
+
+@contextmanager
+def _understood(reply: httpx.Response) -> Iterator[None]:
+    """Raises GatewayUnavailable for an answer in other words than the gateway's: a proxy's, most likely."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise GatewayUnavailable(f"HTTP {reply.status_code}, not understood: {reply.text[:200]}") from error
 
 
 def _sentence(reply: httpx.Response) -> str:

@@ -41,6 +41,8 @@ class Intake:
         self._owed: list[Settlement] = []
         self._live: list[Judged] = []
         self._heard_at = time.monotonic()
+        self._caught_up = False
+        """Whether the last read took all there was."""
         self.tally = Tally()
         """What ended since the last step."""
 
@@ -60,17 +62,20 @@ class Intake:
         """What is new. Waits a moment for it, and for Redis as long as it takes."""
         try:
             entries = list(self._stream.read(READ_COUNT, BLOCK_S))
+            self._caught_up = len(entries) < READ_COUNT
         except StorageUnavailable as error:
             logger.warning("%s", error)
             # What was delivered while the answer was lost is pending, and nobody else takes it up.
             entries = self._reclaim()
+            self._caught_up = False
         self._assembler.add(entries)
         if entries:
             self._heard_at = time.monotonic()
 
     def batch(self, version: int) -> list[Judged]:
         """The groups of the next step; empty while there are too few. Ends the groups that teach nothing."""
-        judged = [judge(group, version, self._algorithm) for group in self._assembler.complete()]
+        complete = self._assembler.complete(self._caught_up)
+        judged = [judge(group, version, self._algorithm) for group in complete]
         self._live = [group for group in judged if not group.silence]
         self._end([group for group in judged if group.silence])
         silence_s, patience_s = time.monotonic() - self._heard_at, self._algorithm.flush_after_s

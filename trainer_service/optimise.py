@@ -1,5 +1,6 @@
 """One batch through the policy: forward, loss, backward, step; and what it said of itself."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -66,7 +67,9 @@ def optimise(
         if epoch == 0:
             metrics = diagnostics(Observed.joined(seen), version, algorithm.tis_cap)
             metrics["grad_norm"] = grad_norm
-        else:  # what clips, clips in the later epochs
+        else:  # what clips or diverges does so in the later epochs
+            if not math.isfinite(grad_norm):
+                metrics["grad_norm"] = grad_norm
             later = diagnostics(Observed.joined(seen), version, algorithm.tis_cap)
             metrics |= {name: value for name, value in later.items() if name.startswith("ppo/")}
     return metrics

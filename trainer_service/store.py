@@ -17,7 +17,10 @@ from trainer_service.durable import sync_directory, sync_tree
 
 WEIGHTS = "model.safetensors"
 VERSION_DIRECTORY = re.compile(r"v(\d{8,})")
-WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
+FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+"""What a published file may be called: rollout servers and our own HTTP take no other name."""
+NOT_COPIED = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".pickle", ".pkl", ".py", ".so")
+"""Endings of the base model's weights, and of code, which no rollout server accepts."""
 
 
 class PolicyStore:
@@ -49,7 +52,7 @@ class PolicyStore:
             shutil.rmtree(leftover, ignore_errors=True)
         aside.mkdir()
         for source in sorted(self._model_path.iterdir()):
-            if source.is_file() and not source.name.endswith(WEIGHT_FILES):
+            if source.is_file() and FILE_NAME.fullmatch(source.name) and not source.name.endswith(NOT_COPIED):
                 shutil.copyfile(source, aside / source.name)
         export(aside / WEIGHTS)
         files = [_file_spec(path) for path in sorted(aside.iterdir()) if path.name not in (MANIFEST, STABLE)]

@@ -18,11 +18,12 @@ class Tally:
 
     def add(self, judged: Judged) -> None:
         self._rewards += judged.rewards
-        kind = "live" if judged.silence is None else "singleton" if len(judged.rewards) < 2 else "zero_var"
+        verdicts = [verdict for _, verdict in judged.untrained]
+        compared = sum(verdict is not None and verdict.code == "zero_advantage" for verdict in verdicts)
+        kind = "live" if judged.silence is None else "singleton" if compared < 2 else "zero_var"
         self._groups[kind] += 1
         self._sessions += len(judged.group.members)
-        verdicts = [verdict for _, verdict in judged.untrained]
-        self._dropped += sum(verdict is None or verdict.code != "zero_advantage" for verdict in verdicts)
+        self._dropped += len(verdicts) - compared
         self._truncated += sum(verdict is not None and verdict.code == "truncated" for verdict in verdicts)
 
     def values(self, rows: Sequence[Row]) -> dict[str, float]:

@@ -151,7 +151,8 @@ class Trainer:
             self._save(always=True)
             self._say("waiting")
             for wish in wishes:
-                wish.set_result(self._face.snapshot)
+                if wish.set_running_or_notify_cancel():  # else nobody waits for the answer any more
+                    wish.set_result(self._face.snapshot)
 
     def _save(self, always: bool = False) -> None:
         """A checkpoint of what is new, and the acknowledgement that it allows."""

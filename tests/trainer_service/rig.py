@@ -36,8 +36,13 @@ class FakeGateway:
     """How many announcements are answered with 503 first."""
     server_ok: bool = True
     conflict: bool = False
+    nonsense: int = 0
+    """How many requests are answered by a proxy's page first."""
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
+        if self.nonsense:
+            self.nonsense -= 1
+            return httpx.Response(200, text="<html>welcome</html>")
         if request.method == "GET":
             return httpx.Response(200, json={"data": [{"version": v} for v in self.versions]})
         if self.refusals:
@@ -105,8 +110,9 @@ class Agents:
     def episode(self, session_id: str, value: float, **fields: Any) -> None:
         """One turn, rewarded and finished, in a group of its own or the one that is given."""
         self.open(session_id, fields.pop("group_id", None), fields.pop("size", None))
+        reason = fields.pop("reason", None)
         self.call(turn(session_id, f"{session_id}-t", **fields))
-        self.finish(session_id, value)
+        self.finish(session_id, value, reason=reason)
 
     def group(self, group_id: str, values: Sequence[float], **fields: Any) -> None:
         for index, value in enumerate(values):

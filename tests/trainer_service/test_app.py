@@ -80,6 +80,13 @@ def test_only_the_files_of_finished_versions_are_served(client: TestClient, path
     assert reply.json()["error"]["type"] == "not_found_error"
 
 
+def test_a_version_removed_while_it_is_asked_for_is_not_found(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PolicyStore, "versions", lambda _: [1, 9])
+    assert client.get("/weights/9/manifest.json", headers=ADMIN).status_code == 404
+
+
 def test_the_ledger_is_read_in_pages(client: TestClient) -> None:
     page = client.get("/ledger?since=0&limit=2", headers=ADMIN).json()
     assert ([row["step"] for row in page["data"]], page["next_cursor"]) == ([1, 2], "2")

@@ -52,6 +52,18 @@ def test_the_last_finished_checkpoint_is_restored(tmp_path: Path) -> None:
     assert (state.step, weights.value, state.owed.entry_ids) == (3, 3, ["1-0"])
 
 
+def test_directories_that_are_no_checkpoints_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "0").mkdir()
+    checkpoints, weights = Checkpoints(tmp_path, 2), Weights()
+    for step in (1, 2, 3):
+        saved(checkpoints, step)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
+        "0", "00000002-step-00000002", "00000003-step-00000003", "lost+found",
+    ]  # fmt: skip
+    assert Checkpoints(tmp_path, 2).restore(weights) is not None
+
+
 @pytest.mark.parametrize("damage", ["missing", "short", "no state", "ledger"])
 def test_a_broken_checkpoint_is_an_error_not_a_fresh_start(tmp_path: Path, damage: str) -> None:
     shard = tmp_path / saved(Checkpoints(tmp_path, 2), 10) / "shard"

@@ -1,6 +1,7 @@
 """The policy under DeepSpeed: the engine's logprobs, AdamW's steps, an export that can be served."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,20 @@ def test_a_step_is_a_step_of_plain_adamw(make_rig: MakeRig, model_path: Path) ->
         assert torch.allclose(tensor, rig.weights()[name], atol=2e-5), name
 
 
+def test_a_step_does_not_depend_on_how_its_rows_are_packed(make_rig: MakeRig) -> None:
+    made = []
+    for max_tokens in (10_000, 1):
+        packed = {"max_tokens": max_tokens}
+        rig = make_rig(
+            f"run-{max_tokens}", algorithm=packed, optimizer={"lr": 1e-3, "warmup_steps": 0}
+        ).start()
+        rig.agents.group("g", [1.0, 0.0, 0.5])
+        assert rig.trainer.turn()
+        made.append(rig.weights())
+    for name, tensor in made[0].items():
+        assert torch.allclose(tensor, made[1][name], atol=5e-5), name
+
+
 def test_a_published_version_is_whole_and_proves_itself(rig: Rig, model_path: Path) -> None:
     rig.agents.group("g", [1.0, 0.0])
     rig.trainer.turn()
@@ -135,6 +150,20 @@ def test_old_versions_and_checkpoints_are_removed(make_rig: MakeRig) -> None:
     assert rig.store.versions() == [3, 4]
     assert len([path for path in (rig.root / "checkpoints").iterdir() if path.is_dir()]) == 2
     assert rig.restart().trainer.step == 4
+
+
+def test_a_version_holds_no_file_that_a_rollout_server_refuses(
+    make_rig: MakeRig, model_path: Path, tmp_path: Path
+) -> None:
+    odd = tmp_path / "odd"
+    shutil.copytree(model_path, odd)
+    for name in ("modeling_odd.py", ".gitattributes", "a note.txt", "old.ckpt"):
+        (odd / name).write_text("#", encoding="utf-8")
+    rig = make_rig(model_path=odd).start()
+    rig.agents.group("g", [1.0, 0.0])
+    rig.trainer.turn()
+    published = {path.name for path in rig.store.path_of(1).iterdir()}
+    assert published == {path.name for path in model_path.iterdir()} | {MANIFEST, STABLE}
 
 
 def test_a_half_written_version_is_written_again(rig: Rig) -> None:

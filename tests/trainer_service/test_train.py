@@ -1,17 +1,14 @@
 """The loop on a stream in memory: what is trained, when it is acknowledged, what a crash leaves."""
 
-import asyncio
 import json
 from collections.abc import Sequence
 
 import pytest
 import torch
 
-from rollout_queue.errors import StorageUnavailable
-from rollout_queue.records import SessionSpec
 from rollout_queue.stream import Verdicts
 from tests.trainer_service.rig import MakeRig, Rig, turn
-from trainer_service.pulse import Stopped
+from trainer_service.train import Diverged
 
 
 class Crash(Exception):
@@ -180,30 +177,6 @@ def test_an_ended_member_still_counts_after_a_restart(rig: Rig) -> None:
     assert rig.trainer.turn()
 
 
-def test_a_session_that_expires_waiting_for_its_reward_is_closed(rig: Rig) -> None:
-    rig.agents.open("s")
-    rig.agents.call(turn("s"))
-    rig.agents.finish("s")
-    rig.trainer.turn()
-    assert len(list(rig.stream.reclaim())) == 2
-    asyncio.run(rig.stream.expire(now=1e13, limit=10))
-    rig.trainer.turn()
-    assert rig.session_codes() == {"s": "expired"}
-    assert not list(rig.stream.reclaim())
-
-
-def test_what_comes_after_a_session_was_settled_is_acknowledged_and_trains_nothing(rig: Rig) -> None:
-    rig.agents.group("g", [1.0, 0.0])
-    rig.trainer.turn()
-    rig.stream._append(turn("g-0", "late", output_ids=[30, 1]))
-    assert not rig.trainer.turn()
-    assert not list(rig.stream.reclaim())
-    again = rig.restart()
-    again.stream._append(turn("g-0", "later", output_ids=[30, 1]))
-    assert not again.trainer.turn()
-    assert not list(again.stream.reclaim())
-
-
 def test_sessions_wait_until_enough_rows_have_an_advantage(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,65 +197,6 @@ def test_a_silent_stream_lets_the_last_rows_go(make_rig: MakeRig) -> None:
     assert not rig.trainer.turn()
     rig.face.sleep(0.06)
     assert rig.trainer.turn()
-
-
-def test_a_gateway_that_is_away_delays_the_acknowledgement_and_loses_nothing(rig: Rig) -> None:
-    rig.gateway.refusals = 3
-    rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.turn()
-    assert [body["version"] for body in rig.gateway.announced] == [1]
-    assert set(rig.session_codes().values()) == {"trained"}
-
-
-def test_a_trainer_told_to_stop_while_the_gateway_is_away_publishes_after_its_restart(rig: Rig) -> None:
-    rig.gateway.refusals = 10**6
-    rig.agents.group("g", [1.0, 0.0])
-    rig.face.stop()
-    with pytest.raises(Stopped):
-        rig.trainer.turn()
-    assert rig.session_codes()["g-0"] is None
-    rig.gateway.refusals = 0
-    again = rig.restart()
-    assert [body["version"] for body in rig.gateway.announced] == [1]
-    assert again.session_codes()["g-0"] == "trained"
-
-
-def test_the_number_of_a_version_is_beyond_the_gateways(rig: Rig) -> None:
-    rig.gateway.versions.append(41)
-    rig.agents.group("g", [1.0, 0.0])
-    rig.trainer.turn()
-    assert rig.trainer.version == 42
-    assert rig.gateway.announced[0]["version"] == 42
-
-
-def test_a_version_that_no_server_took_does_not_stop_the_next(rig: Rig) -> None:
-    rig.gateway.server_ok = False
-    for group_id in ("g", "h"):
-        rig.agents.group(group_id, [1.0, 0.0])
-        assert rig.trainer.turn()
-    assert [body["version"] for body in rig.gateway.announced] == [1, 2]
-    assert set(rig.session_codes().values()) == {"trained"}
-
-
-def test_a_number_that_somebody_took_stays_unpublished(rig: Rig) -> None:
-    rig.gateway.conflict = True
-    rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.turn()
-    assert set(rig.session_codes().values()) == {"trained"}
-
-
-def test_what_redis_delivered_into_a_broken_connection_is_taken_up(rig: Rig) -> None:
-    rig.agents.group("g", [1.0, 0.0])
-    read = rig.stream.read
-
-    def lost(count: int, block_s: float) -> Sequence[object]:
-        read(count, block_s)
-        raise StorageUnavailable("connection reset")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rig.stream, "read", lost)
-        assert rig.trainer.turn()
-    assert set(rig.session_codes().values()) == {"trained"}
 
 
 def test_a_paused_trainer_makes_no_step(rig: Rig) -> None:
@@ -306,6 +220,27 @@ def test_a_wished_checkpoint_makes_undurable_steps_durable(make_rig: MakeRig) ->
     assert [row.step for row in rig.checkpoints.ledger(0, 10)] == [1]
 
 
+def test_a_wish_that_nobody_waits_for_any_more_is_granted_all_the_same(make_rig: MakeRig) -> None:
+    rig = make_rig(checkpoint_every_steps=10).start()
+    rig.agents.group("g", [1.0, 0.0])
+    assert rig.trainer.turn()
+    rig.face.wish_checkpoint().cancel()  # as the HTTP thread does when its caller has waited too long
+    assert not rig.trainer.turn()
+    assert rig.session_codes()["g-0"] == "trained"
+
+
+def test_a_gradient_that_diverges_in_a_later_epoch_ends_the_run(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(algorithm={"epochs": 2}).start()
+    norms = iter([1.0, float("inf")])
+    monkeypatch.setattr(rig.policy, "step", lambda: next(norms))
+    rig.agents.group("g", [1.0, 0.0])
+    with pytest.raises(Diverged):
+        rig.trainer.turn()
+    assert rig.checkpoints.ledger(0, 10) == []
+
+
 def test_the_end_of_a_run_leaves_a_checkpoint_of_every_step(make_rig: MakeRig) -> None:
     rig = make_rig(checkpoint_every_steps=10)
     rig.agents.group("g", [1.0, 0.0])
@@ -319,58 +254,6 @@ def test_the_end_of_a_run_leaves_a_checkpoint_of_every_step(make_rig: MakeRig) -
     rig.trainer.run()
     assert set(rig.session_codes().values()) == {"trained"}
     assert rig.restart().trainer.step == 1
-
-
-def test_a_sessions_rewards_add_up_and_a_repeated_turn_counts_once(rig: Rig) -> None:
-    rig.agents.open("a", "g", 2)
-    rig.agents.call(turn("a", "a-t"), turn("a", "a-t"))
-    rig.agents.reward("a", 0.25, key="k1", turn_id="a-t")
-    rig.agents.reward("a", 0.5, key="k2")
-    rig.agents.finish("a", 0.25)
-    rig.agents.episode("b", 0.0, group_id="g", size=2, output_ids=[12, 1])
-    assert rig.trainer.turn()
-    values = json.loads((rig.root / "metrics.jsonl").read_text())
-    assert values["reward_mean"] == 0.5
-    assert (values["rows"], values["tokens"]) == (2, 5)
-    assert not list(rig.stream.reclaim())
-
-
-def test_a_session_made_not_for_training_ends_so(rig: Rig) -> None:
-    asyncio.run(rig.stream.open_session(SessionSpec(session_id="s", train=False, created_at=100.0)))
-    rig.agents.call(turn("s"))
-    rig.agents.finish("s", train=False)
-    rig.trainer.turn()
-    assert rig.session_codes() == {"s": "not_for_training"}
-
-
-def test_a_token_id_outside_the_vocabulary_makes_a_session_invalid(rig: Rig) -> None:
-    rig.agents.episode("s", 1.0, output_ids=[64, 1])
-    rig.trainer.turn()
-    assert rig.session_codes() == {"s": "invalid"}
-
-
-def test_turns_that_are_not_trained_say_why(rig: Rig) -> None:
-    for session_id, value in (("a", 1.0), ("b", 0.0)):
-        rig.agents.open(session_id, "g", 2)
-        rig.agents.call(
-            turn(session_id, "kept"),
-            turn(session_id, "gone", finish="abort", parent_id="kept", relation="extends", context_ids=[5]),
-            turn(session_id, "first", parent_id="kept", prompt_digest="d", context_ids=[6]),
-            turn(
-                session_id,
-                "again",
-                parent_id="kept",
-                relation="retry",
-                prompt_digest="d",
-                context_ids=[6],
-                started_at=110.0,
-            ),
-        )
-        rig.agents.finish(session_id, value)
-    assert rig.trainer.turn()
-    codes = {turn_id: verdict.code for turn_id, verdict in rig.stream.heads["a"].turn_verdicts.items()}
-    assert codes == {"kept": "trained", "gone": "aborted", "first": "orphan_retry", "again": "trained"}
-    assert sorted(rig.checkpoints.ledger(0, 1)[0].turns) == ["again", "again", "kept", "kept"]
 
 
 def test_a_trainer_says_where_it_stands_after_a_step(rig: Rig) -> None:

@@ -1,0 +1,187 @@
+"""What agents may send and Redis may deliver: nothing of it stops the trainer, or ends without a verdict."""
+
+import asyncio
+import json
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from threading import Thread
+
+import pytest
+
+from rollout_queue.errors import StorageUnavailable
+from rollout_queue.records import SessionSpec
+from rollout_queue.redis_reader import RedisReader
+from tests.trainer_service.rig import MakeRig, Rig, turn
+from trainer_service.__main__ import REDIS_TIMEOUT_S, connect
+from trainer_service.intake import BLOCK_S
+
+
+@pytest.mark.parametrize("huge", [1e308, -1e39, 1e25])
+def test_a_reward_beyond_all_measure_ends_its_session_and_not_the_trainer(rig: Rig, huge: float) -> None:
+    for index, value in enumerate([huge, huge, 1.0, 0.0]):
+        rig.agents.episode(f"g-{index}", value, group_id="g", size=4, output_ids=[10 + index, 1])
+    assert rig.trainer.turn()
+    assert list(rig.session_codes().values()) == ["invalid", "invalid", "trained", "trained"]
+
+
+def test_rewards_that_add_up_to_infinity_end_their_session(rig: Rig) -> None:
+    rig.agents.open("s")
+    rig.agents.call(turn("s"))
+    rig.agents.reward("s", 1.7e308, key="k1")
+    rig.agents.finish("s", 1.7e308)
+    assert not rig.trainer.turn()
+    assert rig.session_codes() == {"s": "invalid"}
+
+
+def test_a_reason_in_an_agents_words_does_not_expire_its_session(rig: Rig) -> None:
+    for session_id, value in (("a", 1.0), ("b", 0.0)):
+        rig.agents.episode(session_id, value, group_id="g", size=2, reason="expired")
+    assert rig.trainer.turn()
+    assert rig.session_codes() == {"a": "trained", "b": "trained"}
+
+
+def test_an_overdue_group_goes_on_without_the_members_that_never_came(make_rig: MakeRig) -> None:
+    rig = make_rig(algorithm={"group_wait_s": 1.0}).start()
+    rig.agents.episode("a", 1.0, group_id="g", size=3)
+    rig.agents.episode("b", 0.0, group_id="g", size=3, output_ids=[12, 1])
+    assert rig.trainer.turn()
+    assert rig.session_codes() == {"a": "trained", "b": "trained"}
+
+
+def test_a_backlog_parts_no_group(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer_service.intake.READ_COUNT", 3)
+    rig = make_rig(algorithm={"group_wait_s": 1.0}).start()
+    rig.agents.episode("a", 1.0, group_id="g", size=2)
+    rig.agents.episode("b", 0.0, group_id="g", size=2, output_ids=[12, 1])
+    assert not rig.trainer.turn()
+    assert rig.session_codes() == {"a": None, "b": None}
+    assert rig.trainer.turn()
+    assert rig.session_codes() == {"a": "trained", "b": "trained"}
+
+
+def test_a_group_that_is_too_old_is_not_counted_as_one_of_equal_rewards(make_rig: MakeRig) -> None:
+    rig = make_rig(initial_version=9).start()
+    rig.agents.group("old", [1.0, 0.0], version=0)
+    rig.agents.group("new", [1.0, 0.0], version=9)
+    assert rig.trainer.turn()
+    values = json.loads((rig.root / "metrics.jsonl").read_text())
+    assert (values["group/live"], values["group/zero_var"], values["group/dropped"]) == (1, 0, 2)
+
+
+def test_a_silent_redis_is_not_waited_for_without_end() -> None:
+    timeouts = connect("redis://127.0.0.1:6379/0").get_connection_kwargs()
+    assert BLOCK_S < timeouts["socket_timeout"] <= REDIS_TIMEOUT_S
+
+
+def test_a_read_whose_answer_was_lost_is_noticed_and_not_repeated() -> None:
+    """What such a read delivered is pending: only who hears of the loss takes it up."""
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def redis() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        while (said := connection.recv(65536)) and b"XREADGROUP" not in said:
+                            connection.sendall(b"+OK\r\n" * said.count(b"*"))
+                        heard.append(said)
+
+        Thread(target=redis, daemon=True).start()
+        client = connect(f"redis://127.0.0.1:{server.getsockname()[1]}/0?protocol=2")
+        reader = RedisReader(client)
+        with pytest.raises(StorageUnavailable):
+            reader.read(10, 0.01)
+        client.close()
+    assert [b"XREADGROUP" in said for said in heard] == [True]
+
+
+def test_what_redis_delivered_into_a_broken_connection_is_taken_up(rig: Rig) -> None:
+    rig.agents.group("g", [1.0, 0.0])
+    read = rig.stream.read
+
+    def lost(count: int, block_s: float) -> Sequence[object]:
+        read(count, block_s)
+        raise StorageUnavailable("connection reset")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rig.stream, "read", lost)
+        assert rig.trainer.turn()
+    assert set(rig.session_codes().values()) == {"trained"}
+
+
+def test_a_sessions_rewards_add_up_and_a_repeated_turn_counts_once(rig: Rig) -> None:
+    rig.agents.open("a", "g", 2)
+    rig.agents.call(turn("a", "a-t"), turn("a", "a-t"))
+    rig.agents.reward("a", 0.25, key="k1", turn_id="a-t")
+    rig.agents.reward("a", 0.5, key="k2")
+    rig.agents.finish("a", 0.25)
+    rig.agents.episode("b", 0.0, group_id="g", size=2, output_ids=[12, 1])
+    assert rig.trainer.turn()
+    values = json.loads((rig.root / "metrics.jsonl").read_text())
+    assert values["reward_mean"] == 0.5
+    assert (values["rows"], values["tokens"]) == (2, 5)
+    assert not list(rig.stream.reclaim())
+
+
+def test_a_session_made_not_for_training_ends_so(rig: Rig) -> None:
+    asyncio.run(rig.stream.open_session(SessionSpec(session_id="s", train=False, created_at=100.0)))
+    rig.agents.call(turn("s"))
+    rig.agents.finish("s", train=False)
+    rig.trainer.turn()
+    assert rig.session_codes() == {"s": "not_for_training"}
+
+
+def test_a_token_id_outside_the_vocabulary_makes_a_session_invalid(rig: Rig) -> None:
+    rig.agents.episode("s", 1.0, output_ids=[64, 1])
+    rig.trainer.turn()
+    assert rig.session_codes() == {"s": "invalid"}
+
+
+def test_a_session_that_expires_waiting_for_its_reward_is_closed(rig: Rig) -> None:
+    rig.agents.open("s")
+    rig.agents.call(turn("s"))
+    rig.agents.finish("s")
+    rig.trainer.turn()
+    assert len(list(rig.stream.reclaim())) == 2
+    asyncio.run(rig.stream.expire(now=1e13, limit=10))
+    rig.trainer.turn()
+    assert rig.session_codes() == {"s": "expired"}
+    assert not list(rig.stream.reclaim())
+
+
+def test_what_comes_after_a_session_was_settled_is_acknowledged_and_trains_nothing(rig: Rig) -> None:
+    rig.agents.group("g", [1.0, 0.0])
+    rig.trainer.turn()
+    rig.stream._append(turn("g-0", "late", output_ids=[30, 1]))
+    assert not rig.trainer.turn()
+    assert not list(rig.stream.reclaim())
+    again = rig.restart()
+    again.stream._append(turn("g-0", "later", output_ids=[30, 1]))
+    assert not again.trainer.turn()
+    assert not list(again.stream.reclaim())
+
+
+def test_turns_that_are_not_trained_say_why(rig: Rig) -> None:
+    for session_id, value in (("a", 1.0), ("b", 0.0)):
+        rig.agents.open(session_id, "g", 2)
+        rig.agents.call(
+            turn(session_id, "kept"),
+            turn(session_id, "gone", finish="abort", parent_id="kept", relation="extends", context_ids=[5]),
+            turn(session_id, "first", parent_id="kept", prompt_digest="d", context_ids=[6]),
+            turn(
+                session_id,
+                "again",
+                parent_id="kept",
+                relation="retry",
+                prompt_digest="d",
+                context_ids=[6],
+                started_at=110.0,
+            ),
+        )
+        rig.agents.finish(session_id, value)
+    assert rig.trainer.turn()
+    codes = {turn_id: verdict.code for turn_id, verdict in rig.stream.heads["a"].turn_verdicts.items()}
+    assert codes == {"kept": "trained", "gone": "aborted", "first": "orphan_retry", "again": "trained"}
+    assert sorted(rig.checkpoints.ledger(0, 1)[0].turns) == ["again", "again", "kept", "kept"]

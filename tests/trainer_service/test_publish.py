@@ -1,0 +1,58 @@
+"""Publishing: the gateway may be away, talk nonsense or know better; training loses nothing by it."""
+
+import pytest
+
+from tests.trainer_service.rig import Rig
+from trainer_service.pulse import Stopped
+
+
+def test_a_gateway_that_is_away_delays_the_acknowledgement_and_loses_nothing(rig: Rig) -> None:
+    rig.gateway.refusals = 3
+    rig.agents.group("g", [1.0, 0.0])
+    assert rig.trainer.turn()
+    assert [body["version"] for body in rig.gateway.announced] == [1]
+    assert set(rig.session_codes().values()) == {"trained"}
+
+
+def test_a_trainer_told_to_stop_while_the_gateway_is_away_publishes_after_its_restart(rig: Rig) -> None:
+    rig.gateway.refusals = 10**6
+    rig.agents.group("g", [1.0, 0.0])
+    rig.face.stop()
+    with pytest.raises(Stopped):
+        rig.trainer.turn()
+    assert rig.session_codes()["g-0"] is None
+    rig.gateway.refusals = 0
+    again = rig.restart()
+    assert [body["version"] for body in rig.gateway.announced] == [1]
+    assert again.session_codes()["g-0"] == "trained"
+
+
+def test_an_answer_in_a_proxys_words_is_asked_for_again(rig: Rig) -> None:
+    rig.gateway.nonsense = 2  # to the question for the newest version, and to the announcement
+    rig.agents.group("g", [1.0, 0.0])
+    assert rig.trainer.turn()
+    assert [body["version"] for body in rig.gateway.announced] == [1]
+
+
+def test_the_number_of_a_version_is_beyond_the_gateways(rig: Rig) -> None:
+    rig.gateway.versions.append(41)
+    rig.agents.group("g", [1.0, 0.0])
+    rig.trainer.turn()
+    assert rig.trainer.version == 42
+    assert rig.gateway.announced[0]["version"] == 42
+
+
+def test_a_version_that_no_server_took_does_not_stop_the_next(rig: Rig) -> None:
+    rig.gateway.server_ok = False
+    for group_id in ("g", "h"):
+        rig.agents.group(group_id, [1.0, 0.0])
+        assert rig.trainer.turn()
+    assert [body["version"] for body in rig.gateway.announced] == [1, 2]
+    assert set(rig.session_codes().values()) == {"trained"}
+
+
+def test_a_number_that_somebody_took_stays_unpublished(rig: Rig) -> None:
+    rig.gateway.conflict = True
+    rig.agents.group("g", [1.0, 0.0])
+    assert rig.trainer.turn()
+    assert set(rig.session_codes().values()) == {"trained"}

@@ -144,8 +144,11 @@ def test_a_signal_to_the_parent_stops_the_services_in_order(
     assert parent.stdout is not None
     pids = [int(word) for word in parent.stdout.readline().split()]
     parent.send_signal(number)
-    parent.wait(20)
-    parent.stdout.close()
+    try:
+        parent.wait(20)
+    finally:
+        parent.terminate()  # a signal that was not heard leaves nothing behind either
+        parent.stdout.close()
     assert notes.read_text().split() == ["gateway", "redis"]
     assert len(pids) == 2
     assert not any(alive(pid) for pid in pids)

@@ -27,7 +27,7 @@ def services_of_demo(seed: int) -> dict[str, dict[str, Any]]:
         "trainer": {
             "seed": seed,
             "threads": 1,
-            "optimizer": {"lr": 1e-3, "warmup_steps": 3},
+            "optimizer": {"lr": 4e-4, "warmup_steps": 3},
             "algorithm": {"min_live_rows": 32, "max_rows": 96, "max_tokens": 1024},
         },
     }

@@ -6,6 +6,7 @@ The engine streams either what is new in each event or everything so far; both a
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -206,12 +207,10 @@ def _code_of(error: dict[str, Any] | str) -> int:
 def _refusal(status: int, body: bytes) -> ApiError:
     """SGLang has five shapes of error; all become ours."""
     message = body.decode(errors="replace")
-    try:
+    with suppress(msgspec.DecodeError):  # plain text is a message as well
         parsed = msgspec.json.decode(body)
         error = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
         message = str(error.get("message", error) if isinstance(error, dict) else error)
-    except msgspec.DecodeError:
-        pass  # plain text is a message as well
     if status == 400:
         code = "context_length_exceeded" if "context length" in message else None
         return ApiError(400, f"the engine refused the request: {message}", code=code)

@@ -20,5 +20,7 @@ def available() -> Iterator[None]:
 
 async def stored(call: Any) -> Any:
     """What Redis answers to an awaitable `call`; redis-py types the commands of its two clients as one."""
-    with available():
+    try:
         return await call
+    except (RedisError, OSError) as error:
+        raise StorageUnavailable(f"Redis: {error}") from error

@@ -9,10 +9,11 @@ from rollout_queue.records import Record, SessionSpec
 from rollout_queue.tokens import Logprobs, TokenIds, pack
 
 SCHEMA = 1
+_SCHEMA_BYTE = bytes([SCHEMA])
 
 
 def _enc_hook(value: Any) -> Any:
-    if isinstance(value, TokenIds | Logprobs):
+    if isinstance(value, (TokenIds, Logprobs)):  # a union would be made anew at each call
         return pack(value)
     raise NotImplementedError(f"cannot encode {type(value).__name__}")
 
@@ -29,14 +30,14 @@ _spec_decoder = msgspec.msgpack.Decoder(SessionSpec)
 
 
 def encode(record: Record | SessionSpec) -> bytes:
-    return bytes([SCHEMA]) + _encoder.encode(record)
+    return _SCHEMA_BYTE + _encoder.encode(record)
 
 
 def decode(packed: bytes) -> Record:
     """Raises UnknownSchema for bytes of a newer build, InvalidRecord for bytes that are no record."""
     try:
         return _record_decoder.decode(_body(packed))
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise InvalidRecord(f"not a record: {error}") from error
 
 

@@ -5,6 +5,10 @@ QueueError
 ├─ UnknownSchema          bytes written by a newer build
 ├─ StorageUnavailable     Redis cannot be reached or refuses to store
 ├─ SessionClosed          the session ended; nothing can be added to it
+├─ Deleted
+│  ├─ SessionDeleted      the session was deleted, and its id is never given again
+│  └─ UserDeleted         the user's data was deleted, and nothing more is taken for that name
+├─ LeaseLost              another trainer reads the stream now
 └─ Conflict               the same id with other content; a group that is full
 """
 
@@ -26,7 +30,29 @@ class StorageUnavailable(QueueError):
 
 
 class SessionClosed(QueueError):
-    """The session has an outcome, or was deleted."""
+    """The session has an outcome, or is not there."""
+
+
+class Deleted(QueueError):
+    """What is asked for was deleted for good."""
+
+
+class SessionDeleted(Deleted):
+    """The session was deleted: nothing can be added to it, and its id is never given again."""
+
+    def __init__(self, session_id: str) -> None:
+        super().__init__(f"session {session_id} was deleted")
+
+
+class UserDeleted(Deleted):
+    """The data of the user was deleted: nothing more is taken for that name."""
+
+    def __init__(self) -> None:
+        super().__init__("the data of the user that is named was deleted")
+
+
+class LeaseLost(QueueError):
+    """Another trainer has claimed the lease since. Whoever hears it must end, and write nothing more."""
 
 
 class Conflict(QueueError):

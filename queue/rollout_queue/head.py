@@ -1,12 +1,13 @@
 """The head of a session: everything known of it at one moment, whichever gateway asks."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Literal
 
 import msgspec
 
-from rollout_queue.records import Outcome, Reward, SessionSpec, Turn, Verdict
+from rollout_queue.attempts import orphans_of
+from rollout_queue.records import Outcome, Relation, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.tokens import TokenIds
 
 State = Literal["open", "waiting_reward", "finished"]
@@ -21,6 +22,10 @@ class SessionHead(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     outcome: Outcome | None = None
     verdict: Verdict | None = None
     turn_verdicts: Mapping[str, Verdict] = {}
+    beaten_at: float = 0.0
+    """The last sign of life beside its calls, seconds since the epoch."""
+    stored: bool = True
+    """False for a session that its first turn will open."""
 
     @property
     def state(self) -> State:
@@ -37,13 +42,28 @@ class SessionHead(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def expires_at(self) -> float:
-        """Seconds since the epoch: the later of creation and last call, plus the time to live."""
+        """Seconds since the epoch: the last of creation, call and heartbeat, plus the time to live."""
         last_call = max((turn.finished_at for turn in self.turns), default=self.spec.created_at)
-        return max(self.spec.created_at, last_call) + self.spec.ttl_s
+        return max(self.spec.created_at, last_call, self.beaten_at) + self.spec.ttl_s
 
     @cached_property
     def by_id(self) -> Mapping[str, Turn]:
         return {turn.turn_id: turn for turn in self.turns}
+
+    @property
+    def users(self) -> Sequence[str]:
+        """Everybody for whom the session was opened or a call of it was made."""
+        named = {self.spec.user, *(turn.user for turn in self.turns)}
+        return sorted(user for user in named if user is not None)
+
+    @cached_property
+    def orphans(self) -> Mapping[str, str]:
+        """Turns whose client gave up on them, and the retry that took the place of each."""
+        return orphans_of(self.turns)
+
+    def relation_of(self, turn: Turn) -> Relation:
+        """How the turn stands to its session; a retry may be known for one only after it was recorded."""
+        return "retry" if turn.turn_id in self.orphans.values() else turn.relation
 
     def lineage_of(self, turn: Turn) -> list[Turn]:
         """The turns from the root of `turn`'s branch down to `turn` itself."""

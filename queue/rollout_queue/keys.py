@@ -1,7 +1,7 @@
 """Every Redis key that Weir uses, in one place."""
 
 STREAM = "weir:stream"
-"""Turns, rewards and outcomes, in the order in which they became durable."""
+"""Turns, rewards, outcomes and deletions, in the order in which they became durable."""
 STREAM_FIELD = b"r"
 GROUP = "trainer"
 CONSUMER = "trainer-0"
@@ -18,6 +18,10 @@ VERDICTS = "weir:verdicts"
 """Hash: how many sessions and turns ended with which verdict ("session:trained", "turn:stale", …)."""
 TRAINER = "weir:trainer"
 """Hash: what the trainer last said of itself."""
+LEASE = "weir:trainer_lease"
+"""String: the process that trains, JSON (`holder`); runs out unless that renews it."""
+FENCE = "weir:trainer_fence"
+"""String: the token of the last who claimed the lease, whether or not it holds it still."""
 POLICIES = "weir:policies"
 """Hash: version → policy, JSON."""
 SERVING = "weir:serving"
@@ -28,10 +32,22 @@ HELD = "weir:rollout_servers_held"
 """Set: rollout servers that an operator took out of rotation."""
 SECRET = "weir:secret"  # noqa: S105 - the name of a key, not a secret
 """Signs session keys, so that they are never stored."""
+OPEN = "weir:open"
+"""Sorted set: open sessions, by time. Kept for a limit of open sessions."""
+UNTRAINED = "weir:untrained"
+"""Sorted set: sessions opened for training that have no verdict, by time. Kept for a staleness budget."""
+
+DELETED = "weir:deleted"
+"""Hash: deleted session id → tombstone, JSON."""
+DELETING = "weir:deleting"
+"""Sorted set: deleted sessions of which the streams may still hold something, by the time of the deletion."""
+DELETED_USERS = "weir:deleted_users"
+"""Set: SHA-256 of the names of users whose data was deleted."""
 
 
 def session(session_id: str) -> str:
-    """Hash of one session: `spec`, `outcome`, `verdict`, `t:{turn}`, `r:{reward key}`, `v:{turn}`."""
+    """Hash of one session: `spec`, `outcome`, `verdict`, `t:{turn}`, `r:{reward key}`, `v:{turn}`, and
+    `q:{request}` once a retry of that request is among the turns; `beat`, the last heartbeat."""
     return f"weir:s:{session_id}"
 
 
@@ -45,6 +61,27 @@ def group_members(group_id: str) -> str:
     return f"weir:g:{group_id}:members"
 
 
-def continuation(owner: str, reply_digest: str) -> str:
-    """String: the session of `owner` in which a conversation with this digest was answered last."""
-    return f"weir:c:{owner}:{reply_digest}"
+def user_sessions(user: str) -> str:
+    """Set: the sessions that were opened for a user, or that hold a call made for it."""
+    return f"weir:u:{user}"
+
+
+def continuation(owner: str, digest: str) -> str:
+    """String: the session of `owner` in which a conversation with this digest was answered last, or which
+    holds the turn of this id."""
+    return f"weir:c:{owner}:{digest}"
+
+
+def response(response_id: str) -> str:
+    """String: what one response adds to the conversation before it, for `previous_response_id`."""
+    return f"weir:r:{response_id}"
+
+
+def open_of(owner: str) -> str:
+    """Sorted set: open sessions of one client key, by time. Kept for a limit of those."""
+    return f"{OPEN}:{owner}"
+
+
+def bucket(limit: str, owner: str) -> str:
+    """String: when the bucket of this limit and client key is empty, by Redis' clock."""
+    return f"weir:b:{limit}:{owner}"

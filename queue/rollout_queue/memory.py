@@ -1,21 +1,25 @@
 """The stream in a dictionary: for unit tests, held to the same behaviour as Redis by the same tests."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
+from rollout_queue.attempts import related
 from rollout_queue.codec import decode, decode_spec, encode
-from rollout_queue.errors import Conflict, SessionClosed
+from rollout_queue.errors import Conflict, LeaseLost, SessionClosed, SessionDeleted, UserDeleted
 from rollout_queue.head import SessionHead
-from rollout_queue.records import Outcome, Record, Reward, SessionSpec, Turn, Verdict
+from rollout_queue.records import Deletion, Outcome, Record, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.redis_writer import expiry
+from rollout_queue.standing import GroupStanding, group_standing, stage_of
 from rollout_queue.stream import Entry, Verdicts
+from rollout_queue.tombstone import DeletedUser, Tombstone, total
 
 
 @dataclass
 class MemoryStream:
-    """Both ends of one stream: StreamWriter and StreamReader. Nothing outlives the process."""
+    """Both ends of one stream, and what deletes from it: StreamWriter, StreamReader and StreamDeleter."""
 
     heads: dict[str, SessionHead] = field(default_factory=dict)
     groups: dict[str, tuple[int | None, str, set[str]]] = field(default_factory=dict)
@@ -23,15 +27,23 @@ class MemoryStream:
     continuations: dict[tuple[str, str], str] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     trainer: dict[str, str | int | float] = field(default_factory=dict)
+    tombstones: dict[str, Tombstone] = field(default_factory=dict)
+    deleted_users: set[str] = field(default_factory=set)
+    taken_over: bool = False
+    """Whether another trainer has claimed the lease since."""
     _waiting: list[Entry] = field(default_factory=list)
     _pending: dict[str, Entry] = field(default_factory=dict)
     _written: int = 0
 
     # The gateways' end
 
+    async def close(self) -> None:
+        pass
+
     async def open_session(self, spec: SessionSpec) -> tuple[SessionSpec, bool]:
         if head := self.heads.get(spec.session_id):
             return head.spec, False
+        self._refuse_deleted(spec.session_id, spec.user)
         if spec.group_id is not None:
             self._join(spec, spec.group_id)
         self.heads[spec.session_id] = SessionHead(spec=decode_spec(encode(spec)))
@@ -41,33 +53,59 @@ class MemoryStream:
     async def open_group(self, specs: Sequence[SessionSpec]) -> None:
         if specs[0].group_id in self.groups:
             raise Conflict(f"group {specs[0].group_id} exists already")
+        if specs[0].user in self.deleted_users:
+            raise UserDeleted
         for spec in specs:
             await self.open_session(spec)
 
     async def load(self, session_id: str) -> SessionHead | None:
         return self.heads.get(session_id)
 
-    async def sessions(self, start: int, count: int) -> Sequence[SessionHead]:
-        by_age = sorted(self.heads.values(), key=lambda head: head.spec.created_at)
+    async def load_for_call(self, session_id: str) -> SessionHead | None:
+        return await self.load(session_id)
+
+    async def sessions(self, start: int, count: int) -> Sequence[SessionHead | Tombstone]:
+        known: list[SessionHead | Tombstone] = [*self.heads.values(), *self.tombstones.values()]
+        by_age = sorted(known, key=_age)
         return by_age[start : start + count]
 
-    async def append_turn(self, turn: Turn, expires_at: float, owner: str = "") -> None:
+    async def tombstone(self, session_id: str) -> Tombstone | None:
+        return self.tombstones.get(session_id)
+
+    async def user_deleted(self, user: str) -> bool:
+        return user in self.deleted_users
+
+    async def forget_deleted(self) -> None:
+        pass
+
+    async def append_turn(
+        self, turn: Turn, expires_at: float, owner: str = "", opening: SessionSpec | None = None
+    ) -> Turn:
+        if opening is not None:
+            await self.open_session(opening)
         head = self.heads.get(turn.session_id)
         if head is not None and turn.turn_id in head.by_id:
-            return
+            return head.by_id[turn.turn_id]
+        self._refuse_deleted(turn.session_id, turn.user)
         if head is None or head.outcome is not None:
             raise SessionClosed(f"session {turn.session_id} is {'closed' if head else 'unknown'}")
+        turn = related(turn, head.turns)
         self._append(turn)
         self._change(turn.session_id, turns=(*head.turns, turn))
         self.deadlines[turn.session_id] = expires_at
         if turn.reply_digest:
             self.continuations[owner, turn.reply_digest] = turn.session_id
+        if turn.finish == "tool_calls":
+            self.continuations[owner, turn.turn_id] = turn.session_id
+        if turn.request_digest and turn.parent_id is None:
+            self.continuations[owner, turn.request_digest] = turn.session_id
+        return turn
 
-    async def find_continuation(self, owner: str, reply_digests: Sequence[str]) -> str | None:
-        found = (self.continuations.get((owner, digest)) for digest in reply_digests)
-        return next((session_id for session_id in found if session_id), None)
+    async def find_continuations(self, owner: str, digests: Sequence[str]) -> Sequence[str | None]:
+        return [self.continuations.get((owner, digest)) for digest in digests]
 
     async def append_reward(self, reward: Reward) -> Reward:
+        self._refuse_deleted(reward.session_id)
         head = self.heads[reward.session_id]
         for stored in head.rewards:
             if stored.key == reward.key:
@@ -82,6 +120,7 @@ class MemoryStream:
     async def append_outcome(
         self, outcome: Outcome, reward: Reward | None, verdict: Verdict | None
     ) -> Outcome:
+        self._refuse_deleted(outcome.session_id)
         head = self.heads[outcome.session_id]
         if head.outcome is not None:
             return head.outcome
@@ -98,35 +137,97 @@ class MemoryStream:
         overdue = [s for s, deadline in self.deadlines.items() if deadline <= now][:limit]
         return sum(self._expire_one(session_id, now) for session_id in overdue)
 
-    async def group_progress(self, group_id: str) -> tuple[int, int]:
+    async def group_standing(self, group_id: str) -> GroupStanding:
         size, _, members = self.groups.get(group_id, (None, "", set()))
-        ended = sum(self.heads[member].outcome is not None for member in members)
-        return ended, size or len(members)
+        # A member that is not there was deleted: nobody waits for it.
+        heads = [self.heads.get(member) for member in sorted(members)]
+        return group_standing(size, ("decided" if head is None else stage_of(head) for head in heads))
+
+    async def heartbeat(self, session_id: str, now: float) -> float:
+        head = self.heads.get(session_id)
+        if head is None or head.state != "open" or head.outcome is not None:
+            raise SessionClosed(f"session {session_id} is {'finished' if head else 'unknown'}")
+        self._change(session_id, beaten_at=now)
+        self.deadlines[session_id] = max(self.deadlines[session_id], now + head.spec.ttl_s)
+        return now + head.spec.ttl_s
+
+    # What deletes
+
+    async def delete_session(self, session_id: str) -> Tombstone | None:
+        if (head := self.heads.pop(session_id, None)) is None:
+            return None
+        spec, now = head.spec, time.time()
+        tombstone = Tombstone(
+            session_id=session_id,
+            owner=spec.owner,
+            created_at=spec.created_at,
+            deleted_at=now,
+            turns=len(head.turns),
+            rewards=len(head.rewards),
+        )
+        self.tombstones[session_id] = tombstone
+        self.deadlines.pop(session_id, None)
+        self.continuations = {key: name for key, name in self.continuations.items() if name != session_id}
+        self._waiting = [entry for entry in self._waiting if entry.record.session_id != session_id]
+        for entry in list(self._pending.values()):
+            if entry.record.session_id == session_id:
+                del self._pending[entry.entry_id]
+        deletion = Deletion(
+            session_id=session_id, created_at=now, group_id=spec.group_id, group_size=spec.group_size
+        )
+        self._append(deletion)
+        self.counts["session:deleted"] = self.counts.get("session:deleted", 0) + 1
+        return tombstone
+
+    async def delete_user(self, user: str) -> DeletedUser:
+        self.deleted_users.add(user)
+        named = [session_id for session_id, head in self.heads.items() if user in head.users]
+        tombstones = [await self.delete_session(session_id) for session_id in named]
+        return total([tombstone for tombstone in tombstones if tombstone is not None])
+
+    async def finish(self, now: float) -> int:
+        return 0
 
     # The trainer's end
 
+    def confirm(self) -> None:
+        if self.taken_over:
+            raise LeaseLost("another trainer has taken over")
+
     def reclaim(self) -> Iterator[Entry]:
+        self.confirm()
         yield from list(self._pending.values())
 
     def read(self, count: int, block_s: float) -> Sequence[Entry]:
+        self.confirm()
         taken, self._waiting = self._waiting[:count], self._waiting[count:]
         self._pending.update((entry.entry_id, entry) for entry in taken)
         return taken
 
     def acknowledge(self, entry_ids: Sequence[str], verdicts: Verdicts) -> None:
+        self.confirm()
         for session_id, verdict in verdicts.sessions.items():
-            self._close(session_id, verdict)
+            if session_id in self.heads:
+                self._close(session_id, verdict)
         for (session_id, turn_id), verdict in verdicts.turns.items():
-            known = self.heads[session_id].turn_verdicts
-            self._change(session_id, turn_verdicts={**known, turn_id: verdict})
-            self._count(f"turn:{verdict.code}")
+            if session_id in self.heads:
+                known = self.heads[session_id].turn_verdicts
+                self._recount("turn", known.get(turn_id), verdict)
+                self._change(session_id, turn_verdicts={**known, turn_id: verdict})
         for entry_id in entry_ids:
             self._pending.pop(entry_id, None)
 
     def report(self, state: Mapping[str, str | int | float]) -> None:
+        self.confirm()
         self.trainer.update(state)
 
     # Inside
+
+    def _refuse_deleted(self, session_id: str, user: str | None = None) -> None:
+        if session_id in self.tombstones:
+            raise SessionDeleted(session_id)
+        if user in self.deleted_users:
+            raise UserDeleted
 
     def _join(self, spec: SessionSpec, group_id: str) -> None:
         size, owner, members = self.groups.get(group_id, (spec.group_size, spec.owner, set()))
@@ -159,9 +260,16 @@ class MemoryStream:
         return True
 
     def _close(self, session_id: str, verdict: Verdict) -> None:
+        self._recount("session", self.heads[session_id].verdict, verdict)
         self._change(session_id, verdict=verdict)
-        self._count(f"session:{verdict.code}")
         self.deadlines.pop(session_id, None)
 
-    def _count(self, what: str) -> None:
-        self.counts[what] = self.counts.get(what, 0) + 1
+    def _recount(self, kind: str, before: Verdict | None, now: Verdict) -> None:
+        if before is not None:
+            self.counts[f"{kind}:{before.code}"] -= 1
+        self.counts[f"{kind}:{now.code}"] = self.counts.get(f"{kind}:{now.code}", 0) + 1
+
+
+def _age(session: SessionHead | Tombstone) -> tuple[float, str]:
+    known = session if isinstance(session, Tombstone) else session.spec
+    return known.created_at, known.session_id

@@ -4,6 +4,7 @@ SessionSpec ─┬─ Turn ─ Turn ─ Turn      what was sampled, token by tok
              │     └─ Turn              (a tree: a turn holds only what it adds to its parent)
              ├─ Reward, Reward          what it was worth; none yet is null, and null is not 0
              └─ Outcome                 how the episode ended
+                Deletion                or that all of it was deleted
 """
 
 import math
@@ -21,22 +22,25 @@ Status = Literal["completed", "truncated", "failed", "abandoned"]
 SamplingMode = Literal["enforce", "default", "allow"]
 
 
-class Span(msgspec.Struct, frozen=True):
+class Span(msgspec.Struct, frozen=True, omit_defaults=True):
     """Output tokens [start, end) were sampled by policy `version`."""
 
     version: int
     start: int
     end: int
+    engine: str | None = None
+    """Who sampled them, where more than one engine had a part in the answer; else it is the turn's."""
 
 
-class Sampling(msgspec.Struct, frozen=True):
+class Sampling(msgspec.Struct, frozen=True, gc=False):
     """Sampling parameters: what the agent asked for, and what the engine was told."""
 
     asked: dict[str, Any] = {}
     used: dict[str, Any] = {}
 
 
-class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=True):
+# gc: a trainer holds a hundred thousand, none is part of a cycle, and the collector would look at them all.
+class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=True, gc=False):
     """One generation: the tokens it added to its parent, and everything needed to learn from them."""
 
     turn_id: str
@@ -46,8 +50,15 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=
     task_id: str | None = None
     policy: str = "policy"
     attempt: int = 0
+    """How often the client had made this call before, as far as it says."""
+    joined_attempt: int = 0
+    """The last later attempt that joined the call and heard its answer; 0 where none did."""
+    joined_at: float = 0.0
+    """When that attempt did."""
     lineage: str | None = None
     """A caller's label for the thread of calls inside a session, such as one of several sub-agents."""
+    user: str | None = None
+    """For whom the call says that it is made; whoever its session was opened for."""
 
     relation: Relation = "root"
     reason: str | None = None
@@ -73,15 +84,36 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=
     """Chained digest of the canonical messages of the call, and `reply_digest` of those plus the answer:
     a later call that begins with the same messages finds its parent by it."""
     reply_digest: str = ""
+    request_digest: str = ""
+    """The same for the same bytes of a call: by it a retry finds the attempts before it."""
+    retry_of: str | None = None
+    """The turn of an earlier attempt that this one makes an orphan."""
+    orphan_of: str | None = None
+    """The retry that was recorded before this turn, and has replaced it."""
+
+    @property
+    def last_attempt(self) -> int:
+        """The attempt that was to hear this answer."""
+        return max(self.attempt, self.joined_attempt)
+
+    @property
+    def asked_at(self) -> float:
+        """When that attempt began."""
+        return self.joined_at or self.started_at
+
+    @property
+    def request(self) -> tuple[str, str]:
+        """What was asked; the prompts of one request are told apart."""
+        return self.request_digest, self.prompt_digest
 
     def __post_init__(self) -> None:
         if len(self.output_ids) != len(self.logprobs):
             raise InvalidRecord(
                 f"turn {self.turn_id}: {len(self.output_ids)} output ids but {len(self.logprobs)} logprobs"
             )
-        if any(token_id < 0 for token_id in self.context_ids) or any(i < 0 for i in self.output_ids):
+        if not (self.context_ids.natural and self.output_ids.natural):
             raise InvalidRecord(f"turn {self.turn_id}: a token id is negative")
-        if not all(map(math.isfinite, self.logprobs)):
+        if not self.logprobs.finite:
             raise InvalidRecord(f"turn {self.turn_id}: a logprob is not finite")
         end = 0
         for span in self.versions:
@@ -122,7 +154,17 @@ class Outcome(msgspec.Struct, frozen=True, tag="outcome", kw_only=True, omit_def
     train: bool = True
 
 
-Record = Turn | Reward | Outcome
+class Deletion(msgspec.Struct, frozen=True, tag="deletion", kw_only=True, omit_defaults=True):
+    """The session is gone, with everything the stream held of it. It carries the group so that the session
+    still counts there, as one that ended without a rollout."""
+
+    session_id: str
+    created_at: float
+    group_id: str | None = None
+    group_size: int | None = None
+
+
+Record = Turn | Reward | Outcome | Deletion
 
 
 class SamplingPolicy(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""The trainer's end of the stream, on Redis: a consumer group with one fixed consumer."""
+"""The trainer's end of the stream, on Redis: a consumer group with one fixed consumer, behind a fence."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,106 +7,155 @@ from typing import Any
 
 import msgspec
 from redis import Redis
+from redis.commands.core import Script
 from redis.exceptions import ResponseError
 
 from rollout_queue import keys
+from rollout_queue import redis_reader_scripts as scripts
 from rollout_queue.availability import available
 from rollout_queue.codec import decode
-from rollout_queue.errors import InvalidRecord, UnknownSchema
+from rollout_queue.errors import InvalidRecord, LeaseLost, StorageUnavailable, UnknownSchema
+from rollout_queue.lease import LOST
 from rollout_queue.stream import Entry, Verdicts
 
 logger = logging.getLogger(__name__)
 
-RawEntry = tuple[bytes | None, dict[bytes, bytes] | None]
+PAGE = 200
+"""Entries that one script hands over: Redis serves nobody else meanwhile."""
+NOTHING = Verdicts(sessions={}, turns={})
+
+RawEntry = tuple[bytes, list[bytes] | None]
 
 
 class RedisReader:
-    """StreamReader on Redis. `redis` returns bytes (decode_responses off)."""
+    """StreamReader on Redis. `redis` returns bytes (decode_responses off), `token` is of a claimed Lease."""
 
-    def __init__(self, redis: Redis) -> None:
-        self._redis = redis
-        with available(), _existing_group():
-            redis.xgroup_create(keys.STREAM, keys.GROUP, id="0", mkstream=True)
+    def __init__(self, redis: Redis, token: str) -> None:
+        self._redis, self._token = redis, token
+        self._confirm = redis.register_script(scripts.CONFIRM)
+        self._read = redis.register_script(scripts.READ)
+        self._acknowledge = redis.register_script(scripts.ACKNOWLEDGE)
+        self._trim = redis.register_script(scripts.TRIM)
+        self._set_aside = redis.register_script(scripts.SET_ASIDE)
+        self._report = redis.register_script(scripts.REPORT)
+        with available():
+            self._run_id = redis.info("server").get("run_id")
+        self._interrupted = False
+        """Whether Redis has failed since what is pending was last taken up: what was delivered may have been
+        lost with its connection, and a Redis that came back may have forgotten what was acknowledged."""
+        self._delivered: bytes = b"0-0"
+        """The last entry that was delivered when nothing was new."""
+        self._fenced(redis.register_script(scripts.JOIN), [keys.STREAM], [keys.GROUP])
+
+    def confirm(self) -> None:
+        self._fenced(self._confirm, [], [])
 
     def reclaim(self) -> Iterator[Entry]:
-        cursor: Any = "0-0"
-        while True:
-            with available():
-                reply: Any = self._redis.xautoclaim(
-                    keys.STREAM, keys.GROUP, keys.CONSUMER, min_idle_time=0, start_id=cursor, count=1000
-                )
-            cursor, raw = reply[0], reply[1]
+        cursor, self._interrupted = b"0-0", False
+        while raw := self._page(PAGE, cursor):
+            cursor = raw[-1][0]
+            # Redis 6.2 keeps entries that were deleted in the pending list, and the trim would stop there.
+            if gone := [entry_id.decode() for entry_id, fields in raw if fields is None]:
+                self._acknowledged(gone, NOTHING)
             yield from self._decoded(raw)
-            if cursor in (b"0-0", "0-0"):
-                return
 
     def read(self, count: int, block_s: float) -> Sequence[Entry]:
-        with available():
-            reply: Any = self._redis.xreadgroup(
-                keys.GROUP, keys.CONSUMER, {keys.STREAM: ">"}, count=count, block=max(1, int(block_s * 1000))
-            )
-        if not reply:
-            return []
-        streams = reply.items() if isinstance(reply, dict) else reply
-        return [entry for _, raw in streams for entry in self._decoded(_flat(raw))]
+        if self._interrupted:
+            raise StorageUnavailable("Redis was away: what is pending is to be taken up again")
+        entries = self._new(count)
+        if not entries and self._news(block_s):
+            entries = self._new(count)
+        return entries
 
     def acknowledge(self, entry_ids: Sequence[str], verdicts: Verdicts) -> None:
-        with available():
-            with self._redis.pipeline(transaction=True) as transaction:
-                for session_id, verdict in verdicts.sessions.items():
-                    transaction.hset(keys.session(session_id), "verdict", msgspec.json.encode(verdict))
-                    transaction.hincrby(keys.VERDICTS, f"session:{verdict.code}", 1)
-                    transaction.zrem(keys.DEADLINES, session_id)
-                for (session_id, turn_id), verdict in verdicts.turns.items():
-                    transaction.hset(keys.session(session_id), f"v:{turn_id}", msgspec.json.encode(verdict))
-                    transaction.hincrby(keys.VERDICTS, f"turn:{verdict.code}", 1)
-                if entry_ids:
-                    transaction.xack(keys.STREAM, keys.GROUP, *entry_ids)
-                transaction.execute()
-            self._trim()
+        self._acknowledged(entry_ids, verdicts)
+        try:
+            self._fenced(self._trim, [keys.STREAM], [keys.GROUP])
+        except StorageUnavailable as error:  # what is acknowledged stays so, and the next trim cuts it too
+            logger.warning("not trimmed: %s", error)
 
     def report(self, state: Mapping[str, str | int | float]) -> None:
-        with available():
-            fields: Any = dict(state)
-            self._redis.hset(keys.TRAINER, mapping=fields)
+        fields: list[str | int | float] = [part for field in state.items() for part in field]
+        self._fenced(self._report, [keys.TRAINER], fields)
 
-    def _trim(self) -> None:
-        """Acknowledging frees no memory; trimming below the oldest entry that is still owed does."""
-        pending: Any = self._redis.xpending(keys.STREAM, keys.GROUP)
-        oldest_owed = pending["min"]
-        if oldest_owed is None:
-            groups: Any = self._redis.xinfo_groups(keys.STREAM)
-            oldest_owed = next(g["last-delivered-id"] for g in groups if g["name"] == keys.GROUP.encode())
-        self._redis.xtrim(keys.STREAM, minid=oldest_owed, approximate=False)
+    def _new(self, count: int) -> list[Entry]:
+        """Fewer than `count` only where there are no more."""
+        entries: list[Entry] = []
+        while len(entries) < count:
+            asked = min(PAGE, count - len(entries))
+            raw = self._page(asked, b">")
+            entries += self._decoded(raw)
+            if len(raw) < asked:
+                break
+        return entries
+
+    def _news(self, block_s: float) -> bool:
+        """Wait for something new. Not by a read of the group: no fence holds back what that delivers."""
+        with self._noticed():
+            # redis-py replaces a connection that ended between two calls, and says nothing.
+            before, self._run_id = self._run_id, self._redis.info("server").get("run_id")
+            self._interrupted |= before != self._run_id
+            return bool(
+                self._redis.xread({keys.STREAM: self._delivered}, count=1, block=max(1, int(block_s * 1000)))
+            )
+
+    def _page(self, count: int, what: bytes) -> Sequence[RawEntry]:
+        found = self._fenced(self._read, [keys.STREAM], [keys.GROUP, keys.CONSUMER, count, what])
+        if isinstance(found, list):
+            return found
+        self._delivered = found
+        return []
+
+    def _acknowledged(self, entry_ids: Sequence[str], verdicts: Verdicts) -> None:
+        given = [((session_id, "verdict"), verdict) for session_id, verdict in verdicts.sessions.items()]
+        given += [
+            ((session_id, f"v:{turn_id}"), verdict)
+            for (session_id, turn_id), verdict in verdicts.turns.items()
+        ]
+        places: dict[str, int] = {}
+        arguments: list[str | bytes | int] = [keys.GROUP, len(entry_ids), *entry_ids]
+        for (session_id, field), verdict in given:
+            place = places.setdefault(session_id, len(places) + 1)
+            arguments += (place, session_id, field, msgspec.json.encode(verdict))
+        named = [keys.STREAM, keys.VERDICTS, keys.DEADLINES, *map(keys.session, places)]
+        self._fenced(self._acknowledge, named, arguments)
 
     def _decoded(self, raw: Sequence[RawEntry]) -> Iterator[Entry]:
         for entry_id, fields in raw:
-            if entry_id is None or fields is None:  # Redis 6.2 keeps trimmed entries in the pending list
+            if fields is None:
                 continue
             try:
-                yield Entry(entry_id.decode(), decode(fields.get(keys.STREAM_FIELD, b"")))
+                yield Entry(entry_id.decode(), decode(_payload(fields)))
             except (InvalidRecord, UnknownSchema) as error:
-                self._set_aside(entry_id, fields, error)
+                self._bury(entry_id, fields, error)
 
-    def _set_aside(self, entry_id: bytes, fields: dict[bytes, bytes], error: Exception) -> None:
+    def _bury(self, entry_id: bytes, fields: list[bytes], error: Exception) -> None:
         """A record nobody can read goes to the dead letters with its bytes, and stops nothing."""
         logger.error("entry %s set aside: %s", entry_id.decode(), error)
-        with available(), self._redis.pipeline(transaction=True) as transaction:
-            letter: Any = {**fields, b"entry": entry_id, b"error": str(error).encode()}
-            transaction.xadd(keys.DEAD_LETTERS, letter)
-            transaction.xack(keys.STREAM, keys.GROUP, entry_id)
-            transaction.execute()
+        letter: list[str | bytes] = [*fields, b"entry", entry_id, b"error", str(error)]
+        self._fenced(self._set_aside, [keys.STREAM, keys.DEAD_LETTERS], [keys.GROUP, entry_id, *letter])
 
+    def _fenced(self, script: Script, named: Sequence[str], arguments: Sequence[str | bytes | float]) -> Any:
+        """What the script answers. Raises LeaseLost when another trainer has claimed the lease since."""
+        with self._noticed():
+            try:
+                return script([keys.FENCE, *named], [self._token, *arguments])
+            except ResponseError as error:
+                if str(error).startswith(scripts.LOST):
+                    raise LeaseLost(LOST) from error
+                raise
 
-def _flat(raw: Any) -> Sequence[RawEntry]:
-    """redis-py nests the entries of a stream once more under RESP3."""
-    return raw[0] if raw and isinstance(raw[0], list) else raw
-
-
-@contextmanager
-def _existing_group() -> Iterator[None]:
-    try:
-        yield
-    except ResponseError as error:
-        if not str(error).startswith("BUSYGROUP"):
+    @contextmanager
+    def _noticed(self) -> Iterator[None]:
+        """Raises StorageUnavailable, and remembers it."""
+        try:
+            with available():
+                yield
+        except StorageUnavailable:
+            self._interrupted = True
             raise
+
+
+def _payload(fields: Sequence[bytes]) -> bytes:
+    """Of an entry of ours, which has one field; of any other nothing can be read."""
+    return fields[1] if fields[0] == keys.STREAM_FIELD else b""

@@ -7,11 +7,17 @@ import msgspec
 from redis.asyncio import Redis
 
 from rollout_queue import keys, redis_scripts
+from rollout_queue.attempts import related
 from rollout_queue.availability import stored
 from rollout_queue.codec import decode, decode_spec, encode
-from rollout_queue.errors import Conflict, SessionClosed
+from rollout_queue.errors import Conflict, SessionClosed, UserDeleted
+from rollout_queue.express import Argument, Express
 from rollout_queue.head import SessionHead
+from rollout_queue.head_cache import HeadCache
+from rollout_queue.opening import group_arguments, open_arguments, opened, refusal
 from rollout_queue.records import Outcome, Reward, SessionSpec, Turn, Verdict
+from rollout_queue.standing import GroupStanding, group_standing, standings
+from rollout_queue.tombstone import Tombstone, decode_tombstone, user_digest
 
 CONTINUATION_TTL_S = 30 * 86400.0
 """Redis counts a key's life in milliseconds and overflows; a conversation that old has ended."""
@@ -22,76 +28,147 @@ class RedisWriter:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
+        self._heads = HeadCache()
+        # A Redis that comes back after a power failure may know less than is remembered here.
+        self._express = Express(redis, connected=self._heads.clear)
+        self._deleted = 0
+        """How many sessions had been deleted when the heads were last looked through."""
         self._open = redis.register_script(redis_scripts.OPEN)
         self._open_group = redis.register_script(redis_scripts.OPEN_GROUP)
         self._append_turn = redis.register_script(redis_scripts.APPEND_TURN)
         self._append_reward = redis.register_script(redis_scripts.APPEND_REWARD)
         self._append_outcome = redis.register_script(redis_scripts.APPEND_OUTCOME)
         self._expire = redis.register_script(redis_scripts.EXPIRE)
+        self._heartbeat = redis.register_script(redis_scripts.HEARTBEAT)
 
     async def open_session(self, spec: SessionSpec) -> tuple[SessionSpec, bool]:
-        reply = await stored(self._open(*_open_arguments(spec)))
-        return _opened(spec, reply)
+        reply = await stored(self._express.script(self._open, *open_arguments(spec)))
+        return opened(spec, reply)
 
     async def open_group(self, specs: Sequence[SessionSpec]) -> None:
-        first = specs[0]
-        assert first.group_id is not None  # noqa: S101 - the caller's type says so only in prose
-        named = [
-            keys.group(first.group_id),
-            keys.group_members(first.group_id),
-            keys.SESSIONS,
-            keys.DEADLINES,
-        ]
-        named += [keys.session(spec.session_id) for spec in specs]
-        arguments: list[str | bytes | float] = [len(specs), first.owner]
-        arguments += [first.created_at, first.created_at + first.ttl_s]
-        for spec in specs:
-            arguments += [spec.session_id, encode(spec)]
-        created = await stored(self._open_group(named, arguments))
-        if not created:
-            raise Conflict(f"group {first.group_id} exists already")
+        match await stored(self._open_group(*group_arguments(specs))):
+            case b"exists":
+                raise Conflict(f"group {specs[0].group_id} exists already")
+            case b"user deleted":
+                raise UserDeleted
+
+    async def close(self) -> None:
+        """Hang up what this writer has opened; `redis` stays its owner's."""
+        await self._express.close()
 
     async def load(self, session_id: str) -> SessionHead | None:
         key = keys.session(session_id)
         return read_head(await stored(self._redis.hgetall(key)))
 
-    async def sessions(self, start: int, count: int) -> Sequence[SessionHead]:
-        names: list[bytes] = await stored(self._redis.zrange(keys.SESSIONS, start, start + count - 1))
+    async def load_for_call(self, session_id: str) -> SessionHead | None:
+        key = keys.session(session_id)
+        fields: int = await stored(self._express.command("HLEN", key))
+        if not fields:
+            self._heads.drop(session_id)
+            return None
+        if (head := self._heads.get(session_id, fields)) is None:
+            listed: list[bytes] = await stored(self._express.command("HGETALL", key))
+            found = listed if isinstance(listed, dict) else dict(zip(listed[::2], listed[1::2], strict=True))
+            if (head := read_head(found)) is not None:
+                self._heads.put(len(found), head)
+        return head
+
+    async def sessions(self, start: int, count: int) -> Sequence[SessionHead | Tombstone]:
+        listed: list[bytes] = await stored(self._redis.zrange(keys.SESSIONS, start, start + count - 1))
+        names = [name.decode() for name in listed]
         async with self._redis.pipeline(transaction=False) as pipeline:
             for name in names:
-                pipeline.hgetall(keys.session(name.decode()))
-            heads = map(read_head, await stored(pipeline.execute()))
-        return [head for head in heads if head is not None]
+                pipeline.hgetall(keys.session(name))
+            heads = list(map(read_head, await stored(pipeline.execute())))
+        gone = [name for name, head in zip(names, heads, strict=True) if head is None]
+        tombstones = await self._tombstones(gone)
+        found = (head or tombstones.get(name) for name, head in zip(names, heads, strict=True))
+        return [each for each in found if each is not None]
 
-    async def append_turn(self, turn: Turn, expires_at: float, owner: str = "") -> None:
-        named = [keys.session(turn.session_id), keys.STREAM, keys.DEADLINES]
-        if turn.reply_digest:
-            named.append(keys.continuation(owner, turn.reply_digest))
+    async def tombstone(self, session_id: str) -> Tombstone | None:
+        return (await self._tombstones([session_id])).get(session_id)
+
+    async def _tombstones(self, session_ids: Sequence[str]) -> Mapping[str, Tombstone]:
+        if not session_ids:
+            return {}
+        found: list[bytes | None] = await stored(self._redis.hmget(keys.DELETED, list(session_ids)))
+        raw = zip(session_ids, found, strict=True)
+        return {name: decode_tombstone(value) for name, value in raw if value is not None}
+
+    async def user_deleted(self, user: str) -> bool:
+        digest = user_digest(user)
+        return bool(await stored(self._express.command("SISMEMBER", keys.DELETED_USERS, digest)))
+
+    async def forget_deleted(self) -> None:
+        deleted: int = await stored(self._redis.hlen(keys.DELETED))
+        if deleted == self._deleted:
+            return
+        for session_id in await self._tombstones(self._heads.session_ids()):
+            self._heads.drop(session_id)
+        self._deleted = deleted
+
+    async def append_turn(
+        self, turn: Turn, expires_at: float, owner: str = "", opening: SessionSpec | None = None
+    ) -> Turn:
+        told, seen = turn, None
+        if turn.last_attempt and turn.request_digest:
+            told, seen = await self._related(turn)
+        while (reply := await self._append(told, expires_at, owner, seen, opening)) == b"retried":
+            told, seen = await self._related(turn)
+        if isinstance(reply, bytes):
+            raise refusal(turn.session_id, reply)
+        before, after = reply
+        self._heads.grow(before, after, told)
+        return told
+
+    async def _related(self, turn: Turn) -> tuple[Turn, int | None]:
+        """The turn with its relation to those that are stored, and how many fields the session had then."""
+        fields: dict[bytes, bytes] = await stored(self._redis.hgetall(keys.session(turn.session_id)))
+        head = read_head(fields)
+        if head is None:
+            return turn, 0
+        return head.by_id.get(turn.turn_id) or related(turn, head.turns), len(fields)
+
+    async def _append(
+        self, turn: Turn, expires_at: float, owner: str, seen: int | None, opening: SessionSpec | None
+    ) -> bytes | list[int]:
+        """How many fields the session had before and has now, or why the turn is not stored."""
+        users = sorted({user for user in (turn.user, opening and opening.user) if user})
+        named = [keys.session(turn.session_id), keys.STREAM, keys.DEADLINES, keys.SESSIONS]
+        named += [keys.DELETED, keys.DELETED_USERS, *map(keys.user_sessions, users)]
+        named += continuations_of(turn, owner)
         lives_s = min(max(expires_at - turn.finished_at, 0.001), CONTINUATION_TTL_S)
-        reply = await stored(
-            self._append_turn(
-                named,
-                [turn.session_id, f"t:{turn.turn_id}", encode(turn), expires_at, int(lives_s * 1000)],
-            )
-        )
-        if reply != b"stored":
-            raise SessionClosed(f"session {turn.session_id} is {reply.decode()}")
+        arguments: list[Argument] = [turn.session_id, f"t:{turn.turn_id}", encode(turn)]
+        arguments += [
+            expires_at,
+            int(lives_s * 1000),
+            f"q:{turn.request_digest}",
+            "" if seen is None else seen,
+            b"" if opening is None else encode(opening),
+            "" if opening is None else opening.created_at,
+            len(users),
+            *map(user_digest, users),
+        ]
+        reply: bytes | list[int] = await stored(self._express.script(self._append_turn, named, arguments))
+        return reply
 
-    async def find_continuation(self, owner: str, reply_digests: Sequence[str]) -> str | None:
-        if not reply_digests:
-            return None
-        names = [keys.continuation(owner, digest) for digest in reply_digests]
-        found: list[bytes | None] = await stored(self._redis.mget(names))
-        return next((name.decode() for name in found if name is not None), None)
+    async def find_continuations(self, owner: str, digests: Sequence[str]) -> Sequence[str | None]:
+        if not digests:
+            return []
+        names = [keys.continuation(owner, digest) for digest in digests]
+        found: list[bytes | None] = await stored(self._express.command("MGET", *names))
+        return [None if name is None else name.decode() for name in found]
 
     async def append_reward(self, reward: Reward) -> Reward:
         late = msgspec.structs.replace(reward, late=True)
         reply = await stored(
             self._append_reward(
-                [keys.session(reward.session_id), keys.STREAM],
-                [f"r:{reward.key}", encode(reward), encode(late)],
+                [keys.session(reward.session_id), keys.STREAM, keys.DELETED],
+                [reward.session_id, f"r:{reward.key}", encode(reward), encode(late)],
             )
         )
+        if isinstance(reply, list):
+            raise refusal(reward.session_id, reply[0])
         return cast(Reward, decode(reply))
 
     async def append_outcome(
@@ -99,7 +176,13 @@ class RedisWriter:
     ) -> Outcome:
         reply = await stored(
             self._append_outcome(
-                [keys.session(outcome.session_id), keys.STREAM, keys.DEADLINES, keys.VERDICTS],
+                [
+                    keys.session(outcome.session_id),
+                    keys.STREAM,
+                    keys.DEADLINES,
+                    keys.VERDICTS,
+                    keys.DELETED,
+                ],
                 [
                     outcome.session_id,
                     encode(outcome),
@@ -110,6 +193,8 @@ class RedisWriter:
                 ],
             )
         )
+        if isinstance(reply, list):
+            raise refusal(outcome.session_id, reply[0])
         return cast(Outcome, decode(reply))
 
     async def expire(self, now: float, limit: int) -> int:
@@ -133,14 +218,31 @@ class RedisWriter:
             )
         )
 
-    async def group_progress(self, group_id: str) -> tuple[int, int]:
+    async def group_standing(self, group_id: str) -> GroupStanding:
         size = await stored(self._redis.hget(keys.group(group_id), "size"))
         members = await stored(self._redis.smembers(keys.group_members(group_id)))
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for member in members:
-                pipeline.hexists(keys.session(member.decode()), "outcome")
-            ended = await stored(pipeline.execute())
-        return sum(ended), int(size or 0) or len(members)
+        found = await standings(self._redis, sorted(member.decode() for member in members))
+        return group_standing(int(size or 0) or None, (each.stage for each in found))
+
+    async def heartbeat(self, session_id: str, now: float) -> float:
+        key = keys.session(session_id)
+        if (raw := await stored(self._redis.hget(key, "spec"))) is None:
+            raise SessionClosed(f"session {session_id} is unknown")
+        expires_at = now + decode_spec(raw).ttl_s
+        if not await stored(self._heartbeat([key, keys.DEADLINES], [session_id, now, expires_at])):
+            raise SessionClosed(f"session {session_id} is finished")
+        self._heads.drop(session_id)
+        return expires_at
+
+
+def continuations_of(turn: Turn, owner: str) -> list[str]:
+    """The keys by which a later call of `owner` finds the session of the turn."""
+    digests = [turn.reply_digest] if turn.reply_digest else []
+    if turn.finish == "tool_calls":
+        digests.append(turn.turn_id)
+    if turn.request_digest and turn.parent_id is None:
+        digests.append(turn.request_digest)
+    return [keys.continuation(owner, digest) for digest in digests]
 
 
 def read_head(fields: Mapping[bytes, bytes]) -> SessionHead | None:
@@ -166,6 +268,7 @@ def read_head(fields: Mapping[bytes, bytes]) -> SessionHead | None:
         outcome=cast(Outcome, decode(outcome)) if outcome else None,
         verdict=msgspec.json.decode(verdict, type=Verdict) if verdict else None,
         turn_verdicts=turn_verdicts,
+        beaten_at=float(fields.get(b"beat", 0)),
     )
 
 
@@ -183,31 +286,3 @@ def expiry(spec: SessionSpec, now: float) -> tuple[Outcome, Verdict]:
         train=spec.train,
     )
     return outcome, Verdict(code="expired", detail=detail)
-
-
-def _open_arguments(spec: SessionSpec) -> tuple[list[str], list[str | bytes | float]]:
-    session_keys = [keys.session(spec.session_id), keys.SESSIONS, keys.DEADLINES]
-    if spec.group_id is not None:
-        session_keys += [keys.group(spec.group_id), keys.group_members(spec.group_id)]
-    return session_keys, [
-        spec.session_id,
-        encode(spec),
-        spec.created_at,
-        spec.created_at + spec.ttl_s,
-        spec.owner,
-        "" if spec.group_size is None else str(spec.group_size),
-    ]
-
-
-def _opened(spec: SessionSpec, reply: list[bytes]) -> tuple[SessionSpec, bool]:
-    match reply[0]:
-        case b"created":
-            return spec, True
-        case b"exists":
-            return decode_spec(reply[1]), False
-        case b"size":
-            raise Conflict(f"group {spec.group_id} has size {reply[1].decode()}")
-        case b"full":
-            raise Conflict(f"group {spec.group_id} has its {reply[1].decode()} sessions already")
-        case _:
-            raise Conflict(f"group {spec.group_id} belongs to another client key")

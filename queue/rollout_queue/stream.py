@@ -14,6 +14,8 @@ from typing import NamedTuple, Protocol
 
 from rollout_queue.head import SessionHead
 from rollout_queue.records import Outcome, Record, Reward, SessionSpec, Turn, Verdict
+from rollout_queue.standing import GroupStanding
+from rollout_queue.tombstone import DeletedUser, Tombstone
 
 
 class Entry(NamedTuple):
@@ -34,36 +36,64 @@ class Verdicts(NamedTuple):
 class StreamWriter(Protocol):
     """The gateways' end. Every method raises StorageUnavailable when nothing could be stored or read."""
 
+    async def close(self) -> None: ...
+
     async def open_session(self, spec: SessionSpec) -> tuple[SessionSpec, bool]:
         """Create the session, or find the one of that id. Returns it and whether it was created.
 
-        Raises Conflict when its group has another size or owner, or no place left.
+        Raises Conflict when its group has another size or owner, or no place left; SessionDeleted and
+        UserDeleted.
         """
         ...
 
     async def open_group(self, specs: Sequence[SessionSpec]) -> None:
-        """Create a group and all of its sessions, or nothing. Raises Conflict when the group exists."""
+        """Create a group and all of its sessions, or nothing.
+
+        Raises Conflict when the group exists; UserDeleted.
+        """
         ...
 
     async def load(self, session_id: str) -> SessionHead | None: ...
 
-    async def sessions(self, start: int, count: int) -> Sequence[SessionHead]:
-        """Up to `count` sessions from the `start`-th on, oldest first."""
+    async def load_for_call(self, session_id: str) -> SessionHead | None:
+        """As `load`, from memory where the session has not changed; only the turns' verdicts may be old."""
         ...
 
-    async def append_turn(self, turn: Turn, expires_at: float, owner: str = "") -> None:
-        """Store the turn in stream and head, once; by its reply digest a later call of `owner` finds it.
+    async def sessions(self, start: int, count: int) -> Sequence[SessionHead | Tombstone]:
+        """Up to `count` sessions from the `start`-th on, oldest first; deleted ones keep their places."""
+        ...
 
-        Raises SessionClosed when the session has ended.
+    async def tombstone(self, session_id: str) -> Tombstone | None:
+        """What is left of the session, where it was deleted."""
+        ...
+
+    async def user_deleted(self, user: str) -> bool: ...
+
+    async def forget_deleted(self) -> None:
+        """Drop from memory what was deleted since the last time, by whichever gateway."""
+        ...
+
+    async def append_turn(
+        self, turn: Turn, expires_at: float, owner: str = "", opening: SessionSpec | None = None
+    ) -> Turn:
+        """Store the turn in stream and head, once; `opening` creates its session where it is not there yet.
+
+        By its reply digest a later call of `owner` finds its session, or by its id where it called tools; by
+        the request digest of a turn without parent a retry does.
+        Returns it as it is stored: with its relation to other attempts at the same call (`attempts`).
+        Raises SessionClosed when the session has ended; SessionDeleted, UserDeleted.
         """
         ...
 
-    async def find_continuation(self, owner: str, reply_digests: Sequence[str]) -> str | None:
-        """The session of the first digest that is remembered for this owner."""
+    async def find_continuations(self, owner: str, digests: Sequence[str]) -> Sequence[str | None]:
+        """For each digest of a reply or a request, or turn id, the session remembered for this owner."""
         ...
 
     async def append_reward(self, reward: Reward) -> Reward:
-        """Store the reward; returns what is stored under its key, which a late one carries `late` in."""
+        """Store the reward; returns what is stored under its key, which a late one carries `late` in.
+
+        Raises SessionDeleted.
+        """
         ...
 
     async def append_outcome(
@@ -71,7 +101,7 @@ class StreamWriter(Protocol):
     ) -> Outcome:
         """Close the session, with its last reward (if that key is new) and a verdict where it is known.
 
-        Returns the outcome that is stored: an earlier one stands.
+        Returns the outcome that is stored: an earlier one stands. Raises SessionDeleted.
         """
         ...
 
@@ -79,13 +109,44 @@ class StreamWriter(Protocol):
         """Close sessions whose deadline is past and that nobody finished and rewarded. Returns how many."""
         ...
 
-    async def group_progress(self, group_id: str) -> tuple[int, int]:
-        """How many sessions of the group have ended, and how many it is made for."""
+    async def group_standing(self, group_id: str) -> GroupStanding:
+        """How far the sessions of the group have come, and how many it is made for."""
+        ...
+
+    async def heartbeat(self, session_id: str, now: float) -> float:
+        """A sign of life of an open session: it expires as if a call had ended now. Returns when.
+
+        Raises SessionClosed when the session has ended, or its time was over before.
+        """
+        ...
+
+
+class StreamDeleter(Protocol):
+    """What removes data for good. Every method raises StorageUnavailable, and may be repeated then."""
+
+    async def delete_session(self, session_id: str) -> Tombstone | None:
+        """Remove everything that is known of the session; the trainer gets a Deletion in its place.
+
+        Returns what is left. None where there is no such session, or somebody else has just deleted it.
+        """
+        ...
+
+    async def delete_user(self, user: str) -> DeletedUser:
+        """Remove the user's sessions, and take nothing more for that name."""
+        ...
+
+    async def finish(self, now: float) -> int:
+        """Do what a process that died in the middle of a deletion has left. Returns of how many sessions."""
         ...
 
 
 class StreamReader(Protocol):
-    """The trainer's end. Every method raises StorageUnavailable when Redis does not answer."""
+    """The trainer's end. Every method raises StorageUnavailable when Redis does not answer, and LeaseLost,
+    having changed nothing, when another trainer has claimed the stream since."""
+
+    def confirm(self) -> None:
+        """Ask whether this trainer still is the one, before something that cannot be taken back."""
+        ...
 
     def reclaim(self) -> Iterable[Entry]:
         """Every entry that was delivered and never acknowledged, oldest first: what a restart takes up."""
@@ -96,7 +157,10 @@ class StreamReader(Protocol):
         ...
 
     def acknowledge(self, entry_ids: Sequence[str], verdicts: Verdicts) -> None:
-        """In one transaction: write the verdicts and acknowledge the entries; then trim what nobody needs."""
+        """In one transaction: write the verdicts and acknowledge the entries; then trim what nobody needs.
+
+        A session that was deleted gets no verdict. What is acknowledged again changes and counts nothing.
+        """
         ...
 
     def report(self, state: Mapping[str, str | int | float]) -> None:

@@ -1,24 +1,34 @@
 """The stream's two ends behave alike in memory and on a real Redis: the same tests hold both."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
+from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
+from redis.exceptions import ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from rollout_queue import keys
+from rollout_queue.attempts import orphans_of
 from rollout_queue.codec import encode
 from rollout_queue.errors import Conflict, SessionClosed, StorageUnavailable
+from rollout_queue.express import Express
 from rollout_queue.head import SessionHead
+from rollout_queue.head_cache import HeadCache
 from rollout_queue.memory import MemoryStream
 from rollout_queue.records import Outcome, Reward, SessionSpec, Span, Turn, Verdict
 from rollout_queue.redis_reader import RedisReader
 from rollout_queue.redis_writer import RedisWriter
+from rollout_queue.standing import GroupStanding
 from rollout_queue.stream import StreamReader, StreamWriter, Verdicts
 from rollout_queue.tokens import Logprobs, TokenIds
+from rollout_queue.tombstone import Tombstone
+from tests.claimed import claimed_reader
 
 NOTHING = Verdicts(sessions={}, turns={})
 
@@ -67,7 +77,7 @@ async def ends(request: pytest.FixtureRequest) -> AsyncIterator[Ends]:
     url = request.getfixturevalue("redis_url")
     redis, sync = AsyncRedis.from_url(url), Redis.from_url(url)
     sync.flushdb()
-    yield Ends(RedisWriter(redis), RedisReader(sync))
+    yield Ends(RedisWriter(redis), claimed_reader(sync))
     sync.close()
     await redis.aclose()
 
@@ -93,11 +103,15 @@ async def test_an_unknown_session_has_no_head(ends: Ends) -> None:
     assert await ends.writer.load("nobody") is None
 
 
+def named(session: SessionHead | Tombstone) -> str:
+    return session.session_id if isinstance(session, Tombstone) else session.spec.session_id
+
+
 async def test_sessions_are_listed_by_age_page_by_page(ends: Ends) -> None:
     for name, created_at in (("b", 2.0), ("a", 1.0), ("c", 3.0)):
         await ends.writer.open_session(SessionSpec(session_id=name, created_at=created_at))
     pages = [await ends.writer.sessions(start, 2) for start in (0, 2, 4)]
-    assert [[head.spec.session_id for head in page] for page in pages] == [["a", "b"], ["c"], []]
+    assert [[named(each) for each in page] for page in pages] == [["a", "b"], ["c"], []]
 
 
 async def test_a_session_is_opened_once(ends: Ends) -> None:
@@ -127,7 +141,7 @@ async def test_a_group_takes_its_size_from_the_first_session_that_says_one(ends:
     await ends.writer.open_session(spec("b", group_id="g", group_size=3))
     with pytest.raises(Conflict, match="size 3"):
         await ends.writer.open_session(spec("c", group_id="g", group_size=2))
-    assert await ends.writer.group_progress("g") == (0, 3)
+    assert await ends.writer.group_standing("g") == GroupStanding(3, ended=0, open=2)
 
 
 async def test_a_group_is_created_once(ends: Ends) -> None:
@@ -135,9 +149,9 @@ async def test_a_group_is_created_once(ends: Ends) -> None:
     await ends.writer.open_group(members)
     with pytest.raises(Conflict, match="exists"):
         await ends.writer.open_group(members)
-    assert await ends.writer.group_progress("g") == (0, 2)
+    assert await ends.writer.group_standing("g") == GroupStanding(2, ended=0, open=2)
     await ends.writer.append_outcome(outcome("a"), None, None)
-    assert await ends.writer.group_progress("g") == (1, 2)
+    assert await ends.writer.group_standing("g") == GroupStanding(2, ended=0, open=1, unrewarded=1)
 
 
 async def test_nothing_is_added_to_a_closed_session(ends: Ends) -> None:
@@ -185,8 +199,110 @@ async def test_a_turn_that_is_appended_again_is_there_once(ends: Ends) -> None:
 async def test_a_turn_is_found_by_the_conversation_that_it_answers(ends: Ends) -> None:
     await ends.writer.open_session(spec(ttl_s=1e300))
     await ends.writer.append_turn(turn(reply_digest="d"), 1e300, "me")
-    assert await ends.writer.find_continuation("me", ["other", "d"]) == "s1"
-    assert await ends.writer.find_continuation("you", ["d"]) is None
+    assert await ends.writer.find_continuations("me", ["other", "d"]) == [None, "s1"]
+    assert await ends.writer.find_continuations("you", ["d"]) == [None]
+
+
+def attempt(turn_id: str, attempt: int, started_at: float, **fields: Any) -> Turn:
+    """A turn of one and the same request."""
+    return turn(turn_id, attempt=attempt, started_at=started_at, request_digest="q", **fields)
+
+
+async def orphans(ends: Ends, *turns: Turn) -> dict[str, str]:
+    """The orphans of a session with these turns, in this order; the trainer's stream and the head agree."""
+    await ends.writer.open_session(spec())
+    appended = [await ends.writer.append_turn(each, 200.0) for each in turns]
+    head = await ends.writer.load("s1")
+    assert head is not None
+    assert ends.read() == appended
+    assert orphans_of(appended) == head.orphans
+    return dict(head.orphans)
+
+
+async def test_a_retry_replaces_the_turn_of_the_same_request(ends: Ends) -> None:
+    other = turn("other", request_digest="other")
+    turns = (other, attempt("first", 0, 100.0), attempt("again", 1, 110.0))
+    assert await orphans(ends, *turns) == {"first": "again"}
+    head = await ends.writer.load("s1")
+    assert head is not None
+    assert {each.turn_id: head.relation_of(each) for each in head.turns}["again"] == "retry"
+    assert head.by_id["again"].retry_of == "first"
+
+
+async def test_a_turn_that_is_recorded_after_its_retry_is_the_orphan_all_the_same(ends: Ends) -> None:
+    turns = (attempt("again", 1, 110.0), attempt("first", 0, 100.0))
+    assert await orphans(ends, *turns) == {"first": "again"}
+    head = await ends.writer.load("s1")
+    assert head is not None
+    assert head.relation_of(head.by_id["again"]) == "retry"
+
+
+@pytest.mark.parametrize("order", list(permutations(("first", "second", "third"))))
+async def test_of_three_attempts_the_last_one_stays_whichever_is_recorded_first(
+    ends: Ends, order: tuple[str, ...]
+) -> None:
+    attempts = {
+        "first": attempt("first", 0, 100.0),
+        "second": attempt("second", 1, 110.0),
+        "third": attempt("third", 2, 120.0),
+    }
+    assert set(await orphans(ends, *(attempts[name] for name in order))) == {"first", "second"}
+
+
+async def test_identical_calls_that_nobody_marked_are_samples_of_their_own(ends: Ends) -> None:
+    samples = [attempt(f"t{index}", 0, 100.0 + index) for index in range(3)]
+    assert await orphans(ends, *samples) == {}
+
+
+async def test_each_retry_replaces_one_sample(ends: Ends) -> None:
+    samples = [attempt(f"t{index}", 0, 100.0 + index) for index in range(3)]
+    retries = [attempt(f"r{index}", 1, 110.0 + index) for index in range(2)]
+    replaced = await orphans(ends, *samples, *retries)
+    assert replaced == {"t2": "r0", "t1": "r1"}
+
+
+async def test_retries_of_calls_that_were_never_answered_replace_nothing(ends: Ends) -> None:
+    assert await orphans(ends, attempt("r0", 1, 110.0), attempt("r1", 1, 111.0)) == {}
+
+
+async def test_a_call_that_began_after_a_retry_is_a_sample_of_its_own(ends: Ends) -> None:
+    assert await orphans(ends, attempt("again", 1, 110.0), attempt("later", 0, 120.0)) == {}
+
+
+async def test_a_retry_rather_replaces_what_was_aborted(ends: Ends) -> None:
+    aborted = attempt("aborted", 0, 100.0, finish="abort")
+    turns = (aborted, attempt("answered", 0, 101.0), attempt("again", 1, 110.0))
+    assert await orphans(ends, *turns) == {"aborted": "again"}
+
+
+async def test_a_turn_that_was_continued_is_no_orphan(ends: Ends) -> None:
+    child = turn("child", parent_id="first", relation="extends")
+    assert await orphans(ends, attempt("first", 0, 100.0), child, attempt("again", 1, 110.0)) == {}
+    head = await ends.writer.load("s1")
+    assert head is not None
+    assert head.relation_of(head.by_id["again"]) == "retry"
+
+
+async def test_a_retry_that_is_appended_again_is_as_it_was(ends: Ends) -> None:
+    await ends.writer.open_session(spec())
+    await ends.writer.append_turn(attempt("first", 0, 100.0), 200.0)
+    stored = await ends.writer.append_turn(attempt("again", 1, 110.0), 200.0)
+    assert await ends.writer.append_turn(attempt("again", 1, 110.0), 200.0) == stored
+    assert [record.turn_id for record in ends.read()] == ["first", "again"]
+
+
+async def test_a_call_that_began_after_a_retry_and_ended_before_it_is_a_sample(ends: Ends) -> None:
+    assert await orphans(ends, attempt("later", 0, 120.0), attempt("again", 1, 110.0)) == {}
+
+
+async def test_the_session_of_a_first_call_is_found_by_its_request(ends: Ends) -> None:
+    await ends.writer.open_session(spec(ttl_s=100.0))
+    await ends.writer.append_turn(attempt("first", 0, 100.0), 200.0, "me")
+    child = turn("child", parent_id="first", relation="extends", request_digest="child")
+    await ends.writer.append_turn(child, 200.0, "me")
+    assert await ends.writer.find_continuations("me", ["q"]) == ["s1"]
+    assert await ends.writer.find_continuations("you", ["q"]) == [None]
+    assert await ends.writer.find_continuations("me", ["child"]) == [None]
 
 
 async def test_a_final_reward_does_not_replace_one_of_its_key(ends: Ends) -> None:
@@ -227,6 +343,45 @@ async def test_verdicts_reach_the_head(ends: Ends) -> None:
     assert head is not None
     assert head.verdict == trained
     assert head.turn_verdicts == {"t1": trained}
+
+
+def counted(ends: Ends) -> dict[str, int]:
+    """How many sessions and turns ended how; what came to nothing left out."""
+    if isinstance(ends.writer, MemoryStream):
+        counts = ends.writer.counts
+    else:
+        raw: Any = cast(RedisReader, ends.reader)._redis.hgetall(keys.VERDICTS)
+        counts = {name.decode(): int(count) for name, count in raw.items()}
+    return {name: count for name, count in counts.items() if count}
+
+
+async def test_verdicts_that_are_written_again_count_once(ends: Ends) -> None:
+    """The answer to an acknowledgement may be lost; then it is repeated."""
+    await ends.writer.open_session(spec())
+    await ends.writer.append_turn(turn(), 200.0)
+    (entry,) = ends.reader.read(10, 0.01)
+    trained = Verdict(code="trained", step=3, version=4)
+    for _ in range(2):
+        ends.reader.acknowledge([entry.entry_id], Verdicts({"s1": trained}, {("s1", "t1"): trained}))
+    assert counted(ends) == {"session:trained": 1, "turn:trained": 1}
+
+
+async def test_a_verdict_that_takes_the_place_of_another_is_counted_in_its_place(ends: Ends) -> None:
+    await ends.writer.open_session(spec())
+    await ends.writer.append_outcome(outcome(status="failed"), None, Verdict(code="failed", detail="so"))
+    trained, stale = Verdict(code="trained", step=3, version=4), Verdict(code="stale")
+    ends.reader.acknowledge([], Verdicts({}, {("s1", "t1"): stale}))
+    ends.reader.acknowledge([], Verdicts({"s1": trained}, {("s1", "t1"): trained}))
+    assert counted(ends) == {"session:trained": 1, "turn:trained": 1}
+
+
+async def test_a_verdict_brings_no_deleted_session_back(ends: Ends) -> None:
+    trained = Verdict(code="trained", step=3, version=4)
+    ends.reader.acknowledge([], Verdicts({"gone": trained}, {("gone", "t1"): trained}))
+    assert await ends.writer.load("gone") is None
+    assert counted(ends) == {}
+    if not isinstance(ends.writer, MemoryStream):
+        assert not cast(RedisReader, ends.reader)._redis.exists(keys.session("gone"))
 
 
 async def test_a_session_past_its_deadline_expires_with_a_verdict(ends: Ends) -> None:
@@ -272,7 +427,7 @@ def redis(redis_url: str) -> Iterator[Redis]:
 
 
 def test_acknowledged_entries_leave_the_stream_and_owed_ones_never(redis: Redis) -> None:
-    reader = RedisReader(redis)
+    reader = claimed_reader(redis)
     for index in range(5):
         redis.xadd(keys.STREAM, {keys.STREAM_FIELD: encode(turn(f"t{index}"))})
     entries = reader.read(3, 0.01)
@@ -284,7 +439,7 @@ def test_acknowledged_entries_leave_the_stream_and_owed_ones_never(redis: Redis)
 
 
 def test_a_record_nobody_can_read_is_set_aside_with_its_bytes(redis: Redis) -> None:
-    reader = RedisReader(redis)
+    reader = claimed_reader(redis)
     redis.xadd(keys.STREAM, {keys.STREAM_FIELD: b"\x09nonsense"})
     redis.xadd(keys.STREAM, {keys.STREAM_FIELD: encode(turn())})
     assert [entry.record for entry in reader.read(10, 0.01)] == [turn()]
@@ -296,10 +451,10 @@ def test_a_record_nobody_can_read_is_set_aside_with_its_bytes(redis: Redis) -> N
 
 
 def test_a_second_reader_takes_up_what_the_first_left(redis: Redis) -> None:
-    first = RedisReader(redis)
+    first = claimed_reader(redis)
     redis.xadd(keys.STREAM, {keys.STREAM_FIELD: encode(turn())})
     first.read(10, 0.01)
-    assert [entry.record for entry in RedisReader(redis).reclaim()] == [turn()]
+    assert [entry.record for entry in claimed_reader(redis).reclaim()] == [turn()]
 
 
 async def test_a_redis_that_is_gone_is_storage_unavailable(tmp_path: Path) -> None:
@@ -319,6 +474,29 @@ async def test_a_call_in_time_wins_over_a_gateway_that_saw_the_old_deadline(
     await writer.append_turn(turn(), expires_at=500.0)
     assert await writer._expire_one("s1", now=111.0) == 0
     await connection.aclose()
+
+
+async def test_of_attempts_that_are_appended_at_once_one_stays(redis: Redis, redis_url: str) -> None:
+    connections = [AsyncRedis.from_url(redis_url) for _ in range(6)]
+    writers = [RedisWriter(connection) for connection in connections]
+    for round_ in range(20):
+        name = f"s{round_}"
+        await writers[0].open_session(spec(name))
+        attempts = [
+            turn(f"t{each}", name, attempt=each, started_at=100.0 + each, request_digest="q")
+            for each in range(len(writers))
+        ]
+        await asyncio.gather(
+            *(
+                writer.append_turn(each, 200.0)
+                for writer, each in zip(writers, attempts[round_ % 6 :] + attempts[: round_ % 6], strict=True)
+            )
+        )
+        head = await writers[0].load(name)
+        assert head is not None
+        assert set(head.by_id) - set(head.orphans) == {"t5"}
+    for connection in connections:
+        await connection.aclose()
 
 
 async def test_a_full_redis_takes_a_record_whole_or_not_at_all(redis: Redis, redis_url: str) -> None:
@@ -341,3 +519,123 @@ async def test_a_full_redis_takes_a_record_whole_or_not_at_all(redis: Redis, red
 
 def test_replacing_a_field_keeps_a_record_valid() -> None:
     assert msgspec.structs.replace(turn(), train=False).train is False
+
+
+async def test_a_call_sees_what_other_gateways_wrote(ends: Ends, redis_url: str) -> None:
+    """Heads are remembered between calls, and never when they are old."""
+    other = ends.writer
+    redis = AsyncRedis.from_url(redis_url)
+    if isinstance(ends.writer, RedisWriter):
+        other = RedisWriter(redis)
+    await ends.writer.open_session(spec())
+    for number, writer in enumerate([ends.writer, other, other, ends.writer, other]):
+        for reader in (ends.writer, other):
+            head = await reader.load_for_call("s1")
+            assert head is not None
+            assert head == await reader.load("s1")
+        each = turn(f"t{number}", finished_at=101.0 + number)
+        await writer.append_turn(each, 200.0)
+        await writer.append_turn(each, 200.0)  # its answer was lost
+    await other.append_outcome(outcome(), None, None)
+    for reader in (ends.writer, other):
+        head = await reader.load_for_call("s1")
+        assert head is not None
+        assert len(head.turns) == 5
+        assert head.state == "waiting_reward"
+    assert await ends.writer.load_for_call("nobody") is None
+    if other is not ends.writer:
+        await other.close()
+    await redis.aclose()
+
+
+async def test_the_first_turn_opens_a_session_that_is_not_there(ends: Ends) -> None:
+    with pytest.raises(SessionClosed, match="unknown"):
+        await ends.writer.append_turn(turn(), 200.0)
+    await ends.writer.append_turn(turn("t1"), 200.0, opening=spec(user="u"))
+    await ends.writer.append_turn(turn("t2", finished_at=102.0), 200.0, opening=spec(user="u"))
+    head = await ends.writer.load("s1")
+    assert head is not None
+    assert head.spec == spec(user="u")
+    assert [each.turn_id for each in head.turns] == ["t1", "t2"]
+    assert [named(each) for each in await ends.writer.sessions(0, 10)] == ["s1"]
+    await ends.writer.append_outcome(outcome(), None, None)
+    with pytest.raises(SessionClosed, match="closed"):
+        await ends.writer.append_turn(turn("t3"), 200.0, opening=spec(user="u"))
+
+
+async def test_remembered_heads_are_bounded() -> None:
+    cache = HeadCache(limit=3000)
+    for number in range(50):
+        session_id = f"s{number}"
+        cache.put(1, SessionHead(spec=spec(session_id)))
+        cache.grow(1, 2, turn("t", session_id, context_ids=TokenIds(range(200))))
+    assert 0 < len(cache) <= 5
+    assert cache.get("s49", 2) is not None
+    assert cache.get("s49", 3) is None
+    assert cache.get("s0", 2) is None
+
+
+async def test_an_answer_that_was_lost_with_its_connection_is_asked_for_again(redis_url: str) -> None:
+    redis = AsyncRedis.from_url(redis_url)
+    express = Express(redis)
+    assert await asyncio.gather(*(express.command("ECHO", number) for number in range(50))) == [
+        str(number).encode() for number in range(50)
+    ]
+    await redis.client_kill_filter(_type="normal", skipme=True)
+    assert await express.command("ECHO", "again") == b"again"
+    with pytest.raises(ResponseError):
+        await express.command("NO-SUCH-COMMAND")
+    await express.close()
+    await redis.aclose()
+
+
+async def test_a_redis_that_is_silent_is_given_up(redis_url: str) -> None:
+    redis = AsyncRedis.from_url(redis_url)
+    express = Express(redis, timeout_s=0.2)
+    started = asyncio.get_running_loop().time()
+    with pytest.raises(RedisTimeoutError):
+        await express.command("BLPOP", "nothing-comes-here", 5)
+    assert asyncio.get_running_loop().time() - started < 2
+    assert await express.command("ECHO", "back") == b"back"
+    await express.close()
+    await redis.aclose()
+
+
+async def test_one_caller_who_leaves_disturbs_no_other(redis_url: str) -> None:
+    """Cancelled while its large command waits for a slow socket: the others hear their own answers."""
+    redis = AsyncRedis.from_url(redis_url)
+    express = Express(redis)
+    await express.command("PING")
+    for number in range(5):
+        await redis.client_pause(100)
+        leaving = asyncio.create_task(express.command("SET", "large", b"x" * 20_000_000))
+        await asyncio.sleep(0.02)
+        leaving.cancel()
+        asked = [f"{number}-{index}" for index in range(20)]
+        heard = await asyncio.gather(*(express.command("ECHO", each) for each in asked))
+        assert [each.decode() for each in heard] == asked
+        await asyncio.gather(leaving, return_exceptions=True)
+    await express.command("DEL", "large")
+    await express.close()
+    await redis.aclose()
+
+
+async def test_a_redis_that_takes_the_call_and_says_nothing_is_given_up_for_all() -> None:
+    silent = asyncio.Event()
+
+    async def mute(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await silent.wait()
+        writer.close()
+
+    server = await asyncio.start_server(mute, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    redis = AsyncRedis(host=host, port=port)
+    express = Express(redis, timeout_s=0.3)
+    started = asyncio.get_running_loop().time()
+    heard = await asyncio.gather(*(express.command("PING") for _ in range(8)), return_exceptions=True)
+    assert all(isinstance(each, RedisTimeoutError) for each in heard), heard
+    assert asyncio.get_running_loop().time() - started < 2
+    await express.close()
+    silent.set()
+    server.close()
+    await redis.aclose()

@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
-from uuid import uuid4
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -13,7 +12,8 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_queue.errors import StorageUnavailable
+from rollout_queue.errors import Deleted, StorageUnavailable
+from rollout_queue.ids import new_id
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ TYPES = {
     504: "timeout_error",
 }
 RETRY_AFTER_S = 1
+FINAL = (409, 410)
+"""Nothing changes by asking again, though OpenAI's and Anthropic's SDKs take a 409 for a lock and do."""
 
 
 class ApiError(Exception):
@@ -59,6 +61,8 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
         if status in (429, 503):
             self.headers.setdefault("retry-after", str(RETRY_AFTER_S))
+        if status in FINAL:
+            self.headers.setdefault("x-should-retry", "false")
 
     @property
     def body(self) -> dict[str, Any]:
@@ -72,6 +76,10 @@ def storage_unavailable(error: StorageUnavailable) -> ApiError:
     return ApiError(503, str(error), type="storage_unavailable")
 
 
+def gone(error: Deleted) -> ApiError:
+    return ApiError(410, str(error))
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Give every failure of `app` the contract's body; a bug of ours becomes a logged 500."""
 
@@ -82,6 +90,10 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_storage_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, StorageUnavailable)  # noqa: S101
         return storage_unavailable(error).response()
+
+    async def on_deleted(_: Request, error: Exception) -> Response:
+        assert isinstance(error, Deleted)  # noqa: S101
+        return gone(error).response()
 
     async def on_http_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)  # noqa: S101
@@ -95,8 +107,14 @@ def install_error_handlers(app: FastAPI) -> None:
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(StorageUnavailable, on_storage_error)
+    app.add_exception_handler(Deleted, on_deleted)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_bad_body)
+
+
+def request_id_of(given: str) -> str:
+    """The caller's own name for its request where it is one, else a new one."""
+    return given if REQUEST_ID.fullmatch(given) else new_id()
 
 
 class RequestIds:
@@ -109,8 +127,7 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-        request_id = given if REQUEST_ID.fullmatch(given) else uuid4().hex
+        request_id = request_id_of(dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1"))
         scope.setdefault("state", {})["request_id"] = request_id
         started = False
 

@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from rollout_queue.web.errors import ApiError
@@ -26,7 +26,7 @@ def probes(readiness: Readiness, registry: CollectorRegistry) -> APIRouter:
         reason = await readiness()
         return ApiError(503, reason).response() if reason else JSONResponse({"ready": True})
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus text format."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

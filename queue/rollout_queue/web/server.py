@@ -4,15 +4,18 @@ import signal
 import sys
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 KEEP_ALIVE_S = 75
 """Longer than clients keep an idle connection (httpx and openai 5 s, aiohttp 15 s): they close it first, so
 that no request meets a connection that is just being closed."""
 
 
-def serve(app: FastAPI, host: str, port: int, drain_s: float) -> None:
-    """Listen until SIGTERM; then finish what is in flight, and exit with 0."""
+def serve(app: ASGIApp, host: str, port: int, drain_s: float) -> None:
+    """Listen until SIGTERM; then finish what is in flight, and exit with 0.
+
+    An application that says its own address heeds what a proxy says of it by itself.
+    """
     # uvicorn drains on SIGTERM and then raises the signal again, for whoever handled it before.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     uvicorn.run(
@@ -23,6 +26,8 @@ def serve(app: FastAPI, host: str, port: int, drain_s: float) -> None:
         http="httptools",
         log_config=None,
         access_log=False,
+        server_header=False,
+        proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(drain_s),
     )

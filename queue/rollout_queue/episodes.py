@@ -1,0 +1,172 @@
+"""A session as rows, and rows as a session again.
+
+SessionHead ─ row_of ─▶ Row ──▶ JSONL, Parquet ──▶ Row ─ episode_of ─▶ Episode ─▶ `restore`
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from rollout_queue.errors import InvalidRecord
+from rollout_queue.head import SessionHead
+from rollout_queue.records import Outcome, Reward, SessionSpec, Turn, Verdict
+from rollout_queue.rows import OutcomePart, RewardPart, Row, SessionPart
+
+CLOSING = ("failed", "abandoned", "expired")
+"""Verdicts that a session has the moment it ends; the trainer gives all others."""
+
+
+class Episode(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole session to be written: `verdict` where its end is one."""
+
+    spec: SessionSpec
+    turns: tuple[Turn, ...] = ()
+    rewards: tuple[Reward, ...] = ()
+    outcome: Outcome | None = None
+    verdict: Verdict | None = None
+
+
+_TURN_FIELDS = (
+    "turn_id",
+    "parent_id",
+    "completion_id",
+    "reason",
+    "lineage",
+    "policy",
+    "engine",
+    "context_ids",
+    "output_ids",
+    "logprobs",
+    "versions",
+    "sampling",
+    "train",
+    "attempt",
+    "joined_attempt",
+    "joined_at",
+    "retry_of",
+    "orphan_of",
+    "prompt_digest",
+    "reply_digest",
+    "request_digest",
+)
+"""What a row and a turn call by the same name, and mean the same by."""
+_SPEC_FIELDS = (
+    "owner",
+    "group_size",
+    "policy",
+    "train",
+    "inferred",
+    "ttl_s",
+    "metadata",
+    "lineage",
+    "sampling",
+    "created_at",
+)
+_OUTCOME_FIELDS = ("status", "reason", "created_at")
+_REWARD_FIELDS = ("value", "turn_id", "key", "source", "created_at", "late")
+
+
+def session_part(head: SessionHead, verdict: Verdict) -> SessionPart:
+    outcome = None if head.outcome is None else OutcomePart(**_fields(head.outcome, _OUTCOME_FIELDS))
+    return SessionPart(
+        **_fields(head.spec, _SPEC_FIELDS),
+        turn_count=len(head.turns),
+        outcome=outcome,
+        reward=head.reward,
+        verdict=verdict,
+    )
+
+
+def row_of(head: SessionHead, session: SessionPart, turn: Turn | None, verdict: Verdict, cursor: str) -> Row:
+    """The row of one turn; without a turn, of the session alone."""
+    named = _fields(head.spec, ("session_id", "group_id", "task_id", "user"))
+    named["rewards"] = tuple(RewardPart(**_fields(reward, _REWARD_FIELDS)) for reward in head.rewards)
+    if turn is None:
+        at = head.spec.created_at
+        return Row(**named, cursor=cursor, created_at=at, finished_at=at, verdict=verdict, session=session)
+    own = [reward.value for reward in head.rewards_of(turn)]
+    return Row(
+        **named,
+        **_fields(turn, _TURN_FIELDS),
+        relation=head.relation_of(turn),
+        turn_user=turn.user,
+        created_at=turn.started_at,
+        finished_at=turn.finished_at,
+        finish_reason=turn.finish,
+        cursor=cursor,
+        reward=sum(own) if own else None,
+        verdict=verdict,
+        session=session,
+    )
+
+
+def episode_of(rows: Sequence[Row]) -> Episode:
+    """The session that all of these rows are of. Raises InvalidRecord when they are not the whole of it."""
+    first = rows[0]
+    told = {row.turn_id: _turn(row) for row in rows if row.turn_id is not None}
+    if len(told) != first.session.turn_count:
+        raise InvalidRecord(
+            f"session {first.session_id} has {first.session.turn_count} turns, of which {len(told)} are here"
+        )
+    spec = SessionSpec(
+        **_fields(first, ("session_id", "group_id", "task_id", "user")),
+        **_fields(first.session, _SPEC_FIELDS),
+    )
+    outcome, said = first.session.outcome, first.session.verdict
+    return Episode(
+        spec=spec,
+        turns=tuple(told.values()),
+        rewards=tuple(_reward(first.session_id, part) for part in first.rewards),
+        outcome=_outcome(spec, outcome) if outcome else None,
+        verdict=_closing(outcome, said) if outcome else None,
+    )
+
+
+def renamed(row: Row, prefix: str) -> Row:
+    """The same under new ids: of the session, its group and its turns."""
+
+    def new(name: str | None) -> str | None:
+        return None if name is None else prefix + name
+
+    names = {name: new(getattr(row, name)) for name in ("group_id", "turn_id", "parent_id")}
+    names |= {name: new(getattr(row, name)) for name in ("retry_of", "orphan_of")}
+    rewards = tuple(msgspec.structs.replace(reward, turn_id=new(reward.turn_id)) for reward in row.rewards)
+    return msgspec.structs.replace(row, session_id=prefix + row.session_id, rewards=rewards, **names)
+
+
+def _fields(source: msgspec.Struct, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}
+
+
+def _turn(row: Row) -> Turn:
+    if row.finish_reason is None:
+        raise InvalidRecord(f"turn {row.turn_id} has no finish_reason")
+    return Turn(
+        **_fields(row, ("session_id", "group_id", "task_id", "relation")),
+        **_fields(row, _TURN_FIELDS),
+        finish=row.finish_reason,
+        user=row.turn_user,
+        started_at=row.created_at,
+        finished_at=row.finished_at,
+    )
+
+
+def _reward(session_id: str, part: RewardPart) -> Reward:
+    """A late one is on time in a replay: nothing has been trained yet."""
+    fields = _fields(part, _REWARD_FIELDS) | {"late": False}
+    return Reward(session_id=session_id, **fields)
+
+
+def _outcome(spec: SessionSpec, part: OutcomePart) -> Outcome:
+    return Outcome(
+        **_fields(spec, ("session_id", "group_id", "group_size", "task_id", "train")),
+        **_fields(part, _OUTCOME_FIELDS),
+    )
+
+
+def _closing(outcome: OutcomePart, verdict: Verdict) -> Verdict | None:
+    """The verdict that its end brings with it: none where the session is to be trained, or rewarded first."""
+    if outcome.status not in ("failed", "abandoned"):
+        return None
+    return verdict if verdict.code in CLOSING else Verdict(code=outcome.status, detail=outcome.reason or "")

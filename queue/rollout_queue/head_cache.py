@@ -1,0 +1,82 @@
+"""The heads that this process read or wrote last, so that a session's next call need not read it all again.
+
+A session's hash only ever gains fields, so their number tells whether a head is still the whole of it. That
+of a deleted session has none, and never again gets any.
+"""
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+import msgspec
+
+from rollout_queue.head import SessionHead
+from rollout_queue.records import Turn
+
+OVERHEAD = 256
+"""What a session costs beside its tokens, in tokens."""
+
+
+class Seen(NamedTuple):
+    """A head, and how many fields its hash had then."""
+
+    fields: int
+    head: SessionHead
+    tokens: int
+
+
+class HeadCache:
+    """Least recently used heads go first. `limit` is in tokens, of some 8 bytes each."""
+
+    def __init__(self, limit: int = 2**22) -> None:
+        self._limit = limit
+        self._held = 0
+        self._seen: OrderedDict[str, Seen] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def session_ids(self) -> list[str]:
+        return list(self._seen)
+
+    def get(self, session_id: str, fields: int) -> SessionHead | None:
+        """The head of a session whose hash has `fields` fields; None where it is not known."""
+        seen = self._seen.get(session_id)
+        return seen.head if seen is not None and seen.fields == fields else None
+
+    def put(self, fields: int, head: SessionHead) -> None:
+        self.drop(head.spec.session_id)
+        seen = Seen(fields, head, OVERHEAD + sum(map(_size, head.turns)))
+        self._seen[head.spec.session_id] = seen
+        self._held += seen.tokens
+        self._shrink()
+
+    def grow(self, before: int, after: int, turn: Turn) -> None:
+        """A turn was appended: the hash had `before` fields, and has `after` now."""
+        seen = self._seen.get(turn.session_id)
+        if seen is None or after == before:
+            return
+        if seen.fields != before:  # somebody else wrote in between
+            self.drop(turn.session_id)
+            return
+        head = msgspec.structs.replace(seen.head, turns=(*seen.head.turns, turn))
+        self._held += (added := _size(turn))
+        self._seen[turn.session_id] = Seen(after, head, seen.tokens + added)
+        self._seen.move_to_end(turn.session_id)
+        self._shrink()
+
+    def _shrink(self) -> None:
+        while self._held > self._limit and self._seen:
+            _, oldest = self._seen.popitem(last=False)
+            self._held -= oldest.tokens
+
+    def clear(self) -> None:
+        self._seen.clear()
+        self._held = 0
+
+    def drop(self, session_id: str) -> None:
+        if (seen := self._seen.pop(session_id, None)) is not None:
+            self._held -= seen.tokens
+
+
+def _size(turn: Turn) -> int:
+    return OVERHEAD + len(turn.context_ids) + len(turn.output_ids)

@@ -1,0 +1,107 @@
+"""What the trainer's end does inside Redis: each script looks first whether its trainer still is the one.
+
+KEYS[1] and ARGV[1] of each are the fence and the token of who calls. A process that slept while another took
+over can so neither take an entry nor acknowledge one.
+"""
+
+LOST = "LEASELOST"
+
+_FENCED = f"""
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('{LOST} by another claim') end
+"""
+
+_LAST_DELIVERED = """
+local function last_delivered(stream, name)
+    for _, group in ipairs(redis.call('XINFO', 'GROUPS', stream)) do
+        local told = {}
+        for at = 1, #group, 2 do told[group[at]] = group[at + 1] end
+        if told['name'] == name then return told['last-delivered-id'] end
+    end
+end
+"""
+
+CONFIRM = _FENCED + "return 1"
+
+JOIN = (
+    _FENCED
+    + _LAST_DELIVERED
+    + """
+-- KEYS: fence, stream   ARGV: token, group
+-- A full Redis refuses to create a group, also one that is there, unless the script has written before.
+if redis.call('EXISTS', KEYS[2]) == 0 or not last_delivered(KEYS[2], ARGV[2]) then
+    redis.call('XACK', KEYS[2], ARGV[2], '0-1')
+    redis.call('XGROUP', 'CREATE', KEYS[2], ARGV[2], '0', 'MKSTREAM')
+end
+"""
+)
+
+READ = (
+    _FENCED
+    + _LAST_DELIVERED
+    + """
+-- KEYS: fence, stream   ARGV: token, group, consumer, count, what is wanted: '>' or what is owed beyond an id
+-- Entries; or, where nothing is new, the id of the last that was delivered.
+local what = {'GROUP', ARGV[2], ARGV[3], 'COUNT', ARGV[4], 'STREAMS', KEYS[2], ARGV[5]}
+local found = redis.call('XREADGROUP', unpack(what))
+if found then return found[1][2] end
+return last_delivered(KEYS[2], ARGV[2])
+"""
+)
+
+ACKNOWLEDGE = (
+    _FENCED
+    + """
+-- KEYS: fence, stream, verdicts, deadlines, session…
+-- ARGV: token, group, how many entries, entry…, and by verdict: which session of KEYS, its id, field, verdict
+-- A full Redis refuses no write of a script after the first, and XACK is none that it refuses.
+local last = 3 + tonumber(ARGV[3])
+for first = 4, last, 1000 do -- as many as Lua hands over at once
+    redis.call('XACK', KEYS[2], ARGV[2], unpack(ARGV, first, math.min(first + 999, last)))
+end
+local function code(verdict) return string.match(verdict, '"code":"([^"]*)"') end
+for at = last + 1, #ARGV, 4 do
+    local session, id, field, verdict = KEYS[4 + ARGV[at]], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3]
+    local before = redis.call('HGET', session, field)
+    -- What was deleted stays so; what is repeated, since its answer was lost, counts once.
+    if before ~= verdict and (before or redis.call('EXISTS', session) == 1) then
+        local kind = field == 'verdict' and 'session:' or 'turn:'
+        if before then redis.call('HINCRBY', KEYS[3], kind .. code(before), -1) end
+        redis.call('HSET', session, field, verdict)
+        redis.call('HINCRBY', KEYS[3], kind .. code(verdict), 1)
+        if field == 'verdict' then redis.call('ZREM', KEYS[4], id) end
+    end
+end
+"""
+)
+
+TRIM = (
+    _FENCED
+    + _LAST_DELIVERED
+    + """
+-- KEYS: fence, stream   ARGV: token, group
+-- Acknowledging frees no memory; trimming below the oldest entry that is still owed does.
+local oldest_owed = redis.call('XPENDING', KEYS[2], ARGV[2])[2] or last_delivered(KEYS[2], ARGV[2])
+return redis.call('XTRIM', KEYS[2], 'MINID', '=', oldest_owed)
+"""
+)
+
+SET_ASIDE = (
+    _FENCED
+    + """
+-- KEYS: fence, stream, dead letters   ARGV: token, group, entry, field, value, …
+local owed = redis.call('XACK', KEYS[2], ARGV[2], ARGV[3]) == 1
+-- What was deleted meanwhile leaves no letter.
+if owed and redis.call('XRANGE', KEYS[2], ARGV[3], ARGV[3])[1] then
+    redis.call('XADD', KEYS[3], '*', unpack(ARGV, 4))
+end
+"""
+)
+
+REPORT = (
+    _FENCED
+    + """
+-- KEYS: fence, trainer   ARGV: token, field, value, …
+redis.call('HDEL', KEYS[2], '') -- as above: a full Redis refuses no write after the first
+redis.call('HSET', KEYS[2], unpack(ARGV, 2))
+"""
+)

@@ -1,0 +1,157 @@
+"""Recorded data outside of Redis: one row per turn, which says all there is to say of it.
+
+A row stands for itself, so what belongs to its session is repeated in each. Later builds add fields; another
+meaning is another schema, which this build refuses by name.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from rollout_queue.errors import InvalidRecord, UnknownSchema
+from rollout_queue.records import Finish, Relation, Sampling, SamplingPolicy, Span, Status, Verdict
+from rollout_queue.tokens import Logprobs, TokenIds
+from rollout_queue.verdicts import DELETED
+
+ROW_SCHEMA = 1
+
+
+class RewardPart(msgspec.Struct, frozen=True, kw_only=True):
+    """One reward of the session, as `GET /sessions/{id}` shows it."""
+
+    value: float
+    turn_id: str | None = None
+    key: str
+    source: str | None = None
+    created_at: float
+    late: bool = False
+
+
+class OutcomePart(msgspec.Struct, frozen=True, kw_only=True):
+    """How and when the session ended."""
+
+    status: Status
+    reason: str | None = None
+    created_at: float
+
+
+class SessionPart(msgspec.Struct, frozen=True, kw_only=True):
+    """What a row says of its session, beside the ids."""
+
+    owner: str = ""
+    group_size: int | None = None
+    policy: str | None = None
+    train: bool = True
+    inferred: bool = False
+    ttl_s: float = 3600.0
+    metadata: dict[str, Any] = {}
+    lineage: str | None = None
+    sampling: SamplingPolicy = SamplingPolicy()
+    created_at: float
+    turn_count: int
+    outcome: OutcomePart | None = None
+    reward: float | None = None
+    verdict: Verdict
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn with its tokens, or a session without any turn, whose `turn_id` is null."""
+
+    schema: int = ROW_SCHEMA
+    cursor: str
+    session_id: str
+    group_id: str | None = None
+    task_id: str | None = None
+    user: str | None = None
+    turn_id: str | None = None
+    turn_user: str | None = None
+    """For whom the call said that it was made; `user` is the session's."""
+    parent_id: str | None = None
+    completion_id: str = ""
+    relation: Relation = "root"
+    reason: str | None = None
+    lineage: str | None = None
+    policy: str = "policy"
+    created_at: float
+    finished_at: float
+    finish_reason: Finish | None = None
+    engine: str = ""
+    context_ids: TokenIds = TokenIds()
+    output_ids: TokenIds = TokenIds()
+    logprobs: Logprobs = Logprobs()
+    versions: tuple[Span, ...] = ()
+    sampling: Sampling = Sampling()
+    train: bool = True
+    attempt: int = 0
+    joined_attempt: int = 0
+    joined_at: float = 0.0
+    retry_of: str | None = None
+    orphan_of: str | None = None
+    prompt_digest: str = ""
+    reply_digest: str = ""
+    request_digest: str = ""
+    reward: float | None = None
+    rewards: tuple[RewardPart, ...] = ()
+    verdict: Verdict
+    session: SessionPart
+
+
+class DeletedRow(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is left of a deleted session."""
+
+    schema: int = ROW_SCHEMA
+    cursor: str
+    session_id: str
+    created_at: float
+    deleted_at: float
+    verdict: Verdict = DELETED
+
+
+def _enc_hook(value: Any) -> Any:
+    if isinstance(value, TokenIds | Logprobs):
+        return value.tolist()
+    raise NotImplementedError(f"cannot encode {type(value).__name__}")
+
+
+def _dec_hook(kind: type, value: Any) -> Any:
+    if kind is TokenIds or kind is Logprobs:
+        try:
+            return kind(value)
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"not {kind.__name__}: {error}") from error
+    raise NotImplementedError(f"cannot decode {kind.__name__}")
+
+
+class _Kind(msgspec.Struct, frozen=True):
+    schema: int
+    deleted_at: float | None = None
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_enc_hook)
+
+
+def row_to_json(row: Row | DeletedRow) -> bytes:
+    """One line, without its end."""
+    return _encoder.encode(row)
+
+
+def row_from_json(line: bytes) -> Row | DeletedRow:
+    """Raises UnknownSchema for a row of a newer build, InvalidRecord for what is no row."""
+    return _read(lambda kind: msgspec.json.decode(line, type=kind, dec_hook=_dec_hook))
+
+
+def row_from_fields(fields: dict[str, Any]) -> Row | DeletedRow:
+    """As `row_from_json`, of a row that something else has parsed."""
+    return _read(lambda kind: msgspec.convert(fields, kind, dec_hook=_dec_hook))
+
+
+def _read(decode: Callable[[Any], Any]) -> Row | DeletedRow:
+    try:
+        kind: _Kind = decode(_Kind)
+        if kind.schema > ROW_SCHEMA or kind.schema < 1:
+            raise UnknownSchema(f"row schema {kind.schema}; this build reads schema {ROW_SCHEMA}")
+        row: Row | DeletedRow = decode(Row if kind.deleted_at is None else DeletedRow)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise InvalidRecord(f"not a row: {error}") from error
+    return row

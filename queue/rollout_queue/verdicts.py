@@ -1,0 +1,22 @@
+"""The verdicts that the gateway foretells and the trainer passes: both say the same, in the same words."""
+
+from collections.abc import Mapping
+
+from rollout_queue.records import Turn, Verdict
+
+OPENED_UNTRAINED = Verdict(code="not_for_training", detail="the session was opened with train: false")
+
+DELETED = Verdict(code="deleted", detail="the session was deleted, with everything in it")
+
+
+def exclusion(turn: Turn, orphans: Mapping[str, str]) -> Verdict | None:
+    """Why a turn must not be trained, whatever becomes of its session; `orphans` as `orphans_of` tells."""
+    if retry := orphans.get(turn.turn_id):
+        return Verdict(code="orphan_retry", detail=f"turn {retry} asked the same again")
+    if turn.finish == "abort":
+        return Verdict(code="aborted", detail="the call ended before its answer did")
+    if turn.train:
+        return None
+    if "constraint" in turn.sampling.used:
+        return Verdict(code="not_for_training", detail="sampled under a constraint")
+    return OPENED_UNTRAINED

@@ -1,0 +1,224 @@
+"""A gateway and a trainer on a real Redis that can be cut anywhere: the system that `test_protocol` drives.
+
+Everything is real but the weights, which are the list of the turns that they were trained on, and the
+gateway's HTTP. A process that is cut leaves Redis and the disk as they are at that moment.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+import numpy as np
+from prometheus_client import CollectorRegistry
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+from safetensors.numpy import save_file
+
+from rollout_queue import keys
+from rollout_queue.deletion import RedisDeleter
+from rollout_queue.lease import Lease
+from rollout_queue.redis_reader import RedisReader
+from rollout_queue.redis_writer import RedisWriter
+from rollout_queue.stream import Entry, Verdicts
+from tests.trainer_service.rig import FakeGateway
+from trainer_service.batch import Row
+from trainer_service.checkpoint import CURRENT, Checkpoints, LedgerRow, State
+from trainer_service.face import Face
+from trainer_service.gateway import Gateway
+from trainer_service.intake import Intake
+from trainer_service.metrics import Metrics
+from trainer_service.publish import Publisher
+from trainer_service.pulse import Pulse
+from trainer_service.settings import AlgorithmSettings, TrainerSettings
+from trainer_service.store import PolicyStore
+from trainer_service.train import Trainer
+
+SHARD = "weights.json"
+CUTS = (
+    "read",
+    "read: done",
+    "step",
+    "step: done",
+    "shards",
+    "shards: done",
+    "CURRENT",
+    "CURRENT: done",
+    "announce",
+    "announce: done",
+    "acknowledge",
+    "acknowledge: done",
+)
+"""Where a trainer can be cut: before and after everything that somebody else, or its successor, can see."""
+CALM = ("read", "read: done", "step", "step: done", "CURRENT: done", "acknowledge", "acknowledge: done")
+"""Where a trainer may sleep while another takes over. In between it holds a lock on its disk."""
+
+Result = TypeVar("Result")
+
+
+class Killed(BaseException):
+    """SIGKILL, as far as one process can play it."""
+
+
+class Knife:
+    """Does something once, where the trainer is at `place`."""
+
+    def __init__(self) -> None:
+        self._place = ""
+        self._act: Callable[[], None] = lambda: None
+
+    @contextmanager
+    def ready(self, place: str, act: Callable[[], None]) -> Iterator[None]:
+        self._place, self._act = place, act
+        try:
+            yield
+        finally:
+            self._place = ""
+
+    def at(self, place: str) -> None:
+        if place == self._place:
+            self._place = ""
+            self._act()
+
+
+class Weights:
+    """A policy whose weights are the turns that made them."""
+
+    vocab_size = 1000
+
+    def __init__(self, knife: Knife) -> None:
+        self.trained: list[str] = []
+        self.knife = knife
+
+    def save(self, directory: Path, tag: str) -> None:
+        self.knife.at("shards")
+        (directory / tag).mkdir()
+        (directory / tag / SHARD).write_bytes(msgspec.json.encode(self.trained))
+        self.knife.at("shards: done")
+
+    def load(self, directory: Path, tag: str) -> None:
+        self.trained = msgspec.json.decode((directory / tag / SHARD).read_bytes(), type=list[str])
+
+    def export(self, path: Path) -> None:
+        save_file({"trained": np.array([len(self.trained)])}, path)
+
+    def finite(self) -> bool:
+        return True
+
+    def optimise(self, rows: Sequence[Row], *_: Any) -> dict[str, float]:
+        self.knife.at("step")
+        self.trained += [turn_id for row in rows for turn_id in row.turn_ids]
+        self.knife.at("step: done")
+        tokens = float(sum(row.mask_L.sum() for row in rows))
+        return {"grad_norm": 1.0, "tokens": tokens, "epochs": 1.0, "mismatch/abs_logp": 0.0}
+
+
+class CutReader(RedisReader):
+    """The trainer's end, with a knife at it."""
+
+    knife: Knife
+
+    def read(self, count: int, block_s: float) -> Sequence[Entry]:
+        self.knife.at("read")
+        entries = super().read(count, block_s)
+        self.knife.at("read: done")
+        return entries
+
+    def acknowledge(self, entry_ids: Sequence[str], verdicts: Verdicts) -> None:
+        self.knife.at("acknowledge")
+        super().acknowledge(entry_ids, verdicts)
+        self.knife.at("acknowledge: done")
+
+
+class CutCheckpoints(Checkpoints):
+    """The disk, with a knife at it; `write_atomically` is cut by whoever patches it."""
+
+    knife: Knife
+
+    def save(self, weights: Any, state: State, rows: list[LedgerRow]) -> str:
+        tag = super().save(weights, state, rows)
+        self.knife.at("CURRENT: done")
+        return tag
+
+
+class System:
+    """One gateway and one trainer."""
+
+    def __init__(self, url: str, knife: Knife, folder: Path, checkpoint_every_steps: int) -> None:
+        self.knife, self.folder = knife, folder
+        self.redis = Redis.from_url(url)
+        self.redis.flushdb()
+        self._runner = asyncio.Runner()
+        self._async_redis = AsyncRedis.from_url(url)
+        self.writer = RedisWriter(self._async_redis)
+        self.deleter = RedisDeleter(self._async_redis)
+        self.fleet = FakeGateway()
+        transport = httpx.MockTransport(self._answer)
+        self._client = httpx.Client(base_url="http://gateway", transport=transport, trust_env=False)
+        self.settings = TrainerSettings(
+            model_path=folder,
+            checkpoint_dir=folder / "checkpoints",
+            policies_dir=folder / "policies",
+            checkpoint_every_steps=checkpoint_every_steps,
+            retry_s=0.001,
+        )
+        self.start_trainer()
+
+    def run(self, call: Coroutine[Any, Any, Result]) -> Result:
+        return self._runner.run(call)
+
+    def close(self) -> None:
+        self.run(self.writer.close())
+        self.run(self._async_redis.aclose())
+        self._runner.close()
+        self._client.close()
+        self.redis.close()
+
+    def restart_gateway(self) -> None:
+        self.run(self.writer.close())
+        self.writer = RedisWriter(self._async_redis)
+
+    def start_trainer(self, group_wait_s: float = 1e12) -> None:
+        """A new process on the same disk. Whoever held the lease is dead, or sleeps longer than it lasts."""
+        algorithm = AlgorithmSettings(min_live_rows=2, flush_after_s=None, group_wait_s=group_wait_s)
+        self.redis.delete(keys.LEASE)
+        lease = Lease(self.redis, 1000.0)
+        assert lease.claim() is None
+        stream = CutReader(self.redis, lease.token)
+        checkpoints = CutCheckpoints(self.settings.checkpoint_dir, self.settings.keep_checkpoints)
+        stream.knife = checkpoints.knife = self.knife
+        self.weights, self.face, metrics = Weights(self.knife), Face(), Metrics(CollectorRegistry(), None)
+        pulse = Pulse(stream, self.face, self.settings.retry_s)
+        store = PolicyStore(self.settings.policies_dir, self.folder, self.settings.keep_policies)
+        gateway = Gateway(self._client, self.settings.push_timeout_s)
+        self.trainer = Trainer(
+            settings=self.settings,
+            policy=self.weights,  # type: ignore[arg-type]
+            intake=Intake(stream, algorithm, Weights.vocab_size, pulse, metrics),
+            checkpoints=checkpoints,
+            publisher=Publisher(store, gateway, None, pulse, metrics),
+            metrics=metrics,
+            face=self.face,
+            pulse=pulse,
+        )
+        self.trainer.start()
+
+    def durable(self) -> tuple[list[str], list[LedgerRow]]:
+        """What a trainer that starts now has in its weights, and what the ledger says of them."""
+        directory = self.settings.checkpoint_dir
+        if not (directory / CURRENT).exists():
+            return [], []
+        weights, checkpoints = Weights(Knife()), Checkpoints(directory, self.settings.keep_checkpoints)
+        checkpoints.restore(weights)
+        return weights.trained, checkpoints.ledger(since=0, limit=10**6)
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        if request.method != "POST":
+            return self.fleet(request)
+        self.knife.at("announce")
+        reply = self.fleet(request)
+        self.knife.at("announce: done")
+        return reply

@@ -1,0 +1,367 @@
+"""What is deleted is gone from the stream, the heads and the dead letters, and never comes back."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from rollout_queue import keys
+from rollout_queue.codec import encode
+from rollout_queue.deletion import OVERDUE_S, RedisDeleter
+from rollout_queue.errors import SessionClosed, SessionDeleted, UserDeleted
+from rollout_queue.memory import MemoryStream
+from rollout_queue.records import Deletion, Record, Verdict
+from rollout_queue.redis_writer import RedisWriter, read_head
+from rollout_queue.stream import StreamDeleter, StreamReader, StreamWriter, Verdicts
+from rollout_queue.tombstone import DeletedUser, Tombstone
+from tests.claimed import claimed_reader
+from tests.queue.test_stream import outcome, reward, spec, turn
+
+
+class Stream:
+    """Both ends of one stream, and what deletes from it."""
+
+    def __init__(self, writer: StreamWriter, reader: StreamReader, deleter: StreamDeleter) -> None:
+        self.writer, self.reader, self.deleter = writer, reader, deleter
+
+    def read(self) -> list[Record]:
+        return [entry.record for entry in self.reader.read(1000, 0.01)]
+
+    async def deleted(self, session_id: str) -> Tombstone:
+        tombstone = await self.deleter.delete_session(session_id)
+        assert tombstone is not None
+        return tombstone
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def stream(request: pytest.FixtureRequest) -> AsyncIterator[Stream]:
+    if request.param == "memory":
+        memory = MemoryStream()
+        yield Stream(memory, memory, memory)
+        return
+    url = request.getfixturevalue("redis_url")
+    redis, sync = AsyncRedis.from_url(url), Redis.from_url(url)
+    sync.flushdb()
+    writer = RedisWriter(redis)
+    yield Stream(writer, claimed_reader(sync), RedisDeleter(redis))
+    await writer.close()
+    sync.close()
+    await redis.aclose()
+
+
+def deletion(tombstone: Tombstone, **group: Any) -> Deletion:
+    return Deletion(session_id=tombstone.session_id, created_at=tombstone.deleted_at, **group)
+
+
+async def test_a_deleted_session_leaves_a_tombstone_and_tells_the_trainer(stream: Stream) -> None:
+    began = time.time()
+    await stream.writer.open_session(spec(owner="me", group_id="g", group_size=2))
+    await stream.writer.append_turn(turn(), 200.0)
+    await stream.writer.append_reward(reward())
+    await stream.writer.append_outcome(outcome(), reward("finish"), None)
+    tombstone = await stream.deleted("s1")
+    assert (tombstone.turns, tombstone.rewards) == (1, 2)
+    assert (tombstone.session_id, tombstone.owner, tombstone.created_at) == ("s1", "me", 100.0)
+    assert began <= tombstone.deleted_at <= time.time()
+    assert await stream.writer.tombstone("s1") == tombstone
+    assert await stream.writer.load("s1") is None
+    assert await stream.writer.load_for_call("s1") is None
+    assert stream.read() == [deletion(tombstone, group_id="g", group_size=2)]
+
+
+async def test_nothing_is_added_to_a_deleted_session_nor_is_its_id_given_again(stream: Stream) -> None:
+    await stream.writer.open_session(spec())
+    await stream.writer.append_turn(turn(), 200.0)
+    tombstone = await stream.deleted("s1")
+    with pytest.raises(SessionDeleted):
+        await stream.writer.open_session(spec())
+    with pytest.raises(SessionDeleted):
+        await stream.writer.append_turn(turn("t2"), 200.0)
+    with pytest.raises(SessionDeleted):
+        await stream.writer.append_turn(turn("t2"), 200.0, opening=spec())
+    with pytest.raises(SessionDeleted):
+        await stream.writer.append_turn(turn("t1", attempt=1, request_digest="q"), 200.0)
+    with pytest.raises(SessionDeleted):
+        await stream.writer.append_reward(reward())
+    with pytest.raises(SessionDeleted):
+        await stream.writer.append_outcome(outcome(), reward("finish"), Verdict(code="failed"))
+    assert await stream.writer.expire(now=1e10, limit=10) == 0
+    assert stream.read() == [deletion(tombstone)]
+
+
+async def test_a_session_is_deleted_once(stream: Stream) -> None:
+    await stream.writer.open_session(spec())
+    tombstone = await stream.deleted("s1")
+    assert await stream.deleter.delete_session("s1") is None
+    assert await stream.deleter.delete_session("nobody") is None
+    assert await stream.writer.tombstone("nobody") is None
+    assert stream.read() == [deletion(tombstone)]
+
+
+async def test_what_the_trainer_had_read_is_not_taken_up_again(stream: Stream) -> None:
+    for name in ("s1", "s2"):
+        await stream.writer.open_session(spec(name))
+        await stream.writer.append_turn(turn(session_id=name), 200.0)
+    read = stream.reader.read(10, 0.01)
+    tombstone = await stream.deleted("s1")
+    assert [entry.record for entry in stream.reader.reclaim()] == [turn(session_id="s2")]
+    trained = Verdict(code="trained", step=1, version=1)
+    verdicts = Verdicts({"s1": trained}, {("s1", "t1"): trained})
+    stream.reader.acknowledge([entry.entry_id for entry in read], verdicts)
+    assert await stream.writer.load("s1") is None
+    assert stream.read() == [deletion(tombstone)]
+
+
+async def test_a_deleted_session_keeps_its_place_among_the_others(stream: Stream) -> None:
+    for name in ("a", "b", "c"):
+        await stream.writer.open_session(spec(name))
+    tombstone = await stream.deleted("b")
+    pages = [await stream.writer.sessions(start, 2) for start in (0, 2)]
+    assert pages[0][1] == tombstone
+    assert [isinstance(each, Tombstone) for page in pages for each in page] == [False, True, False]
+
+
+async def test_nobody_waits_for_a_deleted_member_of_a_group_and_nobody_takes_its_place(
+    stream: Stream,
+) -> None:
+    await stream.writer.open_group([spec(name, group_id="g", group_size=2) for name in ("a", "b")])
+    await stream.deleted("a")
+    standing = await stream.writer.group_standing("g")
+    assert (standing.size, standing.ended, standing.open) == (2, 1, 1)
+
+
+async def test_a_conversation_leads_to_its_other_session_or_to_none(stream: Stream) -> None:
+    told = {"reply_digest": "d", "request_digest": "q", "finish": "tool_calls"}
+    for name in ("a", "b"):
+        await stream.writer.open_session(spec(name, owner="me"))
+        await stream.writer.append_turn(turn(f"turn-{name}", name, **told), 200.0, "me")
+    digests = ["d", "q", "turn-a", "turn-b"]
+    await stream.deleted("a")
+    assert await stream.writer.find_continuations("me", digests) == ["b", "b", None, "b"]
+    await stream.deleted("b")
+    assert await stream.writer.find_continuations("me", digests) == [None] * 4
+
+
+async def test_all_of_a_user_goes_and_nothing_more_is_taken_for_the_name(stream: Stream) -> None:
+    writer = stream.writer
+    await writer.open_session(spec("opened", user="ann"))
+    await writer.append_turn(turn("t1", "opened"), 200.0)
+    await writer.append_reward(reward("k", "opened"))
+    await writer.open_group([spec(name, group_id="g", group_size=2, user="ann") for name in ("m1", "m2")])
+    await writer.append_turn(turn("t2", "implied"), 200.0, opening=spec("implied", user="ann"))
+    await writer.open_session(spec("called", user="bob"))
+    await writer.append_turn(turn("t3", "called", user="ann"), 200.0)
+    for name, user in (("bobs", "bob"), ("nobodys", None)):
+        await writer.open_session(spec(name, user=user))
+    assert not await writer.user_deleted("ann")
+    deleted = await stream.deleter.delete_user("ann")
+    assert deleted == DeletedUser(sessions=5, turns=3, rewards=1)
+    assert await stream.deleter.delete_user("ann") == DeletedUser()
+    left = [each for each in await writer.sessions(0, 10) if not isinstance(each, Tombstone)]
+    assert {head.spec.session_id for head in left} == {"bobs", "nobodys"}
+    assert await writer.user_deleted("ann")
+    assert not await writer.user_deleted("bob")
+    with pytest.raises(UserDeleted):
+        await writer.open_session(spec("new", user="ann"))
+    with pytest.raises(UserDeleted):
+        await writer.open_group([spec("new", group_id="new", group_size=1, user="ann")])
+    with pytest.raises(UserDeleted):
+        await writer.append_turn(turn("t9", "bobs", user="ann"), 200.0)
+    with pytest.raises(UserDeleted):
+        await writer.append_turn(turn("t9", "new"), 200.0, opening=spec("new", user="ann"))
+    assert {type(record) for record in stream.read()} == {Deletion}
+    assert await stream.deleter.delete_user("bob") == DeletedUser(sessions=1)
+
+
+# What only a real Redis can show
+
+
+@pytest.fixture
+def redis(redis_url: str) -> Iterator[Redis]:
+    client = Redis.from_url(redis_url)
+    client.flushdb()
+    yield client
+    client.close()
+
+
+@pytest.fixture
+async def connection(redis: Redis, redis_url: str) -> AsyncIterator[AsyncRedis]:
+    connection = AsyncRedis.from_url(redis_url)
+    yield connection
+    await connection.aclose()
+
+
+def values(redis: Redis, stream: str) -> list[bytes]:
+    found: Any = redis.xrange(stream)
+    return [fields[keys.STREAM_FIELD] for _, fields in found]
+
+
+LONG = "x" * 200
+"""MessagePack writes a text of up to 31 bytes otherwise than a longer one."""
+
+
+@pytest.mark.parametrize("gone", ["a", "ab", LONG, LONG[:32], LONG[:31]])
+async def test_only_the_records_of_the_session_leave_the_stream(
+    redis: Redis, connection: AsyncRedis, gone: str
+) -> None:
+    names = ["a", "ab", "b", "session_id", LONG, LONG[:32], LONG[:31]]
+    writer, kept = RedisWriter(connection), []
+    for name in names:
+        await writer.open_session(spec(name))
+    for number in range(60):  # several pages
+        for name in names:
+            record: Record = turn(f"t{number}", name, group_id=gone, task_id=gone)
+            record = [record, reward("k", name, source=gone), outcome(name, group_id=gone)][number % 3]
+            redis.xadd(keys.STREAM, {keys.STREAM_FIELD: encode(record)})
+            kept += [encode(record)] * (name != gone)
+    tombstone = await RedisDeleter(connection).delete_session(gone)
+    assert tombstone is not None
+    assert values(redis, keys.STREAM) == [*kept, encode(deletion(tombstone))]
+    other = await RedisDeleter(connection).delete_session("b")
+    assert other is not None
+    assert values(redis, keys.STREAM)[-2:] == [encode(deletion(tombstone)), encode(deletion(other))]
+    await writer.close()
+
+
+async def test_bytes_that_nobody_can_read_go_where_they_name_the_session(
+    redis: Redis, connection: AsyncRedis
+) -> None:
+    newer, own = b"\x09", encode(turn(session_id="s1"))[1:]
+    letters = [newer + own, b"\x01" + own[:60], newer + encode(turn(session_id="s11"))[1:], b"\x01nonsense"]
+    letters.append(newer + b"tokens of somebody else, among them \xa2s1")
+    for letter in letters:
+        redis.xadd(keys.DEAD_LETTERS, {keys.STREAM_FIELD: letter, "entry": "1-1", "error": "unread"})
+        redis.xadd(keys.STREAM, {keys.STREAM_FIELD: letter})
+    redis.xadd(keys.DEAD_LETTERS, {keys.STREAM_FIELD: b"", "entry": "1-1"})
+    writer = RedisWriter(connection)
+    await writer.open_session(spec("s1"))
+    tombstone = await RedisDeleter(connection).delete_session("s1")
+    assert tombstone is not None
+    assert values(redis, keys.DEAD_LETTERS) == [*letters[2:], b""]
+    assert values(redis, keys.STREAM) == [*letters[2:], encode(deletion(tombstone))]
+    await writer.close()
+
+
+async def test_a_session_that_this_build_cannot_read_is_deleted_all_the_same(
+    redis: Redis, connection: AsyncRedis
+) -> None:
+    writer = RedisWriter(connection)
+    await writer.open_session(spec("s1"))
+    redis.hset(keys.session("s1"), "t:newer", b"\x09" + encode(turn())[1:])
+    assert await RedisDeleter(connection).delete_session("s1") is not None
+    assert not redis.exists(keys.session("s1"))
+    await writer.close()
+
+
+async def test_what_a_dead_gateway_left_is_finished_by_another(redis: Redis, connection: AsyncRedis) -> None:
+    writer, dying, heir = RedisWriter(connection), RedisDeleter(connection), RedisDeleter(connection)
+    await writer.open_session(spec())
+    await writer.append_turn(turn(), 200.0)
+    tombstone = await dying._bury("s1")
+    assert tombstone is not None
+    assert len(values(redis, keys.STREAM)) == 2
+    assert await heir.finish(time.time()) == 0
+    assert await heir.finish(time.time() + OVERDUE_S + 1) == 1
+    assert values(redis, keys.STREAM) == [encode(deletion(tombstone))]
+    assert redis.exists(keys.DELETING) == 0
+    assert await heir.finish(time.time() + OVERDUE_S + 1) == 0
+    await writer.close()
+
+
+async def test_a_full_redis_can_be_relieved(redis: Redis, connection: AsyncRedis) -> None:
+    writer = RedisWriter(connection)
+    await writer.open_session(spec(user="ann"))
+    await writer.append_turn(turn(), 200.0)
+    redis.config_set("maxmemory", 1)
+    try:
+        tombstone = await RedisDeleter(connection).delete_session("s1")
+    finally:
+        redis.config_set("maxmemory", 0)
+    assert tombstone is not None
+    assert values(redis, keys.STREAM) == [encode(deletion(tombstone))]
+    assert redis.exists(keys.session("s1"), keys.user_sessions("ann"), keys.DELETING) == 0
+    await writer.close()
+
+
+async def test_turns_that_come_while_their_session_is_deleted_are_refused_or_deleted(
+    redis: Redis, connection: AsyncRedis, redis_url: str
+) -> None:
+    connections = [AsyncRedis.from_url(redis_url) for _ in range(4)]
+    writers = [RedisWriter(each) for each in connections]
+    for round_ in range(20):
+        name = f"s{round_}"
+        await writers[0].open_session(spec(name))
+        appends = [
+            writers[number % 4].append_turn(turn(f"t{number}", name), 200.0) for number in range(round_ * 2)
+        ]
+        ended: list[Any] = await asyncio.gather(
+            *appends[:round_],
+            RedisDeleter(connection).delete_session(name),
+            *appends[round_:],
+            return_exceptions=True,
+        )
+        (tombstone,) = [each for each in ended if isinstance(each, Tombstone)]
+        refused = [each for each in ended if isinstance(each, SessionDeleted)]
+        assert tombstone.turns + len(refused) == len(appends)
+        assert values(redis, keys.STREAM)[round_:] == [encode(deletion(tombstone))]
+        assert redis.exists(keys.session(name)) == 0
+    for writer, each in zip(writers, connections, strict=True):
+        await writer.close()
+        await each.aclose()
+
+
+async def test_a_turn_that_came_while_its_session_was_read_is_deleted_too(
+    redis: Redis, connection: AsyncRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reads = RedisWriter(connection), []
+
+    def read(fields: Any) -> Any:
+        reads.append(len(fields))
+        if len(reads) == 1:
+            redis.hset(keys.session("s1"), "t:late", encode(turn("late", reply_digest="d")))
+            redis.set(keys.continuation("me", "d"), "s1")
+        return read_head(fields)
+
+    monkeypatch.setattr("rollout_queue.deletion.read_head", read)
+    await writer.open_session(spec(owner="me"))
+    tombstone = await RedisDeleter(connection).delete_session("s1")
+    assert reads == [1, 2]
+    assert tombstone is not None
+    assert tombstone.turns == 1
+    assert await writer.find_continuations("me", ["d"]) == [None]
+    await writer.close()
+
+
+async def test_a_deleted_session_holds_no_place_and_no_deadline(redis: Redis, connection: AsyncRedis) -> None:
+    writer = RedisWriter(connection)
+    await writer.open_session(spec(owner="me"))
+    for place in (keys.OPEN, keys.open_of("me"), keys.UNTRAINED):
+        redis.zadd(place, {"s1": 1.0})
+    await RedisDeleter(connection).delete_session("s1")
+    assert redis.exists(keys.OPEN, keys.open_of("me"), keys.UNTRAINED, keys.DEADLINES) == 0
+    assert redis.hgetall(keys.VERDICTS) == {b"session:deleted": b"1"}
+    await writer.close()
+
+
+async def test_heads_that_gateways_remember_are_let_go(connection: AsyncRedis) -> None:
+    writers = [RedisWriter(connection) for _ in range(2)]
+    for name in ("s1", "s2"):
+        await writers[0].open_session(spec(name))
+    for writer in writers:
+        for name in ("s1", "s2"):
+            assert await writer.load_for_call(name) is not None
+    await RedisDeleter(connection).delete_session("s1")
+    assert await writers[0].load_for_call("s1") is None
+    await writers[1].forget_deleted()
+    assert [writer._heads.session_ids() for writer in writers] == [["s2"], ["s2"]]
+    for writer in writers:
+        await writer.close()
+
+
+async def test_a_session_that_never_was_is_not_taken_for_a_deleted_one(stream: Stream) -> None:
+    with pytest.raises(SessionClosed, match="unknown"):
+        await stream.writer.append_turn(turn(), 200.0)

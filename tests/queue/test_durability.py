@@ -1,0 +1,259 @@
+"""What a real Redis keeps of what it answered: killed, cut by a power failure, full to the brim."""
+
+import asyncio
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from rollout_queue import keys
+from rollout_queue.codec import decode
+from rollout_queue.errors import StorageUnavailable
+from rollout_queue.lease import Lease
+from rollout_queue.records import Outcome, Reward, SessionSpec, Span, Turn, Verdict
+from rollout_queue.redis_reader import RedisReader
+from rollout_queue.redis_writer import RedisWriter
+from rollout_queue.stream import Verdicts
+from rollout_queue.tokens import Logprobs, TokenIds
+from tests.redis_process import RedisProcess
+from tests.serving import free_port
+from weir.audit.audit import audit
+from weir.audit.facts import Answer
+from weir.audit.sources import Sources
+
+OUTPUT = 20
+TOKENS = list(range(300))
+NOBODY = f"http://127.0.0.1:{free_port()}"
+"""A trainer that does not run."""
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisProcess]:
+    redis = RedisProcess(tmp_path / "redis").start()
+    redis.client.hset(keys.POLICIES, "0", "{}")
+    yield redis
+    redis.close()
+
+
+def spec(session_id: str) -> SessionSpec:
+    return SessionSpec(session_id=session_id, created_at=100.0)
+
+
+def turn(session_id: str, number: int, context: list[int] = TOKENS) -> Turn:
+    return Turn(
+        turn_id=f"{session_id}-t{number}",
+        session_id=session_id,
+        context_ids=TokenIds(context),
+        output_ids=TokenIds(TOKENS[:OUTPUT]),
+        logprobs=Logprobs([-0.5] * OUTPUT),
+        versions=(Span(0, 0, OUTPUT),),
+        finish="stop",
+        started_at=100.0 + number,
+        finished_at=101.0 + number,
+    )
+
+
+def ending(session_id: str) -> tuple[Outcome, Reward]:
+    outcome = Outcome(session_id=session_id, status="completed", created_at=110.0)
+    return outcome, Reward(session_id=session_id, key="finish", value=1.0, created_at=110.0)
+
+
+class Heard(NamedTuple):
+    """Something that was answered, and how long the file was then."""
+
+    answer: Answer
+    written: int
+
+
+async def talk(redis: RedisProcess, sessions: int) -> list[Heard]:
+    """Sessions one after another, as a gateway writes them; what it could have told its clients."""
+    connection = AsyncRedis.from_url(redis.url)
+    writer, heard = RedisWriter(connection), list[Heard]()
+
+    def told(session_id: str, **what: Any) -> None:
+        heard.append(Heard(Answer(session_id, **what), redis.written))
+
+    for session_id in (f"s{number}" for number in range(sessions)):
+        await writer.open_session(spec(session_id))
+        told(session_id)
+        for number in range(2):
+            await writer.append_turn(turn(session_id, number), expires_at=1e12)
+            told(session_id, turn_id=f"{session_id}-t{number}")
+        await writer.append_outcome(*ending(session_id), None)
+        told(session_id, reward_key="finish", finished=True)
+    await writer.close()
+    await connection.aclose()
+    return heard
+
+
+def fields_in_stream(redis: Redis) -> list[tuple[str, str]]:
+    entries: Any = redis.xrange(keys.STREAM)
+    records = [decode(fields[keys.STREAM_FIELD]) for _, fields in entries]
+    found = []
+    for record in records:
+        name = "outcome"
+        if isinstance(record, Turn):
+            name = f"t:{record.turn_id}"
+        elif isinstance(record, Reward):
+            name = f"r:{record.key}"
+        found.append((record.session_id, name))
+    return found
+
+
+def fields_of_heads(redis: Redis) -> list[tuple[str, str]]:
+    heads: Any = {key: redis.hkeys(key) for key in redis.scan_iter(keys.session("*"))}
+    return [
+        (key.decode().removeprefix(keys.session("")), field.decode())
+        for key, fields in heads.items()
+        for field in fields
+        if field != b"spec"
+    ]
+
+
+def audited(redis: RedisProcess, directory: Path, heard: list[Heard]) -> set[str]:
+    """The subjects of what the audit finds, without a trainer."""
+    directory.mkdir(exist_ok=True)
+    sources = Sources(redis.url, NOBODY, checkpoint_dir=directory)
+    report = audit(sources, [each.answer for each in heard], looks=1)
+    assert {finding.rule for finding in report.findings} <= {"answered"}
+    return {finding.subject for finding in report.findings}
+
+
+def subjects(answer: Answer, session_there: bool) -> list[str]:
+    """What the audit is to say of an answer that is gone."""
+    gone = [] if session_there else [f"session {answer.session_id}"]
+    return gone + [f"session {answer.session_id} {field}" for field in answer.fields]
+
+
+def test_a_killed_redis_keeps_all_that_it_answered(redis: RedisProcess, tmp_path: Path) -> None:
+    heard = asyncio.run(talk(redis, 30))
+    redis.kill()
+    redis.start()
+    assert audited(redis, tmp_path / "none", heard) == set()
+
+
+def test_a_redis_that_is_told_to_end_keeps_all_that_it_answered(redis: RedisProcess, tmp_path: Path) -> None:
+    heard = asyncio.run(talk(redis, 5))
+    assert redis.terminate() == 0
+    redis.start()
+    assert audited(redis, tmp_path / "none", heard) == set()
+
+
+def test_wherever_a_power_cut_ends_the_file_heads_and_stream_tell_one_story(
+    redis: RedisProcess, tmp_path: Path
+) -> None:
+    """From the end backwards through every kind of append: what was cut is gone for all, and it is named."""
+    heard = asyncio.run(talk(redis, 3))
+    last = heard[-5:]
+    cuts = [last[0].written]
+    for before, after in pairwise(last):
+        length = after.written - before.written
+        cuts += [before.written + length // 3, after.written - 1, after.written]
+    for cut in sorted(set(cuts), reverse=True):
+        redis.terminate()
+        redis.cut(cut)
+        redis.start()
+        assert sorted(fields_of_heads(redis.client)) == sorted(fields_in_stream(redis.client))
+        there = {each.answer.session_id for each in heard if each.written <= cut}
+        gone = [each.answer for each in heard if each.written > cut]
+        expected = {said for each in gone for said in subjects(each, each.session_id in there)}
+        assert audited(redis, tmp_path / "none", heard) == expected, cut
+    assert expected, "something was cut"
+
+
+def test_after_a_power_cut_both_ends_go_on_by_themselves(redis: RedisProcess, tmp_path: Path) -> None:
+    """Neither is started anew: a gateway that remembers a turn which is gone does not build on it."""
+
+    async def gateway() -> None:
+        connection = AsyncRedis.from_url(redis.url)
+        writer = RedisWriter(connection)
+        await writer.open_session(spec("s"))
+        await writer.append_turn(turn("s", 0), expires_at=1e12)
+        assert reader.read(10, 0.1)
+        kept = redis.written
+        assert await writer.load_for_call("s")
+        await writer.append_turn(turn("s", 1), expires_at=1e12)
+        assert len(reader.read(10, 0.1)) == 1
+        redis.kill()
+        redis.cut(kept)
+        redis.start()
+        outcome, reward = ending("s")
+        await writer.append_reward(reward)  # so that the session has as many fields as before the cut
+        head = await writer.load_for_call("s")
+        assert head is not None
+        assert [each.turn_id for each in head.turns] == ["s-t0"]
+        await writer.append_turn(turn("s", 2), expires_at=1e12)
+        await writer.append_outcome(outcome, None, None)
+        await writer.close()
+        await connection.aclose()
+
+    with Redis.from_url(redis.url) as connection:
+        lease = Lease(connection, 1000.0)
+        assert lease.claim() is None
+        reader = RedisReader(connection, lease.token)
+        asyncio.run(gateway())
+        told = [entry.record for entry in reader.read(10, 0.1)]
+    assert [getattr(record, "turn_id", None) for record in told if isinstance(record, Turn)] == ["s-t2"]
+    assert [type(record) for record in told] == [Reward, Turn, Outcome]
+    assert audited(redis, tmp_path / "none", []) == set()
+
+
+# Full
+
+
+async def fill(url: str) -> int:
+    """Append until Redis refuses; how many turns it took."""
+    connection = AsyncRedis.from_url(url)
+    writer, taken = RedisWriter(connection), 0
+    await writer.open_session(spec("s"))
+    try:
+        while True:
+            await writer.append_turn(turn("s", taken, TOKENS * 40), expires_at=1e12)
+            taken += 1
+    except StorageUnavailable:
+        return taken
+    finally:
+        await writer.close()
+        await connection.aclose()
+
+
+def limit(redis: Redis, room: int) -> None:
+    info: Any = redis.info("memory")
+    redis.config_set("maxmemory", info["used_memory"] + room)
+
+
+@pytest.mark.parametrize("trainer_was_there", [False, True])
+def test_a_trainer_frees_a_redis_that_is_full(redis: RedisProcess, trainer_was_there: bool) -> None:
+    """Also one that comes for the first time; whatever it does writes, and none of that is refused."""
+    client = redis.client
+    if trainer_was_there:
+        first = Lease(client, 1000.0)
+        first.claim()
+        RedisReader(client, first.token)
+        first.release()
+    limit(client, 3_000_000)
+    taken = asyncio.run(fill(redis.url))
+    assert taken > 10
+    client.config_set("maxmemory", 1)  # whatever little was left
+    lease = Lease(client, 1000.0)
+    assert lease.claim() is None
+    reader = RedisReader(client, lease.token)
+    entries = reader.read(1000, 0.1)
+    assert len(entries) == taken
+    # As after a crash in between: the same again, of entries that are pending.
+    assert [entry.entry_id for entry in reader.reclaim()] == [entry.entry_id for entry in entries]
+    before: Any = client.info("memory")
+    verdict = Verdict(code="trained", step=1, version=1)
+    verdicts = Verdicts({"s": verdict}, {("s", f"s-t{number}"): verdict for number in range(taken)})
+    reader.acknowledge([entry.entry_id for entry in entries], verdicts)
+    after: Any = client.info("memory")
+    assert client.xlen(keys.STREAM) <= 1
+    assert before["used_memory"] - after["used_memory"] > 1_000_000
+    assert client.hget(keys.session("s"), "verdict") == msgspec.json.encode(verdict)
+    lease.renew()
+    lease.release()

@@ -1,0 +1,75 @@
+"""A Redis of a test's own, with the queue's policy and a file that survives it: to be killed, cut, filled."""
+
+import subprocess
+import time
+from pathlib import Path
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from tests.conftest import redis_executable
+from tests.serving import free_port
+
+POLICY = Path(__file__).parent.parent / "queue" / "redis.conf"
+STARTS_WITHIN_S = 20.0
+
+
+class RedisProcess:
+    """`redis-server` on the port and the directory that it keeps through all of its lives."""
+
+    def __init__(self, directory: Path, **environment: str) -> None:
+        self._directory, self._environment = directory, environment
+        directory.mkdir(parents=True, exist_ok=True)
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.client = Redis.from_url(self.url)
+
+    def start(self, **flags: str) -> "RedisProcess":
+        """Raises AssertionError when it does not come up."""
+        command = [redis_executable(), str(POLICY), "--port", str(self.port), "--dir", str(self._directory)]
+        for name, value in flags.items():
+            command += [f"--{name}", value]
+        with (self._directory / "redis.log").open("ab") as log:
+            self.process = subprocess.Popen(command, env=self._environment or None, stdout=log)
+        deadline = time.monotonic() + STARTS_WITHIN_S
+        while not self._answers():
+            assert self.process.poll() is None, (self._directory / "redis.log").read_text()[-2000:]
+            assert time.monotonic() < deadline, "Redis does not answer"
+            time.sleep(0.01)
+        return self
+
+    def terminate(self) -> int:
+        """SIGTERM; its exit code."""
+        self.process.terminate()
+        return self.process.wait(timeout=20)
+
+    def kill(self) -> None:
+        """SIGKILL, and nothing where it has ended."""
+        self.process.kill()
+        self.process.wait(timeout=20)
+
+    def close(self) -> None:
+        self.kill()
+        self.client.close()
+
+    @property
+    def written(self) -> int:
+        """How many bytes of the file whose tail a power cut takes."""
+        return self._tail().stat().st_size
+
+    def cut(self, to: int) -> None:
+        """Leave the first `to` bytes, as after a power cut; Redis is not to run."""
+        assert self.process.poll() is not None
+        with self._tail().open("r+b") as file:
+            file.truncate(to)
+
+    def _tail(self) -> Path:
+        """One file before Redis 7; since then a directory, of which the last increment is written."""
+        parts = sorted(self._directory.rglob("appendonly.aof*.incr.aof"))
+        return parts[-1] if parts else self._directory / "appendonly.aof"
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.client.ping())
+        except RedisError:  # nobody listens yet, or the file is still read
+            return False

@@ -1,8 +1,10 @@
 """`python -m gateway`: read the configuration once, then serve."""
 
 import argparse
+import gc
 import logging
 import os
+import sys
 
 from gateway.app import create_app
 from gateway.settings import GatewaySettings
@@ -25,7 +27,13 @@ def main() -> None:
     refuse_open_binding(settings.host, keyring)
     if keyring.open:
         logger.warning("no keys are set: everybody on this machine may do everything")
-    serve(create_app(settings), settings.host, settings.port, settings.drain_timeout_s)
+    app = create_app(settings)
+    # What was built until now stays: the collector need not look through it again and again.
+    gc.collect()
+    gc.freeze()
+    # A long prompt is rendered in a thread, and must not keep the streams waiting.
+    sys.setswitchinterval(0.0001)
+    serve(app, settings.host, settings.port, settings.drain_timeout_s)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The gateway's application: its collaborators, its routes, its errors.
 
-agent ──▶ /v1/chat/completions ──▶ belonging ▸ conversation ▸ sampling ▸ engine ▸ record ──▶ Redis
+agent ──▶ /v1/… ──▶ door ▸ dialect ▸ belonging ▸ conversation ▸ sampling ▸ engine ▸ record ──▶ Redis
 agent ──▶ /sessions, /groups, reward, finish
 operator ──▶ /admin/…
 """
@@ -13,27 +13,42 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import cast
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi import FastAPI
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
-from starlette.routing import Route
+from starlette.types import ASGIApp
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from gateway import admin, rewards, sessions
-from gateway.belonging import Belonging
-from gateway.bodies import Bodies
-from gateway.chat import chat_completions
-from gateway.collaborators import Collaborators, collaborators
-from gateway.engine import EngineClient, drain
-from gateway.fleet import Fleet
-from gateway.generation import Generator
-from gateway.identity import Identities
+from gateway.admission.admission import Admission
+from gateway.collaborators import Collaborators
+from gateway.dialects import models
+from gateway.dialects.chat import Chat
+from gateway.dialects.completions import Completions
+from gateway.dialects.messages import CountTokens, Messages
+from gateway.dialects.responses import Responses
+from gateway.door.bodies import Bodies
+from gateway.door.door import Desk, Door
+from gateway.door.exchange import Exchange
+from gateway.door.retries import Flights
+from gateway.engines.engine import EngineClient, drain
+from gateway.engines.failover import Sampler
+from gateway.engines.fleet import Fleet
+from gateway.engines.policies import Policies
+from gateway.generations.generator import Generator
+from gateway.generations.recorder import Recorder
+from gateway.language.render import ChatRenderer
 from gateway.metrics import Metrics
-from gateway.policies import Policies
-from gateway.render import ChatRenderer
-from gateway.sessions import Sessions
+from gateway.operators import admin, users
+from gateway.operators.openapi import described
+from gateway.operators.pipeline import Pipeline
+from gateway.operators.watch import Watch
+from gateway.sessions import heartbeat, listing, rewards, sessions
+from gateway.sessions.belonging import Belonging
+from gateway.sessions.identity import Identities
+from gateway.sessions.sessions import Sessions
 from gateway.settings import GatewaySettings
 from rollout_queue import keys
+from rollout_queue.deletion import RedisDeleter
 from rollout_queue.errors import StorageUnavailable
 from rollout_queue.redis_writer import RedisWriter
 from rollout_queue.web.errors import RequestIds, install_error_handlers
@@ -43,45 +58,53 @@ from rollout_queue.web.probes import probes
 logger = logging.getLogger(__name__)
 
 EXPIRE_BATCH = 100
+DESKS: dict[str, Desk] = {
+    "/v1/chat/completions": Exchange(Chat()),
+    "/v1/completions": Exchange(Completions()),
+    "/v1/responses": Exchange(Responses()),
+    "/v1/messages": Exchange(Messages()),
+    "/v1/messages/count_tokens": CountTokens(),
+}
+"""Who serves an agent's path, with or without a session before it."""
 
 
-def create_app(settings: GatewaySettings) -> FastAPI:
+def create_app(settings: GatewaySettings) -> ASGIApp:
     """The application. It opens its connections when it starts and closes them when it ends."""
-    renderer = ChatRenderer(settings.model_path, settings.renderer)
+    renderer = ChatRenderer(settings.model_path, settings.renderer, settings.thinking)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         parts = await _open(settings, renderer, metrics)
-        app.state.collaborators = parts
+        app.state.collaborators = door.gateway = parts
         every_s = settings.poll_every_s
-        keeping = [asyncio.create_task(_repeat(work, parts, every_s)) for work in (_keep, _expire)]
+        keeping = [asyncio.create_task(_repeat(work, parts, every_s)) for work in TASKS]
         yield
         await drain(keeping)
-        await parts.generator.close()
+        await parts.recorder.close()
+        await parts.sampler.close()
+        await parts.fleet.close()
         await parts.engine.close()
+        await parts.writer.close()
         await parts.redis.aclose()
 
     metrics = Metrics()
     app = FastAPI(title="Weir gateway", version="1", lifespan=lifespan, docs_url="/docs", redoc_url=None)
     install_error_handlers(app)
+    # A ticket names the address that the request came to, as a proxy on this machine says it.
+    app.add_middleware(ProxyHeadersMiddleware)
     app.add_middleware(Bodies, limit_bytes=settings.max_body_bytes)
     app.add_middleware(RequestIds)
-    for prefix in ("", "/sessions/{session_id}"):
-        app.router.routes.append(Route(f"{prefix}/v1/chat/completions", chat_completions, methods=["POST"]))
-        app.add_api_route(f"{prefix}/v1/models", list_models, tags=["agent"])
+    app.include_router(models.router)
     app.include_router(sessions.router)
+    app.include_router(listing.router)
+    app.include_router(heartbeat.router)
     app.include_router(rewards.router)
     app.include_router(admin.router)
+    app.include_router(users.router)
     app.include_router(probes(lambda: _unready(app), metrics.registry))
-    return app
-
-
-async def list_models(request: Request) -> JSONResponse:
-    """The policy, under its public id."""
-    gateway = collaborators(request)
-    gateway.identities.caller(request)
-    model = {"id": gateway.settings.model_name, "object": "model", "created": 0, "owned_by": "weir"}
-    return JSONResponse({"object": "list", "data": [model]})
+    vars(app)["openapi"] = lambda: described(app)
+    door = Door(app, DESKS)
+    return door
 
 
 async def _open(settings: GatewaySettings, renderer: ChatRenderer, metrics: Metrics) -> Collaborators:
@@ -91,20 +114,38 @@ async def _open(settings: GatewaySettings, renderer: ChatRenderer, metrics: Metr
     identities = Identities(Keyring(settings.client_keys, settings.admin_keys), await _secret(redis))
     admin_key = settings.admin_keys[0] if settings.admin_keys else None
     fleet = Fleet(redis, engine, admin_key, settings.engines)
-    guard = Sessions(settings, writer, identities)
+    admission = Admission(settings.limits, redis, fleet, metrics, settings.poll_every_s)
+    guard = Sessions(settings, writer, identities, admission)
+    recorder = Recorder(settings, renderer, writer, metrics)
+    sampler = Sampler(
+        engine,
+        fleet,
+        metrics,
+        text_of=renderer.text_of,
+        vocab_size=renderer.config.vocab_size,
+        engine_wait_s=settings.engine_wait_s,
+        patience_s=settings.failover_patience_s,
+    )
     return Collaborators(
         settings=settings,
         identities=identities,
         renderer=renderer,
         redis=redis,
         writer=writer,
+        deleter=RedisDeleter(redis),
         engine=engine,
         fleet=fleet,
         policies=Policies(redis, fleet, settings.push_timeout_s),
+        admission=admission,
         sessions=guard,
-        belonging=Belonging(guard, writer),
-        generator=Generator(settings, renderer, writer, engine, fleet, metrics),
+        belonging=Belonging(guard, writer, admission),
+        sampler=sampler,
+        generator=Generator(settings, renderer, sampler, recorder),
+        recorder=recorder,
+        flights=Flights(settings.retry_grace_s, settings.join_identical),
         metrics=metrics,
+        pipeline=Pipeline(redis),
+        watch=Watch(settings.warnings, settings.limits, redis),
     )
 
 
@@ -137,6 +178,25 @@ async def _expire(gateway: Collaborators) -> None:
             pass
     except StorageUnavailable as error:
         logger.warning("overdue sessions cannot be closed: %s", error)
+
+
+async def _look(gateway: Collaborators) -> None:
+    """Know what waits downstream, what other gateways let in, and how sessions end."""
+    await gateway.admission.refresh()
+    await gateway.watch.refresh()
+
+
+async def _forget(gateway: Collaborators) -> None:
+    """Let go of what was deleted, and finish what a gateway that died has begun to delete."""
+    try:
+        await gateway.writer.forget_deleted()
+        await gateway.deleter.finish(time.time())
+    except StorageUnavailable as error:
+        logger.warning("deleted sessions cannot be looked for: %s", error)
+
+
+TASKS = (_keep, _expire, _look, _forget)
+"""What a gateway does beside its calls, every `poll_every_s`."""
 
 
 async def _repeat(

@@ -1,4 +1,4 @@
-"""Everything that a request may need, built once at the door and handed to every route."""
+"""Everything that a request may need, built once when the application starts and handed to every route."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ from starlette.requests import Request
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-    from gateway.belonging import Belonging
-    from gateway.engine import EngineClient
-    from gateway.fleet import Fleet
-    from gateway.generation import Generator
-    from gateway.identity import Identities
+    from gateway.admission.admission import Admission
+    from gateway.door.retries import Flights
+    from gateway.engines.engine import EngineClient
+    from gateway.engines.failover import Sampler
+    from gateway.engines.fleet import Fleet
+    from gateway.engines.policies import Policies
+    from gateway.generations.generator import Generator
+    from gateway.generations.recorder import Recorder
+    from gateway.language.render import ChatRenderer
     from gateway.metrics import Metrics
-    from gateway.policies import Policies
-    from gateway.render import ChatRenderer
-    from gateway.sessions import Sessions
+    from gateway.operators.pipeline import Pipeline
+    from gateway.operators.watch import Watch
+    from gateway.sessions.belonging import Belonging
+    from gateway.sessions.identity import Identities
+    from gateway.sessions.sessions import Sessions
     from gateway.settings import GatewaySettings
-    from rollout_queue.stream import StreamWriter
+    from rollout_queue.stream import StreamDeleter, StreamWriter
 
 
 @dataclass(frozen=True)
@@ -32,13 +38,20 @@ class Collaborators:
     renderer: ChatRenderer
     redis: Redis
     writer: StreamWriter
+    deleter: StreamDeleter
     engine: EngineClient
     fleet: Fleet
     policies: Policies
+    admission: Admission
     sessions: Sessions
     belonging: Belonging
+    sampler: Sampler
     generator: Generator
+    recorder: Recorder
+    flights: Flights
     metrics: Metrics
+    pipeline: Pipeline
+    watch: Watch
 
 
 def collaborators(request: Request) -> Collaborators:

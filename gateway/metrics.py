@@ -15,15 +15,35 @@ class Metrics:
         self.turns = Counter(
             "weir_turns_total", "Turns recorded", ["relation", "finish"], registry=self.registry
         )
+        self.drift = Counter(
+            "weir_drift_total",
+            "Turns that do not extend the one before, by relation and reason",
+            ["relation", "reason"],
+            registry=self.registry,
+        )
+        self.merge_ratio = Gauge(
+            "weir_merge_ratio",
+            "Rows that turns make, per turn, since the start: 1 is a row for each",
+            registry=self.registry,
+        )
+        self.merge_ratio.set_function(lambda: self._rows / self._answers if self._answers else float("nan"))
+        self._rows = self._answers = 0
+        self._turns_of: dict[tuple[str, str], Counter] = {}
         self.context_tokens = Counter(
             "weir_context_tokens_total", "Tokens that turns added to their parents", registry=self.registry
         )
         self.output_tokens = Counter("weir_output_tokens_total", "Tokens sampled", registry=self.registry)
         self.turn_seconds = Histogram(
-            "weir_turn_seconds", "From request to recorded turn", buckets=SECONDS, registry=self.registry
+            "weir_turn_seconds",
+            "From the beginning of a generation to its last token",
+            buckets=SECONDS,
+            registry=self.registry,
         )
         self.record_seconds = Histogram(
             "weir_record_seconds", "Append of one turn to Redis", buckets=SECONDS, registry=self.registry
+        )
+        self.refusals = Counter(
+            "weir_refusals_total", "Calls and sessions refused with 429", ["code"], registry=self.registry
         )
         self.serving_version = Gauge(
             "weir_serving_version", "Policy version the fleet is to serve", registry=self.registry
@@ -31,9 +51,29 @@ class Metrics:
         self.servers = Gauge(
             "weir_rollout_servers", "Rollout servers by state", ["state"], registry=self.registry
         )
+        self.failovers = Counter(
+            "weir_engine_faults_total",
+            "Generations that an engine ended early, by reason and by what followed",
+            ["reason", "outcome"],
+            registry=self.registry,
+        )
+        self.breakers = Gauge(
+            "weir_breaker_open",
+            "1 for a server that gets no calls because its last ones failed",
+            ["server"],
+            registry=self.registry,
+        )
 
     def turn_recorded(self, turn: Turn, record_s: float) -> None:
-        self.turns.labels(turn.relation, turn.finish).inc()
+        kind = turn.relation, turn.finish
+        if (counter := self._turns_of.get(kind)) is None:
+            counter = self._turns_of[kind] = self.turns.labels(*kind)
+        counter.inc()
+        if turn.finish != "abort" and turn.orphan_of is None:
+            self._answers += 1
+            self._rows += turn.relation != "extends"
+        if turn.reason is not None:
+            self.drift.labels(turn.relation, turn.reason).inc()
         self.context_tokens.inc(len(turn.context_ids))
         self.output_tokens.inc(len(turn.output_ids))
         self.turn_seconds.observe(turn.finished_at - turn.started_at)

@@ -93,6 +93,7 @@ class Stage:
             "client_keys": [CLIENT_KEY, OTHER_KEY],
             "admin_keys": [ADMIN_KEY],
             "engine_wait_s": 0.5,
+            "failover_patience_s": 0.5,
             "poll_every_s": 0.05,
         }
         with serving(create_app(GatewaySettings(**given | settings))) as url:

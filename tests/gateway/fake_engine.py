@@ -5,7 +5,7 @@ import json
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -14,9 +14,25 @@ from starlette.routing import Route
 from tokenizers import Tokenizer
 
 
-@dataclass
+@dataclass(frozen=True)
+class Interruption:
+    """How an answer ends early: after so many tokens, with these last words."""
+
+    after: int
+    words: Literal["reset", "abort"] | dict[str, Any]
+    """A connection that breaks, an abort as SGLang says it, or an event of this content."""
+
+
+class Dead(Exception):
+    """Makes the server cut the connection in the middle of an answer."""
+
+
+@dataclass(eq=False)
 class FakeEngine:
-    """Answers with scripted text, or ids, followed by `<|im_end|>`; remembers what it was asked."""
+    """Answers with scripted text, or ids, followed by `<|im_end|>`; remembers what it was asked.
+
+    After a prompt that ends with the beginning of the answer it says the rest, as a greedy model would.
+    """
 
     tokenizer: Tokenizer
     script: deque[str | list[int]] = field(default_factory=deque)
@@ -31,6 +47,14 @@ class FakeEngine:
     stall_after: int | None = None
     """Say nothing more after so many tokens; 0 for nothing at all."""
     stalled: bool = False
+    interruptions: deque["Interruption | None"] = field(default_factory=deque)
+    """How the next answers end early, one for each request."""
+    mind: str | list[int] = "hello"
+    """What it says when the script is over."""
+    pace_s: float = 0.0
+    """How long it takes for each event."""
+    raw: bytes | None = None
+    """What the next answer consists of, before the connection breaks."""
     last_words: dict[str, Any] = field(default_factory=dict)
     """What the last event's `meta_info` says instead of the truth."""
 
@@ -55,12 +79,20 @@ class FakeEngine:
         self.requests.append(body)
         if self.refusals:
             return self.refusals.popleft()
-        answer = self.script.popleft() if self.script else "hello"
-        ids = self.tokenizer.encode(answer).ids if isinstance(answer, str) else answer
+        if self.raw is not None:
+            raw, self.raw = self.raw, None
+            return StreamingResponse(self._cut_off(raw), media_type="text/event-stream")
+        answer = self.script.popleft() if self.script else self.mind
+        ids = self.tokenizer.encode(answer).ids if isinstance(answer, str) else list(answer)
         ids += self.tokenizer.encode("<|im_end|>").ids
-        return StreamingResponse(self._events(body, ids), media_type="text/event-stream")
+        said = said_already(body["input_ids"], ids)
+        interruption = self.interruptions.popleft() if self.interruptions else None
+        events = self._events(body, ids[said:], said, interruption)
+        return StreamingResponse(events, media_type="text/event-stream")
 
-    async def _events(self, body: dict[str, Any], ids: list[int]) -> AsyncIterator[bytes]:
+    async def _events(
+        self, body: dict[str, Any], ids: list[int], said: int, interruption: Interruption | None
+    ) -> AsyncIterator[bytes]:
         limit = body["sampling_params"]["max_new_tokens"]
         interval = body["sampling_params"]["stream_interval"]
         reason = {"type": "stop", "matched": ids[-1]}
@@ -71,10 +103,14 @@ class FakeEngine:
                 ids, reason = ids[:end], {"type": "stop", "matched": stop}
         if len(ids) > limit:
             ids, reason = ids[:limit], {"type": "length", "length": limit}
-        logprobs = [logprob_of(index) for index in range(len(ids))]
+        logprobs = [logprob_of(said + index) for index in range(len(ids))]
         if self.stall_after == 0:
             await self._stall()
+        if interruption is not None and interruption.after == 0:
+            yield self._last_words(interruption, 0, ids)
+            return
         for end in [*range(interval, len(ids), interval), len(ids)]:
+            await asyncio.sleep(self.pace_s)
             start = (
                 0
                 if self.cumulative
@@ -96,12 +132,41 @@ class FakeEngine:
                 meta |= self.last_words
             event = {"output_ids": ids[start:end], "meta_info": meta}
             yield f"data: {json.dumps(event)}\n\n".encode()
-            await asyncio.sleep(0)
+            if interruption is not None and end >= interruption.after:
+                await asyncio.sleep(0.01)  # what was said arrives first
+                yield self._last_words(interruption, end, ids)
+                return
             if self.stop_after is not None and end >= self.stop_after:
                 return
             if self.stall_after is not None and end >= self.stall_after:
                 await self._stall()
         yield b"data: [DONE]\n\n"
+
+    def _last_words(self, interruption: Interruption, end: int, ids: list[int]) -> bytes:
+        if interruption.words == "reset":
+            raise Dead
+        event: Any = interruption.words
+        if event == "abort":
+            meta = {
+                "completion_tokens": end,
+                "finish_reason": {
+                    "type": "abort",
+                    "message": "Aborted",
+                    "status_code": None,
+                    "err_type": None,
+                },
+                "weight_version": self.version,
+                "weight_versions": self.spans or [{"version": self.version, "start": 0, "end": end}],
+                "output_token_logprobs": [[logprob_of(end - 1), ids[end - 1], None]] if end else [],
+            }
+            # In incremental streaming, SGLang says the last token again.
+            event = {"output_ids": ids[:end][-1:], "meta_info": meta}
+        return f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode()
+
+    async def _cut_off(self, raw: bytes) -> AsyncIterator[bytes]:
+        yield raw
+        await asyncio.sleep(0.01)
+        raise Dead
 
     async def _stall(self) -> None:
         self.stalled = True
@@ -111,3 +176,8 @@ class FakeEngine:
 def logprob_of(index: int) -> float:
     """What the fake says of its token at `index`; exact in float32."""
     return -(1 + index % 97) / 128
+
+
+def said_already(prompt: list[int], ids: list[int]) -> int:
+    """How many of `ids` the prompt ends with."""
+    return next((count for count in range(len(ids), 0, -1) if prompt[-count:] == ids[:count]), 0)

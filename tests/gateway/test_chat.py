@@ -66,6 +66,7 @@ def test_version_spans_are_recorded_as_sampled(door: Door) -> None:
 def test_streamed_text_is_the_answer_token_by_token(door: Door) -> None:
     text = "a longer answer, with ünïcödé and 漢字 in it"
     door.engine.script.append(text)
+    door.engine.pace_s = 0.005  # what arrives together is told together
     client = door.client(door.session())
     chunks = list(
         client.chat.completions.create(
@@ -136,6 +137,23 @@ def test_turn_two_is_turn_one_and_its_sample_and_the_new_messages(door: Door) ->
         new
         == "\n<|im_start|>user\n<tool_response>\na = 7\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_sessions_that_begin_alike_go_on_apart(door: Door) -> None:
+    """A group's first prompt is rendered once, and belongs to each of its sessions alone."""
+    begin: list[dict[str, Any]] = [{"role": "user", "content": "the task of a group"}]
+    prompts = []
+    for number in range(3):
+        session = door.session()
+        path = f"/sessions/{session['session_id']}/v1/chat/completions"
+        answer = door.post(path, {"messages": begin}).json()["choices"][0]["message"]
+        door.post(path, {"messages": [*begin, answer, {"role": "user", "content": f"go on {number}"}]})
+        first, second = door.turns(session)
+        prompts.append(first["context_ids"])
+        given = [request["input_ids"] for request in door.engine.requests[-2:]]
+        assert given[0] == first["context_ids"]
+        assert given[1][-len(second["context_ids"]) :] == second["context_ids"]
+    assert prompts[0] == prompts[1] == prompts[2]
 
 
 def test_an_edited_history_is_its_own_branch(door: Door) -> None:
@@ -233,3 +251,17 @@ def test_a_stop_string_is_cut_from_the_text_and_kept_in_the_record(door: Door) -
 def test_models_lists_the_policy(door: Door) -> None:
     client = door.client(door.session())
     assert [model.id for model in client.models.list()] == ["policy"]
+
+
+def test_side_by_side_each_streamed_token_has_its_own_logprob_once(door: Door) -> None:
+    session = door.session()
+    door.engine.script += [f"{index} " * 400 for index in range(4)]
+    stream = door.client(session).chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": "go"}], n=4, stream=True, logprobs=True
+    )
+    told: dict[int, list[float]] = {index: [] for index in range(4)}
+    for chunk in stream:
+        for choice in chunk.choices:
+            if choice.logprobs and choice.logprobs.content:
+                told[choice.index] += [token.logprob for token in choice.logprobs.content]
+    assert sorted(told.values()) == sorted(turn["logprobs"] for turn in door.turns(session))

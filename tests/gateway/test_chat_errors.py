@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def test_a_prompt_that_does_not_fit_says_so(door: Door) -> None:
 
 
 def test_an_id_outside_the_vocabulary_never_reaches_the_record(door: Door) -> None:
-    door.engine.script.append([5, 999_999])
+    door.engine.mind = [5, 999_999]
     session = door.session()
     reply = door.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions")
     assert reply.status_code == 503
@@ -78,7 +79,6 @@ def test_a_prompt_id_outside_the_vocabulary_never_reaches_the_engine(
         {"weight_versions": 7},
         {"finish_reason": {"type": "vanished"}},
         {"finish_reason": {}},
-        {"finish_reason": {"type": "abort"}},
         {"output_token_logprobs": [[-1e300, 5, None], [-1e300, 5, None]]},
         {"output_token_logprobs": []},
         {"completion_tokens": 99},
@@ -140,7 +140,7 @@ def test_an_engine_that_fails_is_503_and_nothing_is_recorded(door: Door) -> None
         PlainTextResponse("Internal Server Error", 500),
         JSONResponse({"object": "error", "message": "full", "code": 503}, 503),
     ):
-        door.engine.refusals.append(refusal)
+        door.engine.refusals = deque([refusal] * 99)
         session = door.session()
         with pytest.raises(openai.InternalServerError) as caught:
             door.client(session).chat.completions.create(
@@ -151,13 +151,36 @@ def test_an_engine_that_fails_is_503_and_nothing_is_recorded(door: Door) -> None
         assert door.turns(session) == []
 
 
-def test_an_engine_that_dies_in_the_middle_ends_the_stream_with_an_error(door: Door) -> None:
+def test_an_engine_that_dies_in_the_middle_leaves_no_seam(door: Door) -> None:
+    door.engine.mind = "one two three four five six"
     door.engine.stop_after = 3
-    door.engine.script.append("one two three four five six")
+    session = door.session()
+    chunks = list(
+        door.client(session).chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "x"}], stream=True
+        )
+    )
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert said == "one two three four five six"
+    (turn,) = door.turns(session)
+    ids = door.engine.tokenizer.encode(said + "<|im_end|>").ids
+    assert turn["output_ids"] == ids
+    assert turn["versions"] == [{"version": 0, "start": 0, "end": len(ids)}]
+    assert len(door.engine.requests) > 1
+    assert door.engine.requests[-1]["input_ids"] == turn["context_ids"] + ids[: len(ids) // 3 * 3]
+
+
+def test_an_engine_that_dies_for_good_ends_the_stream_with_an_error(door: Door) -> None:
+    door.engine.stop_after = 3
+    door.engine.mind = "one two three four five six"
+    door.engine.interruptions.clear()
     session = door.session()
     stream = door.client(session).chat.completions.create(
         model="m", messages=[{"role": "user", "content": "x"}], stream=True
     )
+    next(stream)
+    door.engine.refusals = deque([PlainTextResponse("gone", 500)] * 99)
     with pytest.raises(openai.APIError):
         list(stream)
     assert door.turns(session) == []
@@ -188,3 +211,11 @@ def test_status_is_for_admins(door: Door) -> None:
     assert door.get("/admin/status").status_code == 403
     status = door.get("/admin/status", key=ADMIN_KEY).json()
     assert status["rollout_servers"][0]["state"] == "ready"
+
+
+def test_a_gateways_own_engines_are_not_registered_away(door: Door) -> None:
+    """They are named in its configuration, and stay until that is changed."""
+    body = {"id": "engine-0", "url": "http://127.0.0.1:9", "engine_url": "http://127.0.0.1:9"}
+    assert door.post("/admin/rollout_servers", body, key=ADMIN_KEY).status_code == 409
+    assert door.call("DELETE", "/admin/rollout_servers/engine-0", key=ADMIN_KEY).status_code == 409
+    assert door.chat().status_code == 200

@@ -1,42 +1,363 @@
 """What a streaming client puts together is the answer, whatever the model says and however it is cut."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from renderers.parsing import parse_gpt_oss
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from gateway.deltas import AnswerStream
-from gateway.render import ChatRenderer
+from gateway.language.certain_text import TextDecoder
+from gateway.language.deltas import AnswerStream, Delta, PlainStream
+from gateway.language.render import Answer, ChatRenderer
+from rollout_queue.tokens import TokenIds
+from tests.gateway.families.models import make_model
+
+TEXTS = (
+    "Hello",
+    " world",
+    "\n",
+    "  \n\n ",
+    "naïve 日本語 ",
+    "👩‍👩‍👧",
+    "<",
+    "</",
+    "{",
+    "a < b",
+    "<thi",
+    "STOP",
+    "<think>",
+)
+HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
+PARAMETERS = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+GLM = "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+    '{"a": 1}<|tool_call_end|><|tool_calls_section_end|>'
+)
+KIMI_TEXT = KIMI.replace("tool_calls_section", "tool_call_section")
+DEEPSEEK = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"  # noqa: RUF001
+    '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'  # noqa: RUF001
+)
+DSML = (
+    '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="true">1'  # noqa: RUF001
+    "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>"  # noqa: RUF001
+)
+MINIMAX = (
+    '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>\n'
+    "</minimax:tool_call>"
+)
+HY3 = (
+    "<tool_calls><tool_call>f<tool_sep><arg_key>a</arg_key><arg_value>1</arg_value></tool_call></tool_calls>"
+).replace(">", ":opensource>")
+THOUGHT = "<think>\nhm\n</think>\n\n"
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
+HARMONY_CALL = (
+    '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
+)
+SAYINGS: dict[str, tuple[str, ...]] = {
+    "qwen3": (THOUGHT, HERMES),
+    "qwen3.5": (THOUGHT, PARAMETERS),
+    "prime-qwen3": (THOUGHT, HERMES, PARAMETERS),
+    "glm-4.5": (THOUGHT, GLM),
+    "glm-5": (THOUGHT, GLM),
+    "kimi-k2": (THOUGHT, KIMI_TEXT, KIMI),
+    "kimi-k2.5": (THOUGHT, KIMI_TEXT, KIMI),
+    "minimax-m2": (THOUGHT, MINIMAX),
+    "deepseek-v3": (THOUGHT, DEEPSEEK),
+    "deepseek-r1": (THOUGHT, DEEPSEEK),
+    "deepseek-v4": (THOUGHT, DSML),
+    "nemotron-3": (THOUGHT, PARAMETERS),
+    "llama-3": ('{"name": "f", "parameters": {"a": 1}}',),
+    "gemma4": ("<|channel>thought\nhm\n<channel|>", '<|tool_call>call:f{a:<|"|>x<|"|>}<tool_call|>'),
+    "hy3": (THOUGHT.replace(">", ":opensource>"), HY3),
+    "inkling": (
+        "<|content_thinking|>hm<|end_message|>",
+        "<|message_model|><|content_text|>Hi <|end_message|>",
+        '<|message_model|>f<|content_invoke_tool_json|>{"name": "f", "args": {"a": 1}}<|end_message|>',
+    ),
+    "laguna-xs.2": (THOUGHT, GLM),
+    "laguna-xs-2.1": (THOUGHT, GLM),
+    "gpt-oss": (
+        "<|start|>assistant<|channel|>analysis<|message|>hm <|end|>",
+        "<|start|>assistant<|channel|>final<|message|>Hi ",
+        HARMONY_CALL,
+    ),
+}
+"""What a model of each family says: thoughts and calls in its own marks."""
+
+
+def harmony(directory: Path) -> ChatRenderer:
+    """gpt-oss: the library's own parser over a small vocabulary; the real one comes from the network."""
+    make_model(directory, "qwen3")
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in HARMONY])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    renderer = ChatRenderer(directory, "qwen3")
+    start, channel, message, end, return_, call, constrain = (
+        renderer.tokenizer.encode(t)[0] for t in HARMONY
+    )
+
+    class GptOss:
+        def parse_response(self, token_ids: list[int], **_: Any) -> Any:
+            return parse_gpt_oss(
+                renderer.tokenizer,
+                token_ids,
+                return_id=return_,
+                call_id=call,
+                start_id=start,
+                end_id=end,
+                channel_id=channel,
+                message_id=message,
+                constrain_id=constrain,
+            )
+
+    renderer._renderer = GptOss()
+    renderer.stop_ids = [return_, call]
+    return renderer
+
+
+@pytest.fixture(scope="module", params=sorted(SAYINGS))
+def family(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, ChatRenderer]:
+    directory = tmp_path_factory.mktemp("family") / "model"
+    if request.param == "gpt-oss":
+        return request.param, harmony(directory)
+    return request.param, ChatRenderer(make_model(directory, request.param), request.param)
 
 
 @pytest.fixture(scope="module")
-def renderer(tiny_model: Path) -> ChatRenderer:
-    return ChatRenderer(tiny_model)
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
+    return ChatRenderer(make_model(tmp_path_factory.mktemp("qwen") / "model", "qwen3"), "qwen3")
 
 
-def test_the_deltas_add_up_to_the_answer(renderer: ChatRenderer) -> None:
-    size = renderer.config.vocab_size
-    stops = set(renderer.stop_ids)  # where an engine ends
-    control = sorted(renderer.tokenizer.added_ids - stops)
-    pieces = st.lists(
-        st.lists(
-            st.integers(0, size - 1).filter(lambda i: i not in stops) | st.sampled_from(control),
-            min_size=1,
-            max_size=4,
-        ),
-        max_size=12,
+def told(deltas: Sequence[Delta]) -> Answer:
+    """What a client puts together."""
+    calls = [delta for delta in deltas if delta.tool_call is not None]
+    assert [delta.index for delta in calls] == list(range(len(calls)))
+    return Answer(
+        "".join(delta.content for delta in deltas),
+        "".join(delta.reasoning for delta in deltas),
+        tuple(delta.tool_call for delta in calls if delta.tool_call is not None),
     )
 
+
+def plain(answer: Answer) -> Answer:
+    """Without the space around its texts, which some families leave and some take away."""
+    return Answer(answer.content.strip(), (answer.reasoning or "").strip(), answer.tool_calls)
+
+
+def cut(ids: list[int], cuts: list[int]) -> list[list[int]]:
+    """The ids in pieces of these sizes, again and again."""
+    pieces, at, turn = [], 0, 0
+    while at < len(ids):
+        size = cuts[turn % len(cuts)]
+        pieces.append(ids[at : at + size])
+        at, turn = at + size, turn + 1
+    return pieces
+
+
+CUTS = st.lists(st.integers(1, 9) | st.just(64), min_size=1, max_size=4)
+TAKES_BACK = ("<|end_header_id|>", "<|channel>", "<|content_thinking|>")
+"""Behind text, and when the answer breaks off there, parsers drop the text before them. Sent is sent."""
+
+
+def answers(renderer: ChatRenderer, sayings: Sequence[str]) -> st.SearchStrategy[list[int]]:
+    """Thoughts, calls and text in any order, whole or broken off, with misplaced tokens and lone bytes."""
+    encode, backend = renderer.tokenizer.encode, renderer.tokenizer.backend
+    late = [text for text in sayings if not any(token in text for token in TAKES_BACK)] or [""]
+    never = {backend.token_to_id(token) for token in TAKES_BACK} | set(renderer.stop_ids)
+    strange = sorted(renderer.tokenizer.added_ids - never) + [i for text in ("👩", "é") for i in encode(text)]
+
+    def said(sayings: Sequence[str]) -> st.SearchStrategy[list[int]]:
+        whole = st.sampled_from([encode(text) for text in sayings])
+        return whole | st.tuples(whole, st.integers(1, 40)).map(lambda part: part[0][: part[1]])
+
+    text = st.sampled_from([encode(text) for text in TEXTS])
+    tokens = st.lists(st.sampled_from(strange), max_size=2)
+    pieces = st.tuples(st.just([]) | said(sayings), st.lists(said(late) | text | text | tokens, max_size=9))
+    return pieces.map(lambda both: [token for piece in [both[0], *both[1]] for token in piece])
+
+
+def test_the_deltas_add_up_to_the_answer(family: tuple[str, ChatRenderer]) -> None:
+    name, renderer = family
+
+    hi = [{"role": "user", "content": "hi"}]
+    prompts = [None] if name == "gpt-oss" else [None, renderer.render(hi, None)]  # some open a thought
+
     @settings(max_examples=200, deadline=None)
-    @given(pieces)
-    def holds(pieces: list[list[int]]) -> None:
-        stream = AnswerStream(renderer, None, "t", [])
+    @given(answers(renderer, SAYINGS[name]), CUTS, st.sampled_from(prompts))
+    def holds(ids: list[int], cuts: list[int], prompt: TokenIds | None) -> None:
+        answer = renderer.parse(ids, None, "t", prompt_ids=prompt)
+        stream = AnswerStream(renderer, None, "t", [], prompt)
+        deltas = [delta for piece in cut(ids, cuts) for delta in stream.feed(piece)]
+        assert plain(told(deltas + stream.finish(answer))) == plain(answer)
+
+    holds()
+
+
+def test_nothing_is_told_from_a_stop_string_on(qwen: ChatRenderer) -> None:
+    nearly = ("S", "ST", "OP", "TOP", "Hello", " world", "\n", "\n\n", " H", "日本語 ", "👩")
+    talk = st.lists(st.sampled_from(nearly), max_size=8).map(
+        lambda said: qwen.tokenizer.encode("".join(said))
+    )
+
+    @settings(max_examples=400, deadline=None)
+    @given(
+        talk | answers(qwen, SAYINGS["qwen3"]),
+        CUTS,
+        st.lists(
+            st.sampled_from(["STOP", "lo wor", "\n\n H", "<", "日本語 👩", "OPS", "d\n"]),
+            min_size=1,
+            max_size=3,
+        ),
+    )
+    def holds(ids: list[int], cuts: list[int], stop: list[str]) -> None:
+        ids, matched = stopped(qwen, ids, stop)
+        answer = qwen.parse(ids, None, "t")
+        if matched is not None:
+            content = answer.content.partition(matched)[0].rstrip()
+            answer = Answer(content, answer.reasoning, answer.tool_calls)
+        stream = AnswerStream(qwen, None, "t", stop)
+        deltas = [delta for piece in cut(ids, cuts) for delta in stream.feed(piece)]
+        assert plain(told(deltas + stream.finish(answer))) == plain(answer)
+
+    holds()
+
+
+def stopped(renderer: ChatRenderer, ids: list[int], stop: list[str]) -> tuple[list[int], str | None]:
+    """What an engine samples: it looks for stop strings after every token."""
+    for end in range(1, len(ids) + 1):
+        text = renderer.text_of(ids[:end])
+        found = [each for each in stop if each in text]
+        if found:
+            return ids[:end], found[0]
+    return ids, None
+
+
+def test_text_is_told_as_it_comes(family: tuple[str, ChatRenderer]) -> None:
+    name, renderer = family
+    thought = "" if name == "llama-3" else SAYINGS[name][0]
+    opening = {"gpt-oss": "<|start|>assistant<|channel|>final<|message|>"}
+    opening["inkling"] = "<|message_model|><|content_text|>"
+    words = "The answer is 42 and more of it."
+    ids = renderer.tokenizer.encode(thought + opening.get(name, "") + words)
+    early = told(fed(AnswerStream(renderer, None, "t", ["never said"]), ids))
+    assert (early.content, early.reasoning) == (words, "hm" if thought else "")
+
+
+def test_a_call_is_told_when_it_is_whole(family: tuple[str, ChatRenderer]) -> None:
+    name, renderer = family
+    # A call that nothing but its end tells, or that ends the answer, is told there.
+    if name in ("llama-3", "gpt-oss", "deepseek-v4"):
+        return
+    thought, *_, call = SAYINGS[name]
+    ids = renderer.tokenizer.encode(thought + call)
+    answer = renderer.parse(ids, None, "t")
+    assert len(answer.tool_calls) == 1
+    assert told(fed(AnswerStream(renderer, None, "t", []), ids)).tool_calls == answer.tool_calls
+
+
+def fed(stream: AnswerStream, ids: list[int]) -> list[Delta]:
+    """What is told before the end, token by token."""
+    return [delta for token in ids for delta in stream.feed([token])]
+
+
+def test_an_object_that_may_be_a_call_waits_for_the_end(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    llama = ChatRenderer(make_model(tmp_path_factory.mktemp("llama") / "model", "llama-3"), "llama-3")
+    for text, calls in (('{"name": "f", "parameters": {}}', 1), ('{"answer": 42}', 0)):
+        ids = llama.tokenizer.encode(text)
+        stream = AnswerStream(llama, None, "t", [])
+        assert stream.feed(ids) == []
+        end = told(stream.finish(llama.parse(ids, None, "t")))
+        assert (len(end.tool_calls), end.content) == (calls, "" if calls else text)
+
+
+def test_a_broken_call_ends_as_the_text_that_it_is(qwen: ChatRenderer) -> None:
+    ids = qwen.tokenizer.encode("Look: <tool_call>\n{broken\n</tool_call> <tool_call>\n{open")
+    stream = AnswerStream(qwen, None, "t", [])
+    early = told(fed(stream, ids))
+    assert early == Answer("Look:", "")
+    late = told(stream.finish(qwen.parse(ids, None, "t")))
+    assert late == Answer("\n{broken\n{open", "")
+
+
+@pytest.mark.parametrize("tokens", [64, 2048])
+def test_parses_are_as_many_as_control_tokens(
+    qwen: ChatRenderer, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    parses = 0
+    parse = qwen.parse
+
+    def counted(*given: Any, **more: Any) -> Answer:
+        nonlocal parses
+        parses += 1
+        return parse(*given, **more)
+
+    monkeypatch.setattr(qwen, "parse", counted)
+    words = qwen.tokenizer.encode("a < b and so on ") * tokens
+    encode = qwen.tokenizer.encode
+    ids = encode("<think>") + words[:tokens] + encode("</think>") + words[:tokens] + encode(HERMES)
+    stream = AnswerStream(qwen, None, "t", ["never said"])
+    parses = 0
+    early = told(fed(stream, ids))
+    assert len(early.tool_calls) == 1
+    assert parses <= 2 * (1 + 4)  # the start, and four control tokens
+
+
+def byte_fallback() -> Tokenizer:
+    """As SentencePiece has it: words that carry their space, and bytes for what has no token."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    for word in ("<unk>", "▁", "a", "b", "▁a", "é", "▁b", "<", "\ufffd"):
+        vocabulary[word] = len(vocabulary)
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, [("▁", "a"), ("▁", "b")], unk_token="<unk>", byte_fallback=True)
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
+def test_pieces_decode_as_the_whole(qwen: ChatRenderer, kind: str) -> None:
+    backend = byte_fallback() if kind == "byte-fallback" else qwen.tokenizer.backend
+    byte_ids = frozenset(range(256)) if kind == "byte-fallback" else frozenset()
+    emoji = [ids for text in ("👩‍👩‍👧", "é", " b a", "日本") if (ids := backend.encode(text).ids)]
+    some = st.lists(st.integers(0, backend.get_vocab_size() - 1), max_size=6)
+    pieces = st.lists(some | st.sampled_from(emoji), max_size=8)
+
+    @settings(max_examples=1000, deadline=None)
+    @given(pieces, CUTS)
+    def holds(pieces: list[list[int]], cuts: list[int]) -> None:
         ids = [token for piece in pieces for token in piece]
-        answer = renderer.parse(ids, None, "t")
-        deltas = [delta for piece in pieces for delta in stream.feed(piece)] + stream.finish(answer)
-        assert "".join(delta.content for delta in deltas) == answer.content
-        assert "".join(delta.reasoning for delta in deltas).strip() == (answer.reasoning or "").strip()
-        assert tuple(delta.tool_call for delta in deltas if delta.tool_call is not None) == answer.tool_calls
+        decoder = TextDecoder(backend, byte_ids)
+        text = "".join(decoder.step(piece) for piece in cut(ids, cuts))
+        whole = backend.decode(ids, skip_special_tokens=False)
+        assert whole.startswith(text)
+        # At most what a last character needs is held, or the last run of byte tokens with its piece.
+        assert whole[len(text) :].strip("\ufffd") == "" or (ids and ids[-1] in byte_ids)
+        end = backend.encode("a").ids
+        assert text + decoder.step(end) == backend.decode(ids + end, skip_special_tokens=False)
+
+    holds()
+
+
+def test_text_without_a_template_is_told_as_it_is(qwen: ChatRenderer) -> None:
+    @settings(max_examples=300, deadline=None)
+    @given(answers(qwen, SAYINGS["qwen3"]), CUTS, st.booleans())
+    def holds(ids: list[int], cuts: list[int], ended: bool) -> None:
+        answer = Answer(qwen.text_of(ids))
+        stream = PlainStream(qwen, [])
+        sampled = ids + qwen.stop_ids[:1] if ended else ids
+        deltas = [delta for piece in cut(sampled, cuts) for delta in stream.feed(piece)]
+        assert told(deltas + stream.finish(answer)).content == answer.content
 
     holds()

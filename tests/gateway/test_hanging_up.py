@@ -1,6 +1,7 @@
 """A client that goes away in the middle: the engine stops, and what was sampled is recorded as aborted."""
 
 import json
+import logging
 import socket
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,10 +14,11 @@ LONG_ANSWER = [5] * 100
 """More tokens than one event brings to a client that does not stream."""
 
 
-def dial(door: Door, session: dict[str, Any], stream: bool) -> socket.socket:
+def dial(door: Door, session: dict[str, Any], stream: bool, n: int = 1) -> socket.socket:
     """A call on the wire, whose answer is not awaited."""
     address = urlsplit(door.url)
-    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "stream": stream}).encode()
+    asked = {"messages": [{"role": "user", "content": "hi"}], "stream": stream, "n": n}
+    body = json.dumps(asked).encode()
     head = (
         f"POST /sessions/{session['session_id']}/v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
         f"authorization: Bearer {CLIENT_KEY}\r\ncontent-type: application/json\r\n"
@@ -66,3 +68,49 @@ def test_a_session_goes_on_after_an_aborted_call(door: Door) -> None:
     reply = door.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions")
     assert reply.status_code == 200
     assert [turn["finish_reason"] for turn in door.turns(session)] == ["abort", "stop"]
+
+
+def test_of_several_choices_those_that_were_done_are_recorded_as_well(door: Door) -> None:
+    """Nobody heard of the first one either: it is aborted, and not lost."""
+    door.engine.script.extend(["short", list(LONG_ANSWER)])
+    door.engine.stall_after = 64
+    session = door.session()
+    with dial(door, session, stream=False, n=2):
+        wait_until(lambda: door.engine.stalled)
+        wait_until(lambda: len(door.engine.requests) == 2)
+    wait_until(lambda: len(door.turns(session)) == 2)
+    turns = door.turns(session)
+    assert {turn["verdict"]["code"] for turn in turns} == {"aborted"}
+    assert sorted(turn["output_len"] for turn in turns)[1] == 64
+
+
+def test_a_turn_that_is_lost_after_its_client_left_is_an_error_in_the_log(
+    door: Door, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = door.session()
+
+    def appending() -> int:
+        """Bytes that wait at Redis behind an append that it holds back; -1 while it holds none back."""
+        lines = door.redis.client_list()
+        held = (line["qbuf"] for line in lines if "b" in line["flags"] and line["cmd"] == "evalsha")
+        return int(next(held, -1))
+
+    def errors() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+    door.redis.config_set("maxmemory", 1)
+    door.redis.client_pause(30_000, all=False)
+    try:
+        with dial(door, session, stream=False):
+            wait_until(lambda: appending() >= 0)
+            before = appending()
+        wait_until(lambda: appending() > before)  # the second try
+        door.redis.client_unpause()
+        wait_until(errors)
+    finally:
+        door.redis.client_unpause()
+        door.redis.config_set("maxmemory", 0)
+    (request,) = door.engine.requests
+    (said,) = errors()
+    assert said.startswith(f"turn {request['rid']} is not recorded: Redis: ")
+    assert door.turns(session) == []

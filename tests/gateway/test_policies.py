@@ -219,6 +219,21 @@ def test_numbers_only_grow_and_name_one_content(door: Door, servers: list[FakeRo
     assert publish(door, None).json()["version"] == 6
 
 
+@pytest.mark.parametrize("number", [-1, 2**53, 2**64, 10**40])
+def test_a_number_that_not_every_reader_can_hold_is_refused(
+    door: Door, servers: list[FakeRolloutServer], number: int
+) -> None:
+    replies = [
+        publish(door, number),
+        publish(door, 3, step=number),
+        door.post("/admin/policies/rollback", {"to": number}, key=ADMIN_KEY),
+    ]
+    for reply in replies:
+        assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert not servers[0].reloads
+    assert publish(door, 2**53 - 1).status_code == 200
+
+
 def test_a_rollback_serves_the_old_version_under_its_own_number(
     door: Door, servers: list[FakeRolloutServer]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import openai
 import pytest
 
 from tests.gateway.conftest import ADMIN_KEY, OTHER_KEY, Door, wait_until
@@ -16,6 +17,12 @@ def test_a_session_goes_straight_into_a_client(door: Door) -> None:
     assert session["base_url"] == f"{door.url}/sessions/{session['session_id']}/v1"
     assert (session["state"], session["task_id"]) == ("open", "t")
     assert session["expires_at"] == session["created_at"] + 3600
+
+
+def test_a_ticket_names_the_address_that_a_proxy_was_asked_for(door: Door) -> None:
+    asked = {"x-forwarded-proto": "https", "host": "weir.example"}
+    ticket = door.post("/sessions", headers=asked).json()
+    assert ticket["base_url"] == f"https://weir.example/sessions/{ticket['session_id']}/v1"
 
 
 def test_the_same_session_again_is_the_same_and_another_body_is_409(door: Door) -> None:
@@ -107,6 +114,72 @@ def test_a_conversation_whose_session_is_finished_goes_on_in_a_new_one(door: Doo
     reply = door.post("/v1/chat/completions", {"messages": [*history, {"role": "user", "content": "more"}]})
     assert reply.status_code == 200
     assert reply.headers["x-weir-session-id"] != name
+
+
+@pytest.mark.parametrize("first_again", [True, False])
+def test_of_twin_conversations_each_goes_on_in_its_own_session(door: Door, first_again: bool) -> None:
+    """They read the same, and the ids of their tool calls say which is which; without, it is the newest."""
+    call = '<tool_call>\n{"name": "get", "arguments": {"key": "c"}}\n</tool_call>'
+    door.engine.script += [call] * 3
+    tools = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}]
+    question = {"role": "user", "content": "value of c?"}
+
+    def go_on(history: list[Any]) -> str:
+        reply = door.post("/v1/chat/completions", {"messages": history, "tools": tools})
+        history.append(reply.json()["choices"][0]["message"])
+        return str(reply.headers["x-weir-session-id"])
+
+    twins: list[list[Any]] = [[question], [question], [question]]
+    names = [go_on(history) for history in twins]
+    assert len(set(names)) == 3
+    for said in ({"role": "tool", "content": "7", "tool_call_id": "x"}, {"role": "user", "content": "sure?"}):
+        order = (0, 1, 2) if first_again else (1, 2, 0)
+        for index in order:  # the second time, the newest answer is a plain one
+            twins[index].append(said)
+            assert go_on(twins[index]) == names[index]
+    for name in names:
+        turns = door.get(f"/sessions/{name}").json()["turns"]
+        assert [turn["relation"] for turn in turns] == ["root", "extends", "extends"]
+
+
+def test_a_twin_that_is_finished_does_not_send_its_conversation_to_the_other(door: Door) -> None:
+    call = '<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>'
+    door.engine.script += [call] * 2
+    question = {"role": "user", "content": "go"}
+    one, other = (door.post("/v1/chat/completions", {"messages": [question]}) for _ in range(2))
+    names = [reply.headers["x-weir-session-id"] for reply in (one, other)]
+    door.post(f"/sessions/{names[0]}/finish", {"status": "completed"})
+    history = [question, one.json()["choices"][0]["message"], {"role": "user", "content": "more"}]
+    reply = door.post("/v1/chat/completions", {"messages": history})
+    assert reply.status_code == 200
+    assert reply.headers["x-weir-session-id"] not in names
+
+
+def test_a_call_is_of_the_session_that_it_continues_longest_whatever_ids_it_carries(door: Door) -> None:
+    call = '<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>'
+    door.engine.script.append(call)
+    history: list[Any] = [{"role": "user", "content": "go"}]
+    first = door.post("/v1/chat/completions", {"messages": history})
+    history += [first.json()["choices"][0]["message"], {"role": "user", "content": "on"}]
+    named = door.post("/v1/chat/completions", {"messages": history}, headers={"x-session-id": "copy"})
+    history += [named.json()["choices"][0]["message"], {"role": "user", "content": "more"}]
+    reply = door.post("/v1/chat/completions", {"messages": history})
+    assert reply.headers["x-weir-session-id"] == "copy"
+
+
+@pytest.mark.parametrize("header", ["x-claude-code-session-id", "x-opencode-session", "x-litellm-trace-id"])
+def test_what_a_harness_stamps_on_its_calls_names_a_session_where_nobody_else_does(
+    door: Door, header: str
+) -> None:
+    stamp = {header: "run-17"}
+    assert door.chat(headers=stamp).headers["x-weir-session-id"] == "run-17"
+    named = door.chat(headers=stamp | {"x-session-id": "mine"})
+    assert named.headers["x-weir-session-id"] == "mine"
+    in_body = door.chat(headers=stamp, metadata={"session_id": "mine"})
+    assert in_body.headers["x-weir-session-id"] == "mine"
+    assert door.get("/sessions/run-17").json()["inferred"] is False
+    odd = door.chat(headers={header: "no id / of ours"})
+    assert odd.status_code == 200
 
 
 @pytest.mark.parametrize("where", ["headers", "metadata"])
@@ -208,6 +281,19 @@ def test_a_finished_session_waits_for_its_reward_and_takes_no_call(door: Door) -
     assert door.get(path).json()["verdict"]["code"] == "ready"
 
 
+def test_a_client_does_not_ask_again_where_that_changes_nothing(door: Door) -> None:
+    """OpenAI's and Anthropic's SDKs take a 409 for a lock, and wait for its end, unless they are told."""
+    session = door.session()
+    door.post(f"/sessions/{session['session_id']}/finish", {"status": "completed"})
+    asked: list[Any] = []
+    with openai.DefaultHttpxClient(event_hooks={"request": [asked.append]}) as http:
+        client = openai.OpenAI(base_url=session["base_url"], api_key=session["api_key"], http_client=http)
+        with pytest.raises(openai.ConflictError) as refused:
+            client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
+    assert refused.value.code == "session_finished"
+    assert len(asked) == 1
+
+
 def test_finishing_twice_alike_is_200_and_otherwise_409(door: Door) -> None:
     path = f"/sessions/{door.session()['session_id']}/finish"
     assert door.post(path, {"status": "completed", "reward": 1.0}).status_code == 200
@@ -269,6 +355,7 @@ def test_an_expired_session_says_so(door: Door) -> None:
     wait_until(lambda: door.get(path).json()["verdict"]["code"] == "expired")
     refused = turn_in(door, session)
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "session_expired")
+    assert refused.headers["x-should-retry"] == "false"
 
 
 def test_sessions_are_listed_filtered_and_paged(door: Door) -> None:

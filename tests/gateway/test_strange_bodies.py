@@ -1,15 +1,28 @@
-"""Whatever a stranger sends: an answer in the contract's shape, and never a 500."""
+"""Whatever a stranger sends: an answer in the contract's shape, never a 500, and the next call is served."""
 
 import json
+import math
+from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.gateway.conftest import ADMIN_KEY, Door, Stage
+from tests.gateway.conftest import ADMIN_KEY, CLIENT_KEY, Door, Stage
+from tests.tiny_model import VOCABULARY
 
 CHAT_PATH = "/v1/chat/completions"
+MESSAGES_PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
+JSON_TYPE = {"content-type": "application/json"}
+LAST_WORDS = {
+    CHAT_PATH: ("[DONE]",),
+    "/v1/completions": ("[DONE]",),
+    "/v1/responses": ("response.completed", "response.incomplete"),
+    MESSAGES_PATH: ("message_stop",),
+}
+"""How a stream ends well, in each dialect."""
 SCALARS: Any = st.one_of(
     st.none(),
     st.booleans(),
@@ -54,14 +67,70 @@ TOOLS = st.lists(
 
 
 def optional(*names: str) -> Any:
-    return st.fixed_dictionaries({}, optional=dict.fromkeys(names, JSON))
+    """Few at a time: of a body that is wrong in many places, only the first is looked at."""
+    return st.dictionaries(st.sampled_from(names), JSON, max_size=2)
 
 
-CHAT = st.builds(
-    lambda known, other: known | other,
-    st.fixed_dictionaries({"messages": st.lists(MESSAGES, max_size=3)}, optional={"tools": TOOLS}),
+def merged(known: Any, other: Any) -> Any:
+    return st.builds(lambda known, other: known | other, known, other)
+
+
+STREAM = {"stream": st.booleans()}
+CHAT = merged(
+    st.fixed_dictionaries({"messages": st.lists(MESSAGES, max_size=3)}, optional={"tools": TOOLS, **STREAM}),
     optional(
-        "model", "temperature", "seed", "stop", "metadata", "max_tokens", "n", "logprobs", "stream_options"
+        *("model", "temperature", "seed", "stop", "metadata", "max_tokens", "n", "logprobs"),
+        *("stream_options", "tool_choice", "response_format", "logit_bias", "top_logprobs"),
+    ),
+)
+TOKEN_IDS = st.lists(st.integers(0, 1030) | st.sampled_from([2**31, -1]) | JSON, max_size=3)
+COMPLETION = merged(
+    st.fixed_dictionaries(
+        {"prompt": st.text(min_size=1, max_size=8) | TOKEN_IDS | st.lists(st.text(max_size=4) | TOKEN_IDS)},
+        optional={"n": st.integers(0, 3), **STREAM},
+    ),
+    optional("model", "temperature", "echo", "logprobs", "stop", "suffix", "best_of", "logit_bias"),
+)
+WORDS = st.text(max_size=6) | st.just("x") | st.lists(PARTS, max_size=1) | JSON
+ITEM = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning"]) | JSON,
+        "role": st.sampled_from(["user", "assistant", "system"]) | JSON,
+        **dict.fromkeys(("content", "output", "summary", "id", "call_id", "name", "arguments"), WORDS),
+    },
+)
+RESPONSE = merged(
+    st.fixed_dictionaries({"input": st.text(max_size=8) | st.lists(ITEM, max_size=3)}, optional=STREAM),
+    optional("instructions", "tools", "tool_choice", "text", "max_output_tokens", "previous_response_id"),
+)
+BLOCK = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "tool_use", "tool_result", "thinking", "image"]) | JSON},
+    optional={
+        **dict.fromkeys(("id", "input", "tool_use_id", "content", "source"), WORDS),
+        **dict.fromkeys(("text", "name"), st.text(max_size=6) | st.just("x") | JSON),
+    },
+)
+SPOKEN = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["user", "assistant", "system"]),
+        "content": st.text(max_size=9) | st.lists(BLOCK, max_size=3) | JSON,
+    }
+)
+MESSAGE = merged(
+    st.fixed_dictionaries(
+        {"messages": st.lists(SPOKEN, max_size=3), "max_tokens": st.integers(1, 9)}, optional=STREAM
+    ),
+    optional(
+        "max_tokens",
+        "model",
+        "system",
+        "tools",
+        "tool_choice",
+        "stop_sequences",
+        "metadata",
+        "top_k",
+        "temperature",
     ),
 )
 SESSION = optional(
@@ -70,11 +139,67 @@ SESSION = optional(
 )
 PATHS: dict[str, Any] = {
     CHAT_PATH: CHAT,
+    "/v1/completions": COMPLETION,
+    "/v1/responses": RESPONSE,
+    MESSAGES_PATH: MESSAGE,
+    COUNT_PATH: MESSAGE,
     "/sessions": SESSION,
     "/groups": st.builds(lambda known, size: known | {"size": size}, SESSION, st.integers(0, 3) | JSON),
-    "/sessions/here/reward": optional("value", "turn_id", "key", "source"),
-    "/sessions/here/finish": optional("status", "reward", "reason"),
+    "/sessions/here/reward": merged(
+        st.fixed_dictionaries({"value": st.integers(-9, 9)}), optional("value", "turn_id", "key", "source")
+    ),
+    "/sessions/here/finish": merged(
+        st.fixed_dictionaries({"status": st.sampled_from(["completed", "failed"])}),
+        optional("status", "reward", "reason"),
+    ),
 }
+
+
+ENVELOPES: dict[str, Any] = {MESSAGES_PATH: {"type": "error"}, COUNT_PATH: {"type": "error"}}
+"""What stands beside `error`."""
+
+
+def check_answer(path: str, reply: httpx.Response, body: Any) -> None:
+    """The answer is in the shape that the contract has for it."""
+    assert reply.status_code in (200, 201, 400, 404, 409), (reply.status_code, body)
+    assert reply.headers["x-request-id"]
+    if reply.status_code >= 400:
+        check_error(path, reply.json())
+    elif reply.headers["content-type"].startswith("text/event-stream"):
+        events = [line.partition("data: ")[2] for line in reply.text.splitlines() if "data: " in line]
+        assert any(last in events[-1] for last in LAST_WORDS[path]), (reply.text, body)
+    else:
+        assert reply.json()
+
+
+def check_error(path: str, said: Any) -> None:
+    error = said.pop("error")
+    assert said == ENVELOPES.get(path, {})
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def check_unhurt(door: Door) -> None:
+    """The engine heard nothing that would end it, and all are served as before."""
+    for request in door.engine.requests:
+        assert request["input_ids"]
+        assert all(0 <= token_id < VOCABULARY for token_id in request["input_ids"])
+        assert all(math.isfinite(number) for number in numbers_in(request["sampling_params"]))
+        assert request["sampling_params"]["max_new_tokens"] >= 1
+    assert door.chat(headers={"x-session-id": "afterwards"}).status_code == 200
+    assert door.get("/ready").status_code == 200
+
+
+def numbers_in(value: Any) -> Iterator[float]:
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from numbers_in(inner)
+    elif isinstance(value, int | float):
+        yield value
+
+
+def throw(door: Door, path: str, body: bytes) -> httpx.Response:
+    reply: httpx.Response = door.call("POST", path, content=body, headers=JSON_TYPE)
+    return reply
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -84,14 +209,114 @@ def test_no_body_makes_a_500(door: Door, path: str) -> None:
     @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
     @given(PATHS[path])
     def holds(body: Any) -> None:
-        reply = door.call(
-            "POST", path, content=json.dumps(body).encode(), headers={"content-type": "application/json"}
-        )
-        assert reply.status_code in (200, 201, 400, 404, 409), (reply.status_code, body)
-        if reply.status_code >= 400:
-            assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+        check_answer(path, throw(door, path, json.dumps(body).encode()), body)
 
     holds()
+    check_unhurt(door)
+
+
+SOUND: dict[str, bytes] = {
+    "/v1/completions": b'{"prompt": "x", "max_tokens": 3}',
+    "/v1/responses": b'{"input": "x", "max_output_tokens": 3}',
+    "/sessions": b'{"task_id": "x", "ttl_s": 3}',
+    "/groups": b'{"task_id": "x", "size": 3}',
+    "/sessions/here/reward": b'{"key": "x", "value": 3}',
+    "/sessions/here/finish": b'{"reward": 3, "reason": "x", "status": "completed"}',
+    **dict.fromkeys(
+        (CHAT_PATH, MESSAGES_PATH, COUNT_PATH),
+        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}',
+    ),
+}
+"""What each path takes."""
+
+
+@st.composite
+def broken(draw: Any, sound: bytes) -> bytes:
+    """A sound body, with something cut out of it and something else in its place."""
+    start, end = sorted((draw(st.integers(0, len(sound))), draw(st.integers(0, len(sound)))))
+    put = draw(
+        st.binary(max_size=6)
+        | st.sampled_from(
+            [b"\0", b"\\u0000", b"\\ud800", b"\xed\xa0\x80", b"\xff", b"1e999", b"-0", b"9" * 400]
+        )
+        | st.sampled_from([b"\xef\xbb\xbf", b"[" * 3000, b'{"a":' * 3000, b'"stream": true, ', b"NaN"])
+    )
+    body: bytes = sound[:start] + put + sound[end:]
+    return body
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_broken_bytes_make_a_500(door: Door, path: str) -> None:
+    door.session(session_id="here")
+
+    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(broken(SOUND[path]))
+    def holds(body: bytes) -> None:
+        check_answer(path, throw(door, path, body), body)
+
+    holds()
+    check_unhurt(door)
+
+
+X, NUMBER = b'"x"', b"3"
+BROKEN = {
+    "nothing": (None, b""),
+    "a beginning": (None, b"{"),
+    "null": (None, b"null"),
+    "a list": (None, b"[]"),
+    "text": (None, b'"text"'),
+    "no UTF-8": (X, b'"\xff"'),
+    "half a surrogate pair": (X, b'"\\ud800"'),
+    "half a surrogate pair in UTF-8": (X, b'"\xed\xa0\x80"'),
+    "a bare NUL": (X, b'"\0"'),
+    "NaN": (NUMBER, b"NaN"),
+    "infinity": (NUMBER, b"1e999"),
+    "a number without end": (NUMBER, b"9" * 5000),
+    "an abyss": (NUMBER, b'3, "metadata": ' + b"[" * 50_000),
+    "two bodies": (b"}", b"}}"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("path", PATHS)
+def test_what_is_no_body_is_400(door: Door, path: str, name: str) -> None:
+    door.session(session_id="here")
+    part, put = BROKEN[name]
+    reply = throw(door, path, put if part is None else SOUND[path].replace(part, put))
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+    check_error(path, reply.json())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT_PATH, {"messages": [{"role": {}, "content": "x"}]}),
+        (CHAT_PATH, {"messages": [{"role": "user", "content": [{"type": [], "text": "x"}]}]}),
+        (MESSAGES_PATH, {"messages": [{"role": [], "content": "x"}]}),
+        (MESSAGES_PATH, {"messages": [{"role": "user", "content": [{"type": {}, "text": "x"}]}]}),
+        (COUNT_PATH, {"messages": [{"role": "assistant", "content": [{"type": [], "text": "x"}]}]}),
+        ("/v1/responses", {"input": [{"type": {}}]}),
+        ("/v1/responses", {"input": [{"role": {}, "content": "x"}]}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": [], "text": "x"}]}]}),
+        (
+            "/v1/responses",
+            {"input": [{"type": "reasoning", "summary": [{"type": {}}]}, {"role": [], "content": "x"}]},
+        ),
+    ],
+)
+def test_a_kind_that_is_no_word_is_no_500(door: Door, path: str, body: dict[str, Any]) -> None:
+    check_answer(path, throw(door, path, json.dumps(body | {"max_tokens": 3}).encode()), body)
+
+
+@pytest.mark.parametrize("stream", ["false", "true"])
+@pytest.mark.parametrize("path", LAST_WORDS)
+def test_of_a_field_that_is_there_twice_the_last_counts(door: Door, path: str, stream: str) -> None:
+    twice = f', "stream": null, "stream": {stream}}}'
+    reply = throw(door, path, SOUND[path][:-1] + twice.encode())
+    assert reply.status_code == 200
+    check_answer(path, reply, twice)
+    kind = "text/event-stream" if stream == "true" else "application/json"
+    assert reply.headers["content-type"].startswith(kind)
 
 
 def said(**fields: str) -> str:
@@ -115,10 +340,18 @@ def said(**fields: str) -> str:
         ("/sessions", '{"metadata": {"a": "\\ud800"}}'),
         ("/sessions", '{"metadata": ' + '{"a":' * 5000 + "1" + "}" * 5001),
         ("/sessions", '{"sampling": {"max_tokens": 18446744073709551616}}'),
+        ("/sessions", '{"lineage": "\\ud800"}'),
+        ("/sessions/here/reward", '{"value": 1, "source": "\\ud800"}'),
+        (
+            "/admin/rollout_servers",
+            '{"url": "http://\\ud800", "engine_url": "http://127.0.0.1:1", "id": "x"}',
+        ),
+        ("/admin/policies", '{"location": "file:///\\ud800"}'),
     ],
 )
 def test_what_cannot_be_read_or_stored_is_400(door: Door, path: str, body: str) -> None:
-    reply = door.call("POST", path, content=body.encode(), headers={"content-type": "application/json"})
+    key = ADMIN_KEY if path.startswith("/admin") else CLIENT_KEY
+    reply = door.call("POST", path, content=body.encode(), headers=JSON_TYPE, key=key)
     assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
 
 

@@ -1,0 +1,1 @@
+"""Who may come in: rates, budgets, room in the queue."""

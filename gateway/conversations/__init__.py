@@ -1,0 +1,1 @@
+"""Where a call stands in its session's tree of turns."""

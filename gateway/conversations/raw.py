@@ -1,0 +1,31 @@
+"""Prompts without a chat template, as `/v1/completions` takes them: ids, continued by their ids."""
+
+import hashlib
+
+from gateway.conversations.branches import deepest, live_turns
+from gateway.conversations.conversation import Prompt
+from rollout_queue.head import SessionHead
+from rollout_queue.tokens import TokenIds, pack
+
+
+def place_raw(head: SessionHead, prompt_ids: TokenIds) -> Prompt:
+    """The prompt continues the longest turn whose prompt and output it begins with."""
+    digest = hashlib.sha256(pack(prompt_ids)).digest()
+    turns = live_turns(head)
+    parent, known = deepest(turns, prompt_ids)
+    added = TokenIds(prompt_ids[known:])
+    if parent is not None:
+        beside = any(turn.parent_id == parent.turn_id for turn in turns)
+        return Prompt(
+            parent,
+            "forks" if beside else "extends",
+            "history_edited" if beside else None,
+            added,
+            prompt_ids,
+            digest,
+        )
+    if turns:
+        again = any(turn.prompt_digest == digest.hex() for turn in turns)
+        reason = "sampled_again" if again else "new_conversation"
+        return Prompt(None, "forks", reason, prompt_ids, prompt_ids, digest)
+    return Prompt(None, "root", None, prompt_ids, prompt_ids, digest)

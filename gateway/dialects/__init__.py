@@ -1,0 +1,1 @@
+"""The public wire shapes, each read into the same inner call and told back."""

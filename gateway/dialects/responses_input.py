@@ -1,0 +1,147 @@
+"""The items of OpenAI's Responses contract as the messages that the model reads, and its tools as functions.
+
+reasoning, message, function_call, …  ──▶ one assistant message: the answer that they were told from
+function_call_output                  ──▶ a tool's message
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gateway.dialects.wire import TEXT_PARTS
+from gateway.language.render import Message, Tool
+from rollout_queue.web.errors import ApiError
+
+Item = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant")
+THOUGHTS = ("reasoning_text", "summary_text")
+
+
+def messages_of(items: Sequence[Item]) -> list[Message]:
+    """Raises ApiError 400 that names the item at fault."""
+    messages: list[Message] = []
+    answer: Message | None = None
+    """The assistant's message that items still add to."""
+    for index, item in enumerate(items):
+        where, kind = f"input[{index}]", kind_of(item)
+        match kind:
+            case "message" if item.get("role") == "assistant":
+                if answer is None or "content" in answer:
+                    messages.append(answer := {"role": "assistant"})
+                answer["content"] = _text(item.get("content"), f"{where}.content")
+            case "reasoning":
+                if not (thoughts := _thoughts(item, where)):
+                    continue  # encrypted for another provider, or left out
+                if answer is None or "content" in answer or "tool_calls" in answer:
+                    messages.append(answer := {"role": "assistant"})
+                answer["reasoning_content"] = answer.get("reasoning_content", "") + thoughts
+            case "function_call":
+                if answer is None:
+                    messages.append(answer := {"role": "assistant"})
+                answer.setdefault("tool_calls", []).append(_call(item, where))
+            case "function_call_output":
+                answer = None
+                messages.append(_result(item, where))
+            case "message":
+                answer = None
+                messages.append(_said(item, where))
+            case _:
+                raise _wrong(f"{where}.type", f"this gateway reads no item of type {kind!r}")
+    for message in messages:
+        message.setdefault("content", "")
+    return messages
+
+
+def kind_of(item: Mapping[str, Any]) -> Any:
+    """The type of an item; a message and a reference may leave it out."""
+    kind = item.get("type")
+    if kind is None:
+        return "message" if "role" in item else "item_reference" if "id" in item else None
+    return kind
+
+
+def functions_of(tools: Sequence[Tool] | None) -> list[Tool] | None:
+    """The functions among the tools, in the shape of a chat; tools that others run are not the model's here.
+
+    Raises ApiError 400.
+    """
+    functions: list[Tool] = []
+    for index, tool in enumerate(tools or ()):
+        where = f"tools[{index}]"
+        if not isinstance(tool.get("type"), str):
+            raise _wrong(f"{where}.type", "a tool says its type")
+        if tool["type"] != "function":
+            continue
+        if not isinstance(tool.get("name"), str):
+            raise _wrong(f"{where}.name", "a function says its name, beside its type")
+        if not isinstance(tool.get("parameters"), dict | None):
+            raise _wrong(f"{where}.parameters", "the parameters of a function are a JSON schema")
+        told = ("name", "description", "parameters", "strict")
+        function = {name: tool[name] for name in told if tool.get(name) is not None}
+        functions.append({"type": "function", "function": function})
+    return functions or None
+
+
+def _said(item: Item, where: str) -> Message:
+    role = item.get("role")
+    if role not in ROLES:
+        raise _wrong(f"{where}.role", f"{role!r} is no role")
+    return {"role": role, "content": _text(item.get("content"), f"{where}.content")}
+
+
+def _call(item: Item, where: str) -> Message:
+    call_id, name, arguments = item.get("call_id"), item.get("name"), item.get("arguments")
+    if not isinstance(name, str):
+        raise _wrong(f"{where}.name", "a function call says the function's name")
+    if not isinstance(call_id, str):
+        raise _wrong(f"{where}.call_id", "a function call has a call_id")
+    if not isinstance(arguments, str):
+        raise _wrong(f"{where}.arguments", "the arguments of a function call are text")
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _result(item: Item, where: str) -> Message:
+    call_id = item.get("call_id")
+    if not isinstance(call_id, str):
+        raise _wrong(f"{where}.call_id", "the output of a function call names the call")
+    return {"role": "tool", "tool_call_id": call_id, "content": _text(item.get("output"), f"{where}.output")}
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _wrong(where, "neither text nor a list of parts")
+    return "".join([_part(part, f"{where}[{index}]") for index, part in enumerate(content)])
+
+
+def _part(part: Any, where: str) -> str:
+    if not isinstance(part, dict):
+        raise _wrong(where, "a part is an object")
+    kind = part.get("type")
+    if kind not in TEXT_PARTS:
+        raise _wrong(where, f"this model reads text, not {kind}")
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if not isinstance(text, str):
+        raise _wrong(where, "the text of a part is not text")
+    return text
+
+
+def _thoughts(item: Item, where: str) -> str:
+    """What an answer thought, as far as its client was told; a summary where there is nothing better."""
+    for name in ("content", "summary"):
+        parts = item.get(name)
+        if not isinstance(parts, list | None):
+            raise _wrong(f"{where}.{name}", "not a list of parts")
+        told = [
+            part.get("text")
+            for part in parts or ()
+            if isinstance(part, dict) and part.get("type") in THOUGHTS
+        ]
+        if text := "\n".join([each for each in told if isinstance(each, str)]):
+            return text
+    return ""
+
+
+def _wrong(where: str, message: str) -> ApiError:
+    return ApiError(400, f"{where}: {message}", param=where)

@@ -1,0 +1,103 @@
+"""What one client hears: a whole body at once, or a stream that opens late and is kept alive."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from starlette.types import Message, Send
+
+Headers = Mapping[str, str]
+
+STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class Reply:
+    """The client's end of one call. Every write is one or more whole events."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._own_headers = [
+            (b"x-request-id", request_id.encode()),
+            (b"request-id", request_id.encode()),  # where Anthropic's clients look
+        ]
+        self.begun = False
+        """Something was sent: an error can no longer be a status code."""
+        self._beating: asyncio.TimerHandle | None = None
+        self._beat: asyncio.Task[None] | None = None
+        self._last_at = 0.0
+
+    async def whole(self, status: int, body: bytes, headers: Headers) -> None:
+        """Answer with one JSON body."""
+        self.rest()
+        self.begun = True
+        fixed = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await self._start(status, [*fixed, *_encoded(headers), *self._own_headers])
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def open(self, headers: Headers) -> None:
+        """Begin a stream of server-sent events, with 200."""
+        self.begun = True
+        await self._start(200, [*STREAM_HEADERS, *_encoded(headers), *self._own_headers])
+
+    async def write(self, events: bytes) -> None:
+        self._last_at = asyncio.get_running_loop().time()
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def close(self, events: bytes = b"") -> None:
+        """The last events; then the body ends at once, since clients wait for its end."""
+        if self._beating is not None:
+            self._beating.cancel()
+        if self._beat is not None:
+            await self._beat  # it may be what opens the stream, and wait for a slow socket
+        await self._send({"type": "http.response.body", "body": events})
+
+    def divert(self, send: Send) -> Send:
+        """Let everything go through `send` from now on; returns where it went until now."""
+        former, self._send = self._send, send
+        return former
+
+    async def repeat(self, message: Message) -> None:
+        """Say what another reply said, under this one's request id."""
+        if message["type"] == "http.response.start":
+            self.begun = True
+            own = {name for name, _ in self._own_headers}
+            headers = [header for header in message["headers"] if header[0] not in own]
+            message = {**message, "headers": [*headers, *self._own_headers]}
+        await self._send(message)
+
+    def keep_alive(self, heartbeat: bytes, every_s: float, headers: Callable[[], Headers]) -> None:
+        """Let the client hear something at least every `every_s` seconds, until `rest`.
+
+        A stream that has not begun by then is opened with `headers`: proxies cut what is silent.
+        """
+        loop = asyncio.get_running_loop()
+        self._last_at = loop.time()
+
+        def look() -> None:
+            if loop.time() - self._last_at >= every_s and (self._beat is None or self._beat.done()):
+                self._beat = loop.create_task(beat())
+            self._beating = loop.call_later(every_s / 2, look)
+
+        async def beat() -> None:
+            if not self.begun:
+                await self.open(headers())
+            await self.write(heartbeat)
+
+        self._beating = loop.call_later(every_s / 2, look)
+
+    def rest(self) -> None:
+        """No heartbeat any more."""
+        if self._beating is not None:
+            self._beating.cancel()
+        if self._beat is not None:
+            self._beat.cancel()
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+def _encoded(headers: Headers) -> list[tuple[bytes, bytes]]:
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]

@@ -1,0 +1,226 @@
+"""Published policies: numbered once, pushed to every rollout server, reported per server.
+
+POST /admin/policies ──▶ record ──▶ POST /reload on each server ──▶ serving = version, once one took it
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+from redis.asyncio import Redis
+from redis.exceptions import WatchError
+
+from gateway.engines.fleet import Fleet, RolloutServer
+from rollout_queue import keys
+from rollout_queue.availability import available, stored
+from rollout_queue.policy import PolicyRecord
+from rollout_queue.web.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+
+class PushResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What one server made of a push."""
+
+    server: str
+    ok: bool
+    version_served: int | None = None
+    paused_s: float | None = None
+    total_s: float
+    error: str | None = None
+
+
+class Reloaded(msgspec.Struct, frozen=True):
+    """What a rollout server answers to `/reload`."""
+
+    ok: bool
+    version: int
+    paused_s: float | None = None
+
+
+class Policies:
+    """The register of versions, and the push to the fleet. One push at a time."""
+
+    def __init__(self, redis: Redis, fleet: Fleet, push_timeout_s: float) -> None:
+        self._redis = redis
+        self._fleet = fleet
+        self._push_timeout_s = push_timeout_s
+        self._pushing = asyncio.Lock()
+        self.target: int | None = None
+        """The version of the push that goes on, or went last."""
+
+    async def all(self) -> list[PolicyRecord]:
+        """Every known version, ascending. Raises StorageUnavailable."""
+        known = _records(await stored(self._redis.hgetall(keys.POLICIES)))
+        return [known[version] for version in sorted(known)]
+
+    async def current(self) -> PolicyRecord | None:
+        """The policy that a server is to serve."""
+        known = {record.version: record for record in await self.all()}
+        return known.get(self._fleet.serving) if self._fleet.serving is not None else None
+
+    async def note_initial(self, version: int) -> None:
+        """Register the version that the engines started with, and serve it unless another is served."""
+        record = PolicyRecord(version=version, created_at=time.time(), state="serving")
+        await stored(self._redis.hsetnx(keys.POLICIES, str(version), _packed(record)))
+        if await stored(self._redis.set(keys.SERVING, version, nx=True)):
+            self._fleet.serve(version)
+
+    async def publish(
+        self, version: int | None, location: str, manifest_sha256: str | None, step: int | None
+    ) -> tuple[int, list[PushResult]]:
+        """Register a version and push it.
+
+        Raises ApiError 409 for a lower number, or a known one with other content.
+        """
+        async with self._pushing:
+            record = await self._register(version, location, manifest_sha256, step)
+            return record.version, await self._push(record)
+
+    async def serve_again(self, version: int) -> list[PushResult]:
+        """Serve a known version everywhere, under its own number. Raises ApiError 404 for an unknown one."""
+        async with self._pushing:
+            record = next((each for each in await self.all() if each.version == version), None)
+            if record is None:
+                raise ApiError(404, f"no policy has version {version}")
+            return await self._push(record, force=True)
+
+    async def _register(
+        self, version: int | None, location: str, manifest_sha256: str | None, step: int | None
+    ) -> PolicyRecord:
+        """Keep the policy under its number, whatever another gateway registers at the same moment."""
+        with available():
+            pipeline: Any = self._redis.pipeline(transaction=True)
+            async with pipeline as transaction:
+                while True:
+                    await transaction.watch(keys.POLICIES)
+                    known = _records(await transaction.hgetall(keys.POLICIES))
+                    newest = max(known, default=0)
+                    asked = PolicyRecord(
+                        version=newest + 1 if version is None else version,
+                        location=location,
+                        manifest_sha256=manifest_sha256,
+                        step=step,
+                        created_at=time.time(),
+                    )
+                    record = _accepted(asked, known.get(asked.version), newest)
+                    transaction.multi()
+                    transaction.hset(keys.POLICIES, str(record.version), _packed(record))
+                    try:
+                        await transaction.execute()
+                    except WatchError:
+                        continue
+                    return record
+
+    async def _push(self, record: PolicyRecord, force: bool = False) -> list[PushResult]:
+        """Tell every server. The version is served once one took it: a slow one keeps nobody waiting."""
+        self.target = record.version
+        servers = list(self._fleet.servers.values())
+        reloads = [asyncio.create_task(self._reload(server, record, force)) for server in servers]
+        try:
+            taken = not servers or await _any_ok(reloads)
+            if taken:
+                await self._serve(record)
+        finally:
+            results = await asyncio.gather(*reloads)
+        if not taken and record.version != self._fleet.serving:
+            await self._store(msgspec.structs.replace(record, state="failed"))
+            logger.error("version %d was refused by every server", record.version)
+        return results
+
+    async def _serve(self, record: PolicyRecord) -> None:
+        await self._store(msgspec.structs.replace(record, state="serving"))
+        former = await stored(self._redis.set(keys.SERVING, record.version, get=True))
+        self._fleet.serve(record.version)
+        logger.info("version %d is served", record.version)
+        for each in await self.all():
+            if former is not None and each.version == int(former) != record.version:
+                await self._store(msgspec.structs.replace(each, state="retired"))
+
+    async def _reload(self, server: RolloutServer, record: PolicyRecord, force: bool) -> PushResult:
+        started = time.monotonic()
+        if server.registration.url is None:
+            error = "a bare engine takes no policy: put a rollout server in front of it"
+            return PushResult(server=server.id, ok=False, total_s=0.0, error=error)
+        body = {
+            "version": record.version,
+            "location": record.location,
+            "manifest_sha256": record.manifest_sha256,
+            "force": force,
+        }
+        server.pushing = True
+        try:
+            status, reply = await self._fleet.engine.post_json(
+                f"{server.registration.url}/reload", body, self._push_timeout_s, self._fleet.headers
+            )
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            total_s = time.monotonic() - started
+            return PushResult(
+                server=server.id, ok=False, total_s=total_s, error=f"{type(error).__name__}: {error}"
+            )
+        finally:
+            server.pushing = False
+        total_s = time.monotonic() - started
+        served = _reloaded(reply) if status == 200 else None
+        if served is None or not served.ok or served.version != record.version:
+            return PushResult(server=server.id, ok=False, total_s=total_s, error=_message(reply))
+        server.version = served.version
+        return PushResult(
+            server=server.id,
+            ok=True,
+            version_served=served.version,
+            paused_s=served.paused_s,
+            total_s=total_s,
+        )
+
+    async def _store(self, record: PolicyRecord) -> None:
+        await stored(self._redis.hset(keys.POLICIES, str(record.version), _packed(record)))
+
+
+def status_of(results: Sequence[PushResult]) -> int:
+    """200 when every server took it, 207 when one failed."""
+    return 200 if all(result.ok for result in results) else 207
+
+
+async def _any_ok(reloads: Sequence[asyncio.Task[PushResult]]) -> bool:
+    """True as soon as one server took the policy; False when all refused it."""
+    for reload in asyncio.as_completed(reloads):
+        if (await reload).ok:
+            return True
+    return False
+
+
+def _accepted(asked: PolicyRecord, known: PolicyRecord | None, newest: int) -> PolicyRecord:
+    """The record to keep. Raises ApiError 409 where its number names something else, or went by."""
+    if asked.version < newest:
+        raise ApiError(409, f"version {asked.version} is lower than {newest}", param="version")
+    if known is None:
+        return asked
+    if (known.location, known.manifest_sha256) != (asked.location, asked.manifest_sha256):
+        raise ApiError(409, f"version {asked.version} is known with other content", param="version")
+    return known
+
+
+def _records(raw: Mapping[bytes, bytes]) -> dict[int, PolicyRecord]:
+    records = (msgspec.json.decode(value, type=PolicyRecord) for value in raw.values())
+    return {record.version: record for record in records}
+
+
+def _packed(record: PolicyRecord) -> str:
+    return msgspec.json.encode(record).decode()
+
+
+def _reloaded(reply: Any) -> Reloaded | None:
+    try:
+        return msgspec.convert(reply, Reloaded)
+    except msgspec.ValidationError:
+        return None
+
+
+def _message(reply: Any) -> str:
+    error = reply.get("error") if isinstance(reply, dict) else None
+    return str(error.get("message", error)) if isinstance(error, dict) else str(reply)

@@ -1,0 +1,1 @@
+"""One answer: begun, sampled, recorded."""

@@ -1,0 +1,118 @@
+"""One generation, whichever dialect asked for it: what it was asked, where it stands, what was sampled."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.conversations.conversation import Prompt
+from gateway.door.retries import Flight
+from gateway.engines.engine import Piece
+from gateway.language.render import Message, Tool
+from rollout_queue.head import SessionHead
+from rollout_queue.ids import new_id
+from rollout_queue.records import Finish, Sampling, Span, Turn
+from rollout_queue.tokens import Logprobs, TokenIds
+
+
+class Call(msgspec.Struct, frozen=True):
+    """What a dialect asks for, free of its wire shape."""
+
+    messages: Sequence[Message]
+    tools: list[Tool] | None = None
+    asked: Mapping[str, Any] = {}
+    """Sampling parameters that the caller sent, in OpenAI's names."""
+    stop: list[str] = []
+    stream: bool = False
+    top_logprobs: int = 0
+    constraint: Mapping[str, Any] = {}
+    """What the answer must look like, in SGLang's names: `json_schema`, `structural_tag`, …"""
+    prompt_ids: TokenIds | None = None
+    """A prompt without a chat template, given as it is; `messages` are empty then."""
+    user: str | None = None
+    """For whom the caller says that the call is."""
+
+
+class Generation(msgspec.Struct):
+    """One answer in the making."""
+
+    call: Call
+    head: SessionHead
+    prompt: Prompt
+    sampling: Sampling
+    completion_id: str
+    """What the reply is called; the choices of one call share it."""
+    flight: Flight
+    """Who listens, and which attempt at the call this is."""
+    index: int = 0
+    """Which choice of its call it is."""
+    train: bool = True
+    version: int | None = None
+    """Only this policy version may answer."""
+    turn_id: str = msgspec.field(default_factory=new_id)
+    started_at: float = msgspec.field(default_factory=time.time)
+    engine: str = ""
+    """The rollout server that sampled it."""
+    ids: list[int] = []
+    logprobs: list[float] = []
+    top_logprobs: list[list[tuple[float, int]]] = []
+    finish: str | None = None
+    matched: str | None = None
+    """The stop string that ended the answer, where one did."""
+    versions: tuple[Span, ...] = ()
+    """Who sampled what; before the last piece, as far as its events said."""
+    kept: bool = False
+    """It is recorded, or being recorded."""
+
+    def take(self, piece: Piece) -> None:
+        start = len(self.ids)
+        self.ids += piece.ids
+        self.logprobs += piece.logprobs
+        self.top_logprobs += piece.top_logprobs
+        self.engine = piece.server
+        if piece.finish is not None:
+            self.finish, self.matched, self.versions = piece.finish, piece.matched, piece.versions
+        elif self.versions and self.versions[-1].version == piece.version:
+            self.versions = (*self.versions[:-1], Span(piece.version, self.versions[-1].start, len(self.ids)))
+        else:
+            self.versions = (*self.versions, Span(piece.version, start, len(self.ids)))
+
+    def turn(self, policy: str, finish: Finish, reply_digest: str) -> Turn:
+        """The record of this generation. Raises InvalidRecord for an answer that contradicts itself."""
+        spec, prompt = self.head.spec, self.prompt
+        return Turn(
+            turn_id=self.turn_id,
+            session_id=spec.session_id,
+            parent_id=prompt.parent.turn_id if prompt.parent else None,
+            group_id=spec.group_id,
+            task_id=spec.task_id,
+            policy=spec.policy or policy,
+            attempt=self.flight.attempt,
+            joined_attempt=self.flight.latest_attempt if self.flight.joined_at else 0,
+            joined_at=self.flight.joined_at,
+            lineage=spec.lineage,
+            user=self.call.user,
+            relation=prompt.relation,
+            reason=prompt.reason,
+            context_ids=prompt.context_ids,
+            output_ids=TokenIds(self.ids),
+            logprobs=Logprobs(self.logprobs),
+            versions=self.versions,
+            sampling=self.sampling,
+            finish=finish,
+            train=self.train,
+            started_at=self.started_at,
+            finished_at=time.time(),
+            engine=self.engine,
+            completion_id=self.completion_id,
+            prompt_digest=prompt.digest.hex(),
+            reply_digest=reply_digest,
+            request_digest=self.flight.digest,
+        )
+
+
+def tokens_of(generations: Sequence[Generation], n: int) -> tuple[int, int]:
+    """Tokens of the prompts and of the answers of one call, which asked for `n` answers to each prompt."""
+    prompts = sum(len(each.prompt.prompt_ids) for each in generations[::n])
+    return prompts, sum(len(each.ids) for each in generations)

@@ -1,0 +1,134 @@
+"""Records generations: nothing is answered before its turn is in Redis.
+
+generation ──parse──▶ answer ──▶ turn ──append──▶ Redis ──▶ the dialect may tell it
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from gateway.conversations.conversation import extend, reply_message
+from gateway.generations.generation import Generation
+from gateway.language.plain import PlainAnswers
+from gateway.language.render import Answer, ChatRenderer
+from gateway.metrics import Metrics
+from gateway.settings import GatewaySettings
+from rollout_queue.errors import Deleted, InvalidRecord, QueueError, SessionClosed, StorageUnavailable
+from rollout_queue.head import SessionHead
+from rollout_queue.records import Finish, Turn
+from rollout_queue.stream import StreamWriter
+from rollout_queue.web.errors import ApiError, gone, storage_unavailable
+
+logger = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Appends turns, whether or not anybody still waits for them."""
+
+    def __init__(
+        self, settings: GatewaySettings, renderer: ChatRenderer, writer: StreamWriter, metrics: Metrics
+    ) -> None:
+        self._settings = settings
+        self._renderer = renderer
+        self._plain = PlainAnswers(renderer)
+        self._writer = writer
+        self._metrics = metrics
+        self._unfinished: set[asyncio.Task[None]] = set()
+
+    async def record(self, generation: Generation) -> tuple[Turn, Answer]:
+        """Append the turn, as soon as somebody listens; when this returns, it is in Redis.
+
+        Raises ApiError 503 when it cannot be stored or the engine's answer contradicts itself, 409 when the
+        session ended meanwhile, 410 when it was deleted.
+        """
+        try:
+            await generation.flight.heard()
+        except asyncio.CancelledError:
+            await self.record_aborted(generation)
+            raise
+        generation.kept = True
+        answer = self._answer(generation)
+        finish: Finish = "length" if generation.finish == "length" else "stop"
+        if answer.tool_calls and finish == "stop":
+            finish = "tool_calls"
+        reply_digest = extend(generation.prompt.digest, reply_message(answer)).hex()
+        try:
+            turn = generation.turn(self._settings.model_name, finish, reply_digest)
+            await self._append_surely(turn, generation.head)
+        except InvalidRecord as error:
+            raise ApiError(503, f"the engine's answer is broken: {error}") from error
+        except StorageUnavailable as error:
+            raise storage_unavailable(error) from error
+        except Deleted as error:
+            raise gone(error) from error
+        except SessionClosed as error:
+            raise ApiError(409, str(error), code="session_finished") from error
+        return turn, answer
+
+    async def record_aborted(self, generation: Generation) -> None:
+        """Its client went away: append what there is, also when the caller is cancelled once more."""
+        generation.kept = True
+        await asyncio.shield(self._go_on(self._append_aborted(generation)))
+
+    async def record_left(self, generations: Sequence[Generation]) -> None:
+        """The call was stopped: choices that were sampled to their end, and not recorded, are aborted too."""
+        left = [each for each in generations if each.finish is not None and not each.kept]
+        await asyncio.gather(*map(self.record_aborted, left))
+
+    async def close(self) -> None:
+        """Finish the records that clients who left did not wait for."""
+        await asyncio.gather(*self._unfinished, return_exceptions=True)
+
+    async def _append_surely(self, turn: Turn, head: SessionHead) -> None:
+        """Append, also when the caller is cancelled meanwhile: what was sampled is recorded all the same."""
+        try:
+            await self._append(turn, head)
+        except asyncio.CancelledError:
+            self._go_on(self._append_unheard(turn, head))
+            raise
+
+    async def _append_unheard(self, turn: Turn, head: SessionHead) -> None:
+        """Once more; by its id it is stored once. Nobody is left to hear that it cannot be."""
+        try:
+            await self._append(turn, head)
+        except QueueError as error:
+            logger.error("turn %s is not recorded: %s", turn.turn_id, error)
+
+    async def _append_aborted(self, generation: Generation) -> None:
+        try:
+            turn = generation.turn(self._settings.model_name, "abort", "")
+            await self._append(turn, generation.head)
+        except QueueError as error:
+            logger.warning("aborted turn %s is not recorded: %s", generation.turn_id, error)
+
+    async def _append(self, turn: Turn, head: SessionHead) -> None:
+        started = time.monotonic()
+        spec, opening = head.spec, None if head.stored else head.spec
+        turn = await self._writer.append_turn(turn, turn.finished_at + spec.ttl_s, spec.owner, opening)
+        self._metrics.turn_recorded(turn, time.monotonic() - started)
+
+    def _go_on(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Work that no caller has to wait for; `close` does."""
+        task = asyncio.create_task(work)
+        self._unfinished.add(task)
+        task.add_done_callback(self._unfinished.discard)
+        return task
+
+    def _answer(self, generation: Generation) -> Answer:
+        call, ids = generation.call, generation.ids
+        if call.prompt_ids is not None:
+            ended = bool(ids) and ids[-1] in self._renderer.stop_ids
+            answer = Answer(self._renderer.text_of(ids[:-1] if ended else ids))
+        else:
+            prompt_ids = generation.prompt.prompt_ids
+            answer = self._plain.read(ids, prompt_ids) or self._renderer.parse(
+                ids, call.tools, generation.turn_id, prompt_ids=prompt_ids
+            )
+        if generation.matched is None:
+            return answer
+        content = answer.content.partition(generation.matched)[0]
+        if call.prompt_ids is None:
+            content = content.rstrip()
+        return Answer(content, answer.reasoning, answer.tool_calls)

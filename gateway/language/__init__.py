@@ -1,0 +1,1 @@
+"""Messages to tokens and tokens to messages, for every chat template."""

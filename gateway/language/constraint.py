@@ -1,0 +1,198 @@
+"""What an answer must look like, from OpenAI's words to the engine's grammar.
+
+tool_choice, parallel_tool_calls, response_format ──constraint_of──▶ a `structural_tag` of SGLang's
+
+The engine masks what the grammar forbids *before* the softmax: a recorded logprob is of the masked
+distribution, 0.0 for a token without alternative. It is what the token was sampled from, and not what the
+policy would have said freely; so each turn's `sampling.used` names its constraint.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal
+
+import msgspec
+
+from gateway.language.call_syntax import (
+    SYNTAX_OF_FAMILY,
+    CallSyntax,
+    Format,
+    either,
+    id_of,
+    json_format,
+    sequence,
+    token,
+)
+from gateway.language.render import ChatRenderer, Tool
+from gateway.language.schema import check_schema, check_size
+from rollout_queue.web.errors import ApiError
+
+MAX_BIASES = 1024
+NAME = re.compile(r"[\w.:/-]{1,128}")
+GAP: Format = {"type": "regex", "pattern": r"\n{0,3}"}
+"""Templates differ in the blank lines around a thought."""
+
+Thought = Literal["open", "possible", "over"]
+Kind = Literal["", "tool_choice", "json_object", "json_schema", "parallel_tool_calls"]
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What one answer is held to."""
+
+    kind: Kind = ""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """In SGLang's names; empty where the answer is free."""
+
+    @property
+    def asked(self) -> dict[str, str]:
+        """What the turn's record says of it."""
+        return {"constraint": self.kind} if self.kind else {}
+
+
+def constraint_of(
+    renderer: ChatRenderer,
+    tools: Sequence[Tool] | None,
+    tool_choice: str | Mapping[str, Any] | None = None,
+    response_format: Mapping[str, Any] | None = None,
+    parallel_tool_calls: bool | None = True,
+    *,
+    format_param: str = "response_format",
+) -> Constraint:
+    """What the answer to a call is held to.
+
+    `tool_choice` and `response_format` are as in Chat Completions or as in Responses; `format_param` is what
+    the caller's dialect calls the latter. A thought of the model's stays possible wherever its template has
+    one. Raises ApiError 400 for what contradicts itself, no engine could keep, or is unknown for the model's
+    family.
+    """
+    must_call = tool_choice not in (None, "auto", "none")
+    callable_tools = _callable(tools or (), tool_choice)
+    kind, schema = _format_of(response_format, format_param)
+    single = parallel_tool_calls is False
+    if must_call:
+        kind, schema = "tool_choice", None
+    elif not kind and single and callable_tools:
+        kind = "parallel_tool_calls"
+    if not kind or (kind == "parallel_tool_calls" and renderer.family.name not in SYNTAX_OF_FAMILY):
+        return Constraint()  # one call at a time is a wish, not worth a 400 where its grammar is not known
+    param = kind if schema is None else format_param
+    syntax = _syntax_of(renderer, param)
+    for tool in callable_tools:
+        _check_tool(tool)
+    if kind == "parallel_tool_calls":
+        if not syntax.parallel:
+            return Constraint()
+        return _held(kind, param, syntax.at_most_one(renderer, callable_tools))
+    single = single or isinstance(tool_choice, Mapping)
+    answers = [syntax.calls(renderer, callable_tools, parallel=not single)] if callable_tools else []
+    if schema is not None:
+        answers.append(json_format(schema))
+    return _held(kind, param, sequence([*_thought(renderer), GAP, either(answers)]))
+
+
+def biases_of(logit_bias: Mapping[str, float], vocab_size: int) -> dict[str, float]:
+    """OpenAI's `logit_bias`, checked: an engine must never meet an id that is none."""
+    if len(logit_bias) > MAX_BIASES:
+        raise ApiError(400, f"logit_bias: at most {MAX_BIASES} tokens", param="logit_bias")
+    for token_id, bias in logit_bias.items():
+        if not (token_id.isascii() and token_id.isdecimal() and len(token_id) < 10):
+            raise ApiError(400, f"logit_bias: {token_id[:32]!r} is no token id", param="logit_bias")
+        if int(token_id) >= vocab_size:
+            message = f"logit_bias: token id {token_id} lies outside the vocabulary of {vocab_size}"
+            raise ApiError(400, message, param="logit_bias")
+        if not -100 <= bias <= 100:
+            raise ApiError(400, f"logit_bias: {bias} is not within -100 and 100", param="logit_bias")
+    return {str(int(token_id)): bias for token_id, bias in logit_bias.items()}
+
+
+def _callable(tools: Sequence[Tool], tool_choice: str | Mapping[str, Any] | None) -> Sequence[Tool]:
+    """The tools that may be called. Raises ApiError 400 for a choice that is none, or leaves none."""
+    if tool_choice == "none":
+        return ()
+    if tool_choice in (None, "auto"):
+        return tools
+    if not tools:
+        raise ApiError(400, "tool_choice: there are no tools to choose from", param="tool_choice")
+    if tool_choice == "required":
+        return tools
+    name = _name_of(tool_choice)
+    named = [tool for tool in tools if tool["function"].get("name") == name]
+    if not named:
+        raise ApiError(400, f"tool_choice: there is no function {name[:140]!r}", param="tool_choice")
+    return named[:1]
+
+
+def _name_of(tool_choice: str | Mapping[str, Any] | None) -> str:
+    if isinstance(tool_choice, Mapping) and tool_choice.get("type") == "function":
+        function = tool_choice.get("function")
+        name = (function if isinstance(function, Mapping) else tool_choice).get("name")
+        if isinstance(name, str):
+            return name
+    raise ApiError(400, "tool_choice: auto, none, required, or a function by its name", param="tool_choice")
+
+
+def _format_of(response_format: Mapping[str, Any] | None, param: str) -> tuple[Kind, Any]:
+    """What kind of JSON a format asks for, and its schema. Raises ApiError 400 for what is no format."""
+    kind = "text" if response_format is None else response_format.get("type")
+    if response_format is None or kind == "text":
+        return "", None
+    if kind == "json_object":
+        return "json_object", {"type": "object"}
+    if kind != "json_schema":
+        raise ApiError(400, f"{param}: its type is text, json_object or json_schema", param=param)
+    inner = response_format.get("json_schema", response_format)
+    schema = inner.get("schema") if isinstance(inner, Mapping) else None
+    if not isinstance(schema, dict):
+        raise ApiError(400, f"{param}: json_schema needs a schema", param=param)
+    check_schema(schema, param, strict=inner.get("strict") is True)
+    return "json_schema", schema
+
+
+def _syntax_of(renderer: ChatRenderer, param: str) -> CallSyntax:
+    syntax = SYNTAX_OF_FAMILY.get(renderer.family.name)
+    if syntax is None:
+        message = f"{param}: how to hold a model of the family {renderer.family.name!r} to it is not known"
+        raise ApiError(400, message, param=param)
+    return syntax
+
+
+def _check_tool(tool: Tool) -> None:
+    function = tool["function"]
+    name = function.get("name")
+    if not isinstance(name, str) or NAME.fullmatch(name) is None:
+        raise ApiError(400, f"tools: {str(name)[:140]!r} cannot be held to, as a name", param="tools")
+    if (schema := function.get("parameters")) is not None:
+        if not isinstance(schema, dict):
+            raise ApiError(400, f"tools: the parameters of {name} are no JSON schema", param="tools")
+        check_schema(schema, "tools", strict=function.get("strict") is True)
+
+
+def _thought(renderer: ChatRenderer) -> list[Format]:
+    where = _where_it_thinks(renderer)
+    if where == "over":
+        return []
+    begin, end = (id_of(renderer, mark) for mark in ("<think>", "</think>"))
+    inside: Format = {"type": "any_tokens", "exclude_tokens": [begin, end, *renderer.stop_ids]}
+    if where == "open":
+        return [sequence([inside, token(end)])]
+    return [GAP, {"type": "optional", "content": sequence([token(begin), inside, token(end)])}]
+
+
+@lru_cache(maxsize=64)
+def _where_it_thinks(renderer: ChatRenderer) -> Thought:
+    """Whether the prompt ends in a thought, before a possible one, or behind it."""
+    if renderer.tokenizer.backend.token_to_id("</think>") is None:
+        return "over"
+    prompt = renderer.text_of(renderer.render([{"role": "user", "content": "hi"}], None)[-16:].tolist())
+    if prompt.rstrip().endswith("<think>"):
+        return "open"
+    return "over" if prompt.rstrip().endswith("</think>") else "possible"
+
+
+def _held(kind: Kind, param: str, form: Format) -> Constraint:
+    tag = msgspec.json.encode({"type": "structural_tag", "format": form})
+    check_size(tag, param)
+    return Constraint(kind, {"structural_tag": tag.decode()})

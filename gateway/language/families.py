@@ -1,0 +1,109 @@
+"""Which chat template a model speaks, and what that template can and cannot take.
+
+config.json, or the name in the settings ──▶ Family ──▶ configuration of the library `renderers`
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from renderers import config_from_name
+from renderers.base import MODEL_RENDERER_MAP
+
+Thinking = Literal["template", "all"]
+
+FAMILY_OF_MODEL_TYPE = {
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3",
+    "qwen3_5": "qwen3.5",
+    "qwen3_5_moe": "qwen3.5",
+    "qwen3_vl": "qwen3-vl",
+    "qwen3_vl_moe": "qwen3-vl",
+    "llama": "llama-3",
+    "gpt_oss": "gpt-oss",
+    "gemma4": "gemma4",
+    "kimi_k2": "kimi-k2",
+    "kimi_k25": "kimi-k2.5",
+    "minimax_m2": "minimax-m2",
+    "glm_moe_dsa": "glm-5",
+}
+"""Only where the type says it. `deepseek_v3` and `glm4_moe` have several templates: those must be named."""
+
+KEEPS_THINKING: dict[str, dict[str, Any]] = {
+    "qwen3.6": {"preserve_thinking": True},
+    "qwen3.8": {"preserve_thinking": True},
+    "gemma4": {"preserve_thinking": True},
+    "laguna-s-2.1": {"preserve_thinking": True},
+    "glm-5": {"clear_thinking": False},
+    "glm-5.1": {"clear_thinking": False},
+    "glm-5.3": {"clear_thinking": False},
+    "hy3": {"preserved_thinking": True},
+    "nemotron-3": {"truncate_history_thinking": False},
+    "nemotron-3-ultra": {"truncate_history_thinking": False},
+    "nemotron-3.5": {"truncate_history_thinking": False},
+    "deepseek-v4": {"drop_thinking": False},
+    "gpt-oss": {"auto_drop_analysis": False},
+}
+"""The switch by which a template itself keeps past reasoning, where it has one."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A chat template by its name in `renderers`, with what its author left out."""
+
+    name: str
+    late_system: bool = True
+    """Takes a system message after the first place, and renders it."""
+    opening_user: Literal["never", "always", "with_tools"] = "never"
+    """When it refuses a conversation that does not open with a user's message."""
+    parallel_calls: bool = True
+    """Takes several calls, and text beside them, in one message."""
+    raw_arguments: bool = False
+    """Renders the text of a call's arguments as it is; others render an object, and lose all else."""
+    loose_results: bool = True
+    """Takes a tool's result that answers no call."""
+    named_results: bool = False
+    """Wants the tool's name on each result, which OpenAI's contract leaves out."""
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        *(Family(name, raw_arguments=True) for name in ("qwen3", "kimi-k2", "kimi-k2.5")),
+        *(Family(name, raw_arguments=True) for name in ("deepseek-v3", "deepseek-r1")),
+        Family("qwen3-vl", late_system=False, raw_arguments=True),
+        *(Family(name, late_system=False) for name in ("qwen3.5", "qwen3.6", "minimax-m2", "deepseek-v4")),
+        *(Family(name, late_system=False) for name in ("nemotron-3", "nemotron-3-ultra", "nemotron-3.5")),
+        Family("qwen3.8", late_system=False, opening_user="always"),
+        Family("llama-3", opening_user="with_tools", parallel_calls=False, raw_arguments=True),
+        Family("gemma4", loose_results=False, named_results=True),
+        Family("inkling", named_results=True),
+        Family("gpt-oss", raw_arguments=True, named_results=True),
+        *(Family(name) for name in ("prime-qwen3", "glm-4.5", "glm-5", "glm-5.1", "glm-5.3", "hy3")),
+        *(Family(name) for name in ("laguna-xs.2", "laguna-m.1", "laguna-xs-2.1", "laguna-s-2.1")),
+    )
+}
+
+
+def family_of(name: str, model_path: Path, model_type: str) -> Family:
+    """The family that is named, or with `auto` the one of the model: by its directory's name, else its type.
+
+    Raises SystemExit for a name that is none, and for a model that does not say.
+    """
+    if name == "auto":
+        by_model = {model.rpartition("/")[2]: family for model, family in MODEL_RENDERER_MAP.items()}
+        found = by_model.get(model_path.name) or FAMILY_OF_MODEL_TYPE.get(model_type)
+    else:
+        found = name
+    if found not in FAMILIES:
+        unknown = f"no chat renderer is known for model type {model_type!r}" if found is None else repr(name)
+        raise SystemExit(f"{unknown}: set gateway.renderer to one of {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[found]
+
+
+def configuration(family: Family, thinking: Thinking) -> Any:
+    """What `renderers` is told: the template as it is, or with every past thought kept."""
+    as_is = config_from_name(family.name)
+    if thinking == "template" or as_is is None:
+        return as_is
+    return type(as_is)(thinking_retention="all", **KEEPS_THINKING.get(family.name, {}))

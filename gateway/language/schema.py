@@ -1,0 +1,146 @@
+"""Which JSON schemas an engine may be given to compile: no monster, no riddle, no promise that it breaks."""
+
+import math
+import re
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from typing import Any
+
+import msgspec
+
+from rollout_queue.web.errors import ApiError
+
+MAX_BYTES = 64 * 1024
+"""An engine compiles so much in about a second; beyond, the time grows with the square, and without limit."""
+MAX_DEPTH = 64
+"""Levels of the schema's own JSON. xgrammar compiles 60 nested objects at once, 480 in forty seconds."""
+MAX_PARTS = 1000
+"""Schemas in one schema, its properties among them."""
+MAX_PATTERN = 512
+MAX_QUANTIFIERS = 64
+MAX_REPEATS = 10_000
+"""Of a pattern: its characters, how often it repeats anything, and the product of its counts. A compiler
+that unrolls `(.{0,1000}){0,1000}` cannot be stopped: it holds a core of the engine until that restarts."""
+QUANTIFIER = re.compile(r"[*+?]|\{(\d*)(?:,(\d*))?\}")
+UNENFORCED = frozenset(
+    {
+        *("contains", "minContains", "maxContains", "dependentRequired", "dependentSchemas"),
+        *("if", "then", "else", "multipleOf", "not", "uniqueItems"),
+    }
+)
+"""Keywords that xgrammar reads over, as it does `allOf` of several. Not `strict`, that is best effort."""
+BRANCHES = ("allOf", "anyOf", "oneOf")
+NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+"""Below these, keys are names and not keywords."""
+VALUES = frozenset({"enum", "const", "default", "examples"})
+"""Below these lie values and no schemas."""
+
+
+def check_schema(schema: dict[str, Any], param: str, *, strict: bool) -> None:
+    """Raises ApiError 400 for a schema that an engine could not keep, or not compile in time.
+
+    What is wrong in any other way the engine itself refuses with a 400.
+    """
+    if _deeper_than(schema, MAX_DEPTH):
+        raise ApiError(400, f"{param}: a JSON schema of more than {MAX_DEPTH} levels", param=param)
+    check_size(msgspec.json.encode(schema), param)
+    parts = list(_parts(schema))
+    if len(parts) > MAX_PARTS:
+        raise ApiError(400, f"{param}: a JSON schema of more than {MAX_PARTS} parts", param=param)
+    for part in parts:
+        for pattern in _patterns(part):
+            _check_pattern(pattern, param)
+        if strict and (ignored := _unenforced(part)):
+            raise ApiError(
+                400, f"{param}: {', '.join(ignored)} cannot be enforced, as strict asks", param=param
+            )
+        reference = part.get("$ref")
+        if reference is not None and not (isinstance(reference, str) and reference.startswith("#")):
+            raise ApiError(400, f"{param}: $ref {str(reference)[:80]!r} leads elsewhere", param=param)
+    if _runs_in_circles(schema):
+        raise ApiError(400, f"{param}: a $ref leads back to itself, and to nothing else", param=param)
+
+
+def check_size(encoded: bytes, param: str) -> None:
+    """Raises ApiError 400 for more than an engine compiles in reasonable time."""
+    if len(encoded) > MAX_BYTES:
+        size = f"{len(encoded)} bytes, and at most {MAX_BYTES}"
+        raise ApiError(400, f"{param}: too much to hold an answer to: {size}", param=param)
+
+
+def _deeper_than(value: Any, levels: int) -> bool:
+    layer = [value]
+    for _ in range(levels + 1):
+        layer = [
+            child
+            for each in layer
+            if isinstance(each, dict | list)
+            for child in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not layer:
+            return False
+    return True
+
+
+def _parts(schema: Any) -> Iterator[dict[str, Any]]:
+    """The schema and every schema in it."""
+    if isinstance(schema, list):
+        for each in schema:
+            yield from _parts(each)
+    elif isinstance(schema, dict):
+        yield schema
+        for key, inner in schema.items():
+            if key in NAMED_SCHEMAS and isinstance(inner, dict):
+                for each in inner.values():
+                    yield from _parts(each)
+            elif key not in VALUES:
+                yield from _parts(inner)
+
+
+def _patterns(part: dict[str, Any]) -> Iterator[str]:
+    if isinstance(pattern := part.get("pattern"), str):
+        yield pattern
+    if isinstance(named := part.get("patternProperties"), dict):
+        yield from named
+
+
+def _check_pattern(pattern: str, param: str) -> None:
+    counts = [
+        max(low, high, key=lambda count: int(count or 0))
+        for low, high in QUANTIFIER.findall(pattern[:MAX_PATTERN])
+    ]
+    product = math.prod(max(1, int(count or 1)) for count in counts)
+    if len(pattern) > MAX_PATTERN or len(counts) > MAX_QUANTIFIERS or product > MAX_REPEATS:
+        raise ApiError(400, f"{param}: the pattern {pattern[:80]!r} is too much to compile", param=param)
+
+
+def _unenforced(part: dict[str, Any]) -> list[str]:
+    several = ["allOf"] if isinstance(part.get("allOf"), list) and len(part["allOf"]) > 1 else []
+    return [*several, *sorted(UNENFORCED & part.keys())]
+
+
+def _runs_in_circles(root: dict[str, Any]) -> bool:
+    """Some part asks for itself before it asks for anything else: the engine would find no token for it."""
+    onwards: dict[int, list[int]] = {}
+    for part in _parts(root):
+        ways = [each for key in BRANCHES if isinstance(part.get(key), list) for each in part[key]]
+        if "$ref" in part:
+            ways.append(_resolved(root, part["$ref"]))
+        onwards[id(part)] = [id(way) for way in ways if isinstance(way, dict)]
+    try:
+        TopologicalSorter(onwards).prepare()
+    except CycleError:
+        return True
+    return False
+
+
+def _resolved(root: Any, reference: Any) -> Any:
+    """What a `#/a/b` leads to, or None."""
+    found = root
+    for step in str(reference).lstrip("#").split("/")[1:]:
+        key = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            found = found.get(key) if isinstance(found, dict) else None
+    return found

@@ -1,0 +1,27 @@
+"""A conversation that has one of everything: what a template writes around it are its control tokens."""
+
+from gateway.language.transcript import Message, Tool
+
+SPECIMEN_TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks.",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]},
+    },
+}
+SPECIMEN: list[Message] = [
+    {"role": "system", "content": "help"},
+    {"role": "user", "content": "look"},
+    {
+        "role": "assistant",
+        "content": "well",
+        "reasoning_content": "so",
+        "tool_calls": [
+            {"id": f"c{n}", "type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
+            for n in range(2)
+        ],
+    },
+    {"role": "tool", "tool_call_id": "c0", "content": "seen"},
+    {"role": "tool", "tool_call_id": "c1", "content": "seen"},
+]

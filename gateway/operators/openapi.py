@@ -1,0 +1,108 @@
+"""The published OpenAPI: the REST routes as FastAPI knows them, the agents' paths, and the one error of all.
+
+The agents' paths are bare ASGI, so their request bodies are described here from the structs that read them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+
+from gateway.dialects.chat import ChatRequest
+from gateway.dialects.completions import CompletionRequest
+from gateway.dialects.messages import MessagesRequest
+from gateway.dialects.responses import ResponsesRequest
+
+BODIES: Mapping[str, type[msgspec.Struct]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": MessagesRequest,
+}
+CONTRACTS: Mapping[str, tuple[str, list[str]]] = {
+    "/v1/chat/completions": (
+        "OpenAI's chat completion",
+        ["id", "object", "created", "model", "choices", "usage"],
+    ),
+    "/v1/completions": ("OpenAI's completion", ["id", "object", "created", "model", "choices", "usage"]),
+    "/v1/responses": ("OpenAI's response", ["id", "object", "created_at", "model", "output", "status"]),
+    "/v1/messages": (
+        "Anthropic's message",
+        ["id", "type", "role", "model", "content", "stop_reason", "usage"],
+    ),
+    "/v1/messages/count_tokens": ("How long the prompt is", ["input_tokens"]),
+}
+ERROR: dict[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+SESSION = {"name": "session_id", "in": "path", "required": True, "schema": {"type": "string"}}
+STATUSES = (400, 401, 403, 404, 405, 409, 410, 413, 415, 429, 503, 504)
+"""What any path may answer with besides success, always in the one shape; a 500 is a bug."""
+
+
+def described(app: FastAPI) -> dict[str, Any]:
+    """The document, made once."""
+    if app.openapi_schema is None:
+        document = _of_routes(app)
+        for path in BODIES:
+            document["paths"][path] = {"post": _agents_path(path)}
+            document["paths"]["/sessions/{session_id}" + path] = {"post": _agents_path(path)}
+        _, components = msgspec.json.schema_components(
+            set(BODIES.values()), ref_template="#/components/schemas/{name}"
+        )
+        document["components"]["schemas"] |= {**components, "Error": ERROR}
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+        for path, operations in document["paths"].items():
+            for operation in operations.values():
+                operation["responses"] |= _errors()
+                if path.startswith("/sessions/{session_id}/v1"):
+                    operation.setdefault("parameters", []).append(SESSION)
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+def _of_routes(app: FastAPI) -> dict[str, Any]:
+    """What FastAPI says, without its own shape of a 422, which is never sent."""
+    document = FastAPI.openapi(app)
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    return document
+
+
+def _agents_path(path: str) -> dict[str, Any]:
+    contract, required = CONTRACTS[path]
+    reference = {"$ref": f"#/components/schemas/{BODIES[path].__name__}"}
+    told: dict[str, Any] = {"application/json": {"schema": {"type": "object", "required": required}}}
+    if not path.endswith("count_tokens"):
+        told["text/event-stream"] = {"schema": {"type": "string"}}
+    return {
+        "tags": ["agent"],
+        "summary": contract,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": reference}}},
+        "responses": {"200": {"description": contract, "content": told}},
+    }
+
+
+def _errors() -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    return {str(status): {"description": "refused", "content": content} for status in STATUSES}

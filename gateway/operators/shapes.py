@@ -1,0 +1,270 @@
+"""The objects that the REST routes answer with, for the published OpenAPI."""
+
+from typing import Any, Literal
+
+from typing_extensions import TypedDict
+
+from rollout_queue.head import State
+from rollout_queue.records import Finish, Relation, Status, VerdictCode
+
+
+class Ticket(TypedDict):
+    """What an agent needs to begin; `base_url` and `api_key` go straight into its client."""
+
+    session_id: str
+    api_key: str
+    base_url: str
+    group_id: str | None
+    task_id: str | None
+    policy: str
+    state: Literal["open"]
+    created_at: float
+    expires_at: float
+
+
+class GroupTicket(TypedDict):
+    group_id: str
+    sessions: list[Ticket]
+
+
+class RewardShape(TypedDict):
+    value: float
+    turn_id: str | None
+    key: str
+    source: str | None
+    created_at: float
+    late: bool
+
+
+class Rewarded(TypedDict):
+    session_id: str
+    reward: float | None
+    rewards: list[RewardShape]
+    late: bool
+
+
+class TurnVerdict(TypedDict):
+    code: VerdictCode
+    detail: str
+
+
+class VerdictShape(TurnVerdict):
+    """What became of a session, and why; `step` and `version` where it was trained."""
+
+    step: int | None
+    version: int | None
+
+
+class Finished(TypedDict):
+    session_id: str
+    state: State
+    status: Status
+    reward: float | None
+    verdict: VerdictShape
+
+
+class SpanShape(TypedDict):
+    """Output tokens [start, end) were sampled by `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+class SamplingShape(TypedDict):
+    asked: dict[str, Any]
+    used: dict[str, Any]
+
+
+class TurnShape(TypedDict):
+    turn_id: str
+    parent_id: str | None
+    completion_id: str
+    relation: Relation
+    reason: str | None
+    context_len: int
+    output_len: int
+    finish_reason: Finish
+    created_at: float
+    engine: str
+    lineage: str | None
+    versions: list[SpanShape]
+    sampling: SamplingShape
+    reward: float | None
+    verdict: TurnVerdict
+
+
+class SessionFacts(TypedDict):
+    """What every view of a session says."""
+
+    session_id: str
+    state: State
+    status: Status | None
+    inferred: bool
+    group_id: str | None
+    task_id: str | None
+    policy: str
+    user: str | None
+    reward: float | None
+    rewards: list[RewardShape]
+    created_at: float
+    expires_at: float
+    verdict: VerdictShape
+
+
+class SessionRow(SessionFacts):
+    """A session as lists show it."""
+
+    turn_count: int
+
+
+class DeletedRow(TypedDict):
+    """A deleted session as lists show it."""
+
+    session_id: str
+    created_at: float
+    deleted_at: float
+    verdict: VerdictShape
+
+
+class Drift(TypedDict):
+    """Turns by how they follow what was before; forks by reason."""
+
+    extends: int
+    rerendered: int
+    forks: dict[str, int]
+
+
+class SessionShape(SessionFacts):
+    """A whole session; token lists with `tokens=true`, texts with `text=true`."""
+
+    merge_ratio: float | None
+    drift: Drift
+    turns: list[TurnShape]
+
+
+class SessionPage(TypedDict):
+    data: list[SessionRow | DeletedRow]
+    next_cursor: str | None
+
+
+class Counts(TypedDict):
+    turns: int
+    rewards: int
+
+
+class DeletedSession(TypedDict):
+    session_id: str
+    deleted: Counts
+
+
+class UserCounts(Counts):
+    sessions: int
+
+
+class DeletedUser(TypedDict):
+    user: str
+    deleted: UserCounts
+
+
+class Model(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Page(TypedDict):
+    """The envelope of every list."""
+
+    data: list[dict[str, Any]]
+    next_cursor: str | None
+
+
+class ServerShape(TypedDict):
+    """A rollout server as this gateway sees it."""
+
+    id: str
+    url: str | None
+    engine_url: str
+    state: str
+    version: int | None
+    in_flight: int
+    breaker: str
+    last_seen: float | None
+    error: str | None
+
+
+class Registered(TypedDict):
+    id: str
+    policy: dict[str, Any] | None
+
+
+class Removed(TypedDict):
+    id: str
+    removed: bool
+
+
+class PushShape(TypedDict):
+    """What one server made of a push."""
+
+    server: str
+    ok: bool
+    version_served: int | None
+    paused_s: float | None
+    total_s: float
+    error: str | None
+
+
+class Pushed(TypedDict):
+    version: int
+    results: list[PushShape]
+
+
+class SystemStatus(TypedDict):
+    """One page of truth."""
+
+    rollout_servers: list[ServerShape]
+    policy: dict[str, int | None]
+    trainer: dict[str, Any]
+    queue: dict[str, Any]
+    warnings: list[str]
+
+
+class GroupShape(TypedDict):
+    """A group that waits for members; `since` is when the first of them ended."""
+
+    group_id: str
+    size: int
+    ended: int
+    open: int
+    waiting_reward: int
+    not_opened: int
+    since: float | None
+    waiting_for: str
+
+
+class PipelineReport(TypedDict):
+    """What waits for what. The numbers of sessions that may still expire, and of their groups, are of those
+    that were looked at."""
+
+    states: dict[str, int]
+    verdicts: dict[str, int]
+    looked_at: int
+    may_expire: int
+    groups: list[GroupShape]
+    groups_waiting: int
+    trainer: str | None
+    sentences: list[str]
+
+
+class Beat(TypedDict):
+    """When the session expires, unless it is called or heard of again."""
+
+    session_id: str
+    expires_at: float

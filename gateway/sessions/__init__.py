@@ -1,0 +1,1 @@
+"""Sessions, rewards and verdicts, and whose they are."""

@@ -1,0 +1,78 @@
+"""Who is calling: an admin, a client, or one session by the key that was made for it.
+
+A session key is `sess-{session id, base64}.{signature}`: derived, never stored, good for one session.
+"""
+
+import base64
+import hashlib
+import hmac
+from collections.abc import Mapping
+
+import msgspec
+from starlette.requests import Request
+
+from rollout_queue.records import SessionSpec
+from rollout_queue.tombstone import Tombstone
+from rollout_queue.web.errors import ApiError
+from rollout_queue.web.keys import Keyring, Role, digest, presented_key
+
+PREFIX = "sess-"
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """Who sent a request. `owner` is the digest of a client key, empty where keys do not matter."""
+
+    role: Role
+    owner: str
+    session_id: str | None = None
+    """Set for a session key: the one session that it opens."""
+
+    def owns(self, spec: SessionSpec | Tombstone) -> bool:
+        if self.session_id is not None:
+            return spec.session_id == self.session_id
+        return self.role == "admin" or spec.owner == self.owner
+
+
+class Identities:
+    """Tells callers apart by their keys."""
+
+    def __init__(self, keyring: Keyring, secret: bytes) -> None:
+        self.keyring = keyring
+        self._secret = secret
+
+    def session_key(self, session_id: str) -> str:
+        name = base64.urlsafe_b64encode(session_id.encode()).decode().rstrip("=")
+        return f"{PREFIX}{name}.{self._signature(session_id)}"
+
+    def caller(self, headers: Mapping[str, str]) -> Caller:
+        """Raises ApiError 401 for no or an unknown key."""
+        key = presented_key(headers)
+        if key is not None and key.startswith(PREFIX):
+            session_id = self._session_of(key)
+            if session_id is None:
+                raise ApiError(401, "the session key is not valid")
+            return Caller("client", "", session_id)
+        presented = None if key is None else digest(key)
+        role = self.keyring.known(presented)
+        if role is None:
+            raise ApiError(401, "no API key was given" if key is None else "the API key is not known")
+        return Caller(role, presented if presented is not None and role == "client" else "")
+
+    def client(self, request: Request) -> Caller:
+        """A caller who may open sessions and reward them. Raises ApiError 403 for a session key."""
+        caller = self.caller(request.headers)
+        if caller.session_id is not None:
+            raise ApiError(403, "a session key opens its session's calls and nothing else")
+        return caller
+
+    def _session_of(self, key: str) -> str | None:
+        name, _, signature = key.removeprefix(PREFIX).partition(".")
+        try:
+            session_id = base64.urlsafe_b64decode(name + "=" * (-len(name) % 4)).decode()
+        except ValueError:  # no base64, or no text inside
+            return None
+        genuine = hmac.compare_digest(signature.encode(), self._signature(session_id).encode())
+        return session_id if genuine else None
+
+    def _signature(self, session_id: str) -> str:
+        return hmac.new(self._secret, session_id.encode(), hashlib.sha256).hexdigest()[:40]

@@ -1,0 +1,70 @@
+"""`GET /sessions`: the caller's sessions, a page at a time, and what is left of deleted ones."""
+
+from typing import Annotated, Any, NamedTuple
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse, Response
+
+from gateway.collaborators import Collaborators
+from gateway.operators.shapes import SessionPage
+from gateway.sessions.sessions import client_of
+from gateway.sessions.view import deleted_row, session_row
+from rollout_queue.head import SessionHead, State
+from rollout_queue.records import VerdictCode
+from rollout_queue.tombstone import Tombstone
+
+router = APIRouter(tags=["sessions"])
+
+
+class Asked(NamedTuple):
+    """Which sessions a list is to show; None for any."""
+
+    state: State | None
+    group_id: str | None
+    user: str | None
+    verdict: VerdictCode | None
+
+
+@router.get("/sessions", responses={200: {"model": SessionPage}})
+async def list_sessions(
+    request: Request,
+    state: State | None = None,
+    group_id: str | None = None,
+    verdict: VerdictCode | None = None,
+    user: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    cursor: Annotated[int, Query(ge=0)] = 0,
+) -> Response:
+    """The caller's sessions, oldest first, a page at a time."""
+    gateway, caller = client_of(request)
+    asked = Asked(state, group_id, user, verdict)
+    wanted: list[dict[str, Any]] = []
+    while len(wanted) < limit:
+        page = await gateway.writer.sessions(cursor, limit)
+        if not page:
+            return JSONResponse({"data": wanted, "next_cursor": None})
+        for session in page:
+            cursor += 1
+            if caller.owns(session if isinstance(session, Tombstone) else session.spec):
+                wanted += await _rows(gateway, session, asked)
+            if len(wanted) == limit:
+                break
+    return JSONResponse({"data": wanted, "next_cursor": str(cursor)})
+
+
+async def _rows(
+    gateway: Collaborators, session: SessionHead | Tombstone, asked: Asked
+) -> list[dict[str, Any]]:
+    """The session, where it is asked for. Of a deleted one nobody knows state, group or user any more."""
+    if isinstance(session, Tombstone):
+        named = (asked.state, asked.group_id, asked.user)
+        wanted = named == (None, None, None) and asked.verdict in (None, "deleted")
+        return [deleted_row(session)] if wanted else []
+    spec = session.spec
+    fits = asked.state in (None, session.state) and asked.group_id in (None, spec.group_id)
+    if not fits or asked.user not in (None, spec.user):
+        return []
+    said = await gateway.sessions.verdict(session)
+    if asked.verdict not in (None, said.code):
+        return []
+    return [session_row(session, said, gateway.settings.model_name)]

@@ -1,0 +1,136 @@
+"""What an episode was worth, and how it ended, over REST.
+
+POST …/reward, …/finish ──▶ the stream
+"""
+
+import math
+import time
+from typing import Any, Literal, cast
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field, FiniteFloat
+
+from gateway.operators.shapes import Finished, Rewarded
+from gateway.sessions.sessions import Body, client_of
+from gateway.sessions.view import reward_view
+from rollout_queue.head import SessionHead
+from rollout_queue.ids import new_id
+from rollout_queue.records import Outcome, Reward, SessionSpec, Status, Verdict
+from rollout_queue.web.errors import ApiError
+
+FINISH_KEY = "finish"
+"""The key of the reward that `finish` brings."""
+
+
+class RewardBody(Body):
+    value: FiniteFloat
+    turn_id: str | None = None
+    key: str | None = Field(None, min_length=1, max_length=200)
+    source: str | None = None
+
+
+class FinishBody(Body):
+    status: Literal["completed", "truncated", "failed", "abandoned"]
+    reward: FiniteFloat | None = None
+    reason: str | None = None
+
+
+router = APIRouter(tags=["rewards"])
+
+
+@router.post("/sessions/{session_id}/reward", responses={200: {"model": Rewarded}})
+async def reward_session(session_id: str, body: RewardBody, request: Request) -> Response:
+    """Add a reward to a session, or to the one call that `turn_id` names."""
+    gateway, caller = client_of(request)
+    head = await gateway.sessions.head(session_id, caller)
+    key = body.key or new_id()
+    _check_sum(head, key, body.value)
+    reward = Reward(
+        session_id=session_id,
+        value=body.value,
+        key=key,
+        turn_id=_turn_named(head, body.turn_id),
+        source=body.source,
+        created_at=time.time(),
+    )
+    stored = await gateway.writer.append_reward(reward)
+    if (stored.value, stored.turn_id) != (reward.value, reward.turn_id):
+        raise ApiError(409, f"reward {reward.key!r} exists with another value or turn", param="key")
+    head = await gateway.sessions.head(session_id, caller)
+    rewards = [reward_view(each) for each in head.rewards]
+    return JSONResponse(
+        {"session_id": session_id, "reward": head.reward, "rewards": rewards, "late": stored.late}
+    )
+
+
+@router.post("/sessions/{session_id}/finish", responses={200: {"model": Finished}})
+async def finish_session(session_id: str, body: FinishBody, request: Request) -> Response:
+    """End a session. `completed` and `truncated` then wait for a reward; the others end at once."""
+    gateway, caller = client_of(request)
+    head = await gateway.sessions.head(session_id, caller)
+    outcome = _outcome(head.spec, body.status, body.reason)
+    reward = None
+    if body.reward is not None:
+        _check_sum(head, FINISH_KEY, body.reward)
+        if _finish_reward(head) not in (None, body.reward):
+            raise ApiError(409, f"session {session_id} has another final reward", param="reward")
+        reward = Reward(
+            session_id=session_id, value=body.reward, key=FINISH_KEY, created_at=outcome.created_at
+        )
+    verdict = None
+    if body.status in ("failed", "abandoned"):
+        verdict = Verdict(code=cast(Any, body.status), detail=body.reason or f"finished as {body.status}")
+    stored = await gateway.writer.append_outcome(outcome, reward, verdict)
+    head = await gateway.sessions.head(session_id, caller)
+    same_again = stored.status == body.status and _finish_reward(head) == body.reward
+    if stored != outcome and not same_again:
+        raise ApiError(409, f"session {session_id} is finished as {stored.status}", param="status")
+    verdict = await gateway.sessions.verdict(head)
+    return JSONResponse(
+        {
+            "session_id": session_id,
+            "state": head.state,
+            "status": stored.status,
+            "reward": head.reward,
+            "verdict": msgspec.to_builtins(verdict),
+        }
+    )
+
+
+def _outcome(spec: SessionSpec, status: Status, reason: str | None) -> Outcome:
+    return Outcome(
+        session_id=spec.session_id,
+        status=status,
+        reason=reason,
+        created_at=time.time(),
+        group_id=spec.group_id,
+        group_size=spec.group_size,
+        task_id=spec.task_id,
+        train=spec.train,
+    )
+
+
+def _finish_reward(head: SessionHead) -> float | None:
+    return next((each.value for each in head.rewards if each.key == FINISH_KEY), None)
+
+
+def _check_sum(head: SessionHead, key: str, value: float) -> None:
+    """Raises ApiError 400 where the session's rewards, with this one under its key, would not be a number."""
+    others = sum(reward.value for reward in head.rewards if reward.key != key)
+    if not math.isfinite(others + value):
+        raise ApiError(400, "the rewards of the session would add up to infinity", param="value")
+
+
+def _turn_named(head: SessionHead, name: str | None) -> str | None:
+    if name is None:
+        return None
+    if name in head.by_id:
+        return name
+    named = [turn.turn_id for turn in head.turns if turn.completion_id == name]
+    if not named:
+        raise ApiError(404, f"session {head.spec.session_id} has no turn {name!r}", param="turn_id")
+    if len(named) > 1:
+        raise ApiError(400, f"{name!r} has {len(named)} turns", param="turn_id", code="ambiguous_turn")
+    return named[0]

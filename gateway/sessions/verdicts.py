@@ -1,0 +1,60 @@
+"""What is to be said of a session or a turn right now: the stored verdict, or what it waits for."""
+
+from datetime import UTC, datetime
+
+import msgspec
+
+from rollout_queue.head import SessionHead
+from rollout_queue.records import Turn, Verdict
+from rollout_queue.standing import GroupStanding
+from rollout_queue.verdicts import OPENED_UNTRAINED, exclusion
+
+
+def session_verdict(head: SessionHead, group: GroupStanding | None) -> Verdict:
+    """The verdict that stands, else what the session waits for, in words; `group` where it has one."""
+    if head.verdict is not None:
+        return _told(head.verdict)
+    if head.outcome is None:
+        return Verdict(code="open", detail="the session is not finished")
+    if not head.spec.train:
+        return OPENED_UNTRAINED
+    if head.reward is None:
+        detail = (
+            f"finished, and nobody has rewarded it yet: POST /sessions/{head.spec.session_id}/reward, before "
+            f"it expires at {_clock(head.expires_at)}"
+        )
+        return Verdict(code="waiting_reward", detail=detail)
+    if group is not None and group.lacks:
+        detail = f"{group.ended} of {group.size} sessions of group {head.spec.group_id} have ended"
+        return Verdict(code="group_incomplete", detail=f"{detail}; {group.lacks}")
+    whole = "" if group is None else f", and so are all {group.size} of its group"
+    return Verdict(code="ready", detail=f"finished and rewarded{whole}: waits for a step of the trainer")
+
+
+def turn_verdict(head: SessionHead, turn: Turn, session: Verdict) -> Verdict:
+    """A turn's own verdict, else its session's."""
+    own = head.turn_verdicts.get(turn.turn_id)
+    if own is not None:
+        return _told(own)
+    excluded = exclusion(turn, head.orphans)
+    if excluded is not None and (head.spec.train or excluded.code != "not_for_training"):
+        return excluded
+    return Verdict(code=session.code, detail=session.detail)
+
+
+def _told(verdict: Verdict) -> Verdict:
+    """With a sentence, also where whoever passed it wrote none."""
+    if verdict.detail:
+        return verdict
+    detail = f"ended as {verdict.code}, and nobody said why"
+    if verdict.code == "trained":
+        detail = f"learned from in step {verdict.step}, which made version {verdict.version}"
+    return msgspec.structs.replace(verdict, detail=detail)
+
+
+def _clock(at: float) -> str:
+    """A moment as people and programs read it: UTC, to the second."""
+    try:
+        return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
+    except (OverflowError, ValueError):  # a time to live of a million years
+        return "the end of time"

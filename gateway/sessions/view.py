@@ -1,0 +1,97 @@
+"""A session as `GET /sessions/{id}` shows it."""
+
+from typing import Any
+
+import msgspec
+
+from gateway.language.render import ChatRenderer
+from gateway.sessions.drift import drift_of
+from gateway.sessions.verdicts import turn_verdict
+from rollout_queue.head import SessionHead
+from rollout_queue.records import Reward, Turn, Verdict
+from rollout_queue.tombstone import Tombstone
+from rollout_queue.verdicts import DELETED
+
+
+def session_row(head: SessionHead, verdict: Verdict, model_name: str) -> dict[str, Any]:
+    """A session as lists show it: without its turns, but with their number."""
+    return {**_session(head, verdict, model_name), "turn_count": len(head.turns)}
+
+
+def deleted_row(tombstone: Tombstone) -> dict[str, Any]:
+    """What lists show of a deleted session."""
+    return {
+        "session_id": tombstone.session_id,
+        "created_at": tombstone.created_at,
+        "deleted_at": tombstone.deleted_at,
+        "verdict": msgspec.to_builtins(DELETED),
+    }
+
+
+def session_view(
+    head: SessionHead, verdict: Verdict, model_name: str, renderer: ChatRenderer, tokens: bool, text: bool
+) -> dict[str, Any]:
+    """The contract's object; token lists only with `tokens`, decoded text only with `text`."""
+    turns = [_turn(head, turn, verdict, renderer, tokens, text) for turn in head.turns]
+    return {**_session(head, verdict, model_name), **drift_of(head), "turns": turns}
+
+
+def _session(head: SessionHead, verdict: Verdict, model_name: str) -> dict[str, Any]:
+    spec = head.spec
+    return {
+        "session_id": spec.session_id,
+        "state": head.state,
+        "status": head.outcome.status if head.outcome else None,
+        "inferred": spec.inferred,
+        "group_id": spec.group_id,
+        "task_id": spec.task_id,
+        "policy": spec.policy or model_name,
+        "user": spec.user,
+        "reward": head.reward,
+        "rewards": [reward_view(reward) for reward in head.rewards],
+        "created_at": spec.created_at,
+        "expires_at": head.expires_at,
+        "verdict": msgspec.to_builtins(verdict),
+    }
+
+
+def _turn(
+    head: SessionHead, turn: Turn, session: Verdict, renderer: ChatRenderer, tokens: bool, text: bool
+) -> dict[str, Any]:
+    rewards = [reward.value for reward in head.rewards_of(turn)]
+    verdict = turn_verdict(head, turn, session)
+    view: dict[str, Any] = {
+        "turn_id": turn.turn_id,
+        "parent_id": turn.parent_id,
+        "completion_id": turn.completion_id,
+        "relation": head.relation_of(turn),
+        "reason": turn.reason,
+        "context_len": len(turn.context_ids),
+        "output_len": len(turn.output_ids),
+        "finish_reason": turn.finish,
+        "created_at": turn.started_at,
+        "engine": turn.engine,
+        "lineage": turn.lineage,
+        "versions": msgspec.to_builtins(turn.versions),
+        "sampling": msgspec.to_builtins(turn.sampling),
+        "reward": sum(rewards) if rewards else None,
+        "verdict": {"code": verdict.code, "detail": verdict.detail},
+    }
+    if tokens:
+        view |= {
+            "context_ids": turn.context_ids.tolist(),
+            "output_ids": turn.output_ids.tolist(),
+            "logprobs": turn.logprobs.tolist(),
+        }
+    if text:
+        view |= {
+            "context_text": renderer.text_of(turn.context_ids),
+            "output_text": renderer.text_of(turn.output_ids),
+        }
+    return view
+
+
+def reward_view(reward: Reward) -> dict[str, Any]:
+    return {
+        name: getattr(reward, name) for name in ("value", "turn_id", "key", "source", "created_at", "late")
+    }

@@ -1,0 +1,143 @@
+"""An agent that talks to `place` as it would to the gateway, and an engine that samples what it is told."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from gateway.conversations.conversation import Prompt, extend, place, reply_message
+from gateway.language.families import Thinking
+from gateway.language.render import Answer, ChatRenderer, Message, Tool
+from rollout_queue.head import SessionHead
+from rollout_queue.records import Finish, SessionSpec, Span, Turn
+from rollout_queue.tokens import Logprobs, TokenIds
+from tests.gateway.families.models import make_model
+
+TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": "get",
+        "description": "Looks a key up.",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}, "n": {"type": "integer"}}},
+    },
+}
+MARK = "marked-by-nobody"
+
+
+@cache
+def renderer_of(directory: Path, family: str, thinking: Thinking = "template") -> ChatRenderer:
+    return ChatRenderer(make_model(directory / family, family), family, thinking)
+
+
+def call(arguments: Any = '{"key": "a", "n": 1}', call_id: Any = "call_1", name: Any = "get") -> Message:
+    made: Message = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return made if call_id is None else made | {"id": call_id}
+
+
+def told(content: Any = None, *calls: Message, **more: Any) -> Message:
+    """An assistant's message."""
+    return {"role": "assistant", "content": content, **({"tool_calls": list(calls)} if calls else {}), **more}
+
+
+def user(text: Any) -> Message:
+    return {"role": "user", "content": text}
+
+
+def result(text: Any, call_id: Any = "call_1") -> Message:
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+def sampled(renderer: ChatRenderer, prompt_ids: TokenIds, said: Message) -> list[int]:
+    """The ids by which a model of this family would say it, its stop token last.
+
+    They are found where the template itself puts them; what a template opens in the prompt is closed first.
+    """
+    tools = [TOOL]
+    inner, transcript = renderer._renderer, renderer._transcript
+    before = transcript.whole([user(MARK)], tools)
+    asked = inner.render_ids(before, tools=tools, add_generation_prompt=True)
+    for message in (said, {key: value for key, value in said.items() if key != "reasoning_content"}):
+        after = inner.render_ids([*before, *transcript.tail([message], [user(MARK)])], tools=tools)
+        shared = next((i for i, (a, b) in enumerate(zip(asked, after, strict=False)) if a != b), len(asked))
+        if shared == len(asked):
+            ids = after[shared:]
+            break
+    else:
+        ids = renderer.tokenizer.encode("so\n</think>\n\n") + after[shared:]
+    stop = next((i for i, token_id in enumerate(ids) if token_id in renderer.stop_ids), len(ids))
+    return [*ids[:stop], ids[stop] if stop < len(ids) else renderer.stop_ids[0]]
+
+
+@dataclass
+class Agent:
+    """One session: asks, and keeps what was said."""
+
+    renderer: ChatRenderer
+    tools: list[Tool] | None = field(default_factory=lambda: [TOOL])
+    messages: list[Message] = field(default_factory=list)
+    head: SessionHead = field(
+        default_factory=lambda: SessionHead(spec=SessionSpec(session_id="s", created_at=0))
+    )
+
+    def ask(self, *messages: Message) -> Prompt:
+        """Say more, and have the call placed."""
+        self.messages += messages
+        return self.placed(self.messages)
+
+    def placed(self, messages: Sequence[Message], tools: Any = "the same") -> Prompt:
+        prompt = place(self.renderer, self.head, messages, self.tools if tools == "the same" else tools)
+        check(self.head, prompt)
+        return prompt
+
+    def answer(self, prompt: Prompt, ids: Sequence[int], finish: Finish = "stop") -> tuple[Turn, Answer]:
+        """The engine sampled these ids: they are in the record, and the agent reads what they say."""
+        turn_id = f"turn{len(self.head.turns)}"
+        read = self.renderer.parse(ids, self.tools, turn_id, prompt_ids=prompt.prompt_ids)
+        reply = "" if finish == "abort" else extend(prompt.digest, reply_message(read)).hex()
+        turn = Turn(
+            turn_id=turn_id,
+            session_id="s",
+            parent_id=prompt.parent.turn_id if prompt.parent else None,
+            relation=prompt.relation,
+            reason=prompt.reason,
+            context_ids=prompt.context_ids,
+            output_ids=TokenIds(ids),
+            logprobs=Logprobs([-1.0] * len(ids)),
+            versions=(Span(0, 0, len(ids)),),
+            finish=finish,
+            started_at=0,
+            finished_at=0,
+            prompt_digest=prompt.digest.hex(),
+            reply_digest=reply,
+        )
+        self.head = SessionHead(spec=self.head.spec, turns=(*self.head.turns, turn))
+        return turn, read
+
+    def hear(self, prompt: Prompt, said: Message) -> Turn:
+        """The model says it as its family does, and the agent keeps the message that it reads."""
+        turn, read = self.answer(prompt, sampled(self.renderer, prompt.prompt_ids, said))
+        self.messages.append(as_sent_back(read))
+        return turn
+
+
+def as_sent_back(read: Answer, reasoning: bool = False) -> Message:
+    """An answer as OpenAI's clients return it in the next call."""
+    calls = [call(made.arguments, made.call_id, made.name) for made in read.tool_calls]
+    message = told(read.content or None, *calls)
+    return message | {"reasoning_content": read.reasoning} if reasoning and read.reasoning else message
+
+
+def check(head: SessionHead, prompt: Prompt) -> None:
+    """What holds of every prompt, whatever the conversation."""
+    before = TokenIds()
+    if prompt.parent is not None:
+        context_ids, output_ids = head.branch_ids(prompt.parent)
+        before = TokenIds(context_ids + output_ids)
+    assert prompt.prompt_ids == TokenIds(before + prompt.context_ids)
+    assert len(prompt.context_ids) > 0
+    assert isinstance(prompt.prompt_ids, TokenIds)
+    assert isinstance(prompt.context_ids, TokenIds)
+    assert (prompt.reason is None) == (prompt.relation in ("root", "extends"))
+    assert prompt.relation != "root" or prompt.parent is None
+    assert prompt.relation != "extends" or prompt.parent is not None

@@ -1,0 +1,381 @@
+"""What an answer is held to, as the engine is asked for it; and whether that is how the families write."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.language.call_syntax import SYNTAX_OF_FAMILY
+from gateway.language.constraint import constraint_of
+from gateway.language.render import ChatRenderer
+from gateway.language.schema import MAX_BYTES
+from rollout_queue.web.errors import ApiError
+from tests.gateway.conftest import Door
+from tests.gateway.families.agent import TOOL, renderer_of
+
+OTHER: Any = {"type": "function", "function": {"name": "put", "parameters": {"type": "object"}}}
+GET_IT: Any = {"type": "function", "function": {"name": "get"}}
+SCHEMA: Any = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA, "strict": True}}
+JSON: Any = {"type": "json_object"}
+GRAMMARS = {"json_schema", "regex", "ebnf", "structural_tag"}
+
+RendererOf = Callable[[str], ChatRenderer]
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> RendererOf:
+    directory: Path = tmp_path_factory.mktemp("families")
+    return lambda family: renderer_of(directory, family)
+
+
+def held(tag: str) -> list[Any]:
+    """The schemas in a structural tag."""
+    found: list[Any] = []
+
+    def look(value: Any) -> None:
+        if isinstance(value, dict):
+            found.extend([value["json_schema"]] if value.get("type") == "json_schema" else [])
+            for each in value.values():
+                look(each)
+        elif isinstance(value, list):
+            for each in value:
+                look(each)
+
+    look(json.loads(tag))
+    return found
+
+
+# Through the door
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("wish", "kind", "schemas"),
+    [
+        ({"tools": [TOOL, OTHER], "tool_choice": "required"}, "tool_choice", ["get", "put"]),
+        ({"tools": [TOOL, OTHER], "tool_choice": GET_IT}, "tool_choice", ["get"]),
+        ({"response_format": FORMAT}, "json_schema", [SCHEMA]),
+        ({"response_format": JSON}, "json_object", [{"type": "object"}]),
+        ({"tools": [OTHER], "response_format": FORMAT}, "json_schema", ["put", SCHEMA]),
+        ({"tools": [OTHER], "response_format": FORMAT, "tool_choice": "none"}, "json_schema", [SCHEMA]),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls", []),
+    ],
+)
+def test_an_answer_is_held_to_what_was_asked_and_the_record_says_so(
+    door: Door, wish: Any, kind: str, schemas: list[Any], stream: bool
+) -> None:
+    session = door.session()
+    reply = door.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions", stream=stream, **wish)
+    assert reply.status_code == 200, reply.text
+    sent = door.engine.requests[0]["sampling_params"]
+    assert GRAMMARS & sent.keys() == {"structural_tag"}
+    assert "constraint" not in sent
+    of_tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in (TOOL, OTHER)}
+    wanted = [of_tools[each] if isinstance(each, str) else each for each in schemas]
+    seen = held(sent["structural_tag"])
+    assert all(each in wanted for each in seen)
+    assert all(each in seen for each in wanted)
+    (turn,) = door.turns(session)
+    assert turn["sampling"]["asked"]["constraint"] == turn["sampling"]["used"]["constraint"] == kind
+    assert json.loads(reply.headers["x-weir-sampling"])["constraint"] == kind
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"tools": [TOOL]},
+        {"tools": [TOOL], "tool_choice": "none", "parallel_tool_calls": False},
+        {"tools": [TOOL], "parallel_tool_calls": True, "response_format": {"type": "text"}},
+        {"parallel_tool_calls": False},
+    ],
+)
+def test_a_free_answer_stays_free(door: Door, wish: Any) -> None:
+    session = door.session()
+    door.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions", **wish)
+    assert not GRAMMARS & door.engine.requests[0]["sampling_params"].keys()
+    (turn,) = door.turns(session)
+    assert "constraint" not in turn["sampling"]["used"]
+
+
+def test_one_call_at_most_forbids_nothing_but_the_second(door: Door) -> None:
+    door.chat(tools=[TOOL], parallel_tool_calls=False)
+    form = json.loads(door.engine.requests[0]["sampling_params"]["structural_tag"])["format"]
+    opener = door.engine.tokenizer.token_to_id("<tool_call>")
+    anything = {"type": "any_tokens", "exclude_tokens": [opener]}
+    call = {"type": "sequence", "elements": [{"type": "token", "token": opener}, anything]}
+    assert form == {"type": "sequence", "elements": [anything, {"type": "optional", "content": call}]}
+
+
+def test_responses_and_messages_hold_an_answer_to_the_same(door: Door) -> None:
+    door.chat(tools=[TOOL], tool_choice="required")
+    door.chat(tools=[TOOL], tool_choice=GET_IT)
+    door.chat(response_format=FORMAT)
+    flat = {"type": "function", **TOOL["function"]}
+    said = {"role": "user", "content": "hi"}
+    asked: list[tuple[str, Any]] = [
+        ("responses", {"input": "hi", "tools": [flat], "tool_choice": "required"}),
+        ("responses", {"input": "hi", "tools": [flat], "tool_choice": {"type": "function", "name": "get"}}),
+        ("responses", {"input": "hi", "text": {"format": {"type": "json_schema", **FORMAT["json_schema"]}}}),
+    ]
+    schema = TOOL["function"]["parameters"]
+    plain = {"messages": [said], "max_tokens": 9, "tools": [{"name": "get", "input_schema": schema}]}
+    asked.append(("messages", {**plain, "tool_choice": {"type": "any"}}))
+    asked.append(("messages", {**plain, "tool_choice": {"type": "tool", "name": "get"}}))
+    for path, body in asked:
+        assert door.post(f"/v1/{path}", body).status_code == 200
+    required, named, form, *others = [
+        request["sampling_params"]["structural_tag"] for request in door.engine.requests
+    ]
+    assert others == [required, named, form, required, named]
+
+
+@pytest.mark.parametrize(
+    ("wish", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": GET_IT, "tools": []}, "tool_choice"),
+        ({"tool_choice": GET_IT, "tools": [OTHER]}, "tool_choice"),
+        ({"tool_choice": "sometimes", "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "custom"}, "tools": [TOOL]}, "tool_choice"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
+        ({"response_format": {}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": "x"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}}, "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": 'a"<'}}], "tool_choice": "required"}, "tools"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "a", "parameters": 1}}],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+    ],
+)
+def test_a_contradiction_is_refused_before_any_engine_hears_of_it(door: Door, wish: Any, param: str) -> None:
+    reply = door.chat(**wish)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+    assert not door.engine.requests
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_schema", "name": "x"},
+        {"type": "json_schema", "name": "x", "schema": {"$ref": "http://elsewhere/schema"}},
+        {"type": "json_schema", "name": "x", "schema": {"enum": ["x" * (MAX_BYTES - 20)]}},
+    ],
+    ids=["no schema", "elsewhere", "too much with what is around it"],
+)
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/responses", lambda form: {"input": "x", "text": {"format": form}}, "text.format"),
+        ("/v1/messages", lambda form: {"output_config": {"format": form}}, "output_config.format"),
+        ("/v1/messages", lambda form: {"output_format": form}, "output_format"),
+    ],
+    ids=["responses", "messages", "older messages"],
+)
+def test_a_format_that_is_refused_is_called_as_its_dialect_does(
+    door: Door, path: str, body: Any, param: str, form: Any
+) -> None:
+    said = {"max_tokens": 5, "messages": [{"role": "user", "content": "x"}]} if "messages" in path else {}
+    error = door.post(path, said | body(form)).json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert error["message"].startswith(f"{param}: ")
+    assert not door.engine.requests
+
+
+def nested(levels: int) -> Any:
+    schema: Any = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"anyOf": [schema]}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        (nested(40), "levels"),
+        (nested(450), "levels"),
+        ({"enum": ["x" * 10] * (MAX_BYTES // 10)}, "bytes"),
+        ({"$ref": "#"}, "back to itself"),
+        ({"allOf": [{"$ref": "#"}]}, "back to itself"),
+        (
+            {
+                "properties": {"x": {"$ref": "#/$defs/a"}},
+                "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+            },
+            "back to itself",
+        ),
+        ({"$ref": "http://elsewhere/schema"}, "elsewhere"),
+        ({"anyOf": [{"type": "null"}] * 1000}, "parts"),
+        ({"type": "string", "pattern": "(.{0,1000}){0,1000}"}, "too much to compile"),
+        ({"patternProperties": {"(a|b|ab)*" * 65: {}}}, "too much to compile"),
+        ({"type": "string", "pattern": "a{" + "9" * 5000 + "}"}, "too much to compile"),
+        ({"items": [{"pattern": "a?" * 70}]}, "too much to compile"),
+        ({"properties": {"a": {"type": "integer", "multipleOf": 3}}}, "multipleOf"),
+        ({"allOf": [{"type": "object"}, {"required": ["a"]}]}, "allOf"),
+    ],
+)
+def test_a_schema_that_no_engine_could_keep_is_refused(door: Door, schema: Any, why: str) -> None:
+    reply = door.chat(
+        response_format={"type": "json_schema", "json_schema": {"schema": schema, "strict": True}}
+    )
+    assert reply.status_code == 400
+    assert why in reply.json()["error"]["message"]
+    assert not door.engine.requests
+
+
+@pytest.mark.parametrize(
+    ("schema", "strict"),
+    [
+        ({"type": "object", "properties": {"next": {"$ref": "#"}, "not": {"type": "null"}}}, True),
+        ({"enum": [{"$ref": "#", "if": 1}]}, True),
+        ({"type": "array", "uniqueItems": True}, False),
+        ({"type": "string", "pattern": "^[a-z]{2,8}-[0-9]{4}$"}, True),
+    ],
+)
+def test_a_schema_that_only_looks_like_one_of_those_is_taken(door: Door, schema: Any, strict: bool) -> None:
+    wish = {"type": "json_schema", "json_schema": {"schema": schema, "strict": strict}}
+    assert door.chat(response_format=wish).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_the_engine_cannot_compile_is_the_callers_fault(door: Door, stream: bool) -> None:
+    """The engine says so in the stream, with one id that nothing sampled and no logprob."""
+    session = door.session()
+    message = 'Failed to compile structural_tag grammar: Unsupported type "nonsense"'
+    abort = {"type": "abort", "message": message, "status_code": 400, "err_type": "BadRequestError"}
+    door.engine.script.append([])
+    door.engine.last_words = {"finish_reason": abort, "output_token_logprobs": []}
+    reply = door.chat(
+        path=f"/sessions/{session['session_id']}/v1/chat/completions", response_format=FORMAT, stream=stream
+    )
+    assert reply.status_code == 400
+    assert "Unsupported type" in reply.json()["error"]["message"]
+    assert len(door.engine.requests) == 1
+    assert not door.turns(session)
+
+
+def test_each_choice_has_a_seed_of_its_own(door: Door) -> None:
+    door.chat(seed=40, n=3)
+    seeds = {request["sampling_params"]["sampling_seed"] for request in door.engine.requests}
+    assert seeds == {40, 41, 42}
+    assert "seed" not in door.engine.requests[0]["sampling_params"]
+
+
+def test_biases_reach_the_engine_where_the_caller_owns_the_sampling(door: Door) -> None:
+    trained, evaluated = door.session(), door.session(train=False)
+    for session in (trained, evaluated):
+        door.chat(
+            path=f"/sessions/{session['session_id']}/v1/chat/completions", logit_bias={"12": -100, "007": 2.5}
+        )
+    of_trained, of_evaluated = [request["sampling_params"] for request in door.engine.requests]
+    assert "logit_bias" not in of_trained
+    assert of_evaluated["logit_bias"] == {"12": -100, "7": 2.5}
+    (turn,) = door.turns(trained)
+    assert turn["sampling"]["asked"]["logit_bias"] == {"12": -100, "7": 2.5}
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+@pytest.mark.parametrize(
+    "bias",
+    [{"99999": 1}, {"-1": 1}, {"x": 1}, {"": 1}, {"٣": 1}, {"1" * 30: 1}, {"1": 101}, {"1": -100.5}],
+)
+def test_a_bias_for_what_is_no_token_never_reaches_an_engine(door: Door, path: str, bias: Any) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "logit_bias": bias}
+    reply = door.post(f"/v1/{path}", body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "logit_bias")
+    assert not door.engine.requests
+
+
+# The families
+
+
+def spoken(form: Any, renderer: ChatRenderer, calls: int) -> list[int]:
+    """One of the answers that a grammar lets through, with so many calls."""
+    kind = form["type"]
+    if kind == "token":
+        return [form["token"]]
+    if kind == "sequence":
+        return [each for part in form["elements"] for each in spoken(part, renderer, calls)]
+    if kind == "or":
+        return spoken(form["elements"][0], renderer, calls)
+    if kind == "star":
+        return spoken(form["content"], renderer, calls) * (calls - 1)
+    if kind == "optional":
+        return []
+    if kind == "const_string":
+        return renderer.tokenizer.encode(form["value"])
+    if kind == "regex":
+        return renderer.tokenizer.encode("0" if "d" in form["pattern"] else "")
+    return renderer.tokenizer.encode("so" if kind == "any_tokens" else WRITTEN[form["style"]])
+
+
+WRITTEN = {
+    "json": '{"key": "a", "n": 1}',
+    "qwen_xml": "<parameter=key>\na\n</parameter>\n<parameter=n>\n1\n</parameter>",
+    "glm_xml": "<arg_key>key</arg_key><arg_value>a</arg_value>\n<arg_key>n</arg_key><arg_value>1</arg_value>",
+    "minimax_xml": '<parameter name="key">a</parameter>\n<parameter name="n">1</parameter>\n',
+}
+
+
+@pytest.mark.parametrize("family", SYNTAX_OF_FAMILY)
+def test_what_the_grammar_spells_is_what_the_family_reads_as_calls(renderer: RendererOf, family: str) -> None:
+    syntax, of_family = SYNTAX_OF_FAMILY[family], renderer(family)
+    for calls in (1, 2) if syntax.parallel else (1,):
+        tag = constraint_of(of_family, [TOOL, OTHER], "required").parameters["structural_tag"]
+        ids = [*spoken(json.loads(tag)["format"], of_family, calls), of_family.stop_ids[0]]
+        prompt = of_family.render([{"role": "user", "content": "hi"}], [TOOL, OTHER])
+        answer = of_family.parse(ids, [TOOL, OTHER], "t", prompt_ids=prompt)
+        assert [call.name for call in answer.tool_calls] == ["get"] * calls
+        assert [json.loads(call.arguments) for call in answer.tool_calls] == [{"key": "a", "n": 1}] * calls
+        assert not answer.content
+
+
+@pytest.mark.parametrize("family", SYNTAX_OF_FAMILY)
+def test_a_marker_that_is_a_token_is_asked_for_by_its_id(renderer: RendererOf, family: str) -> None:
+    """Spelled in letters, the family would not read it as a marker."""
+    of_family = renderer(family)
+    tag = constraint_of(of_family, [TOOL], "required").parameters["structural_tag"]
+    added = [of_family.text_of([token_id]) for token_id in of_family.tokenizer.added_ids]
+    assert not [text for text in literals(json.loads(tag)) if any(marker in text for marker in added)]
+
+
+def literals(value: Any) -> list[str]:
+    """The texts of a grammar that a model spells in letters."""
+    if isinstance(value, list):
+        return [text for each in value for text in literals(each)]
+    if not isinstance(value, dict):
+        return []
+    if value.get("type") == "const_string":
+        return [value["value"]]
+    return [text for each in value.values() for text in literals(each)]
+
+
+@pytest.mark.parametrize("wish", [("required", None), (None, JSON)])
+@pytest.mark.parametrize("family", ["gemma4", "inkling", "deepseek-v4", "hy3"])
+def test_a_family_whose_frame_is_not_known_is_named(renderer: RendererOf, family: str, wish: Any) -> None:
+    with pytest.raises(ApiError, match=family) as refused:
+        constraint_of(renderer(family), [TOOL], *wish, format_param="text.format")
+    assert (refused.value.status, refused.value.param) == (400, "text.format" if wish[1] else "tool_choice")
+
+
+def test_a_thought_stays_possible_where_the_template_has_one(renderer: RendererOf) -> None:
+    asks = {family: json.loads(grammar_of(renderer(family)))["format"] for family in ("qwen3", "qwen3.5")}
+    think, over = (renderer("qwen3").tokenizer.backend.token_to_id(mark) for mark in ("<think>", "</think>"))
+    thought = next(part for part in asks["qwen3"]["elements"] if part["type"] == "optional")["content"]
+    assert thought["elements"][0] == {"type": "token", "token": think}
+    assert thought["elements"][-1] == {"type": "token", "token": over}
+    opened = asks["qwen3.5"]["elements"][0]
+    assert opened["elements"][0]["type"] == "any_tokens", "the prompt has opened the thought"
+    assert "any_tokens" not in grammar_of(renderer("llama-3"))
+
+
+def grammar_of(renderer: ChatRenderer) -> str:
+    return constraint_of(renderer, None, None, JSON).parameters["structural_tag"]

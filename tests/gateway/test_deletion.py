@@ -1,0 +1,370 @@
+"""Deletion through the door: what was deleted is 410 for ever, and no copy of it is left."""
+
+import json
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+
+from gateway.dialects.responses_store import ResponseStore
+from rollout_queue import keys
+from rollout_queue.codec import decode, encode
+from rollout_queue.deletion import RedisDeleter
+from rollout_queue.records import Deletion, Reward
+from rollout_queue.tokens import TokenIds
+from tests.gateway.conftest import ADMIN_KEY, CLIENT_KEY, OTHER_KEY, Door, Stage, wait_until
+from tests.gateway.test_processes import Processes, processes  # noqa: F401 - a fixture
+from tests.gateway.test_retries import Call, asked, comings, gated, let_on  # noqa: F401 - fixtures
+
+MARK = "zebrafinch"
+
+
+@pytest.fixture
+def other(door: Door, stage: Stage) -> Iterator[Door]:
+    with stage.door() as other:
+        wait_until(lambda: other.get("/ready").status_code == 200)
+        yield other
+
+
+def path_of(session: dict[str, Any]) -> str:
+    return f"/sessions/{session['session_id']}"
+
+
+def delete(door: Door, session: dict[str, Any], **more: Any) -> httpx.Response:
+    reply: httpx.Response = door.call("DELETE", path_of(session), **more)
+    return reply
+
+
+def delete_user(door: Door, user: str, key: str = ADMIN_KEY) -> httpx.Response:
+    reply: httpx.Response = door.call("DELETE", f"/admin/users/{user}/data", key=key)
+    return reply
+
+
+def is_gone(reply: Any) -> bool:
+    return bool(reply.status_code == 410 and reply.json()["error"]["type"] == "gone_error")
+
+
+def holding(redis: Redis, mark: bytes) -> list[str]:
+    """The keys in whose names or values the bytes are."""
+    names: Any = redis.keys()
+    return sorted(name.decode() for name in names if any(mark in part for part in parts(redis, name)))
+
+
+def parts(redis: Any, name: bytes) -> Iterator[bytes]:
+    """All that Redis holds under a key, whatever it is; a dump would be compressed."""
+    yield name
+    match redis.type(name):
+        case b"string":
+            yield redis.get(name)
+        case b"hash":
+            yield from (part for field in redis.hgetall(name).items() for part in field)
+        case b"set":
+            yield from redis.smembers(name)
+        case b"zset":
+            yield from redis.zrange(name, 0, -1)
+        case b"stream":
+            entries = redis.xrange(name)
+            yield from (part for _, fields in entries for field in fields.items() for part in field)
+        case kind:
+            raise AssertionError(kind)
+
+
+def only_deletions(redis: Any) -> bool:
+    """The stream says what was deleted, and nothing else."""
+    return {type(decode(fields[b"r"])) for _, fields in redis.xrange(keys.STREAM)} == {Deletion}
+
+
+def test_a_deleted_session_is_gone_for_every_request(door: Door) -> None:
+    session = door.session()
+    path = path_of(session)
+    completion = door.chat(path=f"{path}/v1/chat/completions").json()
+    door.post(f"{path}/reward", {"value": 1.0})
+    door.post(f"{path}/reward", {"value": 0.5, "turn_id": completion["id"]})
+    reply = delete(door, session)
+    assert reply.status_code == 200
+    deleted = {"turns": 1, "rewards": 2}
+    assert reply.json() == {"session_id": session["session_id"], "deleted": deleted}
+    again = delete(door, session)
+    assert is_gone(again)
+    assert again.headers["x-should-retry"] == "false"
+    for key in (CLIENT_KEY, session["api_key"]):
+        assert is_gone(door.chat(path=f"{path}/v1/chat/completions", key=key))
+        assert is_gone(door.chat(path=f"{path}/v1/chat/completions", key=key, stream=True))
+    assert is_gone(door.chat(key=session["api_key"]))
+    assert is_gone(door.chat(headers={"x-session-id": session["session_id"]}))
+    assert is_gone(door.get(path))
+    assert is_gone(door.get(path, key=ADMIN_KEY))
+    assert is_gone(door.post(f"{path}/reward", {"value": 1.0}))
+    assert is_gone(door.post(f"{path}/reward", {"value": 1.0, "turn_id": completion["id"]}))
+    assert is_gone(door.post(f"{path}/finish", {"status": "completed"}))
+    assert is_gone(door.post("/sessions", {"session_id": session["session_id"]}))
+    assert len(door.engine.requests) == 1
+
+
+def test_a_session_is_deleted_by_whom_it_belongs_to(door: Door) -> None:
+    session = door.session()
+    assert delete(door, session, key=OTHER_KEY).status_code == 404
+    assert delete(door, session, key=session["api_key"]).status_code == 403
+    assert door.get(path_of(session)).json()["state"] == "open"
+    assert delete(door, session, key=ADMIN_KEY).status_code == 200
+    for call in (delete(door, session, key=OTHER_KEY), door.get(path_of(session), key=OTHER_KEY)):
+        assert call.status_code == 404
+    assert door.call("DELETE", "/sessions/nobody").status_code == 404
+    assert door.call("DELETE", "/sessions/a%20b").status_code == 404
+
+
+def test_lists_show_of_a_deleted_session_that_it_was_there(door: Door) -> None:
+    sessions = [door.session(group_id="g", user="ann", task_id="t") for _ in range(3)]
+    before = door.get("/sessions").json()["data"]
+    delete(door, sessions[1])
+    first, row, last = door.get("/sessions").json()["data"]
+    assert set(row) == {"session_id", "created_at", "deleted_at", "verdict"}
+    assert (row["session_id"], row["created_at"]) == (sessions[1]["session_id"], before[1]["created_at"])
+    assert row["deleted_at"] > row["created_at"]
+    assert row["verdict"]["code"] == "deleted"
+    assert door.get("/sessions?verdict=deleted").json()["data"] == [row]
+    others = [first["session_id"], last["session_id"]]
+    for asked_for in ("state=open", "group_id=g", "user=ann", "verdict=open", "user=ann&verdict=open"):
+        found = door.get(f"/sessions?{asked_for}").json()["data"]
+        assert [each["session_id"] for each in found] == others, asked_for
+    assert door.get("/sessions", key=OTHER_KEY).json()["data"] == []
+    pages, cursor = [], "0"
+    while cursor is not None:
+        page = door.get(f"/sessions?limit=1&cursor={cursor}").json()
+        assert len(page["data"]) <= 1
+        pages += [each["session_id"] for each in page["data"]]
+        cursor = page["next_cursor"]
+    assert pages == [each["session_id"] for each in sessions]
+
+
+def test_an_answer_for_a_session_that_was_deleted_meanwhile_is_refused(gated: Door) -> None:  # noqa: F811
+    session = gated.session()
+    call = Call(gated, session)
+    asked(gated, 1)
+    assert delete(gated, session).status_code == 200
+    let_on(gated)
+    status, body = call.answer()
+    assert (status, json.loads(body)["error"]["type"]) == (410, "gone_error")
+    assert only_deletions(gated.redis)
+
+
+def test_a_stream_for_a_session_that_was_deleted_meanwhile_ends_in_an_error(
+    gated: Door,  # noqa: F811
+    comings: Any,  # noqa: F811
+) -> None:
+    session = gated.session()
+    first = Call(gated, session, stream=True)
+    asked(gated, 1)
+    retry = Call(gated, session, attempt=1, stream=True)
+    wait_until(lambda: comings.joined == 1)
+    assert delete(gated, session).status_code == 200
+    let_on(gated)
+    for status, body in (first.answer(), retry.answer()):
+        assert status == 200
+        assert b"gone_error" in body
+        assert b"[DONE]" not in body
+    assert only_deletions(gated.redis)
+
+
+def test_a_client_that_left_a_deleted_session_leaves_nothing_behind(gated: Door, comings: Any) -> None:  # noqa: F811
+    session = gated.session()
+    call = Call(gated, session)
+    asked(gated, 1)
+    assert delete(gated, session).status_code == 200
+    call.hang_up()
+    wait_until(lambda: comings.left == 1)
+    wait_until(lambda: gated.engine.aborted)
+    assert only_deletions(gated.redis)
+
+
+def test_a_deleted_conversation_is_no_beginning_for_another_gateway(door: Door, other: Door) -> None:
+    """What the other gateway has in memory, and what it remembers in Redis, leads nowhere."""
+    history = [{"role": "user", "content": "hi"}]
+    answer = other.post("/v1/chat/completions", {"messages": history})
+    name = answer.headers["x-weir-session-id"]
+    history.append({"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]})
+    history.append({"role": "user", "content": "more"})
+    second = other.post("/v1/chat/completions", {"messages": history})
+    assert second.headers["x-weir-session-id"] == name
+    assert door.call("DELETE", f"/sessions/{name}").json()["deleted"] == {"turns": 2, "rewards": 0}
+    third = other.post("/v1/chat/completions", {"messages": history})
+    assert third.status_code == 200
+    assert third.headers["x-weir-session-id"] != name
+    (turn,) = other.turns({"session_id": third.headers["x-weir-session-id"]})
+    assert turn["relation"] == "root"
+    retry = other.post(
+        "/v1/chat/completions", {"messages": history[:1]}, headers={"x-stainless-retry-count": "1"}
+    )
+    assert retry.headers["x-weir-session-id"] != name
+    assert is_gone(other.chat(path=f"/sessions/{name}/v1/chat/completions"))
+    assert is_gone(other.get(f"/sessions/{name}"))
+
+
+def test_a_deleted_response_is_continued_at_no_gateway(door: Door, other: Door) -> None:
+    first = other.post("/v1/responses", {"input": "hi"})
+    name, response = first.headers["x-weir-session-id"], first.json()
+    asked_for = {"input": "more", "previous_response_id": response["id"]}
+    referred = {"input": [{"type": "item_reference", "id": response["output"][-1]["id"]}]}
+    assert other.post("/v1/responses", asked_for).headers["x-weir-session-id"] == name
+    assert other.post("/v1/responses", referred).status_code == 200
+    assert door.call("DELETE", f"/sessions/{name}").status_code == 200
+    for gateway in (door, other):
+        reply = gateway.post("/v1/responses", asked_for)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "previous_response_not_found")
+        assert gateway.post("/v1/responses", referred).status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_leaves_no_words_in_a_session_that_was_deleted_as_they_came(
+    door: Door, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    keep = ResponseStore.keep
+
+    async def too_late(store: ResponseStore, *given: Any) -> None:
+        session_id = given[2].generation.head.spec.session_id
+        assert await RedisDeleter(store._redis).delete_session(session_id) is not None
+        await keep(store, *given)
+
+    monkeypatch.setattr(ResponseStore, "keep", too_late)
+    reply = door.post("/v1/responses", {"input": MARK, "stream": stream})
+    assert stream or reply.status_code == 410
+    assert "gone_error" in reply.text
+    assert "response.completed" not in reply.text
+    assert holding(door.redis, MARK.encode()) == []
+
+
+def test_all_of_a_user_is_deleted_and_no_later_call_may_name_it(door: Door) -> None:
+    opened = door.session(user="ann")
+    door.chat(path=f"{path_of(opened)}/v1/chat/completions")
+    door.post(f"{path_of(opened)}/reward", {"value": 1.0})
+    door.post("/groups", {"size": 2, "user": "ann"})
+    messages = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+    calls: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {**messages, "user": "ann"},
+        "/v1/completions": {"prompt": "hi", "user": "ann"},
+        "/v1/responses": {"input": "hi", "user": "ann"},
+        "/v1/messages": {**messages, "metadata": {"user_id": "ann"}},
+    }
+    for path, body in calls.items():
+        assert door.post(path, body).status_code == 200, path
+    bobs = door.session(user="bob")
+    asked_before = len(door.engine.requests)
+    assert delete_user(door, "ann", CLIENT_KEY).status_code == 403
+    reply = delete_user(door, "ann")
+    assert reply.status_code == 200
+    assert reply.json() == {"user": "ann", "deleted": {"sessions": 7, "turns": 5, "rewards": 1}}
+    nothing = {"user": "ann", "deleted": {"sessions": 0, "turns": 0, "rewards": 0}}
+    assert delete_user(door, "ann").json() == nothing
+    for path, body in calls.items():
+        assert is_gone(door.post(path, body)), path
+        assert is_gone(door.post(path, {**body, "stream": True})), path
+        assert is_gone(door.post(path_of(bobs) + path, body, key=bobs["api_key"])), path
+    assert is_gone(door.post("/sessions", {"user": "ann"}))
+    assert is_gone(door.post("/groups", {"size": 2, "user": "ann"}))
+    assert len(door.engine.requests) == asked_before
+    others = door.get("/sessions?verdict=open").json()["data"]
+    assert [each["session_id"] for each in others] == [bobs["session_id"]]
+    assert door.chat(user="bob").status_code == 200
+    assert holding(door.redis, b"ann") == []
+    assert door.get("/admin/status", key=ADMIN_KEY).json()["queue"]["verdicts"] == {"session:deleted": 7}
+
+
+def test_a_call_that_named_a_user_while_it_was_deleted_is_refused(gated: Door) -> None:  # noqa: F811
+    session = gated.session()
+    call = Call(gated, session, user="ann")
+    asked(gated, 1)
+    assert delete_user(gated, "ann").json()["deleted"]["sessions"] == 0
+    let_on(gated)
+    assert call.answer()[0] == 410
+    assert gated.turns(session) == []
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"user_id": f"user_ann_account__session_{'0' * 8}-0000-4000-8000-{'0' * 12}"},
+        {"user_id": json.dumps({"user": "ann"})},
+        {"user_id": ["ann"]},
+        {},
+    ],
+)
+def test_what_is_no_user_name_is_no_user(door: Door, metadata: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "metadata": metadata}
+    assert door.post("/v1/messages", body).status_code == 200
+    assert not door.redis.keys(keys.user_sessions("*"))
+    if isinstance(name := metadata.get("user_id"), str):
+        delete_user(door, name)
+        assert door.post("/v1/messages", body).status_code == 200
+
+
+def test_a_user_is_named_by_an_id(door: Door) -> None:
+    assert delete_user(door, "a%20b").status_code == 400
+    assert delete_user(door, "nobody").json()["deleted"]["sessions"] == 0
+    assert door.chat(user="no id / at all").status_code == 200
+
+
+def test_no_byte_of_a_deleted_session_is_left_in_redis(door: Door) -> None:
+    said = {"metadata": {MARK: [MARK]}, "lineage": MARK, "user": f"user-{MARK}", "task_id": MARK}
+    session = door.session(**said)
+    path = path_of(session)
+    door.engine.script.extend([f"{MARK} {number}" for number in range(4)])
+    for where in ("/v1/chat/completions", "/v1/messages"):
+        assert (
+            door.post(
+                path + where, {"messages": [{"role": "user", "content": MARK}], "max_tokens": 50}
+            ).status_code
+            == 200
+        )
+    first = door.post(f"{path}/v1/responses", {"input": MARK}).json()
+    continued = {"input": MARK, "previous_response_id": first["id"]}
+    assert door.post(f"{path}/v1/responses", continued).status_code == 200
+    for turn_id in (None, first["id"]):
+        door.post(f"{path}/reward", {"value": 1.0, "source": MARK, "turn_id": turn_id})
+    unread = b"\x09" + encode(Reward(session_id=session["session_id"], value=1, key=MARK, created_at=1.0))[1:]
+    door.redis.xadd(keys.DEAD_LETTERS, {keys.STREAM_FIELD: unread, "error": MARK})
+    door.post(f"{path}/finish", {"status": "failed", "reason": MARK})
+    turns = door.turns(session)
+    assert len(turns) == 4
+    marks = [MARK.encode(), *(turn["turn_id"].encode() for turn in turns)]
+    for turn in turns:
+        marks += [TokenIds(turn[name]).tobytes() for name in ("context_ids", "output_ids")]
+    assert all(holding(door.redis, mark) for mark in marks)
+    assert delete(door, session).json()["deleted"] == {"turns": 4, "rewards": 2}
+    assert [holding(door.redis, mark) for mark in marks] == [[]] * len(marks)
+    told = {keys.SESSIONS, keys.DELETED, keys.STREAM}
+    assert set(holding(door.redis, session["session_id"].encode())) == told
+    assert only_deletions(door.redis)
+
+
+def test_a_deletion_that_died_with_its_gateway_is_finished_by_another(
+    processes: Processes,  # noqa: F811
+) -> None:
+    redis = processes.stage.redis
+    redis.flushdb()
+    with processes.gateway() as (process, door):
+        session = door.session()
+        assert door.chat(MARK, path=f"{path_of(session)}/v1/chat/completions").status_code == 200
+        (turn,) = door.turns(session)
+        ids = TokenIds(turn["context_ids"]).tobytes()
+        with redis.pipeline(transaction=False) as pipeline:
+            for _ in range(200_000):  # what comes after them is removed late
+                pipeline.xadd(keys.STREAM, {keys.STREAM_FIELD: b"\x01"})
+            pipeline.execute()
+        assert door.chat(MARK, path=f"{path_of(session)}/v1/chat/completions").status_code == 200
+        with ThreadPoolExecutor() as pool:
+            deleting = pool.submit(delete, door, session)
+            wait_until(lambda: redis.hexists(keys.DELETED, session["session_id"]))
+            process.send_signal(signal.SIGKILL)
+            assert isinstance(deleting.exception(), httpx.TransportError)
+        assert redis.hexists(keys.DELETED, session["session_id"])
+        assert holding(redis, ids) == [keys.STREAM]
+    redis.zadd(keys.DELETING, {session["session_id"]: 0.0})  # long ago
+    with processes.gateway() as (_, heir):
+        assert is_gone(heir.get(path_of(session)))
+        wait_until(lambda: not redis.exists(keys.DELETING), 30)
+    assert holding(redis, ids) == []
+    redis.flushdb()

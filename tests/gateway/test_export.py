@@ -1,0 +1,258 @@
+"""Everything that was recorded comes out: as lines or as Parquet, whole or from where somebody broke off."""
+
+import io
+import json
+import socket
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from pyarrow.parquet import ParquetFile
+
+from rollout_queue import keys
+from rollout_queue.codec import encode
+from rollout_queue.episodes import Episode
+from rollout_queue.records import Reward, SessionSpec, Span, Turn
+from rollout_queue.restore import restore
+from rollout_queue.tokens import Logprobs, TokenIds
+from tests.gateway.conftest import ADMIN_KEY, Door, Stage, wait_until
+
+
+def export(door: Door, **asked: Any) -> list[dict[str, Any]]:
+    reply = door.get("/admin/export", key=ADMIN_KEY, params=asked)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"] == "application/jsonl"
+    return [json.loads(line) for line in reply.text.splitlines()]
+
+
+def parquet(door: Door, **asked: Any) -> list[dict[str, Any]]:
+    reply = door.get("/admin/export", key=ADMIN_KEY, params={"format": "parquet", **asked})
+    assert reply.status_code == 200, reply.text
+    rows: list[dict[str, Any]] = ParquetFile(io.BytesIO(reply.content)).read().to_pylist()
+    return rows
+
+
+def episode(door: Door, turns: int = 2, **body: Any) -> dict[str, Any]:
+    session = door.session(**body)
+    messages: list[dict[str, Any]] = []
+    for number in range(turns):
+        messages.append({"role": "user", "content": f"question {number}"})
+        reply = door.post(f"/sessions/{session['session_id']}/v1/chat/completions", {"messages": messages})
+        messages.append(reply.json()["choices"][0]["message"])
+    return session
+
+
+def fill(door: Door, sessions: int, turns: int, tokens: int) -> None:
+    """As many sessions as a test wants to be too many, past the engine."""
+    for number in range(sessions):
+        name = f"bulk-{number:06d}"
+        given = {"session_id": name, "finish": "stop", "started_at": 100.0, "finished_at": 101.0}
+        each = tuple(
+            Turn(
+                turn_id=f"{name}-{index}",
+                context_ids=TokenIds([1]),
+                output_ids=TokenIds([5] * tokens),
+                logprobs=Logprobs([-0.5] * tokens),
+                versions=(Span(0, 0, tokens),),
+                **given,  # type: ignore[arg-type]
+            )
+            for index in range(turns)
+        )
+        restore(door.redis, Episode(spec=SessionSpec(session_id=name, created_at=100.0 + number), turns=each))
+
+
+def test_a_row_holds_a_turn_and_what_became_of_it(door: Door) -> None:
+    session = episode(door, task_id="sums", user="ann", group_id="g", group_size=2, metadata={"a": [1, None]})
+    name = session["session_id"]
+    door.post(f"/sessions/{name}/reward", {"value": 0.5, "key": "style"})
+    door.post(f"/sessions/{name}/finish", {"status": "completed", "reward": 1.0})
+    view = door.get(f"/sessions/{name}?tokens=true").json()
+    rows = export(door)
+    assert [row["turn_id"] for row in rows] == [turn["turn_id"] for turn in view["turns"]]
+    for row, turn in zip(rows, view["turns"], strict=True):
+        told = {"session_id": name, "group_id": "g", "task_id": "sums", "user": "ann", "schema": 1}
+        assert {field: row[field] for field in told} == told
+        same = set(turn) & set(row) - {"verdict", "versions"}
+        assert {"context_ids", "output_ids", "logprobs", "created_at", "relation", "engine"} <= same
+        assert {field: row[field] for field in same} == {field: turn[field] for field in same}
+        assert row["rewards"] == view["rewards"]
+        assert row["verdict"]["code"] == row["session"]["verdict"]["code"] == "group_incomplete"
+        assert row["session"]["metadata"] == {"a": [1, None]}
+
+
+def test_parquet_says_the_same_as_the_lines(door: Door) -> None:
+    for name in ("one", "two"):
+        session = episode(door, session_id=name, metadata={"a": [1, None]})
+        door.post(f"/sessions/{session['session_id']}/reward", {"value": 0.5})
+    lines, table = export(door), parquet(door)
+    assert len(table) == 4
+    for line, row in zip(lines, table, strict=True):
+        assert row.pop("deleted_at") is None
+        row["sampling"] = json.loads(row["sampling"])
+        row["session"]["metadata"] = json.loads(row["session"]["metadata"])
+        for span in row["versions"]:
+            assert span.pop("engine") is None
+        assert row == line
+
+
+def test_the_window_takes_its_first_moment_and_not_its_last(door: Door) -> None:
+    episode(door, turns=3)
+    first, second, third = (row["created_at"] for row in export(door))
+    assert [row["created_at"] for row in export(door, since=second, until=third)] == [second]
+    assert [row["created_at"] for row in parquet(door, until=second)] == [first]
+    assert export(door, since=third + 60) == []
+    assert parquet(door, since=third + 60) == []
+
+
+def test_an_export_goes_on_behind_any_row(door: Door) -> None:
+    for name in ("b", "a", "c"):
+        episode(door, session_id=name)
+    whole = export(door)
+    assert [row["session_id"] for row in whole] == ["b", "b", "a", "a", "c", "c"]
+    for number, row in enumerate(whole, start=1):
+        assert export(door, cursor=row["cursor"]) == whole[number:]
+    taken: list[dict[str, Any]] = []
+    while page := parquet(door, limit=4, **({"cursor": taken[-1]["cursor"]} if taken else {})):
+        taken += page
+    assert [row["cursor"] for row in taken] == [row["cursor"] for row in whole]
+
+
+def test_a_cursor_holds_its_place_when_sessions_come_and_go_before_it(door: Door) -> None:
+    for name in ("a", "b", "c"):
+        episode(door, session_id=name)
+    whole = export(door)
+    restore(door.redis, Episode(spec=SessionSpec(session_id="early", created_at=1.0)))
+    assert door.call("DELETE", "/sessions/a").status_code == 200
+    assert export(door, cursor=whole[3]["cursor"]) == whole[4:]
+
+
+def test_of_a_deleted_session_its_id_times_and_verdict_are_left(door: Door) -> None:
+    episode(door, session_id="gone")
+    episode(door, session_id="here", turns=1)
+    cursor = export(door)[0]["cursor"]
+    door.call("DELETE", "/sessions/gone")
+    gone, here = export(door)
+    assert set(gone) == {"schema", "cursor", "session_id", "created_at", "deleted_at", "verdict"}
+    assert (gone["session_id"], gone["verdict"]["code"]) == ("gone", "deleted")
+    assert here["session_id"] == "here"
+    assert [row["session_id"] for row in export(door, cursor=cursor)] == ["gone", "here"]
+    assert export(door, cursor=gone["cursor"]) == [here]
+    row = parquet(door)[0]
+    told = {name for name, value in row.items() if value not in (None, [])}
+    assert told == {"schema", "cursor", "session_id", "created_at", "deleted_at", "verdict"}
+
+
+def test_sessions_without_a_turn_come_when_they_are_asked_for(door: Door) -> None:
+    session = door.session(group_id="g", group_size=2)
+    door.post(f"/sessions/{session['session_id']}/finish", {"status": "failed", "reason": "no sandbox"})
+    assert export(door) == []
+    (row,) = export(door, empty=True)
+    assert (row["turn_id"], row["output_ids"]) == (None, [])
+    assert row["session"]["outcome"]["reason"] == "no sandbox"
+    assert export(door, empty=True, cursor=row["cursor"]) == []
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "format=csv",
+        "since=yesterday",
+        "until=nan",
+        "since=2&until=1",
+        "limit=0",
+        "cursor=",
+        "cursor=nobody/t",
+        "cursor=there/no-such-turn",
+    ],
+)
+def test_what_makes_no_sense_is_a_400(door: Door, query: str) -> None:
+    episode(door, session_id="there")
+    reply = door.get(f"/admin/export?{query}", key=ADMIN_KEY)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_an_export_is_for_operators(door: Door) -> None:
+    for key, status in ((None, 401), ("client-key", 403)):
+        assert door.get("/admin/export", key=key).status_code == status
+
+
+def test_a_redis_that_is_away_is_a_503_and_in_the_middle_the_last_line(stage: Stage) -> None:
+    with stage.door() as door:
+        fill(door, 300, 1, 4)
+        door.redis.delete(keys.session("bulk-000250"))
+        door.redis.set(keys.session("bulk-000250"), "a string, where a session should be")
+        *rows, last = export(door)
+        assert last["error"]["type"] == "storage_unavailable"
+        assert 100 <= len(rows) <= 250
+        assert [row["session_id"] for row in rows] == [f"bulk-{number:06d}" for number in range(len(rows))]
+        door.redis.delete(keys.SESSIONS)
+        door.redis.set(keys.SESSIONS, "a string")
+        reply = door.get("/admin/export", key=ADMIN_KEY)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (503, "storage_unavailable")
+
+
+def test_a_session_that_cannot_be_read_does_not_stop_the_others(door: Door) -> None:
+    for name in ("a", "b", "c"):
+        episode(door, session_id=name, turns=1)
+    door.redis.hset(keys.session("b"), "t:broken", b"\x07" + encode(_reward())[1:])
+    assert [row["session_id"] for row in export(door)] == ["a", "c"]
+
+
+def _reward() -> Reward:
+    return Reward(session_id="b", key="k", value=1.0, created_at=1.0)
+
+
+# What a client that is slow, or gone, costs
+
+
+def pages_read(door: Door) -> int:
+    """Nothing but an export asks for a rank: once for each hundred sessions."""
+    stats: Any = door.redis.info("commandstats")
+    return int(stats.get("cmdstat_zrank", {}).get("calls", 0))
+
+
+@pytest.fixture
+def much(door: Door) -> Door:
+    """More than fits into any buffer between Redis and the client: 100 MB as lines."""
+    fill(door, 1200, 5, 2000)
+    return door
+
+
+def dial(door: Door, form: str) -> socket.socket:
+    address = urlsplit(door.url)
+    line = socket.socket()
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+    line.connect((address.hostname, address.port))
+    asked = (
+        f"GET /admin/export?format={form} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {ADMIN_KEY}\r\n\r\n"
+    )
+    line.sendall(asked.encode())
+    return line
+
+
+def settled(door: Door) -> int:
+    """How much was read, once nobody reads on."""
+    before = -1
+    while (now := pages_read(door)) != before:
+        before = now
+        time.sleep(0.5)
+    return now
+
+
+def test_nothing_is_read_that_a_slow_client_has_not_taken(much: Door) -> None:
+    start = pages_read(much)
+    with dial(much, "jsonl") as line:
+        assert line.recv(1000).startswith(b"HTTP/1.1 200")
+        assert settled(much) - start < 6
+        assert much.get("/live").status_code == 200
+        for _ in range(2000):
+            line.recv(2**16)
+        wait_until(lambda: pages_read(much) - start > 6)
+
+
+def test_a_client_that_hangs_up_leaves_nothing_running(much: Door) -> None:
+    start = pages_read(much)
+    with dial(much, "jsonl") as line:
+        line.recv(1000)
+    assert settled(much) - start < 6

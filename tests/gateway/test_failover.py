@@ -1,0 +1,559 @@
+"""Engines that break off in the middle: the answer goes on elsewhere, and says who sampled what."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from msgspec import msgpack, structs
+from redis.asyncio import Redis
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from tokenizers import Tokenizer
+
+from gateway.engines.engine import EngineClient, Piece
+from gateway.engines.failover import Sampler, SampleRequest
+from gateway.engines.fleet import Fleet, RolloutServer
+from gateway.metrics import Metrics
+from rollout_queue.records import Span
+from rollout_queue.web.errors import ApiError
+from tests.gateway.fake_engine import FakeEngine, Interruption, logprob_of
+from tests.serving import free_port, serving
+
+PROMPT = [1, 2, 3]
+ANSWER = [*range(100, 112)]
+VOCABULARY = 4096
+
+
+@dataclass
+class Actor:
+    """An address with whichever engine plays there."""
+
+    part: FakeEngine
+    url: str = ""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.part.app()(scope, receive, send)
+
+
+@pytest.fixture(scope="module")
+def actors(tokenizer: Tokenizer) -> Iterator[list[Actor]]:
+    actors = [Actor(FakeEngine(tokenizer)), Actor(FakeEngine(tokenizer))]
+    with serving(actors[0]) as actors[0].url, serving(actors[1]) as actors[1].url:
+        yield actors
+
+
+@dataclass
+class Scene:
+    """Two engines that would say the same, a fleet of them, and a sampler."""
+
+    engines: list[FakeEngine]
+    fleet: Fleet
+    sampler: Sampler
+    metrics: Metrics
+    end: int
+    heard: list[Piece] = field(default_factory=list)
+
+    @property
+    def first(self) -> FakeEngine:
+        """The one that the session's first call goes to."""
+        server = self.fleet.choose("s")
+        assert server is not None
+        return self.engines[int(server.id[-1])]
+
+    @property
+    def second(self) -> FakeEngine:
+        return next(engine for engine in self.engines if engine is not self.first)
+
+    @property
+    def whole(self) -> list[int]:
+        return [*ANSWER, self.end]
+
+    def only(self, engine: FakeEngine) -> None:
+        """Nobody else is there."""
+        del self.fleet.servers[f"engine-{1 - self.engines.index(engine)}"]
+
+    def ask(self, **parameters: Any) -> SampleRequest:
+        asked = {"max_new_tokens": 100, "stop_token_ids": [self.end], **parameters}
+        return SampleRequest("rid", "s", None, PROMPT, asked, stream_interval=1)
+
+    async def hear(self, wanted: SampleRequest | None = None) -> Piece:
+        """The whole answer; gives its last piece."""
+        self.heard.clear()
+        await self.sampler.sample(wanted or self.ask(), self.take)
+        return self.heard[-1]
+
+    async def take(self, piece: Piece) -> None:
+        self.heard.append(piece)
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for piece in self.heard for token in piece.ids]
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [logprob for piece in self.heard for logprob in piece.logprobs]
+
+    def faults(self, reason: str, outcome: str = "retried") -> float:
+        labels = {"reason": reason, "outcome": outcome}
+        return self.metrics.registry.get_sample_value("weir_engine_faults_total", labels) or 0.0
+
+
+@pytest.fixture
+async def scene(actors: list[Actor], tokenizer: Tokenizer, redis_url: str) -> AsyncIterator[Scene]:
+    async with staged(actors, tokenizer, redis_url) as scene:
+        yield scene
+
+
+class staged:  # noqa: N801 - reads as a function
+    """A scene with other patience than the usual."""
+
+    def __init__(
+        self, actors: list[Actor], tokenizer: Tokenizer, redis_url: str, silence_s: float = 5.0
+    ) -> None:
+        for actor in actors:
+            actor.part = FakeEngine(tokenizer, mind=list(ANSWER))
+        self.redis = Redis.from_url(redis_url)
+        self.engine = EngineClient(silence_s)
+        fleet = Fleet(self.redis, self.engine, None, [actor.url for actor in actors])
+        metrics = Metrics()
+        self.sampler = Sampler(
+            self.engine,
+            fleet,
+            metrics,
+            text_of=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+            vocab_size=VOCABULARY,
+            engine_wait_s=0.5,
+            patience_s=1.0,
+        )
+        (end,) = tokenizer.encode("<|im_end|>").ids
+        self.scene = Scene([actor.part for actor in actors], fleet, self.sampler, metrics, end)
+
+    async def __aenter__(self) -> Scene:
+        fleet = self.scene.fleet
+        while any(server.state != "ready" for server in fleet.servers.values()):
+            await fleet.refresh()
+        return self.scene
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.sampler.close()
+        await self.scene.fleet.close()
+        await self.engine.close()
+        await self.redis.aclose()
+
+
+EARLY_ENDS = [
+    Interruption(5, "reset"),
+    Interruption(5, "abort"),
+    Interruption(5, {"error": {"message": "a", "type": "t", "code": 500, "retryable": False}}),
+    Interruption(5, {"object": "error", "message": "flat", "type": "503", "param": None, "code": 503}),
+    Interruption(5, {"error": "a string"}),
+    Interruption(5, {"output_ids": [7], "meta_info": {"completion_tokens": 99}}),
+    Interruption(5, {"output_ids": [VOCABULARY], "meta_info": {"completion_tokens": 6,
+                     "output_token_logprobs": [[-1.0, VOCABULARY, None]]}}),
+    Interruption(5, {"output_ids": [4095], "meta_info": {"completion_tokens": 6,
+                     "finish_reason": {"type": "stop", "matched": "NaN happened"},
+                     "output_token_logprobs": [[-1.0, 4095, None]]}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("interruption", EARLY_ENDS)
+@pytest.mark.parametrize("cumulative", [False, True])
+async def test_an_answer_that_breaks_off_goes_on_elsewhere_token_for_token(
+    scene: Scene, interruption: Interruption, cumulative: bool
+) -> None:
+    first, second = scene.first, scene.second
+    first.cumulative = second.cumulative = cumulative
+    first.interruptions.append(interruption)
+    last = await scene.hear()
+    assert scene.ids == scene.whole
+    assert scene.logprobs == [logprob_of(index) for index in range(len(scene.whole))]
+    assert last.finish == "stop"
+    one, two = (f"engine-{scene.engines.index(engine)}" for engine in (first, second))
+    assert last.versions == (Span(0, 0, 5, one), Span(0, 5, 13, two))
+    assert scene.heard[0].server == one
+    (again,) = second.requests
+    assert again["input_ids"] == PROMPT + ANSWER[:5]
+    assert again["sampling_params"]["max_new_tokens"] == 95
+    assert again["rid"] == "rid.1"
+
+
+async def test_an_answer_by_one_engine_names_none_in_its_spans(scene: Scene) -> None:
+    assert (await scene.hear()).versions == (Span(0, 0, 13),)
+    assert scene.ids == scene.whole
+
+
+async def test_an_engine_that_dies_again_and_again_is_asked_again_for_as_long_as_tokens_come(
+    scene: Scene,
+) -> None:
+    scene.only(scene.first)
+    (engine,) = [scene.engines[int(name[-1])] for name in scene.fleet.servers]
+    engine.stop_after = 2
+    engine.version = "3"
+    last = await scene.hear()
+    assert scene.ids == scene.whole
+    assert last.versions == (Span(3, 0, 13),)
+    assert [body["rid"] for body in engine.requests] == ["rid", *(f"rid.{n}" for n in range(1, 7))]
+
+
+async def test_each_part_keeps_the_version_that_its_engine_reported(scene: Scene) -> None:
+    first, second = scene.first, scene.second
+    first.version, second.version = "4", "7"
+    first.interruptions.append(Interruption(6, "abort"))
+    first.spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 6}]
+    second.spans = [{"version": "7", "start": 0, "end": 3}, {"version": "8", "start": 3, "end": 7}]
+    versions = (await scene.hear()).versions
+    assert [(span.version, span.start, span.end) for span in versions] == [
+        (3, 0, 2),
+        (4, 2, 6),
+        (7, 6, 9),
+        (8, 9, 13),
+    ]
+    assert len({span.engine for span in versions}) == 2
+
+
+async def test_tokens_of_one_event_that_may_be_of_two_versions_are_sampled_again(scene: Scene) -> None:
+    """Where no client watches, and the engine died before it said which was which."""
+    first = scene.first
+    events = [
+        {"output_ids": ANSWER[:2], "meta_info": meta("1", ANSWER[:2], 2)},
+        {"output_ids": ANSWER[2:6], "meta_info": meta("2", ANSWER[2:6], 6)},
+    ]
+    first.raw = "".join(f"data: {text}\n\n" for text in map(json_of, events)).encode()
+    scene.second.version = "2"
+    last = await scene.hear(structs.replace(scene.ask(), stream_interval=64))
+    assert scene.ids == scene.whole
+    assert [(span.version, span.start, span.end) for span in last.versions] == [(1, 0, 2), (2, 2, 13)]
+
+
+def json_of(value: Any) -> str:
+    return bytes(JSONResponse(value).body).decode()
+
+
+def meta(version: str, ids: list[int], total: int) -> dict[str, Any]:
+    return {
+        "completion_tokens": total,
+        "weight_version": version,
+        "output_token_logprobs": [[-1.0, token, None] for token in ids],
+    }
+
+
+REFUSALS: list[Response] = [
+    JSONResponse({"error": "a string"}, 500),
+    JSONResponse({"error": {"message": "nested"}}, 503),
+    JSONResponse({"object": "error", "message": "flat", "type": "503", "param": None, "code": 503}, 503),
+    JSONResponse({"error": "Unauthorized"}, 401),
+    JSONResponse({"detail": "Not Found"}, 404),
+    PlainTextResponse("Internal Server Error", 500),
+    PlainTextResponse("", 502),
+    PlainTextResponse("not an event", 200),
+]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+async def test_an_error_of_any_shape_is_the_engines_and_another_answers(
+    scene: Scene, refusal: Response
+) -> None:
+    scene.first.refusals.append(refusal)
+    await scene.hear()
+    assert scene.ids == scene.whole
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        JSONResponse({"error": "sampling_params: unknown field"}, 400),
+        JSONResponse({"error": {"message": "The input is longer than the model's context length"}}, 400),
+        JSONResponse({"object": "error", "message": "flat", "type": "Bad Request", "code": 400}, 400),
+        PlainTextResponse(
+            'data: {"error":{"message":"too long","type":"invalid_request_error","code":400}}\n\n'
+            "data: [DONE]\n\n"
+        ),
+        PlainTextResponse(
+            'data: {"output_ids":[],"meta_info":{"completion_tokens":0,"finish_reason":{"type":"abort",'
+            '"message":"invalid stop_regex","status_code":400,"err_type":"BadRequestError"}}}\n\n'
+        ),
+    ],
+)
+async def test_what_is_the_requests_fault_is_a_400_at_once(scene: Scene, refusal: Response) -> None:
+    scene.first.refusals.append(refusal)
+    with pytest.raises(ApiError) as caught:
+        await scene.hear()
+    assert caught.value.status == 400
+    assert scene.second.requests == []
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [({"error": {"message": "no", "code": 500}}, 503), ("abort", 503), ("reset", 503)],
+)
+async def test_when_patience_is_over_the_engines_words_are_a_503(
+    scene: Scene, words: Any, status: int
+) -> None:
+    for engine in scene.engines:
+        engine.interruptions.extend([Interruption(0, words)] * 50)
+    began = time.monotonic()
+    with pytest.raises(ApiError) as caught:
+        await scene.hear()
+    assert (caught.value.status, caught.value.type) == (status, "engine_unavailable")
+    assert caught.value.headers["retry-after"]
+    assert time.monotonic() - began < 3.0
+    assert sum(len(engine.requests) for engine in scene.engines) <= 12
+
+
+async def test_a_request_that_breaks_every_engine_is_not_shown_to_all_of_them_for_ever(
+    scene: Scene,
+) -> None:
+    for engine in scene.engines:
+        engine.interruptions.extend([Interruption(0, "reset")] * 50)
+    scene.sampler.engine_wait_s = 60
+    with pytest.raises(ApiError):
+        await scene.hear()
+    assert sum(len(engine.requests) for engine in scene.engines) == 5
+
+
+async def test_a_silent_engine_is_left_for_another_and_told_to_stop(
+    actors: list[Actor], tokenizer: Tokenizer, redis_url: str
+) -> None:
+    async with staged(actors, tokenizer, redis_url, silence_s=0.2) as scene:
+        first = scene.first
+        first.stall_after = 4
+        await scene.hear()
+        assert scene.ids == scene.whole
+        assert first.aborted == ["rid"]
+        assert scene.faults("stalled") == 1
+
+
+async def test_silence_everywhere_is_a_504(actors: list[Actor], tokenizer: Tokenizer, redis_url: str) -> None:
+    async with staged(actors, tokenizer, redis_url, silence_s=0.3) as scene:
+        for engine in scene.engines:
+            engine.stall_after = 0
+        with pytest.raises(ApiError) as caught:
+            await scene.hear()
+        assert (caught.value.status, caught.value.type) == (504, "timeout_error")
+
+
+async def test_an_engine_that_is_not_there_gets_no_second_call(scene: Scene) -> None:
+    gone = next(iter(scene.fleet.servers.values()))
+    move(gone, f"http://127.0.0.1:{free_port()}")
+    for n in range(6):
+        await scene.hear(structs.replace(scene.ask(), session_id=f"s{n}"))
+        assert scene.ids == scene.whole
+    assert gone.breaker.state == "open"
+    assert scene.faults("refused") == 1
+    assert scene.metrics.registry.get_sample_value("weir_breaker_open", {"server": gone.id}) == 1
+
+
+async def test_an_answer_waits_for_the_only_engine_to_come_back(scene: Scene) -> None:
+    engine = scene.first
+    scene.only(engine)
+    (server,) = scene.fleet.servers.values()
+    url = server.registration.engine_url
+    engine.interruptions.append(Interruption(3, "reset"))
+
+    async def hear(piece: Piece) -> None:
+        await scene.take(piece)
+        if len(scene.ids) == 3:
+            move(server, f"http://127.0.0.1:{free_port()}")
+
+    answering = asyncio.create_task(scene.sampler.sample(scene.ask(), hear))
+    await come_to_be(lambda: scene.faults("refused"))
+    assert not server.breaker.lets_through
+    move(server, url)
+    server.state = "dead"
+    await scene.fleet.refresh()  # hears that it is back: no need to wait for the breaker's time
+    await asyncio.wait_for(answering, 0.3)
+    assert scene.ids == scene.whole
+    assert server.breaker.state == "closed"
+
+
+def move(server: RolloutServer, url: str) -> None:
+    server.registration = structs.replace(server.registration, engine_url=url)
+
+
+async def come_to_be(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - what is waited for lies in another thread
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("words", ["reset", "abort"])
+async def test_what_is_complete_at_the_seam_needs_no_other_engine(scene: Scene, words: Any) -> None:
+    first, second = scene.first, scene.second
+    for parameters, interruption, finish in (
+        ({"max_new_tokens": 5}, Interruption(5, words), "length"),
+        ({"stop_token_ids": [ANSWER[4]]}, Interruption(5, words), "stop"),
+    ):
+        first.interruptions.append(interruption)
+        first.script.append([*ANSWER, *ANSWER])
+        last = await scene.hear(scene.ask(**{"max_new_tokens": 100, **parameters}))
+        assert (last.finish, last.ids) == (finish, []) or last.ids
+        assert scene.ids == ANSWER[:5]
+        assert [(span.start, span.end) for span in last.versions] == [(0, 5)]
+    assert second.requests == []
+
+
+async def test_a_stop_string_across_the_seam_ends_the_answer(scene: Scene, tokenizer: Tokenizer) -> None:
+    first, second = scene.first, scene.second
+    answer = "so it is. Observation: nothing else"
+    for engine in scene.engines:
+        engine.mind = answer
+    ids = tokenizer.encode(answer).ids
+    until = next(n for n in range(len(ids)) if "Observation:" in tokenizer.decode(ids[:n]))
+    seam = until - 2
+    assert seam > 0
+    first.interruptions.append(Interruption(seam, "reset"))
+    second.pace_s = 0.05  # it has more to say when the answer is over
+    last = await scene.hear(scene.ask(stop=["Observation:"]))
+    assert second.requests, "the seam lies before the answer's end"
+    assert scene.ids == ids[:until]
+    assert (last.finish, last.matched) == ("stop", "Observation:")
+    assert [(span.start, span.end) for span in last.versions] == [(0, seam), (seam, until)]
+    assert second.aborted == ["rid.1"]
+
+
+async def test_a_stop_string_after_the_seam_is_the_engines_to_find(
+    scene: Scene, tokenizer: Tokenizer
+) -> None:
+    answer = "one two three four five six seven eight nine STOP ten"
+    for engine in scene.engines:
+        engine.mind = answer
+    scene.first.interruptions.append(Interruption(2, "reset"))
+    last = await scene.hear(scene.ask(stop=["STOP"]))
+    assert (last.finish, last.matched) == ("stop", "STOP")
+    assert tokenizer.decode(scene.ids).endswith("STOP")
+
+
+async def test_a_pinned_answer_goes_on_only_with_its_version(scene: Scene) -> None:
+    first, second = scene.first, scene.second
+    first.version, second.version = "12", "13"
+    await scene.fleet.refresh()
+    first.interruptions.append(Interruption(5, "reset"))
+    last = await scene.hear(structs.replace(scene.ask(), version=12))
+    assert last.versions == (Span(12, 0, 13),)
+    assert second.requests == []
+    scene.only(second)
+    with pytest.raises(ApiError) as caught:
+        await scene.hear(structs.replace(scene.ask(), version=12))
+    assert caught.value.status == 503
+
+
+async def test_tokens_of_another_version_are_no_part_of_a_pinned_answer(scene: Scene) -> None:
+    first = scene.first
+    for engine in scene.engines:
+        engine.version = "12"
+    await scene.fleet.refresh()
+    first.version = "13"  # since the fleet last asked
+    last = await scene.hear(structs.replace(scene.ask(), version=12))
+    assert last.versions == (Span(12, 0, 13),)
+    assert len(first.requests) == 1
+
+
+async def test_a_constrained_answer_starts_again_where_nobody_saw_its_beginning(scene: Scene) -> None:
+    scene.first.interruptions.append(Interruption(5, "reset"))
+    ask = structs.replace(scene.ask(json_schema="{}"), stream_interval=2)
+    await scene.hear(ask)
+    assert scene.ids == scene.whole
+    assert scene.second.requests[0]["input_ids"] == PROMPT
+
+
+async def test_a_constrained_answer_that_was_seen_is_not_continued_as_another_grammar(scene: Scene) -> None:
+    scene.first.interruptions.append(Interruption(5, "reset"))
+    with pytest.raises(ApiError) as caught:
+        await scene.hear(scene.ask(json_schema="{}"))
+    assert caught.value.status == 503
+    assert scene.ids == ANSWER[:5]
+    assert scene.second.requests == []
+
+
+async def test_who_stops_listening_stops_the_engine(scene: Scene) -> None:
+    first, second = scene.first, scene.second
+    first.interruptions.append(Interruption(3, "reset"))
+    second.stall_after = 4
+
+    async def hear(piece: Piece) -> None:
+        await scene.take(piece)
+        if len(scene.ids) == 7:
+            raise ConnectionResetError
+
+    with pytest.raises(ConnectionResetError):
+        await scene.sampler.sample(scene.ask(), hear)
+    assert second.aborted == ["rid.1"]
+    assert all(server.in_flight == 0 for server in scene.fleet.servers.values())
+
+
+async def test_who_is_cancelled_stops_the_engine(scene: Scene) -> None:
+    first = scene.first
+    first.stall_after = 0
+    task = asyncio.create_task(scene.hear())
+    await come_to_be(lambda: first.stalled)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert first.aborted == ["rid"]
+    assert all(server.in_flight == 0 for server in scene.fleet.servers.values())
+
+
+async def test_a_connection_that_went_stale_is_nobodys_fault(scene: Scene) -> None:
+    """The engine closes it in the moment that a request goes out."""
+    closing: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        if not closing:
+            closing.append(writer)
+            writer.close()
+            return
+        event = {"output_ids": [scene.end], "meta_info": meta("0", [scene.end], 1)}
+        event["meta_info"] |= {"finish_reason": {"type": "stop", "matched": scene.end}}  # type: ignore[operator]
+        body = f"data: {json_of(event)}\n\n".encode()
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    scene.only(scene.first)
+    (there,) = scene.fleet.servers.values()
+    move(there, f"http://127.0.0.1:{port}")
+    async with server:
+        await scene.hear()
+    assert scene.ids == [scene.end]
+    assert scene.faults("lost") == 1
+    assert scene.metrics.registry.get_sample_value("weir_breaker_open", {"server": there.id}) is None
+
+
+async def test_many_answers_survive_the_death_of_their_engine(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    first = scene.first
+    first.interruptions.extend([Interruption(n % 7, "reset") for n in range(16)])
+
+    async def one(n: int) -> list[int]:
+        ids: list[int] = []
+
+        async def hear(piece: Piece) -> None:
+            ids.extend(piece.ids)
+
+        await scene.sampler.sample(structs.replace(scene.ask(), rid=f"r{n}"), hear)
+        return ids
+
+    answers = await asyncio.gather(*(one(n) for n in range(32)))
+    assert answers == [scene.whole] * 32
+
+
+async def test_a_long_prompt_is_sent_whole(scene: Scene) -> None:
+    prompt = [n % VOCABULARY for n in range(100_000)]
+    await scene.hear(structs.replace(scene.ask(), input_ids=prompt))
+    assert scene.first.requests[0]["input_ids"] == prompt
+
+
+def test_a_span_names_an_engine_on_the_wire_only_where_it_has_one() -> None:
+    """Records of before, and readers of before, know spans without."""
+    old = msgpack.encode({"version": 1, "start": 0, "end": 2})
+    assert msgpack.encode(Span(1, 0, 2)) == old
+    assert msgpack.decode(old, type=Span) == Span(1, 0, 2)
+    assert msgpack.decode(msgpack.encode(Span(1, 0, 2, "r0")), type=Span).engine == "r0"

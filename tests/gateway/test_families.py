@@ -1,0 +1,259 @@
+"""No drift, in any family of chat templates: what was sampled is what the next call goes on from."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from gateway.language import render
+from gateway.language.families import FAMILIES, Thinking, family_of
+from gateway.language.render import ChatRenderer, Message
+from rollout_queue.tokens import TokenIds
+from tests.gateway.families.agent import (
+    TOOL,
+    Agent,
+    as_sent_back,
+    call,
+    renderer_of,
+    result,
+    sampled,
+    told,
+    user,
+)
+from tests.gateway.families.models import CONTROL_TOKENS, make_model
+
+EVERY = sorted(CONTROL_TOKENS)
+SYSTEM: Message = {"role": "system", "content": "Be brief."}
+THOUGHT = {"reasoning_content": "let me look"}
+RendererOf = Callable[..., ChatRenderer]
+
+
+@pytest.fixture(scope="session")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> RendererOf:
+    directory: Path = tmp_path_factory.mktemp("families")
+
+    def of(family: str, thinking: Thinking = "template") -> ChatRenderer:
+        return renderer_of(directory, family, thinking)
+
+    return of
+
+
+def examples(count: int) -> settings:
+    return settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        report_multiple_bugs=False,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def test_every_family_of_the_library_is_here_but_the_one_that_needs_the_network() -> None:
+    assert set(FAMILIES) - set(CONTROL_TOKENS) == {"gpt-oss"}
+
+
+# What each template does to its history
+
+FORGETFUL = (
+    *("glm-4.5", "glm-5", "glm-5.1", "minimax-m2", "nemotron-3", "nemotron-3-ultra", "nemotron-3.5"),
+    *("qwen3", "qwen3.5", "qwen3.6"),
+)
+"""Their templates drop past thoughts as soon as the user speaks again."""
+AS_THE_TEMPLATE_HAS_IT = {
+    **dict.fromkeys(EVERY, ("extends", "extends", "extends")),
+    **dict.fromkeys(FORGETFUL, ("extends", "rerendered", "rerendered")),
+    "deepseek-r1": ("rerendered", "rerendered", "rerendered"),
+    "gemma4": ("extends", "rerendered", "extends"),
+    "kimi-k2.5": ("extends", "rerendered", "extends"),
+}
+ALL_KEPT = {
+    **dict.fromkeys(EVERY, ("extends", "extends", "extends")),
+    "gemma4": ("extends", "rerendered", "extends"),
+}
+"""Gemma's calls end in the opening of their results: there a user cannot speak."""
+
+
+@pytest.mark.parametrize(
+    ("thinking", "expected"),
+    [("template", AS_THE_TEMPLATE_HAS_IT), ("all", ALL_KEPT)],
+    ids=["template", "all"],
+)
+@pytest.mark.parametrize("family", EVERY)
+def test_a_result_after_a_call_then_a_user_after_a_call_then_a_user_after_text(
+    renderer: RendererOf, family: str, thinking: Thinking, expected: dict[str, tuple[str, ...]]
+) -> None:
+    found = []
+    for said, then in (
+        (told(None, call(), **THOUGHT), result("ok")),
+        (told(None, call(), **THOUGHT), user("and now?")),
+        (told("it is a", **THOUGHT), user("and now?")),
+    ):
+        agent = Agent(renderer(family, thinking), messages=[SYSTEM])
+        turn = agent.hear(agent.ask(user("what is it?")), said)
+        prompt = agent.ask(then)
+        assert prompt.parent == (turn if prompt.relation == "extends" else None)
+        found.append(prompt.relation)
+    assert tuple(found) == expected[family]
+
+
+@pytest.mark.parametrize("family", [family for family in EVERY if family != "deepseek-r1"])
+def test_twelve_rounds_of_tools_cost_each_token_once(renderer: RendererOf, family: str) -> None:
+    agent = Agent(renderer(family), messages=[SYSTEM])
+    prompt = agent.ask(user("add them all up"))
+    for number in range(12):
+        agent.hear(prompt, told(None, call(f'{{"n": {number}}}'), **THOUGHT))
+        answered = agent.messages[-1]["tool_calls"][0]["id"]
+        prompt = agent.ask(result(str(number), answered))
+        assert prompt.relation == "extends"
+    held = sum(len(turn.context_ids) + len(turn.output_ids) for turn in agent.head.turns)
+    assert held + len(prompt.context_ids) == len(prompt.prompt_ids)
+
+
+# Whatever is said, sampled and sent back
+
+SPELLED = sorted({token for tokens in CONTROL_TOKENS.values() for token in tokens})
+TEXTS = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
+    st.sampled_from(
+        [
+            "",
+            " ",
+            "\n\nx \n",
+            "👩‍👩‍👧 é e\u0301",
+            "漢字",
+            "\ufdd0",
+            "\ufffd",
+            "<|im_end|>",
+            "a</think>b",
+            '{"a": 1}',
+        ]
+    ),
+    st.sampled_from(SPELLED),
+)
+ARGUMENTS = st.one_of(
+    st.dictionaries(
+        st.text("abc", min_size=1, max_size=2), TEXTS | st.integers() | st.lists(TEXTS, max_size=2)
+    ).map(json.dumps),
+    st.sampled_from(["{", "", "[1]", '"a"', "null"]),
+)
+ANSWERS = st.builds(
+    lambda content, arguments, thought: told(
+        content, *(call(each, f"call_{i}") for i, each in enumerate(arguments)), **thought
+    ),
+    TEXTS,
+    st.lists(ARGUMENTS, max_size=3),
+    st.sampled_from([{}, THOUGHT]),
+)
+NEXT = st.lists(
+    st.one_of(
+        TEXTS.map(user), TEXTS.map(result), st.builds(lambda text: {"role": "system", "content": text}, TEXTS)
+    ),
+    min_size=1,
+    max_size=3,
+)
+ROUNDS = st.lists(
+    st.tuples(NEXT, ANSWERS, st.sampled_from(["whole", "cut", "cut", "noise", "random"]), st.booleans()),
+    min_size=1,
+    max_size=4,
+)
+
+
+def disturbed(ids: list[int], how: str, draw: Callable[..., int], vocabulary: int) -> list[int]:
+    """What an engine may have sampled instead: an answer without its end, or ids that mean nothing."""
+    if how == "cut":
+        return ids[: draw(1, len(ids))]
+    if how == "noise":
+        at = draw(0, len(ids) - 1)
+        return [*ids[:at], *(draw(0, vocabulary - 1) for _ in range(3)), *ids[at:]]
+    if how == "random":
+        return [draw(0, vocabulary - 1) for _ in range(draw(1, 12))]
+    return ids
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_nothing_that_was_sampled_is_ever_tokenised_again(renderer: RendererOf, family: str) -> None:
+    @examples(8)
+    @given(st.data(), ROUNDS, st.sampled_from(["template", "all"]))
+    def holds(data: st.DataObject, rounds: Any, thinking: Thinking) -> None:
+        own = renderer(family, thinking)
+        agent = Agent(own, messages=[SYSTEM, user("go")])
+        vocabulary = own.config.vocab_size
+
+        def draw(low: int, high: int) -> int:
+            return data.draw(st.integers(low, high))
+
+        for index, (then, said, how, reasoning) in enumerate(rounds):
+            prompt = agent.ask(*then)
+            assert prompt.relation in (("root",) if index == 0 else ("extends", "rerendered"))
+            last = agent.head.turns[-1] if agent.head.turns else None
+            if prompt.relation == "extends":
+                assert prompt.parent == last
+            if prompt.relation == "rerendered" and last is not None:
+                before = TokenIds([*agent.head.branch_ids(last)[0], *last.output_ids])
+                assert own.render(agent.messages, agent.tools)[: len(before)] != before
+            ids = disturbed(sampled(own, prompt.prompt_ids, said), how, draw, vocabulary)
+            turn, read = agent.answer(prompt, ids)
+            assert turn.output_ids.tolist() == ids
+            # Through the wire, where keys lose their order and other fields are added.
+            sent = json.dumps(
+                as_sent_back(read, reasoning) | {"refusal": None, "annotations": []}, sort_keys=True
+            )
+            agent.messages.append(json.loads(sent))
+
+    holds()
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_of_a_prompt_only_the_end_says_how_it_goes_on(
+    renderer: RendererOf, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @examples(5)
+    @given(NEXT, NEXT, ANSWERS, st.integers(0, 30), st.sampled_from(["template", "all"]))
+    def holds(then: Any, after: Any, said: Message, missing: int, thinking: Thinking) -> None:
+        own = renderer(family, thinking)
+        agent = Agent(own, messages=[user("long ago " * 90)])
+        agent.hear(agent.ask(), told("yes " * 60, call(), **THOUGHT))
+        prompt = agent.ask(*then)
+        ids = TokenIds(sampled(own, prompt.prompt_ids, said)[: -missing or None] or [5])
+        found = []
+        for tail in (render.PROMPT_TAIL, 10**9):
+            monkeypatch.setattr(render, "PROMPT_TAIL", tail)
+            bridged = own.bridge(prompt.prompt_ids, ids, after, [TOOL], [*agent.messages, said])
+            found.append((bridged, own.parse(ids, [TOOL], "t", prompt_ids=prompt.prompt_ids)))
+            monkeypatch.undo()
+        assert found[0] == found[1]
+        own_context = own.bridge(prompt.context_ids, ids, after, [TOOL], [*agent.messages, said])
+        assert own_context == found[0][0]
+
+    holds()
+
+
+# Which family
+
+
+def test_a_model_is_known_by_its_name_before_its_type(tmp_path: Path) -> None:
+    assert family_of("auto", tmp_path / "Qwen3-8B", "anything").name == "qwen3"
+    assert family_of("auto", tmp_path / "DeepSeek-R1", "deepseek_v3").name == "deepseek-r1"
+    assert family_of("auto", tmp_path / "mine", "qwen3_moe").name == "qwen3"
+    assert family_of("llama-3", tmp_path / "Qwen3-8B", "qwen3").name == "llama-3"
+
+
+@pytest.mark.parametrize("name", ["auto", "qwen9"])
+def test_a_model_that_nobody_knows_ends_the_start_with_the_names(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SystemExit, match=r"set gateway\.renderer to one of deepseek-r1, "):
+        family_of(name, tmp_path, "mamba")
+
+
+def test_a_tokenizer_of_another_family_ends_the_start(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="does not fit the model"):
+        ChatRenderer(make_model(tmp_path, "llama-3"), "qwen3")
+
+
+def test_the_stand_ins_cover_more_than_twelve_families() -> None:
+    assert len(CONTROL_TOKENS) > 12

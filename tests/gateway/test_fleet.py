@@ -1,0 +1,187 @@
+"""Who takes a call: sessions stay where their prefix is cached, and nobody asks a server that just failed."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+from redis.asyncio import Redis
+
+from gateway.engines import breaker as breakers
+from gateway.engines.breaker import Breaker
+from gateway.engines.engine import EngineClient
+from gateway.engines.fleet import Fleet, Registration, RolloutServer
+from gateway.engines.placement import place_call
+from rollout_queue.web.errors import ApiError
+
+
+@dataclass
+class Busy:
+    id: str
+    in_flight: int = 0
+
+
+def placed(servers: list[Busy], sessions: int) -> dict[str, str]:
+    names = [f"session-{n}" for n in range(sessions)]
+    return {name: server.id for name in names if (server := place_call(servers, name)) is not None}
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 8])
+def test_sessions_spread_evenly_and_stay_where_they_are(count: int) -> None:
+    servers = [Busy(f"r{n}") for n in range(count)]
+    before = placed(servers, 4000)
+    shares = Counter(before.values()).values()
+    assert len(shares) == count
+    assert max(shares) < 1.2 * min(shares)
+    after = placed(servers[1:], 4000)
+    assert all(after[name] == home for name, home in before.items() if home != "r0")
+
+
+def test_an_overloaded_server_keeps_its_sessions_only_while_others_are_as_busy() -> None:
+    one, two = Busy("r0"), Busy("r1")
+    (session,) = [name for name, home in placed([one, two], 20).items() if home == "r0"][:1]
+
+    def taken_by(in_flight: int, elsewhere: int) -> str:
+        one.in_flight, two.in_flight = in_flight, elsewhere
+        server = place_call([one, two], session)
+        assert server is not None
+        return server.id
+
+    assert [taken_by(4, 0), taken_by(5, 0), taken_by(150, 100), taken_by(151, 100)] == [
+        "r0",
+        "r1",
+        "r0",
+        "r1",
+    ]
+    assert place_call([], session) is None
+
+
+def test_a_breaker_opens_after_failures_in_a_row_and_for_longer_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    breaker = Breaker()
+    for _ in range(2):
+        breaker.failed(gone=False)
+    breaker.succeeded()
+    for _ in range(2):
+        breaker.failed(gone=False)
+    assert breaker.state == "closed"
+    lengths = []
+    for _ in range(8):
+        breaker.failed(gone=False)
+        assert (breaker.state, breaker.lets_through) == ("open", False)
+        lengths.append(breaker.opens_until - now)
+        breaker.failed(gone=False)  # calls that were in flight with it
+        assert breaker.opens_until - now == lengths[-1]
+        now = breaker.opens_until
+        assert breaker.enter()
+        assert not breaker.lets_through, "one trial at a time"
+    assert lengths[1] > lengths[0]
+    assert 0.75 <= lengths[-1] / breakers.LONGEST_S <= 1.25
+    breaker.leave()
+    assert breaker.lets_through, "a trial that said nothing makes room for the next"
+    breaker.enter()
+    breaker.succeeded()
+    assert (breaker.state, breaker.openings, breaker.lets_through) == ("closed", 0, True)
+
+
+@pytest.fixture
+async def fleet(redis_url: str) -> AsyncIterator[Fleet]:
+    redis, engine = Redis.from_url(redis_url), EngineClient(5.0)
+    fleet = Fleet(redis, engine, None)
+    for name in ("r0", "r1"):
+        add(fleet, name)
+    fleet.serving = 1
+    yield fleet
+    await fleet.close()
+    await engine.close()
+    await redis.aclose()
+
+
+def add(fleet: Fleet, name: str, url: str = "http://127.0.0.1:1") -> RolloutServer:
+    registration = Registration(id=name, url=url, engine_url=url)
+    server = fleet.servers[name] = RolloutServer(registration, state="ready", version=1)
+    return server
+
+
+def chosen(fleet: Fleet, version: int | None = None, avoid: str = "") -> set[str]:
+    servers = (fleet.choose(f"s{n}", version, avoid) for n in range(32))
+    return {server.id for server in servers if server is not None}
+
+
+def test_calls_are_steered_away_from_a_server_that_loads_or_is_told_to(fleet: Fleet) -> None:
+    r0, r1 = fleet.servers.values()
+    assert chosen(fleet) == {"r0", "r1"}
+    r0.state = "loading"
+    assert chosen(fleet) == {"r1"}
+    r1.pushing = True
+    assert chosen(fleet) == {"r0", "r1"}, "both are about to wait: no reason to prefer one"
+    r0.state = "ready"
+    assert chosen(fleet) == {"r0"}
+    r0.state = r1.state = "dead"
+    assert chosen(fleet) == set()
+
+
+def test_an_open_breaker_takes_a_server_out_and_a_failed_one_is_avoided(fleet: Fleet) -> None:
+    r0, r1 = fleet.servers.values()
+    r0.breaker.failed(gone=True)
+    assert chosen(fleet) == {"r1"}
+    assert chosen(fleet, avoid="r1") == {"r1"}, "better the one that just failed than nobody"
+    r0.breaker.succeeded()
+    assert chosen(fleet, avoid="r1") == {"r0"}
+    for _ in range(3):
+        r0.breaker.failed(gone=False)
+    assert chosen(fleet) == {"r1"}
+    del fleet.servers["r1"]
+    assert chosen(fleet) == {"r0"}, "a server that fails calls is better than none"
+    r0.breaker.failed(gone=True)
+    assert chosen(fleet) == set(), "one that is not there is not"
+    assert r1.report()["breaker"] == "closed"
+
+
+def test_a_pinned_call_goes_to_its_version_alone(fleet: Fleet) -> None:
+    r0, _ = fleet.servers.values()
+    r0.version = 7
+    assert chosen(fleet) == {"r1"}
+    assert chosen(fleet, version=7) == {"r0"}
+    r0.state = "dead"
+    assert (chosen(fleet, version=7), fleet.has(7), fleet.has(8)) == (set(), True, False)
+
+
+async def test_a_half_open_server_takes_one_call_and_all_once_it_answered(fleet: Fleet) -> None:
+    del fleet.servers["r1"]
+    (r0,) = fleet.servers.values()
+    r0.breaker.failed(gone=True)
+    r0.breaker.try_soon()
+    trial = await fleet.acquire("s", None, 0.1)
+    assert trial.enter()
+    with pytest.raises(ApiError) as caught:
+        await fleet.acquire("s", None, 0.05)
+    assert "breaker half_open" in caught.value.message
+    waiting = asyncio.create_task(fleet.acquire("s", None, 5))
+    await asyncio.sleep(0)
+    fleet.works(trial)
+    assert await asyncio.wait_for(waiting, 0.5) is r0
+
+
+async def test_one_server_that_hangs_keeps_nobody_from_hearing_of_the_others(fleet: Fleet) -> None:
+    async def hang(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(30)
+        writer.close()
+
+    hanging = await asyncio.start_server(hang, "127.0.0.1", 0)
+    port = hanging.sockets[0].getsockname()[1]
+    fleet.servers.clear()
+    slow = fleet._take_up(Registration(id="slow", engine_url=f"http://127.0.0.1:{port}"))
+    gone = fleet._take_up(Registration(id="gone", engine_url="http://127.0.0.1:1"))
+    slow.state = gone.state = "ready"
+    began = time.monotonic()
+    await fleet.refresh()
+    assert time.monotonic() - began < 2.0
+    assert (slow.state, gone.state) == ("ready", "dead"), "late is not dead, refused is"
+    await fleet.close()
+    hanging.close()

@@ -1,0 +1,165 @@
+"""The gateway's memory grows neither with sessions that idle, nor with what slow clients have not read."""
+
+import fcntl
+import gc
+import json
+import os
+import socket
+import termios
+import time
+import tracemalloc
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from gateway.settings import LimitSettings
+from rollout_queue import keys
+from rollout_queue.head_cache import OVERHEAD, HeadCache
+from tests.gateway.conftest import Door, Stage, wait_until
+
+KIB = 1024
+SOME_SESSIONS = 20 * 2 * OVERHEAD
+"""What the cache of heads may hold, in its own measure: some twenty sessions of one turn."""
+BETWEEN_BYTES = 64 * KIB + 3 * 8 * KIB
+"""What uvicorn and the kernel hold between the gateway and a client that does not read."""
+ANSWER = 4000
+"""Tokens of an answer that is longer than that; the model's context holds no more."""
+
+OURS = [
+    tracemalloc.Filter(True, f"*/{room}/*")
+    for room in ("gateway", "rollout_queue", "redis", "uvicorn", "aiohttp")
+]
+NOT_OURS = [tracemalloc.Filter(False, "*/tests/*")]
+
+
+@contextmanager
+def traced() -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        tracemalloc.stop()
+
+
+def held_bytes() -> int:
+    """What the gateway's code, and the libraries that hold its sockets, have allocated and not let go."""
+    gc.collect()
+    snapshot = tracemalloc.take_snapshot().filter_traces([*OURS, *NOT_OURS])
+    return sum(trace.size for trace in snapshot.traces)
+
+
+def least_growth(batches: Iterable[Callable[[], object]]) -> int:
+    """By how many bytes the gateway grew in the best of them: what is kept of each batch grows in all."""
+    growths, before = [], held_bytes()
+    for batch in batches:
+        batch()
+        after = held_bytes()
+        growths.append(after - before)
+        before = after
+    return min(growths)
+
+
+def test_ten_thousand_idle_sessions_take_no_memory_of_the_gateway(door: Door, stage: Stage) -> None:
+    limits = LimitSettings(open_sessions=20_000, open_sessions_per_key=20_000, requests_per_minute=10**6)
+    with stage.door(limits=limits) as limited:
+
+        def open_a_thousand() -> None:
+            assert limited.post("/groups", {"size": 970}).status_code == 201
+            for _ in range(30):
+                limited.session()
+
+        for _ in range(7):
+            open_a_thousand()
+        with traced():
+            assert least_growth([open_a_thousand] * 3) < 16 * KIB
+    assert door.redis.zcard(keys.SESSIONS) == 10_000
+
+
+def test_the_gateway_remembers_so_many_sessions_and_no_more(
+    door: Door, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout_queue.redis_writer.HeadCache", lambda: HeadCache(SOME_SESSIONS))
+    with stage.door() as forgetful, traced():
+        wait_until(lambda: forgetful.get("/ready").status_code == 200)
+
+        def sessions_call() -> None:
+            for _ in range(30):
+                assert forgetful.chat(key=forgetful.session()["api_key"]).status_code == 200
+
+        assert least_growth([sessions_call] * 4) < 16 * KIB
+
+
+def test_a_client_that_does_not_read_holds_its_stream_back(door: Door) -> None:
+    """Whoever is not held back would come to the end, and hold in memory what the client has not read."""
+    with slow_reader(door) as (session, line):
+        wait_until(lambda: stuck(line), timeout_s=30)
+        assert door.turns(session) == []
+        said = read_to_the_end(line)
+        assert said.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert len(said) > 3 * BETWEEN_BYTES
+        (turn,) = door.turns(session)
+        assert (turn["finish_reason"], turn["output_len"]) == ("stop", ANSWER + 1)
+
+
+def test_a_client_that_never_reads_and_goes_away_aborts_its_answer(door: Door) -> None:
+    with slow_reader(door) as (session, line):
+        wait_until(lambda: stuck(line), timeout_s=30)
+        line.close()
+        wait_until(lambda: door.turns(session), timeout_s=5)
+        (turn,) = door.turns(session)
+        assert (turn["finish_reason"], turn["verdict"]["code"]) == ("abort", "aborted")
+
+
+@contextmanager
+def slow_reader(door: Door) -> Iterator[tuple[dict[str, Any], socket.socket]]:
+    """A client that has asked for a long answer with logprobs, streaming, and reads nothing of it."""
+    door.engine.script.append([300] * ANSWER)
+    door.engine.pace_s = 0.0002  # what comes in one piece goes out in one, whoever reads
+    session, address = door.session(), urlsplit(door.url)
+    call = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "logprobs": True}
+    body = json.dumps(call).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {session['api_key']}\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    with socket.socket() as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 * KIB)
+        line.connect((address.hostname, address.port))
+        wait_until(lambda: narrowed(line.getsockname()))
+        line.sendall(head.encode() + body)
+        yield session, line
+
+
+def narrowed(client: tuple[str, int]) -> bool:
+    """Let the kernel hold little of what the gateway sends to this client: by itself it takes megabytes."""
+    for connection in psutil.Process().net_connections("tcp4"):
+        if connection.raddr == client and connection.fd >= 0:
+            with socket.socket(fileno=os.dup(connection.fd)) as theirs:
+                theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 * KIB)
+            return True
+    return False
+
+
+def stuck(line: socket.socket) -> bool:
+    """Whether something has arrived, nothing more comes in, and nobody works on it either."""
+    before, began_s = unread(line), time.process_time()
+    time.sleep(0.5)
+    return 0 < before == unread(line) and time.process_time() - began_s < 0.2
+
+
+def unread(line: socket.socket) -> int:
+    count = array("i", [0])
+    fcntl.ioctl(line, termios.FIONREAD, count)
+    return count[0]
+
+
+def read_to_the_end(line: socket.socket) -> bytes:
+    said = bytearray()
+    while not said.endswith(b"0\r\n\r\n"):
+        said += line.recv(2**20)
+    return bytes(said)

@@ -1,0 +1,48 @@
+"""The published OpenAPI is what the gateway does: schemathesis finds no 500 and no undocumented shape."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gateway.conftest import ADMIN_KEY, CLIENT_KEY, Stage
+
+SCHEMATHESIS = Path(sys.executable).with_name("schemathesis")
+CONFIG = Path(__file__).with_name("schemathesis.toml")
+
+
+def test_every_path_of_the_contract_is_published(stage: Stage) -> None:
+    with stage.door() as door:
+        paths = door.get("/openapi.json").json()["paths"]
+    for path in ("chat/completions", "completions", "responses", "messages", "messages/count_tokens"):
+        assert {f"/v1/{path}", f"/sessions/{{session_id}}/v1/{path}"} <= set(paths)
+    for path, operations in paths.items():
+        for method, operation in operations.items():
+            assert "422" not in operation["responses"], (method, path)
+            assert operation["responses"]["400"]["content"]["application/json"]["schema"] == {
+                "$ref": "#/components/schemas/Error"
+            }
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("paths", "key"),
+    [("^/(v1|sessions|groups|live|ready|metrics)", CLIENT_KEY), ("^/admin", ADMIN_KEY)],
+    ids=["agent", "operator"],
+)
+def test_strangers_find_no_500_and_no_undocumented_shape(
+    stage: Stage, paths: str, key: str, tmp_path: Path
+) -> None:
+    with stage.door() as door:
+        command = [str(SCHEMATHESIS), "--config-file", str(CONFIG), "run", f"{door.url}/openapi.json"]
+        command += ["--include-path-regex", paths, "-H", f"Authorization: Bearer {key}"]
+        command += ["--max-examples", "5", "--seed", "7", "--suppress-health-check", "all"]
+        command += ["--generation-database", ":memory:", "--no-color"]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path)
+        tested = re.search(r"Tested: (\d+)", run.stdout)
+        assert run.returncode == 0, run.stdout[-6000:]
+        assert tested is not None
+        assert int(tested[1]) >= 9
+        assert door.get("/live").status_code == 200

@@ -1,0 +1,43 @@
+"""What is read without the parser is what the parser would have said, in every family."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.language.plain import PlainAnswers
+from gateway.language.regions import markup_of
+from gateway.language.render import Answer, ChatRenderer
+from tests.gateway.families.agent import renderer_of
+from tests.gateway.families.models import CONTROL_TOKENS
+from tests.gateway.test_deltas import TEXTS
+
+SPELLED = ('{"name": "f", "parameters": {}}', "<think>", "</think>", "thought\n", "<tool_call>", "[", " | ")
+ANSWERS = st.lists(st.sampled_from([*TEXTS, *SPELLED]) | st.text(max_size=5), max_size=5).map("".join)
+
+
+@pytest.fixture(scope="module", params=CONTROL_TOKENS)
+def renderer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
+    directory: Path = tmp_path_factory.mktemp("family")
+    return renderer_of(directory, request.param)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=ANSWERS, ends=st.booleans())
+def test_it_says_what_the_parser_says(renderer: ChatRenderer, text: str, ends: bool) -> None:
+    prompt = renderer.render([{"role": "user", "content": "hi"}], None)
+    ids = renderer.tokenizer.encode(text) + ([renderer.stop_ids[0]] if ends else [])
+    read = PlainAnswers(renderer).read(ids, prompt)
+    parsed = renderer.parse(ids, None, "t", prompt_ids=prompt)
+    assert read is None or read == Answer(parsed.content, parsed.reasoning or None, parsed.tool_calls)
+
+
+def test_it_is_not_asked_in_vain(renderer: ChatRenderer) -> None:
+    """Where a prompt opens no thought, plain text is read without the parser."""
+    prompt = renderer.render([{"role": "user", "content": "hi"}], None)
+    ids = [*renderer.tokenizer.encode("It is sunny."), renderer.stop_ids[0]]
+    opened = renderer.text_of(prompt).rstrip().endswith(("<think>", "<|channel>thought"))
+    opened |= markup_of(renderer).late_calls  # where any text may turn out to be a call's name
+    if not opened and renderer.parse(ids, None, "t", prompt_ids=prompt).content == "It is sunny.":
+        assert PlainAnswers(renderer).read(ids, prompt) == Answer("It is sunny.")

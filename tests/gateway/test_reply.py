@@ -1,0 +1,47 @@
+"""What a client hears stays in order, however slow its socket is."""
+
+import asyncio
+from typing import Any
+
+from gateway.door.reply import Reply
+
+
+async def test_a_stream_that_ends_while_its_first_heartbeat_waits_begins_all_the_same() -> None:
+    sent: list[str] = []
+    opening, writable = asyncio.Event(), asyncio.Event()
+
+    async def send(message: Any) -> None:
+        opening.set()
+        await writable.wait()
+        sent.append(message["type"])
+
+    reply = Reply(send, "r")
+    reply.keep_alive(b": hi\n\n", 0.02, dict)
+    await opening.wait()  # the heartbeat has begun to open the stream, and waits for the socket
+    closing = asyncio.create_task(reply.close(b"data: x\n\n"))
+    await asyncio.sleep(0.01)
+    writable.set()
+    await closing
+    assert sent[0] == "http.response.start"
+    assert set(sent[1:]) == {"http.response.body"}
+
+
+async def test_a_silent_stream_is_opened_and_kept_alive() -> None:
+    sent: list[Any] = []
+    beaten = asyncio.Event()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if len(sent) == 4:
+            beaten.set()
+
+    reply = Reply(send, "r")
+    reply.keep_alive(b": hi\n\n", 0.02, lambda: {"x-weir-session-id": "s"})
+    await beaten.wait()
+    await reply.close(b"data: x\n\n")
+    count = len(sent)
+    await asyncio.sleep(0.06)
+    assert len(sent) == count  # nothing after the end
+    assert sent[0]["type"] == "http.response.start"
+    assert (b"x-weir-session-id", b"s") in sent[0]["headers"]
+    assert [message["body"] for message in sent[1:-1]] == [b": hi\n\n"] * (count - 2)

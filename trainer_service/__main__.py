@@ -11,7 +11,8 @@ import httpx
 from prometheus_client import CollectorRegistry
 from redis import Redis
 
-from rollout_queue.errors import StorageUnavailable
+from rollout_queue.errors import LeaseLost, StorageUnavailable
+from rollout_queue.lease import Lease
 from rollout_queue.redis_reader import RedisReader
 from rollout_queue.settings import CONFIG_VARIABLE
 from rollout_queue.web.keys import Keyring, refuse_open_binding
@@ -25,8 +26,10 @@ from trainer_service.metrics import Metrics
 from trainer_service.policy import Policy
 from trainer_service.publish import Publisher
 from trainer_service.pulse import Pulse
+from trainer_service.ranks import Leader, follow, own_rank
 from trainer_service.settings import TrainerSettings
 from trainer_service.store import PolicyStore
+from trainer_service.tenure import tenure
 from trainer_service.train import Trainer
 
 logger = logging.getLogger("trainer_service")
@@ -45,6 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     settings = TrainerSettings()
+    if own_rank() > 0:
+        policy = Policy(settings)  # until it is there, nothing has to be finished
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 hears it too, and tells us when it is over
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        follow(policy)
+        return
     keyring = Keyring(settings.client_keys, settings.admin_keys)
     refuse_open_binding(settings.host, keyring)
     face = Face()
@@ -54,7 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, stop)
-    serve(settings, keyring, face)
+    try:
+        serve(settings, keyring, face)
+    except LeaseLost as error:
+        raise SystemExit(str(error)) from error
 
 
 def serve(settings: TrainerSettings, keyring: Keyring, face: Face) -> None:
@@ -64,40 +76,54 @@ def serve(settings: TrainerSettings, keyring: Keyring, face: Face) -> None:
     store = PolicyStore(settings.policies_dir, settings.model_path, settings.keep_policies)
     app = create_app(face, checkpoints.ledger, store, keyring, registry)
     redis = connect(settings.redis_url)
+    # A connection of its own, and no more patience than there is time to renew.
+    keeping = connect(settings.redis_url, settings.lease_s / 3)
+    lease = Lease(keeping, settings.lease_s)
     headers = {"authorization": f"Bearer {settings.admin_keys[0]}"} if settings.admin_keys else {}
     client = httpx.Client(base_url=settings.gateway_url, headers=headers)
-    with owned(settings.checkpoint_dir), HttpThread(app, settings.host, settings.port), redis, client:
+    with (
+        owned(settings.checkpoint_dir),
+        HttpThread(app, settings.host, settings.port),
+        redis,
+        keeping,
+        client,
+    ):
         logger.info("listens on %s:%d", settings.host, settings.port)
-        metrics = Metrics(registry, settings.metrics_path)
-        policy = Policy(settings)
-        stream = _stream(redis, face, settings.retry_s)
-        if stream is None:
-            return
-        pulse = Pulse(stream, face, settings.retry_s)
-        gateway = Gateway(client, settings.push_timeout_s)
-        Trainer(
-            settings=settings,
-            policy=policy,
-            intake=Intake(stream, settings.algorithm, policy.vocab_size, pulse, metrics),
-            checkpoints=checkpoints,
-            publisher=Publisher(store, gateway, settings.publish_url, pulse, metrics),
-            metrics=metrics,
-            face=face,
-            pulse=pulse,
-        ).run()
+        with tenure(lease, face, settings.retry_s) as held:
+            if not held:
+                return
+            metrics = Metrics(registry, settings.metrics_path)
+            policy = Leader(Policy(settings))
+            stream = _stream(redis, lease, face, settings.retry_s)
+            if stream is None:
+                policy.close()
+                return
+            pulse = Pulse(stream, face, settings.retry_s)
+            gateway = Gateway(client, settings.push_timeout_s)
+            Trainer(
+                settings=settings,
+                policy=policy,
+                intake=Intake(stream, settings.algorithm, policy.vocab_size, pulse, metrics),
+                checkpoints=checkpoints,
+                publisher=Publisher(store, gateway, settings.publish_url, pulse, metrics),
+                metrics=metrics,
+                face=face,
+                pulse=pulse,
+            ).run()
+            policy.close()  # never after a failure: amid a collective the others would not hear it
     logger.info("ended")
 
 
-def connect(redis_url: str) -> Redis:
+def connect(redis_url: str, timeout_s: float = REDIS_TIMEOUT_S) -> Redis:
     """A client that gives up on a Redis that is silent, so that the trainer can say so and try again."""
-    return Redis.from_url(redis_url, socket_connect_timeout=2, socket_timeout=REDIS_TIMEOUT_S)
+    return Redis.from_url(redis_url, socket_connect_timeout=2, socket_timeout=timeout_s)
 
 
-def _stream(redis: Redis, face: Face, retry_s: float) -> RedisReader | None:
+def _stream(redis: Redis, lease: Lease, face: Face, retry_s: float) -> RedisReader | None:
     """The reader, as soon as Redis answers; None when told to stop before."""
     while not face.stopping:
         try:
-            return RedisReader(redis)
+            return RedisReader(redis, lease.token)
         except StorageUnavailable as error:
             logger.warning("%s; again in %g s", error, retry_s)
             face.sleep(retry_s)

@@ -1,48 +1,28 @@
-"""From the stream's entries to groups whose every member has ended.
+"""From the stream's entries to groups whose every member has ended, or whose patience has.
 
     Entry ─▶ Assembler.add ─▶ sessions, by group ─▶ complete() ─▶ Group ─▶ (trained, or not) ─▶ release
-                          └─▶ strays(): records of sessions that are settled already
+                          └─▶ strays(): entries that nothing needs: of settled sessions, of deleted ones
 
 An entry belongs to its session and leaves with it: ended members stay, unacknowledged, until their group
-goes, so that a restarted trainer counts them again.
+goes, so that a restarted trainer counts them again. A group goes without its stragglers when its deadline
+passes or it is silent for long; each of them is settled, untrained, when it ends.
 """
 
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from rollout_queue.records import Outcome, Reward, Turn, Verdict
 from rollout_queue.stream import Entry
-from trainer_service.turns import contradiction
+from trainer_service.session import Member, Rules, Session
+from trainer_service.waits import Wait
+
+__all__ = ["Assembler", "Group", "Member", "Rules"]
 
 SETTLED_KEPT = 100_000
 """How many settled sessions are remembered, so that what still arrives of them is known for a stray."""
-LARGEST_REWARD = 1e9
-"""Of a session, either way. Far beyond it the gradient overflows float32, and no restart would help."""
-
-
-class Rules(NamedTuple):
-    """What decides that a session or a group is complete."""
-
-    vocab_size: int
-    train_truncated: bool
-    group_wait_s: float
-
-
-@dataclass(frozen=True)
-class Member:
-    """A session that has ended. Its verdict is None when it can be trained, or when the gateway gave one."""
-
-    session_id: str
-    entry_ids: tuple[str, ...]
-    turns: tuple[Turn, ...]
-    reward: float | None
-    verdict: Verdict | None
-
-    @property
-    def rewarded(self) -> bool:
-        return self.verdict is None and self.reward is not None
+GONE_KEPT = 20_000
+"""How many groups that went without some of their members are remembered."""
 
 
 @dataclass(frozen=True)
@@ -58,90 +38,20 @@ class Group:
         return tuple(member for member in self.members if member.rewarded)
 
 
-@dataclass
-class _Session:
-    """What the stream has said of one session so far."""
-
-    session_id: str
-    entry_ids: list[str] = field(default_factory=list)
-    turns: dict[str, Turn] = field(default_factory=dict)
-    rewards: dict[str, Reward] = field(default_factory=dict)
-    outcome: Outcome | None = None
-    closed: bool = False
-    """Whether the gateway ended it with a verdict of its own: failed, abandoned or expired."""
-    heard_at: float = 0.0
-    _ended: Member | None = None
-    _judged: bool = False
-    """Whether `_ended` is true of everything taken so far; looking at every token is not for every tick."""
-
-    @property
-    def group_id(self) -> str:
-        """A session without a group is a group of its own; the blank keeps it apart from any real id."""
-        named = self.outcome.group_id if self.outcome else None
-        named = named or next((turn.group_id for turn in self.turns.values() if turn.group_id), None)
-        return named or f" {self.session_id}"
-
-    def take(self, entry: Entry) -> None:
-        """Add a record; one that is here already adds its entry only."""
-        self.entry_ids.append(entry.entry_id)
-        self._judged = False
-        match entry.record:
-            case Turn() as turn:
-                self.turns.setdefault(turn.turn_id, turn)
-                self.heard_at = max(self.heard_at, turn.finished_at)
-            case Reward() as reward:
-                self.rewards.setdefault(reward.key, reward)
-                self.heard_at = max(self.heard_at, reward.created_at)
-            case Outcome() as outcome:
-                self.closed |= outcome.status in ("failed", "abandoned")
-                self.outcome = self.outcome or outcome
-                self.heard_at = max(self.heard_at, outcome.created_at)
-
-    def ended(self, rules: Rules) -> Member | None:
-        """The session as a member of its group; None while something of it is still to come."""
-        if not self._judged:
-            self._ended, self._judged = self._judge(rules), True
-        return self._ended
-
-    def _judge(self, rules: Rules) -> Member | None:
-        if self.outcome is None:
-            return None
-        turns = tuple(self.turns.values())
-        if self.closed:
-            return self._member(turns, None, None)
-        if not self.outcome.train:
-            return self._member(
-                turns, None, Verdict(code="not_for_training", detail="opened with train: false")
-            )
-        if self.outcome.status == "truncated" and not rules.train_truncated:
-            return self._member(
-                turns, None, Verdict(code="truncated", detail="truncated sessions are not trained")
-            )
-        if not self.rewards:
-            return None
-        reward = sum(self.rewards[key].value for key in sorted(self.rewards))
-        if not abs(reward) <= LARGEST_REWARD:  # nor NaN, which infinities may add up to
-            detail = f"a reward of {reward:g} is beyond {LARGEST_REWARD:g}"
-            return self._member(turns, None, Verdict(code="invalid", detail=detail))
-        if not turns:
-            return self._member(turns, reward, Verdict(code="invalid", detail="the session has no turn"))
-        if broken := contradiction(turns, rules.vocab_size):
-            return self._member(turns, reward, Verdict(code="invalid", detail=broken))
-        return self._member(turns, reward, None)
-
-    def _member(self, turns: tuple[Turn, ...], reward: float | None, verdict: Verdict | None) -> Member:
-        return Member(self.session_id, tuple(self.entry_ids), turns, reward, verdict)
-
-
 class Assembler:
     """Holds what was read and not yet settled. One entry is held once, however often it is delivered."""
 
-    def __init__(self, rules: Rules, settled: Iterable[str] = ()) -> None:
+    def __init__(
+        self, rules: Rules, settled: Iterable[str] = (), gone: Mapping[str, int] | None = None
+    ) -> None:
         self._rules = rules
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, Session] = {}
         self._held: set[str] = set()
         self._settled: dict[str, None] = dict.fromkeys(settled)
+        self._gone: dict[str, int] = dict(gone or {})
+        """Groups that went without some of their members, and with how many."""
         self._strays: list[str] = []
+        self._freed: list[str] = []
         self._groups: dict[str, set[str]] = {}
         """Session ids by group, of every session that is held."""
 
@@ -153,10 +63,12 @@ class Assembler:
             if session_id in self._settled:
                 self._strays.append(entry.entry_id)
                 continue
-            self._held.add(entry.entry_id)
-            session = self._sessions.setdefault(session_id, _Session(session_id))
+            session = self._sessions.setdefault(session_id, Session(session_id))
             former = session.group_id
-            session.take(entry)
+            freed = session.take(entry)
+            self._held.add(entry.entry_id)
+            self._held.difference_update(freed)
+            self._freed += freed
             if session.group_id != former and session_id in self._groups.get(former, ()):
                 self._leave(former, session_id)
             self._groups.setdefault(session.group_id, set()).add(session_id)
@@ -168,58 +80,118 @@ class Assembler:
         """
         now_s = time.time()
         found: list[tuple[float, Group]] = []
-        for group_id, session_ids in self._groups.items():
-            sessions = [self._sessions[session_id] for session_id in session_ids]
-            size, heard_at = self._size(group_id), max(session.heard_at for session in sessions)
-            overdue = caught_up and now_s - heard_at > self._rules.group_wait_s
-            if len(sessions) < (size or 0) and not overdue:
-                continue
-            members = [member for session in sessions if (member := session.ended(self._rules))]
-            known_size = size is not None and len(members) >= size
-            if known_size or (overdue and members and len(members) == len(sessions)):
+        for group_id in self._groups:
+            sessions = self._of(group_id)
+            if members := self._going(group_id, sessions, caught_up, now_s):
                 ordered = tuple(sorted(members, key=lambda member: member.session_id))
-                found.append((heard_at, Group(group_id.strip(), size or len(members), ordered)))
+                size = _size(group_id, sessions) or len(members)
+                heard_at = max(session.heard_at for session in sessions)
+                found.append((heard_at, Group(group_id.strip(), size, ordered)))
         return [group for _, group in sorted(found, key=lambda item: (item[0], item[1].group_id))]
 
     def release(self, group: Group) -> None:
-        """Forget a group that is settled; whatever still arrives of it is a stray."""
+        """Forget a group that is settled; whatever still arrives of it is a stray, or comes too late."""
         for member in group.members:
             session = self._sessions.pop(member.session_id)
             self._held.difference_update(session.entry_ids)
             # Records that came after the group was taken were not part of what it was settled by.
-            self._strays += session.entry_ids[len(member.entry_ids) :]
+            settled = frozenset(member.entry_ids)
+            self._strays += [each for each in session.entry_ids if each not in settled]
             self._settled[member.session_id] = None
             self._leave(session.group_id, member.session_id)
-        while len(self._settled) > SETTLED_KEPT:
-            del self._settled[next(iter(self._settled))]
+        if len(group.members) < group.size:
+            self._gone.setdefault(group.group_id, len(group.members))
+        _forget_oldest(self._settled, SETTLED_KEPT)
+        _forget_oldest(self._gone, GONE_KEPT)
 
     def strays(self) -> list[str]:
-        """Entries that came after their session was settled; they change nothing any more."""
+        """Entries that came after their session was settled or deleted; they change nothing any more."""
         strays, self._strays = self._strays, []
         return strays
+
+    def freed(self) -> list[str]:
+        """What a deletion made useless. A restart that met it without that deletion would train it."""
+        freed, self._freed = self._freed, []
+        return freed
 
     @property
     def settled(self) -> list[str]:
         return list(self._settled)
 
+    @property
+    def gone(self) -> dict[str, int]:
+        return dict(self._gone)
+
     def census(self) -> tuple[int, int, int]:
         """How many sessions are held open, wait for a reward, and have ended in a group that has not."""
         sessions = self._sessions.values()
         ended = sum(session.ended(self._rules) is not None for session in sessions)
-        unfinished = sum(session.outcome is None for session in sessions)
+        unfinished = sum(not session.over for session in sessions)
         return unfinished, len(sessions) - unfinished - ended, ended
 
-    def _size(self, group_id: str) -> int | None:
-        """What the group was made for; None when nobody said."""
-        if group_id.startswith(" "):
-            return 1
-        outcomes = (self._sessions[session_id].outcome for session_id in self._groups[group_id])
-        return max(
-            (outcome.group_size for outcome in outcomes if outcome and outcome.group_size), default=None
-        )
+    def waits(self) -> list[Wait]:
+        """The groups of which some members have ended and others have not."""
+        found = []
+        for group_id in self._groups:
+            sessions = self._of(group_id)
+            size = _size(group_id, sessions)
+            ended = [session for session in sessions if session.ended(self._rules)]
+            if size is None or not 0 < len(ended) < size or group_id in self._gone:
+                continue
+            rewarded = self._rewarded(sessions)
+            since = min((s.rewarded_at for s in rewarded), default=max(s.heard_at for s in sessions))
+            deadline_s = self._rules.group_deadline_s
+            goes_at = None if deadline_s is None else since + deadline_s
+            lacks = max(0, self._rules.group_min_size - len(rewarded))
+            found.append(Wait(size - len(ended), since, goes_at, lacks))
+        return found
+
+    def _going(
+        self, group_id: str, sessions: Sequence[Session], caught_up: bool, now_s: float
+    ) -> list[Member]:
+        """The members with whom the group goes now; none while it waits."""
+        rules = self._rules
+        if (present := self._gone.get(group_id)) is not None:
+            return [late for each in sessions if (late := each.left_behind(rules, present))]
+        size = _size(group_id, sessions)
+        overdue = caught_up and now_s - max(each.heard_at for each in sessions) > rules.group_wait_s
+        if len(sessions) < (size or 0) and not overdue and rules.group_deadline_s is None:
+            return []
+        members = [member for each in sessions if (member := each.ended(rules))]
+        whole = size is not None and len(members) >= size
+        due = size is not None and caught_up and self._past_deadline(sessions, now_s)
+        return members if whole or due or (overdue and len(members) == len(sessions)) else []
+
+    def _past_deadline(self, sessions: Sequence[Session], now_s: float) -> bool:
+        """Whether enough rollouts have waited long enough for the others. Only a reward starts the clock:
+        members that failed at once say nothing of how long the others take."""
+        if self._rules.group_deadline_s is None:
+            return False
+        rewarded = self._rewarded(sessions)
+        if len(rewarded) < self._rules.group_min_size:
+            return False
+        return now_s - min(each.rewarded_at for each in rewarded) > self._rules.group_deadline_s
+
+    def _rewarded(self, sessions: Sequence[Session]) -> list[Session]:
+        return [each for each in sessions if (ended := each.ended(self._rules)) and ended.rewarded]
+
+    def _of(self, group_id: str) -> list[Session]:
+        return [self._sessions[session_id] for session_id in self._groups[group_id]]
 
     def _leave(self, group_id: str, session_id: str) -> None:
         members = self._groups.get(group_id, set())
         members.discard(session_id)
         if not members:
             self._groups.pop(group_id, None)
+
+
+def _size(group_id: str, sessions: Sequence[Session]) -> int | None:
+    """What the group was made for; None when nobody said."""
+    if group_id.startswith(" "):
+        return 1
+    return max((session.group_size for session in sessions if session.group_size), default=None)
+
+
+def _forget_oldest(kept: dict[str, Any], limit: int) -> None:
+    while len(kept) > limit:
+        del kept[next(iter(kept))]

@@ -2,6 +2,7 @@
 
     {directory}/00000007-step-00000003/   DeepSpeed's shards, and state.json with their sizes
     {directory}/ledger.jsonl              one line per trained step; state.json says how much of it counts
+    {directory}/VERSION                   the highest version number that was ever given out
     {directory}/CURRENT                   the tag that a restart loads; moved last, in one step
 
 DeepSpeed's own `latest` is not crash safe: it is written without sync, before every shard is there. So
@@ -13,11 +14,13 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
+from trainer_service.disk import written
 from trainer_service.durable import sync_directory, sync_tree, write_atomically
 from trainer_service.settlement import Settlement
 
@@ -26,6 +29,7 @@ logger = logging.getLogger(__name__)
 CURRENT = "CURRENT"
 STATE = "state.json"
 LEDGER = "ledger.jsonl"
+VERSION = "VERSION"
 TAG = re.compile(r"(\d{8,})-step-\d{8,}")
 """A volume may hold directories that are none of ours, such as lost+found."""
 
@@ -62,6 +66,8 @@ class State(msgspec.Struct, frozen=True):
     """Trained by these weights and not acknowledged when they were saved: never to be trained again."""
     settled: list[str] = []
     """Sessions that have ended, the newest last."""
+    gone: dict[str, int] = {}
+    """Groups that went on without some of their members, and with how many."""
     ledger_bytes: int = 0
     files: dict[str, int] = {}
     """Name and size of every shard."""
@@ -77,8 +83,19 @@ class Checkpoints:
         directory.mkdir(parents=True, exist_ok=True)
 
     def save(self, weights: Weights, state: State, rows: list[LedgerRow]) -> str:
-        """Make everything durable; returns the tag. `rows` are the steps since the last checkpoint."""
+        """Make everything durable; returns the tag. `rows` are the steps since the last checkpoint.
+
+        Raises DiskTrouble where the disk refuses: CURRENT is what it was, and the attempt has left nothing.
+        """
         tag = f"{self._next_serial():08d}-step-{state.step:08d}"
+        self._sweep()
+        with written(f"checkpoint {tag}", lambda: self._undo(tag)):
+            ledger_bytes = self._write(weights, state, rows, tag)
+        self._ledger_bytes = ledger_bytes
+        self._prune(tag)
+        return tag
+
+    def _write(self, weights: Weights, state: State, rows: list[LedgerRow], tag: str) -> int:
         weights.save(self._directory, tag)
         shards = self._directory / tag
         ledger_bytes = self._append(rows)
@@ -88,9 +105,23 @@ class Checkpoints:
         sync_tree(shards)
         sync_directory(self._directory)
         write_atomically(self._directory / CURRENT, tag.encode())
-        self._ledger_bytes = ledger_bytes
-        self._prune(tag)
-        return tag
+        return ledger_bytes
+
+    def _undo(self, tag: str) -> None:
+        """Remove what a failed attempt wrote. Where CURRENT moved and only its sync failed, nobody can say
+        what a power cut would leave: that error passes, and the restart takes what it finds."""
+        current = self._directory / CURRENT
+        if current.exists() and current.read_text(encoding="utf-8").strip() == tag:
+            raise CheckpointBroken(f"checkpoint {tag} may not be durable: {CURRENT} could not be synced")
+        shutil.rmtree(self._directory / tag, ignore_errors=True)
+        with suppress(OSError):
+            os.truncate(self._directory / LEDGER, self._ledger_bytes)
+
+    def _sweep(self) -> None:
+        """Free what a process left that died while it saved: STATE is written after every shard."""
+        for tag in self._tags():
+            if not (self._directory / tag / STATE).exists():
+                shutil.rmtree(self._directory / tag, ignore_errors=True)
 
     def restore(self, weights: Weights) -> State | None:
         """Load what CURRENT names; None in a run without a checkpoint. Raises CheckpointBroken."""
@@ -107,6 +138,16 @@ class Checkpoints:
         self._ledger_bytes = state.ledger_bytes
         logger.info("restored step %d, version %d from checkpoint %s", state.step, state.version, tag)
         return state
+
+    def reserve(self, above: int) -> int:
+        """A version number beyond `above` that was never given out: a restored trainer makes other weights
+        than the lost ones, however little of those anybody saw. Raises DiskTrouble."""
+        path = self._directory / VERSION
+        given = int(path.read_bytes()) if path.exists() else 0
+        number = max(above, given) + 1
+        with written(f"version number {number}", lambda: None):
+            write_atomically(path, str(number).encode())
+        return number
 
     def ledger(self, since: int, limit: int) -> list[LedgerRow]:
         """Rows of steps > `since` that a durable checkpoint contains, oldest first."""

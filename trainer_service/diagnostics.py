@@ -55,6 +55,9 @@ class Observed:
             kept_T=losses.kept_T,
         )
 
+    def cpu(self) -> "Observed":
+        return Observed(**{field.name: getattr(self, field.name).cpu() for field in fields(self)})
+
     @classmethod
     def joined(cls, parts: Sequence["Observed"]) -> "Observed":
         names = [field.name for field in fields(cls)]

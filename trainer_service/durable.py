@@ -9,11 +9,15 @@ from pathlib import Path
 
 def write_atomically(path: Path, content: bytes) -> None:
     aside = path.with_name(f".{path.name}.tmp")
-    with aside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with aside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
 
 

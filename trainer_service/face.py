@@ -14,6 +14,18 @@ Phase = Literal["waiting", "training", "publishing", "paused"]
 
 
 @dataclass(frozen=True)
+class Backlog:
+    """What is ahead of a rollout that begins now: the gateways admit as much as is trained in time."""
+
+    waiting: int = 0
+    """Sessions that have ended, and are in no step yet."""
+    owed: int = 0
+    """Sessions that the weights contain, and no checkpoint yet."""
+    per_step: float = 1.0
+    """Rewarded rollouts that a step uses up, the ones that teach nothing included; mean of the last steps."""
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """Where the trainer stands at one moment."""
 
@@ -22,6 +34,8 @@ class Snapshot:
     version: int = 0
     waiting_for: str = "the trainer starts"
     metrics: dict[str, float] = field(default_factory=dict)
+    backlog: Backlog | None = None
+    """None until the stream is taken up."""
     last_seen: float = field(default_factory=time.time)
 
     def status(self) -> dict[str, Any]:

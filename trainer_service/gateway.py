@@ -28,6 +28,15 @@ class Gateway:
         with _understood(reply):
             return max((int(policy["version"]) for policy in reply.json()["data"]), default=0)
 
+    def oldest_needed(self) -> int | None:
+        """The version that the fleet serves, or the one it is to serve, whichever is older; None without
+        either. Raises GatewayUnavailable."""
+        reply = self._call("GET", "/admin/status", timeout_s=10.0)
+        with _understood(reply):
+            policy = reply.json()["policy"]
+            named = (policy["serving"], policy["target"])
+            return min((int(version) for version in named if version is not None), default=None)
+
     def announce(self, version: int, location: str, manifest_sha256: str, step: int) -> list[dict[str, Any]]:
         """Have a version pushed to every server; returns one result per server.
 

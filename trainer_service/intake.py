@@ -6,21 +6,29 @@ read ─▶ Assembler ─▶ judge ─┬─ silent ─▶ acknowledge, with ver
 
 import logging
 import time
+from collections import deque
 
 from rollout_queue.errors import StorageUnavailable
+from rollout_queue.records import Verdict
 from rollout_queue.stream import Entry, StreamReader
 from trainer_service.assemble import Assembler, Rules
 from trainer_service.checkpoint import State
+from trainer_service.face import Backlog
 from trainer_service.metrics import Metrics
 from trainer_service.pulse import Pulse
 from trainer_service.settings import AlgorithmSettings
-from trainer_service.settlement import Judged, Settlement, judge, select, settle
+from trainer_service.settlement import Judged, Settlement, judge, refused, select, settle
 from trainer_service.tally import Tally
+from trainer_service.waits import sentence
 
 logger = logging.getLogger(__name__)
 
 READ_COUNT = 1000
 BLOCK_S = 0.25
+RECENT = 8
+"""Acknowledgements that are remembered, so that their verdicts can be given again."""
+STEPS_REMEMBERED = 8
+"""Steps over which the use of rollouts is averaged."""
 
 
 class Intake:
@@ -36,21 +44,33 @@ class Intake:
     ) -> None:
         self._stream, self._pulse, self._metrics = stream, pulse, metrics
         self._algorithm = algorithm
-        self._rules = Rules(vocab_size, algorithm.truncated == "train", algorithm.group_wait_s)
+        self._rules = Rules(
+            vocab_size,
+            algorithm.truncated == "train",
+            algorithm.group_wait_s,
+            algorithm.group_deadline_s,
+            algorithm.group_min_size,
+        )
         self._assembler = Assembler(self._rules)
         self._owed: list[Settlement] = []
-        self._live: list[Judged] = []
+        self._recent: deque[Settlement] = deque(maxlen=RECENT)
+        """What was acknowledged last: a Redis that a power failure put back has forgotten it."""
+        self._live_rows = 0
+        """Rows with an advantage that are here. A count: nobody holds the rows themselves between steps."""
         self._heard_at = time.monotonic()
         self._caught_up = False
         """Whether the last read took all there was."""
+        self._per_step: deque[int] = deque([algorithm.min_live_rows], maxlen=STEPS_REMEMBERED)
+        """Rewarded rollouts that ended between steps. Before the first, the fewest that can make one."""
         self.tally = Tally()
         """What ended since the last step."""
 
     def resume(self, state: State) -> None:
         """Take up everything that was read and not acknowledged; what the weights contain is only owed."""
-        self._assembler = Assembler(self._rules, state.settled)
+        self._assembler = Assembler(self._rules, state.settled, state.gone)
         pending = self._reclaim()
         owed = set(state.owed.entry_ids)
+        self._recent.append(state.owed)
         # Entries that are pending no longer were acknowledged before the crash, and counted then.
         if any(entry.entry_id in owed for entry in pending):
             self._owed = [state.owed]
@@ -76,11 +96,12 @@ class Intake:
         """The groups of the next step; empty while there are too few. Ends the groups that teach nothing."""
         complete = self._assembler.complete(self._caught_up)
         judged = [judge(group, version, self._algorithm) for group in complete]
-        self._live = [group for group in judged if not group.silence]
+        live = [group for group in judged if not group.silence]
+        self._live_rows = sum(group.live_rows for group in live)
         self._end([group for group in judged if group.silence])
         silence_s, patience_s = time.monotonic() - self._heard_at, self._algorithm.flush_after_s
         flush = patience_s is not None and silence_s >= patience_s
-        return select(self._live, self._algorithm, flush)
+        return select(live, self._algorithm, flush)
 
     def owe(self, batch: list[Judged], step: int, version: int) -> None:
         """The weights contain these groups now: never give them out again, acknowledge them once durable."""
@@ -88,6 +109,12 @@ class Intake:
             self.tally.add(judged)
             self._owed.append(settle(judged, step, version))
             self._assembler.release(judged.group)
+        self._per_step.append(self.tally.rollouts)
+
+    def refuse(self, judged: list[Judged], detail: str) -> None:
+        """End groups that no optimizer can use, at once: whatever becomes of the step, they are in none."""
+        verdict = Verdict(code="invalid", detail=detail)
+        self._end([refused(group, verdict) for group in judged])
 
     def acknowledge(self) -> None:
         """Finish with everything owed, in one transaction. Only after a durable checkpoint contains it."""
@@ -103,22 +130,40 @@ class Intake:
     def settled(self) -> list[str]:
         return self._assembler.settled
 
+    @property
+    def gone(self) -> dict[str, int]:
+        return self._assembler.gone
+
+    @property
+    def backlog(self) -> Backlog:
+        """What is ahead of a rollout that begins now."""
+        return Backlog(
+            waiting=self._assembler.census()[2],
+            owed=sum(len(settlement.sessions) for settlement in self._owed),
+            per_step=sum(self._per_step) / len(self._per_step),
+        )
+
     def waiting_for(self) -> str:
         """What keeps the next step from happening, in a sentence."""
-        live = sum(group.live_rows for group in self._live)
         unfinished, unrewarded, ended = self._assembler.census()
-        return (
-            f"{self._algorithm.min_live_rows} rows with an advantage, of which {live} are here; "
+        said = (
+            f"{self._algorithm.min_live_rows} rows with an advantage, of which {self._live_rows} are here; "
             f"of the sessions read, {unfinished} go on, {unrewarded} wait for a reward, {ended} have ended"
         )
+        groups = sentence(self._assembler.waits(), time.time())
+        return said if groups is None else f"{said}; {groups}"
 
     def _end(self, silent: list[Judged]) -> None:
         """Acknowledge groups that no step will use, and records that came after their session's end."""
         ended = [settle(judged) for judged in silent]
+        if freed := self._assembler.freed():  # never after their deletion, which may be among these groups
+            ended.append(Settlement(freed, {}, []))
         if strays := self._assembler.strays():
             logger.info("%d entries came after their session had ended", len(strays))
             # Behind what is owed, so that a crash cannot part a session's entries.
             (self._owed or ended).append(Settlement(strays, {}, []))
+            came = set(strays)
+            ended += [each for each in self._recent if came.intersection(each.entry_ids)]
         if ended:
             self._settle(ended)
         for judged in silent:
@@ -132,6 +177,8 @@ class Intake:
             lambda: self._stream.acknowledge(whole.entry_ids, whole.verdicts), StorageUnavailable, "waiting"
         )
         self._metrics.settled(whole)
+        if whole.sessions and whole not in self._recent:
+            self._recent.append(whole)
 
     def _reclaim(self) -> list[Entry]:
         return self._pulse.patiently(lambda: list(self._stream.reclaim()), StorageUnavailable, "waiting")

@@ -1,13 +1,18 @@
 """What the trainer exports: one JSON line per step, and Prometheus gauges of the last one."""
 
+import errno
 import json
+import logging
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from trainer_service.settlement import Settlement
+
+logger = logging.getLogger(__name__)
 
 
 class Metrics:
@@ -25,6 +30,9 @@ class Metrics:
         self._pushes = Counter(
             "weir_trainer_pushes", "Servers that took a version, or did not", ["ok"], registry=registry
         )
+        self._refusals = Counter(
+            "weir_trainer_disk_refusals", "Writes that the disk refused", ["what"], registry=registry
+        )
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -36,8 +44,11 @@ class Metrics:
                 self.gauge(name, value)
         if self._path is not None:
             finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(finite) + "\n")
+            try:
+                _append(self._path, json.dumps(finite).encode() + b"\n")
+            except OSError as error:  # a step is worth more than its line
+                self.disk_refused("metrics")
+                logger.warning("no line for step %g in %s: %s", values["step"], self._path, error)
 
     def settled(self, settlement: Settlement) -> None:
         for verdict in settlement.sessions.values():
@@ -46,8 +57,23 @@ class Metrics:
     def pushed(self, ok: bool) -> None:
         self._pushes.labels(str(ok).lower()).inc()
 
+    def disk_refused(self, what: str) -> None:
+        self._refusals.labels(what).inc()
+
     def gauge(self, name: str, value: float) -> None:
         if name not in self._gauges:
             exported = f"weir_trainer_{name.replace('/', '_')}"
             self._gauges[name] = Gauge(exported, f"{name} of the last step", registry=self._registry)
         self._gauges[name].set(value)
+
+
+def _append(path: Path, line: bytes) -> None:
+    """The whole line or nothing of it: half a line would spoil the next one too. Raises OSError."""
+    with path.open("ab", buffering=0) as file:
+        before = file.tell()
+        try:
+            if file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(before)
+            raise

@@ -3,9 +3,11 @@
 MicroBatch ─ logprobs ─▶ loss ─ backward ─▶ (more of them) ─ step ─▶ new weights ─ export ─▶ safetensors
 """
 
+import math
 import os
 import random
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer_service.batch import MicroBatch
+from trainer_service.diagnostics import Observed
 from trainer_service.loss import selected_logprobs
 from trainer_service.settings import OptimizerSettings, TrainerSettings
 
@@ -40,7 +43,7 @@ class Policy:
             ),
             config=deepspeed_config(settings),
         )
-        self._ranks = torch.distributed.get_world_size()
+        self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         # Dropout would make the trainer's logprobs another policy's than the engine's: never train().
         self._engine.module.eval()
 
@@ -50,7 +53,10 @@ class Policy:
         Hidden states are picked before the head, so that logits exist for trained tokens only. There is no
         attention mask: the model keeps packed rows apart because positions start again at 0.
         """
-        logits_1TV = self._engine(
+        return self._forward(self._engine, batch)
+
+    def _forward(self, model: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        logits_1TV = model(
             input_ids=self.tensor(batch.ids_N)[None],
             position_ids=self.tensor(batch.positions_N)[None],
             logits_to_keep=self.tensor(batch.predict_at_T),
@@ -62,13 +68,41 @@ class Policy:
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a micro-batch's share of the step's loss. DeepSpeed averages over ranks, and
         the share is of a sum over all of them."""
-        self._engine.backward(loss * self._ranks, scale_wrt_gas=False)
+        self._engine.backward(loss * self.ranks, scale_wrt_gas=False)
 
     def step(self) -> float:
         """Update the weights. Returns the norm of the gradient before it was clipped."""
         self._engine.step()
         norm = self._engine.get_global_grad_norm()
         return float(norm) if norm is not None else float("nan")
+
+    def gradient_norm(self, batch: MicroBatch, loss_of: Callable[[Tensor], Tensor]) -> float:
+        """The norm of the gradient of what `loss_of` makes of the logprobs. It is added to nothing: DeepSpeed
+        neither hears of the pass, nor do the other ranks."""
+        logprobs_T, _ = self._forward(self._engine.module, batch)
+        parameters = [each for each in self._engine.module.parameters() if each.requires_grad]
+        gradients = torch.autograd.grad(loss_of(logprobs_T), parameters, allow_unused=True)
+        norms = [torch.linalg.vector_norm(each.float()) for each in gradients if each is not None]
+        return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+    def finite(self) -> bool:
+        """Whether every weight is a number."""
+        return all(bool(each.isfinite().all()) for each in self._engine.module.parameters())
+
+    def share(self, batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, bool]]:
+        """This rank's micro-batches, as many as every rank has; False for one that is there for the number
+        alone. Ranks reduce their gradients together, so none may have a pass more than another."""
+        most = math.ceil(len(batches) / self.ranks)
+        own = [(batch, True) for batch in batches[self.rank :: self.ranks]]
+        return own + [(batches[0], False)] * (most - len(own))
+
+    def gathered(self, seen: list[Observed]) -> list[Observed]:
+        """What all ranks saw, on rank 0; nothing on the others."""
+        if self.ranks == 1:
+            return seen
+        everybody: list[list[Observed]] | None = [[]] * self.ranks if self.rank == 0 else None
+        torch.distributed.gather_object([each.cpu() for each in seen], everybody)
+        return [observed for part in everybody or [] for observed in part]
 
     def tensor(self, values: Any) -> Tensor:
         return torch.from_numpy(values).to(self._engine.device)
@@ -90,6 +124,7 @@ class Policy:
         self._engine.save_checkpoint(
             str(directory), tag=tag, client_state={"random": random_states()}, save_latest=False
         )
+        torch.distributed.barrier()  # DeepSpeed returns on one rank before another has written its shard
 
     def load(self, directory: Path, tag: str) -> None:
         path, client_state = self._engine.load_checkpoint(str(directory), tag=tag)
@@ -134,8 +169,6 @@ def prepare_deepspeed(settings: TrainerSettings) -> ModuleType:
         torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         os.environ.setdefault("LOCAL_RANK", "0")
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-    if torch.distributed.get_world_size() > 1:
-        raise SystemExit("the trainer runs on one rank: start it with --num_gpus 1")
     random.seed(settings.seed)
     np.random.seed(settings.seed)
     torch.manual_seed(settings.seed)

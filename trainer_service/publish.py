@@ -10,6 +10,7 @@ from concurrent.futures import TimeoutError as NotYet
 from pathlib import Path
 from typing import Any
 
+from trainer_service.disk import DiskTrouble
 from trainer_service.gateway import Gateway, GatewayUnavailable, VersionTaken
 from trainer_service.metrics import Metrics
 from trainer_service.pulse import REPORT_EVERY_S, Pulse
@@ -27,25 +28,41 @@ class Publisher:
         self._store, self._gateway = store, gateway
         self._publish_url = publish_url
         self._pulse, self._metrics = pulse, metrics
-        self._known = 0
+        self._known: int | None = None
+        """The newest version that the gateway knew when it was asked last; None before the first answer."""
 
-    def next_version(self, own: int) -> int:
-        """The number of the next weights: beyond ours, those on disk, and what the gateway is known to know.
+    def newest_version(self, own: int) -> int:
+        """The highest number that anybody knows: we, the disk or the gateway.
 
-        A gateway that is away is not waited for; publishing finds out when somebody else took the number.
+        The gateway has to say it once, since our own disks may have lost what they knew; raises Stopped while
+        it is waited for. Later it may be away: publishing finds out when somebody else took a number.
         """
-        try:
-            self._known = max(self._known, self._gateway.newest_version())
-        except GatewayUnavailable as error:
-            logger.warning("the gateway did not say its newest version: %s", error)
-        return max(own, self._known, *self._store.versions()) + 1
+        if self._known is None:
+            self._known = self._pulse.patiently(
+                self._gateway.newest_version,
+                GatewayUnavailable,
+                "waiting",
+                "the gateway to say which versions it knows",
+            )
+        else:
+            try:
+                self._known = max(self._known, self._gateway.newest_version())
+            except GatewayUnavailable as error:
+                logger.warning("the gateway did not say its newest version: %s", error)
+        return max(own, self._known, *self._store.versions())
 
     def publish(self, version: int, step: int, export: Callable[[Path], None]) -> None:
-        """Have the fleet serve a version. Waits for the gateway as long as it is away; raises Stopped then.
+        """Have the fleet serve a version. Waits for room on the disk, and for the gateway as long as it is
+        away; raises Stopped then.
 
         Servers that fail, and a number that is taken, are logged: the next version mends both.
         """
-        path = self._store.write(version, step, export)
+        path = self._pulse.patiently(
+            lambda: self._write(version, step, export),
+            DiskTrouble,
+            "publishing",
+            f"room on the disk for version {version}",
+        )
         location = path.resolve().as_uri()
         if self._publish_url is not None:
             location = f"{self._publish_url.rstrip('/')}/{version}"
@@ -58,9 +75,9 @@ class Publisher:
         except VersionTaken as error:
             logger.error("version %d stays with the trainer: %s", version, error)
             return
-        self._known = max(self._known, version)
+        self._known = max(self._known or 0, version)
         self._account(version, results)
-        self._store.prune()
+        self._prune()
 
     def resume(self, version: int, step: int, export: Callable[[Path], None]) -> None:
         """After a restart: publish what was made and perhaps not announced. A version that the gateway
@@ -68,6 +85,21 @@ class Publisher:
         newest = self._pulse.patiently(self._gateway.newest_version, GatewayUnavailable, "publishing")
         if newest < version:
             self.publish(version, step, export)
+
+    def _write(self, version: int, step: int, export: Callable[[Path], None]) -> Path:
+        self._pulse.confirm()
+        try:
+            return self._store.write(version, step, export)
+        except DiskTrouble:
+            self._metrics.disk_refused("publish")
+            raise
+
+    def _prune(self) -> None:
+        """Remove old versions, but none that a server which joins now would be told to fetch."""
+        try:
+            self._store.prune(self._gateway.oldest_needed())
+        except GatewayUnavailable as error:
+            logger.warning("no version is removed, since the gateway did not say what is served: %s", error)
 
     def _announce(self, version: int, location: str, sha256: str, step: int) -> list[dict[str, Any]]:
         """The push takes as long as its slowest server; the trainer says meanwhile that it lives."""

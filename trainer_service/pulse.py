@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from rollout_queue.errors import StorageUnavailable
 from rollout_queue.stream import StreamReader
-from trainer_service.face import Face, Phase
+from trainer_service.face import Backlog, Face, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,9 @@ class Pulse:
         )
         self._reported_at = 0.0
 
+    def note_backlog(self, backlog: Backlog) -> None:
+        self._face.snapshot = replace(self._face.snapshot, backlog=backlog)
+
     def beat(self, phase: Phase, waiting_for: str | None = None) -> None:
         """Say what the trainer does. Without a sentence, the one for the phase."""
         before = self._face.snapshot
@@ -49,23 +52,36 @@ class Pulse:
             self._reported_at = now
             self._report()
 
-    def patiently(self, call: Callable[[], Reply], failure: type[Exception], phase: Phase) -> Reply:
-        """Ask until there is an answer, with longer and longer pauses. Raises Stopped when told to stop."""
+    def confirm(self) -> None:
+        """Raises LeaseLost when another trainer has taken over. A Redis that does not answer says nothing."""
+        try:
+            self._stream.confirm()
+        except StorageUnavailable as error:
+            logger.warning("not confirmed: %s", error)
+
+    def patiently(
+        self, call: Callable[[], Reply], failure: type[Exception], phase: Phase, what: str | None = None
+    ) -> Reply:
+        """Ask until there is an answer, with longer and longer pauses. Raises Stopped when told to stop.
+
+        `what` is waited for, in words; without it, what the phase waits for.
+        """
+        sentence = what or _SENTENCES[phase]
         pause_s = self._retry_s
         while True:
             try:
                 return call()
             except failure as error:
-                logger.warning("while %s: %s; again in %g s", phase, error, pause_s)
-                self._wait(pause_s, phase, str(error))
+                logger.warning("waiting for %s, since %s; again in %g s", sentence, error, pause_s)
+                self._wait(pause_s, phase, f"{sentence}, since {error}")
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    def _wait(self, seconds: float, phase: Phase, why: str) -> None:
+    def _wait(self, seconds: float, phase: Phase, sentence: str) -> None:
         until = time.monotonic() + seconds
         while (left_s := until - time.monotonic()) > 0:
             if self._face.stopping:
                 raise Stopped
-            self.beat(phase, f"{_SENTENCES[phase]}, since {why}")
+            self.beat(phase, sentence)
             self._face.sleep(min(left_s, REPORT_EVERY_S))
 
     def _report(self) -> None:
@@ -78,6 +94,12 @@ class Pulse:
             "last_seen": shot.last_seen,
             "metrics": json.dumps(shot.metrics),
         }
+        if shot.backlog is not None:
+            report |= {
+                "rollouts_waiting": shot.backlog.waiting,
+                "rollouts_owed": shot.backlog.owed,
+                "rollouts_per_step": shot.backlog.per_step,
+            }
         try:
             self._stream.report(report)
         except StorageUnavailable as error:

@@ -42,6 +42,12 @@ class AlgorithmSettings(BaseModel):
     """Step with fewer rows when the stream was silent this long; None waits for ever."""
     group_wait_s: float = Field(3600.0, gt=0)
     """A group that heard nothing for this long goes on without the members that never came."""
+    group_deadline_s: float | None = Field(None, gt=0)
+    """A group goes on without its stragglers this long after its first member ended with a reward; None waits
+    for all of them, or for `group_wait_s` of silence. What a straggler brings later is not trained."""
+    group_min_size: int = Field(2, ge=2)
+    """Rewarded members that a deadline needs; one alone compares with nobody, and would end the others for
+    nothing."""
 
 
 class OptimizerSettings(BaseModel):
@@ -95,6 +101,8 @@ class TrainerSettings(ServiceSettings):
     """CPU threads of torch; default: torch's own choice."""
     push_timeout_s: float = Field(600.0, gt=0)
     """How long the gateway may take to push a version to every server."""
+    lease_s: float = Field(30.0, ge=1)
+    """How long a trainer that gave no sign keeps others from the stream; a crashed one's successor waits."""
     retry_s: float = Field(1.0, gt=0)
     """First pause before a gateway or Redis that does not answer is tried again; doubles up to 30 s."""
 

@@ -5,7 +5,7 @@ Group ─ judge ─▶ Judged ── silent ──▶ Settlement (stale, zero_ad
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -114,6 +114,13 @@ def settle(judged: Judged, step: int | None = None, version: int | None = None) 
         ]
     entry_ids = [entry_id for member in judged.group.members for entry_id in member.entry_ids]
     return Settlement(entry_ids, sessions, turns)
+
+
+def refused(judged: Judged, verdict: Verdict) -> Judged:
+    """The same group, none of which is trained: whoever would have been gets `verdict`."""
+    untrained = {member.session_id for member, _ in judged.untrained}
+    others = tuple((m, verdict) for m in judged.group.members if m.session_id not in untrained)
+    return replace(judged, rows=(), untrained=judged.untrained + others, silence=verdict.detail)
 
 
 def _trainable(member: Member) -> frozenset[str]:

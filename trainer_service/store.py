@@ -13,10 +13,12 @@ import msgspec
 from safetensors import safe_open
 
 from rollout_queue.policy import MANIFEST, STABLE, FileSpec, Manifest, TensorSpec, sha256_of
+from trainer_service.disk import written
 from trainer_service.durable import sync_directory, sync_tree
 
 WEIGHTS = "model.safetensors"
 VERSION_DIRECTORY = re.compile(r"v(\d{8,})")
+ASIDE = ".tmp"
 FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 """What a published file may be called: rollout servers and our own HTTP take no other name."""
 NOT_COPIED = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".pickle", ".pkl", ".py", ".so")
@@ -43,13 +45,20 @@ class PolicyStore:
         return sorted(int(match[1]) for match in found if match)
 
     def write(self, version: int, step: int, export: Callable[[Path], None]) -> Path:
-        """Write a version; one that is there already is what the same checkpoint wrote before a crash."""
+        """Write a version; one that is there already is what the same checkpoint wrote before a crash.
+
+        Raises DiskTrouble where the disk refuses, and has left nothing of the version then.
+        """
         final = self.path_of(version)
         if (final / STABLE).exists():
             return final
-        aside = final.with_name(f"{final.name}.tmp")
-        for leftover in (aside, final):
-            shutil.rmtree(leftover, ignore_errors=True)
+        self._sweep(final)
+        with written(f"version {version}", lambda: self._sweep(final)):
+            self._write(final, version, step, export)
+        return final
+
+    def _write(self, final: Path, version: int, step: int, export: Callable[[Path], None]) -> None:
+        aside = final.with_name(f"{final.name}{ASIDE}")
         aside.mkdir()
         for source in sorted(self._model_path.iterdir()):
             if source.is_file() and FILE_NAME.fullmatch(source.name) and not source.name.endswith(NOT_COPIED):
@@ -63,14 +72,22 @@ class PolicyStore:
         (final / STABLE).touch()
         sync_tree(final)
         sync_directory(self.directory)
-        return final
 
-    def prune(self) -> None:
-        """Remove the oldest versions beyond those that are kept. Numbers are never used again."""
+    def prune(self, needed: int | None = None) -> None:
+        """Remove the oldest versions beyond those that are kept, but neither `needed` nor a newer one.
+        Numbers are never used again."""
         for version in self.versions()[: -self._keep]:
-            path = self.path_of(version)
-            (path / STABLE).unlink()
-            shutil.rmtree(path)
+            if needed is None or version < needed:
+                path = self.path_of(version)
+                (path / STABLE).unlink()
+                shutil.rmtree(path)
+
+    def _sweep(self, final: Path) -> None:
+        """Remove what is unfinished: of this version, and of those that a process died while it wrote."""
+        (final / STABLE).unlink(missing_ok=True)
+        for leftover in (final, *self.directory.glob(f"v*{ASIDE}")):
+            if VERSION_DIRECTORY.fullmatch(leftover.name.removesuffix(ASIDE)):
+                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def manifest_sha256(path: Path) -> str:

@@ -26,11 +26,16 @@ class Tally:
         self._dropped += len(verdicts) - compared
         self._truncated += sum(verdict is not None and verdict.code == "truncated" for verdict in verdicts)
 
+    @property
+    def rollouts(self) -> int:
+        """How many rewarded rollouts ended, trained or not."""
+        return len(self._rewards)
+
     def values(self, rows: Sequence[Row]) -> dict[str, float]:
         lengths = sorted(int(row.mask_L.sum()) for row in rows)
         return {
             "reward_mean": sum(self._rewards) / max(1, len(self._rewards)),
-            "rollouts": len(self._rewards),
+            "rollouts": self.rollouts,
             "rows": len(rows),
             "tokens": sum(lengths),
             "group/live": self._groups["live"],

@@ -1,6 +1,6 @@
 """The loop: turns in, weights out.
 
-    read ─▶ assemble ─▶ advantage ─▶ batch ─▶ loss ─▶ step ─▶ checkpoint ─▶ publish ─▶ acknowledge
+    read ─▶ assemble ─▶ advantage ─▶ batch ─▶ loss ─▶ step ─▶ checkpoint ─▶ acknowledge ─▶ publish
      ▲                                                                                     │
      └─────────────────────────────────────────────────────────────────────────────────────┘
 
@@ -12,15 +12,19 @@ what is left to do.
 import logging
 import math
 import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
 
 from trainer_service.checkpoint import Checkpoints, LedgerRow, State
+from trainer_service.disk import DiskTrouble
 from trainer_service.face import Face, Phase
 from trainer_service.intake import BLOCK_S, Intake
 from trainer_service.metrics import Metrics
-from trainer_service.optimise import optimise
-from trainer_service.policy import Policy
 from trainer_service.publish import Publisher
 from trainer_service.pulse import Pulse, Stopped
+from trainer_service.quarantine import culprits, has_finite_gradient
+from trainer_service.ranks import Leader
 from trainer_service.settings import TrainerSettings
 from trainer_service.settlement import Judged
 from trainer_service.stopwatch import Stopwatch
@@ -28,9 +32,11 @@ from trainer_service.tally import Tally
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 
 class Diverged(Exception):
-    """The gradient is not finite. Nothing of the step was saved; a restart goes back to the checkpoint."""
+    """The weights are spoilt. Nothing of the step was saved; a restart goes back to the checkpoint."""
 
 
 class Trainer:
@@ -39,7 +45,7 @@ class Trainer:
     def __init__(
         self,
         settings: TrainerSettings,
-        policy: Policy,
+        policy: Leader,
         intake: Intake,
         checkpoints: Checkpoints,
         publisher: Publisher,
@@ -64,8 +70,9 @@ class Trainer:
             self._save()
         except Stopped:
             logger.info("stopped while waiting; the next start takes up what is left")
-            if self._undurable:
-                self._checkpoint()
+            with suppress(Stopped):
+                if self._undurable:
+                    self._checkpoint()
 
     def start(self) -> None:
         """Take up where the last checkpoint left, and what was read since and not acknowledged."""
@@ -92,32 +99,37 @@ class Trainer:
             self._say("waiting")
             return False
         values = self._train(batch)
+        if values is None:
+            return False
         if self._due(self._settings.checkpoint_every_steps):
             self._checkpoint()
-        if self._due(self._settings.publish_every_steps):
-            self._publish()
+        # Before it is published: a full Redis takes no new version until what was trained has left it.
         if not self._undurable:
             with self._watch.timed("acknowledge"):
                 self._intake.acknowledge()
+        if self._due(self._settings.publish_every_steps):
+            self._publish()
         self._log(values)
         return True
 
-    def _train(self, batch: list[Judged]) -> dict[str, float]:
-        """Rows, loss, step. From here on the weights contain these groups."""
+    def _train(self, batch: list[Judged]) -> dict[str, float] | None:
+        """Rows, loss, step. From here on the weights contain these groups; None when none could be made."""
+        # Before the step: between the weights and their number, nothing may fail.
+        version = self._number()
         rows = [row for judged in batch for row in judged.rows]
         with self._watch.timed("train"):
             self._say("training")
-            values = optimise(
-                self._policy,
+            values = self._policy.optimise(
                 rows,
                 self.version,
                 self._settings.algorithm,
                 lambda: self._pulse.beat("training"),
             )
         if not math.isfinite(values["grad_norm"]):
-            raise Diverged(f"step {self.step + 1}: the gradient's norm is {values['grad_norm']}")
+            self._quarantine(batch, values)
+            return None
         self.step += 1
-        self.version = self._publisher.next_version(self.version)
+        self.version = version
         self._pulse.note(self.step, self.version)
         self._intake.owe(batch, self.step, self.version)
         row = LedgerRow(
@@ -133,15 +145,64 @@ class Trainer:
         self._intake.tally = Tally()
         return values
 
+    def _number(self) -> int:
+        """The version that the next step makes. May wait for the gateway or the disk: Stopped."""
+        newest = self._publisher.newest_version(self.version)
+        return self._with_room("the number of a version", lambda: self._checkpoints.reserve(newest))
+
+    def _quarantine(self, batch: list[Judged], values: dict[str, float]) -> None:
+        """End the groups whose gradient is not finite, so that no restart meets them again. Raises Diverged
+        where the weights are spoilt: before these groups, or by an epoch before the one that failed."""
+        step, norm, spoilt = self.step + 1, values["grad_norm"], not self._policy.finite()
+        if spoilt and not values["epochs"]:
+            raise Diverged(f"step {step}: the weights are not finite")
+        tokens = sum(int(row.mask_L.sum()) for judged in batch for row in judged.rows)
+
+        def sound(groups: Sequence[Judged]) -> bool:
+            return has_finite_gradient(
+                self._policy.probe(),
+                [row for judged in groups for row in judged.rows],
+                tokens,
+                self._settings.algorithm,
+                lambda: self._pulse.beat("training"),
+            )
+
+        found = [] if spoilt else culprits(batch, sound)
+        whose = "its gradient" if found else f"the gradient of its batch of {len(batch)} groups"
+        self._intake.refuse(found or batch, f"{whose} is not finite at version {self.version}")
+        if values["epochs"]:
+            raise Diverged(f"step {step}, epoch {values['epochs'] + 1:g}: the gradient's norm is {norm}")
+
     def _checkpoint(self) -> None:
         with self._watch.timed("checkpoint"):
             state = State(
-                step=self.step, version=self.version, owed=self._intake.owed, settled=self._intake.settled
+                step=self.step,
+                version=self.version,
+                owed=self._intake.owed,
+                settled=self._intake.settled,
+                gone=self._intake.gone,
             )
-            self._checkpoints.save(self._policy, state, self._undurable)
+            self._with_room("a checkpoint", lambda: self._save_as(state))
         self._undurable = []
 
+    def _save_as(self, state: State) -> None:
+        self._pulse.confirm()
+        self._checkpoints.save(self._policy, state, self._undurable)
+
+    def _with_room(self, what: str, write: Callable[[], Result]) -> Result:
+        """Write as soon as the disk takes it. Nothing is trained or acknowledged meanwhile."""
+
+        def counted() -> Result:
+            try:
+                return write()
+            except DiskTrouble:
+                self._metrics.disk_refused("checkpoint")
+                raise
+
+        return self._pulse.patiently(counted, DiskTrouble, "waiting", f"room on the disk for {what}")
+
     def _publish(self) -> None:
+        self._pulse.confirm()
         with self._watch.timed("publish"):
             self._say("publishing")
             self._publisher.publish(self.version, self.step, self._policy.export)
@@ -165,6 +226,8 @@ class Trainer:
 
     def _say(self, phase: Phase) -> None:
         sentence = self._intake.waiting_for() if phase == "waiting" else None
+        if self._face.ready:
+            self._pulse.note_backlog(self._intake.backlog)
         self._pulse.beat(phase, sentence)
 
     def _log(self, values: dict[str, float]) -> None:

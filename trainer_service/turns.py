@@ -6,7 +6,9 @@ root ─ a ─ b          branches(…) ─▶ (root a b), (root c)
 
 from collections.abc import Collection, Mapping, Sequence
 
+from rollout_queue.attempts import orphans_of
 from rollout_queue.records import Turn, Verdict
+from rollout_queue.verdicts import exclusion
 
 Branch = tuple[Turn, ...]
 """Turns from a root to a tip; each holds what it adds to the one before."""
@@ -14,23 +16,9 @@ Branch = tuple[Turn, ...]
 
 def exclusions(turns: Sequence[Turn]) -> Mapping[str, Verdict]:
     """The turns that must not be trained, by id, and why."""
-    continued = {turn.parent_id for turn in turns}
-    retries = {
-        (turn.parent_id, turn.prompt_digest): turn
-        for turn in sorted(turns, key=_age)
-        if turn.relation == "retry" and turn.prompt_digest
-    }
-    excluded: dict[str, Verdict] = {}
-    for turn in turns:
-        retry = retries.get((turn.parent_id, turn.prompt_digest))
-        if turn.finish == "abort":
-            excluded[turn.turn_id] = Verdict(code="aborted", detail="the client went away")
-        elif not turn.train:
-            excluded[turn.turn_id] = Verdict(code="not_for_training", detail="the turn was made so")
-        elif retry is not None and _age(turn) < _age(retry) and turn.turn_id not in continued:
-            detail = f"turn {retry.turn_id} asked the same again"
-            excluded[turn.turn_id] = Verdict(code="orphan_retry", detail=detail)
-    return excluded
+    orphans = orphans_of(turns)
+    told = {turn.turn_id: exclusion(turn, orphans) for turn in turns}
+    return {turn_id: verdict for turn_id, verdict in told.items() if verdict is not None}
 
 
 def branches(turns: Sequence[Turn], trainable: Collection[str]) -> list[Branch]:

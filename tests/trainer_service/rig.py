@@ -21,6 +21,7 @@ from trainer_service.metrics import Metrics
 from trainer_service.policy import Policy
 from trainer_service.publish import Publisher
 from trainer_service.pulse import Pulse
+from trainer_service.ranks import Leader
 from trainer_service.settings import TrainerSettings
 from trainer_service.store import PolicyStore
 from trainer_service.train import Trainer
@@ -28,7 +29,7 @@ from trainer_service.train import Trainer
 
 @dataclass
 class FakeGateway:
-    """The two paths of the gateway that publishing uses."""
+    """The three paths of the gateway that publishing uses."""
 
     versions: list[int] = field(default_factory=lambda: [0])
     announced: list[dict[str, Any]] = field(default_factory=list)
@@ -36,6 +37,14 @@ class FakeGateway:
     """How many announcements are answered with 503 first."""
     server_ok: bool = True
     conflict: bool = False
+    serving: int | None = None
+    """What an operator rolled back to; else the newest version is served."""
+    idle: bool = False
+    """Whether no version is served."""
+    target: int | None = None
+    speechless: bool = False
+    """Whether it does not say what it serves."""
+    away: bool = False
     nonsense: int = 0
     """How many requests are answered by a proxy's page first."""
 
@@ -43,6 +52,14 @@ class FakeGateway:
         if self.nonsense:
             self.nonsense -= 1
             return httpx.Response(200, text="<html>welcome</html>")
+        if self.away:
+            raise httpx.ConnectError("refused", request=request)
+        if request.url.path == "/admin/status":
+            if self.speechless:
+                return httpx.Response(503, json={"error": {"message": "Redis is away"}})
+            served = None if self.idle else self.serving or self.versions[-1]
+            policy = {"serving": served, "target": self.target or served}
+            return httpx.Response(200, json={"policy": policy})
         if request.method == "GET":
             return httpx.Response(200, json={"data": [{"version": v} for v in self.versions]})
         if self.refusals:
@@ -90,29 +107,34 @@ class Agents:
         for each in turns:
             asyncio.run(self._stream.append_turn(each, expires_at=1e12))
 
-    def reward(self, session_id: str, value: float, key: str = "k", turn_id: str | None = None) -> None:
-        reward = Reward(session_id=session_id, value=value, key=key, turn_id=turn_id, created_at=102.0)
+    def reward(
+        self, session_id: str, value: float, key: str = "k", turn_id: str | None = None, at: float = 102.0
+    ) -> None:
+        reward = Reward(session_id=session_id, value=value, key=key, turn_id=turn_id, created_at=at)
         asyncio.run(self._stream.append_reward(reward))
 
     def finish(self, session_id: str, value: float | None = None, **fields: Any) -> None:
-        spec = self._stream.heads[session_id].spec
+        spec, at = self._stream.heads[session_id].spec, fields.pop("at", 103.0)
         given: dict[str, Any] = {
             "status": "completed",
             "group_id": spec.group_id,
             "group_size": spec.group_size,
         }
-        outcome = Outcome(session_id=session_id, created_at=103.0, **(given | fields))
+        outcome = Outcome(session_id=session_id, created_at=at, **(given | fields))
         reward = None if value is None else Reward(
-            session_id=session_id, value=value, key="finish", created_at=103.0
+            session_id=session_id, value=value, key="finish", created_at=at
         )  # fmt: skip
         asyncio.run(self._stream.append_outcome(outcome, reward, None))
+
+    def delete(self, session_id: str) -> None:
+        asyncio.run(self._stream.delete_session(session_id))
 
     def episode(self, session_id: str, value: float, **fields: Any) -> None:
         """One turn, rewarded and finished, in a group of its own or the one that is given."""
         self.open(session_id, fields.pop("group_id", None), fields.pop("size", None))
-        reason = fields.pop("reason", None)
+        reason, at = fields.pop("reason", None), fields.pop("at", 103.0)
         self.call(turn(session_id, f"{session_id}-t", **fields))
-        self.finish(session_id, value, reason=reason)
+        self.finish(session_id, value, reason=reason, at=at)
 
     def group(self, group_id: str, values: Sequence[float], **fields: Any) -> None:
         for index, value in enumerate(values):
@@ -146,7 +168,7 @@ class Rig:
         api = Gateway(client, self.settings.push_timeout_s)
         self.trainer = Trainer(
             settings=self.settings,
-            policy=self.policy,
+            policy=Leader(self.policy),
             intake=Intake(self.stream, self.settings.algorithm, self.policy.vocab_size, pulse, metrics),
             checkpoints=self.checkpoints,
             publisher=Publisher(self.store, api, self.settings.publish_url, pulse, metrics),

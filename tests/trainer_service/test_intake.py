@@ -5,6 +5,7 @@ import json
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
+from hashlib import sha1
 from threading import Thread
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from rollout_queue.errors import StorageUnavailable
 from rollout_queue.records import SessionSpec
 from rollout_queue.redis_reader import RedisReader
+from rollout_queue.redis_reader_scripts import READ
 from tests.trainer_service.rig import MakeRig, Rig, turn
 from trainer_service.__main__ import REDIS_TIMEOUT_S, connect
 from trainer_service.intake import BLOCK_S
@@ -77,6 +79,7 @@ def test_a_silent_redis_is_not_waited_for_without_end() -> None:
 def test_a_read_whose_answer_was_lost_is_noticed_and_not_repeated() -> None:
     """What such a read delivered is pending: only who hears of the loss takes it up."""
     heard: list[bytes] = []
+    reading = sha1(READ.encode()).hexdigest().encode()  # noqa: S324 - Redis names scripts so
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def redis() -> None:
@@ -84,17 +87,17 @@ def test_a_read_whose_answer_was_lost_is_noticed_and_not_repeated() -> None:
                 while True:
                     connection, _ = server.accept()
                     with connection:
-                        while (said := connection.recv(65536)) and b"XREADGROUP" not in said:
+                        while (said := connection.recv(65536)) and reading not in said:
                             connection.sendall(b"+OK\r\n" * said.count(b"*"))
                         heard.append(said)
 
         Thread(target=redis, daemon=True).start()
         client = connect(f"redis://127.0.0.1:{server.getsockname()[1]}/0?protocol=2")
-        reader = RedisReader(client)
+        reader = RedisReader(client, "token")
         with pytest.raises(StorageUnavailable):
             reader.read(10, 0.01)
         client.close()
-    assert [b"XREADGROUP" in said for said in heard] == [True]
+    assert [reading in said for said in heard] == [True]
 
 
 def test_what_redis_delivered_into_a_broken_connection_is_taken_up(rig: Rig) -> None:
@@ -166,22 +169,40 @@ def test_what_comes_after_a_session_was_settled_is_acknowledged_and_trains_nothi
 def test_turns_that_are_not_trained_say_why(rig: Rig) -> None:
     for session_id, value in (("a", 1.0), ("b", 0.0)):
         rig.agents.open(session_id, "g", 2)
+        asked = {"parent_id": "kept", "request_digest": "d", "context_ids": [6]}
         rig.agents.call(
             turn(session_id, "kept"),
             turn(session_id, "gone", finish="abort", parent_id="kept", relation="extends", context_ids=[5]),
-            turn(session_id, "first", parent_id="kept", prompt_digest="d", context_ids=[6]),
-            turn(
-                session_id,
-                "again",
-                parent_id="kept",
-                relation="retry",
-                prompt_digest="d",
-                context_ids=[6],
-                started_at=110.0,
-            ),
+            turn(session_id, "first", **asked),
+            turn(session_id, "again", **asked, attempt=1, started_at=110.0),
         )
         rig.agents.finish(session_id, value)
     assert rig.trainer.turn()
     codes = {turn_id: verdict.code for turn_id, verdict in rig.stream.heads["a"].turn_verdicts.items()}
     assert codes == {"kept": "trained", "gone": "aborted", "first": "orphan_retry", "again": "trained"}
     assert sorted(rig.checkpoints.ledger(0, 1)[0].turns) == ["again", "again", "kept", "kept"]
+
+
+@pytest.mark.parametrize("order", [("first", "again"), ("again", "first")])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_an_orphan_is_not_trained_though_it_was_read_before_its_retry(
+    rig: Rig, order: tuple[str, str], restarted: bool
+) -> None:
+    for session_id in ("a", "b"):
+        rig.agents.open(session_id, "g", 2)
+    attempts = {
+        "first": {"attempt": 0, "started_at": 100.0, "output_ids": [20, 1]},
+        "again": {"attempt": 1, "started_at": 110.0, "output_ids": [21, 1]},
+    }
+    for name in order:
+        for session_id in ("a", "b"):
+            rig.agents.call(turn(session_id, name, request_digest="d", **attempts[name]))
+        assert not rig.trainer.turn()
+        if restarted:
+            rig = rig.restart()
+    for session_id, value in (("a", 1.0), ("b", 0.0)):
+        rig.agents.finish(session_id, value)
+    assert rig.trainer.turn()
+    codes = {turn_id: verdict.code for turn_id, verdict in rig.stream.heads["a"].turn_verdicts.items()}
+    assert codes == {"first": "orphan_retry", "again": "trained"}
+    assert sorted(rig.checkpoints.ledger(0, 1)[0].turns) == ["again", "again"]

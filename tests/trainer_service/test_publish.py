@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.trainer_service.rig import Rig
+from tests.trainer_service.rig import MakeRig, Rig
 from trainer_service.pulse import Stopped
 
 
@@ -20,11 +20,11 @@ def test_a_trainer_told_to_stop_while_the_gateway_is_away_publishes_after_its_re
     rig.face.stop()
     with pytest.raises(Stopped):
         rig.trainer.turn()
-    assert rig.session_codes()["g-0"] is None
+    assert rig.session_codes()["g-0"] == "trained", "a durable checkpoint contains it"
     rig.gateway.refusals = 0
     again = rig.restart()
     assert [body["version"] for body in rig.gateway.announced] == [1]
-    assert again.session_codes()["g-0"] == "trained"
+    assert not again.trainer.turn()
 
 
 def test_an_answer_in_a_proxys_words_is_asked_for_again(rig: Rig) -> None:
@@ -56,3 +56,34 @@ def test_a_number_that_somebody_took_stays_unpublished(rig: Rig) -> None:
     rig.agents.group("g", [1.0, 0.0])
     assert rig.trainer.turn()
     assert set(rig.session_codes().values()) == {"trained"}
+
+
+def published(make_rig: MakeRig, **gateway: object) -> list[int]:
+    """The versions on disk after five steps of a trainer that keeps two."""
+    rig = make_rig(keep_policies=2).start()
+    for name, value in gateway.items():
+        setattr(rig.gateway, name, value)
+    for index in range(5):
+        rig.agents.group(f"g{index}", [1.0, 0.0])
+        assert rig.trainer.turn()
+    return rig.store.versions()
+
+
+def test_old_versions_are_removed_when_newer_ones_are_served(make_rig: MakeRig) -> None:
+    assert published(make_rig) == [4, 5]
+
+
+def test_what_is_served_is_kept_and_all_that_is_newer(make_rig: MakeRig) -> None:
+    assert published(make_rig, serving=2) == [2, 3, 4, 5]
+
+
+def test_what_is_to_be_served_is_kept_though_another_is_served_yet(make_rig: MakeRig) -> None:
+    assert published(make_rig, serving=4, target=3) == [3, 4, 5]
+
+
+def test_nothing_is_removed_while_nobody_says_what_is_served(make_rig: MakeRig) -> None:
+    assert published(make_rig, speechless=True) == [1, 2, 3, 4, 5]
+
+
+def test_a_fleet_that_serves_nothing_needs_no_old_version(make_rig: MakeRig) -> None:
+    assert published(make_rig, idle=True) == [4, 5]

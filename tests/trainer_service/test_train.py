@@ -2,12 +2,15 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
 from rollout_queue.stream import Verdicts
 from tests.trainer_service.rig import MakeRig, Rig, turn
+from trainer_service.checkpoint import CURRENT
+from trainer_service.durable import write_atomically
 from trainer_service.train import Diverged
 
 
@@ -17,6 +20,13 @@ class Crash(Exception):
 
 def crash(*_: object, **__: object) -> None:
     raise Crash
+
+
+def crash_at_current(path: Path, content: bytes) -> None:
+    """The process dies before CURRENT moves; whatever is written before is."""
+    if path.name == CURRENT:
+        raise Crash
+    write_atomically(path, content)
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -105,7 +115,7 @@ def test_a_crash_before_the_checkpoint_trains_again_from_the_old_weights(make_ri
     durable = rig.weights()
     rig.agents.group("h", [0.0, 1.0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer_service.checkpoint.write_atomically", crash)
+        patch.setattr("trainer_service.checkpoint.write_atomically", crash_at_current)
         with pytest.raises(Crash):
             rig.trainer.turn()
     assert rig.session_codes()["h-0"] is None

@@ -1,0 +1,104 @@
+"""A trainer on a disk that is really too short, as a process: python -m tests.trainer_service.short_disk …
+
+RLIMIT_FSIZE makes every write beyond it fail with EFBIG, in Python, in torch and in safetensors alike. What
+is seen while the trainer waits is printed as JSON, one line for each thing that it could not write.
+"""
+
+import json
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rollout_queue.memory import MemoryStream
+from tests.trainer_service.rig import FakeGateway, Rig
+from trainer_service.settings import TrainerSettings
+
+SHORT = 16_384
+"""Bytes: fewer than any shard or export has, more than what is written beside them."""
+PAUSES = 3
+"""How often the trainer has tried in vain when there is room again."""
+
+
+def main(root: Path, model_path: Path) -> None:
+    settings = TrainerSettings(
+        model_path=model_path,
+        checkpoint_dir=root / "checkpoints",
+        policies_dir=root / "policies",
+        metrics_path=None,
+        threads=1,
+        device="cpu",
+        retry_s=0.01,
+    )
+    settings = settings.model_copy(
+        update={"algorithm": settings.algorithm.model_copy(update={"min_live_rows": 2})}
+    )
+    rig = Rig(root, settings, MemoryStream(), FakeGateway())
+    rig.start()
+    rig.agents.group("g", [1.0, 0.0])
+    assert rig.trainer.turn()
+    room_comes_after(rig, PAUSES)
+    save = rig.checkpoints.save
+
+    def save_and_fill_the_disk_again(*arguments: object) -> str:
+        tag = save(*arguments)  # type: ignore[arg-type]
+        limit(SHORT)
+        return tag
+
+    rig.checkpoints.save = save_and_fill_the_disk_again  # type: ignore[assignment]
+    rig.agents.group("h", [1.0, 0.0])
+    limit(SHORT)
+    assert rig.trainer.turn()
+    report(rig, "the end")
+
+
+def room_comes_after(rig: Rig, pauses: int) -> None:
+    """Pauses take no time here; the last one before there is room tells what it sees."""
+    slept = 0
+
+    def sleep(_seconds: float) -> None:
+        nonlocal slept
+        slept += 1
+        if slept % pauses == 0:
+            report(rig, rig.face.snapshot.waiting_for)
+            limit(resource.RLIM_INFINITY)
+
+    rig.face.sleep = sleep  # type: ignore[method-assign, assignment]
+    rig.trainer._pulse._wait = _one_pause(rig)  # type: ignore[method-assign]
+
+
+def _one_pause(rig: Rig) -> Callable[..., None]:
+    def wait(seconds: float, phase: str, sentence: str) -> None:
+        rig.trainer._pulse.beat(phase, sentence)  # type: ignore[arg-type]
+        rig.face.sleep(seconds)
+
+    return wait
+
+
+def limit(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def report(rig: Rig, waiting_for: str) -> None:
+    checkpoints, policies = rig.settings.checkpoint_dir, rig.settings.policies_dir
+    seen = {
+        "waiting_for": waiting_for,
+        "state": rig.face.snapshot.state,
+        "checkpoints": sorted(path.name for path in checkpoints.iterdir() if path.is_dir()),
+        "current": (checkpoints / "CURRENT").read_text(encoding="utf-8"),
+        "ledger": len(rig.checkpoints.ledger(0, 10)),
+        "ledger_lines": len((checkpoints / "ledger.jsonl").read_bytes().splitlines()),
+        "policies": sorted(path.name for path in policies.iterdir()),
+        "announced": [body["version"] for body in rig.gateway.announced],
+        "pending": len(list(rig.stream.reclaim())),
+        "refusals": {
+            what: rig.registry.get_sample_value("weir_trainer_disk_refusals_total", {"what": what})
+            for what in ("checkpoint", "publish")
+        },
+    }
+    sys.stdout.write(json.dumps(seen) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

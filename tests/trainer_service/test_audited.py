@@ -1,0 +1,289 @@
+"""What `weir audit` says of a real trainer on a real Redis: that all is well, or the ids of the fault."""
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+from typer.testing import CliRunner
+
+from rollout_queue import keys
+from rollout_queue.codec import decode, encode
+from rollout_queue.lease import Lease
+from rollout_queue.memory import MemoryStream
+from rollout_queue.records import Outcome, Reward, SessionSpec, Turn, Verdict
+from rollout_queue.redis_reader import RedisReader
+from rollout_queue.redis_writer import RedisWriter
+from tests.serving import free_port
+from tests.trainer_service.rig import MakeRig, Rig, turn
+from weir.__main__ import app
+
+NOBODY = f"http://127.0.0.1:{free_port()}"
+"""A trainer that does not run: the ledger is read from its checkpoints."""
+
+
+class Crash(Exception):
+    """The process dies here."""
+
+
+def crash(*_: object, **__: object) -> None:
+    raise Crash
+
+
+class RedisAgents:
+    """Writes episodes into a Redis as gateways do."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def episode(
+        self, session_id: str, value: float | None, group: tuple[str, int] | None = None, **ending: Any
+    ) -> None:
+        """Two turns, the second after the first; finished where a value or an ending is given."""
+        group_id, size = group or (None, None)
+        where: dict[str, Any] = {"session_id": session_id, "group_id": group_id, "group_size": size}
+        asyncio.run(self._episode(SessionSpec(created_at=100.0, **where), value, ending, where))
+
+    async def _episode(
+        self, spec: SessionSpec, value: float | None, ending: dict[str, Any], where: dict[str, Any]
+    ) -> None:
+        redis = AsyncRedis.from_url(self._url)
+        writer = RedisWriter(redis)
+        verdict = ending.pop("verdict", None)
+        await writer.open_session(spec)
+        for each in turns_of(spec.session_id, spec.group_id):
+            await writer.append_turn(each, expires_at=1e12)
+        if value is not None or ending:
+            reward = None if value is None else Reward(
+                session_id=spec.session_id, value=value, key="finish", created_at=103.0
+            )  # fmt: skip
+            outcome = Outcome(created_at=103.0, **({"status": "completed"} | where | ending))
+            await writer.append_outcome(outcome, reward, verdict)
+        await writer.close()
+        await redis.aclose()
+
+    def group(self, group_id: str, values: Sequence[float]) -> None:
+        for index, value in enumerate(values):
+            self.episode(f"{group_id}-{index}", value, (group_id, len(values)))
+
+
+def turns_of(session_id: str, group_id: str | None = None) -> list[Turn]:
+    first, second = f"{session_id}-t1", f"{session_id}-t2"
+    named = {"group_id": group_id, "completion_id": f"chatcmpl-{session_id}"}
+    return [
+        turn(session_id, first, started_at=100.0, **named),
+        turn(
+            session_id,
+            second,
+            parent_id=first,
+            context_ids=[5],
+            output_ids=[12, 1],
+            started_at=101.0,
+            **named,
+        ),
+    ]
+
+
+@pytest.fixture
+def redis(redis_url: str) -> Iterator[Redis]:
+    with Redis.from_url(redis_url) as client:
+        client.flushdb()
+        client.hset(keys.POLICIES, "0", "{}")
+        yield client
+
+
+@pytest.fixture
+def agents(redis: Redis, redis_url: str) -> RedisAgents:
+    return RedisAgents(redis_url)
+
+
+class Audited:
+    """A trainer on that Redis, and the command that looks at both."""
+
+    def __init__(self, make_rig: MakeRig, redis: Redis, redis_url: str) -> None:
+        self._make_rig, self._redis, self._url = make_rig, redis, redis_url
+        self.rig = self.start()
+
+    def start(self) -> Rig:
+        """A new process on the same disk; the one before it is dead."""
+        self._redis.delete(keys.LEASE)
+        lease = Lease(self._redis, 1000.0)
+        assert lease.claim() is None
+        stream = cast(MemoryStream, RedisReader(self._redis, lease.token))
+        self.rig = self._make_rig(stream=stream).start()
+        return self.rig
+
+    def audit(self, *flags: str) -> tuple[int, dict[str, Any]]:
+        """The exit code, and what it said for programs."""
+        where = ["--redis-url", self._url, "--trainer-url", NOBODY]
+        where += ["--checkpoint-dir", str(self.rig.settings.checkpoint_dir)]
+        result = CliRunner().invoke(app, ["audit", "--json", *where, *flags])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result.exit_code, json.loads(result.stdout)
+
+
+@pytest.fixture
+def audited(
+    make_rig: MakeRig, redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Audited:
+    monkeypatch.setattr("weir.audit.audit.PAUSE_S", 0.01)
+    monkeypatch.setenv("WEIR_STACK__RUN_DIR", str(tmp_path / "run"))
+    return Audited(make_rig, redis, redis_url)
+
+
+def found(report: dict[str, Any]) -> set[tuple[str, str, str]]:
+    return {(each["kind"], each["rule"], each["subject"]) for each in report["findings"]}
+
+
+def entry_of(redis: Redis, turn_id: str) -> tuple[bytes, bytes]:
+    entries: Any = redis.xrange(keys.STREAM)
+    for entry_id, fields in entries:
+        record = decode(fields[keys.STREAM_FIELD])
+        if isinstance(record, Turn) and record.turn_id == turn_id:
+            return entry_id, fields[keys.STREAM_FIELD]
+    raise LookupError(turn_id)
+
+
+def test_a_healthy_run_adds_up(audited: Audited, agents: RedisAgents, tmp_path: Path) -> None:
+    agents.group("a", [1.0, 0.0])
+    assert audited.rig.trainer.turn()
+    agents.group("b", [0.0, 1.0, 0.5])
+    assert audited.rig.trainer.turn()
+    agents.group("flat", [1.0, 1.0])
+    failed = Verdict(code="failed", detail="the agent said so")
+    agents.episode("failed", None, status="failed", verdict=failed)
+    assert not audited.rig.trainer.turn()
+    audited.start()
+    agents.episode("open", None)
+    agents.episode("half", 1.0, ("c", 2))
+    audited.rig.trainer.turn()
+    agents.episode("late", None)
+    heard = tmp_path / "heard.jsonl"
+    heard.write_text(
+        '{"session_id": "a-0", "turn_id": "a-0-t2"}\n'
+        '{"session_id": "open", "turn_id": "open-t1"}\n'
+        '{"session_id": "a-1", "reward_key": "finish", "finished": true}\n'
+    )
+    code, report = audited.audit("--answers", str(heard))
+    assert (code, report["findings"]) == (0, [])
+    totals = report["totals"]
+    assert totals["fates"] == {
+        "trained": {"sessions": 5, "turns": 10, "tokens": 25},
+        "waiting": {"sessions": 3, "turns": 6, "tokens": 15},
+        "zero_advantage": {"sessions": 2, "turns": 4, "tokens": 10},
+        "failed": {"sessions": 1, "turns": 2, "tokens": 5},
+    }
+    assert (totals["ledger_steps"], totals["ledger_turns"]) == (2, 10)
+    assert totals["ledger_tokens"] == totals["trained_tokens"] == 25
+    assert (totals["pending"], totals["undelivered"]) == (6, 2)
+    assert (report["looks"], report["answers"]) == (1, 3)
+    assert "the ledger was read from files" in report["notes"][0]
+
+
+def test_what_is_durable_and_not_yet_acknowledged_is_trained(audited: Audited, agents: RedisAgents) -> None:
+    agents.group("a", [1.0, 0.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(audited.rig.stream, "acknowledge", crash)
+        with pytest.raises(Crash):
+            audited.rig.trainer.turn()
+    code, report = audited.audit()
+    assert (code, report["findings"]) == (0, [])
+    assert report["totals"]["fates"]["trained"] == {"sessions": 0, "turns": 4, "tokens": 10}
+    assert report["totals"]["pending"] == 8
+    audited.start()
+    assert audited.audit()[1]["totals"]["fates"]["trained"] == {"sessions": 2, "turns": 4, "tokens": 10}
+
+
+def test_a_crash_before_the_checkpoint_is_no_fault(audited: Audited, agents: RedisAgents) -> None:
+    agents.group("a", [1.0, 0.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer_service.checkpoint.write_atomically", crash)
+        with pytest.raises(Crash):
+            audited.rig.trainer.turn()
+    assert audited.audit()[0] == 0
+    assert audited.start().trainer.turn()
+    code, report = audited.audit()
+    assert (code, report["totals"]["ledger_steps"]) == (0, 1)
+
+
+def test_an_acknowledgement_before_the_checkpoint_is_caught(audited: Audited, agents: RedisAgents) -> None:
+    agents.group("a", [1.0, 0.0])
+    rig = audited.rig
+
+    def die_behind_the_acknowledgement(*_: object) -> None:
+        rig.trainer._intake.acknowledge()
+        raise Crash
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rig.checkpoints, "save", die_behind_the_acknowledgement)
+        with pytest.raises(Crash):
+            rig.trainer.turn()
+    audited.start()
+    lost = {
+        ("lost", "acknowledged_before_the_checkpoint", f"turn a-{i}-t{j}") for i in (0, 1) for j in (1, 2)
+    }
+    code, report = audited.audit()
+    assert (code, found(report)) == (1, lost)
+    assert "the durable ledger has no such step" in report["findings"][0]["sentence"]
+    agents.group("b", [1.0, 0.0])
+    assert audited.rig.trainer.turn()
+    code, report = audited.audit()
+    assert (code, found(report)) == (1, lost)
+    assert "the durable ledger has that step without it" in report["findings"][0]["sentence"]
+
+
+def test_a_duplicate_append_is_caught(audited: Audited, agents: RedisAgents, redis: Redis) -> None:
+    agents.group("a", [1.0, 0.0])
+    _, packed = entry_of(redis, "a-0-t2")
+    redis.xadd(keys.STREAM, {keys.STREAM_FIELD: packed})
+    code, report = audited.audit()
+    assert (code, found(report)) == (1, {("duplicated", "appended_twice", "turn a-0-t2")})
+    assert audited.rig.trainer.turn()
+    assert audited.audit()[0] == 0, "the trainer knows an entry of the same turn again"
+    redis.xadd(keys.STREAM, {keys.STREAM_FIELD: packed})
+    code, report = audited.audit()
+    assert (code, found(report)) == (1, {("unexplained", "verdict_and_entry", "turn a-0-t2")})
+
+
+def test_a_generation_that_is_recorded_under_two_ids_is_caught(
+    audited: Audited, agents: RedisAgents, redis: Redis
+) -> None:
+    agents.episode("a", None)
+    again = turn("a", "again", finished_at=107.0, completion_id="chatcmpl-a")
+    redis.xadd(keys.STREAM, {keys.STREAM_FIELD: encode(again)})
+    redis.hset(keys.session("a"), "t:again", encode(again))
+    code, report = audited.audit()
+    assert (code, {each[:2] for each in found(report)}) == (1, {("duplicated", "recorded_twice")})
+    assert {"again", "a-t1"} == {
+        word for word in report["findings"][0]["sentence"].split() if word in ("again", "a-t1")
+    }
+
+
+def test_a_dropped_turn_is_caught(audited: Audited, agents: RedisAgents, redis: Redis) -> None:
+    agents.group("a", [1.0, 0.0])
+    redis.xdel(keys.STREAM, entry_of(redis, "a-0-t2")[0])
+    dropped = ("lost", "dropped", "turn a-0-t2")
+    code, report = audited.audit()
+    assert (code, found(report)) == (1, {dropped})
+    assert audited.rig.trainer.turn()
+    code, report = audited.audit()
+    assert (code, found(report)) == (1, {dropped})
+    assert "its session was judged without it: trained" in report["findings"][0]["sentence"]
+
+
+def test_an_answer_that_nobody_kept_is_caught(audited: Audited, agents: RedisAgents, tmp_path: Path) -> None:
+    agents.episode("a", None)
+    heard = tmp_path / "heard.jsonl"
+    heard.write_text('{"session_id": "a", "turn_id": "t9"}\n{"session_id": "b", "reward_key": "k"}\n')
+    code, report = audited.audit("--answers", str(heard))
+    assert code == 1
+    assert found(report) == {
+        ("lost", "answered", "session a t:t9"),
+        ("lost", "answered", "session b"),
+        ("lost", "answered", "session b r:k"),
+    }

@@ -1,0 +1,157 @@
+"""A deleted session leaves the trainer's memory at once, and keeps nobody waiting who was in its group."""
+
+import gc
+
+import pytest
+
+from rollout_queue.records import Deletion, Outcome, Record, Reward, Turn
+from rollout_queue.stream import Entry
+from tests.trainer_service.rig import MakeRig, Rig, turn
+from trainer_service.assemble import Assembler, Rules
+
+RULES = Rules(vocab_size=64, train_truncated=False, group_wait_s=1e12)
+
+
+def deletion(session_id: str, group_id: str | None = "g", size: int | None = 3) -> Deletion:
+    return Deletion(session_id=session_id, created_at=110.0, group_id=group_id, group_size=size)
+
+
+def episode(session_id: str, first: int, value: float) -> list[Entry]:
+    """The three entries of a finished member of group g."""
+    outcome = Outcome(session_id=session_id, status="completed", created_at=103.0, group_id="g", group_size=3)
+    records: tuple[Record, ...] = (
+        turn(session_id, f"{session_id}-t", group_id="g"),
+        Reward(session_id=session_id, value=value, key="k", created_at=102.0),
+        outcome,
+    )
+    return [Entry(f"{first + index}-0", record) for index, record in enumerate(records)]
+
+
+def turns_in_memory(session_id: str) -> int:
+    """A turn is nothing that the collector looks after, but whatever holds one is."""
+    gc.collect()
+    held = {id(each): each for holder in gc.get_objects() for each in gc.get_referents(holder)}
+    return sum(type(each) is Turn and each.session_id == session_id for each in held.values())
+
+
+def test_a_group_goes_on_without_a_member_that_was_deleted(rig: Rig) -> None:
+    rig.agents.episode("a", 1.0, group_id="g", size=3)
+    rig.agents.episode("b", 0.0, group_id="g", size=3, output_ids=[12, 1])
+    rig.agents.open("gone", "g", 3)
+    rig.agents.call(turn("gone", "gone-t", group_id="g"))
+    assert not rig.trainer.turn()
+    rig.agents.delete("gone")
+    assert rig.trainer.turn()
+    assert rig.session_codes() == {"a": "trained", "b": "trained"}
+    assert not list(rig.stream.reclaim())
+    assert rig.checkpoints.ledger(0, 10)[0].sessions == ["a", "b"]
+    assert rig.stream.counts == {"session:deleted": 1, "session:trained": 2, "turn:trained": 2}
+
+
+def test_a_member_that_was_deleted_before_its_group_trains_is_not_trained(rig: Rig) -> None:
+    for session_id, value in (("a", 1.0), ("b", 0.0), ("gone", 5.0)):
+        rig.agents.episode(session_id, value, group_id="g", size=4)
+    assert not rig.trainer.turn()
+    rig.agents.delete("gone")
+    assert not rig.trainer.turn()
+    rig.agents.episode("c", 0.5, group_id="g", size=4)
+    assert rig.trainer.turn()
+    assert rig.checkpoints.ledger(0, 10)[0].sessions == ["a", "b", "c"]
+    assert not list(rig.stream.reclaim())
+
+
+def test_a_batch_that_waits_for_more_rows_loses_what_was_deleted(make_rig: MakeRig) -> None:
+    rig = make_rig(algorithm={"min_live_rows": 4}).start()
+    rig.agents.group("g", [1.0, 0.0, 0.5])
+    assert not rig.trainer.turn()
+    assert "of which 2 are here" in rig.face.snapshot.waiting_for  # the third is the mean
+    before = turns_in_memory("g-0")
+    rig.agents.delete("g-0")
+    assert not rig.trainer.turn()
+    assert (before, turns_in_memory("g-0")) == (1, 0)
+    rig.agents.group("h", [1.0, 0.0])
+    assert rig.trainer.turn()
+    assert rig.checkpoints.ledger(0, 10)[0].sessions == ["g-1", "g-2", "h-0", "h-1"]
+
+
+def test_a_deleted_member_still_counts_after_a_restart(rig: Rig) -> None:
+    rig.agents.open("gone", "g", 3)
+    rig.agents.call(turn("gone", "gone-t", group_id="g"))
+    assert not rig.trainer.turn()
+    rig.agents.delete("gone")
+    assert not rig.trainer.turn()
+    assert len(list(rig.stream.reclaim())) == 1
+    rig = rig.restart()
+    rig.agents.episode("a", 1.0, group_id="g", size=3)
+    rig.agents.episode("b", 0.0, group_id="g", size=3, output_ids=[12, 1])
+    assert rig.trainer.turn()
+    assert not list(rig.stream.reclaim())
+
+
+@pytest.mark.parametrize("group_id", [None, "g"])
+def test_a_deleted_session_that_compares_with_nobody_is_acknowledged(rig: Rig, group_id: str | None) -> None:
+    rig.agents.open("alone", group_id, 1 if group_id else None)
+    rig.agents.call(turn("alone", group_id=group_id))
+    assert not rig.trainer.turn()
+    rig.agents.delete("alone")
+    assert not rig.trainer.turn()
+    assert not list(rig.stream.reclaim())
+
+
+def test_the_deletion_of_an_unknown_session_is_acknowledged(rig: Rig) -> None:
+    rig.stream._append(deletion("nobody", None, None))
+    assert not rig.trainer.turn()
+    assert not list(rig.stream.reclaim())
+
+
+def test_the_deletion_of_what_was_trained_changes_nothing_and_is_acknowledged(make_rig: MakeRig) -> None:
+    rig = make_rig(checkpoint_every_steps=10).start()
+    rig.agents.group("g", [1.0, 0.0])
+    assert rig.trainer.turn()
+    rig.agents.delete("g-0")
+    assert not rig.trainer.turn()
+    rig.trainer._save()
+    assert rig.session_codes() == {"g-1": "trained"}
+    assert rig.checkpoints.ledger(0, 10)[0].sessions == ["g-0", "g-1"]
+    assert not list(rig.stream.reclaim())
+    assert not rig.restart().trainer.turn()
+
+
+def test_a_step_that_died_with_a_deleted_member_is_made_again_without_it(make_rig: MakeRig) -> None:
+    rig = make_rig(checkpoint_every_steps=10).start()
+    rig.agents.group("g", [1.0, 0.0, 0.5])
+    assert rig.trainer.turn()
+    rig.agents.delete("g-0")
+    assert not rig.trainer.turn()
+    rig = rig.restart()
+    assert rig.trainer.turn()
+    rig.trainer._save()
+    assert rig.checkpoints.ledger(0, 10)[0].sessions == ["g-1", "g-2"]
+    assert not list(rig.stream.reclaim())
+
+
+def test_a_deletion_that_arrives_while_its_rows_are_in_a_step_changes_nothing_of_it() -> None:
+    assembler = Assembler(RULES)
+    assembler.add([*episode("a", 1, 1.0), *episode("b", 4, 0.0), *episode("c", 7, 0.5)])
+    (group,) = assembler.complete(caught_up=True)
+    assembler.add([Entry("10-0", deletion("a"))])
+    assembler.release(group)
+    assert [member.reward for member in group.members] == [1.0, 0.0, 0.5]
+    assert "10-0" in assembler.strays()
+    assert not assembler.complete(caught_up=True)
+
+
+@pytest.mark.parametrize("first", ["deletion", "turns"])
+def test_the_order_of_a_deletion_and_what_it_deletes_does_not_matter(first: str) -> None:
+    deleted = [Entry("20-0", deletion("c"))]
+    parts = [deleted, episode("c", 7, 9.0)] if first == "deletion" else [episode("c", 7, 9.0), deleted]
+    assembler = Assembler(RULES)
+    assembler.add([entry for part in parts for entry in part])
+    assert sorted(assembler.freed()) == ["7-0", "8-0", "9-0"]
+    assert not assembler.complete(caught_up=True)
+    assembler.add([*episode("a", 1, 1.0), *episode("b", 4, 0.0)])
+    (group,) = assembler.complete(caught_up=True)
+    assert [(member.session_id, member.reward) for member in group.members] == [
+        ("a", 1.0), ("b", 0.0), ("c", None),
+    ]  # fmt: skip
+    assert group.members[2].entry_ids == ("20-0",)

@@ -1,0 +1,332 @@
+"""A disk that is full: the trainer says so, leaves nothing half done, and goes on when there is room."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer_service.rig import MakeRig, Rig
+from trainer_service.checkpoint import CheckpointBroken, Checkpoints, LedgerRow, State
+from trainer_service.disk import DiskTrouble, Parted
+from trainer_service.durable import write_atomically
+
+Write = Callable[..., Any]
+
+
+def full(number: int = errno.ENOSPC) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+class Disk:
+    """Refuses a write while it has no room, after half of what it is to take is there."""
+
+    def __init__(self, rig: Rig, error: Exception | None = None) -> None:
+        self.rig, self.error = rig, error or full()
+        self.room = False
+        self.said: list[str] = []
+        self.pauses_s: list[float] = []
+        self.refused = 0
+
+    def short(self, write: Write, half: Callable[..., None]) -> Write:
+        def writing(*arguments: Any) -> Any:
+            if self.room:
+                return write(*arguments)
+            half(*arguments)
+            self.refused += 1
+            raise self.error
+
+        return writing
+
+    def wait(self, patch: pytest.MonkeyPatch, pauses: int) -> None:
+        """Let the trainer wait without time passing, and make room at the last of so many pauses."""
+        pulse = self.rig.trainer._pulse
+
+        def paused(seconds: float, phase: Any, sentence: str) -> None:
+            pulse.beat(phase, sentence)
+            self.said.append(self.rig.face.snapshot.waiting_for)
+            self.pauses_s.append(seconds)
+            self.room = len(self.pauses_s) == pauses
+
+        patch.setattr(pulse, "_wait", paused)
+
+
+def half_a_shard(directory: Path, tag: str) -> None:
+    (directory / tag).mkdir()
+    (directory / tag / "shard.pt").write_bytes(b"half")
+
+
+def half_an_export(path: Path) -> None:
+    path.write_bytes(b"half")
+
+
+def tags(rig: Rig) -> list[str]:
+    return sorted(path.name for path in rig.settings.checkpoint_dir.iterdir() if path.is_dir())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EIO, errno.EDQUOT, errno.EROFS])
+def test_a_checkpoint_waits_for_room_and_nothing_is_acknowledged_meanwhile(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    rig.agents.group("g", [1.0, 0.0])
+    assert rig.trainer.turn()
+    before = (rig.settings.checkpoint_dir / "CURRENT").read_text()
+    disk = Disk(rig, full(number))
+    disk.wait(monkeypatch, 4)
+    monkeypatch.setattr(rig.policy, "save", disk.short(rig.policy.save, half_a_shard))
+    seen: list[tuple[object, ...]] = []
+    beat = rig.trainer._pulse.beat
+
+    def watched(*arguments: Any) -> None:
+        if disk.refused and not disk.room:
+            current = (rig.settings.checkpoint_dir / "CURRENT").read_text()
+            seen.append((current, tags(rig), len(list(rig.stream.reclaim()))))
+        beat(*arguments)
+
+    monkeypatch.setattr(rig.trainer._pulse, "beat", watched)
+    rig.agents.group("h", [1.0, 0.0])
+    assert rig.trainer.turn()
+    assert seen
+    assert set(map(repr, seen)) == {repr((before, [before], 6))}
+    assert disk.pauses_s == [0.01, 0.02, 0.04, 0.08]
+    assert set(disk.said) == {
+        "room on the disk for a checkpoint, since checkpoint 00000002-step-00000002 could not be written: "
+        f"{os.strerror(number)}"
+    }
+    refusals = {"what": "checkpoint"}
+    assert rig.registry.get_sample_value("weir_trainer_disk_refusals_total", refusals) == 4
+    assert rig.session_codes()["h-0"] == "trained"
+    assert [row.step for row in rig.checkpoints.ledger(0, 10)] == [1, 2]
+    assert rig.restart().trainer.step == 2
+
+
+def test_a_version_waits_for_room_and_is_announced_when_it_is_whole(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(rig)
+    disk.wait(monkeypatch, 3)
+    monkeypatch.setattr(rig.policy, "export", disk.short(rig.policy.export, half_an_export))
+    rig.agents.group("g", [1.0, 0.0])
+    assert rig.trainer.turn()
+    assert (
+        disk.said
+        == ["room on the disk for version 1, since version 1 could not be written: No space left on device"]
+        * 3
+    )
+    assert rig.registry.get_sample_value("weir_trainer_disk_refusals_total", {"what": "publish"}) == 3
+    assert [body["version"] for body in rig.gateway.announced] == [1]
+    assert [path.name for path in rig.store.directory.iterdir()] == ["v00000001"]
+    assert set(rig.session_codes().values()) == {"trained"}
+
+
+def test_while_a_version_waits_for_room_nothing_of_it_is_seen(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rig.policy, "export", Disk(rig).short(rig.policy.export, half_an_export))
+    rig.agents.group("g", [1.0, 0.0])
+    rig.face.stop()
+    rig.trainer.run()
+    with pytest.raises(DiskTrouble):
+        rig.store.write(1, 1, rig.policy.export)
+    assert not list(rig.store.directory.iterdir())
+
+
+@pytest.mark.parametrize("what", ["save", "export"])
+def test_a_trainer_told_to_stop_while_its_disk_is_full_ends_in_order_and_loses_nothing(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    half = half_a_shard if what == "save" else half_an_export
+    disk = Disk(rig)
+    monkeypatch.setattr(rig.policy, what, disk.short(getattr(rig.policy, what), half))
+    rig.agents.group("g", [1.0, 0.0])
+    turn = rig.trainer.turn
+
+    def last() -> bool:
+        rig.face.stop()
+        return turn()
+
+    monkeypatch.setattr(rig.trainer, "turn", last)
+    rig.trainer.run()  # raises nothing
+    assert disk.refused
+    assert len(list(rig.stream.reclaim())) == (6 if what == "save" else 0)
+    again = rig.restart()
+    again.trainer.turn()
+    assert set(again.session_codes().values()) == {"trained"}
+    assert [row.turns for row in again.checkpoints.ledger(0, 10)] == [["g-0-t", "g-1-t"]]
+
+
+def test_no_number_is_given_out_that_could_not_be_written_down(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it is asked for before the step: weights that changed without a number would be trained again."""
+    disk, before = Disk(rig), rig.weights()
+    disk.wait(monkeypatch, 2)
+    changed: list[bool] = []
+
+    def half(*_: object) -> None:
+        now = rig.weights()
+        changed.append(any(not bool((before[name] == now[name]).all()) for name in before))
+
+    monkeypatch.setattr("trainer_service.checkpoint.write_atomically", disk.short(write_atomically, half))
+    rig.agents.group("g", [1.0, 0.0])
+    assert rig.trainer.turn()
+    assert changed == [False, False]
+    assert "room on the disk for the number of a version" in disk.said[0]
+
+
+def test_what_does_not_get_into_place_leaves_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_descriptor: int) -> None:
+        raise full()
+
+    monkeypatch.setattr("trainer_service.durable.os.fsync", refused)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(tmp_path / "CURRENT", b"content")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_that_is_not_the_disks_passes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(rig, RuntimeError("CUDA error: an illegal memory access was encountered"))
+    monkeypatch.setattr(rig.policy, "save", disk.short(rig.policy.save, half_a_shard))
+    rig.agents.group("g", [1.0, 0.0])
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        rig.trainer.turn()
+
+
+def test_a_rank_that_could_not_write_is_not_waited_for(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others stand at a barrier of the first attempt; a second one would leave them out."""
+    parted = Parted("rank 0 could not write")
+    parted.__cause__ = full()
+    disk = Disk(rig, parted)
+    monkeypatch.setattr(rig.policy, "save", disk.short(rig.policy.save, half_a_shard))
+    rig.agents.group("g", [1.0, 0.0])
+    with pytest.raises(Parted):
+        rig.trainer.turn()
+    assert disk.refused == 1
+
+
+def test_a_line_of_metrics_that_does_not_fit_is_left_out_whole(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.agents.group("g", [1.0, 0.0])
+    assert rig.trainer.turn()
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer_service.metrics.json.dumps", lambda _: "half a line")
+        patch.setattr("trainer_service.metrics.len", lambda _: 1_000_000, raising=False)
+        rig.agents.group("h", [1.0, 0.0])
+        assert rig.trainer.turn()
+    rig.agents.group("i", [1.0, 0.0])
+    assert rig.trainer.turn()
+    lines = (rig.root / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 3]
+    assert rig.registry.get_sample_value("weir_trainer_disk_refusals_total", {"what": "metrics"}) == 1
+
+
+def test_metrics_that_cannot_be_written_at_all_do_not_stop_the_training(rig: Rig) -> None:
+    (rig.root / "metrics.jsonl").mkdir(parents=True)
+    rig.agents.group("g", [1.0, 0.0])
+    assert rig.trainer.turn()
+    assert set(rig.session_codes().values()) == {"trained"}
+
+
+class Shards:
+    """Weights of one shard."""
+
+    def save(self, directory: Path, tag: str) -> None:
+        (directory / tag).mkdir()
+        (directory / tag / "shard").write_bytes(b"1")
+
+    def load(self, directory: Path, tag: str) -> None: ...
+
+
+def row(step: int) -> LedgerRow:
+    return LedgerRow(step=step, version=step, durable=True, turns=[f"t{step}"], sessions=["s"], tokens=1)
+
+
+@pytest.mark.parametrize("at", ["_append", "sync_tree", "write_atomically"])
+def test_whichever_write_of_a_checkpoint_fails_the_one_before_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    checkpoints = Checkpoints(tmp_path, 2)
+    first = checkpoints.save(Shards(), State(step=1, version=1), [row(1)])
+    append = checkpoints._append
+
+    def half_a_row(rows: list[LedgerRow]) -> int:
+        append(rows)
+        raise full()
+
+    def refused(*_: object) -> None:
+        raise full()
+
+    with monkeypatch.context() as patch:
+        if at == "_append":
+            patch.setattr(checkpoints, "_append", half_a_row)
+        else:
+            patch.setattr(f"trainer_service.checkpoint.{at}", refused)
+        with pytest.raises(DiskTrouble, match="No space left"):
+            checkpoints.save(Shards(), State(step=2, version=2), [row(2)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [first, "CURRENT", "ledger.jsonl"]
+    assert len((tmp_path / "ledger.jsonl").read_bytes().splitlines()) == 1
+    checkpoints.save(Shards(), State(step=2, version=2), [row(2)])
+    assert [each.step for each in checkpoints.ledger(0, 10)] == [1, 2]
+    restored = Checkpoints(tmp_path, 2).restore(Shards())
+    assert restored is not None
+    assert restored.step == 2
+
+
+def test_a_checkpoint_that_moved_and_could_not_be_synced_is_neither_undone_nor_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, 2)
+    checkpoints.save(Shards(), State(step=1, version=1), [row(1)])
+
+    def sync(directory: Path) -> None:
+        if directory == tmp_path:
+            raise full(errno.EIO)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer_service.durable.sync_directory", sync)
+        with pytest.raises(CheckpointBroken, match="could not be synced"):
+            checkpoints.save(Shards(), State(step=2, version=2), [row(2)])
+    restored = Checkpoints(tmp_path, 2).restore(Shards())
+    assert restored is not None
+    assert restored.step == 2
+
+
+def test_what_dead_processes_left_half_written_makes_room_for_the_next(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    for serial in (1, 2, 3):
+        half_a_shard(rig.settings.checkpoint_dir, f"{serial:08d}-step-00000001")
+    (rig.settings.policies_dir / "v00000007.tmp").mkdir()
+    rig.start()
+    rig.agents.group("g", [1.0, 0.0])
+    assert rig.trainer.turn()
+    assert tags(rig) == ["00000004-step-00000001"]
+    assert [path.name for path in rig.store.directory.iterdir()] == ["v00000001"]
+
+
+def test_a_disk_that_is_really_short_stops_deepspeed_and_safetensors_only_until_there_is_room(
+    tmp_path: Path, model_path: Path
+) -> None:
+    command = [sys.executable, "-m", "tests.trainer_service.short_disk", str(tmp_path), str(model_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", "queue"])}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    saving, publishing, end = [json.loads(line) for line in ran.stdout.splitlines() if line[:1] == "{"]
+    assert saving["waiting_for"].startswith("room on the disk for a checkpoint, since checkpoint 0000")
+    assert saving["checkpoints"] == [saving["current"]] == ["00000001-step-00000001"]
+    assert (saving["ledger"], saving["ledger_lines"], saving["pending"]) == (1, 1, 6)
+    assert saving["refusals"] == {"checkpoint": 3, "publish": None}
+    assert publishing["waiting_for"].startswith("room on the disk for version 2, since version 2 could")
+    assert publishing["waiting_for"].endswith("File too large")
+    assert (publishing["state"], publishing["policies"]) == ("publishing", ["v00000001"])
+    assert (publishing["announced"], publishing["pending"]) == ([1], 0)
+    assert publishing["refusals"] == {"checkpoint": 3, "publish": 3}
+    assert (end["announced"], end["pending"], end["ledger"]) == ([1, 2], 0, 2)
+    assert end["policies"] == ["v00000001", "v00000002"]

@@ -1,0 +1,132 @@
+"""A group whose gradient is not finite ends with that verdict; the others train as if it never came."""
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from tests.trainer_service.rig import MakeRig, Rig
+from trainer_service.quarantine import culprits
+from trainer_service.train import Diverged
+
+POISON = 1e-42
+"""A temperature that is greater than 0, and makes every logit infinite."""
+
+
+def optimizer_state(rig: Rig) -> dict[str, torch.Tensor]:
+    """Everything that the next step depends on but the weights."""
+    state = rig.policy._engine.optimizer.state_dict()
+    found: dict[str, torch.Tensor] = {}
+
+    def walk(name: str, value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            found[name] = value.clone()
+        elif isinstance(value, dict):
+            for key, inner in value.items():
+                walk(f"{name}.{key}", inner)
+        elif isinstance(value, list | tuple):
+            for index, inner in enumerate(value):
+                walk(f"{name}.{index}", inner)
+
+    walk("", state)
+    assert any("exp_avg" in name for name in found)
+    return found
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_the_group_to_blame_ends_invalid_and_the_others_train(make_rig: MakeRig) -> None:
+    rig = make_rig(algorithm={"min_live_rows": 6}).start()
+    rig.agents.group("a", [1.0, 0.0])
+    rig.agents.group("poison", [1.0, 0.0], temperature=POISON)
+    rig.agents.group("b", [1.0, 0.0])
+    assert not rig.trainer.turn()
+    codes = rig.session_codes()
+    assert (codes["poison-0"], codes["poison-1"], codes["a-0"], codes["b-0"]) == ("invalid",) * 2 + (
+        None,
+    ) * 2
+    verdict = rig.stream.heads["poison-0"].verdict
+    assert verdict is not None
+    assert verdict.detail == "its gradient is not finite at version 0"
+    assert rig.stream.heads["poison-0"].turn_verdicts["poison-0-t"] == verdict
+    rig.agents.group("c", [1.0, 0.0])
+    assert rig.trainer.turn()
+    assert rig.session_codes() == codes | dict.fromkeys(("a-0", "a-1", "b-0", "b-1", "c-0", "c-1"), "trained")
+    assert not list(rig.stream.reclaim())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_and_optimizer_are_bitwise_what_they_are_without_that_group(
+    make_rig: MakeRig, dtype: str
+) -> None:
+    spared, struck = (make_rig(name, dtype=dtype).start() for name in ("spared", "struck"))
+    for rig in (spared, struck):
+        rig.agents.group("a", [1.0, 0.0])
+        assert rig.trainer.turn()
+    before = struck.weights(), optimizer_state(struck)
+    struck.agents.group("poison", [1.0, 0.0], temperature=POISON)
+    assert not struck.trainer.turn()
+    assert same(before[0], struck.weights())
+    assert same(before[1], optimizer_state(struck))
+    for rig in (spared, struck):
+        rig.agents.group("b", [0.0, 1.0, 1.0])
+        assert rig.trainer.turn()
+    assert same(spared.weights(), struck.weights())
+    assert same(optimizer_state(spared), optimizer_state(struck))
+
+
+def test_a_restart_does_not_meet_the_batch_again(rig: Rig) -> None:
+    rig.agents.group("poison", [1.0, 0.0], temperature=POISON)
+    assert not rig.trainer.turn()
+    rig = rig.restart()
+    assert not rig.trainer.turn()
+    assert rig.stream.counts["session:invalid"] == 2
+    assert rig.trainer.step == 0
+
+
+def test_a_later_epoch_that_fails_ends_the_run_and_the_group(make_rig: MakeRig) -> None:
+    """The weights contain its first epoch: only the checkpoint has them as they were."""
+    rig = make_rig(algorithm={"epochs": 2}).start()
+    norms = itertools.chain([1.0], itertools.repeat(float("inf")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rig.policy, "step", lambda: next(norms))
+        rig.agents.group("g", [1.0, 0.0])
+        with pytest.raises(Diverged, match="epoch 2"):
+            rig.trainer.turn()
+    assert set(rig.session_codes().values()) == {"invalid"}
+    rig = rig.restart()
+    rig.agents.group("h", [1.0, 0.0])
+    assert rig.trainer.turn()
+    assert rig.session_codes()["h-0"] == "trained"
+
+
+def test_weights_that_are_spoilt_already_blame_no_group(rig: Rig) -> None:
+    with torch.no_grad():
+        next(rig.policy._engine.module.parameters()).fill_(float("nan"))
+    rig.agents.group("g", [1.0, 0.0])
+    with pytest.raises(Diverged, match="the weights are not finite"):
+        rig.trainer.turn()
+    assert rig.session_codes() == {"g-0": None, "g-1": None}
+    assert rig.restart().trainer.turn()
+
+
+@pytest.mark.parametrize(
+    ("bad", "expected"),
+    [
+        ([], []),
+        ([{3}], [3]),
+        ([{0}, {6}], [0, 6]),
+        ([{1, 2}], [1, 2]),
+        ([{0, 6}], [0, 1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_blame_is_found_by_halves(bad: Sequence[set[int]], expected: list[int]) -> None:
+    """Whoever spoils a batch only together with another is not told from what lies between them."""
+
+    def sound(groups: Sequence[int]) -> bool:
+        return not any(each <= set(groups) for each in bad)
+
+    assert culprits(range(7), sound) == expected

@@ -1,0 +1,148 @@
+"""A power cut takes the last second from Redis and nothing from the trainer, which is then ahead of it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from redis.connection import Connection
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from rollout_queue import keys
+from rollout_queue.lease import Lease
+from rollout_queue.memory import MemoryStream
+from rollout_queue.redis_reader import RedisReader
+from tests.redis_process import RedisProcess
+from tests.trainer_service.rig import MakeRig, Rig
+from tests.trainer_service.test_audited import NOBODY, RedisAgents
+from trainer_service.__main__ import connect
+from weir.audit.audit import audit
+from weir.audit.report import Report
+from weir.audit.sources import Sources
+
+
+class RolledBack:
+    """A trainer on a Redis that can be set back to where it was before something."""
+
+    def __init__(self, make_rig: MakeRig, redis: RedisProcess) -> None:
+        self.redis, self.agents = redis, RedisAgents(redis.url)
+        self._connection = connect(redis.url)
+        self._make_rig = make_rig
+        self.rig = self.start()
+
+    def start(self) -> Rig:
+        """A new process on the same disk; the one before it is dead."""
+        self.redis.client.delete(keys.LEASE)
+        lease = Lease(self._connection, 1000.0)
+        assert lease.claim() is None
+        stream = cast(MemoryStream, RedisReader(self._connection, lease.token))
+        self.rig = self._make_rig(stream=stream).start()
+        return self.rig
+
+    def back_to(self, written: int) -> None:
+        self.redis.kill()
+        self.redis.cut(written)
+        self.redis.start()
+
+    def close(self) -> None:
+        self._connection.close()
+        self.redis.close()
+
+    def trained(self) -> list[list[str]]:
+        return [sorted(row.sessions) for row in self.rig.checkpoints.ledger(0, 100)]
+
+    def audit(self) -> Report:
+        sources = Sources(self.redis.url, NOBODY, checkpoint_dir=self.rig.settings.checkpoint_dir)
+        return audit(sources, looks=1)
+
+    def codes(self) -> dict[str, str | None]:
+        found: dict[str, str | None] = {}
+        for key in self.redis.client.scan_iter(keys.session("*")):
+            verdict: Any = self.redis.client.hget(key, "verdict")
+            found[key.decode().removeprefix(keys.session(""))] = verdict and json.loads(verdict)["code"]
+        return found
+
+
+@pytest.fixture
+def system(make_rig: MakeRig, tmp_path: Path) -> Iterator[RolledBack]:
+    redis = RedisProcess(tmp_path / "redis").start()
+    redis.client.hset(keys.POLICIES, "0", "{}")
+    system = RolledBack(make_rig, redis)
+    yield system
+    system.close()
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+@pytest.mark.parametrize("forgotten", ["the acknowledgement", "the delivery as well"])
+def test_what_a_durable_step_contains_is_not_trained_again(
+    system: RolledBack, forgotten: str, restarted: bool
+) -> None:
+    system.agents.group("a", [1.0, 0.0])
+    appended = system.redis.written
+    delivered = 0
+    acknowledge = system.rig.stream.acknowledge
+
+    def noting(*given: Any) -> None:
+        nonlocal delivered
+        delivered = system.redis.written
+        acknowledge(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(system.rig.stream, "acknowledge", noting)
+        assert system.rig.trainer.turn()
+    assert system.codes() == {"a-0": "trained", "a-1": "trained"}
+
+    system.back_to(delivered if forgotten == "the acknowledgement" else appended)
+    assert system.codes() == {"a-0": None, "a-1": None}
+    if restarted:
+        system.start()
+    for _ in range(3):
+        assert not system.rig.trainer.turn()
+    system.agents.group("b", [1.0, 0.0])
+    assert system.rig.trainer.turn()
+    assert system.trained() == [["a-0", "a-1"], ["b-0", "b-1"]]
+    assert system.codes() == dict.fromkeys(("a-0", "a-1", "b-0", "b-1"), "trained")
+    assert system.audit().findings == ()
+
+
+def test_turns_that_redis_forgot_stay_trained_and_the_audit_names_them(system: RolledBack) -> None:
+    """Of what no answer was kept nothing is trained twice, and nobody is told that all is well."""
+    system.agents.group("a", [1.0, 0.0])
+    kept = system.redis.written
+    system.agents.group("b", [1.0, 0.0])
+    assert system.rig.trainer.turn()
+    assert system.trained() == [["a-0", "a-1", "b-0", "b-1"]]
+    system.back_to(kept)
+    system.start()
+    assert not system.rig.trainer.turn()
+    system.agents.group("c", [1.0, 0.0])
+    assert system.rig.trainer.turn()
+    assert system.trained() == [["a-0", "a-1", "b-0", "b-1"], ["c-0", "c-1"]]
+    (finding,) = system.audit().findings
+    assert (finding.kind, finding.rule, finding.subject) == ("unexplained", "unknown_turns", "step 1")
+    named = {f"b-{member}-t{number}" for member in (0, 1) for number in (1, 2)}
+    assert named == set(finding.sentence.partition(": ")[2].split(", "))
+
+
+def test_entries_whose_answer_was_lost_with_its_connection_are_taken_up(
+    system: RolledBack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis has delivered them, and would not deliver them once more."""
+    system.agents.group("a", [1.0, 0.0])
+    read, lost = Connection.read_response, list[Any]()
+
+    def losing(connection: Connection, *given: Any, **more: Any) -> Any:
+        answer: Any = read(connection, *given, **more)
+        if isinstance(answer, list) and not lost:
+            lost.append(answer)
+            connection.disconnect()  # type: ignore[no-untyped-call]
+            raise RedisConnectionError("the network broke")
+        return answer
+
+    monkeypatch.setattr(Connection, "read_response", losing)
+    trained = [system.rig.trainer.turn() for _ in range(3)]
+    assert len(lost[0]) == 8, "the entries of both sessions"
+    assert trained.count(True) == 1
+    assert system.trained() == [["a-0", "a-1"]]
+    assert system.audit().findings == ()

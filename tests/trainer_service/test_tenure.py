@@ -1,0 +1,149 @@
+"""How a process comes to be the trainer, and what becomes of one that no longer is."""
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from threading import Thread, Timer
+
+import msgspec
+import pytest
+from redis import Redis
+
+from rollout_queue import keys
+from rollout_queue.errors import LeaseLost
+from rollout_queue.holder import Holder
+from rollout_queue.lease import Lease
+from tests.trainer_service.rig import MakeRig
+from trainer_service.face import Face
+from trainer_service.tenure import tenure
+
+RETRY_S = 0.01
+
+
+@pytest.fixture
+def redis(redis_url: str) -> Iterator[Redis]:
+    with Redis.from_url(redis_url) as client:
+        client.flushdb()
+        yield client
+
+
+def leave_a_lease(redis: Redis, lease_s: float) -> None:
+    """As a trainer on another machine does that crashes."""
+    holder = msgspec.structs.replace(Holder.here(), host="far", pid=7, place="another boot")
+    redis.set(keys.LEASE, msgspec.json.encode(holder), px=int(lease_s * 1000))
+
+
+def test_a_lease_is_renewed_as_long_as_it_is_held_and_then_let_go(redis: Redis) -> None:
+    with tenure(Lease(redis, 0.3), Face(), RETRY_S) as held:
+        assert held
+        time.sleep(0.6)
+        assert redis.exists(keys.LEASE)
+    assert not redis.exists(keys.LEASE)
+
+
+def test_who_succeeds_a_trainer_that_crashed_elsewhere_waits_until_its_lease_runs_out(
+    redis: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave_a_lease(redis, 1.0)
+    started = time.monotonic()
+    with tenure(Lease(redis, 0.3), Face(), RETRY_S) as held:
+        assert held
+        assert 0.9 < time.monotonic() - started < 5
+    assert f"{keys.LEASE} is of far:7, since 20" in caplog.text
+    assert "unless renewed, it runs out in 1.0 s" in caplog.text
+
+
+def test_who_finds_a_trainer_that_lives_refuses(redis: Redis) -> None:
+    leave_a_lease(redis, 1.2)
+    ended = False
+
+    def renew() -> None:
+        while not ended:
+            redis.pexpire(keys.LEASE, 1200)
+            time.sleep(0.4)
+
+    other = Thread(target=renew)
+    other.start()
+    try:
+        with pytest.raises(SystemExit) as refused, tenure(Lease(redis, 30.0), Face(), RETRY_S):
+            pass
+    finally:
+        ended = True
+        other.join()
+    assert str(refused.value).startswith("another trainer holds weir:trainer_lease: far:7, since 20")
+    assert "\n" not in str(refused.value)
+
+
+def test_of_two_who_wait_for_one_lease_one_refuses(redis: Redis) -> None:
+    leave_a_lease(redis, 0.5)
+    ends: list[object] = []
+
+    def begin() -> None:
+        with suppress(SystemExit):
+            with Redis.from_url(redis_url) as own, tenure(Lease(own, 3.0), Face(), RETRY_S) as held:
+                ends.append(held)
+                time.sleep(2)
+            return
+        ends.append("refused")
+
+    arguments = redis.get_connection_kwargs()
+    redis_url = f"redis://{arguments['host']}:{arguments['port']}/{arguments['db']}"
+    both = [Thread(target=begin) for _ in range(2)]
+    for each in both:
+        each.start()
+    for each in both:
+        each.join()
+    assert sorted(map(str, ends)) == ["True", "refused"]
+
+
+def test_who_is_told_to_stop_waits_no_longer(redis: Redis) -> None:
+    leave_a_lease(redis, 1000.0)
+    face = Face()
+    waiting = Timer(0.2, face.stop)
+    waiting.start()
+    with tenure(Lease(redis, 30.0), face, RETRY_S) as held:
+        assert not held
+    waiting.join()
+    assert redis.exists(keys.LEASE)
+
+
+def test_a_redis_that_is_away_is_waited_for() -> None:
+    face = Face()
+    waiting = Timer(0.2, face.stop)
+    waiting.start()
+    with (
+        Redis.from_url("redis://127.0.0.1:1/0") as nobody,
+        tenure(Lease(nobody, 30.0), face, RETRY_S) as held,
+    ):
+        assert not held
+    waiting.join()
+
+
+@pytest.mark.parametrize("moment", ["_checkpoint", "_publish"])
+def test_who_has_lost_the_stream_writes_no_checkpoint_and_publishes_nothing(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Another has taken over by the time that the step is made."""
+    rig = make_rig().start()
+    rig.agents.group("g", [1.0, 0.0])
+    before = getattr(rig.trainer, moment)
+
+    def slept() -> None:
+        rig.stream.taken_over = True
+        before()
+
+    monkeypatch.setattr(rig.trainer, moment, slept)
+    with pytest.raises(LeaseLost):
+        rig.trainer.run()
+    assert (rig.settings.checkpoint_dir / "CURRENT").exists() is (moment == "_publish")
+    assert not rig.gateway.announced
+    durable = moment == "_publish"
+    assert set(rig.session_codes().values()) == {"trained" if durable else None}
+
+
+def test_a_paused_trainer_hears_too_that_it_is_none_any_more(make_rig: MakeRig) -> None:
+    rig = make_rig().start()
+    rig.face.pause()
+    rig.stream.taken_over = True
+    with pytest.raises(LeaseLost):
+        rig.trainer.run()

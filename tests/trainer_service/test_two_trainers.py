@@ -1,0 +1,153 @@
+"""Two trainers on one Redis, started by mistake or after a sleep: real processes, one of them reads."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from redis import Redis
+
+from rollout_queue import keys
+from rollout_queue.codec import encode
+from rollout_queue.holder import Holder
+from rollout_queue.lease import LOST
+from rollout_queue.records import Outcome
+from tests.serving import free_port
+
+pytestmark = pytest.mark.timeout(300)
+
+LEASE_S = 2.0
+STARTS_WITHIN_S = 90.0
+
+
+class Process:
+    """`python -m trainer_service`, with a checkpoint directory of its own."""
+
+    def __init__(self, directory: Path, name: str, model_path: Path, redis_url: str) -> None:
+        self.checkpoints = directory / name / "checkpoints"
+        self.log = directory / f"{name}.log"
+        settings = {
+            "WEIR_REDIS_URL": redis_url,
+            "WEIR_MODEL_PATH": str(model_path),
+            "WEIR_TRAINER__CHECKPOINT_DIR": str(self.checkpoints),
+            "WEIR_TRAINER__POLICIES_DIR": str(directory / name / "policies"),
+            "WEIR_TRAINER__PORT": str(free_port()),
+            "WEIR_TRAINER__LEASE_S": str(LEASE_S),
+            "WEIR_TRAINER__THREADS": "1",
+            "WEIR_TRAINER__DEVICE": "cpu",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
+        with self.log.open("wb") as log:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", "trainer_service"],
+                env=os.environ | settings,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        self.pid = self._popen.pid
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def ends(self) -> int:
+        return self._popen.wait(STARTS_WITHIN_S)
+
+    def signal(self, number: signal.Signals) -> None:
+        self._popen.send_signal(number)
+
+    def kill(self) -> None:
+        self._popen.kill()
+        self._popen.wait()
+
+    def takes_up_the_stream(self) -> None:
+        until(lambda: "entries to take up" in self.said or self._popen.poll() is not None, self.log)
+        assert self._popen.poll() is None, self.said
+
+
+def until(true: Callable[[], Any], told: object) -> None:
+    overdue_s = time.monotonic() + STARTS_WITHIN_S
+    while not true():
+        assert time.monotonic() < overdue_s, told
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def redis(redis_url: str) -> Iterator[Redis]:
+    with Redis.from_url(redis_url) as client:
+        client.flushdb()
+        yield client
+
+
+@pytest.fixture
+def start(
+    tmp_path: Path, model_path: Path, redis: Redis, redis_url: str
+) -> Iterator[Callable[[str], Process]]:
+    started: list[Process] = []
+
+    def begin(name: str) -> Process:
+        started.append(Process(tmp_path, name, model_path, redis_url))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+
+
+def holder(redis: Redis) -> int | None:
+    """The process that has the lease."""
+    packed: Any = redis.get(keys.LEASE)
+    return msgspec.json.decode(packed, type=Holder).pid if packed else None
+
+
+def pending(redis: Redis) -> int:
+    summary: Any = redis.xpending(keys.STREAM, keys.GROUP)
+    return int(summary["pending"])
+
+
+def append(redis: Redis, session_id: str) -> None:
+    """A session that ends without reward: the trainer holds its entry, and never acknowledges it."""
+    record = Outcome(session_id=session_id, status="completed", created_at=time.time())
+    redis.hset(keys.session(session_id), "spec", b"")
+    redis.xadd(keys.STREAM, {keys.STREAM_FIELD: encode(record)})
+
+
+def test_of_two_trainers_one_refuses_and_one_that_slept_ends(
+    start: Callable[[str], Process], redis: Redis
+) -> None:
+    first, second = start("first"), start("second")
+    until(lambda: holder(redis), "nobody claims")
+    if holder(redis) == second.pid:
+        first, second = second, first
+    assert second.ends() == 1
+    assert f"another trainer holds {keys.LEASE}: " in second.said
+    assert f":{first.pid}, since " in second.said
+    assert "Traceback" not in second.said
+    first.takes_up_the_stream()
+    append(redis, "before")
+    until(lambda: pending(redis) == 1, first.log)
+
+    first.signal(signal.SIGSTOP)
+    third = start("third")
+    third.takes_up_the_stream()
+    assert holder(redis) == third.pid
+    third.signal(signal.SIGSTOP)  # so that whatever is taken from here on, the first has taken
+    entries_before = redis.xrange(keys.STREAM)
+    append(redis, "after")
+    first.signal(signal.SIGCONT)
+    assert first.ends() == 1
+    assert first.said.splitlines()[-1] == LOST
+    assert "Traceback" not in first.said
+    assert pending(redis) == 1
+    left: Any = redis.xrange(keys.STREAM)
+    assert left[:-1] == entries_before
+    assert not redis.exists(keys.VERDICTS)
+    assert not (first.checkpoints / "CURRENT").exists()
+    third.signal(signal.SIGCONT)
+    until(lambda: pending(redis) == 2, third.log)

@@ -1,0 +1,150 @@
+"""Several ranks as one learner: rank 0 leads, and the others do what it does, at the same time.
+
+    rank 0    train.py ─▶ Leader ─ order ─┬─▶ its own Policy
+    rank 1 …  follow() ◀──────────────────┴─▶ theirs, on their share of the micro-batches
+
+Rank 0 alone knows of Redis and HTTP. A rank that dies breaks the next order or collective of all others: they
+end, the launcher ends what is left, and the restart goes back to the checkpoint.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from trainer_service.batch import Row
+from trainer_service.disk import Parted
+from trainer_service.optimise import optimise
+from trainer_service.policy import Policy
+from trainer_service.quarantine import Prober
+from trainer_service.settings import AlgorithmSettings
+
+LONGEST_SILENCE = timedelta(days=365)
+"""Between two orders: a trainer may wait for agents for days. The group that trains gives up in minutes."""
+
+
+class Train(NamedTuple):
+    """One optimizer step."""
+
+    rows: Sequence[Row]
+    version: int
+    algorithm: AlgorithmSettings
+
+
+class Save(NamedTuple):
+    """Write this rank's shards."""
+
+    directory: Path
+    tag: str
+
+
+class Load(NamedTuple):
+    """Read them back."""
+
+    directory: Path
+    tag: str
+
+
+Order = Train | Save | Load | None
+"""None: it is over."""
+
+
+def own_rank() -> int:
+    """As the launcher says; 0 without one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+class Leader:
+    """The policy of all ranks, as rank 0 uses it."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        """Rank 0's own, which has all of the weights."""
+        self._channel = _Channel(policy.ranks)
+        self.vocab_size = policy.vocab_size
+
+    def optimise(
+        self,
+        rows: Sequence[Row],
+        version: int,
+        algorithm: AlgorithmSettings,
+        beat: Callable[[], None] = lambda: None,
+    ) -> dict[str, float]:
+        """One optimizer step on all ranks. Returns its metrics."""
+        self._channel.send(Train(rows, version, algorithm))
+        return optimise(self._policy, rows, version, algorithm, beat)
+
+    def save(self, directory: Path, tag: str) -> None:
+        """Returns when the shards of every rank are written.
+
+        Raises Parted when this rank's are not, while others wait for it: only a restart brings them together.
+        """
+        self._channel.send(Save(directory, tag))
+        try:
+            self._policy.save(directory, tag)
+        except Exception as error:
+            if self._policy.ranks == 1:
+                raise
+            raise Parted("rank 0 could not write its shards; the others wait for them") from error
+
+    def load(self, directory: Path, tag: str) -> None:
+        self._channel.send(Load(directory, tag))
+        self._policy.load(directory, tag)
+
+    def export(self, path: Path) -> None:
+        """Up to ZeRO 1 each rank has all of the weights."""
+        self._policy.export(path)
+
+    def probe(self) -> Prober:
+        """Looks at gradients on rank 0 alone."""
+        return self._policy
+
+    def finite(self) -> bool:
+        """Whether every weight is a number; they are the same on all ranks."""
+        return self._policy.finite()
+
+    def close(self) -> None:
+        """Let the others end. Not after a failure: amid a collective of theirs they would not hear it."""
+        self._channel.send(None)
+        self._channel.close()
+
+
+def follow(policy: Policy) -> None:
+    """Do what the leader does until it says that it is over. Raises RuntimeError when the leader is gone."""
+    channel = _Channel(policy.ranks)
+    while (order := channel.receive()) is not None:
+        match order:
+            case Train(rows, version, algorithm):
+                optimise(policy, rows, version, algorithm)
+            case Save(directory, tag):
+                policy.save(directory, tag)
+            case Load(directory, tag):
+                policy.load(directory, tag)
+    channel.close()
+
+
+class _Channel:
+    """Orders from rank 0 to all others, on the CPU, whatever the device of the training is."""
+
+    def __init__(self, ranks: int) -> None:
+        self._group = (
+            torch.distributed.new_group(backend="gloo", timeout=LONGEST_SILENCE) if ranks > 1 else None
+        )
+
+    def send(self, order: Order) -> None:
+        if self._group is not None:
+            torch.distributed.broadcast_object_list([order], src=0, group=self._group)
+
+    def receive(self) -> Order:
+        orders: list[Order] = [None]
+        torch.distributed.broadcast_object_list(orders, src=0, group=self._group)
+        return orders[0]
+
+    def close(self) -> None:
+        """Gloo's threads end with their groups; a process that ends before them is aborted."""
+        if self._group is not None:
+            torch.distributed.barrier(group=self._group)
+            torch.distributed.destroy_process_group()

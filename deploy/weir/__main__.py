@@ -1,4 +1,4 @@
-"""`weir`: everything on this machine, up and down; the demo; what runs; the configuration in full."""
+"""`weir`: everything on this machine, up and down; the demo; what runs; the configuration; the audit."""
 
 import os
 import sys
@@ -10,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 from rich.console import Console
 
+from rollout_queue.errors import StorageUnavailable
 from rollout_queue.settings import CONFIG_VARIABLE
 from weir import down as stopping
 from weir import state, status, supervisor
@@ -111,11 +112,80 @@ def demo(
     raise typer.Exit(run(given.model_copy(update=own_ports), seed))
 
 
+@app.command("audit")
+def show_audit(
+    config: Config = None,
+    run_dir: RunDir = None,
+    answers: Annotated[
+        Path | None,
+        typer.Option("--answers", help="JSONL of what clients heard success for: all of it must be there"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+    redis_url: Annotated[
+        str | None, typer.Option("--redis-url", help="of a Redis that is not the run's")
+    ] = None,
+    trainer_url: Annotated[str | None, typer.Option("--trainer-url", help="of a trainer elsewhere")] = None,
+    checkpoint_dir: Annotated[
+        Path | None, typer.Option("--checkpoint-dir", help="the trainer's, read where it does not answer")
+    ] = None,
+) -> None:
+    """Whether every turn is trained once, waiting, or closed; exits with 1 on anything lost or twice.
+
+    Exits with 2 when the evidence cannot be read.
+    """
+    from weir.audit.audit import audit
+    from weir.audit.evidence import read_answers
+    from weir.audit.report import as_json as in_json
+    from weir.audit.report import show
+    from weir.audit.sources import sources_of
+
+    try:
+        sources = sources_of(_settings(config, run_dir=run_dir), redis_url, trainer_url, checkpoint_dir)
+        report = audit(sources, read_answers(answers) if answers else [])
+    except (StackError, ValidationError, yaml.YAMLError) as error:
+        errors.print(f"weir: {error}", markup=False, highlight=False)
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(in_json(report))
+    else:
+        show(report, console)
+    raise typer.Exit(report.exit_code)
+
+
+@app.command("import")
+def import_sessions(
+    files: Annotated[
+        list[Path], typer.Argument(help="what GET /admin/export gave", exists=True, dir_okay=False)
+    ],
+    as_new: Annotated[
+        str, typer.Option("--as-new", metavar="PREFIX", help="new ids: PREFIX and the old one")
+    ] = "",
+    strict: Annotated[bool, typer.Option("--strict", help="stop at the first refusal")] = False,
+    config: Config = None,
+    run_dir: RunDir = None,
+    redis_url: Annotated[
+        str | None, typer.Option("--redis-url", help="of a Redis that is not the run's")
+    ] = None,
+) -> None:
+    """Exported sessions back into the queue, to be trained as if agents had just ended them."""
+    from redis import Redis
+
+    from weir.audit.sources import sources_of
+    from weir.importing.run import import_files
+
+    sources = sources_of(_settings(config, run_dir=run_dir), redis_url)
+    with Redis.from_url(sources.redis_url) as redis:
+        account = import_files(redis, files, as_new, strict, lambda why: errors.print(why, markup=False))
+    _say(list(account.sentences()))
+    if account.refused:
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """One sentence for a failure that has one; a traceback is for bugs."""
     try:
         app()
-    except (StackError, ValidationError, yaml.YAMLError) as error:
+    except (StackError, StorageUnavailable, ValidationError, yaml.YAMLError) as error:
         errors.print(f"weir: {error}", markup=False, highlight=False)
         sys.exit(1)
 

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -113,16 +112,6 @@ class Process:
                 self._family.update(member.children(recursive=True))
             except psutil.NoSuchProcess:
                 continue
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, every_s: float = 0.1) -> bool:
-    """Whether `condition` came true in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(every_s)
-    return True
 
 
 def _how(exit_code: int) -> str:

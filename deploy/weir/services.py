@@ -27,12 +27,12 @@ def services_of(settings: StackSettings) -> tuple[Service, ...]:
     write_private(config_path, yaml.safe_dump(effective_sections(settings), sort_keys=False))
     ours = determined_sections(settings)
 
-    def service(module: str, section: str, *ports: str) -> Service:
+    def service(module: str, section: str, *ports: str, ranks: int = 1) -> Service:
         numbers = [getattr(settings, name) for name in ports]
         url = f"http://127.0.0.1:{numbers[0]}"
         return Service(
             name=module,
-            command=(PYTHON, "-m", module),
+            command=(PYTHON, *launcher(ranks), "-m", module),
             ports={number: setting_of(*OWNERS[name]) for number, name in zip(numbers, ports, strict=True)},
             url=url,
             ready=http_ready(url),
@@ -43,8 +43,15 @@ def services_of(settings: StackSettings) -> tuple[Service, ...]:
         redis_service(settings),
         service("rollout_server", "rollout_server", "rollout_port", "engine_port"),
         service("gateway", "gateway", "gateway_port"),
-        service("trainer_service", "trainer", "trainer_port"),
+        service("trainer_service", "trainer", "trainer_port", ranks=settings.trainer_ranks),
     )
+
+
+def launcher(ranks: int) -> tuple[str, ...]:
+    """What starts several ranks, and ends all of them when one has ended; nothing for one."""
+    if ranks == 1:
+        return ()
+    return ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
 
 
 def determined_sections(settings: StackSettings) -> Sections:

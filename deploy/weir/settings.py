@@ -45,6 +45,8 @@ class StackSettings(ServiceSettings):
     trainer_port: int = 8200
     engine_python: Path = Path(sys.prefix).with_name(".venv-engine") / "bin" / "python"
     """The interpreter that has SGLang, in an environment beside ours: its pins differ."""
+    trainer_ranks: int = Field(1, ge=1)
+    """Processes that train together, each on its share of a batch; one GPU each, where there are GPUs."""
     client_keys: CommaSeparated = []
     admin_keys: CommaSeparated = []
     services: dict[str, dict[str, Any]] = Field(default_factory=dict)

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from gateway.app import create_app
-from gateway.render import ChatRenderer
+from gateway.language.render import ChatRenderer
 from gateway.settings import GatewaySettings
 from tests.gateway.fake_engine import FakeEngine
 from tests.serving import free_port, serving
@@ -74,16 +74,22 @@ def test_only_the_value_is_rewarded() -> None:
     assert [Task("c", "7").reward(answer) for answer in ("7", " 7\n", "8", "unknown", "")] == [1, 1, 0, 0, 0]
 
 
+def session_ids(gateway_url: str) -> set[str]:
+    data = httpx.get(f"{gateway_url}/sessions?limit=1000").json()["data"]
+    return {session["session_id"] for session in data}
+
+
 def test_the_warm_start_learns_the_ids_that_the_gateway_records(
     plan: Path, engine: FakeEngine, gateway_url: str
 ) -> None:
     """A perfect tool loop through the real gateway leaves exactly a row of the plan, masks and all."""
     task = draw_task(Random(0))  # what the episodes of seed 0 begin with
     engine.script = deque([call_text(task.key), task.value])
+    before = session_ids(gateway_url)
     record = play(gateway_url, count=1, size=1)
     assert [episode.reward for episode in record.episodes] == [1.0]
-    sessions = httpx.get(f"{gateway_url}/sessions?limit=1000").json()["data"]
-    view = httpx.get(f"{gateway_url}/sessions/{sessions[-1]['session_id']}?tokens=true").json()
+    (session_id,) = session_ids(gateway_url) - before
+    view = httpx.get(f"{gateway_url}/sessions/{session_id}?tokens=true").json()
     ids: list[int] = []
     mask: list[int] = []
     for turn in view["turns"]:
@@ -131,7 +137,7 @@ def test_episodes_are_counted_rewarded_and_accounted_for(engine: FakeEngine, gat
 
 
 def test_a_call_that_fails_ends_its_episode_as_failed(engine: FakeEngine, gateway_url: str) -> None:
-    engine.script = deque([[10**6]] * 3)  # the client tries twice more
+    engine.mind = [10**6]  # again and again: the gateway asks once more, and so does the client
     before = account(gateway_url, "none").get("failed", 0)
     record = play(gateway_url, count=1, size=1)
     assert record.failures == 1

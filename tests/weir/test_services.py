@@ -32,7 +32,7 @@ def test_redis_keeps_what_the_queue_promises(settings: StackSettings) -> None:
         with Redis.from_url(stack.redis_url, decode_responses=True) as client:
             for name, value in {
                 "appendonly": "yes",
-                "appendfsync": "everysec",
+                "appendfsync": "always",
                 "maxmemory-policy": "noeviction",
                 "save": "",
                 "dir": str(settings.run_dir / "redis"),

@@ -11,10 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.weir.conftest import wait_until
 from weir import state
 from weir.errors import ServiceDied, StackError
 from weir.probes import http_ready
-from weir.process import Service, wait_until
+from weir.process import Service
 from weir.settings import StackSettings
 from weir.stack import Stack
 

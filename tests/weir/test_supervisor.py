@@ -10,9 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.weir.conftest import wait_until
 from weir import down, state, status
 from weir.errors import StackError
-from weir.process import Service, wait_until
+from weir.process import Service
 from weir.settings import StackSettings
 from weir.stack import Stack
 from weir.state import ProcessState, StackState

@@ -1,0 +1,1 @@
+"""`weir audit`: anybody can check that every turn is trained once, waiting, or closed with a verdict."""

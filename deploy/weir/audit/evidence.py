@@ -1,0 +1,197 @@
+"""Reads what an audit looks at: Redis piece by piece, then the ledger.
+
+Redis is read first and the ledger last: whatever a head calls trained was durable before that was written.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from redis import Redis
+from redis.exceptions import RedisError, ResponseError
+
+from rollout_queue import keys
+from rollout_queue.codec import decode
+from rollout_queue.tombstone import Tombstone, decode_tombstone
+from weir.audit.facts import Answer, Evidence, GroupFact, SessionFact, StreamFact
+from weir.audit.heads import Unread, digest, field_of, session_fact
+from weir.audit.ledger import EvidenceMissing, read_ledger
+from weir.audit.sources import Sources
+
+CHUNK = 100
+"""Heads or stream entries that are held at a time: they bring their tokens along."""
+NAMES = 10_000
+"""Ids that are read at a time."""
+TIMEOUT_S = 60.0
+
+
+def gather(sources: Sources, answers: Sequence[Answer] = ()) -> Evidence:
+    """One look at everything. Raises EvidenceMissing."""
+    # The shapes of replies differ between the versions of Redis' protocol; this one every server speaks.
+    redis = Redis.from_url(sources.redis_url, socket_timeout=TIMEOUT_S, socket_connect_timeout=5, protocol=2)
+    try:
+        with redis:
+            dead_letters = _dead_letters(redis)
+            stream = _stream(redis)
+            before = _counts(redis)
+            known = frozenset(_known_sessions(redis))
+            named = known | stream.entries.keys() | {answer.session_id for answer in answers}
+            sessions = {fact.session_id: fact for fact in _heads(redis, sorted(named), dead_letters)}
+            evidence = Evidence(
+                sessions=sessions,
+                known_sessions=known,
+                stream=stream,
+                groups=_groups(redis, sessions.values()),
+                counts_before=before,
+                counts_after=_counts(redis),
+                policies=frozenset(int(version) for version in _reply(redis.hkeys(keys.POLICIES))),
+                dead_letters=dead_letters,
+                tombstones=_tombstones(redis),
+                ledger=read_ledger(sources.trainer_url, sources.admin_key, sources.checkpoint_dir),
+                answers=tuple(answers),
+            )
+    except RedisError as error:
+        raise EvidenceMissing(f"Redis at {sources.redis_address}: {error}") from error
+    except msgspec.DecodeError as error:
+        raise EvidenceMissing(f"Redis holds something that this build cannot read: {error}") from error
+    return evidence
+
+
+def read_answers(path: Path) -> list[Answer]:
+    """Raises EvidenceMissing for a file, or a line of it, that cannot be read."""
+    try:
+        lines = path.read_bytes().splitlines()
+        return [msgspec.json.decode(line, type=Answer) for line in lines if line.strip()]
+    except (OSError, msgspec.DecodeError) as error:
+        raise EvidenceMissing(f"{path}: {error}") from error
+
+
+def _stream(redis: Redis) -> StreamFact:
+    last_delivered = _last_delivered(redis)
+    pending = set(_pending(redis))
+    undelivered = 0
+    entries: dict[str, dict[str, tuple[str, ...]]] = {}
+    unreadable: dict[str, bytes] = {}
+    found = 0
+    for raw_id, fields in _entries(redis):
+        if raw_id in pending:
+            found += 1
+        elif _place(raw_id) > last_delivered:
+            undelivered += 1
+        else:
+            continue  # acknowledged, and not yet trimmed
+        entry_id, packed = raw_id.decode(), fields.get(keys.STREAM_FIELD, b"")
+        try:
+            record = decode(packed)
+        except Unread:
+            unreadable[entry_id] = digest(packed)
+            continue
+        held = entries.setdefault(record.session_id, {})
+        field = field_of(record)
+        held[field] = (*held.get(field, ()), entry_id)
+    return StreamFact(
+        entries=entries,
+        unreadable=unreadable,
+        pending=found,
+        undelivered=undelivered,
+        vanished=len(pending) - found,
+    )
+
+
+def _last_delivered(redis: Redis) -> tuple[int, int]:
+    """Before every entry where no trainer has ever read."""
+    try:
+        groups: Any = _reply(redis.xinfo_groups(keys.STREAM))
+    except ResponseError as error:
+        if "no such key" in str(error):
+            return (0, 0)
+        raise
+    ours = [group for group in groups if group["name"] == keys.GROUP.encode()]
+    return _place(ours[0]["last-delivered-id"]) if ours else (0, 0)
+
+
+def _pending(redis: Redis) -> Iterator[bytes]:
+    start = "-"
+    while True:
+        try:
+            page: Any = _reply(redis.xpending_range(keys.STREAM, keys.GROUP, start, "+", NAMES))
+        except ResponseError as error:
+            if str(error).startswith("NOGROUP"):
+                return
+            raise
+        yield from (entry["message_id"] for entry in page)
+        if len(page) < NAMES:
+            return
+        start = f"({page[-1]['message_id'].decode()}"
+
+
+def _entries(redis: Redis, stream: str = keys.STREAM) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
+    start = "-"
+    while page := _reply(redis.xrange(stream, start, "+", CHUNK)):
+        yield from page
+        start = f"({page[-1][0].decode()}"
+
+
+def _heads(
+    redis: Redis, session_ids: Sequence[str], dead_letters: Mapping[bytes, str]
+) -> Iterator[SessionFact]:
+    for chunk in _chunks(session_ids):
+        with redis.pipeline(transaction=False) as pipeline:
+            for session_id in chunk:
+                pipeline.hgetall(keys.session(session_id))
+            heads = pipeline.execute()
+        for session_id, fields in zip(chunk, heads, strict=True):
+            if (fact := session_fact(session_id, fields, dead_letters)) is not None:
+                yield fact
+
+
+def _known_sessions(redis: Redis) -> Iterator[str]:
+    start = 0
+    while page := _reply(redis.zrange(keys.SESSIONS, start, start + NAMES - 1)):
+        yield from (name.decode() for name in page)
+        start += len(page)
+
+
+def _groups(redis: Redis, sessions: Iterable[SessionFact]) -> Mapping[str, GroupFact]:
+    names = sorted({session.group_id for session in sessions if session.group_id is not None})
+    found: dict[str, GroupFact] = {}
+    for chunk in _chunks(names):
+        with redis.pipeline(transaction=False) as pipeline:
+            for name in chunk:
+                pipeline.hget(keys.group(name), "size")
+                pipeline.smembers(keys.group_members(name))
+            replies = pipeline.execute()
+        for name, size, members in zip(chunk, replies[::2], replies[1::2], strict=True):
+            members = frozenset(member.decode() for member in members)
+            found[name] = GroupFact(int(size) if size else None, members)
+    return found
+
+
+def _dead_letters(redis: Redis) -> Mapping[bytes, str]:
+    letters = _entries(redis, keys.DEAD_LETTERS)
+    return {digest(fields.get(keys.STREAM_FIELD, b"")): entry_id.decode() for entry_id, fields in letters}
+
+
+def _tombstones(redis: Redis) -> Mapping[str, Tombstone]:
+    found: Iterator[tuple[bytes, bytes]] = redis.hscan_iter(keys.DELETED, count=NAMES)
+    return {name.decode(): decode_tombstone(value) for name, value in found}
+
+
+def _counts(redis: Redis) -> Mapping[str, int]:
+    counts: Any = _reply(redis.hgetall(keys.VERDICTS))
+    return {name.decode(): int(count) for name, count in counts.items()}
+
+
+def _place(entry_id: bytes) -> tuple[int, int]:
+    milliseconds, _, number = entry_id.partition(b"-")
+    return int(milliseconds), int(number or 0)
+
+
+def _chunks(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (names[start : start + CHUNK] for start in range(0, len(names), CHUNK))
+
+
+def _reply(reply: Any) -> Any:
+    """redis-py types the commands of its two clients as one."""
+    return reply

@@ -1,0 +1,133 @@
+"""From the hash of a session to what an audit needs of it: the tokens are counted and let go."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+
+import msgspec
+
+from rollout_queue.attempts import orphans_of
+from rollout_queue.codec import decode, decode_spec
+from rollout_queue.errors import InvalidRecord, UnknownSchema
+from rollout_queue.records import Outcome, Record, Reward, Turn, Verdict
+from weir.audit.facts import SessionFact, TurnFact
+
+Unread = (InvalidRecord, UnknownSchema)
+
+
+def digest(record: bytes) -> bytes:
+    """By it an entry is known for the record that a head holds: both are the same bytes."""
+    return hashlib.blake2b(record, digest_size=16).digest()
+
+
+def session_fact(
+    session_id: str, fields: Mapping[bytes, bytes], dead_letters: Mapping[bytes, str]
+) -> SessionFact | None:
+    """None when there is no such session."""
+    if b"spec" not in fields:
+        return None
+    records, unreadable, set_aside = _records(fields, dead_letters)
+    group_id, train = _terms(fields[b"spec"], records.get("outcome"))
+    ends = {name for name, record in records.items() if not isinstance(record, Turn)}
+    unheard = {name for name in ends if name in set_aside or _late(records[name])}
+    return SessionFact(
+        session_id=session_id,
+        group_id=group_id,
+        turns=tuple(_turns(records, fields, train, set_aside)),
+        ends=frozenset(ends - unheard),
+        unheard=frozenset(unheard),
+        verdict=_verdict(fields[b"verdict"]) if b"verdict" in fields else None,
+        unreadable=unreadable,
+    )
+
+
+def _records(
+    fields: Mapping[bytes, bytes], dead_letters: Mapping[bytes, str]
+) -> tuple[dict[str, Record], dict[str, bytes], set[str]]:
+    """By the field: what can be read, the digests of what cannot; and the fields that were set aside."""
+    records: dict[str, Record] = {}
+    unreadable: dict[str, bytes] = {}
+    set_aside: set[str] = set()
+    for field, value in fields.items():
+        if field[:2] in (b"t:", b"r:") or field == b"outcome":
+            name = field.decode()
+            try:
+                records[name] = decode(value)
+            except Unread:
+                unreadable[name] = digest(value)
+            if dead_letters and digest(value) in dead_letters:
+                set_aside.add(name)
+    return records, unreadable, set_aside
+
+
+def _turns(
+    records: Mapping[str, Record], fields: Mapping[bytes, bytes], train: bool, set_aside: set[str]
+) -> Iterator[TurnFact]:
+    """Oldest first: Redis lists the fields of a hash in any order."""
+    turns = [record for record in records.values() if isinstance(record, Turn)]
+    orphans = orphans_of(turns)
+    for turn in sorted(turns, key=lambda turn: (turn.started_at, turn.turn_id)):
+        verdict = fields.get(b"v:" + turn.turn_id.encode())
+        yield TurnFact(
+            turn_id=turn.turn_id,
+            tokens=len(turn.output_ids),
+            generation=_generation(turn),
+            versions=_versions(tuple({span.version for span in turn.versions})),
+            verdict=None if verdict is None else _verdict(verdict),
+            barred=_barred(turn, train, turn.turn_id in orphans),
+            set_aside=f"t:{turn.turn_id}" in set_aside,
+        )
+
+
+def _late(record: Record) -> bool:
+    return isinstance(record, Reward) and record.late
+
+
+def field_of(record: Record) -> str:
+    """The field of its session's head that a record of the stream fills."""
+    match record:
+        case Turn():
+            return f"t:{record.turn_id}"
+        case Reward():
+            return f"r:{record.key}"
+        case Outcome():
+            return "outcome"
+        case _:
+            return "deletion"
+
+
+def _terms(spec: bytes, outcome: Record | None) -> tuple[str | None, bool]:
+    """The session's group, and whether it may be trained."""
+    try:
+        known = decode_spec(spec)
+    except Unread:  # a newer build opened it; its outcome says the same
+        return (outcome.group_id, outcome.train) if isinstance(outcome, Outcome) else (None, True)
+    return known.group_id, known.train
+
+
+def _barred(turn: Turn, session_trains: bool, orphan: bool) -> str | None:
+    if orphan:
+        return "a retry has taken its place"
+    if turn.finish == "abort":
+        return "its call was aborted"
+    if not (turn.train and session_trains):
+        return "it was not made for training"
+    return None if turn.output_ids else "it has no output"
+
+
+def _generation(turn: Turn) -> int:
+    if turn.completion_id:  # the choices of one completion begin one after the other
+        return hash((turn.completion_id, turn.started_at))
+    content = (turn.context_ids.tobytes(), turn.output_ids.tobytes(), turn.logprobs.tobytes())
+    return hash((turn.session_id, turn.parent_id, turn.started_at, turn.finished_at, *content))
+
+
+@lru_cache(maxsize=4096)
+def _verdict(value: bytes) -> Verdict:
+    """Many turns share a verdict; one object serves them all."""
+    return msgspec.json.decode(value, type=Verdict)
+
+
+@lru_cache(maxsize=4096)
+def _versions(versions: tuple[int, ...]) -> tuple[int, ...]:
+    return versions

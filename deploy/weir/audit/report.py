@@ -1,0 +1,84 @@
+"""What an audit says: to a person at a terminal, to a file, to a program."""
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from weir.audit.facts import Finding
+from weir.audit.totals import Totals
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of an audit."""
+
+    ok: bool
+    """Nothing was found."""
+    findings: tuple[Finding, ...]
+    totals: Totals
+    notes: tuple[str, ...]
+    ledger: str
+    """Where the ledger was read."""
+    answers: int
+    """How many answers that clients had heard were looked for."""
+    looks: int
+    """How often everything was looked at; a finding stood each time."""
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.ok else 1
+
+
+def as_json(report: Report) -> str:
+    return msgspec.json.format(msgspec.json.encode(report), indent=2).decode()
+
+
+def show(report: Report, console: Console) -> None:
+    """A table on a terminal; lines that can be searched elsewhere."""
+    if console.is_terminal:
+        console.print(_table(report.totals))
+    else:
+        for line in _lines(report.totals):
+            console.print(line, markup=False, highlight=False)
+    for sentence in _facts(report):
+        console.print(sentence, markup=False, highlight=False)
+    for finding in report.findings:
+        line = f"{finding.kind}: {finding.sentence} ({finding.rule})"
+        console.print(line, markup=False, highlight=False, style="red")
+    console.print(_verdict(report), markup=False, highlight=False, style="green" if report.ok else "red")
+
+
+def _table(totals: Totals) -> Table:
+    table = Table("", "sessions", "turns", "tokens")
+    for name, fate in totals.fates.items():
+        table.add_row(name, *(f"{number:,}" for number in (fate.sessions, fate.turns, fate.tokens)))
+    return table
+
+
+def _lines(totals: Totals) -> list[str]:
+    return [
+        f"{name}: {fate.sessions} sessions, {fate.turns} turns, {fate.tokens} tokens"
+        for name, fate in totals.fates.items()
+    ]
+
+
+def _facts(report: Report) -> list[str]:
+    totals = report.totals
+    said = [
+        f"ledger: {totals.ledger_steps} durable steps, {totals.ledger_turns} turns, "
+        f"{totals.ledger_tokens} tokens ({report.ledger})",
+        f"stream: {totals.pending} entries pending, {totals.undelivered} not yet delivered; "
+        f"{totals.dead_letters} dead letters, {totals.deleted_sessions} deleted sessions",
+    ]
+    if report.answers:
+        said.append(f"answers: {report.answers} that clients had heard were looked for")
+    return said + [f"note: {note}" for note in report.notes]
+
+
+def _verdict(report: Report) -> str:
+    if report.ok:
+        return "every turn is trained once, waiting, or closed"
+    kinds = [finding.kind for finding in report.findings]
+    counts = [
+        f"{kinds.count(kind)} {kind}" for kind in ("lost", "duplicated", "unexplained") if kind in kinds
+    ]
+    return f"found {', '.join(counts)}; each stood in {report.looks} looks"

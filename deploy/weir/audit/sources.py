@@ -1,0 +1,40 @@
+"""Where the evidence of a run lies: its Redis, its trainer, the trainer's checkpoints."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from weir import state
+from weir.services import effective_sections
+from weir.settings import StackSettings
+
+
+class Sources(NamedTuple):
+    redis_url: str
+    trainer_url: str | None
+    admin_key: str | None = None
+    checkpoint_dir: Path | None = None
+    """Read where the trainer itself does not answer."""
+
+    @property
+    def redis_address(self) -> str:
+        """As it may be shown: without a password."""
+        scheme, _, rest = self.redis_url.rpartition("://")
+        return f"{scheme}://{rest.rpartition('@')[2]}"
+
+
+def sources_of(
+    settings: StackSettings,
+    redis_url: str | None = None,
+    trainer_url: str | None = None,
+    checkpoint_dir: Path | None = None,
+) -> Sources:
+    """What is named; else what runs in the run directory; else what `weir up` would start there."""
+    found = state.read(settings.run_dir)
+    running = {} if found is None else {name: service.url for name, service in found.services.items()}
+    trainer = effective_sections(settings)["trainer"]
+    return Sources(
+        redis_url=redis_url or running.get("redis") or trainer["redis_url"],
+        trainer_url=trainer_url or running.get("trainer_service") or f"http://127.0.0.1:{trainer['port']}",
+        admin_key=next(iter(settings.admin_keys), None),
+        checkpoint_dir=checkpoint_dir or Path(trainer["checkpoint_dir"]),
+    )

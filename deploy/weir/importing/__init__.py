@@ -1,0 +1,1 @@
+"""`weir import`: recorded sessions back into the queue, for offline or replayed training."""

@@ -1,0 +1,373 @@
+"""The rules of the audit, one by one: evidence that is whole, and then with one thing wrong."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollout_queue.records import Verdict, VerdictCode
+from rollout_queue.tombstone import Tombstone
+from weir.audit.facts import (
+    Answer,
+    Evidence,
+    GroupFact,
+    Ledger,
+    LedgerRow,
+    SessionFact,
+    StreamFact,
+    TurnFact,
+)
+from weir.audit.rules import findings_of
+from weir.audit.totals import notes_of, totals_of
+
+
+def verdict(code: VerdictCode, step: int | None = None, version: int | None = None) -> Verdict:
+    return Verdict(code=code, step=step, version=version)
+
+
+STONE = Tombstone(session_id="s1", created_at=100.0, deleted_at=200.0, turns=1, rewards=0)
+TRAINED = verdict("trained", 1, 4)
+
+
+def turn(turn_id: str, **fields: Any) -> TurnFact:
+    given: dict[str, Any] = {"tokens": 3, "generation": hash(turn_id), "versions": (0,)}
+    return TurnFact(turn_id=turn_id, **(given | fields))
+
+
+def session(session_id: str, *turns: TurnFact, **fields: Any) -> SessionFact:
+    given: dict[str, Any] = {
+        "group_id": None,
+        "ends": frozenset({"r:finish", "outcome"}),
+        "unheard": frozenset(),
+        "verdict": None,
+        "unreadable": {},
+    }
+    return SessionFact(session_id=session_id, turns=turns, **(given | fields))
+
+
+def row(step: int = 1, version: int = 4, **fields: Any) -> LedgerRow:
+    given: dict[str, Any] = {"durable": True, "turns": ["t1"], "sessions": ["s1"], "tokens": 3}
+    return LedgerRow(step=step, version=version, **(given | fields))
+
+
+def evidence(*sessions: SessionFact, **fields: Any) -> Evidence:
+    """One trained session `s1` and one that waits, `s2`, unless others are given."""
+    sessions = sessions or (
+        session("s1", turn("t1", verdict=TRAINED), verdict=TRAINED, group_id="g"),
+        session("s2", turn("t2"), group_id="g"),
+    )
+    counts: dict[str, int] = {}
+    for each in sessions:
+        for kind, given in [("session", each.verdict), *(("turn", t.verdict) for t in each.turns)]:
+            if given is not None:
+                counts[f"{kind}:{given.code}"] = counts.get(f"{kind}:{given.code}", 0) + 1
+    entries = fields.pop("entries", WAITING)
+    rows = fields.pop("rows", (row(),))
+    stream = StreamFact(
+        entries=entries, unreadable=fields.pop("unread", {}), pending=0, undelivered=3, vanished=0
+    )
+    whole: dict[str, Any] = {
+        "sessions": {each.session_id: each for each in sessions},
+        "known_sessions": frozenset(each.session_id for each in sessions),
+        "stream": stream,
+        "ledger": Ledger(rows, "here"),
+        "groups": {"g": GroupFact(2, frozenset({"s1", "s2"}))},
+        "counts_before": counts,
+        "counts_after": counts,
+        "policies": frozenset({0}),
+    }
+    return Evidence(**(whole | fields))
+
+
+WAITING: dict[str, dict[str, tuple[str, ...]]] = {
+    "s2": {"t:t2": ("5-0",), "r:finish": ("6-0",), "outcome": ("7-0",)}
+}
+
+
+def with_entry(session_id: str, field: str, *entry_ids: str) -> dict[str, dict[str, tuple[str, ...]]]:
+    """What waits, with these entries of one field in place of what it has."""
+    entries = {name: dict(fields) for name, fields in WAITING.items()}
+    entries.setdefault(session_id, {})[field] = entry_ids
+    return entries
+
+
+def without_entry(field: str) -> dict[str, dict[str, tuple[str, ...]]]:
+    return {"s2": {name: ids for name, ids in WAITING["s2"].items() if name != field}}
+
+
+def one(turn_fact: TurnFact, session_verdict: Verdict | None, **fields: Any) -> Evidence:
+    """A session of one turn, alone."""
+    alone = session("s1", turn_fact, verdict=session_verdict)
+    return evidence(alone, **({"entries": {}, "rows": (), "groups": {}} | fields))
+
+
+def told(given: Evidence) -> set[tuple[str, str, str]]:
+    return {finding.identity for finding in findings_of(given)}
+
+
+def test_evidence_that_is_whole_finds_nothing() -> None:
+    whole = evidence()
+    assert findings_of(whole) == []
+    totals = totals_of(whole)
+    assert {name: msgspec.to_builtins(fate) for name, fate in totals.fates.items()} == {
+        "trained": {"sessions": 1, "turns": 1, "tokens": 3},
+        "waiting": {"sessions": 1, "turns": 1, "tokens": 3},
+    }
+    assert totals.ledger_tokens == totals.trained_tokens == 3
+
+
+FAULTS: Mapping[str, tuple[Callable[[], Evidence], tuple[str, str, str]]] = {
+    "a turn in two rows": (
+        lambda: evidence(rows=(row(), row(2, 5))),
+        ("duplicated", "trained_twice", "turn t1"),
+    ),
+    "a turn twice in one row": (
+        lambda: evidence(rows=(row(turns=["t1", "t1"], tokens=6),)),
+        ("duplicated", "trained_twice", "turn t1"),
+    ),
+    "two entries of one turn": (
+        lambda: evidence(entries=with_entry("s2", "t:t2", "5-0", "8-0")),
+        ("duplicated", "appended_twice", "turn t2"),
+    ),
+    "two entries of one reward": (
+        lambda: evidence(entries=with_entry("s2", "r:finish", "5-0", "8-0")),
+        ("duplicated", "reward_twice", "session s2 r:finish"),
+    ),
+    "a turn without entry or verdict": (
+        lambda: evidence(entries=without_entry("t:t2")),
+        ("lost", "dropped", "turn t2"),
+    ),
+    "a verdict of a step that is not durable": (
+        lambda: evidence(rows=()),
+        ("lost", "acknowledged_before_the_checkpoint", "turn t1"),
+    ),
+    "a verdict of a step that has not that turn": (
+        lambda: evidence(rows=(row(turns=[], sessions=[], tokens=0),)),
+        ("lost", "acknowledged_before_the_checkpoint", "turn t1"),
+    ),
+    "a verdict that names another version": (
+        lambda: evidence(rows=(row(version=9),)),
+        ("unexplained", "other_step", "turn t1"),
+    ),
+    "trained against its verdict": (
+        lambda: one(turn("t1", verdict=verdict("stale")), verdict("stale"), rows=(row(),)),
+        ("unexplained", "verdict_denies", "turn t1"),
+    ),
+    "trained although the gateway had closed its session": (
+        lambda: one(turn("t1"), verdict("expired"), rows=(row(),)),
+        ("unexplained", "verdict_denies", "turn t1"),
+    ),
+    "trained although it was aborted": (
+        lambda: one(turn("t1", barred="its call was aborted", verdict=TRAINED), TRAINED, rows=(row(),)),
+        ("unexplained", "barred", "turn t1"),
+    ),
+    "trained and acknowledged without a verdict": (
+        lambda: one(turn("t1"), TRAINED, rows=(row(),)),
+        ("unexplained", "no_verdict", "turn t1"),
+    ),
+    "judged with a session that was never told of it": (
+        lambda: one(turn("t1"), verdict("zero_advantage")),
+        ("lost", "dropped", "turn t1"),
+    ),
+    "left out when its group went on without its session": (
+        lambda: one(turn("t1"), verdict("group_incomplete")),
+        ("lost", "dropped", "turn t1"),
+    ),
+    "appended behind its session's end": (
+        lambda: one(turn("t1"), TRAINED, entries={"s1": {"t:t1": ("5-0",)}}),
+        ("unexplained", "session_over", "turn t1"),
+    ),
+    "settled and still owed": (
+        lambda: evidence(entries=with_entry("s1", "t:t1", "5-0")),
+        ("unexplained", "verdict_and_entry", "turn t1"),
+    ),
+    "an entry of a turn that its session does not know": (
+        lambda: evidence(entries=with_entry("s2", "t:t9", "9-0")),
+        ("unexplained", "unknown_entry", "session s2 t:t9"),
+    ),
+    "an entry of a session that nobody knows": (
+        lambda: evidence(entries=with_entry("s9", "t:t9", "9-0")),
+        ("unexplained", "unknown_entry", "session s9 t:t9"),
+    ),
+    "a generation recorded twice": (
+        lambda: one(
+            turn("t1"), None, sessions={"s1": session("s1", turn("a", generation=7), turn("b", generation=7))}
+        ),
+        ("duplicated", "recorded_twice", "turn b"),
+    ),
+    "one turn in two sessions": (
+        lambda: evidence(session("s1", turn("t1")), session("s2", turn("t1"))),
+        ("duplicated", "in_two_sessions", "turn t1"),
+    ),
+    "a reward whose entry is lost": (
+        lambda: evidence(entries=without_entry("r:finish")),
+        ("lost", "end_dropped", "session s2 r:finish"),
+    ),
+    "an outcome whose entry is lost": (
+        lambda: evidence(entries=without_entry("outcome")),
+        ("lost", "end_dropped", "session s2 outcome"),
+    ),
+    "a session without a head": (
+        lambda: evidence(known_sessions=frozenset({"s1", "s2", "s3"})),
+        ("lost", "no_head", "session s3"),
+    ),
+    "a deleted session that is there again": (
+        lambda: evidence(tombstones={"s1": STONE}),
+        ("unexplained", "deleted_and_there", "session s1"),
+    ),
+    "a record that nobody can read and nobody holds": (
+        lambda: evidence(session("s2", turn("t2"), unreadable={"t:t3": b"?"}), rows=(), groups={}),
+        ("unexplained", "unreadable", "session s2 t:t3"),
+    ),
+    "a ledger that begins late": (
+        lambda: evidence(
+            session("s2", turn("t2")), groups={}, rows=(row(2, turns=[], sessions=[], tokens=0),)
+        ),
+        ("lost", "step_missing", "step 2"),
+    ),
+    "a ledger with a hole": (
+        lambda: evidence(rows=(row(), row(3, 5, turns=[], sessions=[], tokens=0))),
+        ("lost", "step_missing", "step 3"),
+    ),
+    "a step that comes twice": (
+        lambda: evidence(rows=(row(), row(1, 5, turns=[], sessions=[], tokens=0))),
+        ("duplicated", "steps_not_growing", "step 1"),
+    ),
+    "a version that comes twice": (
+        lambda: evidence(rows=(row(), row(2, 4, turns=[], sessions=[], tokens=0))),
+        ("duplicated", "versions_not_growing", "step 2"),
+    ),
+    "a row that is not durable": (
+        lambda: evidence(rows=(row(durable=False),)),
+        ("unexplained", "not_durable", "step 1"),
+    ),
+    "a row with more tokens than its turns": (
+        lambda: evidence(rows=(row(tokens=4),)),
+        ("unexplained", "tokens", "step 1"),
+    ),
+    "a row with fewer tokens than its turns": (
+        lambda: evidence(rows=(row(tokens=2),)),
+        ("unexplained", "tokens", "step 1"),
+    ),
+    "a row of a session that has no turn in it": (
+        lambda: evidence(rows=(row(sessions=["s1", "s2"]),)),
+        ("unexplained", "sessions", "step 1"),
+    ),
+    "a row with a turn that nobody knows": (
+        lambda: evidence(rows=(row(turns=["t1", "t9"], tokens=6),)),
+        ("unexplained", "unknown_turns", "step 1"),
+    ),
+    "a counter that is too high": (
+        lambda: evidence(counts_before={"session:trained": 2}, counts_after={"session:trained": 2}),
+        ("unexplained", "counter", "counter session:trained"),
+    ),
+    "a counter that was never raised": (
+        lambda: evidence(counts_before={}, counts_after={}),
+        ("unexplained", "counter", "counter turn:trained"),
+    ),
+    "a group that does not list its member": (
+        lambda: evidence(groups={"g": GroupFact(2, frozenset({"s1"}))}),
+        ("unexplained", "member_unlisted", "group g does not list its member s2"),
+    ),
+    "a group with a member that is gone": (
+        lambda: evidence(groups={"g": GroupFact(3, frozenset({"s1", "s2", "s3"}))}),
+        ("lost", "member_gone", "group g lists the session s3, which is not there"),
+    ),
+    "a group with too many members": (
+        lambda: evidence(groups={"g": GroupFact(1, frozenset({"s1", "s2"}))}),
+        ("unexplained", "too_many", "group g was made for 1 sessions and has 2"),
+    ),
+    "a turn that a client was told of": (
+        lambda: evidence(answers=(Answer("s2", turn_id="t9"),)),
+        ("lost", "answered", "session s2 t:t9"),
+    ),
+    "a session that a client was told of": (
+        lambda: evidence(answers=(Answer("s9"),)),
+        ("lost", "answered", "session s9"),
+    ),
+    "an end that a client was told of": (
+        lambda: evidence(
+            session("s2", turn("t2"), ends=frozenset()),
+            rows=(),
+            groups={},
+            entries={"s2": {"t:t2": ("5-0",)}},
+            answers=(Answer("s2", finished=True),),
+        ),
+        ("lost", "answered", "session s2 outcome"),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_must_not_be_is_found_and_named(fault: str) -> None:
+    broken, expected = FAULTS[fault]
+    assert expected in told(broken())
+
+
+FINE: Mapping[str, Callable[[], Evidence]] = {
+    "trained by a durable step and not yet acknowledged": lambda: evidence(
+        rows=(row(), row(2, 5, turns=["t2"], sessions=["s2"]))
+    ),
+    "closed by the gateway while its group waits": lambda: one(
+        turn("t1"), verdict("failed"), entries={"s1": {"t:t1": ("5-0",), "outcome": ("6-0",)}}
+    ),
+    "a second outcome, of a session that expired unrewarded": lambda: one(
+        turn("t1"), verdict("expired"), entries={"s1": {"t:t1": ("5-0",), "outcome": ("6-0", "7-0")}}
+    ),
+    "a turn that came too late for its group": lambda: one(
+        turn("t1", verdict=verdict("group_incomplete")), verdict("group_incomplete")
+    ),
+    "trained, with a turn of its own fate": lambda: evidence(
+        session(
+            "s1",
+            turn("t1", verdict=TRAINED),
+            turn("t2", verdict=verdict("aborted"), barred="its call was aborted"),
+            verdict=TRAINED,
+        ),
+        groups={},
+        entries={},
+    ),
+    "a record set aside": lambda: one(turn("t1", set_aside=True), verdict("invalid")),
+    "a record that no build could read, set aside": lambda: evidence(
+        session("s2", turn("t2"), unreadable={"t:t3": b"?"}), rows=(), groups={}, dead_letters={b"?": "1-0"}
+    ),
+    "a record of a newer build that waits": lambda: evidence(
+        session("s2", turn("t2"), unreadable={"t:t3": b"?"}), rows=(), groups={}, unread={"9-0": b"?"}
+    ),
+    "deleted after it was trained": lambda: evidence(
+        session("s2", turn("t2")),
+        known_sessions=frozenset({"s1", "s2"}),
+        tombstones={"s1": STONE},
+        groups={"g": GroupFact(2, frozenset({"s1", "s2"}))},
+        counts_before={"session:trained": 1, "turn:trained": 1, "session:deleted": 1},
+        counts_after={"session:trained": 1, "turn:trained": 1, "session:deleted": 1},
+        answers=(Answer("s1", turn_id="t1"),),
+        entries=WAITING | {"s1": {"deletion": ("9-0",), "t:t1": ("3-0",)}},
+    ),
+    "counters that grew while the heads were read": lambda: evidence(
+        counts_before={}, counts_after={"session:trained": 3, "turn:trained": 9}
+    ),
+    "a late reward has no entry": lambda: evidence(
+        session(
+            "s1",
+            turn("t1", verdict=TRAINED),
+            verdict=TRAINED,
+            unheard=frozenset({"r:late"}),
+        ),
+        groups={},
+        entries={},
+        answers=(Answer("s1", reward_key="late"),),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FINE)
+def test_what_may_be_is_not_called_a_fault(case: str) -> None:
+    assert findings_of(FINE[case]()) == []
+
+
+def test_versions_that_no_policy_names_are_told_and_no_fault() -> None:
+    odd = one(turn("t1", versions=(0, 7), verdict=verdict("stale")), verdict("stale"))
+    assert findings_of(odd) == []
+    assert notes_of(odd) == ["turns were sampled by versions that no policy record knows: 7"]

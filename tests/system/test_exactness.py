@@ -17,7 +17,7 @@ from starlette.routing import Route
 from gateway.app import create_app
 from gateway.settings import GatewaySettings
 from rollout_queue.tokens import Logprobs
-from tests.gateway.fake_engine import FakeEngine
+from tests.gateway.fake_engine import FakeEngine, Interruption
 from tests.serving import serving
 from tests.system.conftest import System
 
@@ -180,9 +180,37 @@ def test_the_fake_engine_speaks_as_the_real_one(system: System, tokenizer: Any) 
                 assert events[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 12}
 
 
-def events_of(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+def test_the_fake_engine_gives_up_as_the_real_one(system: System, tokenizer: Any) -> None:
+    body = {
+        "rid": "given-up",
+        "input_ids": tokenizer.encode("hello there").ids,
+        "sampling_params": {"max_new_tokens": 1000, "stream_interval": 1, "ignore_eos": True},
+        "return_logprob": True,
+        "top_logprobs_num": 0,
+        "stream": True,
+    }
+    fake = FakeEngine(tokenizer, mind=list(range(100, 140)), version=str(system.serving()))
+    fake.interruptions.append(Interruption(3, "abort"))
+    with serving(fake.app()) as fake_url:
+        said = events_of(fake_url, body)
+    real = events_of(system.engine_url, body, abort=True)
+    assert shape(said[-1]) <= shape(real[-1])
+    for last in (said[-1], real[-1]):
+        reason = last["meta_info"]["finish_reason"]
+        assert (reason["type"], set(reason)) == ("abort", {"type", "message", "status_code", "err_type"})
+        assert last["meta_info"]["weight_versions"][-1]["end"] == last["meta_info"]["completion_tokens"]
+
+
+def events_of(url: str, body: dict[str, Any], *, abort: bool = False) -> list[dict[str, Any]]:
+    """What is streamed; `abort` tells the engine to stop at the first event."""
+    events: list[dict[str, Any]] = []
     with httpx.stream("POST", f"{url}/generate", json=body, timeout=60) as reply:
-        return [json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: {")]
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                if abort and not events:
+                    httpx.post(f"{url}/abort_request", json={"rid": body["rid"]}, timeout=60)
+                events.append(json.loads(line[6:]))
+    return events
 
 
 def shape(event: dict[str, Any]) -> set[str]:

@@ -1,0 +1,30 @@
+"""SDKs ask again by default when an answer is lost; the record shows it, and nothing is trained twice."""
+
+import pytest
+
+from tests.clients.conftest import Weir
+from tests.clients.lossy import LossyProxy
+from tests.serving import serving
+
+LOOPS = {
+    "openai_python": "tool_loop",
+    "openai_npm": "tool_loop",
+    "anthropic_python": "tool_loop",
+    "openai_agents": "tool_loop",
+    "langgraph": "invoke",
+    "litellm": "tool_loop",
+}
+
+
+@pytest.mark.parametrize("client", LOOPS)
+def test_a_lost_answer_is_asked_for_again_and_counts_once(weir: Weir, client: str) -> None:
+    session = weir.session()
+    proxy = LossyProxy(weir.url)
+    with serving(proxy.app()) as url:
+        assert weir.play(client, LOOPS[client], session, url=url)["answer"] == "7"
+    assert proxy.retry_counts == ["0", "1", "0"]
+    assert session.story() == [("root", "tool_calls"), ("retry", "tool_calls"), ("extends", "stop")]
+    assert session.end(reward=1.0) == "ready"
+    lost, again, answer = session.turns()
+    assert lost["verdict"]["code"] == "orphan_retry"
+    assert answer["parent_id"] == again["turn_id"]

@@ -1,0 +1,19 @@
+"""`smolagents`: it demands a tool in every turn, and rewrites its history as text."""
+
+import pytest
+
+from tests.clients.conftest import Weir
+
+CLIENT = "smolagents"
+
+
+@pytest.mark.parametrize("scene", ["run", "streamed"])
+def test_a_run_ends_by_its_final_answer_and_its_rewritten_history_is_a_branch_each(
+    weir: Weir, scene: str
+) -> None:
+    session = weir.session()
+    # So small a model does not read its rewritten history well: what it answers is its own affair.
+    assert weir.play(CLIENT, scene, session)["calls"] == ["get", "final_answer"]
+    assert session.story() == [("root", "tool_calls"), ("forks", "tool_calls")]
+    assert session.turns()[1]["reason"] == "history_edited"
+    assert session.end(reward=1.0) == "ready"

@@ -1,0 +1,51 @@
+"""python -m tests.crash --kills 20 --seed 1: kill parts of the whole system, then audit it.
+
+The seed gives the order of the windows, the pauses and what the agents do; what the machine does in between
+is its own, so that two runs of one seed kill at the same kinds of moments, not at the same instructions.
+"""
+
+import argparse
+import logging
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from tests.crash.drive import Kill, plan
+from tests.crash.run import crash
+from tests.crash.table import table
+from tests.tiny_model import make_tiny_model
+from weir.audit.report import show
+from weir.settings import StackSettings
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="", help="windows whose title contains this")
+    parser.add_argument("--run-dir", type=Path, default=None, help="default: run/crash/{seed}-{time}")
+    asked = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    for chatty in ("httpx", "weir"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    run_dir: Path = asked.run_dir or Path("run/crash") / f"{asked.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    model = make_tiny_model(run_dir / "model")
+    windows = plan(asked.kills, asked.seed, asked.only)
+
+    def told(kill: Kill) -> None:
+        what = "" if kill.hit else " (missed: at another moment)"
+        logging.info("killed %s%s; well again after %.1f s", kill.window.title, what, kill.healed_s)
+
+    run = crash(run_dir, model, StackSettings().engine_python, windows, asked.seed, told)
+    console = Console()
+    console.print(table(run.kills), markup=False, highlight=False)
+    console.print(f"agents heard of: {run.counts}", markup=False, highlight=False)
+    show(run.report, console)
+    console.print(f"seed {asked.seed}; everything lies in {run_dir}", markup=False, highlight=False)
+    sys.exit(run.report.exit_code)
+
+
+if __name__ == "__main__":
+    main()

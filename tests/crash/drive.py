@@ -1,0 +1,80 @@
+"""Kill after kill, each at its moment, with the agents going on; then the audit."""
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import psutil
+from redis.exceptions import RedisError
+
+from tests.crash.system import CrashSystem, kill
+from tests.crash.windows import WINDOWS, NeverCame, Window
+
+logger = logging.getLogger(__name__)
+
+TRIES = 5
+"""How often a moment is waited for, before its kill is counted as one at any time."""
+SETTLES_WITHIN_S = 180.0
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What was done, and what it was found to have hit."""
+
+    window: Window
+    hit: bool
+    healed_s: float
+
+
+def plan(kills: int, seed: int, only: str = "") -> list[Window]:
+    """Every window (whose title contains `only`) as often as every other, in an order that the seed gives."""
+    draw, planned = random.Random(seed), list[Window]()
+    windows = [window for window in WINDOWS if only in window.title]
+    while len(planned) < kills:
+        planned += draw.sample(windows, len(windows))
+    return planned[:kills]
+
+
+def drive(
+    system: CrashSystem, windows: Sequence[Window], seed: int, told: Callable[[Kill], None]
+) -> Iterator[Kill]:
+    draw = random.Random(seed)
+    for window in windows:
+        time.sleep(draw.uniform(0.2, 1.5))
+        done = _kill(system, window, draw)
+        told(done)
+        yield done
+
+
+def _kill(system: CrashSystem, window: Window, draw: random.Random) -> Kill:
+    victim = system.process_of(window.victim)  # before the moment, which does not wait for a search
+    came = _came(system, window)
+    if window.lasting:
+        time.sleep(draw.uniform(0, 0.3))
+    try:
+        kill(victim)
+    except psutil.NoSuchProcess as error:
+        logger.info("%s: %r", window.title, error)
+        came = False
+    hit = came and window.hit(system)
+    return Kill(window, hit, system.heal(window.victim))
+
+
+def _came(system: CrashSystem, window: Window) -> bool:
+    for _ in range(TRIES):
+        try:
+            window.wait(system)
+            return True
+        except (NeverCame, RedisError, OSError) as error:
+            logger.info("%s did not come: %r", window.title, error)
+    return False
+
+
+def settle(system: CrashSystem) -> None:
+    """Wait until the trainer has done what can be done with what it has."""
+    deadline, calm = time.monotonic() + SETTLES_WITHIN_S, 0
+    while calm < 10 and time.monotonic() < deadline:
+        calm = calm + 1 if system.quiet() else 0
+        time.sleep(0.5)

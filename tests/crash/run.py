@@ -1,0 +1,51 @@
+"""One crash run: the system up, agents on it, every kill of the plan, and what the audit says at the end."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.crash.agents import Agents
+from tests.crash.drive import Kill, drive, settle
+from tests.crash.system import ADMIN_KEY, CLIENT_KEY, crash_system
+from tests.crash.windows import Window
+from weir.audit.audit import audit
+from weir.audit.evidence import read_answers
+from weir.audit.report import Report
+from weir.audit.sources import Sources
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CrashRun:
+    """What happened, and whether everything is accounted for."""
+
+    kills: Sequence[Kill]
+    counts: dict[str, int]
+    """Of what the agents did and heard."""
+    report: Report
+
+
+def crash(
+    run_dir: Path,
+    model_path: Path,
+    engine_python: Path,
+    windows: Sequence[Window],
+    seed: int,
+    told: Callable[[Kill], None] = lambda kill: None,
+) -> CrashRun:
+    answers = run_dir / "answers.jsonl"
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with crash_system(run_dir, model_path, engine_python) as system:
+        system.agents = Agents(system.stack.gateway_url, CLIENT_KEY, answers, seed)
+        with system.agents:
+            kills = list(drive(system, windows, seed, told))
+        settle(system)
+        sources = Sources(
+            redis_url=system.stack.redis_url,
+            trainer_url=system.stack.trainer_url,
+            admin_key=ADMIN_KEY,
+            checkpoint_dir=system.checkpoints,
+        )
+        return CrashRun(kills, system.agents.counts, audit(sources, read_answers(answers)))

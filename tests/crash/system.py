@@ -1,0 +1,138 @@
+"""The whole system on this machine, to be killed part by part: two ranks train, and the engine is real."""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+from redis import Redis
+from redis.exceptions import RedisError
+
+from tests.crash.agents import Agents
+from tests.serving import free_port
+from weir.settings import StackSettings
+from weir.stack import Stack
+
+CLIENT_KEY, ADMIN_KEY = "crash-client", "crash-admin"
+HEALS_WITHIN_S = 240.0
+NAMES = {"trainer": "trainer_service", "trainer rank 1": "trainer_service", "engine": "rollout_server"}
+"""The process that is a victim's own or its parent's, where that has another name."""
+
+
+@dataclass
+class CrashSystem:
+    """The running stack and its agents, from outside."""
+
+    stack: Stack
+    settings: StackSettings
+    redis: Redis
+    agents: Agents = field(init=False)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.settings.run_dir / "checkpoints"
+
+    @property
+    def policies(self) -> Path:
+        return self.settings.run_dir / "policies"
+
+    def rollout_state(self) -> str:
+        with suppress(httpx.HTTPError, ValueError, KeyError):
+            headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+            reply = httpx.get(self.stack.rollout_url + "/status", headers=headers, timeout=2)
+            return str(reply.json()["state"])
+        return "gone"
+
+    def process_of(self, victim: str) -> psutil.Process:
+        """Raises LookupError while there is none."""
+        self.stack.check()  # notes descendants, for the sweep
+        parent = psutil.Process(self.stack.processes[NAMES.get(victim, victim)].pid)
+        if victim in ("gateway", "redis", "rollout_server"):
+            return parent
+        for child in parent.children(recursive=True):
+            with suppress(psutil.Error):
+                if victim == "engine" and "sglang.launch_server" in child.cmdline():
+                    return child
+                if child.environ().get("RANK") == ("1" if victim == "trainer rank 1" else "0"):
+                    return child
+        raise LookupError(f"{victim} is not there")
+
+    def heal(self, victim: str) -> float:
+        """Start again what has ended, as a supervisor does; returns how long it took until all is well."""
+        began = time.monotonic()
+        name = NAMES.get(victim, victim)
+        while victim != "engine" and self.stack.processes[name].exit_code is None:
+            time.sleep(0.05)
+            if time.monotonic() - began > HEALS_WITHIN_S:
+                raise TimeoutError(f"{name} lives on after its part was killed")
+        if victim != "engine":
+            self.stack.restart(name)
+        while reason := self.unwell():
+            if time.monotonic() - began > HEALS_WITHIN_S:
+                raise TimeoutError(f"not well {HEALS_WITHIN_S:g} s after {victim} was killed: {reason}")
+            time.sleep(0.1)
+        return time.monotonic() - began
+
+    def unwell(self) -> str:
+        """Why the system does not do all of its work; empty when it does."""
+        if reason := self.stack.waiting_for():
+            return reason
+        for process in self.stack.processes.values():
+            if reason := process.service.ready() or "":
+                return f"{process.service.name}: {reason}"
+        return "" if self.rollout_state() == "ready" else f"rollout server: {self.rollout_state()}"
+
+    def quiet(self) -> bool:
+        """Whether the trainer has read everything, and holds nothing that it could train."""
+        with suppress(RedisError, StopIteration, KeyError):
+            groups = self.redis.xinfo_groups("weir:stream")
+            lag = next(group.get("lag") for group in groups if group["name"] == b"trainer")
+            state = self.redis.hgetall("weir:trainer")
+            return lag in (0, None) and state[b"state"] == b"waiting"
+        return False
+
+
+def kill(process: psutil.Process) -> None:
+    """SIGKILL, and its end is waited for."""
+    process.send_signal(signal.SIGKILL)
+    with suppress(psutil.TimeoutExpired):
+        process.wait(30)
+
+
+@contextmanager
+def crash_system(run_dir: Path, model_path: Path, engine_python: Path) -> Iterator[CrashSystem]:
+    settings = StackSettings(
+        run_dir=run_dir,
+        model_path=model_path,
+        redis_port=free_port(),
+        gateway_port=free_port(),
+        rollout_port=free_port(),
+        engine_port=free_port(),
+        trainer_port=free_port(),
+        engine_python=engine_python,
+        trainer_ranks=2,
+        client_keys=[CLIENT_KEY],
+        admin_keys=[ADMIN_KEY],
+        services={
+            "gateway": {},
+            "rollout_server": {"max_running_requests": 16, "max_total_tokens": 32768},
+            "trainer": {
+                "threads": 1,
+                "lease_s": 5,
+                "optimizer": {"lr": 1e-4},
+                "algorithm": {
+                    "min_live_rows": 4,
+                    "max_tokens": 2048,
+                    "max_staleness": 1000,
+                    "flush_after_s": 2,
+                },
+            },
+        },
+    )
+    with Stack(settings) as stack:
+        stack.wait_ready(timeout_s=300)
+        yield CrashSystem(stack, settings, Redis.from_url(settings.redis_url))

@@ -1,0 +1,22 @@
+"""The crash matrix in its short form: every window once and some twice, and then the books are right."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.crash.drive import plan
+from tests.crash.run import crash
+from tests.crash.table import table
+
+KILLS, SEED = 20, 1
+
+
+@pytest.mark.system
+@pytest.mark.timeout(1500)
+def test_whatever_dies_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, tiny_model: Path) -> None:
+    run = crash(tmp_path, tiny_model, Path(".venv-engine/bin/python"), plan(KILLS, SEED), SEED)
+    print(table(run.kills))
+    assert len(run.kills) == KILLS
+    assert run.report.findings == ()
+    assert run.report.totals.ledger_turns > 50, "the system works between its crashes"
+    assert sum(kill.hit for kill in run.kills) >= KILLS * 2 // 3

@@ -1,0 +1,147 @@
+"""When to kill whom: moments at which a careless system would lose something, or do it twice.
+
+A moment is waited for by what anybody can see from outside: files, Redis, a status page. Right after the kill
+a window says whether it was hit, by what the dead process left; a miss counts as a kill at any time.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+from redis import Redis
+
+from tests.crash.system import CrashSystem
+from trainer_service.checkpoint import CURRENT, STATE, State
+
+Victim = Literal["gateway", "redis", "engine", "rollout_server", "trainer", "trainer rank 1"]
+LONGEST_WAIT_S = 30.0
+
+
+class NeverCame(Exception):
+    """The moment did not come while it was waited for."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """`wait` returns at the moment; `hit` is asked when the victim is dead."""
+
+    victim: Victim
+    name: str
+    wait: Callable[[CrashSystem], None]
+    hit: Callable[[CrashSystem], bool] = lambda system: True
+    lasting: bool = False
+    """The moment is a state that goes on: the kill comes somewhere in it."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.victim}: {self.name}"
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Looks a thousand times a second."""
+    deadline = time.monotonic() + LONGEST_WAIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise NeverCame
+        time.sleep(0.001)
+
+
+def under_load(system: CrashSystem) -> None:
+    until(lambda: system.agents.in_flight > 1)
+
+
+def trainer_says(state: str) -> Callable[[CrashSystem], None]:
+    def wait(system: CrashSystem) -> None:
+        until(lambda: system.redis.hget("weir:trainer", "state") != state.encode())
+        until(lambda: system.redis.hget("weir:trainer", "state") == state.encode())
+
+    return wait
+
+
+def current(system: CrashSystem) -> str:
+    path = system.checkpoints / CURRENT
+    return path.read_text() if path.exists() else ""
+
+
+def unfinished_checkpoint(system: CrashSystem) -> bool:
+    """A directory newer than what CURRENT names."""
+    tags = [path.name for path in system.checkpoints.glob("*-step-*")]
+    return max(tags, default="") > current(system)
+
+
+def in_checkpoint(system: CrashSystem) -> None:
+    until(lambda: not unfinished_checkpoint(system))
+    until(lambda: unfinished_checkpoint(system))
+
+
+def before_acknowledge(system: CrashSystem) -> None:
+    """Redis takes no writes from the middle of the checkpoint on, so the trainer stands before its own."""
+    in_checkpoint(system)
+    before = current(system)
+    system.redis.client_pause(5000, all=False)
+    until(lambda: current(system) != before)
+
+
+def owed(system: CrashSystem) -> bool:
+    """The newest checkpoint contains entries that nobody acknowledged; Redis takes writes again."""
+    system.redis.client_unpause()
+    state = msgspec.json.decode((system.checkpoints / current(system) / STATE).read_bytes(), type=State)
+    pending = {entry["message_id"].decode() for entry in _pending(system.redis)}
+    return any(entry_id in pending for entry_id in state.owed.entry_ids)
+
+
+def _pending(redis: Redis) -> list[dict[str, bytes]]:
+    found: list[dict[str, bytes]] = redis.xpending_range("weir:stream", "trainer", "-", "+", 100_000)  # type: ignore[assignment]
+    return found
+
+
+def in_publish(system: CrashSystem) -> None:
+    until(lambda: not half_published(system))
+    until(lambda: half_published(system))
+
+
+def half_published(system: CrashSystem) -> bool:
+    return any(system.policies.glob("v*.tmp"))
+
+
+def unserved(system: CrashSystem) -> bool:
+    """The newest finished version is not the one that is served."""
+    finished = [int(path.parent.name[1:]) for path in system.policies.glob("v*/STABLE")]
+    return max(finished, default=0) > int(system.redis.get("weir:serving") or 0)
+
+
+def in_push(system: CrashSystem) -> None:
+    until(lambda: not unserved(system))
+    until(lambda: unserved(system))
+
+
+def in_reload(system: CrashSystem) -> None:
+    until(lambda: system.rollout_state() == "loading")
+
+
+WINDOWS = (
+    Window("gateway", "turns in flight", under_load, lasting=True),
+    Window("gateway", "in a push", in_push, unserved),
+    Window("redis", "under load", under_load, lasting=True),
+    Window("redis", "around an acknowledgement", lambda system: moved(system)),
+    Window("engine", "sampling", under_load, lasting=True),
+    Window("engine", "in a reload", in_reload),
+    Window("rollout_server", "engine sampling", under_load, lasting=True),
+    Window("rollout_server", "in a reload", in_reload),
+    Window("trainer", "at any time", under_load, lasting=True),
+    Window("trainer", "in a step", trainer_says("training")),
+    Window("trainer", "in a checkpoint", in_checkpoint, unfinished_checkpoint),
+    Window("trainer", "between checkpoint and acknowledgement", before_acknowledge, owed),
+    Window("trainer", "writing a version", in_publish, half_published),
+    Window("trainer", "in a push", in_push, unserved),
+    Window("trainer rank 1", "in a step", trainer_says("training")),
+    Window("trainer rank 1", "in a checkpoint", in_checkpoint, unfinished_checkpoint),
+)
+
+
+def moved(system: CrashSystem) -> None:
+    """CURRENT has just moved; the acknowledgement is on its way."""
+    before = current(system)
+    until(lambda: current(system) != before)

@@ -1,0 +1,171 @@
+"""Real processes of Weir without SGLang: a Redis of their own, gateways on a fake engine, a trainer.
+
+agents ─▶ gateway ─▶ fake engine (in the test)
+             └─▶ Redis ─▶ trainer
+"""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import libfaketime
+
+from tests.gateway.conftest import ADMIN_KEY, CLIENT_KEY, Door, Stage, wait_until
+from tests.gateway.test_processes import NumberingEngine
+from tests.redis_process import RedisProcess
+from tests.serving import free_port, serving
+from weir.audit.audit import audit
+from weir.audit.facts import Answer
+from weir.audit.report import Report
+from weir.audit.sources import Sources
+
+STARTS_WITHIN_S = 90.0
+"""A process has torch to load, and the machine may have other things to do."""
+ENDS_WITHIN_S = 30.0
+"""What `docker stop` and Kubernetes give."""
+CLOCK = Path(libfaketime.__file__).parent / "vendor/libfaketime/src/libfaketime.so.1"
+
+
+class Clock:
+    """The wall clock of one process, which a test can move; its steady clock goes on."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.jump(0)
+
+    def jump(self, seconds: float) -> None:
+        """So far from the true time, from now on."""
+        aside = self._file.with_suffix(".new")
+        aside.write_text(f"{seconds:+g}\n")
+        aside.rename(self._file)
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return {
+            "LD_PRELOAD": str(CLOCK),
+            "FAKETIME_TIMESTAMP_FILE": str(self._file),
+            "FAKETIME_NO_CACHE": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        }
+
+
+class Service:
+    """`python -m gateway` or `python -m trainer_service`."""
+
+    def __init__(self, module: str, log: Path, environment: Mapping[str, str]) -> None:
+        self.log, self.port = log, free_port()
+        own = {f"WEIR_{module.removesuffix('_service').upper()}__PORT": str(self.port)}
+        own["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        with log.open("ab") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module], env=os.environ | environment | own, stdout=file, stderr=file
+            )
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def until(self, path: str, **expected: Any) -> dict[str, Any]:
+        """Ask until the answer says so; gives it back."""
+        said: dict[str, Any] = {}
+
+        def so() -> bool:
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            try:
+                headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+                reply = httpx.get(self.url + path, headers=headers, timeout=10)
+                said.update(reply.json())
+            except httpx.TransportError:
+                return False
+            return reply.status_code == 200 and all(said.get(k) == v for k, v in expected.items())
+
+        wait_until(so, STARTS_WITHIN_S)
+        return said
+
+    def terminate(self) -> int:
+        """SIGTERM; its exit code."""
+        self.process.terminate()
+        return self.process.wait(timeout=ENDS_WITHIN_S)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@dataclass
+class House:
+    """What runs, and where it writes. `stage` is the fake engine's."""
+
+    stage: Stage
+    redis: RedisProcess
+    root: Path
+    stack: ExitStack
+    _number: Any = field(default_factory=itertools.count)
+
+    def gateway(self, clock: Clock | None = None, **settings: str) -> tuple[Service, Door]:
+        """One more gateway, once it is ready; settings as WEIR_GATEWAY__… has them."""
+        service = self._service("gateway", clock, settings)
+        service.until("/ready")
+        door = Door(service.url, self.stage.engine, self.redis.client)
+        self.stack.callback(door.http.close)
+        return service, door
+
+    def trainer(self, gateway: Service, clock: Clock | None = None, **settings: str) -> Service:
+        """A trainer on the one checkpoint directory of the house; it may not be ready yet."""
+        given = {
+            "CHECKPOINT_DIR": str(self.checkpoints),
+            "POLICIES_DIR": str(self.root / "policies"),
+            "GATEWAY_URL": gateway.url,
+            "THREADS": "1",
+            "DEVICE": "cpu",
+            "LEASE_S": "3",
+            "RETRY_S": "0.2",
+            "METRICS_PATH": str(self.root / "metrics.jsonl"),
+            "ALGORITHM__OUTLIER_LOW": "0",
+        }
+        return self._service("trainer_service", clock, given | settings)
+
+    def clock(self, name: str) -> Clock:
+        return Clock(self.root / f"{name}.clock")
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def audit(self, heard: list[Answer], trainer: Service | None = None) -> Report:
+        """Without a trainer, from what it left on the disk."""
+        self.checkpoints.mkdir(exist_ok=True)
+        url = f"http://127.0.0.1:{free_port()}" if trainer is None else trainer.url
+        return audit(Sources(self.redis.url, url, ADMIN_KEY, self.checkpoints), heard)
+
+    def _service(self, module: str, clock: Clock | None, settings: Mapping[str, str]) -> Service:
+        section = module.removesuffix("_service").upper()
+        environment = {
+            "WEIR_REDIS_URL": self.redis.url,
+            "WEIR_MODEL_PATH": str(self.stage.model_path),
+            "WEIR_ENGINES": self.stage.engine_url,
+            "WEIR_CLIENT_KEYS": CLIENT_KEY,
+            "WEIR_ADMIN_KEYS": ADMIN_KEY,
+            **{f"WEIR_{section}__{name}": value for name, value in settings.items()},
+            **(clock.environment if clock is not None else {}),
+        }
+        service = Service(module, self.root / f"{module}-{next(self._number)}.log", environment)
+        self.stack.callback(service.close)
+        return service
+
+
+def open_house(stage: Stage, redis: RedisProcess, root: Path, stack: ExitStack) -> House:
+    """A house whose engine never says the same twice."""
+    engine = NumberingEngine(stage.tokenizer)
+    engine.numbers = itertools.count()
+    stage.engine = engine
+    stage.engine_url = stack.enter_context(serving(stage))
+    return House(stage, redis, root, stack)

@@ -1,0 +1,311 @@
+"""Bad days on which nobody is killed: a full Redis, late writes, clocks that jump, a trainer that is away."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from redis.asyncio import Redis as AsyncRedis
+from tokenizers import Tokenizer
+
+from rollout_queue import keys
+from rollout_queue.records import Outcome, Reward, SessionSpec, Span, Turn
+from rollout_queue.redis_writer import RedisWriter
+from rollout_queue.tokens import Logprobs, TokenIds
+from tests.gateway.conftest import Door, Stage, wait_until
+from tests.gateway.fake_engine import FakeEngine
+from tests.gateway.test_processes import answered, path_of, say, trainable
+from tests.gateway.test_retries import RETRY, Call, asked, let_on
+from tests.redis_process import RedisProcess
+from tests.system.house import Clock, House, Service, open_house
+from weir.audit.facts import Answer
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+
+HOUR_S = 3600.0
+HI = [{"role": "user", "content": "hi"}]
+LONG = "tell me more about this and that, " * 30
+
+
+@pytest.fixture
+def make_house(tiny_model: Path, tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Callable[..., House]]:
+    with ExitStack() as stack:
+
+        def make(clocked: bool = False) -> House:
+            clock = Clock(tmp_path / "redis.clock") if clocked else None
+            redis = RedisProcess(tmp_path / "redis", **(clock.environment if clock else {})).start()
+            stack.callback(redis.close)
+            stage = Stage(redis.url, tiny_model, tokenizer, redis.client, FakeEngine(tokenizer))
+            return open_house(stage, redis, tmp_path, stack)
+
+        yield make
+
+
+def ended(door: Door, session: dict[str, Any], reward: float) -> httpx.Response:
+    body = {"status": "completed", "reward": reward}
+    reply: httpx.Response = door.post(f"/sessions/{session['session_id']}/finish", body)
+    return reply
+
+
+def verdict_codes(door: Door, sessions: list[dict[str, Any]]) -> list[str | None]:
+    views = [door.get(f"/sessions/{session['session_id']}").json() for session in sessions]
+    return [view["verdict"] and view["verdict"]["code"] for view in views]
+
+
+# A full Redis
+
+
+def test_a_redis_that_fills_up_turns_newcomers_away_first_and_the_trainer_empties_it(
+    make_house: Callable[..., House],
+) -> None:
+    house = make_house()
+    gateway, door = house.gateway(POLL_EVERY_S="0.05", LIMITS__QUEUE_MEMORY="0.8")
+    memory: Any = house.redis.client.info("memory")
+    house.redis.client.config_set("maxmemory", memory["used_memory"] + 8_000_000)
+    heard: list[Answer] = []
+
+    def call(session: dict[str, Any]) -> Any:
+        reply = door.chat(LONG, path=path_of(session))
+        if reply.status_code == 200:
+            heard.append(Answer(session["session_id"], reply.headers["x-weir-turn-id"]))
+        return reply
+
+    def newcomers() -> Any:
+        """A group that comes, earns and goes; the answer where it is not let in."""
+        reply = door.post("/groups", {"size": 2})
+        if reply.status_code != 201:
+            return reply
+        for reward, session in enumerate(reply.json()["sessions"]):
+            assert call(session).status_code == 200
+            assert ended(door, session, float(reward)).status_code == 200
+            heard.append(Answer(session["session_id"], reward_key="finish", finished=True))
+        return None
+
+    long_one = door.session()
+    while (refused := newcomers()) is None:
+        pass
+    memory = house.redis.client.info("memory")
+    assert memory["used_memory"] < memory["maxmemory"], "before it is full"
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+    assert "gateway.limits.queue_memory" in refused.json()["error"]["message"]
+    assert refused.headers["retry-after"]
+    while (full := call(long_one)).status_code == 200:
+        pass
+    assert (full.status_code, full.json()["error"]["type"]) == (503, "storage_unavailable")
+    assert full.headers["retry-after"]
+    memory = house.redis.client.info("memory")
+    house.redis.client.config_set("maxmemory", memory["used_memory"] - 200_000)  # full for the smallest, too
+    assert ended(door, long_one, 1.0).status_code == 503
+    assert house.audit(heard).findings == (), "nothing is missing"
+
+    trainer = house.trainer(gateway, ALGORITHM__MIN_LIVE_ROWS="4", ALGORITHM__FLUSH_AFTER_S="0.5")
+    trainer.until("/ready")
+    wait_until(lambda: ended(door, long_one, 1.0).status_code == 200, 60)
+    wait_until(lambda: door.post("/groups", {"size": 2}).status_code == 201, 60)
+    steps = {answer.session_id for answer in heard if answer.finished}
+    sessions = [{"session_id": session_id} for session_id in sorted(steps)]
+    wait_until(lambda: set(verdict_codes(door, sessions)) == {"trained"}, 60)
+    assert trainer.terminate() == 0
+    assert house.audit(heard).findings == ()
+
+
+# Told to end
+
+
+def test_a_redis_that_is_told_to_end_under_load_comes_back_with_all_that_was_heard(
+    make_house: Callable[..., House],
+) -> None:
+    house = make_house()
+    _, door = house.gateway(POLL_EVERY_S="0.05")
+    sessions = [door.session() for _ in range(8)]
+    heard: list[Answer] = []
+    over_s = time.monotonic() + 3.0
+    refused = 0
+
+    def agent(session: dict[str, Any]) -> None:
+        nonlocal refused
+        history = [{"role": "user", "content": "begin"}]
+        headers = {"authorization": f"Bearer {session['api_key']}"}
+        with httpx.Client(headers=headers, timeout=20) as http:
+            while time.monotonic() < over_s:
+                reply = http.post(door.url + path_of(session), json={"messages": history})
+                if reply.status_code == 200:
+                    heard.append(Answer(session["session_id"], reply.headers["x-weir-turn-id"]))
+                    history = answered(history, reply)[-4:]
+                else:
+                    assert reply.json()["error"]["type"] == "storage_unavailable", reply.text
+                    refused += 1
+
+    with ThreadPoolExecutor(8) as agents:
+        running = [agents.submit(agent, session) for session in sessions]
+        time.sleep(1.0)
+        before = len(heard)
+        assert house.redis.terminate() == 0
+        time.sleep(0.2)
+        house.redis.start()
+        for each in running:
+            each.result()
+    assert before > 8
+    assert refused > 0
+    assert len(heard) > before + 8, "the gateway went on by itself"
+    assert house.audit(heard).findings == ()
+
+
+# A process that sleeps
+
+
+def test_a_gateway_that_slept_finds_what_happened_meanwhile(make_house: Callable[..., House]) -> None:
+    """Its late writes change nothing that has been decided, and nothing is there twice."""
+    house = make_house()
+    _, awake = house.gateway(POLL_EVERY_S="0.05")
+    slept, asleep = house.gateway(POLL_EVERY_S="0.05")
+    awake.engine.stall_after = 3
+    retried, finished, undisturbed = awake.session(), awake.session(), awake.session()
+    expired = awake.session(ttl_s=1.0)
+    calls = [Call(asleep, session) for session in (retried, finished, expired, undisturbed)]
+    asked(asleep, 4)
+    slept.signal(signal.SIGSTOP)
+    awake.engine.stall_after = None
+    again = Call(awake, retried, attempt=1).completion()
+    more = say(awake, retried, [*HI, again["choices"][0]["message"], *HI]).json()
+    other = awake.chat("something else", path=path_of(finished))
+    assert ended(awake, finished, 1.0).status_code == 200
+    wait_until(lambda: verdict_codes(awake, [expired]) == ["expired"])
+    let_on(awake)
+    time.sleep(1.0)
+    slept.signal(signal.SIGCONT)
+    heard = [call.answer() for call in calls]
+
+    assert [status for status, _ in heard][3] == 200
+    assert {status for status, _ in heard[1:3]} <= {404, 409, 410}, heard
+    assert [turn.completion_id for turn in trainable(awake, retried)] == [again["id"], more["id"]]
+    assert [turn.turn_id for turn in trainable(awake, finished)] == [other.headers["x-weir-turn-id"]]
+    assert trainable(awake, expired) == []
+    assert len(trainable(awake, undisturbed)) == 1
+    assert verdict_codes(awake, [retried, finished, expired, undisturbed]) == [
+        "open",
+        "ready",
+        "expired",
+        "open",
+    ]
+    assert house.audit([]).findings == ()
+
+
+# Clocks
+
+
+def test_clocks_that_jump_lose_nothing_and_keep_nobody_waiting(make_house: Callable[..., House]) -> None:
+    house = make_house(clocked=True)
+    redis_clock, clock = house.clock("redis"), house.clock("gateway")
+    _, door = house.gateway(clock, POLL_EVERY_S="0.05", LIMITS__REQUESTS_PER_MINUTE="60")
+    short, long = door.session(ttl_s=HOUR_S / 2), door.session(ttl_s=3 * HOUR_S)
+    history = [{"role": "user", "content": "begin"}]
+    history = answered(history, say(door, long, history))
+
+    clock.jump(+HOUR_S)  # whoever has less than an hour left expires, early
+    wait_until(lambda: verdict_codes(door, [short, long]) == ["expired", "open"])
+    history = answered(history, say(door, long, history))
+    clock.jump(-HOUR_S)  # two hours back: the next turns end before those that they follow
+    for _ in range(2):
+        history = answered(history, say(door, long, history))
+    again = door.post(path_of(long), {"messages": history[:1]}, headers={RETRY: "1"})
+    assert again.status_code == 200
+    relations = {turn["turn_id"]: turn["relation"] for turn in door.turns(long)}
+    assert sorted(relations.values()).count("extends") == 3
+    assert ended(door, long, 1.0).status_code == 200
+    assert len(trainable(door, long)) == 5
+    assert verdict_codes(door, [long]) == ["ready"], "and nothing expires"
+
+    for offset_s in (-HOUR_S, +HOUR_S):  # Redis' own clock, by which keys expire and buckets empty
+        redis_clock.jump(offset_s)
+        time.sleep(0.3)
+        reply = door.chat("who waits?", path=path_of(door.session()))
+        assert reply.status_code == 200 or int(reply.headers["retry-after"]) <= 60, reply.headers
+    fresh = door.session()
+    assert door.chat("go on", path=path_of(fresh)).status_code == 200
+    assert house.audit([]).findings == ()
+
+
+# A trainer that was away
+
+
+async def an_hour_of_traffic(redis_url: str, groups: int) -> None:
+    """Groups of two, as gateways write them: one earns, one does not."""
+    connection = AsyncRedis.from_url(redis_url)
+    writer, now = RedisWriter(connection), time.time()
+
+    async def episode(group: int, member: int) -> None:
+        session_id, group_id = f"s{group}-{member}", f"g{group}"
+        where: dict[str, Any] = {"session_id": session_id, "group_id": group_id, "group_size": 2}
+        await writer.open_session(SessionSpec(created_at=now, ttl_s=HOUR_S, **where))
+        turn = Turn(
+            turn_id=f"{session_id}-t",
+            session_id=session_id,
+            group_id=group_id,
+            context_ids=TokenIds([2, 3, 4]),
+            output_ids=TokenIds([10 + member, 20, 1]),
+            logprobs=Logprobs([-4.0] * 3),
+            versions=(Span(0, 0, 3),),
+            finish="stop",
+            started_at=now,
+            finished_at=now,
+        )
+        await writer.append_turn(turn, expires_at=now + HOUR_S)
+        reward = Reward(session_id=session_id, key="finish", value=float(member), created_at=now)
+        await writer.append_outcome(Outcome(status="completed", created_at=now, **where), reward, None)
+
+    for first in range(0, groups, 50):
+        pairs = [(group, member) for group in range(first, first + 50) for member in (0, 1)]
+        await asyncio.gather(*(episode(*pair) for pair in pairs))
+    await writer.close()
+    await connection.aclose()
+
+
+def test_a_trainer_that_was_away_takes_all_that_came_and_ends_well_when_told_in_a_step(
+    make_house: Callable[..., House],
+) -> None:
+    house = make_house()
+    gateway, _ = house.gateway(POLL_EVERY_S="0.5")
+
+    def started() -> Service:
+        return house.trainer(gateway, ALGORITHM__MAX_ROWS="100", ALGORITHM__FLUSH_AFTER_S="1")
+
+    trainer = started()
+    trainer.until("/ready")
+    idle_rss = psutil.Process(trainer.process.pid).memory_info().rss
+    trainer.signal(signal.SIGSTOP)  # away, and back with its lease run out
+    asyncio.run(an_hour_of_traffic(house.redis.url, 1000))
+    wait_until(lambda: not house.redis.client.exists(keys.LEASE))
+    trainer.signal(signal.SIGCONT)
+    wait_until(lambda: int(trainer.until("/status")["step"]) >= 2, 60)
+    trainer.until("/status", state="training")
+    assert trainer.terminate() == 0
+    left: Any = house.redis.client.hgetall(keys.VERDICTS)
+    assert 200 <= int(left[b"session:trained"]) < 2000
+    assert house.audit([]).findings == ()
+
+    trainer = started()
+
+    def all_judged() -> bool:
+        counts: Any = house.redis.client.hgetall(keys.VERDICTS)
+        return sum(int(count) for name, count in counts.items() if name.startswith(b"session:")) == 2000
+
+    trainer.until("/ready")
+    wait_until(all_judged, 60)
+    counts: Any = house.redis.client.hgetall(keys.VERDICTS)
+    # Nine steps of 100 rows, from version 0 to 8; what is older than eight versions is stale, and says so.
+    sessions = {name: int(count) for name, count in counts.items() if name.startswith(b"session:")}
+    assert sessions == {b"session:trained": 900, b"session:stale": 1100}
+    wait_until(lambda: house.redis.client.xlen(keys.STREAM) <= 1)
+    peak_rss = psutil.Process(trainer.process.pid).memory_info().rss
+    assert peak_rss - idle_rss < 200 * 2**20
+    report = house.audit([], trainer)
+    assert report.findings == ()
+    assert report.totals.ledger_turns == 900

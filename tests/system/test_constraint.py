@@ -1,0 +1,197 @@
+"""Answers held to a form by the real engine: a random model talks nonsense, and yet must keep to it."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from gateway.language.call_syntax import SYNTAX_OF_FAMILY
+from gateway.language.constraint import constraint_of
+from tests.gateway.families.agent import TOOL, call, renderer_of, sampled, told
+from tests.system.conftest import ENGINE_PYTHON, System
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+GET: Any = {
+    "type": "function",
+    "function": {
+        "name": "get",
+        "parameters": {
+            "type": "object",
+            "properties": {"key": {"enum": ["a", "b"]}, "n": {"type": "integer", "minimum": 0, "maximum": 9}},
+            "required": ["key", "n"],
+        },
+    },
+}
+PUT: Any = {
+    "type": "function",
+    "function": {
+        "name": "put",
+        "parameters": {"type": "object", "properties": {"v": {"type": "boolean"}}, "required": ["v"]},
+    },
+}
+SCHEMA = GET["function"]["parameters"]
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA, "strict": True}}
+
+
+@pytest.fixture
+def ticket(system: System) -> Any:
+    """A session that keeps the caller's own sampling."""
+    return system.post("/sessions", {"train": False})
+
+
+@pytest.fixture
+def thoughtless(system: System, tiny_model: Path, ticket: Any) -> Iterator[Any]:
+    """Asks without a thought before the answer: a random model would never end it."""
+    tokens = json.loads((tiny_model / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+    think = next(str(token["id"]) for token in tokens if token["content"] == "<think>")
+    client = system.client(ticket)
+
+    def ask(**wish: Any) -> Any:
+        arguments: Any = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1500, **wish}
+        return client.chat.completions.create(model="m", logit_bias={think: -100}, **arguments)
+
+    yield ask
+    client.close()
+
+
+def keeps(arguments: Any) -> bool:
+    return set(arguments) == {"key", "n"} and arguments["key"] in ("a", "b") and arguments["n"] in range(10)
+
+
+def test_a_required_call_is_made_with_arguments_that_fit(thoughtless: Any) -> None:
+    for _ in range(3):
+        (choice,) = thoughtless(tools=[GET, PUT], tool_choice="required").choices
+        assert choice.finish_reason == "tool_calls"
+        assert not choice.message.content
+        for made in choice.message.tool_calls:
+            arguments = json.loads(made.function.arguments)
+            if made.function.name == "get":
+                assert keeps(arguments)
+            else:
+                assert (made.function.name, arguments["v"] in (True, False)) == ("put", True)
+
+
+def test_a_named_function_is_called_once(thoughtless: Any) -> None:
+    wish = {"type": "function", "function": {"name": "put"}}
+    (choice,) = thoughtless(tools=[GET, PUT], tool_choice=wish).choices
+    assert [made.function.name for made in choice.message.tool_calls] == ["put"]
+
+
+def test_one_call_at_a_time_is_one_call(thoughtless: Any) -> None:
+    replies = thoughtless(tools=[GET, PUT], tool_choice="required", parallel_tool_calls=False, n=6)
+    assert [len(choice.message.tool_calls) for choice in replies.choices] == [1] * 6
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_fits_its_schema(thoughtless: Any, stream: bool) -> None:
+    reply = thoughtless(response_format=FORMAT, stream=stream)
+    if stream:
+        content = "".join(chunk.choices[0].delta.content or "" for chunk in reply)
+    else:
+        content = reply.choices[0].message.content
+    assert keeps(json.loads(content))
+
+
+def test_recorded_logprobs_are_of_the_masked_distribution(
+    system: System, thoughtless: Any, ticket: Any
+) -> None:
+    """A token without alternative counts as certain; the policy itself thinks otherwise."""
+    thoughtless(response_format=FORMAT)
+    (turn,) = system.get(f"/sessions/{ticket['session_id']}?tokens=true")["turns"]
+    body = {
+        "input_ids": turn["context_ids"] + turn["output_ids"],
+        "sampling_params": {"max_new_tokens": 1},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    reply = httpx.post(f"{system.engine_url}/generate", json=body, timeout=60).json()
+    prompt_len = len(turn["context_ids"])
+    free = [triple[0] for triple in reply["meta_info"]["input_token_logprobs"]][prompt_len:]
+    pairs = list(zip(turn["logprobs"], free, strict=True))
+    assert all(masked >= unmasked - 1e-3 for masked, unmasked in pairs)
+    assert any(masked == 0.0 and unmasked < -1 for masked, unmasked in pairs)
+    assert turn["sampling"]["used"]["constraint"] == "json_schema"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "nonsense"},
+        {"type": "string", "minLength": 5, "maxLength": 1},
+        {"$ref": "#/nowhere"},
+        {"type": "string", "pattern": "(["},
+        {"type": "string", "pattern": "a\u0000b"},
+        {"enum": []},
+    ],
+)
+def test_a_schema_that_cannot_be_compiled_is_the_callers_fault(
+    system: System, ticket: Any, schema: Any, stream: bool
+) -> None:
+    wish: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    with pytest.raises(openai.BadRequestError):
+        system.say(ticket, "hi", response_format=wish, stream=stream)
+    assert system.say(ticket, "hi").choices
+
+
+def test_the_largest_schemas_that_are_taken_leave_the_engine_alive(system: System, ticket: Any) -> None:
+    deep: Any = {"type": "integer"}
+    for _ in range(31):
+        deep = {"type": "object", "properties": {"a": deep}, "required": ["a"]}
+    wide = {"enum": [f"value-{index}" for index in range(4000)]}
+    for schema in (deep, wide):
+        wish: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+        assert system.say(ticket, "hi", response_format=wish).choices
+    assert system.rollout()["restarts"] == 0
+
+
+def test_the_grammar_lets_through_what_each_template_writes(tmp_path: Path) -> None:
+    """A thought, then one call or two, token by token as the families' own templates put them."""
+    cases: list[dict[str, Any]] = []
+    for family, syntax in SYNTAX_OF_FAMILY.items():
+        renderer = renderer_of(tmp_path, family)
+        thought = {} if family == "llama-3" else {"reasoning_content": "so"}
+        prompt = renderer.render([{"role": "user", "content": "hi"}], [TOOL])
+        for count in (1, 2) if syntax.parallel else (1,):
+            calls = [call(call_id=f"functions.get:{index}") for index in range(count)]
+            cases.append(
+                {
+                    "family": f"{family} {count}",
+                    "tokenizer": str(tmp_path / family / "tokenizer.json"),
+                    "vocab_size": renderer.config.vocab_size,
+                    "stop_ids": renderer.stop_ids,
+                    "tag": constraint_of(renderer, [TOOL], "required").parameters["structural_tag"],
+                    "ids": sampled(renderer, prompt, told(None, *calls, **thought)),
+                }
+            )
+    (tmp_path / "cases.json").write_text(json.dumps(cases), encoding="utf-8")
+    command = [str(ENGINE_PYTHON), "-c", ACCEPT, str(tmp_path / "cases.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    refused = json.loads(done.stdout.splitlines()[-1])
+    assert not refused, refused
+
+
+ACCEPT = """
+import json, sys, xgrammar
+from transformers import PreTrainedTokenizerFast
+
+refused = {}
+for case in json.load(open(sys.argv[1])):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=case["tokenizer"])
+    info = xgrammar.TokenizerInfo.from_huggingface(
+        tokenizer, vocab_size=case["vocab_size"], stop_token_ids=case["stop_ids"]
+    )
+    grammar = xgrammar.GrammarCompiler(info).compile_structural_tag(case["tag"])
+    matcher = xgrammar.GrammarMatcher(grammar)
+    taken = next((n for n, each in enumerate(case["ids"]) if not matcher.accept_token(each)), None)
+    if taken is not None:
+        refused[case["family"]] = tokenizer.decode(case["ids"][:taken + 1])
+print(json.dumps(refused))
+"""
+"""Runs where the engine's grammar library is."""

@@ -1,0 +1,143 @@
+"""Agents that hear nothing of what happens to the engines: weights change under them, an engine is killed."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.system.conftest import ADMIN_KEY, System, until
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+STREAMS = 32
+
+
+def stream(system: System, ticket: dict[str, Any], max_tokens: int) -> Iterator[str]:
+    """One call of an agent, chunk by chunk; raises whatever the client raises."""
+    messages: list[Any] = [{"role": "user", "content": "tell me everything"}]
+    with system.client(ticket) as client:
+        chunks = client.chat.completions.create(
+            model="policy", messages=messages, max_tokens=max_tokens, stream=True
+        )
+        finish = None
+        for chunk in chunks:
+            yield chunk.choices[0].delta.content or ""
+            finish = chunk.choices[0].finish_reason or finish
+        assert finish in ("stop", "length")
+
+
+def turns_of(system: System, ticket: dict[str, Any]) -> list[Any]:
+    found: list[Any] = system.get(f"/sessions/{ticket['session_id']}?tokens=true")["turns"]
+    return found
+
+
+def versions_of(turn: dict[str, Any]) -> list[int]:
+    """The version of each token, where the spans tile the output."""
+    versions: list[int] = []
+    for span in turn["versions"]:
+        assert span["start"] == len(versions)
+        versions += [span["version"]] * (span["end"] - span["start"])
+    assert len(versions) == len(turn["output_ids"]) == len(turn["logprobs"])
+    return versions
+
+
+def push(system: System, version: int) -> None:
+    reply = system.request("POST", f"/admin/policies/{version}/promote", {}, key=ADMIN_KEY)
+    assert reply.status_code == 200, reply.text
+
+
+def test_no_stream_fails_while_weights_change_and_each_token_knows_its_version(system: System) -> None:
+    if system.serving() == 0:
+        system.train_one_group()
+        until(lambda: system.serving() > 0)
+    newest = system.serving()
+    over = threading.Event()
+
+    def agent(_: int) -> list[list[int]]:
+        ticket = system.post("/sessions", {"train": False})
+        calls = 0
+        while not over.is_set() or not calls:
+            assert sum(1 for _ in stream(system, ticket, max_tokens=48)) > 0
+            calls += 1
+        turns = turns_of(system, ticket)
+        assert len(turns) == calls
+        return [versions_of(turn) for turn in turns]
+
+    with ThreadPoolExecutor(STREAMS) as pool:
+        agents = [pool.submit(agent, n) for n in range(STREAMS)]
+        try:
+            for version in (0, newest, 0, newest, 0, newest):
+                push(system, version)
+        finally:
+            over.set()
+        answers = [versions for agent in agents for versions in agent.result()]
+    assert {version for versions in answers for version in versions} == {0, newest}
+    assert any(len(set(versions)) > 1 for versions in answers), "no answer was under way during a push"
+
+
+def test_streams_go_on_where_a_killed_engine_left_them(system: System) -> None:
+    began = [threading.Event() for _ in range(8)]
+    faults = retried(system)
+
+    def agent(n: int) -> tuple[dict[str, Any], str]:
+        ticket = system.post("/sessions", {"train": False})
+        heard = ""
+        try:
+            client = system.client(ticket)
+            for chunk in client.completions.create(model="policy", prompt="on", max_tokens=400, stream=True):
+                heard += chunk.choices[0].text if chunk.choices else ""
+                if len(heard) > 20:
+                    began[n].set()
+        finally:
+            began[n].set()  # a model that knows nothing may end at once
+        return ticket, heard
+
+    with ThreadPoolExecutor(len(began)) as pool:
+        agents = [pool.submit(agent, n) for n in range(len(began))]
+        for event in began:
+            assert event.wait(60)
+        for process in engine_processes(system):
+            process.send_signal(signal.SIGKILL)
+        results = [agent.result() for agent in agents]
+    assert retried(system) >= faults + 4
+    for ticket, heard in results:
+        (turn,) = turns_of(system, ticket)
+        assert len(set(versions_of(turn))) == 1
+        text = system.get(f"/sessions/{ticket['session_id']}?text=true")["turns"][0]["output_text"]
+        assert text in (heard, f"{heard}<|im_end|>", f"{heard}<|endoftext|>")
+        # The engine that came back would have said each token with the same probability.
+        differences = [abs(a - b) for a, b in zip(scored(system, turn), turn["logprobs"], strict=True)]
+        assert max(differences) <= 1e-3
+
+
+def retried(system: System) -> float:
+    """How many generations were taken up again after a fault."""
+    text = system.request("GET", "/metrics", key="").text
+    lines = [line for line in text.splitlines() if line.startswith("weir_engine_faults_total{")]
+    return sum(float(line.split()[-1]) for line in lines if 'outcome="retried"' in line)
+
+
+def scored(system: System, turn: dict[str, Any]) -> list[float]:
+    body = {
+        "input_ids": turn["context_ids"] + turn["output_ids"],
+        "sampling_params": {"max_new_tokens": 1},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    reply = httpx.post(f"{system.engine_url}/generate", json=body, timeout=60).json()
+    found = [triple[0] for triple in reply["meta_info"]["input_token_logprobs"]]
+    return found[len(turn["context_ids"]) :]
+
+
+def engine_processes(system: System) -> list[psutil.Process]:
+    port = str(system.settings.engine_port)
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "sglang.launch_server" in (command := process.info["cmdline"] or []) and port in command
+    ]

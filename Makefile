@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 SEED ?= 0
+KILLS ?= 20
 # Where pip may find the CPU build of torch, a tenth of the size of the one with CUDA:
 #   make install TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
@@ -9,13 +10,14 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 PIP := -m pip --disable-pip-version-check install -q
 EXTRAS := gateway,rollout,trainer,cli,dev
+CLIENTS := $(patsubst tests/clients/%/requirements.txt,%,$(wildcard tests/clients/*/requirements.txt))
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
 ifneq ($(strip $(TORCH_INDEX)),)
 FROM_INDEX := --extra-index-url $(TORCH_INDEX)
 endif
 
 help:  ## what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 install: .venv/installed .venv-engine/installed  ## both environments: ours, and the engine's with SGLang
 
@@ -27,6 +29,20 @@ test: check  ## everything: the checks, then every test, the real engine include
 
 test-fast: .venv/installed  ## the tests that need no engine
 	@$(BIN)/pytest -m "not system"
+
+test-clients: install run/models/clients/config.json $(CLIENTS:%=run/clients/%/installed) \
+	run/clients/openai_npm/installed
+test-clients:  ## the SDKs that agents are made of, each as its users get it, against the real engine
+	@$(BIN)/pytest tests/clients
+
+bench: install  ## what gateway and queue cost: CPU per turn and where it goes, a long prompt beside others
+	@$(BIN)/python -m bench.gateway
+	@$(BIN)/python -m bench.profile
+	@$(BIN)/python -m bench.stall
+	@$(BIN)/python -m bench.queue
+
+crash: install  ## kill parts of the whole system, one after the other, then audit it (KILLS=n SEED=n)
+	@$(BIN)/python -m tests.crash --kills $(KILLS) --seed $(SEED)
 
 check: install  ## format, lint, types, imports, layout
 	@$(BIN)/ruff format --check .
@@ -65,6 +81,23 @@ else
 endif
 	@touch $@
 
+run/clients/%/installed: tests/clients/%/requirements.txt
+	@$(call new_environment,run/clients/$*)
+	@echo "installing the client $* into run/clients/$*"
+	@run/clients/$*/bin/python $(PIP) -r $<
+	@touch $@
+
+run/clients/openai_npm/installed: $(wildcard tests/clients/openai_npm/package*.json)
+	@mkdir -p $(@D)
+	@cp $^ $(@D)
+	@echo "installing the client openai_npm into $(@D)"
+	@cd $(@D) && npm ci --silent --no-audit --no-fund
+	@touch $@
+
+run/models/clients/config.json: tests/clients/school.py $(wildcard deploy/weir/demo/*.py) | .venv/installed
+	@echo "schooling the demo's model for the clients (minutes, once)"
+	@$(BIN)/python -m tests.clients.school --out $(@D)
+
 define new_environment
 $(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null \
 	|| { echo "Weir needs Python 3.11, and $(PYTHON) is $$($(PYTHON) -V 2>/dev/null || echo missing): make PYTHON=/path/to/python3.11" >&2; exit 1; }; \
@@ -73,4 +106,4 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 $(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help install demo test test-fast check up status down clean
+.PHONY: help install demo bench test test-fast test-clients crash check up status down clean

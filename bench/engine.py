@@ -1,0 +1,111 @@
+"""A stand-in for SGLang's `/generate` that costs next to nothing, so that the gateway is what is measured.
+
+python -m bench.engine PORT [PACE_MS]     PACE_MS between two events of a stream; 0 sends as fast as it can
+"""
+
+import asyncio
+import json
+import re
+import sys
+from functools import lru_cache
+from typing import Any, cast
+
+import httptools
+import uvloop
+
+FIRST_ID = 300
+IDS = 500
+"""Ids are taken in turn from [FIRST_ID, FIRST_ID + IDS): ordinary tokens of the bench's tokenizer."""
+MODEL_INFO = b'{"model_path":"bench","weight_version":"1"}'
+
+
+@lru_cache(maxsize=256)
+def events(tokens: int, interval: int) -> tuple[bytes, ...]:
+    """The incremental stream of one answer, in the shape of SGLang 0.5.23, as HTTP chunks."""
+    chunks = []
+    for start in range(0, tokens, interval):
+        end = min(tokens, start + interval)
+        ids = [FIRST_ID + (index * 37) % IDS for index in range(start, end)]
+        meta: dict[str, Any] = {
+            "id": "0123456789abcdef0123456789abcdef",
+            "finish_reason": {"type": "length", "length": tokens} if end == tokens else None,
+            "prompt_tokens": 32,
+            "weight_version": "1",
+            "input_token_logprobs": [],
+            "output_token_logprobs": [[-0.5108256, token_id, None] for token_id in ids],
+            "output_token_logprobs_length": end,
+            "reasoning_tokens": 0,
+            "completion_tokens": end,
+            "cached_tokens": 0,
+            "num_retractions": 0,
+        }
+        if end == tokens:
+            meta["e2e_latency"] = 0.1234
+            meta["weight_versions"] = [{"version": "1", "start": 0, "end": tokens}]
+        event = json.dumps({"text": " word" * len(ids), "output_ids": ids, "meta_info": meta})
+        chunks.append(_chunk(b"data: " + event.encode() + b"\n\n"))
+    return (*chunks, _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+class Engine(asyncio.Protocol):
+    """One connection."""
+
+    pace_s = 0.0
+    generated = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._parser = httptools.HttpRequestParser(self)
+        self._body: list[bytes] = []
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_url(self, url: bytes) -> None:
+        self._url = url
+
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        body, self._body = b"".join(self._body), []
+        if not self._url.startswith(b"/generate"):
+            head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            self._transport.write(head % len(MODEL_INFO) + MODEL_INFO)
+            return
+        Engine.generated += 1
+        chunks = events(_number(body, b"max_new_tokens"), _number(body, b"stream_interval"))
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        if self.pace_s:
+            asyncio.get_running_loop().create_task(self._paced(head, chunks))
+        else:
+            self._transport.write(head + chunks[0])
+            for chunk in chunks[1:]:
+                self._transport.write(chunk)
+
+    async def _paced(self, head: bytes, chunks: tuple[bytes, ...]) -> None:
+        self._transport.write(head)
+        for chunk in chunks:
+            self._transport.write(chunk)
+            await asyncio.sleep(self.pace_s)
+
+
+def _number(body: bytes, name: bytes) -> int:
+    found = re.search(b'"' + name + rb'":\s*(\d+)', body)
+    if found is None:
+        raise ValueError(f"the call does not say {name.decode()}")
+    return int(found[1])
+
+
+async def main(port: int, pace_ms: float) -> None:
+    Engine.pace_s = pace_ms / 1000
+    server = await asyncio.get_running_loop().create_server(Engine, "127.0.0.1", port, backlog=4096)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    uvloop.run(main(int(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 0.0))

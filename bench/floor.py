@@ -1,0 +1,26 @@
+"""The floor: what the gateway's server costs when all that it does is to answer a constant.
+
+python -m bench.floor PORT
+"""
+
+import sys
+
+from starlette.types import Receive, Scope, Send
+
+from rollout_queue.web.server import serve
+
+BODY = b'{"id":"chatcmpl-0","object":"chat.completion","choices":[]}'
+HEADERS = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(BODY))]
+
+
+async def constant(scope: Scope, receive: Receive, send: Send) -> None:
+    """Take in the request, and answer."""
+    while (await receive()).get("more_body"):
+        pass
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        await send({"type": "http.response.body", "body": BODY})
+
+
+if __name__ == "__main__":
+    serve(constant, "127.0.0.1", int(sys.argv[1]), drain_s=1)

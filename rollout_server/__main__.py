@@ -17,6 +17,9 @@ from rollout_server.server import build_server, port_message
 from rollout_server.settings import RolloutServerSettings
 from rollout_server.verify import ExpectedModel
 
+LAST_ANSWERS_S = 3.0
+"""For its own calls, once the engine has drained: a status is quick, and a reload is no use any more."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="rollout_server", description="Keeps one SGLang engine.")
@@ -30,8 +33,8 @@ def main() -> None:
     keyring = Keyring(admin_keys=settings.admin_keys)
     refuse_open_binding(settings.host, keyring)
     _refuse_what_cannot_work(settings)
-    app = create_app(build_server(settings, find_device(settings.engine_device)), keyring)
-    serve(app, settings.host, settings.port, settings.drain_timeout_s)
+    server = build_server(settings, find_device(settings.engine_device))
+    serve(create_app(server, keyring), settings.host, settings.port, LAST_ANSWERS_S, server.leave)
 
 
 def _settings() -> RolloutServerSettings:

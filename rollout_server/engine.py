@@ -61,11 +61,11 @@ class Engine:
 
     @property
     def state(self) -> State:
-        if self._phase is not State.READY:
+        if self._phase not in (State.READY, State.LOADING):
             return self._phase
-        if self.awaited_version is not None:
-            return State.LOADING
-        return State.DRAINING if self.draining else State.READY
+        if self.draining or self._closing:
+            return State.DRAINING
+        return State.LOADING if self.awaited_version is not None else self._phase
 
     @property
     def serving(self) -> bool:
@@ -144,21 +144,29 @@ class Engine:
         self.policy_since_s = monotonic()
         self.awaited_version = None
 
-    async def close(self) -> None:
-        """Drain, for a while; then end the engine."""
-        self._closing = self.draining = True
-        process = self._process
-        if process is None:
-            return
+    async def drain(self) -> None:
+        """Out of rotation for good; what runs may end, for a while."""
+        self._closing = True
         until_s = monotonic() + self._settings.drain_timeout_s
-        while self.serving and not process.exited and monotonic() < until_s:
-            try:
-                if sum(await self.client.load_counts()) == 0:
-                    break
-            except EngineFailed:
-                break
+        while await self._is_busy() and monotonic() < until_s:  # noqa: ASYNC110 - only SGLang knows
             await asyncio.sleep(POLL_S)
-        await process.stop()
+
+    async def close(self) -> None:
+        """End the engine, whatever it does."""
+        self._closing = True
+        if self._process is not None:
+            await self._process.stop()
+
+    async def _is_busy(self) -> bool:
+        process = self._process
+        if process is None or process.exited or self._phase is State.STARTING:
+            return False
+        if self._phase is State.LOADING:
+            return True  # calls wait in it, and go on with the weights that come
+        try:
+            return sum(await self.client.load_counts()) > 0
+        except EngineFailed:
+            return not process.exited  # one that has much to do answers late
 
     @asynccontextmanager
     async def _started(self, policy: Policy) -> AsyncIterator[Process]:

@@ -66,8 +66,12 @@ class RolloutServer:
         for task in self._tasks:
             task.add_done_callback(_report)
 
+    async def leave(self) -> None:
+        """Drain, and let the gateway see it: this server is still there to be asked."""
+        await asyncio.gather(self.engine.drain(), self._registration.announce())
+
     async def close(self) -> None:
-        """Drain, then end the engine and every task; nothing stays behind."""
+        """End the engine and every task; nothing stays behind."""
         await self.engine.close()
         for task in self._tasks:
             task.cancel()

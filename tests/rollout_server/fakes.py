@@ -21,6 +21,7 @@ class FakeEngine:
         self.directory = Path()
         self.version = "0"
         self.paused = False
+        self.running = 2
         self.boot_gate = asyncio.Event()
         """A boot is over when it is set."""
         self.boot_gate.set()
@@ -57,7 +58,10 @@ class FakeEngine:
         if path == "/weights_checker":
             return httpx.Response(200, json={"success": True, "per_engine_checksum": self.checksum})
         if path == "/v1/loads":
-            return httpx.Response(200, json={"loads": [{"num_running_reqs": 2, "num_waiting_reqs": 1}]})
+            return httpx.Response(
+                200,
+                json={"loads": [{"num_running_reqs": self.running, "num_waiting_reqs": self.running // 2}]},
+            )
         if path == "/update_weights_from_disk":
             await self.load_gate.wait()
             return self._load(json.loads(request.content))

@@ -120,3 +120,41 @@ async def test_draining_is_said_and_taken_back(tmp_path: Path) -> None:
     assert (await house.http.get("/ready")).status_code == 503
     assert (await house.http.post("/resume")).json()["state"] == "ready"
     await asyncio.wait_for(house.server.close(), 5)
+
+
+async def test_a_server_that_is_told_to_end_tells_the_gateway_and_lets_its_calls_end(tmp_path: Path) -> None:
+    house = joining(tmp_path, None, register_every_s=60, drain_timeout_s=5)
+    await house.server.open()
+    await house.until_ready()
+    told = len(house.outside.requests)
+    leaving = asyncio.create_task(house.server.leave())
+    await until(lambda: len(house.outside.requests) > told)
+    assert (await house.status())["state"] == "draining", "when the gateway asks"
+    assert (await house.http.post("/resume")).json()["state"] == "draining", "it is too late"
+    await until(lambda: house.engine.calls.count("/v1/loads") >= 4)
+    assert not leaving.done()
+    house.engine.running = 0
+    await asyncio.wait_for(leaving, 5)
+    assert house.engine.process is not None
+    assert not house.engine.process.exited
+    await house.server.close()
+    assert house.engine.process.exited
+
+
+async def test_a_server_that_is_told_to_end_while_it_loads_lets_the_held_calls_go_on(tmp_path: Path) -> None:
+    house = make_house(tmp_path, drain_timeout_s=5)
+    await house.server.open()
+    await house.until_ready()
+    house.engine.load_gate.clear()
+    loading = asyncio.create_task(house.reload(1, house.policy(1)))
+    await until(lambda: "/update_weights_from_disk" in house.engine.calls)
+    house.engine.running = 0
+    leaving = asyncio.create_task(house.server.leave())
+    await asyncio.sleep(0)
+    assert (await house.status())["state"] == "draining"
+    assert not leaving.done()
+    house.engine.load_gate.set()
+    assert (await loading).status_code == 200
+    await asyncio.wait_for(leaving, 5)
+    assert not house.engine.paused
+    await house.server.close()

@@ -101,6 +101,7 @@ def system(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         client_keys=[CLIENT_KEY],
         admin_keys=[ADMIN_KEY],
         services={
+            "gateway": {"engine_wait_s": 300},
             "rollout_server": {"max_running_requests": 16, "max_total_tokens": 32768},
             "trainer": {
                 "threads": 1,

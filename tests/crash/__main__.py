@@ -12,7 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.crash.drive import Kill, plan
+from tests.crash.drive import plan
+from tests.crash.result import Kill, write
 from tests.crash.run import crash
 from tests.crash.table import table
 from tests.tiny_model import make_tiny_model
@@ -26,6 +27,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="windows whose title contains this")
     parser.add_argument("--run-dir", type=Path, default=None, help="default: run/crash/{seed}-{time}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the result, for tests.crash.table")
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     for chatty in ("httpx", "weir"):
@@ -36,11 +38,13 @@ def main() -> None:
 
     def told(kill: Kill) -> None:
         what = "" if kill.hit else " (missed: at another moment)"
-        logging.info("killed %s%s; well again after %.1f s", kill.window.title, what, kill.healed_s)
+        logging.info("killed %s%s; well again after %.1f s", kill.title, what, kill.healed_s)
 
     run = crash(run_dir, model, StackSettings().engine_python, windows, asked.seed, told)
+    if asked.json:
+        write(run.result, asked.json)
     console = Console()
-    console.print(table(run.kills), markup=False, highlight=False)
+    console.print(table([run.result]), markup=False, highlight=False)
     console.print(f"agents heard of: {run.counts}", markup=False, highlight=False)
     show(run.report, console)
     console.print(f"seed {asked.seed}; everything lies in {run_dir}", markup=False, highlight=False)

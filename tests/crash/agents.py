@@ -50,6 +50,11 @@ class Agents:
             thread.join()
         self._answers.close()
 
+    @property
+    def heard(self) -> int:
+        """How many successes are remembered."""
+        return sum(self.counts[what] for what in ("turns", "rewards", "finishes"))
+
     def _play(self, draw: random.Random, name: str) -> None:
         with httpx.Client(
             base_url=self._gateway_url, headers={"authorization": f"Bearer {self._key}"}, timeout=30

@@ -4,11 +4,11 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import psutil
 from redis.exceptions import RedisError
 
+from tests.crash.result import Kill
 from tests.crash.system import CrashSystem, kill
 from tests.crash.windows import WINDOWS, NeverCame, Window
 
@@ -17,15 +17,6 @@ logger = logging.getLogger(__name__)
 TRIES = 5
 """How often a moment is waited for, before its kill is counted as one at any time."""
 SETTLES_WITHIN_S = 180.0
-
-
-@dataclass(frozen=True)
-class Kill:
-    """What was done, and what it was found to have hit."""
-
-    window: Window
-    hit: bool
-    healed_s: float
 
 
 def plan(kills: int, seed: int, only: str = "") -> list[Window]:
@@ -40,15 +31,16 @@ def plan(kills: int, seed: int, only: str = "") -> list[Window]:
 def drive(
     system: CrashSystem, windows: Sequence[Window], seed: int, told: Callable[[Kill], None]
 ) -> Iterator[Kill]:
-    draw = random.Random(seed)
+    draw, heard = random.Random(seed), 0
     for window in windows:
         time.sleep(draw.uniform(0.2, 1.5))
-        done = _kill(system, window, draw)
+        done = _kill(system, window, draw, heard)
+        heard += done.answers
         told(done)
         yield done
 
 
-def _kill(system: CrashSystem, window: Window, draw: random.Random) -> Kill:
+def _kill(system: CrashSystem, window: Window, draw: random.Random, heard: int) -> Kill:
     victim = system.process_of(window.victim)  # before the moment, which does not wait for a search
     came = _came(system, window)
     if window.lasting:
@@ -59,7 +51,8 @@ def _kill(system: CrashSystem, window: Window, draw: random.Random) -> Kill:
         logger.info("%s: %r", window.title, error)
         came = False
     hit = came and window.hit(system)
-    return Kill(window, hit, system.heal(window.victim))
+    healed_s = system.heal(window.victim)
+    return Kill(window.title, hit, healed_s, system.agents.heard - heard)
 
 
 def _came(system: CrashSystem, window: Window) -> bool:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.crash.agents import Agents
-from tests.crash.drive import Kill, drive, settle
+from tests.crash.drive import drive, settle
+from tests.crash.result import Kill, Result
 from tests.crash.system import ADMIN_KEY, CLIENT_KEY, crash_system
 from tests.crash.windows import Window
 from weir.audit.audit import audit
@@ -21,10 +22,18 @@ logger = logging.getLogger(__name__)
 class CrashRun:
     """What happened, and whether everything is accounted for."""
 
+    seed: int
     kills: Sequence[Kill]
     counts: dict[str, int]
     """Of what the agents did and heard."""
     report: Report
+
+    @property
+    def result(self) -> Result:
+        findings = tuple(
+            f"{finding.kind}: {finding.sentence} ({finding.rule})" for finding in self.report.findings
+        )
+        return Result(self.seed, tuple(self.kills), self.report.answers, findings)
 
 
 def crash(
@@ -48,4 +57,4 @@ def crash(
             admin_key=ADMIN_KEY,
             checkpoint_dir=system.checkpoints,
         )
-        return CrashRun(kills, system.agents.counts, audit(sources, read_answers(answers)))
+        return CrashRun(seed, kills, system.agents.counts, audit(sources, read_answers(answers)))

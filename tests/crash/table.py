@@ -1,24 +1,55 @@
-"""The crash matrix as a table: by window, how often it was meant and hit, and how long healing took."""
+"""python -m tests.crash.table FILE…: the crash matrix as one table, over the results of several runs."""
 
+import argparse
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 
-from tests.crash.drive import Kill
+from tests.crash.result import Result, read
 from tests.crash.windows import WINDOWS
 
+HEAD = (
+    *("killed: moment", "kills", "at the moment", "after the moment was missed"),
+    *("well again after s, median", "answers heard", "findings", "seeds"),
+)
 
-def table(kills: Sequence[Kill]) -> str:
-    """Markdown. A kill that missed its moment was one at another moment, and counts as such."""
-    lines = [
-        "| killed | moment | kills | of them at the moment | healed after s, median |",
-        "|---|---|---|---|---|",
-    ]
-    for window in WINDOWS:
-        own = [kill for kill in kills if kill.window == window]
-        if own:
-            healed = statistics.median(kill.healed_s for kill in own)
-            hits = sum(kill.hit for kill in own)
-            lines.append(f"| {window.victim} | {window.name} | {len(own)} | {hits} | {healed:.1f} |")
-    hits = sum(kill.hit for kill in kills)
-    lines.append(f"| all | | {len(kills)} | {hits} | |")
-    return "\n".join(lines)
+
+def table(results: Sequence[Result]) -> str:
+    """Markdown. An audit judges a whole run, so that findings stand in the last row only."""
+    done = {kill.title for result in results for kill in result.kills}
+    ours = [window.title for window in WINDOWS]
+    titles = [*(title for title in ours if title in done), *sorted(done.difference(ours))]
+    rows = [HEAD, ("---",) * len(HEAD), *(_row(title, results) for title in titles), _last_row(results)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _row(title: str, results: Sequence[Result]) -> tuple[str, ...]:
+    kills = [kill for result in results for kill in result.kills if kill.title == title]
+    healed = f"{statistics.median(kill.healed_s for kill in kills):.1f}"
+    seeds = {result.seed for result in results for kill in result.kills if kill.title == title}
+    answers = sum(kill.answers for kill in kills)
+    return title, *_counted([kill.hit for kill in kills]), healed, str(answers), "", _listed(seeds)
+
+
+def _last_row(results: Sequence[Result]) -> tuple[str, ...]:
+    hits = [kill.hit for result in results for kill in result.kills]
+    answers, findings = (sum(result.answers for result in results), sum(len(r.findings) for r in results))
+    return "all", *_counted(hits), "", str(answers), str(findings), _listed({r.seed for r in results})
+
+
+def _counted(hits: Sequence[bool]) -> tuple[str, str, str]:
+    return str(len(hits)), str(sum(hits)), str(len(hits) - sum(hits))
+
+
+def _listed(seeds: set[int]) -> str:
+    return ", ".join(str(seed) for seed in sorted(seeds))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", nargs="+", type=Path, metavar="FILE", help="of `--json`")
+    print(table([read(path) for path in parser.parse_args().results]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Weights, masks, the guessed anchor, logits and mismatch against golden values.
+
+Test ids are the cases' names in algorithms_golden.json.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.trainer_service.algorithms.canonical import (
+    CASES,
+    INPUTS,
+    ROWS_T,
+    cases,
+    close,
+    expected,
+    given,
+)
+from trainer_service.algorithms.corrections import (
+    Weights,
+    icepop,
+    mean_weight,
+    normalised,
+    tis_sequence,
+    tis_token,
+)
+from trainer_service.algorithms.logits import renormalised_logprobs, selected_logprobs, top_k
+from trainer_service.algorithms.masks import (
+    geometric,
+    kpop,
+    larger_bernoulli_kl,
+    m2po,
+    m2po_bound,
+    outlier,
+    product,
+    rejection,
+)
+from trainer_service.algorithms.mismatch import mismatch
+from trainer_service.algorithms.prox import loglinear, way_to_prox
+from trainer_service.algorithms.rows import Rows
+
+LOG_RHO_T = given("lp_prox") - given("lp_roll")
+Params = dict[str, Any]
+
+
+def _normalised(params: Params) -> Weights:
+    weights = tis_token(LOG_RHO_T, cap=params["cap"])
+    return normalised(weights, mean_weight(weights, weights.kept_T))
+
+
+WEIGHTS: dict[str, Callable[[Params], Weights]] = {
+    "is.tis_token_2": lambda params: tis_token(LOG_RHO_T, cap=params["cap"]),
+    "is.tis_seq_5": lambda params: tis_sequence(LOG_RHO_T, ROWS_T, cap=params["cap"]),
+    "is.icepop_0.5_5": lambda params: icepop(LOG_RHO_T, low=params["low"], high=params["high"]),
+    "is.tis_token_2_batchnorm": _normalised,
+}
+
+
+@pytest.mark.parametrize("case", cases("is."))
+def test_weights(case: str) -> None:
+    weights, wanted = WEIGHTS[case](CASES[case]["params"]), expected(case)
+    assert close(weights.weight_T, wanted["w"])
+    if "capped_frac" in wanted:
+        assert close(weights.capped_T.double().mean(), wanted["capped_frac"])
+    if "oob_frac" in wanted:
+        assert close((~weights.kept_T).double().mean(), wanted["oob_frac"])
+
+
+def rejected(name: str) -> Callable[[Params], Tensor]:
+    level, estimator = name.rsplit("_", 1)
+    return lambda params: rejection(LOG_RHO_T, ROWS_T, level=level, estimator=estimator, **params)  # type: ignore[arg-type]
+
+
+MASKS: dict[str, Callable[[Params], Tensor]] = {
+    "mask.geo_seq": lambda params: geometric(LOG_RHO_T, ROWS_T, **params),
+    "mask.product_seq": lambda params: product(LOG_RHO_T, ROWS_T, **params),
+    "mask.outlier_token_seq": lambda params: outlier(LOG_RHO_T, ROWS_T, **params),
+    "mask.m2po": lambda params: m2po(LOG_RHO_T, bound=m2po_bound(LOG_RHO_T, limit=params["threshold"])),
+    "mask.kpop_binary_kl": lambda params: kpop(given("lp_prox"), given("lp_roll"), **params),
+} | {
+    f"mask.rs_{name}": rejected(name)
+    for name in ("token_k1", "token_k2", "token_k3", "seq_mean_k1", "seq_mean_k3", "seq_max_k2")
+}
+
+
+@pytest.mark.parametrize("case", cases("mask."))
+def test_mask(case: str) -> None:
+    kept_T, wanted, rows = MASKS[case](CASES[case]["params"]), expected(case), Rows.of(ROWS_T)
+    got = {
+        "keep": kept_T.double(),
+        "keep_seq": rows.mean(kept_T.double()),
+        "geo_ratio": rows.mean(LOG_RHO_T).exp(),
+        "product_ratio": rows.sum(LOG_RHO_T).exp(),
+        "kept_mean_m2": (LOG_RHO_T[kept_T] ** 2).mean(),
+        "metric": larger_bernoulli_kl(given("lp_prox"), given("lp_roll")),
+    }
+    for name, value in wanted.items():
+        assert close(got[name], value), name
+
+
+@pytest.mark.parametrize("case", cases("prox."))
+def test_prox(case: str) -> None:
+    version = CASES[case]["params"]["current_version"]
+    versions_T = given("versions").long()
+    assert close(way_to_prox(versions_T, version=version), expected(case)["alpha"])
+    lp_prox_T = loglinear(given("lp_new"), given("lp_roll"), versions_T, version=version)
+    assert close(lp_prox_T, expected(case)["lp_prox"])
+
+
+MISMATCH = {
+    "k3_kl": "k3",
+    "abs_logp_diff": "abs_logp",
+    "training_ppl": "train_ppl",
+    "log_ppl_diff": "log_ppl",
+    "log_ppl_abs_diff": "abs_log_ppl",
+    "ess_token": "ess",
+    "max_ratio": "rho_max",
+    "min_ratio": "rho_min",
+}
+"""Ours of the names that the case has for them."""
+
+
+@pytest.mark.parametrize("case", cases("metrics."))
+def test_metrics(case: str) -> None:
+    got = mismatch(given("lp_prox"), given("lp_roll"), ROWS_T)
+    wanted = expected(case)
+    for name, value in wanted.items():
+        assert close(got[f"mismatch/{MISMATCH.get(name, name)}"], value), name
+    assert len(got) == len(wanted)
+
+
+LOGITS_TV = torch.tensor(INPUTS["logits"], dtype=torch.float64).reshape(6, 5)
+TARGETS_T = torch.tensor(INPUTS["tokens"]).flatten()
+
+
+@pytest.mark.parametrize("case", cases("logits.logp_entropy"))
+def test_logits(case: str) -> None:
+    temperatures_T = torch.full((6,), CASES[case]["params"]["temperature"], dtype=torch.float64)
+    logprobs_T, entropy_T = selected_logprobs(LOGITS_TV, TARGETS_T, temperatures_T)
+    assert close(logprobs_T, expected(case)["logp"].flatten())
+    assert close(entropy_T, expected(case)["entropy"].flatten())
+
+
+@pytest.mark.parametrize("case", cases("logits.topk"))
+def test_top_k(case: str) -> None:
+    kept_TV = top_k(LOGITS_TV, CASES[case]["params"]["k"])
+    logprobs_T = renormalised_logprobs(LOGITS_TV, TARGETS_T, torch.ones(6), kept_TV)
+    rows = CASES[case]["expected"]["logp"]
+    for got, wanted in zip(logprobs_T, [value for row in rows for value in row], strict=True):
+        assert close(got, -torch.inf if wanted is None else wanted)

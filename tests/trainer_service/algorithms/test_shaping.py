@@ -1,0 +1,183 @@
+"""What becomes of lengths, of truncated rollouts, of groups that teach nothing, and of settings that make no
+sense."""
+
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from trainer_service.algorithms.advantage_settings import (
+    TOKEN_LEVEL,
+    Advantage,
+    LengthPenalty,
+    Overlong,
+    ShapingSettings,
+    contradiction,
+)
+from trainer_service.algorithms.advantages import ADVANTAGES
+from trainer_service.algorithms.filters import Silence, silences
+from trainer_service.algorithms.returns import RETURNS, turn_discount
+from trainer_service.algorithms.rollouts import Rollout, Rollouts
+from trainer_service.algorithms.shaping import shaped, untruncated
+from trainer_service.algorithms.staleness import areal_capacity, staleness, verl_rollout_number
+
+settings_of = TypeAdapter(Advantage).validate_python
+
+
+def rewards_of(rollouts: tuple[Rollout, ...]) -> list[float]:
+    return [each.reward for each in rollouts]
+
+
+def test_what_is_longer_than_allowed_is_as_bad_as_what_is_just_too_long() -> None:
+    limit = ShapingSettings(overlong=Overlong(max_len=100, cache=20, factor=0.5))
+    rollouts = [Rollout(str(n), "g", 1.0, output_tokens=n) for n in (10, 80, 90, 100, 5000)]
+    assert rewards_of(shaped(rollouts, limit)) == [1.0, 1.0, 0.75, 0.5, 0.5]
+
+
+def test_a_group_that_fails_is_not_taught_to_be_long() -> None:
+    penalty = ShapingSettings(length_penalty=LengthPenalty(output_tokens=0.5))
+    rollouts = [Rollout("short", "g", -1.0, output_tokens=1), Rollout("long", "g", -1.0, output_tokens=9)]
+    assert rewards_of(shaped(rollouts, penalty)) == [-1.0, -1.0]
+
+
+def test_lengths_are_compared_inside_a_group_and_a_length_of_nothing_costs_nothing() -> None:
+    penalty = ShapingSettings(length_penalty=LengthPenalty(output_tokens=0.5, turns=0.25))
+    rollouts = [
+        Rollout("a", "g", 1.0, output_tokens=10),
+        Rollout("b", "g", 1.0, output_tokens=5),
+        Rollout("c", "h", 1.0, output_tokens=1000, turns=4),
+        Rollout("d", "h", 0.0, output_tokens=500, turns=1),
+    ]
+    assert rewards_of(shaped(rollouts, penalty)) == [0.5, 0.75, 1 - 0.5 * 0.75, -0.5 * (0.25 + 0.0625)]
+
+
+def test_without_shaping_rewards_stay_as_they_are() -> None:
+    rollouts = (Rollout("a", "g", 0.1, output_tokens=10), Rollout("b", "g", -3.0, truncated=True))
+    assert shaped(rollouts, ShapingSettings()) == rollouts
+    assert shaped((), ShapingSettings()) == ()
+
+
+def test_a_truncated_rollout_is_left_out_or_worthless_or_kept() -> None:
+    whole = Rollout("a", "g", 1.0, parts={"style": 1.0})
+    cut = Rollout("b", "g", 0.5, truncated=True, parts={"style": 0.5})
+    assert untruncated([whole, cut]) == ((whole,), (cut,))
+    assert untruncated([whole, cut], "keep") == ((whole, cut), ())
+    compared, masked = untruncated([whole, cut], "zero")
+    assert (compared[0], masked) == (whole, ())
+    assert (compared[1].reward, compared[1].parts) == (0.0, {"style": 0.0})
+
+
+def test_a_silent_group_says_why() -> None:
+    rollouts = Rollouts(
+        (
+            Rollout("a", "lone", 0.7),
+            Rollout("b", "equal", 1.0),
+            Rollout("c", "equal", 1.0),
+            Rollout("d", "close", 0.0),
+            Rollout("e", "close", 1e-6),
+            Rollout("f", "apart", 0.0),
+            Rollout("g", "apart", 2e-6),
+        )
+    )
+    assert silences(rollouts) == {
+        "lone": Silence("singleton", "singleton group"),
+        "equal": Silence("zero_var", "all 2 rewards of the group are 1"),
+        "close": Silence("zero_var", "all 2 rewards of the group are 0"),
+    }
+    assert silences(Rollouts(())) == {}
+
+
+def test_a_group_whose_parts_differ_is_not_silent_though_their_sums_are_equal() -> None:
+    parts = ({"first": 1.0, "second": 0.0}, {"first": 0.0, "second": 1.0})
+    rollouts = Rollouts(tuple(Rollout(str(at), "g", 1.0, parts=each) for at, each in enumerate(parts)))
+    assert silences(rollouts).keys() == {"g"}
+    assert not silences(rollouts, parts=("first", "second"))
+
+
+def test_a_session_without_any_reward_has_no_return() -> None:
+    assert turn_discount([None, 1.0, None], discount=0.5) == [0.5, 1.0, 0.0]
+    with pytest.raises(ValueError, match="null is not 0"):
+        turn_discount([None, None], discount=0.5)
+
+
+def test_capacity_is_never_below_nothing() -> None:
+    full = {"max_staleness": 0, "version": 0, "accepted": 90, "running": 9, "batch": 8, "max_concurrent": 4}
+    assert areal_capacity(**full) == 0
+    assert verl_rollout_number(staleness=0.0, sync_steps=1, batches=1, mini_batch=8, stale=9) == 0
+
+
+def test_a_share_of_rollouts_is_not_rounded_away() -> None:
+    assert verl_rollout_number(staleness=0.15, sync_steps=1, batches=1, mini_batch=100, stale=0) == 115
+
+
+def test_a_row_of_a_version_yet_to_come_is_not_stale() -> None:
+    assert staleness(3, 4, 5) == (0, 0, 0)
+    assert staleness(9, 4, 7)._asdict() == {"total": 5, "in_flight": 3, "in_queue": 2}
+
+
+def test_a_name_alone_stands_for_its_defaults() -> None:
+    for name in ADVANTAGES.keys() - {"gdpo"} | RETURNS.keys():
+        assert settings_of(name) == settings_of({"name": name})
+        assert settings_of(name).name == name
+
+
+def test_every_name_has_its_settings_and_no_other() -> None:
+    assert RETURNS.keys() == TOKEN_LEVEL
+    assert not ADVANTAGES.keys() & TOKEN_LEVEL
+    kinds = {name: entry.settings for name, entry in ADVANTAGES.items()}
+    kinds |= {name: entry.settings for name, entry in RETURNS.items()}
+    assert all(isinstance(settings_of(name), kinds[name]) for name in kinds.keys() - {"gdpo"})
+    schema = TypeAdapter(Advantage).json_schema()
+    assert schema["discriminator"]["mapping"].keys() == kinds.keys()
+
+
+NONSENSE: list[tuple[Any, str]] = [
+    ("grpo", "grpo"),
+    ({"name": "grpo_ddof1", "eps": 0}, "eps"),
+    ({"name": "drgrpo", "eps": 1e-6}, "eps"),
+    ({"name": "gdpo", "weights": {}}, "no part of the reward has a weight"),
+    ({"name": "gdpo", "weights": {"style": float("nan")}}, "weights"),
+    ({"name": "rae", "decay": 1.0}, "decay"),
+    ({"name": "gae", "gamma": 1.5}, "gamma"),
+    ({"name": "turn_gae", "lam": -0.1}, "lam"),
+    ({"name": "gpg", "f_norm": 0}, "f_norm"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), NONSENSE, ids=str)
+def test_an_estimator_refuses_nonsense(given: Any, said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        settings_of(given)
+
+
+SHAPELESS: list[tuple[dict[str, Any], str]] = [
+    ({"overlong": {"max_len": 100, "cache": 101}}, "a cache of 101 does not fit into max_len, 100"),
+    ({"overlong": {"max_len": 100, "cache": 0}}, "cache"),
+    ({"length_penalty": {}}, "no length has a weight"),
+    ({"length_penalty": {"turns": 1.1}}, "turns"),
+    ({"kl_in_reward": -1}, "kl_in_reward"),
+    ({"truncated": "drop"}, "truncated"),
+    ({"clip": 1}, "clip"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), SHAPELESS, ids=str)
+def test_shaping_refuses_nonsense(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        ShapingSettings(**given)
+
+
+@pytest.mark.parametrize("setting", ["kl_in_reward", "turn_discount"])
+def test_rewards_on_tokens_mean_nothing_where_whole_rollouts_are_compared(setting: str) -> None:
+    shaping = ShapingSettings(**{setting: 0.5})
+    for name in ADVANTAGES.keys() - {"gdpo"}:
+        assert f"{name} compares whole rollouts" in (contradiction(settings_of(name), shaping) or "")
+    for name in RETURNS:
+        assert contradiction(settings_of(name), shaping) is None
+    assert contradiction(settings_of("drgrpo"), ShapingSettings()) is None
+
+
+def test_a_length_penalty_does_not_reach_the_parts_of_a_reward() -> None:
+    gdpo = settings_of({"name": "gdpo", "weights": {"style": 1.0}})
+    shaping = ShapingSettings(length_penalty=LengthPenalty(turns=0.1))
+    assert "changes only their sum" in (contradiction(gdpo, shaping) or "")

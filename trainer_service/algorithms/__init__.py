@@ -1,0 +1,1 @@
+"""The arithmetic of learning: rewards to advantages, advantages to losses. Values in, values out."""

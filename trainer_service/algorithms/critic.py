@@ -1,0 +1,49 @@
+"""The critic's loss: how far its values are from the returns that followed."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer_service.algorithms.advantage_settings import VALUE_CLIP
+from trainer_service.algorithms.ratios import widened
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """What `value_loss` made of each token."""
+
+    loss: Tensor
+    """The scalar to differentiate: this micro-batch's share of the step's loss."""
+    per_token_T: Tensor
+    clipped_T: Tensor
+    """Where the clip counted, and left no gradient."""
+
+
+def value_loss(
+    values_T: Tensor,
+    old_values_T: Tensor,
+    returns_T: Tensor,
+    *,
+    tokens_in_step: int,
+    clip: float | None = VALUE_CLIP,
+) -> ValueLoss:
+    """½ · max((V - R)², (V_clipped - R)²), V_clipped within ± clip of V_old, summed over the tokens of the
+    micro-batch and divided by those of the whole step (PPO2, verl; `critic.value_clip`).
+
+    In units of the reward squared. `old_values_T` is what the critic said before the step, `returns_T` are
+    `Returns.returns_T`; neither has a gradient. Without a clip, V_clipped is V.
+    """
+    values_T, old_values_T, returns_T = (widened(each) for each in (values_T, old_values_T, returns_T))
+    old_values_T, returns_T = old_values_T.detach(), returns_T.detach()
+    plain_T = (values_T - returns_T) ** 2
+    if clip is None:
+        bounded_T = plain_T
+    else:
+        bounded_T = (values_T.clamp(old_values_T - clip, old_values_T + clip) - returns_T) ** 2
+    per_token_T = 0.5 * torch.maximum(plain_T, bounded_T)
+    return ValueLoss(
+        loss=per_token_T.sum() / tokens_in_step,
+        per_token_T=per_token_T.detach(),
+        clipped_T=(bounded_T > plain_T).detach(),
+    )

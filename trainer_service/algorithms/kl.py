@@ -1,0 +1,58 @@
+"""How far the policy is from its reference, token by token: estimators of the KL and their gradients."""
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from trainer_service.algorithms.ratios import bounded, ratio
+
+LOW_VAR_BOUND = 10.0
+
+
+def k1(lp_new_T: Tensor, lp_ref_T: Tensor) -> Tensor:
+    """d = lp_new - lp_ref, in nats; its gradient is 1 wherever the policy stands (`kl.k1`)."""
+    return lp_new_T - lp_ref_T
+
+
+def absolute(lp_new_T: Tensor, lp_ref_T: Tensor) -> Tensor:
+    """|d| (`kl.abs`)."""
+    return (lp_new_T - lp_ref_T).abs()
+
+
+def k2(lp_new_T: Tensor, lp_ref_T: Tensor) -> Tensor:
+    """d² / 2, with gradient d (`kl.k2`)."""
+    return (lp_new_T - lp_ref_T) ** 2 / 2
+
+
+def k3(lp_new_T: Tensor, lp_ref_T: Tensor) -> Tensor:
+    """exp(-d) - 1 + d, with gradient 1 - exp(-d); both stand still where |d| exceeds 20 nats (`kl.k3`)."""
+    difference_T = bounded(lp_new_T - lp_ref_T)
+    return (-difference_T).exp() - 1 + difference_T
+
+
+def low_var(lp_new_T: Tensor, lp_ref_T: Tensor) -> Tensor:
+    """k3 of at most 10, where its gradient ends: what verl and SkyRL call k3 (`kl.low_var_kl`)."""
+    return k3(lp_new_T, lp_ref_T).clamp(-LOW_VAR_BOUND, LOW_VAR_BOUND)
+
+
+def k3_plus(lp_new_T: Tensor, lp_ref_T: Tensor) -> Tensor:
+    """The value of k3 with the gradient of k2 (verl's `k3+`; `kl.k3_plus`)."""
+    square_T = k2(lp_new_T, lp_ref_T)
+    return square_T - square_T.detach() + k3(lp_new_T, lp_ref_T).detach()
+
+
+def unbiased(lp_new_T: Tensor, lp_ref_T: Tensor, lp_old_T: Tensor) -> Tensor:
+    """r · k3, r of new to old with its gradient (DeepSeek-V3.2, arXiv:2512.02556; `kl.unbiased_is_k3`)."""
+    return ratio(lp_new_T, lp_old_T) * k3(lp_new_T, lp_ref_T)
+
+
+KLS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "k1": lambda new, ref, _: k1(new, ref),
+    "abs": lambda new, ref, _: absolute(new, ref),
+    "k2": lambda new, ref, _: k2(new, ref),
+    "k3": lambda new, ref, _: k3(new, ref),
+    "low_var": lambda new, ref, _: low_var(new, ref),
+    "k3_plus": lambda new, ref, _: k3_plus(new, ref),
+    "unbiased": unbiased,
+}
+"""Of new, reference and old."""

@@ -1,0 +1,41 @@
+"""GMPO: the geometric mean of a row's clipped ratios, one loss for all of its tokens."""
+
+import torch
+from torch import Tensor
+
+from trainer_service.algorithms.loss_settings import (
+    GMPO_CLIP,
+)
+from trainer_service.algorithms.losses.token_losses import TokenLosses
+from trainer_service.algorithms.ratios import bounded
+from trainer_service.algorithms.rows import Rows
+
+
+def gmpo(
+    lp_new_T: Tensor,
+    lp_old_T: Tensor,
+    advantages_T: Tensor,
+    rows_T: Tensor,
+    *,
+    clip_low: float = GMPO_CLIP,
+    clip_high: float = GMPO_CLIP,
+) -> TokenLosses:
+    """-A exp(mean over the row of sgn · min(sgn · d, sgn · clip(d, -low, high))), d = lp_new - lp_old in
+    nats, sgn the sign of the token's advantage, A the mean of the row's (arXiv:2507.20673; `loss.gmpo`).
+
+    Every token has its row's loss: with `seq_mean_token_mean` that is the mean over rows, as published.
+    """
+    rows = Rows.of(rows_T)
+    difference_T = bounded(lp_new_T - lp_old_T)
+    sign_T = advantages_T.sign()
+    clipped_T = difference_T.clamp(-clip_low, clip_high)
+    lower_T = torch.minimum(sign_T * difference_T, sign_T * clipped_T)
+    ratio_R = rows.mean(sign_T * lower_T).exp()
+    loss_R = -rows.mean(advantages_T) * ratio_R
+    outside_T = sign_T * clipped_T < sign_T * difference_T
+    return TokenLosses.of(
+        rows.at_tokens(loss_R),
+        rows.at_tokens(ratio_R),
+        clipped_high_T=outside_T & (advantages_T > 0),
+        clipped_low_T=outside_T & (advantages_T < 0),
+    )

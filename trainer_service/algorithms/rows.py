@@ -1,0 +1,38 @@
+"""Which tokens share a row: what is true of a row, from its tokens and back to them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The R rows that T tokens lie in. Row numbers may have gaps and any order; nothing depends on them."""
+
+    of_T: Tensor
+    """The place of each token's row among the R."""
+    lengths_R: Tensor
+
+    @classmethod
+    def of(cls, rows_T: Tensor) -> "Rows":
+        _, of_T, lengths_R = torch.unique(rows_T, return_inverse=True, return_counts=True)
+        return cls(of_T, lengths_R)
+
+    def sum(self, values_T: Tensor) -> Tensor:
+        return values_T.new_zeros(len(self.lengths_R)).index_add(0, self.of_T, values_T)
+
+    def mean(self, values_T: Tensor) -> Tensor:
+        return self.sum(values_T) / self.lengths_R
+
+    def largest(self, values_T: Tensor) -> Tensor:
+        lowest_R = values_T.new_full((len(self.lengths_R),), -torch.inf)
+        return lowest_R.scatter_reduce(0, self.of_T, values_T, "amax")
+
+    def any(self, flags_T: Tensor) -> Tensor:
+        found_R: Tensor = self.sum(flags_T.to(torch.int64)) > 0
+        return found_R
+
+    def at_tokens(self, values_R: Tensor) -> Tensor:
+        """Each token gets its row's value."""
+        return values_R[self.of_T]

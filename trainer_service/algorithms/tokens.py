@@ -1,0 +1,74 @@
+"""The trained tokens of a micro-batch, or of a whole step: what the policies say of each."""
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from trainer_service.algorithms.correction_settings import (
+    Anchor,
+)
+from trainer_service.algorithms.ratios import widened
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """T trained tokens, log-probabilities in nats. Only `lp_new_T` and `entropy_T` carry gradient."""
+
+    lp_new_T: Tensor
+    """Of the policy that learns."""
+    lp_prox_T: Tensor
+    """Of the policy that the step begins with."""
+    lp_roll_T: Tensor
+    """What the engine said when it sampled the token."""
+    advantages_T: Tensor
+    rows_T: Tensor
+    """Which row a token lies in, counted over the whole step; int64. A row is never in two micro-batches."""
+    lp_ref_T: Tensor | None = None
+    lp_teacher_T: Tensor | None = None
+    entropy_T: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        shape = self.lp_new_T.shape
+        for name, values_T in self.given().items():
+            if values_T.dim() != 1 or values_T.shape != shape:
+                raise ValueError(f"{name} has shape {list(values_T.shape)}, and lp_new_T {list(shape)}")
+
+    def given(self) -> dict[str, Tensor]:
+        every = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: values_T for name, values_T in every.items() if values_T is not None}
+
+    @property
+    def finite(self) -> Tensor:
+        """Where every log-probability is a number, and so every ratio of two of them."""
+        known = [values_T for name, values_T in self.given().items() if name.startswith("lp_")]
+        return torch.stack([torch.isfinite(values_T) for values_T in known]).all(dim=0)
+
+    @property
+    def log_rho(self) -> Tensor:
+        """log of what the step begins with over what the engine sampled from."""
+        return self.lp_prox_T - self.lp_roll_T
+
+    def at(self, chosen_T: Tensor) -> "Tokens":
+        """Some of them: float32 or better, and without gradient but for what learns."""
+        learns = ("lp_new_T", "entropy_T")
+        parts = {
+            name: (values_T if name in learns else values_T.detach())[chosen_T]
+            for name, values_T in self.given().items()
+        }
+        rows_T = parts.pop("rows_T")
+        return Tokens(rows_T=rows_T, **{name: widened(values_T) for name, values_T in parts.items()})
+
+    def anchor(self, anchor: Anchor) -> Tensor:
+        """The policy that ratios are taken to."""
+        return self.lp_prox_T if anchor == "prox" else self.lp_roll_T
+
+    def reference(self) -> Tensor:
+        if self.lp_ref_T is None:
+            raise ValueError("a KL to the reference policy needs lp_ref_T")
+        return self.lp_ref_T
+
+    def teacher(self) -> Tensor:
+        if self.lp_teacher_T is None:
+            raise ValueError("distillation needs lp_teacher_T")
+        return self.lp_teacher_T

@@ -21,6 +21,8 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from gateway.admission.admission import Admission
 from gateway.collaborators import Collaborators
+from gateway.conversations.conversation import forget_openings
+from gateway.conversations.digests import forget_parts
 from gateway.dialects import models
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
@@ -45,6 +47,7 @@ from gateway.operators.watch import Watch
 from gateway.sessions import heartbeat, listing, rewards, sessions
 from gateway.sessions.belonging import Belonging
 from gateway.sessions.identity import Identities
+from gateway.sessions.retention import Retention
 from gateway.sessions.sessions import Sessions
 from gateway.settings import GatewaySettings
 from rollout_queue import keys
@@ -58,6 +61,8 @@ from rollout_queue.web.probes import probes
 logger = logging.getLogger(__name__)
 
 EXPIRE_BATCH = 100
+TEXTS_S = 60.0
+"""How often a gateway forgets the texts that it remembers to spare work: they may have been deleted since."""
 DESKS: dict[str, Desk] = {
     "/v1/chat/completions": Exchange(Chat()),
     "/v1/completions": Exchange(Completions()),
@@ -78,6 +83,7 @@ def create_app(settings: GatewaySettings) -> ASGIApp:
         app.state.collaborators = door.gateway = parts
         every_s = settings.poll_every_s
         keeping = [asyncio.create_task(_repeat(work, parts, every_s)) for work in TASKS]
+        keeping.append(asyncio.create_task(_repeat(_forget_texts, parts, TEXTS_S)))
         yield
         await drain(keeping)
         await parts.recorder.close()
@@ -90,8 +96,9 @@ def create_app(settings: GatewaySettings) -> ASGIApp:
     metrics = Metrics()
     app = FastAPI(title="Weir gateway", version="1", lifespan=lifespan, docs_url="/docs", redoc_url=None)
     install_error_handlers(app)
-    # A ticket names the address that the request came to, as a proxy on this machine says it.
-    app.add_middleware(ProxyHeadersMiddleware)
+    # A ticket names the address that the request came to, as a proxy says it. Nothing else asks who called
+    # from where, so anybody may say it: whoever lies misleads nobody else.
+    app.add_middleware(ProxyHeadersMiddleware, trusted_hosts="*")
     app.add_middleware(Bodies, limit_bytes=settings.max_body_bytes)
     app.add_middleware(RequestIds)
     app.include_router(models.router)
@@ -146,6 +153,7 @@ async def _open(settings: GatewaySettings, renderer: ChatRenderer, metrics: Metr
         metrics=metrics,
         pipeline=Pipeline(redis),
         watch=Watch(settings.warnings, settings.limits, redis),
+        retention=Retention(settings, redis, metrics),
     )
 
 
@@ -195,7 +203,22 @@ async def _forget(gateway: Collaborators) -> None:
         logger.warning("deleted sessions cannot be looked for: %s", error)
 
 
-TASKS = (_keep, _expire, _look, _forget)
+async def _forget_texts(gateway: Collaborators) -> None:
+    """Begin to remember anew."""
+    gateway.renderer.forget()
+    forget_openings()
+    forget_parts()
+
+
+async def _retain(gateway: Collaborators) -> None:
+    """Keep settled sessions as long as they are to be kept, and as there is room."""
+    try:
+        await gateway.retention.refresh()
+    except StorageUnavailable as error:
+        logger.warning("settled sessions cannot be forgotten: %s", error)
+
+
+TASKS = (_keep, _expire, _look, _forget, _retain)
 """What a gateway does beside its calls, every `poll_every_s`."""
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gateway.operators.watch import Watch
     from gateway.sessions.belonging import Belonging
     from gateway.sessions.identity import Identities
+    from gateway.sessions.retention import Retention
     from gateway.sessions.sessions import Sessions
     from gateway.settings import GatewaySettings
     from rollout_queue.stream import StreamDeleter, StreamWriter
@@ -52,6 +53,7 @@ class Collaborators:
     metrics: Metrics
     pipeline: Pipeline
     watch: Watch
+    retention: Retention
 
 
 def collaborators(request: Request) -> Collaborators:

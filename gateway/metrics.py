@@ -45,6 +45,12 @@ class Metrics:
         self.refusals = Counter(
             "weir_refusals_total", "Calls and sessions refused with 429", ["code"], registry=self.registry
         )
+        self.forgotten = Counter(
+            "weir_sessions_forgotten_total",
+            "Settled sessions forgotten, by why: their age, or the memory of Redis",
+            ["why"],
+            registry=self.registry,
+        )
         self.serving_version = Gauge(
             "weir_serving_version", "Policy version the fleet is to serve", registry=self.registry
         )

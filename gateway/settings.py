@@ -107,6 +107,9 @@ class GatewaySettings(ServiceSettings):
     warnings: WarningSettings = WarningSettings()
     session_ttl_s: float = 3600.0
     """`ttl_s` of sessions that say nothing: they expire so long after their creation or last call."""
+    retention_s: float | None = Field(7 * 86400.0, gt=0)
+    """How long a session is kept once it has its verdict. In a Redis that fills up, the oldest go earlier.
+    null: for ever."""
     engine_timeout_s: float = 600.0
     """Longest silence of an engine in the middle of an answer."""
     engine_wait_s: float = 20.0

@@ -10,6 +10,8 @@ from types import FrameType
 import httpx
 from prometheus_client import CollectorRegistry
 from redis import Redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from rollout_queue.errors import LeaseLost, StorageUnavailable
 from rollout_queue.lease import Lease
@@ -105,7 +107,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, face: Face) -> None:
                 policy=policy,
                 intake=Intake(stream, settings.algorithm, policy.vocab_size, pulse, metrics),
                 checkpoints=checkpoints,
-                publisher=Publisher(store, gateway, settings.publish_url, pulse, metrics),
+                publisher=Publisher(store, gateway, stream, settings.publish_url, pulse, metrics),
                 metrics=metrics,
                 face=face,
                 pulse=pulse,
@@ -115,8 +117,12 @@ def serve(settings: TrainerSettings, keyring: Keyring, face: Face) -> None:
 
 
 def connect(redis_url: str, timeout_s: float = REDIS_TIMEOUT_S) -> Redis:
-    """A client that gives up on a Redis that is silent, so that the trainer can say so and try again."""
-    return Redis.from_url(redis_url, socket_connect_timeout=2, socket_timeout=timeout_s)
+    """A client that gives up on a Redis that is silent, so that the trainer can say so and try again.
+
+    It repeats nothing by itself, whatever the URL says: a read whose answer was lost has delivered entries.
+    """
+    once = Retry(NoBackoff(), 0)
+    return Redis.from_url(redis_url, socket_connect_timeout=2, socket_timeout=timeout_s, retry=once)
 
 
 def _stream(redis: Redis, lease: Lease, face: Face, retry_s: float) -> RedisReader | None:

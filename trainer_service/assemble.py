@@ -9,7 +9,7 @@ passes or it is silent for long; each of them is settled, untrained, when it end
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,11 +49,13 @@ class Assembler:
         self._held: set[str] = set()
         self._settled: dict[str, None] = dict.fromkeys(settled)
         self._gone: dict[str, int] = dict(gone or {})
-        """Groups that went without some of their members, and with how many."""
+        """Groups that went without some of their members, and with how many; 0 where nobody remembers."""
         self._strays: list[str] = []
         self._freed: list[str] = []
         self._groups: dict[str, set[str]] = {}
         """Session ids by group, of every session that is held."""
+        self._met: tuple[set[str], set[str]] = (set(), set())
+        """Sessions and groups that came since somebody asked."""
 
     def add(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
@@ -63,7 +65,9 @@ class Assembler:
             if session_id in self._settled:
                 self._strays.append(entry.entry_id)
                 continue
-            session = self._sessions.setdefault(session_id, Session(session_id))
+            if (session := self._sessions.get(session_id)) is None:
+                session = self._sessions[session_id] = Session(session_id)
+                self._met[0].add(session_id)
             former = session.group_id
             freed = session.take(entry)
             self._held.add(entry.entry_id)
@@ -71,7 +75,23 @@ class Assembler:
             self._freed += freed
             if session.group_id != former and session_id in self._groups.get(former, ()):
                 self._leave(former, session_id)
-            self._groups.setdefault(session.group_id, set()).add(session_id)
+            if session.group_id not in self._groups:
+                self._groups[session.group_id] = set()
+                self._met[1].add(session.group_id)
+            self._groups[session.group_id].add(session_id)
+
+    def met(self) -> tuple[Collection[str], Collection[str]]:
+        """Sessions and groups that are new here; a trainer before this one may have finished with them."""
+        sessions, groups = self._met
+        self._met = (set(), set())
+        return sessions, [group_id for group_id in groups - self._gone.keys() if not _alone(group_id)]
+
+    def recall(self, settled: Iterable[str], gone: Iterable[str]) -> None:
+        """What a trainer before this one had finished with: sessions, and groups that went without some."""
+        for session_id in settled:
+            self._strays += self._settle(session_id)
+        for group_id in gone:
+            self._gone[group_id] = 0
 
     def complete(self, caught_up: bool) -> list[Group]:
         """Every group that can go now, the one whose last record is oldest first.
@@ -92,13 +112,9 @@ class Assembler:
     def release(self, group: Group) -> None:
         """Forget a group that is settled; whatever still arrives of it is a stray, or comes too late."""
         for member in group.members:
-            session = self._sessions.pop(member.session_id)
-            self._held.difference_update(session.entry_ids)
             # Records that came after the group was taken were not part of what it was settled by.
             settled = frozenset(member.entry_ids)
-            self._strays += [each for each in session.entry_ids if each not in settled]
-            self._settled[member.session_id] = None
-            self._leave(session.group_id, member.session_id)
+            self._strays += [each for each in self._settle(member.session_id) if each not in settled]
         if len(group.members) < group.size:
             self._gone.setdefault(group.group_id, len(group.members))
         _forget_oldest(self._settled, SETTLED_KEPT)
@@ -178,6 +194,14 @@ class Assembler:
     def _of(self, group_id: str) -> list[Session]:
         return [self._sessions[session_id] for session_id in self._groups[group_id]]
 
+    def _settle(self, session_id: str) -> list[str]:
+        """Let go of a session for good. Returns its entries."""
+        session = self._sessions.pop(session_id)
+        self._held.difference_update(session.entry_ids)
+        self._settled[session_id] = None
+        self._leave(session.group_id, session_id)
+        return session.entry_ids
+
     def _leave(self, group_id: str, session_id: str) -> None:
         members = self._groups.get(group_id, set())
         members.discard(session_id)
@@ -187,9 +211,14 @@ class Assembler:
 
 def _size(group_id: str, sessions: Sequence[Session]) -> int | None:
     """What the group was made for; None when nobody said."""
-    if group_id.startswith(" "):
+    if _alone(group_id):
         return 1
     return max((session.group_size for session in sessions if session.group_size), default=None)
+
+
+def _alone(group_id: str) -> bool:
+    """Whether it is no group but that of a session without one."""
+    return group_id.startswith(" ")
 
 
 def _forget_oldest(kept: dict[str, Any], limit: int) -> None:

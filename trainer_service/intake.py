@@ -7,15 +7,17 @@ read ─▶ Assembler ─▶ judge ─┬─ silent ─▶ acknowledge, with ver
 import logging
 import time
 from collections import deque
+from collections.abc import Iterable, Iterator
 
 from rollout_queue.errors import StorageUnavailable
 from rollout_queue.records import Verdict
 from rollout_queue.stream import Entry, StreamReader
-from trainer_service.assemble import Assembler, Rules
+from trainer_service.assemble import Assembler, Group, Rules
 from trainer_service.checkpoint import State
 from trainer_service.face import Backlog
 from trainer_service.metrics import Metrics
 from trainer_service.pulse import Pulse
+from trainer_service.recall import recalled
 from trainer_service.settings import AlgorithmSettings
 from trainer_service.settlement import Judged, Settlement, judge, refused, select, settle
 from trainer_service.tally import Tally
@@ -75,7 +77,7 @@ class Intake:
         if any(entry.entry_id in owed for entry in pending):
             self._owed = [state.owed]
             self.acknowledge()
-        self._assembler.add(entry for entry in pending if entry.entry_id not in owed)
+        self._take(entry for entry in pending if entry.entry_id not in owed)
         logger.info("%d entries to take up, %d of them trained", len(pending), len(owed))
 
     def read(self) -> None:
@@ -88,20 +90,20 @@ class Intake:
             # What was delivered while the answer was lost is pending, and nobody else takes it up.
             entries = self._reclaim()
             self._caught_up = False
-        self._assembler.add(entries)
+        self._take(entries)
         if entries:
             self._heard_at = time.monotonic()
 
     def batch(self, version: int) -> list[Judged]:
-        """The groups of the next step; empty while there are too few. Ends the groups that teach nothing."""
-        complete = self._assembler.complete(self._caught_up)
-        judged = [judge(group, version, self._algorithm) for group in complete]
-        live = [group for group in judged if not group.silence]
-        self._live_rows = sum(group.live_rows for group in live)
-        self._end([group for group in judged if group.silence])
+        """The groups of the next step; empty while there are too few. Ends the groups that teach nothing, as
+        far as it comes: after an outage, thousands of groups wait for later steps."""
         silence_s, patience_s = time.monotonic() - self._heard_at, self._algorithm.flush_after_s
         flush = patience_s is not None and silence_s >= patience_s
-        return select(live, self._algorithm, flush)
+        silent: list[Judged] = []
+        live = self._live(self._assembler.complete(self._caught_up), version, silent)
+        batch = select(live, self._algorithm, flush)
+        self._end(silent)
+        return batch
 
     def owe(self, batch: list[Judged], step: int, version: int) -> None:
         """The weights contain these groups now: never give them out again, acknowledge them once durable."""
@@ -152,6 +154,27 @@ class Intake:
         )
         groups = sentence(self._assembler.waits(), time.time())
         return said if groups is None else f"{said}; {groups}"
+
+    def _take(self, entries: Iterable[Entry]) -> None:
+        """A trainer that died had finished with more than its checkpoint says, and its verdicts tell."""
+        self._assembler.add(entries)
+        sessions, groups = self._assembler.met()
+        if sessions or groups:
+            past = self._pulse.patiently(
+                lambda: recalled(self._stream, sessions, groups), StorageUnavailable, "waiting"
+            )
+            self._assembler.recall(past.settled, past.gone)
+
+    def _live(self, complete: Iterable[Group], version: int, silent: list[Judged]) -> Iterator[Judged]:
+        """Judges one group after the other; those that teach nothing go to `silent`."""
+        self._live_rows = 0
+        for group in complete:
+            judged = judge(group, version, self._algorithm)
+            if judged.silence:
+                silent.append(judged)
+            else:
+                self._live_rows += judged.live_rows
+                yield judged
 
     def _end(self, silent: list[Judged]) -> None:
         """Acknowledge groups that no step will use, and records that came after their session's end."""

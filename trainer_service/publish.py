@@ -10,6 +10,8 @@ from concurrent.futures import TimeoutError as NotYet
 from pathlib import Path
 from typing import Any
 
+from rollout_queue.errors import StorageUnavailable
+from rollout_queue.stream import StreamReader
 from trainer_service.disk import DiskTrouble
 from trainer_service.gateway import Gateway, GatewayUnavailable, VersionTaken
 from trainer_service.metrics import Metrics
@@ -23,9 +25,15 @@ class Publisher:
     """Numbers, writes and announces versions."""
 
     def __init__(
-        self, store: PolicyStore, gateway: Gateway, publish_url: str | None, pulse: Pulse, metrics: Metrics
+        self,
+        store: PolicyStore,
+        gateway: Gateway,
+        stream: StreamReader,
+        publish_url: str | None,
+        pulse: Pulse,
+        metrics: Metrics,
     ) -> None:
-        self._store, self._gateway = store, gateway
+        self._store, self._gateway, self._stream = store, gateway, stream
         self._publish_url = publish_url
         self._pulse, self._metrics = pulse, metrics
         self._known: int | None = None
@@ -35,7 +43,7 @@ class Publisher:
         """The highest number that anybody knows: we, the disk or the gateway.
 
         The gateway has to say it once, since our own disks may have lost what they knew; raises Stopped while
-        it is waited for. Later it may be away: publishing finds out when somebody else took a number.
+        it is waited for. Later it may be away: whoever reserves a number hears of those that it gave.
         """
         if self._known is None:
             self._known = self._pulse.patiently(
@@ -51,11 +59,20 @@ class Publisher:
                 logger.warning("the gateway did not say its newest version: %s", error)
         return max(own, self._known, *self._store.versions())
 
+    def reserve(self, version: int) -> int:
+        """Keep a number for weights that are still to be made, so that nobody publishes others under it.
+
+        Returns the highest that somebody had before; it is ours where that is lower. May raise Stopped.
+        """
+        return self._pulse.patiently(
+            lambda: self._stream.reserve(version, self._location(version)), StorageUnavailable, "waiting"
+        )
+
     def publish(self, version: int, step: int, export: Callable[[Path], None]) -> None:
         """Have the fleet serve a version. Waits for room on the disk, and for the gateway as long as it is
         away; raises Stopped then.
 
-        Servers that fail, and a number that is taken, are logged: the next version mends both.
+        Servers that fail, and a number that went by, are logged: the next version mends both.
         """
         path = self._pulse.patiently(
             lambda: self._write(version, step, export),
@@ -63,12 +80,9 @@ class Publisher:
             "publishing",
             f"room on the disk for version {version}",
         )
-        location = path.resolve().as_uri()
-        if self._publish_url is not None:
-            location = f"{self._publish_url.rstrip('/')}/{version}"
         try:
             results = self._pulse.patiently(
-                lambda: self._announce(version, location, manifest_sha256(path), step),
+                lambda: self._announce(version, self._location(version), manifest_sha256(path), step),
                 GatewayUnavailable,
                 "publishing",
             )
@@ -85,6 +99,12 @@ class Publisher:
         newest = self._pulse.patiently(self._gateway.newest_version, GatewayUnavailable, "publishing")
         if newest < version:
             self.publish(version, step, export)
+
+    def _location(self, version: int) -> str:
+        """Where rollout servers find a version: by our HTTP, else on a disk that they share with us."""
+        if self._publish_url is not None:
+            return f"{self._publish_url.rstrip('/')}/{version}"
+        return self._store.path_of(version).resolve().as_uri()
 
     def _write(self, version: int, step: int, export: Callable[[Path], None]) -> Path:
         self._pulse.confirm()

@@ -109,11 +109,12 @@ class Session:
         return self._ended
 
     def left_behind(self, rules: Rules, present: int) -> Member | None:
-        """The session as one that its group went without; None while its agent goes on."""
+        """The session as one that its group went without, with `present` members where anybody remembers
+        how many; None while its agent goes on."""
         ended = self.ended(rules)
         if not self.over or (ended is not None and not ended.rewarded):
             return ended
-        detail = f"its group went on without it, with {present} of its members"
+        detail = "its group went on without it" + (f", with {present} of its members" if present else "")
         verdict = Verdict(code="group_incomplete", detail=detail)
         return self._member(tuple(self.turns.values()), ended.reward if ended else None, verdict)
 

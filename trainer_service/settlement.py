@@ -4,7 +4,7 @@ Group ─ judge ─▶ Judged ── silent ──▶ Settlement (stale, zero_ad
                        └─ live ────▶ rows ─▶ step ─▶ Settlement (trained)     …after the checkpoint
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -154,10 +154,11 @@ def _reward(member: Member) -> float:
     return member.reward
 
 
-def select(judged: Sequence[Judged], algorithm: AlgorithmSettings, flush: bool) -> list[Judged]:
-    """The live groups of the next step, oldest first; none while too few rows have an advantage.
+def select(judged: Iterable[Judged], algorithm: AlgorithmSettings, flush: bool) -> list[Judged]:
+    """Of live groups, those of the next step, oldest first; none while too few rows have an advantage.
 
-    `max_rows` bounds the step once it has enough; a group is never split.
+    `max_rows` bounds the step once it has enough; a group is never split. Takes no more than one group that
+    the step does not: the others are judged when their turn comes.
     """
     chosen: list[Judged] = []
     rows = live = 0

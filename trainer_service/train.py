@@ -146,8 +146,14 @@ class Trainer:
         return values
 
     def _number(self) -> int:
-        """The version that the next step makes. May wait for the gateway or the disk: Stopped."""
-        newest = self._publisher.newest_version(self.version)
+        """The version that the next step makes, and nobody else. May wait for the gateway, the disk or the
+        stream: Stopped."""
+        number = self._beyond(self._publisher.newest_version(self.version))
+        while (newest := self._publisher.reserve(number)) >= number:
+            number = self._beyond(newest)
+        return number
+
+    def _beyond(self, newest: int) -> int:
         return self._with_room("the number of a version", lambda: self._checkpoints.reserve(newest))
 
     def _quarantine(self, batch: list[Judged], values: dict[str, float]) -> None:

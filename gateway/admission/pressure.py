@@ -7,6 +7,7 @@ from redis.asyncio import Redis
 
 from rollout_queue import keys
 from rollout_queue.availability import stored
+from rollout_queue.retention import forgotten_sessions
 
 TRAINER_FIELDS = ("version", "rollouts_waiting", "rollouts_owed", "rollouts_per_step", "last_seen")
 
@@ -42,13 +43,14 @@ async def read_pressure(redis: Redis) -> Pressure:
         pipeline.xlen(keys.STREAM)
         pipeline.info("memory")
         pipeline.zcard(keys.SESSIONS)
+        pipeline.hgetall(keys.FORGOTTEN)
         pipeline.hmget(keys.TRAINER, TRAINER_FIELDS)
-        entries, memory, sessions, said = await stored(pipeline.execute())
+        entries, memory, sessions, forgotten, said = await stored(pipeline.execute())
     return Pressure(
         entries=entries,
         used_bytes=memory.get("used_memory", 0),
         max_bytes=memory.get("maxmemory", 0),
-        sessions=sessions,
+        sessions=sessions + forgotten_sessions(forgotten),
         trainer=_trainer(said),
     )
 

@@ -53,7 +53,9 @@ def place(
     turns = live_turns(head) if head.turns else []
     if not turns:
         said = msgspec.json.encode((messages, tools))
-        return _opening(renderer, said) if len(said) <= LONGEST_OPENING else _root(renderer, messages, tools)
+        if len(said) > LONGEST_OPENING:
+            return _root(renderer, messages, tools)
+        return _opening(renderer, said, renderer.today())
     digests = chain(tools, messages)
     continued, end = _continued(turns, messages, digests)
     if continued is not None:
@@ -77,8 +79,13 @@ def place(
     return Prompt(parent, relation, reason, TokenIds(prompt_ids[known:]), prompt_ids, digests[-1])
 
 
+def forget_openings() -> None:
+    """Remember no conversation any more."""
+    _opening.cache_clear()
+
+
 @lru_cache(OPENINGS)
-def _opening(renderer: ChatRenderer, said: bytes) -> Prompt:
+def _opening(renderer: ChatRenderer, said: bytes, today: str) -> Prompt:
     """A conversation that begins, given as JSON: the episodes of a group all begin with the same one."""
     return _root(renderer, *msgspec.json.decode(said))
 

@@ -71,6 +71,11 @@ def continuation_digests(messages: Sequence[Message], digests: Sequence[bytes]) 
     return [digests[end].hex() for end in ends]
 
 
+def forget_parts() -> None:
+    """Remember no system prompt and no tools any more."""
+    _part.cache_clear()
+
+
 @lru_cache(128)
 def _part(data: bytes) -> bytes:
     """Of a system prompt or a list of tools: an agent sends the same ones in every call."""

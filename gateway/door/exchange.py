@@ -76,7 +76,8 @@ class Exchange:
 
 
 async def _plain(gateway: Collaborators, ask: Ask, generations: Sequence[Generation], reply: Reply) -> None:
-    """All answers are sampled before the first is recorded: a call that fails leaves nothing to train."""
+    """All answers are sampled before the first is recorded: a call that cannot be sampled leaves nothing to
+    train. One that cannot be recorded whole leaves samples that nobody heard, as a gateway that dies does."""
     await each(gateway.generator.sample, generations)
     recorded = await each(gateway.recorder.record, generations)
     answered = [Answered(made, *kept) for made, kept in zip(generations, recorded, strict=True)]

@@ -104,7 +104,7 @@ class Line(asyncio.Protocol):
         self._paused = False
         self._lost = self._left = False
         self._failure: Exception | None = None
-        self._heard = 0.0
+        self._heard = self._silence_s = 0.0
         self._complete = self._reusable = True
         self.status = 0
         self.idle_since = 0.0
@@ -118,8 +118,9 @@ class Line(asyncio.Protocol):
         if self._transport is None or self._lost:
             raise ConnectionLost("closed")
         self.status, self._complete, self._heard = 0, False, self._loop.time()
+        self._silence_s = silence_s
         if self._watch is None:
-            self._watch = self._loop.call_later(min(silence_s, LAST_BYTES_S), self._listen, silence_s)
+            self._watch = self._loop.call_later(min(silence_s, LAST_BYTES_S), self._listen)
         self._transport.write(head + body)
         while not self.status:
             self._raise_failure()
@@ -180,22 +181,22 @@ class Line(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _listen(self, silence_s: float) -> None:
+    def _listen(self) -> None:
         """One timer for many answers: it asks when something was heard last, and waits on."""
         if self._complete:
             self._watch = None
             return
-        patience_s = LAST_BYTES_S if self._left else silence_s
+        patience_s = LAST_BYTES_S if self._left else self._silence_s
         left_s = self._heard + patience_s - self._loop.time()
         # A reader that is behind has not been left alone by the engine.
         if left_s > 0 or self._parts:
             next_s = min(max(left_s, patience_s / 10), LAST_BYTES_S)
-            self._watch = self._loop.call_later(next_s, self._listen, silence_s)
+            self._watch = self._loop.call_later(next_s, self._listen)
             return
         if self._left:
             self.drop()
             return
-        self._failure = Silence(f"nothing arrived for {silence_s:g} s")
+        self._failure = Silence(f"nothing arrived for {self._silence_s:g} s")
         self._wake()
 
     def _stop_watch(self) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -40,6 +40,13 @@ class Reloaded(msgspec.Struct, frozen=True):
     ok: bool
     version: int
     paused_s: float | None = None
+
+
+class Reserved(NamedTuple):
+    """The highest number that the trainer has taken for a step, and where the weights of it will lie."""
+
+    version: int = -1
+    location: str = ""
 
 
 class Policies:
@@ -75,7 +82,7 @@ class Policies:
     ) -> tuple[int, list[PushResult]]:
         """Register a version and push it.
 
-        Raises ApiError 409 for a lower number, or a known one with other content.
+        Raises ApiError 409 for a lower number, a known one with other content, or one of the trainer's.
         """
         async with self._pushing:
             record = await self._register(version, location, manifest_sha256, step)
@@ -97,17 +104,18 @@ class Policies:
             pipeline: Any = self._redis.pipeline(transaction=True)
             async with pipeline as transaction:
                 while True:
-                    await transaction.watch(keys.POLICIES)
+                    await transaction.watch(keys.POLICIES, keys.RESERVED)
                     known = _records(await transaction.hgetall(keys.POLICIES))
+                    reserved = _reserved(await transaction.hgetall(keys.RESERVED))
                     newest = max(known, default=0)
                     asked = PolicyRecord(
-                        version=newest + 1 if version is None else version,
+                        version=max(newest, reserved.version) + 1 if version is None else version,
                         location=location,
                         manifest_sha256=manifest_sha256,
                         step=step,
                         created_at=time.time(),
                     )
-                    record = _accepted(asked, known.get(asked.version), newest)
+                    record = _accepted(asked, known.get(asked.version), newest, reserved)
                     transaction.multi()
                     transaction.hset(keys.POLICIES, str(record.version), _packed(record))
                     try:
@@ -194,11 +202,17 @@ async def _any_ok(reloads: Sequence[asyncio.Task[PushResult]]) -> bool:
     return False
 
 
-def _accepted(asked: PolicyRecord, known: PolicyRecord | None, newest: int) -> PolicyRecord:
+def _accepted(
+    asked: PolicyRecord, known: PolicyRecord | None, newest: int, reserved: Reserved
+) -> PolicyRecord:
     """The record to keep. Raises ApiError 409 where its number names something else, or went by."""
     if asked.version < newest:
         raise ApiError(409, f"version {asked.version} is lower than {newest}", param="version")
     if known is None:
+        # Only who took the number knows where its weights are to lie.
+        if asked.version <= reserved.version and (asked.version, asked.location) != reserved:
+            message = f"the trainer has taken version {reserved.version}, and every lower number"
+            raise ApiError(409, message, param="version")
         return asked
     if (known.location, known.manifest_sha256) != (asked.location, asked.manifest_sha256):
         raise ApiError(409, f"version {asked.version} is known with other content", param="version")
@@ -208,6 +222,10 @@ def _accepted(asked: PolicyRecord, known: PolicyRecord | None, newest: int) -> P
 def _records(raw: Mapping[bytes, bytes]) -> dict[int, PolicyRecord]:
     records = (msgspec.json.decode(value, type=PolicyRecord) for value in raw.values())
     return {record.version: record for record in records}
+
+
+def _reserved(raw: Mapping[bytes, bytes]) -> Reserved:
+    return Reserved(int(raw[b"version"]), raw[b"location"].decode()) if raw else Reserved()
 
 
 def _packed(record: PolicyRecord) -> str:

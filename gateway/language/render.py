@@ -6,6 +6,7 @@ output ids ──parse──▶ content, reasoning, tool calls
 """
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,15 +55,17 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
 
 class ChatRenderer:
-    """The chat template of one model. Pure: the same messages give the same ids."""
+    """The chat template of one model. Pure: the same messages give the same ids, as long as it is `today`."""
 
     def __init__(self, model_path: Path, family: str = "auto", thinking: Thinking = "template") -> None:
         self.config = msgspec.json.decode((model_path / "config.json").read_bytes(), type=ModelConfig)
         eos = self.config.eos_token_id
         self.tokenizer = BareTokenizer(model_path, eos[0] if isinstance(eos, list) else eos)
         self.family = family_of(family, model_path, self.config.model_type)
+        self._configuration = configuration(self.family, thinking)
+        self._made_on = self.today()
         try:
-            self._renderer = create_renderer(self.tokenizer, configuration(self.family, thinking))
+            self._renderer = create_renderer(self.tokenizer, self._configuration)
         except AssertionError as error:  # so the library says that the tokenizer lacks a control token
             raise SystemExit(
                 f"gateway.renderer {self.family.name!r} does not fit the model: {error}"
@@ -74,8 +77,19 @@ class ChatRenderer:
             self.family, self.tokenizer.control(written).cut, self.tokenizer.frame(self.stop_ids).cut
         )
 
+    def today(self) -> str:
+        """The day that this machine's clock says, as does a template that puts the date into its prompt."""
+        return time.strftime("%Y-%m-%d")
+
+    def forget(self) -> None:
+        """Remember no text any more."""
+        self.tokenizer.forget()
+
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> TokenIds:
         """The prompt of a conversation that begins here, up to where the assistant starts to speak."""
+        if (today := self.today()) != self._made_on:  # the library asks for the date when it makes a renderer
+            self._renderer = create_renderer(self.tokenizer, self._configuration)
+            self._made_on = today
         taken = self._transcript.whole(messages, tools)
         return TokenIds(self._renderer.render_ids(taken, tools=_listed(tools), add_generation_prompt=True))
 

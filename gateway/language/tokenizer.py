@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Encoding, Tokenizer
+from tokenizers.models import BPE, Unigram
 
 from gateway.language.spelling import Spellings, pieces
 
@@ -46,6 +47,13 @@ class BareTokenizer:
     def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False, **_: Any) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def forget(self) -> None:
+        """Remember nothing that was encoded: it may be what somebody has deleted."""
+        self._phrases.cache_clear()
+        self._passages.cache_clear()
+        if isinstance(model := self.backend.model, BPE | Unigram):  # they remember words
+            model._clear_cache()
 
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | list[int | None] | None:
         if isinstance(tokens, str):

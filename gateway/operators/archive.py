@@ -1,7 +1,7 @@
 """Everything that was recorded, in order, a few sessions at a time: what an export reads.
 
 The order is that of `weir:sessions`, by creation time and id; a session stays at its place also when it is
-deleted. So a session's id says how far a reader has come, whatever was added or deleted since.
+deleted. So a place says how far a reader has come, whatever was added, deleted or forgotten since.
 """
 
 import logging
@@ -14,6 +14,7 @@ from rollout_queue import keys
 from rollout_queue.availability import stored
 from rollout_queue.errors import InvalidRecord, UnknownSchema
 from rollout_queue.head import SessionHead
+from rollout_queue.places import START, Place, places_after
 from rollout_queue.redis_writer import read_head
 from rollout_queue.tombstone import Tombstone, decode_tombstone
 
@@ -33,40 +34,22 @@ class Found(NamedTuple):
     tombstone: Tombstone | None
 
 
-async def known(redis: Redis, session_id: str) -> bool:
-    """Whether an archive has, or had, this session."""
-    return await stored(redis.zscore(keys.SESSIONS, session_id)) is not None
+async def place_of(redis: Redis, session_id: str) -> Place | None:
+    """None for a session that an archive never had, or that is forgotten since."""
+    created_at = await stored(redis.zscore(keys.SESSIONS, session_id))
+    return None if created_at is None else Place(float(created_at), session_id)
 
 
-async def sessions_from(redis: Redis, start: str | None, until: float | None) -> AsyncIterator[list[Found]]:
+async def sessions_from(redis: Redis, start: Place | None, until: float | None) -> AsyncIterator[list[Found]]:
     """Sessions created before `until`, from `start` on, itself included. Raises StorageUnavailable."""
-    last = None
-    while True:
-        named = await _page(redis, start if last is None else last)
-        if last is not None:
-            named = named[1:]
-        if not named:
+    first = [] if start is None else [start]
+    while places := first + await places_after(redis, start or START, PAGE):
+        names = [name for at, name in places if until is None or at < until]
+        for batch in _batches(await _sizes(redis, names)):
+            yield await _read(redis, batch)
+        if len(names) < len(places):
             return
-        for names in _batches(
-            await _sizes(redis, [name for name, at in named if until is None or at < until])
-        ):
-            yield await _read(redis, names)
-        last, created_at = named[-1]
-        if until is not None and created_at >= until:
-            return
-
-
-async def _page(redis: Redis, start: str | None) -> list[tuple[str, float]]:
-    """Session ids with their creation times, `start` first."""
-    while True:
-        rank = 0 if start is None else await stored(redis.zrank(keys.SESSIONS, start))
-        if rank is None:
-            return []
-        page = await stored(redis.zrange(keys.SESSIONS, rank, rank + PAGE, withscores=True))
-        named = [(name.decode(), float(score)) for name, score in page]
-        # Between the two questions, a session of an earlier time may have come in before it.
-        if start is None or (named and named[0][0] == start):
-            return named
+        first, start = [], places[-1]
 
 
 async def _sizes(redis: Redis, names: Sequence[str]) -> list[tuple[str, int]]:

@@ -17,10 +17,11 @@ from pydantic import FiniteFloat
 from starlette.responses import Response
 
 from gateway.collaborators import Collaborators, collaborators
-from gateway.operators.archive import Found, known, sessions_from
+from gateway.operators.archive import Found, place_of, sessions_from
 from gateway.sessions.verdicts import turn_verdict
 from rollout_queue.episodes import row_of, session_part
 from rollout_queue.errors import StorageUnavailable
+from rollout_queue.places import Place
 from rollout_queue.records import Verdict
 from rollout_queue.rows import DeletedRow, Row, row_to_json
 from rollout_queue.web.errors import ApiError, storage_unavailable
@@ -42,8 +43,8 @@ class Window(NamedTuple):
 
     since: float | None
     until: float | None
-    after: tuple[str, str] | None
-    """Session and turn of the last row that the client has."""
+    after: tuple[Place, str] | None
+    """Place of the session and turn of the last row that the client has."""
     limit: int | None
     empty: bool
     """Also sessions without any turn."""
@@ -80,14 +81,16 @@ async def export(
     return StreamingResponse(_chained(first, chunks), media_type=MEDIA_TYPES[form], headers=headers)
 
 
-async def _place(gateway: Collaborators, cursor: str | None) -> tuple[str, str] | None:
+async def _place(gateway: Collaborators, cursor: str | None) -> tuple[Place, str] | None:
     """Raises ApiError 400 for what no row of ours says."""
     if cursor is None:
         return None
     session_id, slash, turn_id = cursor.partition("/")
-    if not slash or not await known(gateway.redis, session_id):
-        raise ApiError(400, f"{cursor[:300]!r} is no cursor of this export", param="cursor")
-    return session_id, turn_id
+    place = await place_of(gateway.redis, session_id) if slash else None
+    if place is None:
+        said = f"{cursor[:300]!r} is no cursor of this export, or one of a session that is forgotten since"
+        raise ApiError(400, said, param="cursor")
+    return place, turn_id
 
 
 async def _rows(gateway: Collaborators, window: Window) -> AsyncIterator[Rows]:
@@ -110,7 +113,7 @@ async def _rows(gateway: Collaborators, window: Window) -> AsyncIterator[Rows]:
 
 def _of_session(found: Found, verdicts: dict[str, Verdict], window: Window) -> Iterator[Row | DeletedRow]:
     rows = _all_of(found, verdicts, window)
-    if window.after is not None and found.session_id == window.after[0]:
+    if window.after is not None and found.session_id == window.after[0].session_id:
         rows = _behind(list(rows), window.after[1])
     return filter(window.holds, rows)
 

@@ -24,6 +24,7 @@ from gateway.operators.words import count, span
 from rollout_queue import keys
 from rollout_queue.availability import stored
 from rollout_queue.errors import StorageUnavailable
+from rollout_queue.retention import forgotten_sessions
 from rollout_queue.standing import GroupStanding, Stage, Standing, standings
 
 LOOKED_AT = 2000
@@ -43,10 +44,12 @@ class Queue(NamedTuple):
     """How much there is, as Redis counts it."""
 
     sessions: int
-    """Ever opened; deleted ones too."""
+    """Ever opened; deleted and forgotten ones too."""
     timed: int
     """Of those, how many may still expire."""
     verdicts: Mapping[str, int]
+    forgotten: int
+    """Of the sessions, how many were settled and are forgotten."""
     entries: int
     delivered: int
     """Entries that the trainer has read and not acknowledged."""
@@ -121,6 +124,7 @@ async def _queue(redis: Redis) -> Queue:
         pipeline.zcard(keys.SESSIONS)
         pipeline.zcard(keys.DEADLINES)
         pipeline.hgetall(keys.VERDICTS)
+        pipeline.hgetall(keys.FORGOTTEN)
         pipeline.xlen(keys.STREAM)
         pipeline.xlen(keys.DEAD_LETTERS)
         pipeline.hgetall(keys.TRAINER)
@@ -130,10 +134,12 @@ async def _queue(redis: Redis) -> Queue:
     for reply in counted:
         if isinstance(reply, Exception):
             raise StorageUnavailable(f"Redis: {reply}") from reply
-    sessions, timed, verdicts, entries, dead, trainer = counted
+    sessions, timed, verdicts, counts, entries, dead, trainer = counted
+    forgotten = forgotten_sessions(counts)
     return Queue(
-        sessions=sessions,
+        sessions=sessions + forgotten,
         timed=timed,
+        forgotten=forgotten,
         verdicts={name.decode(): int(number) for name, number in sorted(verdicts.items())},
         entries=entries,
         delivered=0 if isinstance(pending, Exception) else pending["pending"],  # no trainer has come yet
@@ -193,6 +199,7 @@ def _report(look: Look) -> dict[str, Any]:
         },
         "looked_at": len(look.found),
         "may_expire": queue.timed,
+        "forgotten": queue.forgotten,
         "groups": [_group(group) for group in waiting[:GROUPS_TOLD]],
         "groups_waiting": len(waiting),
         "trainer": queue.trainer.get("waiting_for"),
@@ -271,6 +278,11 @@ def _of_the_trainer(look: Look) -> Iterator[str]:
         yield (
             f"{count(queue.entries, 'record')} in the stream: {queue.delivered} the trainer has read and not "
             f"finished with, {unread} it has not read"
+        )
+    if queue.forgotten:
+        yield (
+            f"{count(queue.forgotten, 'session was', 'sessions were')} settled and "
+            f"{'is' if queue.forgotten == 1 else 'are'} forgotten: only the counters of verdicts know of them"
         )
     if queue.dead:
         yield f"{count(queue.dead, 'record')} that no build can read in {keys.DEAD_LETTERS}"

@@ -257,6 +257,7 @@ class PipelineReport(TypedDict):
     verdicts: dict[str, int]
     looked_at: int
     may_expire: int
+    forgotten: int
     groups: list[GroupShape]
     groups_waiting: int
     trainer: str | None

@@ -73,9 +73,10 @@ class Watch:
         self._note(Seen(time.time(), ends), step)
 
     def _note(self, seen: Seen, step: bytes | None) -> None:
-        progress = (seen.ends["trained"], step)
-        if progress != self._progress:
-            self._progress, self._stalled = progress, seen
+        before, self._progress = self._progress, (seen.ends["trained"], step)
+        # Fewer than before: some were deleted, which is no progress.
+        if before is None or step != before[1] or seen.ends["trained"] > before[0]:
+            self._stalled = seen
         if not self._seen or seen.ends != self._seen[-1].ends:
             self._seen.append(seen)
         while len(self._seen) > 1 and _between(self._seen[1], seen).total() >= self._settings.recent_sessions:
@@ -148,5 +149,5 @@ class Watch:
 
 
 def _between(before: Seen, now: Seen) -> Counts:
-    """What ended between the two. Without what was counted less: Redis was emptied."""
+    """What ended between the two. Without what was counted less: it was deleted, or Redis was emptied."""
     return now.ends - before.ends

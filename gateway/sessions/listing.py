@@ -1,5 +1,7 @@
 """`GET /sessions`: the caller's sessions, a page at a time, and what is left of deleted ones."""
 
+import base64
+import math
 from typing import Annotated, Any, NamedTuple
 
 from fastapi import APIRouter, Query, Request
@@ -10,8 +12,10 @@ from gateway.operators.shapes import SessionPage
 from gateway.sessions.sessions import client_of
 from gateway.sessions.view import deleted_row, session_row
 from rollout_queue.head import SessionHead, State
+from rollout_queue.places import START, Place
 from rollout_queue.records import VerdictCode
 from rollout_queue.tombstone import Tombstone
+from rollout_queue.web.errors import ApiError
 
 router = APIRouter(tags=["sessions"])
 
@@ -33,23 +37,46 @@ async def list_sessions(
     verdict: VerdictCode | None = None,
     user: str | None = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    cursor: Annotated[int, Query(ge=0)] = 0,
+    cursor: str | None = None,
 ) -> Response:
     """The caller's sessions, oldest first, a page at a time."""
     gateway, caller = client_of(request)
     asked = Asked(state, group_id, user, verdict)
+    place = _place(cursor)
     wanted: list[dict[str, Any]] = []
     while len(wanted) < limit:
-        page = await gateway.writer.sessions(cursor, limit)
+        page = await gateway.writer.sessions(place, limit)
         if not page:
             return JSONResponse({"data": wanted, "next_cursor": None})
-        for session in page:
-            cursor += 1
+        for place, session in page:  # noqa: B007 - the last one seen is where the next page begins
+            if session is None:
+                continue
             if caller.owns(session if isinstance(session, Tombstone) else session.spec):
                 wanted += await _rows(gateway, session, asked)
             if len(wanted) == limit:
                 break
-    return JSONResponse({"data": wanted, "next_cursor": str(cursor)})
+    return JSONResponse({"data": wanted, "next_cursor": _cursor(place)})
+
+
+def _cursor(place: Place) -> str:
+    """A place as text that a URL may hold as it is."""
+    text = f"{place.created_at!r}/{place.session_id}"
+    return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
+
+
+def _place(cursor: str | None) -> Place:
+    """Raises ApiError 400 for what no list of ours says."""
+    if cursor in (None, "0"):
+        return START
+    try:
+        text = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)).decode()
+        created_at, slash, session_id = text.partition("/")
+        place = Place(float(created_at), session_id)
+    except ValueError:  # no base64, no text inside, no number
+        slash, place = "", START
+    if not (slash and math.isfinite(place.created_at)):
+        raise ApiError(400, f"{cursor[:300]!r} is no cursor of this list", param="cursor")
+    return place
 
 
 async def _rows(

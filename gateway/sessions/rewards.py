@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field, FiniteFloat
 
 from gateway.operators.shapes import Finished, Rewarded
-from gateway.sessions.sessions import Body, client_of
+from gateway.sessions.sessions import Body, client_of, known
 from gateway.sessions.view import reward_view
 from rollout_queue.head import SessionHead
 from rollout_queue.ids import new_id
@@ -55,7 +55,8 @@ async def reward_session(session_id: str, body: RewardBody, request: Request) ->
         source=body.source,
         created_at=time.time(),
     )
-    stored = await gateway.writer.append_reward(reward)
+    with known(session_id):
+        stored = await gateway.writer.append_reward(reward)
     if (stored.value, stored.turn_id) != (reward.value, reward.turn_id):
         raise ApiError(409, f"reward {reward.key!r} exists with another value or turn", param="key")
     head = await gateway.sessions.head(session_id, caller)
@@ -82,7 +83,8 @@ async def finish_session(session_id: str, body: FinishBody, request: Request) ->
     verdict = None
     if body.status in ("failed", "abandoned"):
         verdict = Verdict(code=cast(Any, body.status), detail=body.reason or f"finished as {body.status}")
-    stored = await gateway.writer.append_outcome(outcome, reward, verdict)
+    with known(session_id):
+        stored = await gateway.writer.append_outcome(outcome, reward, verdict)
     head = await gateway.sessions.head(session_id, caller)
     same_again = stored.status == body.status and _finish_reward(head) == body.reward
     if stored != outcome and not same_again:

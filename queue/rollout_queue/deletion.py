@@ -7,17 +7,19 @@ head ──▶ one script: head, texts and continuations give way to a tombstone
 import logging
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 
 import msgspec
 from redis.asyncio import Redis
 
 from rollout_queue import keys, redis_scripts
+from rollout_queue.appending import continuations_of
 from rollout_queue.availability import stored
 from rollout_queue.codec import SCHEMA, encode
 from rollout_queue.errors import InvalidRecord, StorageUnavailable, UnknownSchema
 from rollout_queue.head import SessionHead
-from rollout_queue.records import Deletion
-from rollout_queue.redis_writer import continuations_of, read_head
+from rollout_queue.records import Deletion, SessionSpec
+from rollout_queue.redis_writer import read_head
 from rollout_queue.tombstone import DeletedUser, Tombstone, encode_tombstone, total, user_digest
 
 logger = logging.getLogger(__name__)
@@ -27,6 +29,8 @@ PAGE = 100
 OVERDUE_S = 30.0
 """After that, whoever began to scrub is taken for dead."""
 MOST_AT_ONCE = 1000
+UNREADABLE = (InvalidRecord, UnknownSchema, msgspec.DecodeError)
+"""What a head raises that this build cannot read."""
 
 
 class RedisDeleter:
@@ -70,15 +74,21 @@ class RedisDeleter:
         key = keys.session(session_id)
         while True:
             fields: dict[bytes, bytes] = await stored(self._redis.hgetall(key))
-            if (head := _legible(fields)) is None:
+            if b"spec" not in fields:
                 return None
-            tombstone = _tombstone(head)
+            head = _legible(fields) or await self._bare(session_id)
+            tombstone = _tombstone(head, fields)
             named, arguments = _deletion(head, tombstone, len(fields))
             match await stored(self._delete(named, arguments)):
                 case b"done":
                     return tombstone
                 case b"deleted":
                     return None
+
+    async def _bare(self, session_id: str) -> SessionHead:
+        """What can be said of a session without reading it."""
+        created_at = await stored(self._redis.zscore(keys.SESSIONS, session_id))
+        return SessionHead(spec=SessionSpec(session_id=session_id, created_at=created_at or 0.0))
 
     async def _try_to_scrub(self, session_ids: Collection[str]) -> None:
         """The sessions are deleted, and that is to be heard: what is left to do is not forgotten."""
@@ -105,20 +115,21 @@ class RedisDeleter:
 
 def _legible(fields: Mapping[bytes, bytes]) -> SessionHead | None:
     """The head, as far as this build can read it: what it cannot goes all the same."""
-    try:
-        return read_head(fields)
-    except (InvalidRecord, UnknownSchema):
-        return read_head({name: value for name, value in fields.items() if name == b"spec"})
+    for part in (fields, {b"spec": fields[b"spec"]}):
+        with suppress(*UNREADABLE):
+            return read_head(part)
+    return None
 
 
-def _tombstone(head: SessionHead) -> Tombstone:
+def _tombstone(head: SessionHead, fields: Mapping[bytes, bytes]) -> Tombstone:
     return Tombstone(
         session_id=head.spec.session_id,
         owner=head.spec.owner,
         created_at=head.spec.created_at,
         deleted_at=time.time(),
-        turns=len(head.turns),
-        rewards=len(head.rewards),
+        turns=sum(name.startswith(b"t:") for name in fields),
+        rewards=sum(name.startswith(b"r:") for name in fields),
+        verdict=head.verdict.code if head.verdict else None,
     )
 
 
@@ -127,12 +138,9 @@ def _deletion(
 ) -> tuple[list[str], list[str | bytes | float]]:
     """Keys and arguments of the script."""
     spec = head.spec
-    places = [keys.DEADLINES, keys.OPEN, keys.open_of(spec.owner), keys.UNTRAINED]
-    users = [keys.user_sessions(user) for user in head.users]
-    responses = [keys.response(name) for name in sorted({turn.completion_id for turn in head.turns})]
-    continuations = [key for turn in head.turns for key in continuations_of(turn, spec.owner)]
+    traces, numbers = traces_of(head)
     named = [keys.session(spec.session_id), keys.STREAM, keys.VERDICTS, keys.DELETED, keys.DELETING]
-    named += [*places, *users, *responses, *continuations]
+    named += traces
     record = Deletion(
         session_id=spec.session_id,
         created_at=tombstone.deleted_at,
@@ -140,5 +148,15 @@ def _deletion(
         group_size=spec.group_size,
     )
     arguments: list[str | bytes | float] = [spec.session_id, seen, encode_tombstone(tombstone)]
-    arguments += [encode(record), tombstone.deleted_at, len(places), len(users), len(responses)]
+    arguments += [encode(record), tombstone.deleted_at, *numbers]
     return named, arguments
+
+
+def traces_of(head: SessionHead) -> tuple[list[str], list[int]]:
+    """The keys beside its own in which a session may stand, and how many are places, users and responses."""
+    owner = head.spec.owner
+    places = [keys.DEADLINES, keys.SETTLED, keys.OPEN, keys.open_of(owner), keys.UNTRAINED]
+    users = [keys.user_sessions(user) for user in head.users]
+    responses = [keys.response(name) for name in sorted({turn.completion_id for turn in head.turns})]
+    continuations = [key for turn in head.turns for key in continuations_of(turn, owner)]
+    return [*places, *users, *responses, *continuations], [len(places), len(users), len(responses)]

@@ -5,11 +5,13 @@ QueueError
 ├─ UnknownSchema          bytes written by a newer build
 ├─ StorageUnavailable     Redis cannot be reached or refuses to store
 ├─ SessionClosed          the session ended; nothing can be added to it
+│  └─ SessionUnknown      it is not there: it never was, or is forgotten
 ├─ Deleted
 │  ├─ SessionDeleted      the session was deleted, and its id is never given again
 │  └─ UserDeleted         the user's data was deleted, and nothing more is taken for that name
 ├─ LeaseLost              another trainer reads the stream now
 └─ Conflict               the same id with other content; a group that is full
+   └─ SessionForgotten    the id was a session's that is forgotten, and is not given again so soon
 """
 
 
@@ -31,6 +33,13 @@ class StorageUnavailable(QueueError):
 
 class SessionClosed(QueueError):
     """The session has an outcome, or is not there."""
+
+
+class SessionUnknown(SessionClosed):
+    """There is no such session: there never was, or it is forgotten."""
+
+    def __init__(self, session_id: str) -> None:
+        super().__init__(f"session {session_id} is unknown")
 
 
 class Deleted(QueueError):
@@ -57,3 +66,10 @@ class LeaseLost(QueueError):
 
 class Conflict(QueueError):
     """An id that exists with other content, or a group with no place left."""
+
+
+class SessionForgotten(Conflict):
+    """The session ended and is forgotten. A trainer still knows its id, and would take another for it."""
+
+    def __init__(self, session_id: str) -> None:
+        super().__init__(f"session {session_id} ended and is forgotten; its id is not given again so soon")

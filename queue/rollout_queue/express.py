@@ -46,16 +46,20 @@ class Express:
         """What Redis answers. Raises RedisError."""
         packed = hiredis.pack_command(arguments)  # type: ignore[arg-type] # its stub knows one argument
         try:
+            if self._gone:
+                await self._connected()
             return await self._sent(packed)
         except (RedisConnectionError, OSError):
+            if self._gone:
+                await self._connected()
             return await self._sent(packed)
 
     async def script(self, script: AsyncScript, keys: list[str], arguments: list[Argument]) -> Any:
         """What the script answers; a Redis that does not know it learns it. Raises RedisError."""
         try:
-            return await self.command("EVALSHA", script.sha, len(keys), *keys, *arguments)
+            return await self.command("EVALSHA", script.sha, str(len(keys)), *keys, *arguments)
         except NoScriptError:
-            return await self.command("EVAL", cast(str, script.script), len(keys), *keys, *arguments)
+            return await self.command("EVAL", cast(str, script.script), str(len(keys)), *keys, *arguments)
 
     async def close(self) -> None:
         """Hang up. Callers that still wait get an error."""
@@ -67,11 +71,14 @@ class Express:
                 await asyncio.gather(task, return_exceptions=True)
         await self._connection.disconnect()
 
-    async def _sent(self, packed: bytes) -> Any:
-        if self._reading is None or self._reading.done():
-            await self._connected()
-            if self._reading is None or self._reading.done():
-                raise RedisConnectionError("the connection to Redis was closed")
+    @property
+    def _gone(self) -> bool:
+        return self._reading is None or self._reading.done()
+
+    def _sent(self, packed: bytes) -> asyncio.Future[Any]:
+        """The answer to come."""
+        if self._gone:
+            raise RedisConnectionError("the connection to Redis was closed")
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
         if not self._unsent:
@@ -79,7 +86,7 @@ class Express:
         # Answers come in the order of the commands, which is that of those who wait.
         self._unsent.append(packed)
         self._waiting.append((answer, loop.time()))
-        return await answer
+        return answer
 
     def _send(self) -> None:
         """What callers of the same moment ask goes out in one write."""

@@ -5,7 +5,6 @@ of a deleted session has none, and never again gets any.
 """
 
 from collections import OrderedDict
-from typing import NamedTuple
 
 import msgspec
 
@@ -16,7 +15,7 @@ OVERHEAD = 256
 """What a session costs beside its tokens, in tokens."""
 
 
-class Seen(NamedTuple):
+class Seen(msgspec.Struct, frozen=True, gc=False):
     """A head, and how many fields its hash had then."""
 
     fields: int

@@ -1,7 +1,7 @@
 """The stream in a dictionary: for unit tests, held to the same behaviour as Redis by the same tests."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -10,11 +10,13 @@ from rollout_queue.attempts import related
 from rollout_queue.codec import decode, decode_spec, encode
 from rollout_queue.errors import Conflict, LeaseLost, SessionClosed, SessionDeleted, UserDeleted
 from rollout_queue.head import SessionHead
+from rollout_queue.places import Listed, Place
 from rollout_queue.records import Deletion, Outcome, Record, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.redis_writer import expiry
 from rollout_queue.standing import GroupStanding, group_standing, stage_of
-from rollout_queue.stream import Entry, Verdicts
+from rollout_queue.stream import Entry, Roll, Verdicts
 from rollout_queue.tombstone import DeletedUser, Tombstone, total
+from rollout_queue.verdicts import DELETED
 
 
 @dataclass
@@ -29,6 +31,7 @@ class MemoryStream:
     trainer: dict[str, str | int | float] = field(default_factory=dict)
     tombstones: dict[str, Tombstone] = field(default_factory=dict)
     deleted_users: set[str] = field(default_factory=set)
+    reserved: int = -1
     taken_over: bool = False
     """Whether another trainer has claimed the lease since."""
     _waiting: list[Entry] = field(default_factory=list)
@@ -61,13 +64,17 @@ class MemoryStream:
     async def load(self, session_id: str) -> SessionHead | None:
         return self.heads.get(session_id)
 
+    async def spec_of(self, session_id: str) -> bytes | None:
+        head = self.heads.get(session_id)
+        return None if head is None else encode(head.spec)
+
     async def load_for_call(self, session_id: str) -> SessionHead | None:
         return await self.load(session_id)
 
-    async def sessions(self, start: int, count: int) -> Sequence[SessionHead | Tombstone]:
+    async def sessions(self, after: Place, count: int) -> Sequence[Listed]:
         known: list[SessionHead | Tombstone] = [*self.heads.values(), *self.tombstones.values()]
-        by_age = sorted(known, key=_age)
-        return by_age[start : start + count]
+        listed = sorted((Listed(_place(each), each) for each in known), key=lambda each: each.place)
+        return [each for each in listed if each.place > after][:count]
 
     async def tombstone(self, session_id: str) -> Tombstone | None:
         return self.tombstones.get(session_id)
@@ -164,6 +171,7 @@ class MemoryStream:
             deleted_at=now,
             turns=len(head.turns),
             rewards=len(head.rewards),
+            verdict=head.verdict.code if head.verdict else None,
         )
         self.tombstones[session_id] = tombstone
         self.deadlines.pop(session_id, None)
@@ -176,7 +184,7 @@ class MemoryStream:
             session_id=session_id, created_at=now, group_id=spec.group_id, group_size=spec.group_size
         )
         self._append(deletion)
-        self.counts["session:deleted"] = self.counts.get("session:deleted", 0) + 1
+        self._recount("session", head.verdict, DELETED)
         return tombstone
 
     async def delete_user(self, user: str) -> DeletedUser:
@@ -216,6 +224,24 @@ class MemoryStream:
                 self._change(session_id, turn_verdicts={**known, turn_id: verdict})
         for entry_id in entry_ids:
             self._pending.pop(entry_id, None)
+
+    def verdict_codes(self, session_ids: Collection[str]) -> Mapping[str, str]:
+        codes: dict[str, str] = {}
+        for session_id in session_ids:
+            if (stone := self.tombstones.get(session_id)) is not None:
+                codes[session_id] = stone.verdict or "deleted"
+            elif (head := self.heads.get(session_id)) is not None and head.verdict is not None:
+                codes[session_id] = head.verdict.code
+        return codes
+
+    def rolls(self, group_ids: Collection[str]) -> Mapping[str, Roll]:
+        known = {group_id: self.groups[group_id] for group_id in group_ids if group_id in self.groups}
+        return {group_id: Roll(size, frozenset(members)) for group_id, (size, _, members) in known.items()}
+
+    def reserve(self, version: int, location: str) -> int:
+        self.confirm()
+        before, self.reserved = self.reserved, max(self.reserved, version)
+        return before
 
     def report(self, state: Mapping[str, str | int | float]) -> None:
         self.confirm()
@@ -270,6 +296,6 @@ class MemoryStream:
         self.counts[f"{kind}:{now.code}"] = self.counts.get(f"{kind}:{now.code}", 0) + 1
 
 
-def _age(session: SessionHead | Tombstone) -> tuple[float, str]:
+def _place(session: SessionHead | Tombstone) -> Place:
     known = session if isinstance(session, Tombstone) else session.spec
-    return known.created_at, known.session_id
+    return Place(known.created_at, known.session_id)

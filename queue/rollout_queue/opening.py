@@ -4,7 +4,15 @@ from collections.abc import Sequence
 
 from rollout_queue import keys
 from rollout_queue.codec import decode_spec, encode
-from rollout_queue.errors import Conflict, Deleted, SessionClosed, SessionDeleted, UserDeleted
+from rollout_queue.errors import (
+    Conflict,
+    Deleted,
+    SessionClosed,
+    SessionDeleted,
+    SessionForgotten,
+    SessionUnknown,
+    UserDeleted,
+)
 from rollout_queue.express import Argument
 from rollout_queue.records import SessionSpec
 from rollout_queue.tombstone import user_digest
@@ -13,6 +21,7 @@ from rollout_queue.tombstone import user_digest
 def open_arguments(spec: SessionSpec) -> tuple[list[str], list[Argument]]:
     session_keys = [keys.session(spec.session_id), keys.SESSIONS, keys.DEADLINES]
     session_keys += [keys.DELETED, keys.DELETED_USERS, keys.user_sessions(spec.user or "")]
+    session_keys.append(keys.FORGOTTEN_IDS)
     if spec.group_id is not None:
         session_keys += [keys.group(spec.group_id), keys.group_members(spec.group_id)]
     return session_keys, [
@@ -23,6 +32,7 @@ def open_arguments(spec: SessionSpec) -> tuple[list[str], list[Argument]]:
         spec.owner,
         "" if spec.group_size is None else str(spec.group_size),
         user_digest(spec.user) if spec.user else "",
+        spec.group_id or "",
     ]
 
 
@@ -36,6 +46,10 @@ def opened(spec: SessionSpec, reply: list[bytes]) -> tuple[SessionSpec, bool]:
             raise SessionDeleted(spec.session_id)
         case b"user deleted":
             raise UserDeleted
+        case b"forgotten":
+            raise SessionForgotten(spec.session_id)
+        case b"group forgotten":
+            raise group_forgotten(spec)
         case b"size":
             raise Conflict(f"group {spec.group_id} has size {reply[1].decode()}")
         case b"full":
@@ -54,14 +68,19 @@ def group_arguments(specs: Sequence[SessionSpec]) -> tuple[list[str], list[Argum
         keys.DEADLINES,
         keys.DELETED_USERS,
         keys.user_sessions(first.user or ""),
+        keys.FORGOTTEN_IDS,
     ]
     named += [keys.session(spec.session_id) for spec in specs]
     arguments: list[Argument] = [len(specs), first.owner]
     arguments += [first.created_at, first.created_at + first.ttl_s]
-    arguments.append(user_digest(first.user) if first.user else "")
+    arguments += [user_digest(first.user) if first.user else "", first.group_id]
     for spec in specs:
         arguments += [spec.session_id, encode(spec)]
     return named, arguments
+
+
+def group_forgotten(spec: SessionSpec) -> Conflict:
+    return Conflict(f"group {spec.group_id} ended and is forgotten; its id is not given again so soon")
 
 
 def refusal(session_id: str, reason: bytes) -> SessionClosed | Deleted:
@@ -71,5 +90,7 @@ def refusal(session_id: str, reason: bytes) -> SessionClosed | Deleted:
             return SessionDeleted(session_id)
         case b"user deleted":
             return UserDeleted()
+        case b"unknown":
+            return SessionUnknown(session_id)
         case _:
             return SessionClosed(f"session {session_id} is {reason.decode()}")

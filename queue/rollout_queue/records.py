@@ -22,7 +22,7 @@ Status = Literal["completed", "truncated", "failed", "abandoned"]
 SamplingMode = Literal["enforce", "default", "allow"]
 
 
-class Span(msgspec.Struct, frozen=True, omit_defaults=True):
+class Span(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Output tokens [start, end) were sampled by policy `version`."""
 
     version: int

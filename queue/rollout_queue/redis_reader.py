@@ -1,7 +1,7 @@
 """The trainer's end of the stream, on Redis: a consumer group with one fixed consumer, behind a fence."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,27 +16,30 @@ from rollout_queue.availability import available
 from rollout_queue.codec import decode
 from rollout_queue.errors import InvalidRecord, LeaseLost, StorageUnavailable, UnknownSchema
 from rollout_queue.lease import LOST
-from rollout_queue.stream import Entry, Verdicts
+from rollout_queue.pages import Pages, RawEntry
+from rollout_queue.records import Verdict
+from rollout_queue.stream import Entry, Roll, Verdicts
+from rollout_queue.tombstone import decode_tombstone
 
 logger = logging.getLogger(__name__)
 
 PAGE = 200
-"""Entries that one script hands over: Redis serves nobody else meanwhile."""
+"""Entries that are read at once: Redis serves nobody else meanwhile."""
 NOTHING = Verdicts(sessions={}, turns={})
-
-RawEntry = tuple[bytes, list[bytes] | None]
 
 
 class RedisReader:
     """StreamReader on Redis. `redis` returns bytes (decode_responses off), `token` is of a claimed Lease."""
 
     def __init__(self, redis: Redis, token: str) -> None:
-        self._redis, self._token = redis, token
+        self._redis, self._token, self._pages = redis, token, Pages(redis, token)
         self._confirm = redis.register_script(scripts.CONFIRM)
         self._read = redis.register_script(scripts.READ)
+        self._delivered_last = redis.register_script(scripts.DELIVERED_LAST)
         self._acknowledge = redis.register_script(scripts.ACKNOWLEDGE)
         self._trim = redis.register_script(scripts.TRIM)
         self._set_aside = redis.register_script(scripts.SET_ASIDE)
+        self._reserve = redis.register_script(scripts.RESERVE)
         self._report = redis.register_script(scripts.REPORT)
         with available():
             self._run_id = redis.info("server").get("run_id")
@@ -57,7 +60,7 @@ class RedisReader:
             # Redis 6.2 keeps entries that were deleted in the pending list, and the trim would stop there.
             if gone := [entry_id.decode() for entry_id, fields in raw if fields is None]:
                 self._acknowledged(gone, NOTHING)
-            yield from self._decoded(raw)
+            yield from self._decoded(_drained(raw))
 
     def read(self, count: int, block_s: float) -> Sequence[Entry]:
         if self._interrupted:
@@ -74,6 +77,37 @@ class RedisReader:
         except StorageUnavailable as error:  # what is acknowledged stays so, and the next trim cuts it too
             logger.warning("not trimmed: %s", error)
 
+    def verdict_codes(self, session_ids: Collection[str]) -> Mapping[str, str]:
+        codes: dict[str, str] = {}
+        for page in _pages(session_ids):
+            with self._noticed(), self._redis.pipeline(transaction=False) as pipeline:
+                pipeline.hmget(keys.DELETED, page)
+                for session_id in page:
+                    pipeline.hget(keys.session(session_id), "verdict")
+                stones, *verdicts = pipeline.execute()
+            for session_id, stone, verdict in zip(page, stones, verdicts, strict=True):
+                if stone is not None:
+                    codes[session_id] = decode_tombstone(stone).verdict or "deleted"
+                elif verdict is not None:
+                    codes[session_id] = msgspec.json.decode(verdict, type=Verdict).code
+        return codes
+
+    def rolls(self, group_ids: Collection[str]) -> Mapping[str, Roll]:
+        rolls: dict[str, Roll] = {}
+        for page in _pages(group_ids):
+            with self._noticed(), self._redis.pipeline(transaction=False) as pipeline:
+                for group_id in page:
+                    pipeline.hmget(keys.group(group_id), "size", "forgotten")
+                    pipeline.smembers(keys.group_members(group_id))
+                told = pipeline.execute()
+            for group_id, counts, members in zip(page, told[::2], told[1::2], strict=True):
+                size, forgotten = (int(count) if count else None for count in counts)
+                rolls[group_id] = Roll(size, frozenset(name.decode() for name in members), forgotten or 0)
+        return rolls
+
+    def reserve(self, version: int, location: str) -> int:
+        return int(self._fenced(self._reserve, [keys.RESERVED, keys.POLICIES], [version, location]))
+
     def report(self, state: Mapping[str, str | int | float]) -> None:
         fields: list[str | int | float] = [part for field in state.items() for part in field]
         self._fenced(self._report, [keys.TRAINER], fields)
@@ -84,8 +118,9 @@ class RedisReader:
         while len(entries) < count:
             asked = min(PAGE, count - len(entries))
             raw = self._page(asked, b">")
-            entries += self._decoded(raw)
-            if len(raw) < asked:
+            found = len(raw)
+            entries += self._decoded(_drained(raw))
+            if found < asked:
                 break
         return entries
 
@@ -99,12 +134,14 @@ class RedisReader:
                 self._redis.xread({keys.STREAM: self._delivered}, count=1, block=max(1, int(block_s * 1000)))
             )
 
-    def _page(self, count: int, what: bytes) -> Sequence[RawEntry]:
-        found = self._fenced(self._read, [keys.STREAM], [keys.GROUP, keys.CONSUMER, count, what])
-        if isinstance(found, list):
-            return found
-        self._delivered = found
-        return []
+    def _page(self, count: int, what: bytes) -> list[RawEntry]:
+        with self._noticed():
+            raw = self._pages.page(count, what)
+        if raw is None:
+            raw = self._fenced(self._read, [keys.STREAM], [keys.GROUP, keys.CONSUMER, count, what]) or []
+        if not raw:
+            self._delivered = self._fenced(self._delivered_last, [keys.STREAM], [keys.GROUP])
+        return raw
 
     def _acknowledged(self, entry_ids: Sequence[str], verdicts: Verdicts) -> None:
         given = [((session_id, "verdict"), verdict) for session_id, verdict in verdicts.sessions.items()]
@@ -117,10 +154,10 @@ class RedisReader:
         for (session_id, field), verdict in given:
             place = places.setdefault(session_id, len(places) + 1)
             arguments += (place, session_id, field, msgspec.json.encode(verdict))
-        named = [keys.STREAM, keys.VERDICTS, keys.DEADLINES, *map(keys.session, places)]
+        named = [keys.STREAM, keys.VERDICTS, keys.DEADLINES, keys.SETTLED, *map(keys.session, places)]
         self._fenced(self._acknowledge, named, arguments)
 
-    def _decoded(self, raw: Sequence[RawEntry]) -> Iterator[Entry]:
+    def _decoded(self, raw: Iterable[RawEntry]) -> Iterator[Entry]:
         for entry_id, fields in raw:
             if fields is None:
                 continue
@@ -154,6 +191,18 @@ class RedisReader:
         except StorageUnavailable:
             self._interrupted = True
             raise
+
+
+def _pages(names: Collection[str]) -> Iterator[list[str]]:
+    named = list(names)
+    return (named[start : start + PAGE] for start in range(0, len(named), PAGE))
+
+
+def _drained(raw: list[RawEntry]) -> Iterator[RawEntry]:
+    """In order; what was handed out is let go of, so that its memory serves the next."""
+    raw.reverse()
+    while raw:
+        yield raw.pop()
 
 
 def _payload(fields: Sequence[bytes]) -> bytes:

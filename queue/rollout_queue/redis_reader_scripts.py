@@ -4,13 +4,15 @@ KEYS[1] and ARGV[1] of each are the fence and the token of who calls. A process 
 over can so neither take an entry nor acknowledge one.
 """
 
+from rollout_queue.redis_scripts import SETTLE
+
 LOST = "LEASELOST"
 
 _FENCED = f"""
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('{LOST} by another claim') end
 """
 
-_LAST_DELIVERED = """
+LAST_DELIVERED = """
 local function last_delivered(stream, name)
     for _, group in ipairs(redis.call('XINFO', 'GROUPS', stream)) do
         local told = {}
@@ -24,7 +26,7 @@ CONFIRM = _FENCED + "return 1"
 
 JOIN = (
     _FENCED
-    + _LAST_DELIVERED
+    + LAST_DELIVERED
     + """
 -- KEYS: fence, stream   ARGV: token, group
 -- A full Redis refuses to create a group, also one that is there, unless the script has written before.
@@ -37,21 +39,28 @@ end
 
 READ = (
     _FENCED
-    + _LAST_DELIVERED
     + """
 -- KEYS: fence, stream   ARGV: token, group, consumer, count, what is wanted: '>' or what is owed beyond an id
--- Entries; or, where nothing is new, the id of the last that was delivered.
 local what = {'GROUP', ARGV[2], ARGV[3], 'COUNT', ARGV[4], 'STREAMS', KEYS[2], ARGV[5]}
 local found = redis.call('XREADGROUP', unpack(what))
-if found then return found[1][2] end
+return found and found[1][2]
+"""
+)
+
+DELIVERED_LAST = (
+    _FENCED
+    + LAST_DELIVERED
+    + """
+-- KEYS: fence, stream   ARGV: token, group
 return last_delivered(KEYS[2], ARGV[2])
 """
 )
 
 ACKNOWLEDGE = (
     _FENCED
+    + SETTLE
     + """
--- KEYS: fence, stream, verdicts, deadlines, session…
+-- KEYS: fence, stream, verdicts, deadlines, settled, session…
 -- ARGV: token, group, how many entries, entry…, and by verdict: which session of KEYS, its id, field, verdict
 -- A full Redis refuses no write of a script after the first, and XACK is none that it refuses.
 local last = 3 + tonumber(ARGV[3])
@@ -60,7 +69,7 @@ for first = 4, last, 1000 do -- as many as Lua hands over at once
 end
 local function code(verdict) return string.match(verdict, '"code":"([^"]*)"') end
 for at = last + 1, #ARGV, 4 do
-    local session, id, field, verdict = KEYS[4 + ARGV[at]], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3]
+    local session, id, field, verdict = KEYS[5 + ARGV[at]], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3]
     local before = redis.call('HGET', session, field)
     -- What was deleted stays so; what is repeated, since its answer was lost, counts once.
     if before ~= verdict and (before or redis.call('EXISTS', session) == 1) then
@@ -68,7 +77,10 @@ for at = last + 1, #ARGV, 4 do
         if before then redis.call('HINCRBY', KEYS[3], kind .. code(before), -1) end
         redis.call('HSET', session, field, verdict)
         redis.call('HINCRBY', KEYS[3], kind .. code(verdict), 1)
-        if field == 'verdict' then redis.call('ZREM', KEYS[4], id) end
+        if field == 'verdict' then
+            redis.call('ZREM', KEYS[4], id)
+            settle(KEYS[5], KEYS[2], id)
+        end
     end
 end
 """
@@ -76,7 +88,7 @@ end
 
 TRIM = (
     _FENCED
-    + _LAST_DELIVERED
+    + LAST_DELIVERED
     + """
 -- KEYS: fence, stream   ARGV: token, group
 -- Acknowledging frees no memory; trimming below the oldest entry that is still owed does.
@@ -94,6 +106,20 @@ local owed = redis.call('XACK', KEYS[2], ARGV[2], ARGV[3]) == 1
 if owed and redis.call('XRANGE', KEYS[2], ARGV[3], ARGV[3])[1] then
     redis.call('XADD', KEYS[3], '*', unpack(ARGV, 4))
 end
+"""
+)
+
+RESERVE = (
+    _FENCED
+    + """
+-- KEYS: fence, reserved, policies   ARGV: token, version, location
+local newest = tonumber(redis.call('HGET', KEYS[2], 'version') or -1)
+for _, version in ipairs(redis.call('HKEYS', KEYS[3])) do newest = math.max(newest, tonumber(version)) end
+if tonumber(ARGV[2]) > newest then
+    redis.call('DEL', KEYS[2]) -- as above: a full Redis refuses no write after the first
+    redis.call('HSET', KEYS[2], 'version', ARGV[2], 'location', ARGV[3])
+end
+return newest
 """
 )
 

@@ -4,22 +4,52 @@ A full Redis refuses the first write of a script and then no other, so nothing s
 may be repeated by whoever missed its answer.
 """
 
+SETTLE = """
+local settled_at
+local function settle(settled, stream, id)
+    -- The moment, in ms, that no entry of the session lies behind, whatever Redis' clock does.
+    if not settled_at then
+        local time = redis.call('TIME')
+        local newest = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
+        settled_at = time[1] * 1000 + math.floor(time[2] / 1000)
+        if newest then settled_at = math.max(settled_at, tonumber(string.match(newest[1], '%d+'))) end
+    end
+    redis.call('ZADD', settled, settled_at, id)
+end
+"""
+
+LEAVE = """
+local function leave(first, places, users, responses)
+    -- What is known of the session elsewhere, by KEYS from `first` on.
+    places = first - 1 + places
+    users, responses = places + users, places + users + responses
+    for at = first, places do redis.call('ZREM', KEYS[at], ARGV[1]) end
+    for at = places + 1, users do redis.call('SREM', KEYS[at], ARGV[1]) end
+    for at = users + 1, responses do redis.call('DEL', KEYS[at]) end
+    for at = responses + 1, #KEYS do -- another session may have answered the same since
+        if redis.call('GET', KEYS[at]) == ARGV[1] then redis.call('DEL', KEYS[at]) end
+    end
+end
+"""
+
 OPEN = """
--- KEYS: session, sessions, deadlines, deleted, deleted users, user [, group, members]
--- ARGV: id, spec, created, expires, owner, size, digest of the user
+-- KEYS: session, sessions, deadlines, deleted, deleted users, user, forgotten ids [, group, members]
+-- ARGV: id, spec, created, expires, owner, size, digest of the user, group
 local spec = redis.call('HGET', KEYS[1], 'spec')
 if spec then return {'exists', spec} end
 if redis.call('HEXISTS', KEYS[4], ARGV[1]) == 1 then return {'deleted'} end
 local user = ARGV[7] ~= ''
 if user and redis.call('SISMEMBER', KEYS[5], ARGV[7]) == 1 then return {'user deleted'} end
-if KEYS[7] then
-    local size, owner = unpack(redis.call('HMGET', KEYS[7], 'size', 'owner'))
+if redis.call('ZSCORE', KEYS[7], 's:' .. ARGV[1]) then return {'forgotten'} end
+if KEYS[8] then
+    local size, owner = unpack(redis.call('HMGET', KEYS[8], 'size', 'owner'))
+    if not owner and redis.call('ZSCORE', KEYS[7], 'g:' .. ARGV[8]) then return {'group forgotten'} end
     if owner and owner ~= ARGV[5] then return {'owner'} end
     if not size or size == '' then size = ARGV[6] end
     if ARGV[6] ~= '' and size ~= ARGV[6] then return {'size', size} end
-    if size ~= '' and redis.call('SCARD', KEYS[8]) >= tonumber(size) then return {'full', size} end
-    redis.call('HSET', KEYS[7], 'size', size, 'owner', ARGV[5])
-    redis.call('SADD', KEYS[8], ARGV[1])
+    if size ~= '' and redis.call('SCARD', KEYS[9]) >= tonumber(size) then return {'full', size} end
+    redis.call('HSET', KEYS[8], 'size', size, 'owner', ARGV[5])
+    redis.call('SADD', KEYS[9], ARGV[1])
 end
 redis.call('HSET', KEYS[1], 'spec', ARGV[2])
 redis.call('ZADD', KEYS[2], ARGV[3], ARGV[1])
@@ -29,14 +59,15 @@ return {'created'}
 """
 
 OPEN_GROUP = """
--- KEYS: group, members, sessions, deadlines, deleted users, user, session…
--- ARGV: size, owner, created, expires, digest of the user, (id, spec)…
+-- KEYS: group, members, sessions, deadlines, deleted users, user, forgotten ids, session…
+-- ARGV: size, owner, created, expires, digest of the user, group, (id, spec)…
 if redis.call('EXISTS', KEYS[1]) == 1 then return 'exists' end
+if redis.call('ZSCORE', KEYS[7], 'g:' .. ARGV[6]) then return 'forgotten' end
 local user = ARGV[5] ~= ''
 if user and redis.call('SISMEMBER', KEYS[5], ARGV[5]) == 1 then return 'user deleted' end
 redis.call('HSET', KEYS[1], 'size', ARGV[1], 'owner', ARGV[2])
-for member = 7, #KEYS do
-    local id, spec = ARGV[2 * member - 8], ARGV[2 * member - 7]
+for member = 8, #KEYS do
+    local id, spec = ARGV[2 * member - 9], ARGV[2 * member - 8]
     redis.call('SADD', KEYS[2], id)
     redis.call('ZADD', KEYS[3], ARGV[3], id)
     redis.call('ZADD', KEYS[4], ARGV[4], id)
@@ -94,8 +125,10 @@ redis.call('HSET', KEYS[1], ARGV[2], reward)
 return reward
 """
 
-APPEND_OUTCOME = """
--- KEYS: session, stream, deadlines, verdicts, deleted
+APPEND_OUTCOME = (
+    SETTLE
+    + """
+-- KEYS: session, stream, deadlines, verdicts, deleted, settled
 -- ARGV: id, outcome, reward field, reward, verdict, verdict code
 -- Returns the outcome that is stored; in a list, why there is none.
 local stored, spec = unpack(redis.call('HMGET', KEYS[1], 'outcome', 'spec'))
@@ -111,12 +144,16 @@ if ARGV[5] ~= '' then
     redis.call('HSET', KEYS[1], 'verdict', ARGV[5])
     redis.call('HINCRBY', KEYS[4], 'session:' .. ARGV[6], 1)
     redis.call('ZREM', KEYS[3], ARGV[1])
+    settle(KEYS[6], KEYS[2], ARGV[1])
 end
 return ARGV[2]
 """
+)
 
-EXPIRE = """
--- KEYS: session, stream, deadlines, verdicts   ARGV: id, outcome, verdict, now
+EXPIRE = (
+    SETTLE
+    + """
+-- KEYS: session, stream, deadlines, verdicts, settled   ARGV: id, outcome, verdict, now
 local deadline = redis.call('ZSCORE', KEYS[3], ARGV[1])
 if not deadline or tonumber(deadline) > tonumber(ARGV[4]) then return 0 end
 redis.call('ZREM', KEYS[3], ARGV[1])
@@ -130,8 +167,10 @@ redis.call('XADD', KEYS[2], '*', 'r', ARGV[2])
 redis.call('HSETNX', KEYS[1], 'outcome', ARGV[2])
 redis.call('HSET', KEYS[1], 'verdict', ARGV[3])
 redis.call('HINCRBY', KEYS[4], 'session:expired', 1)
+settle(KEYS[5], KEYS[2], ARGV[1])
 return 1
 """
+)
 
 HEARTBEAT = """
 -- KEYS: session, deadlines   ARGV: id, now, expires
@@ -142,29 +181,27 @@ redis.call('ZADD', KEYS[2], 'GT', ARGV[3], ARGV[1])
 return 1
 """
 
-DELETE = """
+DELETE = (
+    LEAVE
+    + """
 -- KEYS: session, stream, verdicts, deleted, deleting, place…, user…, response…, continuation…
 -- ARGV: id, seen, tombstone, deletion, now, how many places, users and responses
 -- `seen` is how many fields the session had when its tombstone was written.
 if redis.call('HEXISTS', KEYS[4], ARGV[1]) == 1 then return 'deleted' end
 if redis.call('HLEN', KEYS[1]) ~= tonumber(ARGV[2]) then return 'changed' end
+local verdict = redis.call('HGET', KEYS[1], 'verdict')
 -- First, since it frees memory: a full Redis refuses nothing that follows.
 redis.call('DEL', KEYS[1])
 redis.call('HSET', KEYS[4], ARGV[1], ARGV[3])
 redis.call('ZADD', KEYS[5], ARGV[5], ARGV[1])
 redis.call('XADD', KEYS[2], '*', 'r', ARGV[4])
 redis.call('HINCRBY', KEYS[3], 'session:deleted', 1)
-local places = 5 + ARGV[6]
-local users = places + ARGV[7]
-local responses = users + ARGV[8]
-for at = 6, places do redis.call('ZREM', KEYS[at], ARGV[1]) end
-for at = places + 1, users do redis.call('SREM', KEYS[at], ARGV[1]) end
-for at = users + 1, responses do redis.call('DEL', KEYS[at]) end
-for at = responses + 1, #KEYS do -- another session may have answered the same since
-    if redis.call('GET', KEYS[at]) == ARGV[1] then redis.call('DEL', KEYS[at]) end
-end
+local code = verdict and string.match(verdict, '"code":"([^"]*)"')
+if code then redis.call('HINCRBY', KEYS[3], 'session:' .. code, -1) end
+leave(6, ARGV[6], ARGV[7], ARGV[8])
 return 'done'
 """
+)
 
 SCRUB = r"""
 -- KEYS: stream   ARGV: first, count, schema, session id as MessagePack…

@@ -7,20 +7,19 @@ import msgspec
 from redis.asyncio import Redis
 
 from rollout_queue import keys, redis_scripts
+from rollout_queue.appending import append_arguments
 from rollout_queue.attempts import related
 from rollout_queue.availability import stored
 from rollout_queue.codec import decode, decode_spec, encode
 from rollout_queue.errors import Conflict, SessionClosed, UserDeleted
-from rollout_queue.express import Argument, Express
+from rollout_queue.express import Express
 from rollout_queue.head import SessionHead
 from rollout_queue.head_cache import HeadCache
-from rollout_queue.opening import group_arguments, open_arguments, opened, refusal
+from rollout_queue.opening import group_arguments, group_forgotten, open_arguments, opened, refusal
+from rollout_queue.places import Listed, Place, places_after
 from rollout_queue.records import Outcome, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.standing import GroupStanding, group_standing, standings
 from rollout_queue.tombstone import Tombstone, decode_tombstone, user_digest
-
-CONTINUATION_TTL_S = 30 * 86400.0
-"""Redis counts a key's life in milliseconds and overflows; a conversation that old has ended."""
 
 
 class RedisWriter:
@@ -49,6 +48,8 @@ class RedisWriter:
         match await stored(self._open_group(*group_arguments(specs))):
             case b"exists":
                 raise Conflict(f"group {specs[0].group_id} exists already")
+            case b"forgotten":
+                raise group_forgotten(specs[0])
             case b"user deleted":
                 raise UserDeleted
 
@@ -59,6 +60,10 @@ class RedisWriter:
     async def load(self, session_id: str) -> SessionHead | None:
         key = keys.session(session_id)
         return read_head(await stored(self._redis.hgetall(key)))
+
+    async def spec_of(self, session_id: str) -> bytes | None:
+        spec: bytes | None = await stored(self._redis.hget(keys.session(session_id), "spec"))
+        return spec
 
     async def load_for_call(self, session_id: str) -> SessionHead | None:
         key = keys.session(session_id)
@@ -73,17 +78,17 @@ class RedisWriter:
                 self._heads.put(len(found), head)
         return head
 
-    async def sessions(self, start: int, count: int) -> Sequence[SessionHead | Tombstone]:
-        listed: list[bytes] = await stored(self._redis.zrange(keys.SESSIONS, start, start + count - 1))
-        names = [name.decode() for name in listed]
+    async def sessions(self, after: Place, count: int) -> Sequence[Listed]:
+        places = await places_after(self._redis, after, count)
+        names = [place.session_id for place in places]
         async with self._redis.pipeline(transaction=False) as pipeline:
             for name in names:
                 pipeline.hgetall(keys.session(name))
             heads = list(map(read_head, await stored(pipeline.execute())))
         gone = [name for name, head in zip(names, heads, strict=True) if head is None]
         tombstones = await self._tombstones(gone)
-        found = (head or tombstones.get(name) for name, head in zip(names, heads, strict=True))
-        return [each for each in found if each is not None]
+        found = zip(places, heads, strict=True)
+        return [Listed(place, head or tombstones.get(place.session_id)) for place, head in found]
 
     async def tombstone(self, session_id: str) -> Tombstone | None:
         return (await self._tombstones([session_id])).get(session_id)
@@ -133,22 +138,7 @@ class RedisWriter:
         self, turn: Turn, expires_at: float, owner: str, seen: int | None, opening: SessionSpec | None
     ) -> bytes | list[int]:
         """How many fields the session had before and has now, or why the turn is not stored."""
-        users = sorted({user for user in (turn.user, opening and opening.user) if user})
-        named = [keys.session(turn.session_id), keys.STREAM, keys.DEADLINES, keys.SESSIONS]
-        named += [keys.DELETED, keys.DELETED_USERS, *map(keys.user_sessions, users)]
-        named += continuations_of(turn, owner)
-        lives_s = min(max(expires_at - turn.finished_at, 0.001), CONTINUATION_TTL_S)
-        arguments: list[Argument] = [turn.session_id, f"t:{turn.turn_id}", encode(turn)]
-        arguments += [
-            expires_at,
-            int(lives_s * 1000),
-            f"q:{turn.request_digest}",
-            "" if seen is None else seen,
-            b"" if opening is None else encode(opening),
-            "" if opening is None else opening.created_at,
-            len(users),
-            *map(user_digest, users),
-        ]
+        named, arguments = append_arguments(turn, expires_at, owner, seen, opening)
         reply: bytes | list[int] = await stored(self._express.script(self._append_turn, named, arguments))
         return reply
 
@@ -182,6 +172,7 @@ class RedisWriter:
                     keys.DEADLINES,
                     keys.VERDICTS,
                     keys.DELETED,
+                    keys.SETTLED,
                 ],
                 [
                     outcome.session_id,
@@ -212,7 +203,7 @@ class RedisWriter:
         return int(
             await stored(
                 self._expire(
-                    [keys.session(session_id), keys.STREAM, keys.DEADLINES, keys.VERDICTS],
+                    [keys.session(session_id), keys.STREAM, keys.DEADLINES, keys.VERDICTS, keys.SETTLED],
                     [session_id, encode(outcome), msgspec.json.encode(verdict), now],
                 )
             )
@@ -233,16 +224,6 @@ class RedisWriter:
             raise SessionClosed(f"session {session_id} is finished")
         self._heads.drop(session_id)
         return expires_at
-
-
-def continuations_of(turn: Turn, owner: str) -> list[str]:
-    """The keys by which a later call of `owner` finds the session of the turn."""
-    digests = [turn.reply_digest] if turn.reply_digest else []
-    if turn.finish == "tool_calls":
-        digests.append(turn.turn_id)
-    if turn.request_digest and turn.parent_id is None:
-        digests.append(turn.request_digest)
-    return [keys.continuation(owner, digest) for digest in digests]
 
 
 def read_head(fields: Mapping[bytes, bytes]) -> SessionHead | None:

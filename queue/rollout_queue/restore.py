@@ -10,30 +10,36 @@ from typing import Any, Literal
 import msgspec
 from redis import Redis
 
-from rollout_queue import keys
+from rollout_queue import keys, redis_scripts
 from rollout_queue.availability import available
 from rollout_queue.codec import encode
 from rollout_queue.episodes import Episode
 from rollout_queue.tombstone import user_digest
 
-Restored = Literal["restored", "exists", "deleted", "owner", "size", "full"]
+Restored = Literal["restored", "exists", "deleted", "forgotten", "owner", "size", "full"]
 """What became of it: everything but `restored` left Redis as it was."""
 
 SAME = "SAME"
 
-RESTORE = """
--- KEYS: session, stream, sessions, deadlines, verdicts, deleted, deleted users, user… [, group, members]
+RESTORE = (
+    redis_scripts.SETTLE
+    + """
+-- KEYS: session, stream, sessions, deadlines, verdicts, deleted, deleted users, settled, forgotten ids, user…
+--       [, group, members]
 -- ARGV: id, spec, created, deadline, owner, size, verdict, verdict code, number of users, digest of user…,
---       (field, value, what the stream gets: nothing, SAME, or other bytes)…
+--       group, (field, value, what the stream gets: nothing, SAME, or other bytes)…
 local id, users = ARGV[1], tonumber(ARGV[9])
-local group = 8 + users
+local group = 10 + users
+local function forgotten(name) return redis.call('ZSCORE', KEYS[9], name) end
 if redis.call('HEXISTS', KEYS[6], id) == 1 then return 'deleted' end
 for user = 1, users do
     if redis.call('SISMEMBER', KEYS[7], ARGV[9 + user]) == 1 then return 'deleted' end
 end
 if redis.call('EXISTS', KEYS[1]) == 1 then return 'exists' end
+if forgotten('s:' .. id) then return 'forgotten' end
 if KEYS[group] then
     local size, owner = unpack(redis.call('HMGET', KEYS[group], 'size', 'owner'))
+    if not owner and forgotten('g:' .. ARGV[group]) then return 'forgotten' end
     if owner and owner ~= ARGV[5] then return 'owner' end
     if not size or size == '' then size = ARGV[6] end
     if ARGV[6] ~= '' and size ~= ARGV[6] then return 'size' end
@@ -44,8 +50,8 @@ if KEYS[group] then
 end
 redis.call('HSET', KEYS[1], 'spec', ARGV[2])
 redis.call('ZADD', KEYS[3], ARGV[3], id)
-for user = 1, users do redis.call('SADD', KEYS[7 + user], id) end
-for index = 10 + users, #ARGV, 3 do
+for user = 1, users do redis.call('SADD', KEYS[9 + user], id) end
+for index = 11 + users, #ARGV, 3 do
     redis.call('HSET', KEYS[1], ARGV[index], ARGV[index + 1])
     local record = ARGV[index + 2]
     if record == 'SAME' then record = ARGV[index + 1] end
@@ -56,9 +62,11 @@ if ARGV[8] == '' then
 else
     redis.call('HSET', KEYS[1], 'verdict', ARGV[7])
     redis.call('HINCRBY', KEYS[5], 'session:' .. ARGV[8], 1)
+    settle(KEYS[8], KEYS[2], id)
 end
 return 'restored'
 """
+)
 
 
 def restore(redis: Redis, episode: Episode) -> Restored:
@@ -79,6 +87,7 @@ def restore(redis: Redis, episode: Episode) -> Restored:
         "" if verdict is None else verdict.code,
         len(users),
         *map(user_digest, users),
+        spec.group_id or "",
         *_fields(episode),
     ]
     script = redis.register_script(RESTORE)
@@ -96,7 +105,7 @@ def _users(episode: Episode) -> list[str]:
 def _names(episode: Episode) -> list[str]:
     spec = episode.spec
     named = [keys.session(spec.session_id), keys.STREAM, keys.SESSIONS, keys.DEADLINES, keys.VERDICTS]
-    named += [keys.DELETED, keys.DELETED_USERS]
+    named += [keys.DELETED, keys.DELETED_USERS, keys.SETTLED, keys.FORGOTTEN_IDS]
     named += map(keys.user_sessions, _users(episode))
     if spec.group_id is not None:
         named += [keys.group(spec.group_id), keys.group_members(spec.group_id)]

@@ -9,16 +9,19 @@ both. The writer is asynchronous because a gateway serves many calls; the reader
 has nothing else to do.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from rollout_queue.head import SessionHead
+from rollout_queue.places import Listed, Place
 from rollout_queue.records import Outcome, Record, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.standing import GroupStanding
 from rollout_queue.tombstone import DeletedUser, Tombstone
 
 
-class Entry(NamedTuple):
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """One record at its place in the stream."""
 
     entry_id: str
@@ -31,6 +34,15 @@ class Verdicts(NamedTuple):
     sessions: Mapping[str, Verdict]
     turns: Mapping[tuple[str, str], Verdict]
     """By (session id, turn id)."""
+
+
+class Roll(NamedTuple):
+    """Who was opened in a group, deleted ones too. `size` is what it was made for, where somebody said."""
+
+    size: int | None
+    members: frozenset[str]
+    forgotten: int = 0
+    """Members that were settled so long ago that their heads are gone."""
 
 
 class StreamWriter(Protocol):
@@ -55,12 +67,16 @@ class StreamWriter(Protocol):
 
     async def load(self, session_id: str) -> SessionHead | None: ...
 
+    async def spec_of(self, session_id: str) -> bytes | None:
+        """What the session was opened with, as it is stored: also where this build cannot read it."""
+        ...
+
     async def load_for_call(self, session_id: str) -> SessionHead | None:
         """As `load`, from memory where the session has not changed; only the turns' verdicts may be old."""
         ...
 
-    async def sessions(self, start: int, count: int) -> Sequence[SessionHead | Tombstone]:
-        """Up to `count` sessions from the `start`-th on, oldest first; deleted ones keep their places."""
+    async def sessions(self, after: Place, count: int) -> Sequence[Listed]:
+        """Up to `count` sessions behind a place, oldest first; deleted ones keep theirs."""
         ...
 
     async def tombstone(self, session_id: str) -> Tombstone | None:
@@ -92,7 +108,7 @@ class StreamWriter(Protocol):
     async def append_reward(self, reward: Reward) -> Reward:
         """Store the reward; returns what is stored under its key, which a late one carries `late` in.
 
-        Raises SessionDeleted.
+        Raises SessionUnknown, SessionDeleted.
         """
         ...
 
@@ -101,7 +117,7 @@ class StreamWriter(Protocol):
     ) -> Outcome:
         """Close the session, with its last reward (if that key is new) and a verdict where it is known.
 
-        Returns the outcome that is stored: an earlier one stands. Raises SessionDeleted.
+        Returns the outcome that is stored: an earlier one stands. Raises SessionUnknown, SessionDeleted.
         """
         ...
 
@@ -160,6 +176,19 @@ class StreamReader(Protocol):
         """In one transaction: write the verdicts and acknowledge the entries; then trim what nobody needs.
 
         A session that was deleted gets no verdict. What is acknowledged again changes and counts nothing.
+        """
+        ...
+
+    def verdict_codes(self, session_ids: Collection[str]) -> Mapping[str, str]:
+        """The code of each session that has a verdict; of a deleted one that which it had, else `deleted`."""
+        ...
+
+    def rolls(self, group_ids: Collection[str]) -> Mapping[str, Roll]: ...
+
+    def reserve(self, version: int, location: str) -> int:
+        """Keep a version's number for what will lie at `location`: nothing else is published under it.
+
+        Returns the highest number that was published or kept before: only a higher `version` is kept.
         """
         ...
 

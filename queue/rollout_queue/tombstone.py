@@ -15,6 +15,8 @@ class Tombstone(msgspec.Struct, frozen=True, kw_only=True):
     deleted_at: float
     turns: int
     rewards: int
+    verdict: str | None = None
+    """Code of the verdict that it had: the trainer may meet its deletion when it remembers it no more."""
 
 
 class DeletedUser(msgspec.Struct, frozen=True):

@@ -1,8 +1,9 @@
 """`openai` for Python: chat, plain and streamed, in every way its README shows."""
 
 import json
+import re
 
-from tests.clients.conftest import Weir
+from tests.clients.conftest import Session, Weir
 
 CLIENT = "openai_python"
 CALLED_THEN_ANSWERED = [("root", "tool_calls"), ("extends", "stop")]
@@ -59,6 +60,15 @@ def test_agents_that_share_a_key_and_name_nothing_each_get_their_session(weir: W
     assert sum(len(session.turns()) for session in new) == 16
     assert all(session.view()["inferred"] for session in new)
     assert [session.story() for session in new] == [CALLED_THEN_ANSWERED] * 8
+    told = {
+        asked_for(session): session.turns()[-1]["output_text"].removesuffix("<|im_end|>") for session in new
+    }
+    assert told == dict(zip("abcdefgh", "18734950", strict=True))
+
+
+def asked_for(session: Session) -> str:
+    (key,) = re.findall(r"value of (\w)\?", session.turns()[0]["context_text"])
+    return str(key)
 
 
 def test_three_samples_are_three_turns(weir: Weir) -> None:

@@ -3,11 +3,14 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from renderers import create_renderer
 
 from gateway.conversations.digests import chain
 from gateway.language.render import ChatRenderer, Message
+from gateway.language.tokenizer import BareTokenizer
 from rollout_queue.records import Turn
 from tests.gateway.families.agent import (
     TOOL,
@@ -109,6 +112,32 @@ def test_a_history_written_otherwise_is_the_same_history(
     agent.messages = [written(message) for message in agent.messages]
     prompt = agent.ask(user("thanks"))
     assert (prompt.relation, prompt.parent) == ("extends", last)
+
+
+# What a template says by itself
+
+
+def test_a_conversation_begins_with_the_date_of_its_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As gpt-oss' does, whose renderer asks for the date when it is made."""
+    day = ["2026-01-31"]
+
+    def dated(tokenizer: BareTokenizer, *given: Any) -> Any:
+        renderer, date = create_renderer(tokenizer, *given), tokenizer.encode(day[0])
+        undated = renderer.render_ids
+        monkeypatch.setattr(renderer, "render_ids", lambda *said, **more: date + undated(*said, **more))
+        return renderer
+
+    monkeypatch.setattr("gateway.language.render.create_renderer", dated)
+    monkeypatch.setattr(ChatRenderer, "today", lambda _: day[0])
+    renderer = renderer_of(tmp_path, "kimi-k2")
+    for day[0] in ("2026-01-31", "2026-01-31", "2026-02-01"):
+        prompt = Agent(renderer).ask(user("what day is it?"))
+        assert renderer.text_of(prompt.prompt_ids.tolist()).startswith(day[0])
+
+
+# The same conversation, and another
 
 
 def test_other_words_are_another_history(agent: Agent) -> None:

@@ -1,9 +1,12 @@
 """Deletion through the door: what was deleted is 410 for ever, and no copy of it is left."""
 
+import gc
 import json
 import signal
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import httpx
@@ -21,6 +24,7 @@ from tests.gateway.test_processes import Processes, processes  # noqa: F401 - a 
 from tests.gateway.test_retries import Call, asked, comings, gated, let_on  # noqa: F401 - fixtures
 
 MARK = "zebrafinch"
+CACHE = type(cache(str))
 
 
 @pytest.fixture
@@ -338,6 +342,46 @@ def test_no_byte_of_a_deleted_session_is_left_in_redis(door: Door) -> None:
     told = {keys.SESSIONS, keys.DELETED, keys.STREAM}
     assert set(holding(door.redis, session["session_id"].encode())) == told
     assert only_deletions(door.redis)
+
+
+def test_no_word_of_a_deleted_session_stays_in_a_gateways_memory(
+    stage: Stage, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it remembers to spare work, openings, tools and the ids of texts, it forgets by itself."""
+    monkeypatch.setattr("gateway.app.TEXTS_S", 0.05)
+    word = "wryneck"  # which no other test tells the gateways of this process
+    with stage.door() as forgetful:
+        wait_until(lambda: forgetful.get("/ready").status_code == 200)
+        session = forgetful.session()
+        tool = {"type": "function", "function": {"name": "look", "description": f"Looks for a {word}."}}
+        messages = [{"role": role, "content": f"The {role} sees a {word}."} for role in ("system", "user")]
+        for _ in range(2):
+            body = {"messages": messages, "tools": [tool]}
+            reply = forgetful.post(f"{path_of(session)}/v1/chat/completions", body)
+            messages += [reply.json()["choices"][0]["message"], {"role": "user", "content": f"{word}?"}]
+        assert delete(forgetful, session).status_code == 200
+        wait_until(lambda: not remembered(word))
+
+
+def remembered(mark: str) -> list[str]:
+    """Every text with this mark that caches and objects of the gateways in this process hold."""
+    ours = ("gateway.", "rollout_queue.")
+    kinds = (dict, list, tuple, set, deque, OrderedDict)
+    gc.collect()
+    holders = [
+        each
+        for each in gc.get_objects()
+        if type(each) is CACHE or str(type(each).__module__).startswith(ours)
+    ]
+    seen, found = set(map(id, holders)), []
+    while holders:
+        for each in gc.get_referents(holders.pop()):
+            if type(each) in (str, bytes) and mark in (each if type(each) is str else repr(each)):
+                found.append(str(each))
+            elif type(each) in kinds and id(each) not in seen:
+                seen.add(id(each))
+                holders.append(each)
+    return found
 
 
 def test_a_deletion_that_died_with_its_gateway_is_finished_by_another(

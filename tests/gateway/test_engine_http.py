@@ -165,6 +165,32 @@ async def test_silence_is_noticed(answer: bytes) -> None:
             await whole(http, peer.url)
 
 
+async def test_each_request_on_a_connection_has_its_own_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_http, "LAST_BYTES_S", 0.1)
+    tarry = asyncio.Event()
+
+    async def answer_late(writer: asyncio.StreamWriter) -> None:
+        await tarry.wait()
+        writer.write(OK)
+
+    peer = Peer()
+    async with peer.there() as http, asyncio.timeout(20):
+        line = await http.post(peer.url, "/generate", b"{}")
+        while await line.read():
+            pass
+        peer.answer, peer.after = b"", answer_late
+        asyncio.get_running_loop().call_later(0.5, tarry.set)
+        await line.send(b"POST / HTTP/1.1\r\ncontent-length: 2\r\n\r\n", b"{}", 30.0)
+        assert line.status == 200
+        while await line.read():
+            pass
+        tarry.clear()
+        with pytest.raises(Silence, match=r"0\.2 s"):
+            await line.send(b"POST / HTTP/1.1\r\ncontent-length: 2\r\n\r\n", b"{}", 0.2)
+        line.drop()
+        tarry.set()
+
+
 async def test_nobody_there_is_said_at_once() -> None:
     with pytest.raises(ConnectFailed):
         await EngineHttp(2.0, 0.2).post(f"http://127.0.0.1:{free_port()}", "/generate", b"{}")

@@ -96,6 +96,14 @@ def test_parquet_says_the_same_as_the_lines(door: Door) -> None:
         assert row == line
 
 
+def test_a_row_says_for_whom_its_call_was_made_and_whose_its_session_is(door: Door) -> None:
+    session = door.session(user="ann")
+    for named in ({"user": "bob"}, {}):
+        door.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions", **named)
+    for rows in (export(door), parquet(door)):
+        assert [(row["user"], row["turn_user"]) for row in rows] == [("ann", "bob"), ("ann", None)]
+
+
 def test_the_window_takes_its_first_moment_and_not_its_last(door: Door) -> None:
     episode(door, turns=3)
     first, second, third = (row["created_at"] for row in export(door))
@@ -207,9 +215,9 @@ def _reward() -> Reward:
 
 
 def pages_read(door: Door) -> int:
-    """Nothing but an export asks for a rank: once for each hundred sessions."""
+    """Nothing but an export asks how large sessions are that go on: a hundred at a time."""
     stats: Any = door.redis.info("commandstats")
-    return int(stats.get("cmdstat_zrank", {}).get("calls", 0))
+    return int(stats.get("cmdstat_hlen", {}).get("calls", 0)) // 100
 
 
 @pytest.fixture

@@ -1,21 +1,33 @@
 """Publishing a policy: numbers, the push to each server, and who is in rotation afterwards."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
+from safetensors.numpy import save_file
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from gateway.engines import policies
 from rollout_queue import keys
+from tests.claimed import claimed_reader
 from tests.gateway.conftest import ADMIN_KEY, Door, Stage, wait_until
 from tests.serving import serving
+from trainer_service.face import Face
+from trainer_service.gateway import Gateway
+from trainer_service.metrics import Metrics
+from trainer_service.publish import Publisher
+from trainer_service.pulse import Pulse
+from trainer_service.store import PolicyStore
 
 
 @dataclass
@@ -255,6 +267,102 @@ def test_a_server_that_joins_hears_the_current_policy(door: Door, servers: list[
     with serving(late.app()) as url:
         told = register(door, "late", url, url)["policy"]
     assert (told["version"], told["location"], told["manifest_sha256"]) == (2, "file:///policies/2", "cd")
+
+
+# A trainer that publishes, and somebody who does by hand
+
+
+@dataclass
+class Trainer:
+    """As far as numbers go: takes one before it makes weights, and announces them afterwards."""
+
+    publisher: Publisher
+    version: int = 0
+
+    def take(self) -> int:
+        """The number of a step that begins; the trainer's own weights have it, published or not."""
+        newest = self.publisher.newest_version(self.version)
+        while newest >= self.version:
+            self.version = newest + 1
+            newest = self.publisher.reserve(self.version)
+        return self.version
+
+    def announce(self) -> None:
+        def export(path: Path) -> None:
+            save_file({"made for": np.array([self.version])}, path)
+
+        self.publisher.publish(self.version, self.version, export)
+
+
+@pytest.fixture
+def trainer(door: Door, tmp_path: Path) -> Iterator[Trainer]:
+    stream = claimed_reader(door.redis)
+    store = PolicyStore(tmp_path / "policies", tmp_path, keep=1000)
+    pulse, metrics = Pulse(stream, Face(), retry_s=0.01), Metrics(CollectorRegistry(), None)
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    with httpx.Client(base_url=door.url, headers=headers) as client:
+        yield Trainer(Publisher(store, Gateway(client, 10.0), stream, None, pulse, metrics))
+
+
+def locations(door: Door) -> dict[int, str]:
+    published = door.get("/admin/policies", key=ADMIN_KEY).json()["data"]
+    return {policy["version"]: policy["location"] for policy in published}
+
+
+def test_a_number_that_the_trainer_works_on_is_nobody_elses(
+    door: Door, servers: list[FakeRolloutServer], trainer: Trainer
+) -> None:
+    taken = trainer.take()
+    for number in range(1, taken + 1):
+        refused = publish(door, number)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (409, "conflict_error")
+    assert not servers[0].reloads
+    trainer.announce()
+    assert [server.version for server in servers] == [taken, taken]
+    assert locations(door)[taken].endswith(f"/policies/v{taken:08d}")
+    assert publish(door, None).json()["version"] == taken + 1
+
+
+def test_who_publishes_by_hand_during_a_step_gets_another_number(
+    door: Door, servers: list[FakeRolloutServer], trainer: Trainer
+) -> None:
+    taken = trainer.take()
+    assert publish(door, None).json()["version"] == taken + 1
+    trainer.announce()  # too late: newly published numbers only grow
+    assert locations(door) == {0: None, taken + 1: "file:///policies/None"}
+    assert trainer.take() == taken + 2
+    trainer.announce()
+    assert [server.version for server in servers] == [taken + 2, taken + 2]
+
+
+def test_a_number_that_the_trainer_takes_while_another_policy_is_registered_is_its_own(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainers, read = claimed_reader(door.redis), policies._reserved
+    answers: list[int] = []
+
+    def read_and_pause(raw: Mapping[bytes, bytes]) -> policies.Reserved:
+        """The gateway has looked, and has not written yet."""
+        if not answers:
+            answers.append(trainers.reserve(1, "file:///trainer/1"))
+        return read(raw)
+
+    monkeypatch.setattr(policies, "_reserved", read_and_pause)
+    assert publish(door, None).json()["version"] == 2
+    assert answers == [-1]
+
+
+def test_two_who_publish_at_once_never_mean_other_weights_by_one_number(door: Door, trainer: Trainer) -> None:
+    with ThreadPoolExecutor() as pool:
+        published = [pool.submit(publish, door, None) for _ in range(40)]
+        trained = []
+        for _ in range(20):
+            trained.append(trainer.take())
+            trainer.announce()
+        by_hand = [reply.result().json()["version"] for reply in published]
+    assert len({*by_hand, *trained}) == len(by_hand) + len(trained)
+    for number, location in locations(door).items():
+        assert (number in by_hand) == (location == "file:///policies/None")
 
 
 def test_a_client_key_publishes_nothing(door: Door) -> None:

@@ -78,6 +78,18 @@ def test_what_comes_out_goes_in_and_comes_out_the_same(door: Door, tmp_path: Pat
     assert door.call("DELETE", "/admin/users/ann/data", key=ADMIN_KEY).json()["deleted"]["sessions"] == 2
 
 
+def test_rows_that_say_nothing_of_a_turns_user_are_taken_too(door: Door, tmp_path: Path) -> None:
+    record(door)
+    rows = export(door, empty=True)
+    for row in rows:
+        del row["turn_user"]
+    (file := tmp_path / "old").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    empty(door)
+    assert weir_import(door, file).exit_code == 0
+    assert {row["turn_user"] for row in export(door)} == {None}
+    assert len(export(door, empty=True)) == len(rows)
+
+
 def test_a_second_import_changes_nothing(door: Door, tmp_path: Path) -> None:
     record(door)
     file = save(door, tmp_path / "export")

@@ -8,6 +8,8 @@ import time
 from collections.abc import Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,8 +18,13 @@ import openai
 import pytest
 
 from gateway.door.retries import Flight, Flights
+from rollout_queue.errors import StorageUnavailable
+from rollout_queue.records import Turn
+from rollout_queue.redis_writer import RedisWriter
 from tests.gateway.conftest import CLIENT_KEY, Door, Stage, wait_until
 from tests.gateway.fake_engine import FakeEngine
+from weir.audit.audit import audit
+from weir.audit.sources import Sources
 
 ANSWER = [5] * 100
 """More tokens than one event brings to a client that does not stream."""
@@ -414,6 +421,39 @@ def test_every_choice_of_a_call_is_replaced(door: Door) -> None:
     verdicts = [code for _, _, code in codes(door, session)]
     assert sorted(verdicts) == ["open"] * 3 + ["orphan_retry"] * 3
     assert {relation for relation, _, code in codes(door, session) if code == "open"} == {"retry"}
+
+
+@pytest.mark.parametrize("retried", [False, True])
+def test_choices_of_a_call_that_was_recorded_in_part_are_samples_or_replaced(
+    door: Door, stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retried: bool
+) -> None:
+    """As a gateway leaves them that dies between two of them, or whose Redis is full then."""
+    append, begun = RedisWriter.append_turn, count()
+    recorded: list[Turn] = []
+
+    async def two_of_three(writer: RedisWriter, turn: Turn, *more: Any) -> Turn:
+        if next(begun) == 2:
+            while len(recorded) < 2:  # noqa: ASYNC110 - what it waits for runs in the same loop
+                await asyncio.sleep(0.005)
+            raise StorageUnavailable("the end")
+        recorded.append(await append(writer, turn, *more))
+        return recorded[-1]
+
+    monkeypatch.setattr(RedisWriter, "append_turn", two_of_three)
+    session = door.session()
+    path = f"/sessions/{session['session_id']}/v1/chat/completions"
+    assert door.chat(path=path, n=3).status_code == 503
+    heard = {turn.turn_id for turn in recorded}
+    if retried:
+        reply = door.chat(path=path, n=3, headers={RETRY: "1"})
+        heard = set(reply.headers["x-weir-turn-id"].split(","))
+    door.post(f"/sessions/{session['session_id']}/finish", {"status": "completed", "reward": 1.0})
+    turns = door.turns(session)
+    assert {turn["turn_id"] for turn in turns if turn["verdict"]["code"] == "ready"} == heard
+    orphans = [turn["turn_id"] for turn in turns if turn["verdict"]["code"] == "orphan_retry"]
+    assert sorted(orphans) == sorted(turn.turn_id for turn in recorded[:2] if retried)
+    report = audit(Sources(stage.redis_url, None, checkpoint_dir=tmp_path))
+    assert report.ok, report.findings
 
 
 def test_a_retry_that_names_no_session_finds_the_one_of_the_first(door: Door) -> None:

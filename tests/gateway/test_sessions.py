@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -19,9 +20,12 @@ def test_a_session_goes_straight_into_a_client(door: Door) -> None:
     assert session["expires_at"] == session["created_at"] + 3600
 
 
-def test_a_ticket_names_the_address_that_a_proxy_was_asked_for(door: Door) -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2"])
+def test_a_ticket_names_the_address_that_a_proxy_was_asked_for(door: Door, address: str) -> None:
+    """Wherever the proxy stands."""
     asked = {"x-forwarded-proto": "https", "host": "weir.example"}
-    ticket = door.post("/sessions", headers=asked).json()
+    with httpx.Client(transport=httpx.HTTPTransport(local_address=address)) as door.http:
+        ticket = door.post("/sessions", headers=asked).json()
     assert ticket["base_url"] == f"https://weir.example/sessions/{ticket['session_id']}/v1"
 
 

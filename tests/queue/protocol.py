@@ -199,7 +199,7 @@ class System:
             policy=self.weights,  # type: ignore[arg-type]
             intake=Intake(stream, algorithm, Weights.vocab_size, pulse, metrics),
             checkpoints=checkpoints,
-            publisher=Publisher(store, gateway, None, pulse, metrics),
+            publisher=Publisher(store, gateway, stream, None, pulse, metrics),
             metrics=metrics,
             face=self.face,
             pulse=pulse,

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from redis import Redis
@@ -14,9 +14,11 @@ from rollout_queue.codec import encode
 from rollout_queue.deletion import OVERDUE_S, RedisDeleter
 from rollout_queue.errors import SessionClosed, SessionDeleted, UserDeleted
 from rollout_queue.memory import MemoryStream
+from rollout_queue.places import START
 from rollout_queue.records import Deletion, Record, Verdict
+from rollout_queue.redis_reader import RedisReader
 from rollout_queue.redis_writer import RedisWriter, read_head
-from rollout_queue.stream import StreamDeleter, StreamReader, StreamWriter, Verdicts
+from rollout_queue.stream import Roll, StreamDeleter, StreamReader, StreamWriter, Verdicts
 from rollout_queue.tombstone import DeletedUser, Tombstone
 from tests.claimed import claimed_reader
 from tests.queue.test_stream import outcome, reward, spec, turn
@@ -30,6 +32,15 @@ class Stream:
 
     def read(self) -> list[Record]:
         return [entry.record for entry in self.reader.read(1000, 0.01)]
+
+    def counts(self) -> dict[str, int]:
+        """How many sessions and turns ended how; what came to nothing left out."""
+        if isinstance(self.reader, MemoryStream):
+            found: Any = self.reader.counts
+        else:
+            found = cast(RedisReader, self.reader)._redis.hgetall(keys.VERDICTS)
+        told = {name if isinstance(name, str) else name.decode(): int(n) for name, n in found.items()}
+        return {name: number for name, number in told.items() if number}
 
     async def deleted(self, session_id: str) -> Tombstone:
         tombstone = await self.deleter.delete_session(session_id)
@@ -116,13 +127,32 @@ async def test_what_the_trainer_had_read_is_not_taken_up_again(stream: Stream) -
     assert stream.read() == [deletion(tombstone)]
 
 
+async def test_a_session_that_is_deleted_after_its_end_counts_as_deleted_alone(stream: Stream) -> None:
+    """Its turns ended as they did; the tombstone says how it had."""
+    for name in ("s1", "s2", "open"):
+        await stream.writer.open_session(spec(name, group_id="g", group_size=4))
+    await stream.writer.append_turn(turn(), 200.0)
+    await stream.writer.append_outcome(outcome("s2"), None, Verdict(code="failed"))
+    trained = Verdict(code="trained", step=1, version=1)
+    stream.reader.acknowledge([], Verdicts({"s1": trained}, {("s1", "t1"): trained}))
+    assert stream.counts() == {"session:failed": 1, "session:trained": 1, "turn:trained": 1}
+    asked = ["s1", "s2", "open", "nobody"]
+    assert stream.reader.verdict_codes(asked) == {"s1": "trained", "s2": "failed"}
+    for name in asked[:3]:
+        await stream.deleter.delete_session(name)
+    assert stream.counts() == {"session:deleted": 3, "turn:trained": 1}
+    assert stream.reader.verdict_codes(asked) == {"s1": "trained", "s2": "failed", "open": "deleted"}
+    assert stream.reader.rolls(["g"]) == {"g": Roll(4, frozenset(asked[:3]))}
+
+
 async def test_a_deleted_session_keeps_its_place_among_the_others(stream: Stream) -> None:
     for name in ("a", "b", "c"):
         await stream.writer.open_session(spec(name))
     tombstone = await stream.deleted("b")
-    pages = [await stream.writer.sessions(start, 2) for start in (0, 2)]
-    assert pages[0][1] == tombstone
-    assert [isinstance(each, Tombstone) for page in pages for each in page] == [False, True, False]
+    first = await stream.writer.sessions(START, 2)
+    listed = [*first, *await stream.writer.sessions(first[-1].place, 2)]
+    assert listed[1].found == tombstone
+    assert [isinstance(each.found, Tombstone) for each in listed] == [False, True, False]
 
 
 async def test_nobody_waits_for_a_deleted_member_of_a_group_and_nobody_takes_its_place(
@@ -161,8 +191,8 @@ async def test_all_of_a_user_goes_and_nothing_more_is_taken_for_the_name(stream:
     deleted = await stream.deleter.delete_user("ann")
     assert deleted == DeletedUser(sessions=5, turns=3, rewards=1)
     assert await stream.deleter.delete_user("ann") == DeletedUser()
-    left = [each for each in await writer.sessions(0, 10) if not isinstance(each, Tombstone)]
-    assert {head.spec.session_id for head in left} == {"bobs", "nobodys"}
+    left = [each for each in await writer.sessions(START, 10) if not isinstance(each.found, Tombstone)]
+    assert {each.place.session_id for each in left} == {"bobs", "nobodys"}
     assert await writer.user_deleted("ann")
     assert not await writer.user_deleted("bob")
     with pytest.raises(UserDeleted):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import msgspec
 import pytest
 from redis import Redis
 
-from rollout_queue import keys
+from rollout_queue import keys, pages
 from rollout_queue.codec import SCHEMA, encode
 from rollout_queue.errors import LeaseLost, StorageUnavailable
 from rollout_queue.holder import Holder
@@ -202,10 +203,12 @@ def test_who_comes_back_late_acknowledges_and_says_nothing(late: RedisReader, re
     with pytest.raises(LeaseLost):
         late.report({"version": 7})
     with pytest.raises(LeaseLost):
+        late.reserve(7, "file:///7")
+    with pytest.raises(LeaseLost):
         late.confirm()
     assert owed(redis) == 1
     assert redis.hkeys(keys.session("a")) == [b"spec"]
-    assert not redis.exists(keys.VERDICTS, keys.TRAINER)
+    assert not redis.exists(keys.VERDICTS, keys.TRAINER, keys.RESERVED)
     assert redis.xlen(keys.STREAM) == 2
 
 
@@ -223,6 +226,29 @@ def test_a_trainer_that_was_stopped_while_it_waited_for_news_takes_none(redis: R
         with pytest.raises(LeaseLost):
             reader.read(10, 0.01)
     assert owed(redis) == 0
+
+
+@pytest.mark.parametrize("taken_over", [True, False])
+def test_a_claim_between_the_look_at_the_fence_and_the_read_is_seen(
+    redis: Redis, taken_over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = RedisReader(redis, claimed(redis).token)
+    append(redis, "a")
+    asked, looks = pages._asked, []
+
+    def sleeps_after_the_look(connection: object, *commands: tuple[str, ...]) -> list[Any]:
+        answers = asked(connection, *commands)
+        if commands[0][0] == "WATCH":
+            looks.append(answers)
+        if len(looks) == 1 and commands[0][0] == "WATCH":
+            redis.delete(keys.LEASE)
+            redis.set(keys.FENCE, b"another's" if taken_over else answers[1])
+        return answers
+
+    monkeypatch.setattr(pages, "_asked", sleeps_after_the_look)
+    with pytest.raises(LeaseLost) if taken_over else nullcontext():
+        assert names(reader) == ["a"]
+    assert owed(redis) == (0 if taken_over else 1)
 
 
 # What stops nothing
@@ -358,7 +384,7 @@ def test_a_trim_that_fails_repeats_nothing(redis: Redis, caplog: pytest.LogCaptu
 
 
 def test_a_full_redis_lets_the_trainer_make_room(redis: Redis, full: None) -> None:
-    """Who frees the memory must get in, read, and acknowledge with verdicts."""
+    """Who frees the memory must get in, read, number a version, and acknowledge with verdicts."""
     redis.hset(keys.session("a"), "spec", b"")
     claimed_reader(redis)
     entry_ids = append(redis, "a", "b")
@@ -367,6 +393,7 @@ def test_a_full_redis_lets_the_trainer_make_room(redis: Redis, full: None) -> No
     lease = claimed(redis)
     reader = RedisReader(redis, lease.token)
     assert names(reader) == ["a", "b"]
+    assert [reader.reserve(number, f"file:///{number}") for number in (1, 2)] == [-1, 1]
     redis.delete(keys.LEASE)
     lease.renew()
     reader.acknowledge(entry_ids, Verdicts({"a": TRAINED}, {("a", "t"): TRAINED}))

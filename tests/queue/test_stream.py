@@ -21,6 +21,7 @@ from rollout_queue.express import Express
 from rollout_queue.head import SessionHead
 from rollout_queue.head_cache import HeadCache
 from rollout_queue.memory import MemoryStream
+from rollout_queue.places import START, Listed, Place
 from rollout_queue.records import Outcome, Reward, SessionSpec, Span, Turn, Verdict
 from rollout_queue.redis_reader import RedisReader
 from rollout_queue.redis_writer import RedisWriter
@@ -103,15 +104,30 @@ async def test_an_unknown_session_has_no_head(ends: Ends) -> None:
     assert await ends.writer.load("nobody") is None
 
 
-def named(session: SessionHead | Tombstone) -> str:
-    return session.session_id if isinstance(session, Tombstone) else session.spec.session_id
+def named(listed: Listed) -> str:
+    found = listed.found
+    assert found is not None
+    assert listed.place.session_id == (found if isinstance(found, Tombstone) else found.spec).session_id
+    return listed.place.session_id
 
 
 async def test_sessions_are_listed_by_age_page_by_page(ends: Ends) -> None:
     for name, created_at in (("b", 2.0), ("a", 1.0), ("c", 3.0)):
         await ends.writer.open_session(SessionSpec(session_id=name, created_at=created_at))
-    pages = [await ends.writer.sessions(start, 2) for start in (0, 2, 4)]
+    pages = [await ends.writer.sessions(START, 2)]
+    while pages[-1]:
+        pages.append(await ends.writer.sessions(pages[-1][-1].place, 2))
     assert [[named(each) for each in page] for page in pages] == [["a", "b"], ["c"], []]
+
+
+async def test_the_place_of_a_session_is_between_those_of_its_age(ends: Ends) -> None:
+    """Also of one that is not there any more, and whichever id comes first where people live."""
+    names = ["B", "a", "a-", "a0", "b", "ab"]
+    for name in names:
+        await ends.writer.open_session(SessionSpec(session_id=name, created_at=1.0))
+    await ends.writer.open_session(SessionSpec(session_id="A", created_at=2.0))
+    for behind, next_ones in (("a", ["a-", "a0"]), ("a/", ["a0", "ab"]), ("", ["B", "a"]), ("b", ["A"])):
+        assert [named(each) for each in await ends.writer.sessions(Place(1.0, behind), 2)] == next_ones
 
 
 async def test_a_session_is_opened_once(ends: Ends) -> None:
@@ -384,6 +400,12 @@ async def test_a_verdict_brings_no_deleted_session_back(ends: Ends) -> None:
         assert not cast(RedisReader, ends.reader)._redis.exists(keys.session("gone"))
 
 
+async def test_a_number_is_kept_once_and_a_higher_one_after_it(ends: Ends) -> None:
+    assert ends.reader.reserve(3, "file:///3") < 3
+    assert [ends.reader.reserve(number, "file:///other") for number in (3, 2)] == [3, 3]
+    assert ends.reader.reserve(5, "file:///5") == 3
+
+
 async def test_a_session_past_its_deadline_expires_with_a_verdict(ends: Ends) -> None:
     await ends.writer.open_session(spec(ttl_s=10.0))
     await ends.writer.open_session(spec("s2", ttl_s=1000.0))
@@ -557,7 +579,7 @@ async def test_the_first_turn_opens_a_session_that_is_not_there(ends: Ends) -> N
     assert head is not None
     assert head.spec == spec(user="u")
     assert [each.turn_id for each in head.turns] == ["t1", "t2"]
-    assert [named(each) for each in await ends.writer.sessions(0, 10)] == ["s1"]
+    assert [named(each) for each in await ends.writer.sessions(START, 10)] == ["s1"]
     await ends.writer.append_outcome(outcome(), None, None)
     with pytest.raises(SessionClosed, match="closed"):
         await ends.writer.append_turn(turn("t3"), 200.0, opening=spec(user="u"))

@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,20 @@ from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.test_processes import answered, path_of, say, trainable
 from tests.gateway.test_retries import RETRY, Call, asked, let_on
 from tests.redis_process import RedisProcess
+from tests.serving import free_port
+from tests.system.conftest import ADMIN_KEY as SYSTEM_ADMIN_KEY
+from tests.system.conftest import ENGINE_PYTHON, System, until
 from tests.system.house import Clock, House, Service, open_house
+from tests.system.test_failover import retried, versions_of
+from weir.audit.audit import audit
 from weir.audit.facts import Answer
+from weir.audit.sources import Sources
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
 HOUR_S = 3600.0
+BOOTS_WITHIN_S = 300.0
+"""An engine, on a machine that has other things to do."""
 HI = [{"role": "user", "content": "hi"}]
 LONG = "tell me more about this and that, " * 30
 
@@ -158,6 +166,126 @@ def test_a_redis_that_is_told_to_end_under_load_comes_back_with_all_that_was_hea
     assert house.audit(heard).findings == ()
 
 
+@contextmanager
+def another_rollout_server(system: System, root: Path) -> Iterator[Service]:
+    """A second one with an engine of its own, in rotation; when it is told to end, it lets nothing end."""
+    ours = {
+        "ID": "rollout-1",
+        "ENGINE_PORT": str(free_port()),
+        "ENGINE_PYTHON": str(ENGINE_PYTHON),
+        "ENGINE_DEVICE": "cpu",
+        "ENGINE_LOG": str(root / "engine.log"),
+        "GATEWAY_URL": system.stack.gateway_url,
+        "TRAINER_URL": system.stack.trainer_url,
+        "POLICIES_DIR": str(system.settings.run_dir / "policies"),
+        "WEIGHTS_DIR": str(root / "weights"),
+        "MAX_RUNNING_REQUESTS": "16",
+        "MAX_TOTAL_TOKENS": "32768",
+        "DRAIN_TIMEOUT_S": "0",
+        "STOP_TIMEOUT_S": "0.1",
+    }
+    environment = {f"WEIR_ROLLOUT_SERVER__{name}": value for name, value in ours.items()}
+    environment |= {"WEIR_MODEL_PATH": str(system.settings.model_path), "WEIR_ADMIN_KEYS": SYSTEM_ADMIN_KEY}
+    service = Service("rollout_server", root / "rollout-1.log", environment)
+    try:
+        until(lambda: states(system).get("rollout-1") == "ready", BOOTS_WITHIN_S)
+        yield service
+    finally:
+        service.close()
+        system.request("DELETE", "/admin/rollout_servers/rollout-1", key=SYSTEM_ADMIN_KEY)
+
+
+def states(system: System) -> dict[str, str]:
+    """Of the rollout servers, as the gateway sees them."""
+    servers = system.get("/admin/rollout_servers", key=SYSTEM_ADMIN_KEY)["data"]
+    return {server["id"]: server["state"] for server in servers}
+
+
+class Stream:
+    """One long answer, heard by a client that tries nothing again."""
+
+    def __init__(self, system: System, pool: ThreadPoolExecutor, max_tokens: int) -> None:
+        self.ticket = system.post("/sessions", {"train": False})
+        self.text = ""
+        self._system, self._max_tokens = system, max_tokens
+        self._over = pool.submit(self._listen)
+
+    def begun(self) -> bool:
+        return len(self.text) > 20 or self._over.done()
+
+    def heard(self) -> tuple[dict[str, Any], Answer]:
+        """Its turn, and what the client knows of it; fails where the client met an error or a seam."""
+        turn_id = self._over.result(BOOTS_WITHIN_S)
+        session_id = self.ticket["session_id"]
+        (turn,) = self._system.get(f"/sessions/{session_id}?tokens=true&text=true")["turns"]
+        assert turn["output_text"] in (self.text, f"{self.text}<|im_end|>", f"{self.text}<|endoftext|>")
+        assert set(versions_of(turn)) <= {0, self._system.serving()}
+        return turn, Answer(session_id, turn_id)
+
+    def _listen(self) -> str:
+        with self._system.client(self.ticket) as client:
+            call = client.completions.with_raw_response
+            raw = call.create(model="policy", prompt="on", max_tokens=self._max_tokens, stream=True)
+            finish = None
+            for chunk in raw.parse():
+                self.text += chunk.choices[0].text if chunk.choices else ""
+                finish = chunk.choices[0].finish_reason if chunk.choices else finish
+        assert finish in ("stop", "length")
+        return raw.headers["x-weir-turn-id"]
+
+
+@pytest.mark.timeout(1200)
+def test_rollout_servers_that_are_told_to_end_under_load_leave_no_error_and_no_seam(
+    system: System, tmp_path: Path
+) -> None:
+    """The first gives its calls no time: another goes on. The last one's calls end, and new ones wait."""
+
+    def streams(number: int, max_tokens: int) -> list[Stream]:
+        started = [Stream(system, pool, max_tokens) for _ in range(number)]
+        wait_until(lambda: all(stream.begun() for stream in started), 120)
+        return started
+
+    def family(root: psutil.Process) -> list[psutil.Process]:
+        children: list[psutil.Process] = root.children(recursive=True)
+        assert len(children) > 1, "SGLang and its scheduler"
+        return children
+
+    with ThreadPoolExecutor(16) as pool:
+        with another_rollout_server(system, tmp_path) as second:
+            left = family(psutil.Process(second.process.pid))
+            calls = streams(12, 600)
+            assert second.terminate() == 0
+            assert not psutil.wait_procs(left, timeout=10)[1]
+            answers = [stream.heard() for stream in calls]
+        engines = [{span.get("engine") for span in turn["versions"]} for turn, _ in answers]
+        assert {"rollout-0", "rollout-1"} in engines, "begun here and ended there"
+
+        first = system.stack.processes["rollout_server"]
+        left = family(psutil.Process(first.pid))
+        calls = streams(4, 200)
+        psutil.Process(first.pid).terminate()
+        until(lambda: states(system)["rollout-0"] != "ready")
+        assert states(system)["rollout-0"] == "draining", "it says so itself"
+        faults = retried(system)
+        waiting = [Stream(system, pool, 8) for _ in range(4)]
+        until(lambda: first.exit_code is not None, system.settings.stop_timeout_s)
+        assert first.exit_code == 0
+        assert not psutil.wait_procs(left, timeout=10)[1]
+        answers += [stream.heard() for stream in calls]
+        assert retried(system) == faults, "what it had begun it ended"
+        assert not any(stream.begun() for stream in waiting)
+        system.stack.restart("rollout_server")
+        answers += [stream.heard() for stream in waiting]
+
+    sources = Sources(
+        system.stack.redis_url,
+        system.stack.trainer_url,
+        SYSTEM_ADMIN_KEY,
+        system.settings.run_dir / "checkpoints",
+    )
+    assert audit(sources, [answer for _, answer in answers]).findings == ()
+
+
 # A process that sleeps
 
 
@@ -231,6 +359,55 @@ def test_clocks_that_jump_lose_nothing_and_keep_nobody_waiting(make_house: Calla
     fresh = door.session()
     assert door.chat("go on", path=path_of(fresh)).status_code == 200
     assert house.audit([]).findings == ()
+
+
+def test_a_trainers_clock_that_jumps_ends_its_patience_early_or_late_and_nothing_else(
+    make_house: Callable[..., House],
+) -> None:
+    house = make_house()
+    clock = house.clock("trainer", often=True)
+    gateway, door = house.gateway(POLL_EVERY_S="0.05")
+    patience = {"ALGORITHM__GROUP_DEADLINE_S": str(HOUR_S / 2), "ALGORITHM__MIN_LIVE_ROWS": "2"}
+    trainer = house.trainer(gateway, clock, **patience)
+    trainer.until("/ready")
+    heard: list[Answer] = []
+
+    def group() -> list[dict[str, Any]]:
+        """Two earn, and differ; the third goes on."""
+        sessions: list[dict[str, Any]] = door.post("/groups", {"size": 3}).json()["sessions"]
+        for session in sessions:
+            reply = door.chat("begin", path=path_of(session))
+            heard.append(Answer(session["session_id"], reply.headers["x-weir-turn-id"]))
+        for reward, session in enumerate(sessions[:2]):
+            assert ended(door, session, float(reward)).status_code == 200
+        return sessions
+
+    def said() -> str:
+        return str(trainer.until("/status")["waiting_for"])
+
+    def seen_at() -> float:
+        at: Any = house.redis.client.hget(keys.TRAINER, "last_seen")
+        return float(at)
+
+    holder = house.redis.client.get(keys.LEASE)
+    early = group()
+    wait_until(lambda: "1 group waits for 1 member that goes on" in said(), 60)
+    clock.jump(+HOUR_S)
+    wait_until(lambda: verdict_codes(door, early) == ["trained", "trained", "open"], 60)
+    assert ended(door, early[2], 1.0).status_code == 200
+    wait_until(lambda: verdict_codes(door, early)[2] == "group_incomplete", 60)
+
+    clock.jump(-HOUR_S)
+    wait_until(lambda: seen_at() < time.time() - HOUR_S / 2)
+    late = group()
+    wait_until(lambda: "1 group waits for 1 member that goes on; the oldest since 0 s" in said(), 60)
+    assert int(said().rpartition(" in ")[2].removesuffix(" s")) > HOUR_S, "as long as ever, and the jump"
+    assert verdict_codes(door, late) == ["group_incomplete", "group_incomplete", "open"]
+    assert house.redis.client.get(keys.LEASE) == holder
+    assert ended(door, late[2], 1.0).status_code == 200
+    wait_until(lambda: set(verdict_codes(door, late)) == {"trained"}, 60)
+    assert trainer.terminate() == 0
+    assert house.audit(heard).findings == ()
 
 
 # A trainer that was away

@@ -171,7 +171,7 @@ class Rig:
             policy=Leader(self.policy),
             intake=Intake(self.stream, self.settings.algorithm, self.policy.vocab_size, pulse, metrics),
             checkpoints=self.checkpoints,
-            publisher=Publisher(self.store, api, self.settings.publish_url, pulse, metrics),
+            publisher=Publisher(self.store, api, self.stream, self.settings.publish_url, pulse, metrics),
             metrics=metrics,
             face=self.face,
             pulse=pulse,

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from rollout_queue.memory import MemoryStream
 from rollout_queue.records import Outcome, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.redis_reader import RedisReader
 from rollout_queue.redis_writer import RedisWriter
+from rollout_queue.retention import RedisForgetter
 from tests.serving import free_port
 from tests.trainer_service.rig import MakeRig, Rig, turn
 from weir.__main__ import app
@@ -183,6 +184,39 @@ def test_a_healthy_run_adds_up(audited: Audited, agents: RedisAgents, tmp_path: 
     assert (totals["pending"], totals["undelivered"]) == (6, 2)
     assert (report["looks"], report["answers"]) == (1, 3)
     assert "the ledger was read from files" in report["notes"][0]
+
+
+def test_what_is_forgotten_still_adds_up(
+    audited: Audited, agents: RedisAgents, redis: Redis, redis_url: str
+) -> None:
+    agents.group("a", [1.0, 0.0])
+    assert audited.rig.trainer.turn()
+    agents.group("flat", [1.0, 1.0])
+    agents.episode("failed", None, status="failed", verdict=Verdict(code="failed", detail="so"))
+    assert not audited.rig.trainer.turn()
+    agents.episode("open", None)
+    assert asyncio.run(forget(redis_url)) == {"trained": 2, "zero_advantage": 2, "failed": 1}
+    for later in ("b", "c"):
+        code, report = audited.audit()
+        assert (code, report["findings"]) == (0, [])
+        totals = report["totals"]
+        assert totals["forgotten_sessions"] == 5
+        assert totals["forgotten_trained"] == {"sessions": 2, "turns": 4, "tokens": 10}
+        agents.group(later, [0.0, 1.0])
+        assert audited.start().trainer.turn(), "a trainer that starts again misses none of them"
+    redis.hincrby(keys.FORGOTTEN, "turn:trained", 1)
+    redis.hincrby(keys.VERDICTS, "turn:trained", 1)
+    code, report = audited.audit()
+    assert (code, found(report)) == (1, {("unexplained", "forgotten", "forgotten turns")})
+    redis.hincrby(keys.FORGOTTEN, "turn:trained", -1)
+    code, report = audited.audit()
+    assert (code, found(report)) == (1, {("unexplained", "counter", "counter turn:trained")})
+
+
+async def forget(redis_url: str) -> Mapping[str, int]:
+    """What a gateway does once sessions are settled for long."""
+    async with AsyncRedis.from_url(redis_url) as redis:
+        return await RedisForgetter(redis).forget(0, 100)
 
 
 def test_what_is_durable_and_not_yet_acknowledged_is_trained(audited: Audited, agents: RedisAgents) -> None:

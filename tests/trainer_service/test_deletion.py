@@ -1,6 +1,7 @@
 """A deleted session leaves the trainer's memory at once, and keeps nobody waiting who was in its group."""
 
 import gc
+from typing import Any
 
 import pytest
 
@@ -28,9 +29,15 @@ def episode(session_id: str, first: int, value: float) -> list[Entry]:
 
 
 def turns_in_memory(session_id: str) -> int:
-    """A turn is nothing that the collector looks after, but whatever holds one is."""
+    """A turn is nothing that the collector looks after, and what holds one may be neither."""
     gc.collect()
-    held = {id(each): each for holder in gc.get_objects() for each in gc.get_referents(holder)}
+    holders, held = gc.get_objects(), dict[int, Any]()
+    while holders:
+        new = [
+            each for each in gc.get_referents(*holders) if id(each) not in held and not gc.is_tracked(each)
+        ]
+        held |= {id(each): each for each in new}
+        holders = new
     return sum(type(each) is Turn and each.session_id == session_id for each in held.values())
 
 
@@ -68,7 +75,7 @@ def test_a_batch_that_waits_for_more_rows_loses_what_was_deleted(make_rig: MakeR
     before = turns_in_memory("g-0")
     rig.agents.delete("g-0")
     assert not rig.trainer.turn()
-    assert (before, turns_in_memory("g-0")) == (1, 0)
+    assert before > 0 == turns_in_memory("g-0")
     rig.agents.group("h", [1.0, 0.0])
     assert rig.trainer.turn()
     assert rig.checkpoints.ledger(0, 10)[0].sessions == ["g-1", "g-2", "h-0", "h-1"]

@@ -5,18 +5,19 @@ import json
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from hashlib import sha1
 from threading import Thread
+from typing import Any
 
 import pytest
 
 from rollout_queue.errors import StorageUnavailable
 from rollout_queue.records import SessionSpec
 from rollout_queue.redis_reader import RedisReader
-from rollout_queue.redis_reader_scripts import READ
 from tests.trainer_service.rig import MakeRig, Rig, turn
 from trainer_service.__main__ import REDIS_TIMEOUT_S, connect
+from trainer_service.assemble import Group
 from trainer_service.intake import BLOCK_S
+from trainer_service.settlement import Judged, judge
 
 
 @pytest.mark.parametrize("huge", [1e308, -1e39, 1e25])
@@ -62,6 +63,25 @@ def test_a_backlog_parts_no_group(make_rig: MakeRig, monkeypatch: pytest.MonkeyP
     assert rig.session_codes() == {"a": "trained", "b": "trained"}
 
 
+def test_after_an_outage_groups_are_judged_when_their_turn_comes(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[str] = []
+
+    def noting(group: Group, *given: Any) -> Judged:
+        judged.append(group.group_id)
+        return judge(group, *given)
+
+    monkeypatch.setattr("trainer_service.intake.judge", noting)
+    rig = make_rig(algorithm={"max_rows": 4, "max_staleness": 1}).start()
+    for number in range(12):
+        rig.agents.group(f"g{number:02}", [1.0, 0.0])
+    assert [rig.trainer.turn() for _ in range(3)] == [True, True, False]
+    assert list(rig.session_codes().values()) == ["trained"] * 8 + ["stale"] * 16
+    steps = [judged[:3], judged[3:6], judged[6:]]
+    assert [len(step) for step in steps] == [3, 3, 8], "what a step takes, and one that it does not"
+
+
 def test_a_group_that_is_too_old_is_not_counted_as_one_of_equal_rewards(make_rig: MakeRig) -> None:
     rig = make_rig(initial_version=9).start()
     rig.agents.group("old", [1.0, 0.0], version=0)
@@ -76,10 +96,11 @@ def test_a_silent_redis_is_not_waited_for_without_end() -> None:
     assert BLOCK_S < timeouts["socket_timeout"] <= REDIS_TIMEOUT_S
 
 
-def test_a_read_whose_answer_was_lost_is_noticed_and_not_repeated() -> None:
+@pytest.mark.parametrize("wish", ["", "&retry_on_timeout=yes"])
+def test_a_read_whose_answer_was_lost_is_noticed_and_not_repeated(wish: str) -> None:
     """What such a read delivered is pending: only who hears of the loss takes it up."""
     heard: list[bytes] = []
-    reading = sha1(READ.encode()).hexdigest().encode()  # noqa: S324 - Redis names scripts so
+    reading = b"XREADGROUP"
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def redis() -> None:
@@ -92,8 +113,8 @@ def test_a_read_whose_answer_was_lost_is_noticed_and_not_repeated() -> None:
                         heard.append(said)
 
         Thread(target=redis, daemon=True).start()
-        client = connect(f"redis://127.0.0.1:{server.getsockname()[1]}/0?protocol=2")
-        reader = RedisReader(client, "token")
+        client = connect(f"redis://127.0.0.1:{server.getsockname()[1]}/0?protocol=2{wish}")
+        reader = RedisReader(client, "OK")  # as the fence that this Redis tells
         with pytest.raises(StorageUnavailable):
             reader.read(10, 0.01)
         client.close()

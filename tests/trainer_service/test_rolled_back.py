@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from hashlib import sha1
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,8 @@ from rollout_queue import keys
 from rollout_queue.lease import Lease
 from rollout_queue.memory import MemoryStream
 from rollout_queue.redis_reader import RedisReader
+from rollout_queue.redis_reader_scripts import ACKNOWLEDGE
+from rollout_queue.stream import Verdicts
 from tests.redis_process import RedisProcess
 from tests.trainer_service.rig import MakeRig, Rig
 from tests.trainer_service.test_audited import NOBODY, RedisAgents
@@ -27,7 +30,7 @@ class RolledBack:
 
     def __init__(self, make_rig: MakeRig, redis: RedisProcess) -> None:
         self.redis, self.agents = redis, RedisAgents(redis.url)
-        self._connection = connect(redis.url)
+        self._connection = connect(f"{redis.url}?retry_on_timeout=yes")  # a wish that is not granted
         self._make_rig = make_rig
         self.rig = self.start()
 
@@ -142,7 +145,41 @@ def test_entries_whose_answer_was_lost_with_its_connection_are_taken_up(
 
     monkeypatch.setattr(Connection, "read_response", losing)
     trained = [system.rig.trainer.turn() for _ in range(3)]
-    assert len(lost[0]) == 8, "the entries of both sessions"
+    ((read_of_stream,),) = (answer.values() for answer in lost[0])
+    assert len(read_of_stream) == 8, "the entries of both sessions"
     assert trained.count(True) == 1
     assert system.trained() == [["a-0", "a-1"]]
+    assert system.audit().findings == ()
+
+
+def test_an_acknowledgement_whose_answer_was_lost_is_said_and_made_again(
+    system: RolledBack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Redis has done it; nobody but the trainer repeats it, and nothing counts twice."""
+    system.agents.group("a", [1.0, 0.0])
+    script = sha1(ACKNOWLEDGE.encode()).hexdigest()  # noqa: S324 - Redis names scripts so
+    send, read, sent = Connection.send_command, Connection.read_response, list[str]()
+
+    def noting(connection: Connection, *command: Any, **more: Any) -> None:
+        sent.append(str(command[1]) if len(command) > 1 else "")
+        send(connection, *command, **more)  # type: ignore[no-untyped-call]
+
+    def losing(connection: Connection, *given: Any, **more: Any) -> Any:
+        answer: Any = read(connection, *given, **more)
+        if sent[-1:] == [script] and sent.count(script) == 1:
+            connection.disconnect()  # type: ignore[no-untyped-call]
+            raise RedisConnectionError("the network broke")
+        return answer
+
+    system.rig.stream.acknowledge([], Verdicts({}, {}))  # so that Redis knows the script
+    monkeypatch.setattr(Connection, "send_command", noting)
+    monkeypatch.setattr(Connection, "read_response", losing)
+    assert system.rig.trainer.turn()
+    assert sent.count(script) == 2
+    said = [record.getMessage() for record in caplog.records if "the network broke" in record.getMessage()]
+    assert said == ["waiting for the stream to answer, since Redis: the network broke; again in 0.01 s"]
+    counts: Any = system.redis.client.hgetall(keys.VERDICTS)
+    assert counts == {b"session:trained": b"2", b"turn:trained": b"4"}
+    assert system.trained() == [["a-0", "a-1"]]
+    assert not system.rig.trainer.turn()
     assert system.audit().findings == ()

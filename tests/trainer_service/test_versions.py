@@ -85,6 +85,14 @@ def test_the_first_number_of_a_process_waits_for_the_gateway_and_nothing_is_trai
     assert [body["version"] for body in rig.gateway.announced] == [1, 2]
 
 
+def test_a_number_that_was_given_away_since_the_gateway_was_asked_is_passed_over(rig: Rig) -> None:
+    """By a gateway that is away now, or to a trainer whose disk is lost."""
+    assert train(rig, "g") == 1
+    rig.stream.reserve(7, "file:///elsewhere")
+    assert [train(rig, "h"), train(rig, "i")] == [8, 9]
+    assert [body["version"] for body in rig.gateway.announced] == [1, 8, 9]
+
+
 def test_a_trainer_that_waits_for_the_gateways_numbers_says_so(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,32 @@ def evidence(*sessions: SessionFact, **fields: Any) -> Evidence:
     return Evidence(**(whole | fields))
 
 
+def forgetful(
+    sessions: int = 2, turns: int = 3, tokens: int = 9, counted: int | None = None, **fields: Any
+) -> Evidence:
+    """As ever, and a second step of which all is forgotten: two sessions, three turns, nine tokens. A third
+    session that is forgotten was never trained."""
+    forgotten = {
+        "session:trained": sessions,
+        "turn:trained": turns,
+        "tokens:trained": tokens,
+        "session:failed": 1,
+    }
+    counts = {
+        "session:trained": 1 + sessions,
+        "turn:trained": 1 + turns if counted is None else counted,
+        "session:failed": 1,
+    }
+    given: dict[str, Any] = {
+        "rows": (row(), row(2, 5, turns=["t7", "t8", "t9"], sessions=["f0", "f1"], tokens=9)),
+        "counts_before": counts,
+        "counts_after": counts,
+        "forgotten_before": forgotten,
+        "forgotten_after": forgotten,
+    }
+    return evidence(**(given | fields))
+
+
 WAITING: dict[str, dict[str, tuple[str, ...]]] = {
     "s2": {"t:t2": ("5-0",), "r:finish": ("6-0",), "outcome": ("7-0",)}
 }
@@ -266,6 +292,42 @@ FAULTS: Mapping[str, tuple[Callable[[], Evidence], tuple[str, str, str]]] = {
         lambda: evidence(counts_before={}, counts_after={}),
         ("unexplained", "counter", "counter turn:trained"),
     ),
+    "a trained turn more than the ledger has, forgotten": (
+        lambda: forgetful(turns=4),
+        ("unexplained", "forgotten", "forgotten turns"),
+    ),
+    "a trained turn less than the ledger has, forgotten": (
+        lambda: forgetful(turns=2),
+        ("unexplained", "forgotten", "forgotten turns"),
+    ),
+    "other tokens than the ledger has, forgotten": (
+        lambda: forgetful(tokens=11),
+        ("unexplained", "forgotten", "forgotten tokens"),
+    ),
+    "other sessions than the ledger has, forgotten": (
+        lambda: forgetful(sessions=1),
+        ("unexplained", "forgotten", "forgotten sessions"),
+    ),
+    "a counter that is wrong with what is forgotten": (
+        lambda: forgetful(counted=7),
+        ("unexplained", "counter", "counter turn:trained"),
+    ),
+    "a trained turn that nobody knows, where no trained one is forgotten": (
+        lambda: evidence(
+            rows=(row(turns=["t1", "t9"], tokens=6),),
+            forgotten_before={"session:failed": 1},
+            forgotten_after={"session:failed": 1},
+        ),
+        ("unexplained", "unknown_turns", "step 1"),
+    ),
+    "a group with more members gone than are forgotten": (
+        lambda: evidence(groups={"g": GroupFact(4, frozenset({"s1", "s2", "s3", "s4"}), 1)}),
+        ("lost", "member_gone", "group g lists the session s3, which is not there"),
+    ),
+    "more sessions that clients were told of than are forgotten": (
+        lambda: forgetful(answers=tuple(Answer(f"f{number}") for number in range(4))),
+        ("lost", "answered", "session f0"),
+    ),
     "a group that does not list its member": (
         lambda: evidence(groups={"g": GroupFact(2, frozenset({"s1"}))}),
         ("unexplained", "member_unlisted", "group g does not list its member s2"),
@@ -345,6 +407,22 @@ FINE: Mapping[str, Callable[[], Evidence]] = {
         answers=(Answer("s1", turn_id="t1"),),
         entries=WAITING | {"s1": {"deletion": ("9-0",), "t:t1": ("3-0",)}},
     ),
+    "forgotten after it was trained, and reconciled": lambda: forgetful(),
+    "forgotten, with a deleted session in the same step": lambda: forgetful(
+        rows=(row(), row(2, 5, turns=["t7", "t8", "t9", "td"], sessions=["f0", "f1", "sd"], tokens=12)),
+        tombstones={"sd": Tombstone(session_id="sd", created_at=1.0, deleted_at=2.0, turns=1, rewards=0)},
+        counts_before={"session:trained": 3, "turn:trained": 4, "session:failed": 1, "session:deleted": 1},
+        counts_after={"session:trained": 3, "turn:trained": 4, "session:failed": 1, "session:deleted": 1},
+    ),
+    "forgotten while the heads were read": lambda: forgetful(
+        forgotten_before={"session:trained": 1, "turn:trained": 1, "tokens:trained": 3}
+    ),
+    "members of a group that are forgotten": lambda: evidence(
+        groups={"g": GroupFact(4, frozenset({"s1", "s2", "s3", "s4"}), 2)}
+    ),
+    "answers of sessions that may be forgotten": lambda: forgetful(
+        answers=(Answer("f0"), Answer("f1", turn_id="t9"), Answer("f2", finished=True))
+    ),
     "counters that grew while the heads were read": lambda: evidence(
         counts_before={}, counts_after={"session:trained": 3, "turn:trained": 9}
     ),
@@ -365,6 +443,15 @@ FINE: Mapping[str, Callable[[], Evidence]] = {
 @pytest.mark.parametrize("case", FINE)
 def test_what_may_be_is_not_called_a_fault(case: str) -> None:
     assert findings_of(FINE[case]()) == []
+
+
+def test_what_is_forgotten_is_told() -> None:
+    told_of = forgetful(answers=(Answer("f0"),))
+    totals = totals_of(told_of)
+    assert totals.forgotten_sessions == 3
+    assert msgspec.to_builtins(totals.forgotten_trained) == {"sessions": 2, "turns": 3, "tokens": 9}
+    (note,) = notes_of(told_of)
+    assert note.startswith("1 sessions that clients were told of are not there")
 
 
 def test_versions_that_no_policy_names_are_told_and_no_fault() -> None:

@@ -75,8 +75,13 @@ def test_only_the_value_is_rewarded() -> None:
 
 
 def session_ids(gateway_url: str) -> set[str]:
-    data = httpx.get(f"{gateway_url}/sessions?limit=1000").json()["data"]
-    return {session["session_id"] for session in data}
+    names: set[str] = set()
+    cursor = "0"
+    while cursor:
+        page = httpx.get(f"{gateway_url}/sessions", params={"limit": 1000, "cursor": cursor}).json()
+        names |= {session["session_id"] for session in page["data"]}
+        cursor = page["next_cursor"]
+    return names
 
 
 def test_the_warm_start_learns_the_ids_that_the_gateway_records(

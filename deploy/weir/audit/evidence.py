@@ -34,7 +34,7 @@ def gather(sources: Sources, answers: Sequence[Answer] = ()) -> Evidence:
         with redis:
             dead_letters = _dead_letters(redis)
             stream = _stream(redis)
-            before = _counts(redis)
+            before, forgotten_before = _counts(redis, keys.VERDICTS), _counts(redis, keys.FORGOTTEN)
             known = frozenset(_known_sessions(redis))
             named = known | stream.entries.keys() | {answer.session_id for answer in answers}
             sessions = {fact.session_id: fact for fact in _heads(redis, sorted(named), dead_letters)}
@@ -44,7 +44,9 @@ def gather(sources: Sources, answers: Sequence[Answer] = ()) -> Evidence:
                 stream=stream,
                 groups=_groups(redis, sessions.values()),
                 counts_before=before,
-                counts_after=_counts(redis),
+                counts_after=_counts(redis, keys.VERDICTS),
+                forgotten_before=forgotten_before,
+                forgotten_after=_counts(redis, keys.FORGOTTEN),
                 policies=frozenset(int(version) for version in _reply(redis.hkeys(keys.POLICIES))),
                 dead_letters=dead_letters,
                 tombstones=_tombstones(redis),
@@ -159,12 +161,12 @@ def _groups(redis: Redis, sessions: Iterable[SessionFact]) -> Mapping[str, Group
     for chunk in _chunks(names):
         with redis.pipeline(transaction=False) as pipeline:
             for name in chunk:
-                pipeline.hget(keys.group(name), "size")
+                pipeline.hmget(keys.group(name), "size", "forgotten")
                 pipeline.smembers(keys.group_members(name))
             replies = pipeline.execute()
-        for name, size, members in zip(chunk, replies[::2], replies[1::2], strict=True):
+        for name, (size, forgotten), members in zip(chunk, replies[::2], replies[1::2], strict=True):
             members = frozenset(member.decode() for member in members)
-            found[name] = GroupFact(int(size) if size else None, members)
+            found[name] = GroupFact(int(size) if size else None, members, int(forgotten or 0))
     return found
 
 
@@ -178,8 +180,8 @@ def _tombstones(redis: Redis) -> Mapping[str, Tombstone]:
     return {name.decode(): decode_tombstone(value) for name, value in found}
 
 
-def _counts(redis: Redis) -> Mapping[str, int]:
-    counts: Any = _reply(redis.hgetall(keys.VERDICTS))
+def _counts(redis: Redis, key: str) -> Mapping[str, int]:
+    counts: Any = _reply(redis.hgetall(key))
     return {name.decode(): int(count) for name, count in counts.items()}
 
 

@@ -94,6 +94,8 @@ class Ledger(msgspec.Struct, frozen=True):
 class GroupFact(msgspec.Struct, frozen=True):
     size: int | None
     members: frozenset[str]
+    forgotten: int = 0
+    """Of its members, how many were settled and are forgotten."""
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -126,10 +128,29 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     counts_before: Mapping[str, int] = {}
     """The counters of verdicts before the heads were read, and after."""
     counts_after: Mapping[str, int] = {}
+    forgotten_before: Mapping[str, int] = {}
+    """The same of what is forgotten of them; and the trained tokens of that."""
+    forgotten_after: Mapping[str, int] = {}
     policies: frozenset[int] = frozenset()
     dead_letters: Mapping[bytes, str] = {}
     """Entry id by the digest of its bytes."""
     answers: tuple[Answer, ...] = ()
+
+    @property
+    def forgotten_sessions(self) -> int:
+        counts = self.forgotten_after.items()
+        return sum(number for name, number in counts if name.startswith("session:"))
+
+    @cached_property
+    def vanished_answers(self) -> frozenset[str]:
+        """Sessions that a client was told of, and of which nothing is left."""
+        told = {answer.session_id for answer in self.answers}
+        return frozenset(told - self.sessions.keys() - self.tombstones.keys())
+
+    @property
+    def may_be_forgotten(self) -> bool:
+        """Whether these may all be among the forgotten ones, whose names nobody keeps."""
+        return len(self.vanished_answers) <= self.forgotten_sessions
 
     @cached_property
     def trained_by(self) -> Mapping[str, tuple[LedgerRow, ...]]:

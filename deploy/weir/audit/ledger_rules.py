@@ -1,15 +1,22 @@
 """What must hold of the ledger by itself, and of its rows against the turns that they name."""
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
 from weir.audit.facts import Evidence, Finding, Kind, LedgerRow
+
+TOKENS = "tokens:trained"
+"""Beside the verdicts, in the counters of what is forgotten."""
+TRAINED = {"session:trained": "sessions", "turn:trained": "turns", TOKENS: "tokens"}
 
 
 def ledger_findings(evidence: Evidence) -> Iterator[Finding]:
     yield from _order(evidence.ledger.rows)
     for row in evidence.ledger.rows:
         yield from _row(row, evidence)
+    if evidence.forgotten_after.get("turn:trained"):
+        yield from _forgotten(evidence)
 
 
 def _of_step(row: LedgerRow, kind: Kind, rule: str, said: str) -> Finding:
@@ -39,7 +46,8 @@ def _row(row: LedgerRow, evidence: Evidence) -> Iterator[Finding]:
     known = [evidence.turns[turn_id] for turn_id in row.turns if turn_id in evidence.turns]
     unknown = [turn_id for turn_id in row.turns if turn_id not in evidence.turns]
     gone = [evidence.tombstones[session] for session in row.sessions if session in evidence.tombstones]
-    if len(unknown) > sum(tombstone.turns for tombstone in gone):
+    forgotten = evidence.forgotten_after.get("turn:trained", 0)
+    if len(unknown) > sum(tombstone.turns for tombstone in gone) + forgotten:
         said = f"trained what no session knows: {', '.join(unknown)}"
         yield _of_step(row, "unexplained", "unknown_turns", said)
     tokens = sum(turn.tokens for _, turn in known)
@@ -52,3 +60,27 @@ def _row(row: LedgerRow, evidence: Evidence) -> Iterator[Finding]:
             f"names the sessions {', '.join(sorted(told))}, and its turns are of {', '.join(sorted(found))}"
         )
         yield _of_step(row, "unexplained", "sessions", said)
+
+
+def _forgotten(evidence: Evidence) -> Iterator[Finding]:
+    """What the rows name and no head knows is as much as was forgotten of what was trained.
+
+    Of deleted sessions nobody knows how many of their turns were trained, so they leave a margin.
+    """
+    missed: Counter[str] = Counter()
+    spare: Counter[str] = Counter()
+    for row in evidence.ledger.rows:
+        known = [evidence.turns[turn_id] for turn_id in row.turns if turn_id in evidence.turns]
+        gone = [evidence.tombstones[name] for name in row.sessions if name in evidence.tombstones]
+        missing = len(row.turns) - len(known)
+        spare["turn:trained"] += min(missing, sum(tombstone.turns for tombstone in gone))
+        if missing:
+            tokens = row.tokens - sum(turn.tokens for _, turn in known)
+            told = {*row.sessions} - evidence.tombstones.keys() - {each.session_id for each, _ in known}
+            missed += Counter({"turn:trained": missing, TOKENS: tokens, "session:trained": len(told)})
+            spare[TOKENS] += tokens if gone else 0
+    for name, what in TRAINED.items():
+        least, most = evidence.forgotten_before.get(name, 0), evidence.forgotten_after.get(name, 0)
+        if not least <= missed[name] <= most + spare[name]:
+            said = f"the ledger has {missed[name]} trained {what} that nobody knows, and {most} are forgotten"
+            yield Finding(kind="unexplained", rule="forgotten", subject=f"forgotten {what}", sentence=said)

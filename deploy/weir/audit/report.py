@@ -69,6 +69,12 @@ def _facts(report: Report) -> list[str]:
         f"stream: {totals.pending} entries pending, {totals.undelivered} not yet delivered; "
         f"{totals.dead_letters} dead letters, {totals.deleted_sessions} deleted sessions",
     ]
+    if totals.forgotten_sessions:
+        trained = totals.forgotten_trained
+        said.append(
+            f"forgotten: {totals.forgotten_sessions} settled sessions; {trained.sessions} of them trained, "
+            f"with {trained.turns} turns and {trained.tokens} tokens"
+        )
     if report.answers:
         said.append(f"answers: {report.answers} that clients had heard were looked for")
     return said + [f"note: {note}" for note in report.notes]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rollout_queue.records import Verdict
 from weir.audit.facts import Evidence, Finding, Kind, LedgerRow, SessionFact, TurnFact
-from weir.audit.ledger_rules import ledger_findings
+from weir.audit.ledger_rules import TOKENS, ledger_findings
 
 OF_GATEWAYS = frozenset({"failed", "abandoned", "expired", "deleted"})
 """Verdicts that a gateway gives, to a session with all its turns. The trainer gives each turn its own beside
@@ -206,7 +206,8 @@ def _groups(evidence: Evidence) -> Iterator[Finding]:
             said = f"does not list its member {session.session_id}"
             yield of_group(session.group_id, "unexplained", "member_unlisted", said)
     for name, group in evidence.groups.items():
-        for member in sorted(group.members - there - evidence.known_sessions):
+        gone = group.members - there - evidence.known_sessions
+        for member in sorted(gone) if len(gone) > group.forgotten else ():
             yield of_group(name, "lost", "member_gone", f"lists the session {member}, which is not there")
         if group.size is not None and len(group.members) > group.size:
             said = f"was made for {group.size} sessions and has {len(group.members)}"
@@ -214,9 +215,10 @@ def _groups(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _counters(evidence: Evidence) -> Iterator[Finding]:
-    """The counters were read before and after the heads, and only grow: the heads' own sum lies between.
+    """The counters were read before and after the heads, and only grow: between them lies the sum of the
+    heads and of what is forgotten.
 
-    What was counted before a session was deleted stays counted.
+    A session may be deleted meanwhile, and its turns stay counted.
     """
     own = Counter(
         [f"session:{session.verdict.code}" for session in evidence.sessions.values() if session.verdict]
@@ -227,11 +229,14 @@ def _counters(evidence: Evidence) -> Iterator[Finding]:
         "turn": sum(tombstone.turns for tombstone in evidence.tombstones.values()),
     }
     own["session:deleted"] += len(evidence.tombstones)
-    for name in sorted(own.keys() | evidence.counts_after.keys()):
+    before, after = evidence.forgotten_before, evidence.forgotten_after
+    for name in sorted((own.keys() | evidence.counts_after.keys() | after.keys()) - {TOKENS}):
         least, most = evidence.counts_before.get(name, 0), evidence.counts_after.get(name, 0)
         spare = 0 if name == "session:deleted" else gone[name.partition(":")[0]]
-        if not least - spare <= own[name] <= most:
+        if not (least - spare <= own[name] + after.get(name, 0) and own[name] + before.get(name, 0) <= most):
             said = f"the counter {name} says {most}, and {own[name]} of them have that verdict"
+            if name in after:
+                said += f"; {after[name]} are forgotten"
             yield Finding(kind="unexplained", rule="counter", subject=f"counter {name}", sentence=said)
 
 
@@ -242,6 +247,8 @@ def _answers(evidence: Evidence) -> Iterator[Finding]:
             continue
         session = evidence.sessions.get(answer.session_id)
         fields = frozenset[str]() if session is None else session.fields
+        if session is None and evidence.may_be_forgotten:
+            continue
         if session is None:
             said = "is not there, and a client was told that it is"
             yield _of_session(answer.session_id, "lost", "answered", said)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import msgspec
 
 from weir.audit.facts import Evidence, SessionFact, TurnFact
+from weir.audit.ledger_rules import TRAINED
 from weir.audit.rules import final_verdict
 
 
@@ -28,6 +29,9 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     undelivered: int
     dead_letters: int
     deleted_sessions: int
+    forgotten_sessions: int
+    forgotten_trained: Sum
+    """Of those: what the ledger has of it, and no session of Redis."""
 
 
 def totals_of(evidence: Evidence) -> Totals:
@@ -49,6 +53,8 @@ def totals_of(evidence: Evidence) -> Totals:
         undelivered=evidence.stream.undelivered,
         dead_letters=len(evidence.dead_letters),
         deleted_sessions=len(evidence.tombstones),
+        forgotten_sessions=evidence.forgotten_sessions,
+        forgotten_trained=Sum(*(evidence.forgotten_after.get(name, 0) for name in TRAINED)),
     )
 
 
@@ -82,6 +88,11 @@ def notes_of(evidence: Evidence) -> list[str]:
     if evidence.stream.unreadable:
         unread = ", ".join(evidence.stream.unreadable)
         notes.append(f"entries that this build cannot read wait in the stream: {unread}")
+    if evidence.vanished_answers and evidence.may_be_forgotten:
+        notes.append(
+            f"{len(evidence.vanished_answers)} sessions that clients were told of are not there, and may be "
+            f"among the {evidence.forgotten_sessions} that are forgotten"
+        )
     if evidence.stream.vanished:
         notes.append(f"{evidence.stream.vanished} pending entries are gone from the stream")
     entries = evidence.stream.entries

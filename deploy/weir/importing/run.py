@@ -26,6 +26,7 @@ CONFLICTS: dict[Restored, str] = {
     "owner": "its group belongs to another client key",
     "size": "its group is there with another size",
     "full": "its group has all of its sessions already",
+    "forgotten": "it, or its group, ended here and is forgotten; a trainer may know it: see --as-new",
 }
 
 Complain = Callable[[str], None]

@@ -1,0 +1,319 @@
+"""Settled sessions are forgotten, whole and counted; whatever a trainer may still want is not."""
+
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from rollout_queue import keys, retention
+from rollout_queue.deletion import RedisDeleter
+from rollout_queue.episodes import Episode
+from rollout_queue.errors import Conflict, SessionForgotten, SessionUnknown
+from rollout_queue.places import START
+from rollout_queue.records import Turn, Verdict
+from rollout_queue.redis_reader import RedisReader
+from rollout_queue.redis_writer import RedisWriter
+from rollout_queue.restore import restore
+from rollout_queue.retention import RedisForgetter
+from rollout_queue.stream import Verdicts
+from tests.claimed import claimed_reader
+from tests.queue.test_stream import outcome, reward, spec, turn
+
+TRAINED = Verdict(code="trained", step=3, version=3)
+FAILED = Verdict(code="failed", detail="it fell over")
+
+
+class Rig:
+    """A stream, its ends, and what forgets. One process of redis-py each, as gateways and a trainer are."""
+
+    def __init__(self, url: str) -> None:
+        self.redis, self.sync = AsyncRedis.from_url(url), Redis.from_url(url)
+        self.sync.flushdb()
+        self.writer, self.forgetter = RedisWriter(self.redis), RedisForgetter(self.redis)
+        self.reader: RedisReader = claimed_reader(self.sync)
+
+    async def episode(self, name: str = "s1", turns: int = 1, **terms: Any) -> None:
+        """A session that has ended, with a reward; nobody has judged it."""
+        await self.writer.open_session(spec(name, **terms))
+        for number in range(turns):
+            await self.writer.append_turn(turn(f"{name}-t{number}", name), 200.0)
+        await self.writer.append_outcome(outcome(session_id=name), reward("finish", session_id=name), None)
+
+    def learn(self, verdict: Verdict = TRAINED) -> None:
+        """The trainer takes all there is, and is done with it."""
+        entries = self.reader.read(1000, 0.01)
+        names = {entry.record.session_id for entry in entries}
+        turns = {
+            (entry.record.session_id, entry.record.turn_id)
+            for entry in entries
+            if isinstance(entry.record, Turn)
+        }
+        verdicts = Verdicts(dict.fromkeys(names, verdict), dict.fromkeys(turns, verdict))
+        self.reader.acknowledge([entry.entry_id for entry in entries], verdicts)
+
+    async def forgotten(self, most: int = 100) -> Counter[str]:
+        """What is forgotten of all that may be, however young."""
+        return await self.forgetter.forget(0, most)
+
+    def left(self) -> set[str]:
+        """Every key but those of the stream and the trainer."""
+        names: Any = self.sync.keys()
+        return {name.decode() for name in names} - {keys.STREAM, keys.FENCE, keys.LEASE}
+
+    def counts(self, key: str) -> dict[str, int]:
+        found: Any = self.sync.hgetall(key)
+        return {name.decode(): int(number) for name, number in found.items()}
+
+
+@pytest.fixture
+async def rig(redis_url: str) -> AsyncIterator[Rig]:
+    rig = Rig(redis_url)
+    yield rig
+    await rig.writer.close()
+    await rig.redis.aclose()
+    rig.sync.close()
+
+
+async def test_what_is_forgotten_leaves_counters_and_its_id(rig: Rig) -> None:
+    await rig.writer.open_session(spec(owner="me", user="ann", group_id="g", group_size=1))
+    told = {"reply_digest": "d", "request_digest": "q", "finish": "tool_calls", "user": "bob"}
+    await rig.writer.append_turn(turn(completion_id="c", **told), 1e12, "me")
+    rig.sync.set(keys.response("c"), "what it said")
+    for place in (keys.OPEN, keys.open_of("me"), keys.UNTRAINED):
+        rig.sync.zadd(place, {"s1": 1.0})
+    await rig.writer.append_outcome(outcome(), reward("finish"), None)
+    assert not await rig.forgotten()
+    rig.learn()
+    assert await rig.forgotten() == {"trained": 1}
+    assert rig.left() == {keys.VERDICTS, keys.FORGOTTEN, keys.FORGOTTEN_IDS}
+    assert rig.counts(keys.VERDICTS) == {"session:trained": 1, "turn:trained": 1}
+    assert rig.counts(keys.FORGOTTEN) == {"session:trained": 1, "turn:trained": 1, "tokens:trained": 2}
+    assert await rig.writer.load("s1") is None
+    assert await rig.writer.load_for_call("s1") is None
+    assert await rig.writer.tombstone("s1") is None
+    assert list(await rig.writer.sessions(START, 10)) == []
+    assert not await rig.forgotten()
+
+
+async def test_the_oldest_go_first_and_only_those_that_are_old_enough(rig: Rig) -> None:
+    for name in ("a", "b", "c"):
+        await rig.episode(name)
+        rig.learn()
+    hour_ms = 3600_000
+    for hours, name in enumerate(("c", "a", "b"), start=1):
+        rig.sync.zincrby(keys.SETTLED, -hours * hour_ms, name)
+    assert await rig.forgetter.forget(2.5 * 3600, 100) == {"trained": 1}
+    assert await rig.writer.load("b") is None
+    assert await rig.forgotten(most=1) == {"trained": 1}
+    assert await rig.writer.load("a") is None
+    assert await rig.writer.load("c") is not None
+
+
+async def test_what_nobody_has_settled_stays(rig: Rig) -> None:
+    await rig.writer.open_session(spec("open"))
+    await rig.writer.open_session(spec("unrewarded"))
+    await rig.writer.append_outcome(outcome(session_id="unrewarded"), None, None)
+    await rig.episode("ended")
+    rig.reader.acknowledge([entry.entry_id for entry in rig.reader.read(100, 0.01)], Verdicts({}, {}))
+    assert not await rig.forgotten()
+    assert await rig.writer.expire(now=1e10, limit=10) == 2
+    assert not await rig.forgotten(), "the trainer has yet to read that they expired"
+    rig.learn()
+    assert await rig.forgotten() == {"trained": 2}  # of the two that expired, as this trainer says
+    assert await rig.writer.load("ended") is not None
+
+
+@pytest.mark.parametrize("read", [False, True])
+async def test_nothing_is_forgotten_of_which_an_entry_waits(rig: Rig, read: bool) -> None:
+    """Whether the trainer has yet to read it, or to finish with it. What was settled before is not held."""
+    await rig.episode("before")
+    rig.learn()
+    began = time.time()
+    while time.time() - began < 0.002:  # what comes now has later ids, in milliseconds
+        pass
+    await rig.writer.open_session(spec())
+    await rig.writer.append_turn(turn(), 200.0)
+    await rig.writer.append_outcome(outcome(status="failed"), None, FAILED)
+    entries = rig.reader.read(100, 0.01) if read else []
+    assert await rig.forgotten() == {"trained": 1}
+    assert await rig.writer.load("s1") is not None
+    entries = entries or rig.reader.read(100, 0.01)
+    rig.reader.acknowledge([entries[0].entry_id], Verdicts({}, {}))
+    assert not await rig.forgotten()
+    rig.reader.acknowledge([entries[1].entry_id], Verdicts({}, {}))
+    assert await rig.forgotten() == {"failed": 1}
+
+
+async def test_a_clock_that_was_set_back_forgets_nothing_that_waits(rig: Rig) -> None:
+    """The stream's ids go on from where they were; a session is settled behind them all the same."""
+    ahead = int(time.time() * 1000) + 3600_000
+    rig.sync.xadd(keys.STREAM, {keys.STREAM_FIELD: b"?"}, id=f"{ahead}-0")
+    rig.reader.read(100, 0.01)
+    await rig.episode("s1")
+    await rig.writer.open_session(spec("s2"))
+    await rig.writer.append_outcome(outcome(session_id="s2", status="failed"), None, FAILED)
+    assert rig.sync.zscore(keys.SETTLED, "s2") == ahead
+    rig.learn()
+    assert rig.sync.zscore(keys.SETTLED, "s1") == ahead
+
+
+async def test_without_a_trainer_whatever_is_in_the_stream_waits(rig: Rig) -> None:
+    await rig.writer.open_session(spec())
+    await rig.writer.append_outcome(outcome(status="failed"), None, FAILED)
+    rig.sync.xgroup_destroy(keys.STREAM, keys.GROUP)
+    assert not await rig.forgotten()
+    rig.sync.delete(keys.STREAM)
+    assert await rig.forgotten() == {"failed": 1}
+
+
+async def test_what_changes_meanwhile_is_left_for_the_next_time(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.episode()
+    rig.learn()
+    heads = RedisForgetter._heads
+
+    async def read_and_then_rewarded(self: RedisForgetter, names: Any) -> Any:
+        found = await heads(self, names)
+        await rig.writer.append_reward(reward("late"))
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RedisForgetter, "_heads", read_and_then_rewarded)
+        assert not await rig.forgotten()
+    head = await rig.writer.load("s1")
+    assert head is not None
+    assert {each.key for each in head.rewards} == {"finish", "late"}
+    assert await rig.forgotten() == {"trained": 1}
+
+
+async def test_two_gateways_forget_a_session_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(5):
+        await rig.episode(f"s{number}", turns=2)
+    rig.learn()
+    other, heads = RedisForgetter(rig.redis), RedisForgetter._heads
+    seen: list[Counter[str]] = []
+
+    async def overtaken(self: RedisForgetter, names: Any) -> Any:
+        found = await heads(self, names)
+        if self is not other:
+            seen.append(await other.forget(0, 3))
+        return found
+
+    monkeypatch.setattr(RedisForgetter, "_heads", overtaken)
+    assert (await rig.forgotten(), seen) == ({"trained": 2}, [{"trained": 3}])
+    assert rig.counts(keys.FORGOTTEN) == {"session:trained": 5, "turn:trained": 10, "tokens:trained": 20}
+
+
+async def test_nothing_is_added_to_what_is_forgotten(rig: Rig) -> None:
+    await rig.episode()
+    rig.learn()
+    await rig.forgotten()
+    with pytest.raises(SessionUnknown):
+        await rig.writer.append_reward(reward())
+    with pytest.raises(SessionUnknown):
+        await rig.writer.append_outcome(outcome(), None, FAILED)
+    with pytest.raises(SessionUnknown):
+        await rig.writer.append_turn(turn("t2"), 200.0)
+    rig.reader.acknowledge([], Verdicts({"s1": TRAINED}, {("s1", "s1-t0"): TRAINED}))
+    assert rig.left() == {keys.VERDICTS, keys.FORGOTTEN, keys.FORGOTTEN_IDS}
+    assert rig.counts(keys.VERDICTS)["session:trained"] == 1
+    assert await RedisDeleter(rig.redis).delete_session("s1") is None
+
+
+async def test_an_id_that_a_trainer_may_know_is_not_given_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take the new session's turns for stragglers of the old one's, and train none of them."""
+    monkeypatch.setattr(retention, "IDS_KEPT", 3)
+    await rig.episode(group_id="g", group_size=1)
+    rig.learn()
+    await rig.forgotten()
+    with pytest.raises(SessionForgotten):
+        await rig.writer.open_session(spec())
+    with pytest.raises(Conflict, match="forgotten"):
+        await rig.writer.open_session(spec("s2", group_id="g"))
+    with pytest.raises(Conflict, match="forgotten"):
+        await rig.writer.open_group([spec("s2", group_id="g")])
+    for again in (spec(), spec("s2", group_id="g")):
+        assert restore(rig.sync, Episode(spec=again)) == "forgotten"
+    assert await rig.writer.load("s2") is None
+    for number in range(3):
+        await rig.episode(f"other-{number}")
+        rig.learn()
+        await rig.forgotten()
+    assert rig.sync.zcard(keys.FORGOTTEN_IDS) == 3
+    assert (await rig.writer.open_session(spec()))[1]
+    await rig.writer.open_group([spec("s2", group_id="g")])
+
+
+async def test_a_group_is_there_until_its_last_member_is_forgotten(rig: Rig) -> None:
+    """And as large as ever: its places are taken, and nobody waits for those who are gone."""
+    for name in ("a", "b"):
+        await rig.episode(name, group_id="g", group_size=3)
+    await rig.writer.open_session(spec("open", group_id="g", group_size=3))
+    rig.learn()
+    assert await rig.forgotten() == {"trained": 2}
+    standing = await rig.writer.group_standing("g")
+    assert (standing.size, standing.ended, standing.open, standing.missing) == (3, 2, 1, 0)
+    with pytest.raises(Conflict, match="3 sessions"):
+        await rig.writer.open_session(spec("one too many", group_id="g"))
+    assert rig.sync.hget(keys.group("g"), "forgotten") == b"2"
+    await rig.writer.append_outcome(outcome(session_id="open", status="failed"), None, FAILED)
+    rig.learn()
+    assert (await rig.forgotten()).total() == 1
+    assert rig.left() == {keys.VERDICTS, keys.FORGOTTEN, keys.FORGOTTEN_IDS}
+
+
+async def test_a_deleted_member_keeps_no_group(rig: Rig) -> None:
+    for name in ("a", "b"):
+        await rig.episode(name, group_id="g", group_size=2)
+    rig.learn()
+    await RedisDeleter(rig.redis).delete_session("a")
+    rig.learn()
+    assert await rig.forgotten() == {"trained": 1}
+    assert not rig.sync.exists(keys.group("g"), keys.group_members("g"))
+    assert rig.sync.zcard(keys.SETTLED) == 0
+
+
+async def test_what_this_build_cannot_read_stays_and_holds_nobody_up(rig: Rig) -> None:
+    await rig.episode("newer")
+    rig.learn()
+    rig.sync.hset(keys.session("newer"), "t:newer", b"\xff?")
+    await rig.episode("s1")
+    rig.learn()
+    rig.sync.zincrby(keys.SETTLED, -5000, "newer")
+    assert not await rig.forgotten(most=1)
+    assert await rig.forgotten(most=1) == {"trained": 1}
+    assert rig.sync.exists(keys.session("newer"))
+    assert await RedisDeleter(rig.redis).delete_session("newer") is not None
+
+
+async def test_a_session_that_an_older_build_settled_is_forgotten_too(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "ADOPTED_AT_ONCE", 10)
+    names = [f"s{number}" for number in range(200)]
+    for name in names:
+        await rig.writer.open_session(spec(name))
+    for name in names[:150]:
+        rig.sync.hset(keys.session(name), "verdict", msgspec.json.encode(TRAINED))
+    while not rig.forgetter._adopted:
+        await rig.forgetter.adopt()
+    assert (await rig.forgotten(most=1000)).total() == 150
+    assert len(await rig.writer.sessions(START, 1000)) == 50
+
+
+async def test_what_was_imported_with_its_verdict_is_settled(rig: Rig) -> None:
+    ended = outcome(status="failed")
+    assert (
+        restore(rig.sync, Episode(spec=spec(), turns=(turn(),), outcome=ended, verdict=FAILED)) == "restored"
+    )
+    assert not await rig.forgotten()
+    rig.reader.acknowledge([entry.entry_id for entry in rig.reader.read(10, 0.01)], Verdicts({}, {}))
+    assert await rig.forgotten() == {"failed": 1}

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, cast
 
 import hiredis
+from redis._parsers.hiredis import NOT_ENOUGH_DATA
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -22,6 +23,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 logger = logging.getLogger(__name__)
 
 Argument = str | bytes | float
+READ_BYTES = 2**16
 
 
 class Express:
@@ -122,17 +124,12 @@ class Express:
         """Hand out answers until the connection ends; then nobody is left waiting."""
         error: Exception = RedisConnectionError("the connection to Redis was closed")
         # Below redis-py's own read_response, whose deadline and whose error handling would serve one caller.
-        parser = cast(Any, self._connection._parser)
+        stream, parser = cast(Any, self._connection._reader), cast(Any, self._connection._parser)._reader
         try:
-            while True:
-                answer = await parser.read_response()  # an error is an answer too
-                waiting, _ = self._waiting.popleft()
-                if waiting.done():
-                    continue  # its caller was cancelled
-                if isinstance(answer, Exception):
-                    waiting.set_exception(answer)
-                else:
-                    waiting.set_result(answer)
+            while arrived := await stream.read(READ_BYTES):
+                parser.feed(arrived)
+                while (answer := parser.gets()) is not NOT_ENOUGH_DATA:
+                    self._answered(answer)
         except (RedisConnectionError, OSError) as ended:
             error = ended
         finally:
@@ -141,6 +138,20 @@ class Express:
             for waiting, _ in left:
                 if not waiting.done():
                     waiting.set_exception(error)
+
+    def _answered(self, answer: Any) -> None:
+        """Raises RedisConnectionError where the answer is that there will be none."""
+        if isinstance(answer, RedisConnectionError):
+            raise answer
+        if isinstance(answer, hiredis.PushNotification):
+            return
+        waiting, _ = self._waiting.popleft()
+        if waiting.done():
+            return  # its caller was cancelled
+        if isinstance(answer, Exception):
+            waiting.set_exception(answer)
+        else:
+            waiting.set_result(answer)
 
     def _watch(self) -> None:
         """Give a connection up whose oldest answer is overdue."""

@@ -44,17 +44,8 @@ class Pages:
             self._pool.release(connection)
 
     def _page(self, connection: Any, count: int, what: bytes) -> list[RawEntry]:
-        read = (
-            "XREADGROUP",
-            "GROUP",
-            keys.GROUP,
-            keys.CONSUMER,
-            "COUNT",
-            count,
-            "STREAMS",
-            keys.STREAM,
-            what,
-        )
+        group = ("GROUP", keys.GROUP, keys.CONSUMER)
+        read = ("XREADGROUP", *group, "COUNT", count, "STREAMS", keys.STREAM, what)
         found = None
         while found is None:
             _, fence = _asked(connection, ("WATCH", keys.FENCE), ("GET", keys.FENCE))

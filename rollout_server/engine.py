@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 WATCH_S = 5.0
+HEARD_WITHIN_S = 1.0
+"""So soon every gateway has asked how this server is."""
 MAX_BACKOFF_S = 30.0
 
 
@@ -145,10 +147,14 @@ class Engine:
         self.awaited_version = None
 
     async def drain(self) -> None:
-        """Out of rotation for good; what runs may end, for a while."""
+        """Out of rotation for good; what runs may end, for a while, and what gateways send that have not
+        heard of it yet."""
         self._closing = True
-        until_s = monotonic() + self._settings.drain_timeout_s
-        while await self._is_busy() and monotonic() < until_s:  # noqa: ASYNC110 - only SGLang knows
+        busy_s = monotonic()
+        until_s = busy_s + self._settings.drain_timeout_s
+        while self._process is not None and monotonic() < min(busy_s + HEARD_WITHIN_S, until_s):
+            if await self._is_busy():
+                busy_s = monotonic()
             await asyncio.sleep(POLL_S)
 
     async def close(self) -> None:

@@ -29,6 +29,8 @@ READ_COUNT = 1000
 BLOCK_S = 0.25
 RECENT = 8
 """Acknowledgements that are remembered, so that their verdicts can be given again."""
+SETTLED_AT_ONCE = 500
+"""Groups in one acknowledgement; Redis serves nobody else meanwhile."""
 STEPS_REMEMBERED = 8
 """Steps over which the use of rollouts is averaged."""
 
@@ -180,15 +182,15 @@ class Intake:
         """Acknowledge groups that no step will use, and records that came after their session's end."""
         ended = [settle(judged) for judged in silent]
         if freed := self._assembler.freed():  # never after their deletion, which may be among these groups
-            ended.append(Settlement(freed, {}, []))
+            ended.insert(0, Settlement(freed, {}, []))
         if strays := self._assembler.strays():
             logger.info("%d entries came after their session had ended", len(strays))
             # Behind what is owed, so that a crash cannot part a session's entries.
             (self._owed or ended).append(Settlement(strays, {}, []))
             came = set(strays)
             ended += [each for each in self._recent if came.intersection(each.entry_ids)]
-        if ended:
-            self._settle(ended)
+        for start in range(0, len(ended), SETTLED_AT_ONCE):
+            self._settle(ended[start : start + SETTLED_AT_ONCE])
         for judged in silent:
             logger.info("group %s is not trained: %s", judged.group.group_id, judged.silence)
             self.tally.add(judged)

@@ -27,7 +27,8 @@ class Recalled(NamedTuple):
 def recalled(stream: StreamReader, session_ids: Collection[str], group_ids: Collection[str]) -> Recalled:
     """Raises StorageUnavailable. What has no head and no tombstone is taken for new."""
     rolls = stream.rolls(group_ids)
-    codes = stream.verdict_codes({*session_ids}.union(*(roll.members for roll in rolls.values())))
+    asked = (roll.members for roll in rolls.values() if roll.size is not None and not roll.forgotten)
+    codes = stream.verdict_codes({*session_ids}.union(*asked))
     settled = frozenset(each for each in session_ids if _settled(codes.get(each)))
     return Recalled(settled, frozenset(group_id for group_id, roll in rolls.items() if _gone(roll, codes)))
 

@@ -53,7 +53,7 @@ class StackSettings(ServiceSettings):
     """Fields of the services' own sections, by section; they win over weir.yaml and the environment."""
     start_timeout_s: float = 600.0
     """How long everything may take to become ready; the engine's first start is by far the longest part."""
-    stop_timeout_s: float = 45.0
+    stop_timeout_s: float = 60.0
     """How long each service may take to drain before it is killed; longer than any drains by itself."""
     free_disk_bytes: int = 2 * 2**30
     """The room that the run directory's disk must have before anything starts."""

@@ -12,15 +12,41 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 from redis.asyncio import Redis
-from redis.exceptions import WatchError
 
 from gateway.engines.fleet import Fleet, RolloutServer
 from rollout_queue import keys
-from rollout_queue.availability import available, stored
+from rollout_queue.availability import stored
 from rollout_queue.policy import PolicyRecord
 from rollout_queue.web.errors import ApiError
 
 logger = logging.getLogger(__name__)
+
+REGISTER = """
+-- KEYS: policies, reserved
+-- ARGV: version, record, number of policies, what is known of this one, reserved version
+-- Whether it is registered: not where somebody has published, or taken a number, since it was looked at.
+if redis.call('HLEN', KEYS[1]) ~= tonumber(ARGV[3]) then return 0 end
+if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[4] then return 0 end
+if (redis.call('HGET', KEYS[2], 'version') or '') ~= ARGV[5] then return 0 end
+redis.call('HDEL', KEYS[1], '') -- a full Redis takes it, and refuses nothing that follows: a trainer waits
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+return 1
+"""
+
+KEEP = """
+-- KEYS: policies   ARGV: version, record
+redis.call('HDEL', KEYS[1], '') -- as above
+return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+"""
+
+SERVE = """
+-- KEYS: serving   ARGV: version
+-- Returns what was served.
+local former = redis.call('GET', KEYS[1])
+redis.call('DEL', KEYS[1]) -- as above
+redis.call('SET', KEYS[1], ARGV[1])
+return former
+"""
 
 
 class PushResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,29 +126,24 @@ class Policies:
         self, version: int | None, location: str, manifest_sha256: str | None, step: int | None
     ) -> PolicyRecord:
         """Keep the policy under its number, whatever another gateway registers at the same moment."""
-        with available():
-            pipeline: Any = self._redis.pipeline(transaction=True)
-            async with pipeline as transaction:
-                while True:
-                    await transaction.watch(keys.POLICIES, keys.RESERVED)
-                    known = _records(await transaction.hgetall(keys.POLICIES))
-                    reserved = _reserved(await transaction.hgetall(keys.RESERVED))
-                    newest = max(known, default=0)
-                    asked = PolicyRecord(
-                        version=max(newest, reserved.version) + 1 if version is None else version,
-                        location=location,
-                        manifest_sha256=manifest_sha256,
-                        step=step,
-                        created_at=time.time(),
-                    )
-                    record = _accepted(asked, known.get(asked.version), newest, reserved)
-                    transaction.multi()
-                    transaction.hset(keys.POLICIES, str(record.version), _packed(record))
-                    try:
-                        await transaction.execute()
-                    except WatchError:
-                        continue
-                    return record
+        while True:
+            policies = await stored(self._redis.hgetall(keys.POLICIES))
+            taken = await stored(self._redis.hgetall(keys.RESERVED))
+            known, reserved = _records(policies), _reserved(taken)
+            newest = max(known, default=0)
+            asked = PolicyRecord(
+                version=max(newest, reserved.version) + 1 if version is None else version,
+                location=location,
+                manifest_sha256=manifest_sha256,
+                step=step,
+                created_at=time.time(),
+            )
+            record = _accepted(asked, known.get(asked.version), newest, reserved)
+            name = str(record.version)
+            looked_at = [len(policies), policies.get(name.encode(), b""), taken.get(b"version", b"")]
+            named = [keys.POLICIES, keys.RESERVED]
+            if await stored(self._redis.eval(REGISTER, 2, *named, name, _packed(record), *looked_at)):
+                return record
 
     async def _push(self, record: PolicyRecord, force: bool = False) -> list[PushResult]:
         """Tell every server. The version is served once one took it: a slow one keeps nobody waiting."""
@@ -142,7 +163,7 @@ class Policies:
 
     async def _serve(self, record: PolicyRecord) -> None:
         await self._store(msgspec.structs.replace(record, state="serving"))
-        former = await stored(self._redis.set(keys.SERVING, record.version, get=True))
+        former = await stored(self._redis.eval(SERVE, 1, keys.SERVING, str(record.version)))
         self._fleet.serve(record.version)
         logger.info("version %d is served", record.version)
         for each in await self.all():
@@ -186,7 +207,7 @@ class Policies:
         )
 
     async def _store(self, record: PolicyRecord) -> None:
-        await stored(self._redis.hset(keys.POLICIES, str(record.version), _packed(record)))
+        await stored(self._redis.eval(KEEP, 1, keys.POLICIES, str(record.version), _packed(record)))
 
 
 def status_of(results: Sequence[PushResult]) -> int:

@@ -12,10 +12,9 @@ from redis.asyncio import Redis
 
 from rollout_queue import keys
 from rollout_queue.availability import stored
-from rollout_queue.errors import InvalidRecord, UnknownSchema
 from rollout_queue.head import SessionHead
 from rollout_queue.places import START, Place, places_after
-from rollout_queue.redis_writer import read_head
+from rollout_queue.redis_writer import UNREADABLE, read_head
 from rollout_queue.tombstone import Tombstone, decode_tombstone
 
 logger = logging.getLogger(__name__)
@@ -86,6 +85,6 @@ async def _read(redis: Redis, names: Sequence[str]) -> list[Found]:
             continue
         try:
             found.append(Found(name, read_head(fields), None))
-        except (InvalidRecord, UnknownSchema) as error:
+        except UNREADABLE as error:
             logger.error("session %s is left out of an export: %s", name, error)
     return found

@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 
 from gateway.metrics import Metrics
 from gateway.settings import GatewaySettings
+from rollout_queue import keys
 from rollout_queue.availability import stored
 from rollout_queue.retention import Forgotten, RedisForgetter
 
@@ -29,6 +30,8 @@ ASKED_FOR_S = 60.0
 """However full Redis is, so long anybody may still ask what became of a session, and a client that lost an
 answer may ask again. Who settles more than Redis holds in that time needs a larger one."""
 
+NOTHING = Forgotten(Counter(), 0, "")
+
 
 class Retention:
     """Forgets, a bounded number of sessions a pass. Any number of gateways may do it at once."""
@@ -40,6 +43,7 @@ class Retention:
         self._forgetter = RedisForgetter(redis)
         self._early = False
         """Whether Redis has been too full since it last was not."""
+        self._held_by = ""
 
     async def refresh(self) -> None:
         """One pass. Raises StorageUnavailable."""
@@ -48,11 +52,12 @@ class Retention:
         await self._forgetter.adopt()
         for _ in range(BATCHES):
             aged = await self._forgetter.forget(self._keep_s, BATCH)
-            early: Forgotten = Counter()
+            early = NOTHING
             if await self._is_full():
                 early = await self._forgetter.forget(min(ASKED_FOR_S, self._keep_s), BATCH)
-            self._tell(aged, early)
-            if max(aged.total(), early.total()) < BATCH:
+                self._tell_what_holds(early)
+            self._tell(aged.verdicts, early.verdicts)
+            if max(aged.due, early.due) < BATCH:
                 return
 
     async def _is_full(self) -> bool:
@@ -62,7 +67,18 @@ class Retention:
         self._early = used >= HIGH or (self._early and used > LOW)
         return self._early
 
-    def _tell(self, aged: Forgotten, early: Forgotten) -> None:
+    def _tell_what_holds(self, early: Forgotten) -> None:
+        held_by = "" if early.due else early.held_by
+        if held_by and held_by != self._held_by:
+            logger.warning(
+                "Redis fills up, and no settled session may go: entry %s of %s is older than all of them, and"
+                " waits for a trainer or for its session",
+                held_by,
+                keys.STREAM,
+            )
+        self._held_by = held_by
+
+    def _tell(self, aged: Counter[str], early: Counter[str]) -> None:
         self._metrics.forgotten.labels("age").inc(aged.total())
         self._metrics.forgotten.labels("memory").inc(early.total())
         if forgotten := aged + early:

@@ -9,7 +9,10 @@ from rollout_queue.tombstone import user_digest
 CONTINUATION_TTL_S = 30 * 86400.0
 """Redis counts a key's life in milliseconds and overflows; a conversation that old has ended."""
 
-_APPENDED_TO = (keys.STREAM, keys.DEADLINES, keys.SESSIONS, keys.DELETED, keys.DELETED_USERS)
+_APPENDED_TO = (
+    *(keys.STREAM, keys.DEADLINES, keys.SESSIONS),
+    *(keys.DELETED, keys.DELETED_USERS, keys.FORGOTTEN_IDS),
+)
 
 
 def append_arguments(

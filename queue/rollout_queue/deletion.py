@@ -16,10 +16,10 @@ from rollout_queue import keys, redis_scripts
 from rollout_queue.appending import continuations_of
 from rollout_queue.availability import stored
 from rollout_queue.codec import SCHEMA, encode
-from rollout_queue.errors import InvalidRecord, StorageUnavailable, UnknownSchema
+from rollout_queue.errors import StorageUnavailable
 from rollout_queue.head import SessionHead
 from rollout_queue.records import Deletion, SessionSpec
-from rollout_queue.redis_writer import read_head
+from rollout_queue.redis_writer import UNREADABLE, read_head
 from rollout_queue.tombstone import DeletedUser, Tombstone, encode_tombstone, total, user_digest
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,6 @@ PAGE = 100
 OVERDUE_S = 30.0
 """After that, whoever began to scrub is taken for dead."""
 MOST_AT_ONCE = 1000
-UNREADABLE = (InvalidRecord, UnknownSchema, msgspec.DecodeError)
-"""What a head raises that this build cannot read."""
 
 
 class RedisDeleter:

@@ -17,11 +17,15 @@ from rollout_queue.codec import decode
 from rollout_queue.errors import InvalidRecord, LeaseLost, StorageUnavailable, UnknownSchema
 from rollout_queue.lease import LOST
 from rollout_queue.pages import Pages, RawEntry
-from rollout_queue.records import Verdict
 from rollout_queue.stream import Entry, Roll, Verdicts
 from rollout_queue.tombstone import decode_tombstone
 
 logger = logging.getLogger(__name__)
+
+
+class _Coded(msgspec.Struct):
+    code: str
+
 
 PAGE = 200
 """Entries that are read at once: Redis serves nobody else meanwhile."""
@@ -89,7 +93,7 @@ class RedisReader:
                 if stone is not None:
                     codes[session_id] = decode_tombstone(stone).verdict or "deleted"
                 elif verdict is not None:
-                    codes[session_id] = msgspec.json.decode(verdict, type=Verdict).code
+                    codes[session_id] = _code(session_id, verdict)
         return codes
 
     def rolls(self, group_ids: Collection[str]) -> Mapping[str, Roll]:
@@ -191,6 +195,15 @@ class RedisReader:
         except StorageUnavailable:
             self._interrupted = True
             raise
+
+
+def _code(session_id: str, verdict: bytes) -> str:
+    """One that no build of this age has is a verdict all the same."""
+    try:
+        return msgspec.json.decode(verdict, type=_Coded).code
+    except msgspec.DecodeError as error:
+        logger.error("the verdict of session %s cannot be read, and stands: %s", session_id, error)
+        return ""
 
 
 def _pages(names: Collection[str]) -> Iterator[list[str]]:

@@ -78,7 +78,7 @@ return 'created'
 """
 
 APPEND_TURN = """
--- KEYS: session, stream, deadlines, sessions, deleted, deleted users, user…, continuation…
+-- KEYS: session, stream, deadlines, sessions, deleted, deleted users, forgotten ids, user…, continuation…
 -- ARGV: id, field, turn, expires, ttl in ms, request, seen, spec, created, number of users, digest of user…
 -- `spec` opens a session that is not there yet; empty where it has to be.
 -- `request` names a field that is there once a retry of the turn's request was recorded. `seen` is how many
@@ -90,6 +90,7 @@ if stored then return {before, before} end
 if not spec then
     if redis.call('HEXISTS', KEYS[5], ARGV[1]) == 1 then return 'deleted' end
     if ARGV[8] == '' then return 'unknown' end
+    if redis.call('ZSCORE', KEYS[7], 's:' .. ARGV[1]) then return 'forgotten' end
 end
 if outcome then return 'closed' end
 local users = tonumber(ARGV[10])
@@ -107,8 +108,8 @@ end
 redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
 if looked then redis.call('HSET', KEYS[1], ARGV[6], '') end
 redis.call('ZADD', KEYS[3], ARGV[4], ARGV[1])
-for user = 1, users do redis.call('SADD', KEYS[6 + user], ARGV[1]) end
-for continuation = 7 + users, #KEYS do redis.call('SET', KEYS[continuation], ARGV[1], 'PX', ARGV[5]) end
+for user = 1, users do redis.call('SADD', KEYS[7 + user], ARGV[1]) end
+for continuation = 8 + users, #KEYS do redis.call('SET', KEYS[continuation], ARGV[1], 'PX', ARGV[5]) end
 return {before, redis.call('HLEN', KEYS[1])}
 """
 

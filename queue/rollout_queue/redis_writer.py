@@ -1,5 +1,6 @@
 """The gateways' end of the stream, on Redis: each append is one script, so it happens whole or not at all."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -11,7 +12,7 @@ from rollout_queue.appending import append_arguments
 from rollout_queue.attempts import related
 from rollout_queue.availability import stored
 from rollout_queue.codec import decode, decode_spec, encode
-from rollout_queue.errors import Conflict, SessionClosed, UserDeleted
+from rollout_queue.errors import Conflict, InvalidRecord, SessionClosed, UnknownSchema, UserDeleted
 from rollout_queue.express import Express
 from rollout_queue.head import SessionHead
 from rollout_queue.head_cache import HeadCache
@@ -20,6 +21,11 @@ from rollout_queue.places import Listed, Place, places_after
 from rollout_queue.records import Outcome, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.standing import GroupStanding, group_standing, standings
 from rollout_queue.tombstone import Tombstone, decode_tombstone, user_digest
+
+logger = logging.getLogger(__name__)
+
+UNREADABLE = (InvalidRecord, UnknownSchema, msgspec.DecodeError)
+"""What a head raises that this build cannot read."""
 
 
 class RedisWriter:
@@ -84,7 +90,8 @@ class RedisWriter:
         async with self._redis.pipeline(transaction=False) as pipeline:
             for name in names:
                 pipeline.hgetall(keys.session(name))
-            heads = list(map(read_head, await stored(pipeline.execute())))
+            hashes = await stored(pipeline.execute())
+        heads = [_readable(name, fields) for name, fields in zip(names, hashes, strict=True)]
         gone = [name for name, head in zip(names, heads, strict=True) if head is None]
         tombstones = await self._tombstones(gone)
         found = zip(places, heads, strict=True)
@@ -224,6 +231,15 @@ class RedisWriter:
             raise SessionClosed(f"session {session_id} is finished")
         self._heads.drop(session_id)
         return expires_at
+
+
+def _readable(session_id: str, fields: Mapping[bytes, bytes]) -> SessionHead | None:
+    """One session that cannot be read takes no list of them with it."""
+    try:
+        return read_head(fields)
+    except UNREADABLE as error:
+        logger.error("session %s is left out of a list: %s", session_id, error)
+        return None
 
 
 def read_head(fields: Mapping[bytes, bytes]) -> SessionHead | None:

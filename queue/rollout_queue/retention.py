@@ -7,27 +7,36 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis.asyncio import Redis
 
 from rollout_queue import keys, retention_scripts
 from rollout_queue.availability import stored
-from rollout_queue.deletion import UNREADABLE, traces_of
+from rollout_queue.deletion import traces_of
 from rollout_queue.head import SessionHead
-from rollout_queue.redis_writer import read_head
+from rollout_queue.redis_writer import UNREADABLE, read_head
 
 logger = logging.getLogger(__name__)
 
 FIELDS_AT_ONCE = 500
 """Fields, most of them turns, that are read at once; a larger session comes alone."""
 ADOPTED_AT_ONCE = 500
-IDS_KEPT = 150_000
-"""Ids of forgotten sessions and groups that are not given again. More than a trainer remembers, which takes
-what comes under an id that it has settled for a straggler."""
+ADOPTED_EVERY_S = 3600.0
+IDS_KEPT = 250_000
+"""Ids of forgotten sessions and groups that are not given again. More than a trainer remembers of both, which
+takes what comes under an id that it has settled for a straggler."""
 
-Forgotten = Counter[str]
-"""How many sessions were forgotten, by verdict."""
+
+class Forgotten(NamedTuple):
+    """What one look at the oldest settled sessions came to."""
+
+    verdicts: Counter[str]
+    """How many sessions were forgotten, by verdict."""
+    due: int
+    """How many could be looked at; another gateway may have forgotten some of them."""
+    held_by: str
+    """The entry of the stream, owed by a trainer, that keeps all others; empty where time alone does."""
 
 
 class RedisForgetter:
@@ -38,29 +47,32 @@ class RedisForgetter:
         self._redis = redis
         self._due = redis.register_script(retention_scripts.DUE)
         self._forget = redis.register_script(retention_scripts.FORGET)
+        self._put_off = redis.register_script(retention_scripts.PUT_OFF)
         self._adopt = redis.register_script(retention_scripts.ADOPT)
         self._cursor = 0
-        self._adopted = False
+        self._adopted_at: float | None = None
 
     async def forget(self, settled_for_s: float, most: int) -> Forgotten:
         """Forget up to `most` sessions that were settled at least so long ago, the oldest first."""
-        forgotten: Forgotten = Counter()
+        verdicts: Counter[str] = Counter()
         if not await stored(self._redis.exists(keys.SETTLED)):
-            return forgotten
+            return Forgotten(verdicts, 0, "")
         age_ms = int(settled_for_s * 1000)
         named = [keys.SETTLED, keys.STREAM]
         reply: list[Any] = await stored(self._due(named, [keys.GROUP, age_ms, most, keys.session("")]))
-        before, *found = reply
+        before, held_by, *found = reply
         names = [name.decode() for name in found[::2]]
         for batch in _batches(names, found[1::2]):
             for name, fields in zip(batch, await self._heads(batch), strict=True):
                 if (verdict := await self._forget_one(name, fields, before)) is not None:
-                    forgotten[verdict] += 1
-        return forgotten
+                    verdicts[verdict] += 1
+        return Forgotten(verdicts, len(names), held_by.decode())
 
     async def adopt(self) -> None:
-        """Look through some more of the sessions for those that an older build has settled, until all are."""
-        if self._adopted:
+        """Look through some more of the sessions for those that an older build has settled; through all of
+        them once an hour, since such a build may run beside this one."""
+        now = time.monotonic()
+        if self._adopted_at is not None and now - self._adopted_at < ADOPTED_EVERY_S:
             return
         cursor, page = await stored(
             self._redis.zscan(keys.SESSIONS, cursor=self._cursor, count=ADOPTED_AT_ONCE)
@@ -72,7 +84,7 @@ class RedisForgetter:
             decided = [name for name, has in zip(names, await stored(pipeline.execute()), strict=True) if has]
         if decided:
             await stored(self._adopt([keys.SETTLED, keys.STREAM, *map(keys.session, decided)], decided))
-        self._cursor, self._adopted = cursor, not cursor
+        self._cursor, self._adopted_at = cursor, None if cursor else now
 
     async def _heads(self, names: Sequence[str]) -> list[Mapping[bytes, bytes]]:
         async with self._redis.pipeline(transaction=False) as pipeline:
@@ -88,8 +100,7 @@ class RedisForgetter:
         except UNREADABLE as error:
             # Nobody could say what was forgotten. It may be a newer build's: it comes up again in its turn.
             logger.warning("session %s is not forgotten: %s", session_id, error)
-            later = {session_id: time.time() * 1000}
-            await stored(self._redis.zadd(keys.SETTLED, later, xx=True))
+            await stored(self._put_off([keys.SETTLED, keys.STREAM], [session_id]))
             return None
         if head is None:
             await stored(self._redis.zrem(keys.SETTLED, session_id))
@@ -125,7 +136,7 @@ def _forgetting(
     named = [keys.session(session_id), keys.SETTLED, keys.SESSIONS, keys.FORGOTTEN, keys.FORGOTTEN_IDS]
     named += [keys.group(group_id), keys.group_members(group_id), *traces]
     arguments: list[str | bytes | int | float] = [session_id, seen, before, keys.session(""), group_id]
-    arguments += [time.time(), IDS_KEPT, *numbers]
+    arguments += [IDS_KEPT, *numbers]
     for turn in head.turns:
         arguments += [turn.turn_id, len(turn.output_ids)]
     return named, arguments

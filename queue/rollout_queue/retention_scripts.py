@@ -7,19 +7,24 @@ DUE = (
     LAST_DELIVERED
     + """
 -- KEYS: settled, stream   ARGV: group, settled for how many ms, most, prefix of session keys
--- The moment before which a session has to be settled, in ms; then of the oldest of these, id and fields.
+-- The moment before which a session has to be settled, in ms; the oldest entry that is owed, where it is what
+-- that moment comes from; then of the oldest such sessions, id and fields.
 -- What a trainer has yet to read, or to acknowledge, is of sessions that were settled later than its oldest
 -- entry; both moments are of the stream's own clock, so no other clock can differ from it.
 local time = redis.call('TIME')
 local before = time[1] * 1000 + math.floor(time[2] / 1000) - ARGV[2]
-local function owed(id) if id then before = math.min(before, tonumber(string.match(id, '%d+')) - 1) end end
+local oldest = ''
+local function owed(id)
+    local moment = id and tonumber(string.match(id, '%d+')) - 1
+    if moment and moment < before then before, oldest = moment, id end
+end
 if redis.call('EXISTS', KEYS[2]) == 1 then
     local delivered = last_delivered(KEYS[2], ARGV[1])
     if delivered then owed(redis.call('XPENDING', KEYS[2], ARGV[1])[2]) end
     local unread = redis.call('XRANGE', KEYS[2], delivered and '(' .. delivered or '-', '+', 'COUNT', 1)[1]
     owed(unread and unread[1])
 end
-local found = {string.format('%.0f', before)}
+local found = {string.format('%.0f', before), oldest}
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', before, 'LIMIT', 0, ARGV[3])) do
     found[#found + 1] = id
     found[#found + 1] = redis.call('HLEN', ARGV[4] .. id)
@@ -33,7 +38,7 @@ FORGET = (
     + """
 -- KEYS: session, settled, sessions, forgotten, forgotten ids, group, members, place…, user…, response…,
 --       continuation…
--- ARGV: id, seen, before, prefix of session keys, group, now, kept, how many places, users and responses,
+-- ARGV: id, seen, before, prefix of session keys, group, kept, how many places, users and responses,
 --       (turn, tokens)…
 -- `seen` is how many fields the session had when all of this was told of it.
 -- Returns its verdict; nothing where somebody else has forgotten it, or it has changed since.
@@ -43,7 +48,7 @@ local since, verdict = redis.call('ZSCORE', KEYS[2], id), code(redis.call('HGET'
 if not since or tonumber(since) > tonumber(ARGV[3]) or not verdict then return nil end
 if redis.call('HLEN', session) ~= tonumber(ARGV[2]) then return nil end
 local counts = {['session:' .. verdict] = 1}
-for at = 11, #ARGV, 2 do
+for at = 10, #ARGV, 2 do
     local own = code(redis.call('HGET', session, 'v:' .. ARGV[at]))
     if own then counts['turn:' .. own] = (counts['turn:' .. own] or 0) + 1 end
     if own == 'trained' then counts['tokens:trained'] = (counts['tokens:trained'] or 0) + ARGV[at + 1] end
@@ -53,23 +58,37 @@ redis.call('DEL', session)
 redis.call('ZREM', KEYS[2], id)
 redis.call('ZREM', KEYS[3], id)
 for name, number in pairs(counts) do redis.call('HINCRBY', KEYS[4], name, number) end
-redis.call('ZADD', KEYS[5], ARGV[6], 's:' .. id)
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('ZADD', KEYS[5], now, 's:' .. id)
 local function any_left()
     for _, member in ipairs(redis.call('SMEMBERS', KEYS[7])) do
         if redis.call('EXISTS', ARGV[4] .. member) == 1 then return true end
     end
 end
-if ARGV[5] ~= '' then
-    if any_left() then -- the group has not become smaller: a place in it is taken once
-        redis.call('HINCRBY', KEYS[6], 'forgotten', 1)
-    else
-        redis.call('DEL', KEYS[6], KEYS[7])
-        redis.call('ZADD', KEYS[5], ARGV[6], 'g:' .. ARGV[5])
-    end
+local size = ARGV[5] ~= '' and (redis.call('HGET', KEYS[6], 'size') or '')
+if size == '' then -- of any number, who may come and go
+    redis.call('SREM', KEYS[7], id)
+    if redis.call('EXISTS', KEYS[7]) == 0 then redis.call('DEL', KEYS[6]) end
+elseif size and any_left() then -- the group has not become smaller: a place in it is taken once
+    redis.call('HINCRBY', KEYS[6], 'forgotten', 1)
+elseif size then
+    redis.call('DEL', KEYS[6], KEYS[7])
+    redis.call('ZADD', KEYS[5], now, 'g:' .. ARGV[5])
 end
-redis.call('ZREMRANGEBYRANK', KEYS[5], 0, -1 - ARGV[7])
-leave(8, ARGV[8], ARGV[9], ARGV[10])
+redis.call('ZREMRANGEBYRANK', KEYS[5], 0, -1 - ARGV[6])
+leave(8, ARGV[7], ARGV[8], ARGV[9])
 return verdict
+"""
+)
+
+PUT_OFF = (
+    SETTLE
+    + """
+-- KEYS: settled, stream   ARGV: id
+-- It is as if it were settled now.
+redis.call('ZREM', KEYS[1], '') -- a full Redis takes it, and refuses nothing that follows
+if redis.call('ZSCORE', KEYS[1], ARGV[1]) then settle(KEYS[1], KEYS[2], ARGV[1]) end
 """
 )
 
@@ -78,6 +97,7 @@ ADOPT = (
     + """
 -- KEYS: settled, stream, session…   ARGV: id…
 -- Those that have a verdict and that nobody has noted as settled are settled now.
+redis.call('ZREM', KEYS[1], '') -- a full Redis takes it, and refuses nothing that follows
 for at = 3, #KEYS do
     local id = ARGV[at - 2]
     if redis.call('HEXISTS', KEYS[at], 'verdict') == 1 and not redis.call('ZSCORE', KEYS[1], id) then

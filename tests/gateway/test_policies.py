@@ -365,6 +365,17 @@ def test_two_who_publish_at_once_never_mean_other_weights_by_one_number(door: Do
         assert (number in by_hand) == (location == "file:///policies/None")
 
 
+def test_a_full_redis_takes_a_policy(door: Door) -> None:
+    """A trainer waits until it is served, and frees nothing meanwhile."""
+    assert publish(door, None).json()["version"] == 1
+    door.redis.config_set("maxmemory", 1)
+    try:
+        assert publish(door, None).status_code == 200
+        assert door.redis.get(keys.SERVING) == b"2"
+    finally:
+        door.redis.config_set("maxmemory", 0)
+
+
 def test_a_client_key_publishes_nothing(door: Door) -> None:
     assert door.post("/admin/policies", {"location": "file:///x"}).status_code == 403
     assert door.post("/admin/policies", {"location": 7}, key=ADMIN_KEY).status_code == 400

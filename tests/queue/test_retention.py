@@ -13,7 +13,7 @@ from redis.asyncio import Redis as AsyncRedis
 from rollout_queue import keys, retention
 from rollout_queue.deletion import RedisDeleter
 from rollout_queue.episodes import Episode
-from rollout_queue.errors import Conflict, SessionForgotten, SessionUnknown
+from rollout_queue.errors import Conflict, SessionClosed, SessionForgotten, SessionUnknown
 from rollout_queue.places import START
 from rollout_queue.records import Turn, Verdict
 from rollout_queue.redis_reader import RedisReader
@@ -58,7 +58,7 @@ class Rig:
 
     async def forgotten(self, most: int = 100) -> Counter[str]:
         """What is forgotten of all that may be, however young."""
-        return await self.forgetter.forget(0, most)
+        return (await self.forgetter.forget(0, most)).verdicts
 
     def left(self) -> set[str]:
         """Every key but those of the stream and the trainer."""
@@ -74,6 +74,7 @@ class Rig:
 async def rig(redis_url: str) -> AsyncIterator[Rig]:
     rig = Rig(redis_url)
     yield rig
+    rig.sync.config_set("maxmemory", 0)
     await rig.writer.close()
     await rig.redis.aclose()
     rig.sync.close()
@@ -107,7 +108,7 @@ async def test_the_oldest_go_first_and_only_those_that_are_old_enough(rig: Rig) 
     hour_ms = 3600_000
     for hours, name in enumerate(("c", "a", "b"), start=1):
         rig.sync.zincrby(keys.SETTLED, -hours * hour_ms, name)
-    assert await rig.forgetter.forget(2.5 * 3600, 100) == {"trained": 1}
+    assert (await rig.forgetter.forget(2.5 * 3600, 100)).verdicts == {"trained": 1}
     assert await rig.writer.load("b") is None
     assert await rig.forgotten(most=1) == {"trained": 1}
     assert await rig.writer.load("a") is None
@@ -202,7 +203,7 @@ async def test_two_gateways_forget_a_session_once(rig: Rig, monkeypatch: pytest.
     async def overtaken(self: RedisForgetter, names: Any) -> Any:
         found = await heads(self, names)
         if self is not other:
-            seen.append(await other.forget(0, 3))
+            seen.append((await other.forget(0, 3)).verdicts)
         return found
 
     monkeypatch.setattr(RedisForgetter, "_heads", overtaken)
@@ -220,6 +221,8 @@ async def test_nothing_is_added_to_what_is_forgotten(rig: Rig) -> None:
         await rig.writer.append_outcome(outcome(), None, FAILED)
     with pytest.raises(SessionUnknown):
         await rig.writer.append_turn(turn("t2"), 200.0)
+    with pytest.raises(SessionClosed, match="forgotten"):  # of a call that named no session, and took long
+        await rig.writer.append_turn(turn("t2"), 200.0, opening=spec())
     rig.reader.acknowledge([], Verdicts({"s1": TRAINED}, {("s1", "s1-t0"): TRAINED}))
     assert rig.left() == {keys.VERDICTS, keys.FORGOTTEN, keys.FORGOTTEN_IDS}
     assert rig.counts(keys.VERDICTS)["session:trained"] == 1
@@ -288,6 +291,7 @@ async def test_what_this_build_cannot_read_stays_and_holds_nobody_up(rig: Rig) -
     await rig.episode("s1")
     rig.learn()
     rig.sync.zincrby(keys.SETTLED, -5000, "newer")
+    full(rig)
     assert not await rig.forgotten(most=1)
     assert await rig.forgotten(most=1) == {"trained": 1}
     assert rig.sync.exists(keys.session("newer"))
@@ -303,8 +307,8 @@ async def test_a_session_that_an_older_build_settled_is_forgotten_too(
         await rig.writer.open_session(spec(name))
     for name in names[:150]:
         rig.sync.hset(keys.session(name), "verdict", msgspec.json.encode(TRAINED))
-    while not rig.forgetter._adopted:
-        await rig.forgetter.adopt()
+    full(rig)
+    await looked_through(rig)
     assert (await rig.forgotten(most=1000)).total() == 150
     assert len(await rig.writer.sessions(START, 1000)) == 50
 
@@ -317,3 +321,50 @@ async def test_what_was_imported_with_its_verdict_is_settled(rig: Rig) -> None:
     assert not await rig.forgotten()
     rig.reader.acknowledge([entry.entry_id for entry in rig.reader.read(10, 0.01)], Verdicts({}, {}))
     assert await rig.forgotten() == {"failed": 1}
+
+
+async def test_what_another_build_settles_beside_this_one_is_found_later(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await looked_through(rig)
+    await rig.writer.open_session(spec())
+    rig.sync.hset(keys.session("s1"), "verdict", msgspec.json.encode(TRAINED))
+    await rig.forgetter.adopt()
+    assert not await rig.forgotten()
+    monkeypatch.setattr(retention, "ADOPTED_EVERY_S", 0.0)
+    await looked_through(rig)
+    assert await rig.forgotten() == {"trained": 1}
+
+
+async def test_a_group_of_any_size_loses_its_members_and_begins_anew(rig: Rig) -> None:
+    for name in ("a", "b"):
+        await rig.episode(name, group_id="g")
+    await rig.writer.open_session(spec("open", group_id="g"))
+    rig.learn()
+    assert await rig.forgotten() == {"trained": 2}
+    assert rig.sync.smembers(keys.group_members("g")) == {b"open"}
+    await rig.writer.append_outcome(outcome(session_id="open", status="failed"), None, FAILED)
+    rig.learn()
+    await rig.forgotten()
+    assert rig.left() == {keys.VERDICTS, keys.FORGOTTEN, keys.FORGOTTEN_IDS}
+    assert (await rig.writer.open_session(spec("c", group_id="g")))[1]
+
+
+async def test_it_is_said_which_entry_keeps_what_is_settled(rig: Rig) -> None:
+    await rig.writer.append_turn(turn("open-t", session_id="open"), 200.0, opening=spec("open"))
+    await rig.writer.open_session(spec("s2"))
+    await rig.writer.append_outcome(outcome(session_id="s2", status="failed"), None, FAILED)
+    entries: Any = rig.sync.xrange(keys.STREAM)
+    assert await rig.forgetter.forget(0, 10) == (Counter(), 0, entries[0][0].decode())
+    rig.learn()
+    assert (await rig.forgetter.forget(0, 10)).held_by == ""
+
+
+async def looked_through(rig: Rig) -> None:
+    before = rig.forgetter._adopted_at
+    while rig.forgetter._adopted_at in (None, before):
+        await rig.forgetter.adopt()
+
+
+def full(rig: Rig) -> None:
+    rig.sync.config_set("maxmemory", 1)

@@ -216,7 +216,7 @@ def test_what_is_forgotten_still_adds_up(
 async def forget(redis_url: str) -> Mapping[str, int]:
     """What a gateway does once sessions are settled for long."""
     async with AsyncRedis.from_url(redis_url) as redis:
-        return await RedisForgetter(redis).forget(0, 100)
+        return (await RedisForgetter(redis).forget(0, 100)).verdicts
 
 
 def test_what_is_durable_and_not_yet_acknowledged_is_trained(audited: Audited, agents: RedisAgents) -> None:

@@ -13,6 +13,7 @@ import pytest
 from rollout_queue.errors import StorageUnavailable
 from rollout_queue.records import SessionSpec
 from rollout_queue.redis_reader import RedisReader
+from rollout_queue.stream import Verdicts
 from tests.trainer_service.rig import MakeRig, Rig, turn
 from trainer_service.__main__ import REDIS_TIMEOUT_S, connect
 from trainer_service.assemble import Group
@@ -80,6 +81,25 @@ def test_after_an_outage_groups_are_judged_when_their_turn_comes(
     assert list(rig.session_codes().values()) == ["trained"] * 8 + ["stale"] * 16
     steps = [judged[:3], judged[3:6], judged[6:]]
     assert [len(step) for step in steps] == [3, 3, 8], "what a step takes, and one that it does not"
+
+
+def test_many_groups_that_end_at_once_are_acknowledged_so_many_at_a_time(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_service.intake.SETTLED_AT_ONCE", 2)
+    rig = make_rig().start()
+    acknowledged, acknowledge = list[int](), rig.stream.acknowledge
+
+    def noting(entry_ids: Any, verdicts: Verdicts) -> None:
+        acknowledged.append(len(verdicts.sessions))
+        acknowledge(entry_ids, verdicts)
+
+    monkeypatch.setattr(rig.stream, "acknowledge", noting)
+    for number in range(5):
+        rig.agents.group(f"g{number}", [1.0, 1.0])
+    assert not rig.trainer.turn()
+    assert acknowledged == [4, 4, 2]
+    assert list(rig.session_codes().values()) == ["zero_advantage"] * 10
 
 
 def test_a_group_that_is_too_old_is_not_counted_as_one_of_equal_rewards(make_rig: MakeRig) -> None:

@@ -56,7 +56,7 @@ class Agents(RedisAgents):
 
     async def _forget(self) -> None:
         async with AsyncRedis.from_url(self._url) as redis:
-            assert await RedisForgetter(redis).forget(0.0, 100)
+            assert (await RedisForgetter(redis).forget(0.0, 100)).due
 
     async def _late(self, reward: Reward, outcome: Outcome | None = None) -> None:
         async with AsyncRedis.from_url(self._url) as redis:
@@ -151,6 +151,16 @@ def test_a_reward_that_came_too_late_for_its_verdict_is_acknowledged_by_the_next
     assert system.pending() == 0
     assert system.verdict("flat-0") == verdict
     assert system.findings() == ()
+
+
+def test_a_verdict_that_only_a_newer_build_knows_is_one_all_the_same(system: System) -> None:
+    settled_in_silence(system, "killed before a checkpoint", late="flat-0")
+    system.redis.hset(keys.session("flat-0"), "verdict", json.dumps({"code": "enlightened", "from": 2030}))
+    system.redis.hset(keys.session("flat-1"), "verdict", b"\xff?")
+    system.agents.reward("flat-0", 1.0)
+    system.start()
+    assert not system.rig.trainer.turn()
+    assert system.pending() == 0
 
 
 @pytest.mark.parametrize("how", ENDINGS)

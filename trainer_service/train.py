@@ -103,7 +103,7 @@ class Trainer:
             return False
         if self._due(self._settings.checkpoint_every_steps):
             self._checkpoint()
-        # Before it is published: a full Redis takes no new version until what was trained has left it.
+        # Before it is published, which may wait for a gateway: what was trained leaves Redis first.
         if not self._undurable:
             with self._watch.timed("acknowledge"):
                 self._intake.acknowledge()

@@ -539,6 +539,20 @@ async def test_a_full_redis_takes_a_record_whole_or_not_at_all(redis: Redis, red
     await connection.aclose()
 
 
+async def test_sessions_expire_on_a_full_redis(redis: Redis, redis_url: str) -> None:
+    """What one that waits keeps from being freed is freed in the end."""
+    async with AsyncRedis.from_url(redis_url) as connection:
+        writer = RedisWriter(connection)
+        await writer.open_session(spec(ttl_s=10.0))
+        redis.config_set("maxmemory", 1)
+        try:
+            assert await writer.expire(now=111.0, limit=10) == 1
+        finally:
+            redis.config_set("maxmemory", 0)
+        assert redis.xlen(keys.STREAM) == 1
+        await writer.close()
+
+
 def test_replacing_a_field_keeps_a_record_valid() -> None:
     assert msgspec.structs.replace(turn(), train=False).train is False
 

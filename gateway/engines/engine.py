@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
 ABORT_S = 5.0
+CANCEL_AGAIN_S = 2.0
 ERROR_LIMIT_BYTES = 64 * 2**10
 
 
@@ -144,7 +145,11 @@ async def _error_body(line: Line) -> bytes:
 
 
 async def drain(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and await their end."""
-    for task in tasks:
-        task.cancel()
+    """Cancel tasks and await their end. A cancellation can get lost in a library, where it comes together
+    with what the library waits for; so it is said again to those that go on."""
+    left = set(tasks)
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,5 +1,6 @@
 """`python -m gateway` as a process: it serves, ends on SIGTERM with 0, and refuses to be open to all."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -7,7 +8,9 @@ import sys
 from pathlib import Path
 
 import httpx
+import pytest
 
+from gateway.engines.engine import drain
 from rollout_queue.web.server import KEEP_ALIVE_S
 from tests.gateway.conftest import Stage
 from tests.serving import free_port
@@ -50,3 +53,24 @@ def test_clients_close_idle_connections_first() -> None:
     expiry_s = httpx.Limits().keepalive_expiry
     assert expiry_s is not None
     assert expiry_s < KEEP_ALIVE_S
+
+
+async def test_a_task_that_has_lost_its_cancellation_ends_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gateway.engines.engine.CANCEL_AGAIN_S", 0.01)
+    lost: list[BaseException] = []
+
+    async def forgetful() -> None:
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError as error:
+                lost.append(error)
+                if len(lost) == 2:
+                    raise
+
+    task = asyncio.create_task(forgetful())
+    await asyncio.sleep(0)
+    await asyncio.wait_for(drain([task]), timeout=20)
+    assert (task.cancelled(), len(lost)) == (True, 2)

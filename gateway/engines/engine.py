@@ -145,8 +145,11 @@ async def _error_body(line: Line) -> bytes:
 
 
 async def drain(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and await their end. A cancellation can get lost in a library, where it comes together
-    with what the library waits for; so it is said again to those that go on."""
+    """Cancel tasks and await their end.
+
+    It is said again to those that go on: redis-py sends through asyncio.wait_for, which in Python 3.11 loses
+    a cancellation that comes together with what it waits for.
+    """
     left = set(tasks)
     while left:
         for task in left:

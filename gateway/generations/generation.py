@@ -87,7 +87,7 @@ class Generation(msgspec.Struct):
             parent_id=prompt.parent.turn_id if prompt.parent else None,
             group_id=spec.group_id,
             task_id=spec.task_id,
-            policy=spec.policy or policy,
+            policy=(spec.policy or policy) if self.version is None else f"{policy}@{self.version}",
             attempt=self.flight.attempt,
             joined_attempt=self.flight.latest_attempt if self.flight.joined_at else 0,
             joined_at=self.flight.joined_at,

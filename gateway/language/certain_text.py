@@ -100,7 +100,7 @@ class Channel:
         """What is certain of the waiting text; it counts as sent."""
         text = self._waiting if self._sent else self._begin(self._waiting)
         end = self._end_of(text)
-        certain = text[:end].rstrip()
+        certain = _settled(text[:end])
         self._waiting = text[len(certain) :]
         if certain:
             self._sent.append(certain)
@@ -130,3 +130,12 @@ def _begun(text: str, mark: str) -> int:
     while at >= 0 and not mark.startswith(text[at:]):
         at = text.find(mark[0], at + 1)
     return len(text) if at < 0 else at
+
+
+def _settled(text: str) -> str:
+    """Without space at its end, and without what may be a part of a character: the other part may come after
+    a tool call."""
+    text = text.rstrip()
+    while text.endswith(REPLACEMENT):
+        text = text.rstrip(REPLACEMENT).rstrip()
+    return text

@@ -26,7 +26,7 @@ INTENDED = ("not_for_training", "deleted")
 REASONS = {
     "stale": "sampled by versions too far behind the trainer's",
     "zero_advantage": "all rewards of their groups are equal, or they are alone",
-    "truncated": "cut off, and algorithm.truncated is drop",
+    "truncated": "cut off, and algorithm.shaping.truncated is mask",
     "failed": "their clients finished them so",
     "abandoned": "their clients finished them so",
     "expired": "nobody finished and rewarded them in time",
@@ -103,6 +103,8 @@ class Watch:
             yield "no trainer has reported yet"
         elif (silent_s := time.time() - float(last_seen)) > self._settings.trainer_silent_s:
             yield f"the trainer has been silent for {silent_s:.0f} s"
+        elif trainer.get("state") == "paused":
+            yield f"the trainer is paused and waits for {trainer.get('waiting_for')}"
 
     def _of_silence(self, now: Seen) -> Iterator[str]:
         quiet_s, ended = time.time() - self._stalled.at, _between(self._stalled, now)

@@ -189,7 +189,8 @@ class Sessions:
             raise ApiError(400, "group_size needs a group_id", param="group_size")
         defaults, asked = self._sampling, body.sampling
         return SessionSpec(
-            **body.model_dump(exclude={"session_id", "ttl_s", "sampling"}),
+            **body.model_dump(exclude={"session_id", "train", "ttl_s", "sampling"}),
+            train=body.train and "@" not in (body.policy or ""),  # a pinned session evaluates that version
             session_id=body.session_id or f"s-{new_id()}",
             owner=caller.owner,
             ttl_s=self._settings.session_ttl_s if body.ttl_s is None else body.ttl_s,

@@ -92,6 +92,11 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=
     """The retry that was recorded before this turn, and has replaced it."""
 
     @property
+    def pinned(self) -> bool:
+        """Whether its call, or its session, asked for one version and no other: `policy@12`."""
+        return "@" in self.policy
+
+    @property
     def last_attempt(self) -> int:
         """The attempt that was to hear this answer."""
         return max(self.attempt, self.joined_attempt)

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 
 from rollout_queue.records import Turn, Verdict
 
-OPENED_UNTRAINED = Verdict(code="not_for_training", detail="the session was opened with train: false")
+OPENED_UNTRAINED = Verdict(
+    code="not_for_training", detail="for evaluation: opened with train: false, or pinned to a version"
+)
 
 DELETED = Verdict(code="deleted", detail="the session was deleted, with everything in it")
 
@@ -15,8 +17,8 @@ def exclusion(turn: Turn, orphans: Mapping[str, str]) -> Verdict | None:
         return Verdict(code="orphan_retry", detail=f"turn {retry} asked the same again")
     if turn.finish == "abort":
         return Verdict(code="aborted", detail="the call ended before its answer did")
-    if turn.train:
+    if turn.train and not turn.pinned:
         return None
-    if "constraint" in turn.sampling.used:
+    if "constraint" in turn.sampling.used and not turn.pinned:
         return Verdict(code="not_for_training", detail="sampled under a constraint")
     return OPENED_UNTRAINED

@@ -298,7 +298,7 @@ class Trainer:
 def trainer(door: Door, tmp_path: Path) -> Iterator[Trainer]:
     stream = claimed_reader(door.redis)
     store = PolicyStore(tmp_path / "policies", tmp_path, keep=1000)
-    pulse, metrics = Pulse(stream, Face(), retry_s=0.01), Metrics(CollectorRegistry(), None)
+    pulse, metrics = Pulse(stream, Face(), retry_s=0.01), Metrics(CollectorRegistry())
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
     with httpx.Client(base_url=door.url, headers=headers) as client:
         yield Trainer(Publisher(store, Gateway(client, 10.0), stream, None, pulse, metrics))

@@ -25,15 +25,17 @@ from rollout_queue.redis_reader import RedisReader
 from rollout_queue.redis_writer import RedisWriter
 from rollout_queue.stream import Entry, Verdicts
 from tests.trainer_service.rig import FakeGateway
+from trainer_service.algorithm_settings import AlgorithmSettings
 from trainer_service.batch import Row
 from trainer_service.checkpoint import CURRENT, Checkpoints, LedgerRow, State
 from trainer_service.face import Face
 from trainer_service.gateway import Gateway
 from trainer_service.intake import Intake
+from trainer_service.layout import Layout
 from trainer_service.metrics import Metrics
 from trainer_service.publish import Publisher
 from trainer_service.pulse import Pulse
-from trainer_service.settings import AlgorithmSettings, TrainerSettings
+from trainer_service.settings import TrainerSettings
 from trainer_service.store import PolicyStore
 from trainer_service.train import Trainer
 
@@ -88,6 +90,7 @@ class Weights:
     """A policy whose weights are the turns that made them."""
 
     vocab_size = 1000
+    layout = Layout(ranks=1, zero_stage=1, dtype="float32")
 
     def __init__(self, knife: Knife) -> None:
         self.trained: list[str] = []
@@ -99,7 +102,7 @@ class Weights:
         (directory / tag / SHARD).write_bytes(msgspec.json.encode(self.trained))
         self.knife.at("shards: done")
 
-    def load(self, directory: Path, tag: str) -> None:
+    def load(self, directory: Path, tag: str, layout: Layout | None) -> None:
         self.trained = msgspec.json.decode((directory / tag / SHARD).read_bytes(), type=list[str])
 
     def export(self, path: Path) -> None:
@@ -113,7 +116,8 @@ class Weights:
         self.trained += [turn_id for row in rows for turn_id in row.turn_ids]
         self.knife.at("step: done")
         tokens = float(sum(row.mask_L.sum() for row in rows))
-        return {"grad_norm": 1.0, "tokens": tokens, "epochs": 1.0, "mismatch/abs_logp": 0.0}
+        agreed = {"mismatch/abs_logp": 0.0, "mismatch/kl": 0.0}
+        return {"grad_norm": 1.0, "tokens": tokens, "epochs": 1.0, **agreed}
 
 
 class CutReader(RedisReader):
@@ -190,12 +194,12 @@ class System:
         stream = CutReader(self.redis, lease.token)
         checkpoints = CutCheckpoints(self.settings.checkpoint_dir, self.settings.keep_checkpoints)
         stream.knife = checkpoints.knife = self.knife
-        self.weights, self.face, metrics = Weights(self.knife), Face(), Metrics(CollectorRegistry(), None)
+        self.weights, self.face, metrics = Weights(self.knife), Face(), Metrics(CollectorRegistry())
         pulse = Pulse(stream, self.face, self.settings.retry_s)
         store = PolicyStore(self.settings.policies_dir, self.folder, self.settings.keep_policies)
         gateway = Gateway(self._client, self.settings.push_timeout_s)
         self.trainer = Trainer(
-            settings=self.settings,
+            settings=self.settings.model_copy(update={"algorithm": algorithm}),
             policy=self.weights,  # type: ignore[arg-type]
             intake=Intake(stream, algorithm, Weights.vocab_size, pulse, metrics),
             checkpoints=checkpoints,

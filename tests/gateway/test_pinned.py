@@ -1,0 +1,39 @@
+"""Pinned to a version: such sessions and calls evaluate it, and are never trained."""
+
+from typing import Any
+
+from tests.gateway.conftest import Door
+
+
+def finished(door: Door, session: dict[str, Any]) -> dict[str, Any]:
+    reply = door.post(f"/sessions/{session['session_id']}/finish", {"status": "completed", "reward": 1.0})
+    assert reply.status_code == 200, reply.text
+    told: dict[str, Any] = reply.json()
+    return told
+
+
+def test_a_session_pinned_to_a_version_is_not_for_training(door: Door) -> None:
+    session = door.session(policy="policy@0", sampling={"mode": "enforce"})
+    door.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions", temperature=0.0)
+    told = finished(door, session)["verdict"]
+    assert told["code"] == "not_for_training"
+    assert told["detail"] == "for evaluation: opened with train: false, or pinned to a version"
+    (turn,) = door.turns(session)
+    assert turn["verdict"]["code"] == "not_for_training"
+    assert turn["sampling"]["used"]["temperature"] == 0.0, "it samples as the agent asks"
+
+
+def test_the_same_session_may_say_train_false_as_well(door: Door) -> None:
+    session = door.session(policy="policy@0", session_id="pinned")
+    again = door.post("/sessions", {"policy": "policy@0", "session_id": "pinned", "train": False})
+    assert (again.status_code, again.json()["session_id"]) == (200, session["session_id"])
+
+
+def test_a_call_pinned_to_a_version_is_not_trained_and_others_of_its_session_are(door: Door) -> None:
+    session = door.session()
+    path = f"/sessions/{session['session_id']}/v1/chat/completions"
+    assert door.chat("one", path=path, model="policy@0").status_code == 200
+    assert door.chat("two", path=path).status_code == 200
+    assert finished(door, session)["verdict"]["code"] == "ready"
+    verdicts = [turn["verdict"]["code"] for turn in door.turns(session)]
+    assert verdicts == ["not_for_training", "ready"]

@@ -2,58 +2,57 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainer_service.loss import TokenLosses
+from trainer_service.algorithms.mismatch import mismatch
+from trainer_service.algorithms.policy_loss import PolicyLoss
+from trainer_service.algorithms.staleness import staleness
+from trainer_service.algorithms.tokens import Tokens
 
 
 @dataclass(frozen=True)
 class Observed:
     """The trained tokens of a step, flat [T], without gradient; micro-batches concatenate."""
 
-    lp_prox_T: Tensor
+    lp_begin_T: Tensor
     lp_roll_T: Tensor
     advantages_T: Tensor
     entropy_T: Tensor
     versions_T: Tensor
     rows_T: Tensor
     per_token_T: Tensor
+    aggregation_T: Tensor
+    kl_T: Tensor
     ratio_T: Tensor
     weight_T: Tensor
     clipped_high_T: Tensor
     clipped_low_T: Tensor
     dual_T: Tensor
+    dropped_T: Tensor
+    capped_T: Tensor
     kept_T: Tensor
+    finite_T: Tensor
+    fresh_T: Tensor
 
     @classmethod
     def of(
         cls,
-        losses: TokenLosses,
+        tokens: Tokens,
+        losses: PolicyLoss,
         *,
-        lp_prox_T: Tensor,
-        lp_roll_T: Tensor,
-        advantages_T: Tensor,
+        lp_begin_T: Tensor,
         entropy_T: Tensor,
         versions_T: Tensor,
-        rows_T: Tensor,
     ) -> "Observed":
-        return cls(
-            lp_prox_T=lp_prox_T.detach(),
-            lp_roll_T=lp_roll_T,
-            advantages_T=advantages_T,
-            entropy_T=entropy_T,
-            versions_T=versions_T,
-            rows_T=rows_T,
-            per_token_T=losses.per_token_T,
-            ratio_T=losses.ratio_T,
-            weight_T=losses.weight_T,
-            clipped_high_T=losses.clipped_high_T,
-            clipped_low_T=losses.clipped_low_T,
-            dual_T=losses.dual_T,
-            kept_T=losses.kept_T,
-        )
+        """`lp_begin_T` is what the step begins with; in `tokens` a guess may stand for it."""
+        of_tokens = {name: values_T.detach() for name, values_T in tokens.given().items()}
+        of_losses = {field.name: getattr(losses, field.name) for field in fields(losses)}
+        every = of_tokens | of_losses | {"entropy_T": entropy_T.detach(), "versions_T": versions_T}
+        every["lp_begin_T"] = lp_begin_T.detach()
+        return cls(**{field.name: every[field.name] for field in fields(cls)})
 
     def cpu(self) -> "Observed":
         return Observed(**{field.name: getattr(self, field.name).cpu() for field in fields(self)})
@@ -64,56 +63,70 @@ class Observed:
         return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
-def mismatch(lp_train_T: Tensor, lp_roll_T: Tensor, rows_T: Tensor) -> dict[str, float]:
-    """How the trainer's logprobs differ from the engine's of the same tokens (`metrics.mismatch`)."""
-    log_rho_T = (lp_train_T - lp_roll_T).double()
-    rho_T = log_rho_T.clamp(-20, 20).exp()
-    row_T = torch.searchsorted(_distinct(rows_T), rows_T)
-    lengths_B = torch.bincount(row_T).double()
-    total_B = torch.zeros_like(lengths_B).index_add_(0, row_T, log_rho_T)
+class Criticised(NamedTuple):
+    """What the critic expected of a step's tokens, and what came, flat [T], without gradient."""
+
+    values_T: Tensor
+    """Before the step."""
+    returns_T: Tensor
+    per_token_T: Tensor
+    clipped_T: Tensor
+
+    def cpu(self) -> "Criticised":
+        return Criticised(*(values_T.detach().cpu() for values_T in self))
+
+    @classmethod
+    def joined(cls, parts: Sequence["Criticised"]) -> "Criticised":
+        return cls(*(torch.cat(values) for values in zip(*parts, strict=True)))
+
+
+def of_critic(seen: Criticised) -> dict[str, float]:
+    """How well it knew what was to come. The explained variance is 1 - var(R - V) / var(R): 1 where it knew,
+    0 where a constant would have done as well; and 0 where all returns are the same."""
+    spread = float(seen.returns_T.double().var(correction=0))
+    missed = float((seen.returns_T - seen.values_T).double().var(correction=0))
     return {
-        "mismatch/kl": float(-log_rho_T.mean()),
-        "mismatch/k3": float((rho_T - log_rho_T - 1).mean()),
-        "mismatch/abs_logp": float(log_rho_T.abs().mean()),
-        "mismatch/ppl_ratio": float((-total_B / lengths_B).exp().mean()),
-        "mismatch/chi2_token": float((rho_T**2).mean() - 1),
-        "mismatch/chi2_seq": float((2 * total_B).clamp(-20, 20).exp().mean() - 1),
-        "mismatch/ess": float(rho_T.sum() ** 2 / (len(rho_T) * (rho_T**2).sum())),
+        "critic/loss": float(seen.per_token_T.mean()),
+        "critic/clip_frac": _mean(seen.clipped_T),
+        "critic/value_mean": float(seen.values_T.mean()),
+        "critic/return_mean": float(seen.returns_T.mean()),
+        "critic/explained_variance": 1 - missed / spread if spread > 0 else 0.0,
     }
 
 
-def diagnostics(seen: Observed, version: int, tis_cap: float | None) -> dict[str, float]:
-    """Everything that is true of the step's tokens, by the names that the metrics carry."""
-    capped_T = seen.kept_T & (seen.weight_T >= (tis_cap if tis_cap is not None else torch.inf))
+def diagnostics(seen: Observed, version: int) -> dict[str, float]:
+    """Everything that is true of the step's tokens, by the names that the metrics carry (spec §7)."""
+    finite_T = seen.finite_T
+    told = (
+        mismatch(seen.lp_begin_T[finite_T], seen.lp_roll_T[finite_T], seen.rows_T[finite_T])
+        if bool(finite_T.any())
+        else {}
+    )
     ages = [staleness(version, *_span(seen.versions_T[seen.rows_T == row])) for row in _distinct(seen.rows_T)]
     return {
-        **mismatch(seen.lp_prox_T, seen.lp_roll_T, seen.rows_T),
-        "loss": float(seen.per_token_T.mean()),
+        **told,
+        "loss": float((seen.aggregation_T * seen.per_token_T).sum()),
+        "kl/reference": float(seen.kl_T.mean()),
         "is/mean": float(seen.weight_T.mean()),
         "is/max": float(seen.weight_T.max()),
-        "is/capped_frac": _mean(capped_T),
+        "is/capped_frac": _mean(seen.capped_T),
         "is/masked_frac": _mean(~seen.kept_T),
+        "is/nonfinite": float((~finite_T).sum()),
+        "staleness/masked_frac": _mean(~seen.fresh_T),
         "ppo/clip_hi": _mean(seen.clipped_high_T),
         "ppo/clip_lo": _mean(seen.clipped_low_T),
         "ppo/dual": _mean(seen.dual_T),
+        "ppo/dropped": _mean(seen.dropped_T),
         "ppo/ratio_mean": float(seen.ratio_T.mean()),
         "ppo/kl": float(-seen.ratio_T.log().mean()),
         "adv/mean": float(seen.advantages_T.mean()),
         "adv/std": float(seen.advantages_T.std(correction=0)),
         "adv/zero_frac": _mean(seen.advantages_T == 0),
         "entropy": float(seen.entropy_T.mean()),
-        **_mean_and_max("staleness/total", [total for total, _, _ in ages]),
-        **_mean_and_max("staleness/in_flight", [in_flight for _, in_flight, _ in ages]),
-        **_mean_and_max("staleness/in_queue", [in_queue for _, _, in_queue in ages]),
+        **_mean_and_max("staleness/total", [age.total for age in ages]),
+        **_mean_and_max("staleness/in_flight", [age.in_flight for age in ages]),
+        **_mean_and_max("staleness/in_queue", [age.in_queue for age in ages]),
     }
-
-
-def staleness(version: int, first: int, last: int) -> tuple[int, int, int]:
-    """Versions that passed since a row's first token: in all, while it was sampled, and while it waited
-    (`async.prime_staleness`, where the step is one more than the version that it starts from)."""
-    total = max(0, version - first)
-    in_flight = min(total, max(0, last - first))
-    return total, in_flight, total - in_flight
 
 
 def _span(versions_T: Tensor) -> tuple[int, int]:

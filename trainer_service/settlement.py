@@ -4,17 +4,18 @@ Group ─ judge ─▶ Judged ── silent ──▶ Settlement (stale, zero_ad
                        └─ live ────▶ rows ─▶ step ─▶ Settlement (trained)     …after the checkpoint
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
 
 from rollout_queue.records import Turn, Verdict
 from rollout_queue.stream import Verdicts
-from trainer_service.advantage import drgrpo, silence
+from trainer_service.algorithm_settings import AlgorithmSettings
+from trainer_service.algorithms.rollouts import Rollout
 from trainer_service.assemble import Group, Member
 from trainer_service.batch import Row, rows_of
-from trainer_service.settings import AlgorithmSettings
+from trainer_service.score import compared, rollout_of
 from trainer_service.turns import exclusions
 
 
@@ -54,45 +55,59 @@ class Judged:
 
     group: Group
     rows: tuple[Row, ...]
+    """Of the rollouts that are trained; their advantages are of the step, and not known yet."""
+    rollouts: tuple[Rollout, ...]
+    """Those, with the rewards that are compared."""
+    live_rows: int
+    """How many rows have an advantage, as far as the group alone tells."""
     rewards: tuple[float, ...]
     """Of every rewarded rollout, trained or not."""
     untrained: tuple[tuple[Member, Verdict | None], ...]
     silence: str | None
     """Why nothing of the group is trained; None when its rows are."""
 
-    @property
-    def live_rows(self) -> int:
-        return sum(row.advantage != 0 for row in self.rows)
-
 
 def judge(group: Group, version: int, algorithm: AlgorithmSettings) -> Judged:
-    """Score a group under the present version: who is stale, who compares with whom, what is trained."""
+    """Look at a group under the present version: who is stale, who compares with whom, what is trained."""
     untrained: list[tuple[Member, Verdict | None]] = []
-    rollouts: list[tuple[Member, frozenset[str]]] = []
+    able: dict[str, Member] = {}
+    trainable: dict[str, frozenset[str]] = {}
+    name = group.members[0].session_id  # a session is in one group; a lone one may have the id of a group
     for member in group.members:
         if not member.rewarded:
             untrained.append((member, member.verdict))
             continue
-        trainable = _trainable(member)
-        if verdict := _refusal(member, trainable, version, algorithm):
+        turn_ids = trainable[member.session_id] = _trainable(member)
+        if verdict := _refusal(member, turn_ids, version, algorithm):
             untrained.append((member, verdict))
         else:
-            rollouts.append((member, trainable))
-    rewards = [_reward(member) for member, _ in rollouts]
-    silent = silence(rewards, algorithm.zero_variance)
-    rows: list[Row] = []
-    if silent is None:
-        for (member, trainable), advantage in zip(rollouts, drgrpo(rewards), strict=True):
-            rows += rows_of(member.session_id, member.turns, trainable, advantage)
-    else:
-        verdict = Verdict(code="zero_advantage", detail=silent)
-        untrained += [(member, verdict) for member, _ in rollouts]
+            able[member.session_id] = member
+    found = compared(
+        [rollout_of(member, name, trainable[session_id]) for session_id, member in able.items()], algorithm
+    )
+    for session_id, reason in found.refused.items():
+        untrained.append((able.pop(session_id), Verdict(code="invalid", detail=reason)))
+    silence = found.silence.detail if found.silence else None
+    if not found.rollouts:
+        silence = "none of its rollouts can be trained"
+    if silence is not None:
+        verdict = Verdict(code="zero_advantage", detail=silence)
+        untrained += [(member, verdict) for member in able.values()]
+        able = {}
+    shaped = {rollout.rollout_id: rollout.reward for rollout in found.rollouts}
+    rows = tuple(
+        row
+        for session_id, member in able.items()
+        for row in _rows(member, trainable[session_id], name, shaped[session_id])
+    )
     return Judged(
         group=group,
-        rows=tuple(rows),
+        rows=rows,
+        rollouts=found.rollouts if able else (),
+        live_rows=sum(row.session_id in found.live for row in rows),
         rewards=tuple(_reward(member) for member in group.rollouts),
         untrained=tuple(untrained),
-        silence=silent,
+        silence=silence,
     )
 
 
@@ -120,7 +135,29 @@ def refused(judged: Judged, verdict: Verdict) -> Judged:
     """The same group, none of which is trained: whoever would have been gets `verdict`."""
     untrained = {member.session_id for member, _ in judged.untrained}
     others = tuple((m, verdict) for m in judged.group.members if m.session_id not in untrained)
-    return replace(judged, rows=(), untrained=judged.untrained + others, silence=verdict.detail)
+    return replace(
+        judged,
+        rows=(),
+        rollouts=(),
+        live_rows=0,
+        untrained=judged.untrained + others,
+        silence=verdict.detail,
+    )
+
+
+def without(judged: Judged, reasons: Mapping[str, str]) -> Judged:
+    """The same group without the sessions that a teacher refuses, which end as invalid."""
+    leaving = [member for member in judged.group.members if member.session_id in reasons]
+    rows = tuple(row for row in judged.rows if row.session_id not in reasons)
+    ended = ((m, Verdict(code="invalid", detail=f"the teacher: {reasons[m.session_id]}")) for m in leaving)
+    return replace(
+        judged,
+        rows=rows,
+        rollouts=tuple(each for each in judged.rollouts if each.rollout_id not in reasons),
+        live_rows=min(judged.live_rows, len(rows)),
+        untrained=judged.untrained + tuple(ended),
+        silence=judged.silence if rows else "the teacher refuses all of it",
+    )
 
 
 def _trainable(member: Member) -> frozenset[str]:
@@ -136,8 +173,10 @@ def _refusal(
         codes = {verdict.code for verdict in excluded.values()}
         code = codes.pop() if len(codes) == 1 else "not_for_training"
         return Verdict(code=code, detail="no turn of the session can be trained")
-    oldest = min(span.version for t in member.turns if t.turn_id in trainable for span in t.versions)
-    if version - oldest > algorithm.max_staleness:
+    sampled_by = [s.version for t in member.turns if t.turn_id in trainable for s in t.versions]
+    oldest, youngest = min(sampled_by), max(sampled_by)
+    judged_by = {"correct": version, "mask": youngest}.get(algorithm.stale, oldest)
+    if version - judged_by > algorithm.max_staleness:
         detail = f"sampled by version {oldest}, {version - oldest} before the trainer's {version}"
         return Verdict(code="stale", detail=detail)
     return None
@@ -147,6 +186,24 @@ def _of(turn: Turn, session: Verdict) -> Verdict:
     if session.code == "trained" and not turn.output_ids:
         return Verdict(code="invalid", detail="the turn has no output")
     return session
+
+
+def _rows(member: Member, trainable: frozenset[str], group_id: str, reward: float) -> tuple[Row, ...]:
+    """`reward` is what the session is worth once it is shaped."""
+    credit = _credit(member, trainable, reward)
+    return rows_of(member.session_id, member.turns, trainable, credit, group_id)
+
+
+def _credit(member: Member, trainable: frozenset[str], reward: float) -> dict[str | None, float]:
+    """Rewards by the turn that they name; those of the whole session, of turns that are not trained, and what
+    shaping adds or takes, under None."""
+    if member.truncated and reward == 0:  # made worthless, and its turns with it
+        return {}
+    credit: dict[str | None, float] = {None: reward - _reward(member)}
+    for each in member.rewards:
+        turn_id = each.turn_id if each.turn_id in trainable else None
+        credit[turn_id] = credit.get(turn_id, 0.0) + each.value
+    return credit
 
 
 def _reward(member: Member) -> float:

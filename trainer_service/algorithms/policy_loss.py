@@ -1,6 +1,6 @@
 """From what the policies say of a micro-batch to its share of the step's loss, in one order.
 
-    Tokens ─ finite? ─ rows kept? ─ tokens kept? ─▶ weights ─▶ weight · loss + KL - entropy ─ counts ─▶ share
+    Tokens ─ finite, fresh? ─ rows kept? ─ tokens kept? ─▶ weights ─▶ weight · loss + KL - entropy ─▶ share
 
 Nothing depends on how rows are packed: the shares of all micro-batches, on all ranks, add up to the step's
 loss, and so do their gradients. What is left out is left out of every term, and still counts in denominators.
@@ -66,7 +66,8 @@ def policy_loss(
     `settings.whole_step`. Raises ValueError for what the settings need and nobody gave."""
     statistics = statistics or StepStatistics()
     finite_T = tokens.finite
-    seen = tokens.at(finite_T)
+    seen_T = finite_T & tokens.fresh
+    seen = tokens.at(seen_T)
     weights = _weights(seen, settings, statistics)
     losses = LOSSES[settings.loss.name].losses(seen, settings.loss, statistics)
     kl_T = _kl(seen, settings)
@@ -78,10 +79,10 @@ def policy_loss(
 
     def back(values_T: Tensor, neutral: float | bool) -> Tensor:
         all_T = torch.full_like(tokens.lp_new_T, neutral, dtype=values_T.dtype, requires_grad=False)
-        return all_T.masked_scatter(finite_T, values_T.detach())
+        return all_T.masked_scatter(seen_T, values_T.detach())
 
     return PolicyLoss(
-        loss=(share_T[finite_T] * each_T).sum(),
+        loss=(share_T[seen_T] * each_T).sum(),
         per_token_T=back(each_T, 0.0),
         aggregation_T=share_T,
         kl_T=back(kl_T, 0.0),

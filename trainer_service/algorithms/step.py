@@ -35,7 +35,7 @@ def step_statistics(tokens: Tokens, settings: LossSettings) -> StepStatistics:
     """Of every trained token of the step, in any order, `lp_prox_T` standing for `lp_new_T`, which does not
     exist yet. Gather them from all ranks first; the result holds until the last epoch."""
     seen = replace(tokens, lp_new_T=tokens.lp_prox_T)
-    seen = seen.at(seen.finite)
+    seen = seen.at(seen.finite & seen.fresh)
     kept_T = kept_rows(seen, settings.masks)
     limits = [mask.limit for mask in settings.masks if isinstance(mask, M2po)]
     m2_bound = m2po_bound(seen.log_rho[kept_T], limit=min(limits)) if limits else torch.inf

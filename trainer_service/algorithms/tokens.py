@@ -27,6 +27,8 @@ class Tokens:
     lp_ref_T: Tensor | None = None
     lp_teacher_T: Tensor | None = None
     entropy_T: Tensor | None = None
+    fresh_T: Tensor | None = None
+    """False for a token that is too old to be learned from; bool. Without it, all are young enough."""
 
     def __post_init__(self) -> None:
         shape = self.lp_new_T.shape
@@ -45,6 +47,10 @@ class Tokens:
         return torch.stack([torch.isfinite(values_T) for values_T in known]).all(dim=0)
 
     @property
+    def fresh(self) -> Tensor:
+        return torch.ones_like(self.rows_T, dtype=torch.bool) if self.fresh_T is None else self.fresh_T
+
+    @property
     def log_rho(self) -> Tensor:
         """log of what the step begins with over what the engine sampled from."""
         return self.lp_prox_T - self.lp_roll_T
@@ -56,8 +62,8 @@ class Tokens:
             name: (values_T if name in learns else values_T.detach())[chosen_T]
             for name, values_T in self.given().items()
         }
-        rows_T = parts.pop("rows_T")
-        return Tokens(rows_T=rows_T, **{name: widened(values_T) for name, values_T in parts.items()})
+        exact = {name: parts.pop(name) for name in ("rows_T", "fresh_T") if name in parts}
+        return Tokens(**exact, **{name: widened(values_T) for name, values_T in parts.items()})
 
     def anchor(self, anchor: Anchor) -> Tensor:
         """The policy that ratios are taken to."""

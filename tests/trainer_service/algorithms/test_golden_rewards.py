@@ -333,7 +333,7 @@ def test_trajectory(case: str) -> None:
             )
         )
         wholes.append([*given["prompt"], *given["output"]])
-    rows = rows_of("s1", turns, [each.turn_id for each in turns], 1.0)
+    rows = rows_of("s1", turns, [each.turn_id for each in turns])
     for row, wanted in zip(rows, CASES[case]["expected"]["rows"], strict=True):
         assert (row.ids_L.tolist(), row.mask_L.tolist()) == (wanted["ids"], wanted["mask"])
         assert close(row.logprobs_L, wanted["lp"])

@@ -1,0 +1,440 @@
+"""Every recipe as a trainer runs it: rewards in, weights out, by configuration alone."""
+
+import contextlib
+import logging
+import math
+import warnings
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import torch
+
+from rollout_queue.memory import MemoryStream
+from rollout_queue.records import Reward, Turn
+from rollout_queue.tokens import Logprobs
+from tests.trainer_service.rig import MakeRig, Rig, turn
+from trainer_service.algorithm_settings import PRESETS, AlgorithmSettings
+from trainer_service.algorithms.loss_settings import Ppo, Sapo
+from trainer_service.algorithms.policy_loss import policy_loss
+from trainer_service.batch import micro_batches, rows_of
+from trainer_service.teacher import Teacher, TeacherSettings
+
+ADVANTAGES: dict[str, Any] = {
+    "drgrpo": "drgrpo",
+    "grpo_ddof1": "grpo_ddof1",
+    "grpo_ddof0": "grpo_ddof0",
+    "rloo": "rloo",
+    "liteppo": "liteppo",
+    "opo": "opo",
+    "gpg": "gpg",
+    "maxrl": "maxrl",
+    "passk": "passk",
+    "gdpo": {"name": "gdpo", "weights": {"right": 1.0, "short": 0.5}},
+    "rae": "rae",
+    "reinforce_pp_baseline": "reinforce_pp_baseline",
+    "reinforce_pp": {"name": "reinforce_pp", "gamma": 0.9},
+}
+LOSSES: dict[str, Any] = {
+    "ppo": "ppo",
+    "gspo": "gspo",
+    "gmpo": "gmpo",
+    "cispo": "cispo",
+    "reinforce": "reinforce",
+    "importance_sampling": {"name": "importance_sampling", "anchor": "prox"},
+    "sapo": "sapo",
+    "dppo": {"name": "dppo", "anchor": "prox"},
+    "ipo": {"name": "ipo", "anchor": "prox"},
+    "glm5": {"name": "glm5", "anchor": "prox"},
+    "dro": {"name": "dro", "beta": 0.1, "anchor": "prox"},
+    "kl_cov": "kl_cov",
+}
+GENTLE = {"lr": 1e-3, "warmup_steps": 0}
+"""The made-up log-probabilities stay what they are: a policy that runs away from them alarms the guards."""
+PRESET_NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+def task(rig: Rig, name: str, values: list[float]) -> None:
+    """A group whose rewards come in two parts, `right` and `short`."""
+    for index, value in enumerate(values):
+        session_id = f"{name}-{index}"
+        rig.agents.open(session_id, name, len(values))
+        output = [10 + index, 20 + index, *[30] * index, 1]
+        rig.agents.call(*honest(rig, turn(session_id, f"{session_id}-t", output_ids=output)))
+        for part, worth in (("right", value), ("short", 0.1 * index)):
+            reward = Reward(session_id=session_id, value=worth, key=part, source=part, created_at=102.0)
+            rig.agents.rewarded(reward)
+        rig.agents.finish(session_id)
+
+
+def honest(rig: Rig, *turns: Turn) -> list[Turn]:
+    """The same turns with the log-probabilities that the policy itself gives their tokens."""
+    told = []
+    for each in turns:
+        (batch,) = micro_batches(rows_of(each.session_id, [each], [each.turn_id]), 100)
+        lp_T, _ = rig.policy.logprobs(batch)
+        told.append(msgspec.structs.replace(each, logprobs=Logprobs(lp_T.tolist())))
+    return told
+
+
+def moved(rig: Rig, before: dict[str, torch.Tensor]) -> bool:
+    return any(not torch.equal(before[name], weight) for name, weight in rig.weights().items())
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_every_advantage_trains(name: str, make_rig: MakeRig) -> None:
+    rig = make_rig(algorithm={"advantage": ADVANTAGES[name]}).start()
+    before = rig.weights()
+    task(rig, "g", [1.0, 0.0, 0.5])
+    task(rig, "h", [0.0, 1.0])
+    assert rig.trainer.turn()
+    assert set(rig.session_codes().values()) == {"trained"}
+    assert moved(rig, before)
+    metrics = rig.face.snapshot.metrics
+    assert metrics["adv/std"] > 0
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_trains(name: str, make_rig: MakeRig) -> None:
+    rig = make_rig(algorithm={"loss": LOSSES[name], "epochs": 2}).start()
+    before = rig.weights()
+    task(rig, "g", [1.0, 0.0, 0.5])
+    assert rig.trainer.turn()
+    assert moved(rig, before)
+
+
+class Master:
+    """A teacher's `/generate`: it finds every token as likely as `lp` says."""
+
+    def __init__(self, lp: float = -0.1, away: int = 0, refuses: str | None = None) -> None:
+        self.lp, self.away, self.refuses = lp, away, refuses
+        self.asked: list[dict[str, Any]] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        asked = httpx.Response(200, content=request.content).json()
+        self.asked.append(asked)
+        if self.away:
+            self.away -= 1
+            return httpx.Response(503)
+        if self.refuses is not None and int(self.refuses) in asked["input_ids"]:
+            return httpx.Response(400, text="too long")
+        start, ids = asked["logprob_start_len"], asked["input_ids"]
+        told = [[None, ids[start], None], *([self.lp, token, None] for token in ids[start + 1 :])]
+        return httpx.Response(200, json={"meta_info": {"input_token_logprobs": told}})
+
+
+def pupil(make_rig: MakeRig, master: Master) -> Rig:
+    rig = make_rig(algorithm={"preset": "opd"}, teacher={"url": "http://teacher"}, optimizer=GENTLE)
+    settings = TeacherSettings(url="http://teacher")
+    rig.trainer._teacher = Teacher(settings, httpx.MockTransport(master))
+    return rig.start()
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESET_NAMES if name != "opd"])
+def test_every_preset_trains_five_steps_without_a_warning(
+    preset: str, make_rig: MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", module="trainer_service")
+        rig = make_rig(algorithm={"preset": preset}, optimizer=GENTLE).start()
+        for step in range(5):
+            task(rig, f"g{step}", [1.0, 0.0, 0.5])
+            before = rig.weights()
+            assert rig.trainer.turn()
+            assert moved(rig, before)
+    assert rig.trainer.step == 5
+    assert set(rig.session_codes().values()) == {"trained"}
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_distillation_moves_towards_the_teacher(make_rig: MakeRig) -> None:
+    """Whatever the rewards are: the teacher alone judges."""
+    master = Master()
+    rig = pupil(make_rig, master)
+    losses = []
+    for step in range(5):
+        rig.agents.episode(f"s{step}", 0.0)
+        rig.agents.episode(f"r{step}", 0.0)
+        assert rig.trainer.turn()
+        losses.append(rig.face.snapshot.metrics["mismatch/train_ppl"])
+    assert losses[-1] < losses[0]
+    assert set(rig.session_codes().values()) == {"trained"}
+    assert master.asked[0]["logprob_start_len"] == 2  # one before the first sampled token
+
+
+def test_a_teacher_that_is_away_is_waited_for(make_rig: MakeRig) -> None:
+    rig = pupil(make_rig, Master(away=3))
+    rig.agents.group("g", [0.0, 0.0])
+    assert rig.trainer.turn()
+
+
+def test_a_session_that_the_teacher_refuses_ends_alone(make_rig: MakeRig) -> None:
+    rig = pupil(make_rig, Master(refuses="63"))
+    rig.agents.episode("bad", 0.0, output_ids=[63, 1])
+    rig.agents.episode("worse", 0.0, group_id="h", size=2, output_ids=[63, 2])
+    rig.agents.episode("well", 0.0, group_id="h", size=2, output_ids=[5, 1])
+    assert rig.trainer.turn()
+    assert rig.session_codes() == {"bad": "invalid", "worse": "invalid", "well": "trained"}
+    verdict = rig.stream.heads["worse"].verdict
+    assert verdict is not None
+    assert verdict.detail == "the teacher: too long"
+
+
+@pytest.mark.parametrize("nonsense", [None, [[None, 2, None], None, None, None], "text"], ids=str)
+def test_a_teacher_that_talks_nonsense_stops_no_trainer(nonsense: Any, make_rig: MakeRig) -> None:
+    """It is asked again where the answer is none, and its row is refused where it says nothing of a token."""
+    answers = [nonsense]
+
+    def confused(request: httpx.Request) -> httpx.Response:
+        if answers:
+            return httpx.Response(200, json={"meta_info": {"input_token_logprobs": answers.pop()}})
+        return Master()(request)
+
+    rig = make_rig(
+        algorithm={"preset": "opd", "min_live_rows": 1}, teacher={"url": "http://t", "concurrency": 1}
+    )
+    rig.trainer._teacher = Teacher(TeacherSettings(url="http://t"), httpx.MockTransport(confused))
+    rig.start()
+    rig.agents.episode("a", 0.0)
+    while not rig.session_codes()["a"]:
+        rig.trainer.turn()
+    assert rig.session_codes()["a"] == ("invalid" if isinstance(nonsense, list) else "trained")
+
+
+def test_a_reward_that_a_formula_cannot_take_costs_its_session_alone(make_rig: MakeRig) -> None:
+    rig = make_rig(algorithm={"advantage": "maxrl"}).start()
+    rig.agents.group("g", [1.0, -1.0, 0.0])
+    assert rig.trainer.turn()
+    assert rig.session_codes() == {"g-0": "trained", "g-1": "invalid", "g-2": "trained"}
+    verdict = rig.stream.heads["g-1"].verdict
+    assert verdict is not None
+    assert "maxrl takes no reward below 0" in verdict.detail
+
+
+def test_rewards_that_only_their_sum_tames_stop_no_trainer(make_rig: MakeRig) -> None:
+    rig = make_rig(algorithm={"advantage": {"name": "gdpo", "weights": {"x": 1.0}}}).start()
+    rig.agents.open("bad")
+    rig.agents.call(turn("bad", "bad-t"))
+    for index, value in enumerate((1e308, -1e308, 1e308, -1e308)):
+        source = "xy"[index % 2]
+        rig.agents.rewarded(
+            Reward(session_id="bad", value=value, key=str(index), source=source, created_at=102.0)
+        )
+    rig.agents.finish("bad")
+    task(rig, "g", [1.0, 0.0])
+    with contextlib.suppress(AssertionError):
+        assert rig.trainer.turn()
+    assert rig.session_codes()["bad"] == "invalid"
+
+
+def test_a_group_in_which_nobody_has_an_advantage_ends_at_once(make_rig: MakeRig) -> None:
+    """Two are best, so neither made the difference (pass@k)."""
+    rig = make_rig(algorithm={"advantage": "passk"}).start()
+    rig.agents.group("g", [1.0, 1.0, 0.0])
+    assert not rig.trainer.turn()
+    assert set(rig.session_codes().values()) == {"zero_advantage"}
+
+
+def test_what_shapes_a_reward_shapes_what_its_tokens_are_worth(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm = {
+        "advantage": {"name": "reinforce_pp", "gamma": 1.0},
+        "shaping": {"overlong": {"max_len": 4, "cache": 2}},
+    }
+    rig = make_rig(algorithm=algorithm).start()
+    rig.agents.episode("short", 1.0, output_ids=[10])
+    rig.agents.episode("long", 1.0, output_ids=[10, 11, 12])
+    seen = sorted(advantages_of(rig, monkeypatch))
+    assert seen == pytest.approx(sorted(whitened([1.0, 0.5, 0.5, 0.5])), abs=1e-5)
+
+
+def test_turns_that_cancel_each_other_keep_their_credit(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(
+        algorithm={"advantage": {"name": "reinforce_pp", "gamma": 1.0}, "min_live_rows": 1}
+    ).start()
+    two_turns(rig, "a", 1.0, -1.0)
+    assert advantages_of(rig, monkeypatch) == pytest.approx(whitened([0.0, 0.0, -1.0, -1.0]), abs=1e-5)
+
+
+def test_the_reference_stays_what_the_model_was_before_any_training(make_rig: MakeRig) -> None:
+    """Also after a restart."""
+    rig = make_rig(algorithm={"kl": {"estimator": "k2", "coefficient": 1e-3}}, optimizer=GENTLE).start()
+    said = []
+    for step in range(3):
+        task(rig, f"g{step}", [1.0, 0.0, 0.5])
+        assert rig.trainer.turn()
+        said.append(rig.face.snapshot.metrics["kl/reference"])
+        rig = rig.restart()
+    assert said[0] == 0.0
+    assert 0.0 < said[1] < said[2]
+
+
+def test_a_guess_of_what_the_step_begins_with_hides_no_mismatch(make_rig: MakeRig) -> None:
+    said = []
+    for preset in ("default", "areal"):
+        rig = make_rig(preset, algorithm={"preset": preset, "masks": []}).start()
+        rig.agents.group("g", [1.0, 0.0])
+        assert rig.trainer.turn()
+        said.append(rig.face.snapshot.metrics["mismatch/abs_logp"])
+    assert said[0] == pytest.approx(said[1])
+    assert said[0] > 0.01
+
+
+def test_a_lone_session_is_worth_its_reward_above_its_agents_average(make_rig: MakeRig) -> None:
+    """And the average is of the checkpoint: a restart goes on with it."""
+    rig = make_rig(algorithm={"advantage": {"name": "rae", "decay": 0.5}, "min_live_rows": 1}).start()
+    rig.agents.episode("a", 1.0)
+    assert rig.trainer.turn()
+    assert rig.face.snapshot.metrics["adv/mean"] == pytest.approx(1.0)
+    again = rig.restart()
+    again.agents.episode("b", 1.0)
+    assert again.trainer.turn()
+    assert again.face.snapshot.metrics["adv/mean"] == pytest.approx(0.5)
+
+
+def test_a_lone_session_is_compared_with_nobody(rig: Rig) -> None:
+    rig.agents.episode("a", 1.0)
+    assert not rig.trainer.turn()
+    assert rig.session_codes() == {"a": "zero_advantage"}
+
+
+def two_turns(rig: Rig, session_id: str, first: float | None, last: float) -> None:
+    rig.agents.open(session_id)
+    rig.agents.call(
+        turn(session_id, f"{session_id}-1", output_ids=[10, 1], started_at=100.0),
+        turn(
+            session_id, f"{session_id}-2", parent_id=f"{session_id}-1", output_ids=[11, 1], started_at=101.0
+        ),
+    )
+    if first is not None:
+        rig.agents.reward(session_id, first, key="turn", turn_id=f"{session_id}-1")
+    rig.agents.finish(session_id, last)
+
+
+def advantages_of(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Token by token, as the loss is given them."""
+    seen: list[float] = []
+
+    def spied(tokens: Any, *rest: Any) -> Any:
+        seen.extend(tokens.advantages_T.tolist())
+        return policy_loss(tokens, *rest)
+
+    monkeypatch.setattr("trainer_service.optimise.policy_loss", spied)
+    assert rig.trainer.turn()
+    return seen
+
+
+def whitened(values: list[float]) -> list[float]:
+    values_T = torch.tensor(values, dtype=torch.float64)
+    return ((values_T - values_T.mean()) / values_T.std()).tolist()
+
+
+def test_a_turns_own_reward_is_credited_to_it_and_what_came_before(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(
+        algorithm={"advantage": {"name": "reinforce_pp", "gamma": 1.0}, "min_live_rows": 1}
+    ).start()
+    two_turns(rig, "a", 2.0, 1.0)
+    assert advantages_of(rig, monkeypatch) == pytest.approx(whitened([3.0, 3.0, 1.0, 1.0]), abs=1e-5)
+
+
+def test_a_turn_gets_a_part_of_what_the_turns_after_it_earned(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm = {
+        "advantage": {"name": "reinforce_pp", "gamma": 1.0},
+        "shaping": {"turn_discount": 0.5},
+        "min_live_rows": 1,
+    }
+    rig = make_rig(algorithm=algorithm).start()
+    two_turns(rig, "a", None, 1.0)
+    assert advantages_of(rig, monkeypatch) == pytest.approx(whitened([0.5, 0.5, 1.0, 1.0]), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"loss": "kl_cov", "epochs": 2},
+        {"correction": {"name": "tis_token", "normalise": True}},
+        {"masks": ["m2po"]},
+        {"advantage": {"name": "reinforce_pp", "gamma": 0.9}},
+        {"kl": {"estimator": "k2", "coefficient": 0.1}, "epochs": 2},
+        {"aggregation": {"mode": "rollout_mean"}},
+    ],
+    ids=str,
+)
+def test_micro_batches_change_nothing(algorithm: dict[str, Any], make_rig: MakeRig) -> None:
+    """Neither weights nor metrics, also where a number of the whole step is part of the loss."""
+    ends = []
+    for max_tokens in (1, 10_000):
+        rig = make_rig(
+            f"run-{max_tokens}",
+            stream=MemoryStream(),
+            algorithm=algorithm | {"max_tokens": max_tokens},
+            optimizer=GENTLE,
+        ).start()
+        task(rig, "g", [1.0, 0.0, 0.5])
+        task(rig, "h", [0.0, 1.0])
+        assert rig.trainer.turn()
+        ends.append((rig.weights(), rig.face.snapshot.metrics))
+    (one, said), (other, also_said) = ends
+    # Adam divides by the gradient's own size, which grows rounding where it is nearly 0.
+    assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-5
+    for name in ("loss", "grad_norm", "adv/std", "is/mean", "mismatch/kl", "kl/reference"):
+        assert said[name] == pytest.approx(also_said[name], rel=1e-4, abs=1e-6), name
+
+
+def test_a_penalty_for_length_makes_equal_rewards_worth_comparing(make_rig: MakeRig) -> None:
+    shaping = {"length_penalty": {"output_tokens": 0.5}}
+    rig = make_rig(algorithm={"shaping": shaping}).start()
+    for index in range(2):
+        rig.agents.episode(f"s{index}", 1.0, group_id="g", size=2, output_ids=[10] * (1 + 3 * index) + [1])
+    assert rig.trainer.turn()
+
+
+def test_truncated_sessions_train_only_if_configured(make_rig: MakeRig) -> None:
+    for truncated, codes in (("mask", "truncated"), ("keep", "trained"), ("zero", "trained")):
+        rig = make_rig(truncated, algorithm={"shaping": {"truncated": truncated}}).start()
+        rig.agents.group("g", [1.0, 0.0])
+        rig.agents.open("cut", "h", 3)
+        rig.agents.call(turn("cut", "cut-t"))
+        rig.agents.finish("cut", 1.0, status="truncated")
+        rig.agents.episode("x", 1.0, group_id="h", size=3, output_ids=[12, 1])
+        rig.agents.episode("y", 0.5, group_id="h", size=3, output_ids=[13, 1])
+        assert rig.trainer.turn()
+        assert rig.session_codes()["cut"] == codes
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sentence"),
+    [
+        ({"preset": "unheard"}, "preset 'unheard' is none of areal"),
+        ({"advantag": "grpo_ddof1"}, "advantag"),
+        ({"loss": "dppo"}, "would correct for it a second time"),
+        ({"prox": "loglinear", "epochs": 2}, "set prox: recompute"),
+        ({"shaping": {"kl_in_reward": 0.1}}, "compares whole rollouts"),
+        ({"kl": {"estimator": "k1", "coefficient": 0.1}}, "pulls nowhere"),
+        ({"loss": "kl_cov"}, "set epochs"),
+        ({"min_live_rows": 300}, "more than a step holds"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_meant_is_refused_in_a_sentence(algorithm: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        AlgorithmSettings.model_validate(algorithm)
+
+
+def test_what_stands_beside_a_preset_wins() -> None:
+    settings = AlgorithmSettings.model_validate({"preset": "dapo", "advantage": "rloo"})
+    assert (settings.advantage.name, settings.shaping.truncated) == ("rloo", "keep")
+    nested = {"preset": "grpo_classic", "loss": {"clip_low": 0.1}, "correction": "none"}
+    loss = AlgorithmSettings.model_validate(nested).loss
+    assert loss == Ppo(clip_low=0.1, clip_high=0.2, dual_clip=None, anchor="rollout")
+    other = AlgorithmSettings.model_validate({"preset": "grpo_classic", "loss": {"name": "sapo"}}).loss
+    assert other == Sapo()

@@ -30,7 +30,9 @@ from trainer_service.publish import Publisher
 from trainer_service.pulse import Pulse
 from trainer_service.ranks import Leader, follow, own_rank
 from trainer_service.settings import TrainerSettings
+from trainer_service.sinks.chosen import chosen_sinks
 from trainer_service.store import PolicyStore
+from trainer_service.teacher import Teacher
 from trainer_service.tenure import tenure
 from trainer_service.train import Trainer
 
@@ -94,7 +96,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, face: Face) -> None:
         with tenure(lease, face, settings.retry_s) as held:
             if not held:
                 return
-            metrics = Metrics(registry, settings.metrics_path)
+            metrics = Metrics(registry, chosen_sinks(settings))
             policy = Leader(Policy(settings))
             stream = _stream(redis, lease, face, settings.retry_s)
             if stream is None:
@@ -102,6 +104,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, face: Face) -> None:
                 return
             pulse = Pulse(stream, face, settings.retry_s)
             gateway = Gateway(client, settings.push_timeout_s)
+            teacher = Teacher(settings.teacher) if settings.teacher else None
             Trainer(
                 settings=settings,
                 policy=policy,
@@ -111,8 +114,12 @@ def serve(settings: TrainerSettings, keyring: Keyring, face: Face) -> None:
                 metrics=metrics,
                 face=face,
                 pulse=pulse,
+                teacher=teacher,
             ).run()
+            if teacher is not None:
+                teacher.close()
             policy.close()  # never after a failure: amid a collective the others would not hear it
+            metrics.close()
     logger.info("ended")
 
 

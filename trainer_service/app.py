@@ -23,7 +23,8 @@ from rollout_queue.web.probes import probes
 from rollout_queue.web.server import KEEP_ALIVE_S
 from trainer_service.checkpoint import LedgerRow
 from trainer_service.face import Face
-from trainer_service.store import FILE_NAME, PolicyStore
+from trainer_service.huggingface import FILE_NAME
+from trainer_service.store import PolicyStore
 
 LEDGER_LIMIT = 1000
 SILENT_AFTER_S = 60.0

@@ -162,6 +162,17 @@ class Assembler:
             found.append(Wait(size - len(ended), since, goes_at, lacks))
         return found
 
+    def endangered(self, version: int, besides: Iterable[Group]) -> int:
+        """How many sessions have a token of just this version and are still to be trained: one step more, and
+        they are too old. Not those of groups that went, or go now, with or without them."""
+        going = {member.session_id for group in besides for member in group.members}
+        return sum(
+            session.oldest == version and not session.closed
+            for group_id, session_ids in self._groups.items()
+            if group_id not in self._gone and going.isdisjoint(session_ids)
+            for session in (self._sessions[session_id] for session_id in session_ids)
+        )
+
     def _going(
         self, group_id: str, sessions: Sequence[Session], caught_up: bool, now_s: float
     ) -> list[Member]:

@@ -1,6 +1,7 @@
 """Weights, optimizer, version, stream position and random generators: one atomic thing.
 
-    {directory}/00000007-step-00000003/   DeepSpeed's shards, and state.json with their sizes
+    {directory}/00000007-step-00000003/   DeepSpeed's shards, model/ in the Hugging Face layout, adapter/ of a
+                                          LoRA, and state.json with the sizes of all of them
     {directory}/ledger.jsonl              one line per trained step; state.json says how much of it counts
     {directory}/VERSION                   the highest version number that was ever given out
     {directory}/CURRENT                   the tag that a restart loads; moved last, in one step
@@ -20,8 +21,11 @@ from typing import Protocol
 
 import msgspec
 
+from trainer_service import universal
 from trainer_service.disk import written
 from trainer_service.durable import sync_directory, sync_tree, write_atomically
+from trainer_service.evaluation import Kept
+from trainer_service.layout import Layout
 from trainer_service.settlement import Settlement
 
 logger = logging.getLogger(__name__)
@@ -41,9 +45,12 @@ class CheckpointBroken(Exception):
 class Weights(Protocol):
     """Who writes and reads the shards."""
 
+    @property
+    def layout(self) -> Layout: ...
+
     def save(self, directory: Path, tag: str) -> None: ...
 
-    def load(self, directory: Path, tag: str) -> None: ...
+    def load(self, directory: Path, tag: str, layout: Layout | None) -> None: ...
 
 
 class LedgerRow(msgspec.Struct, frozen=True):
@@ -68,9 +75,15 @@ class State(msgspec.Struct, frozen=True):
     """Sessions that have ended, the newest last."""
     gone: dict[str, int] = {}
     """Groups that went on without some of their members, and with how many."""
+    baselines: dict[str, float] = {}
+    """What each agent earned before, where that is what its rollouts are compared with."""
+    evaluations: Kept = Kept()
+    """How versions did in sessions that are not trained."""
     ledger_bytes: int = 0
     files: dict[str, int] = {}
-    """Name and size of every shard."""
+    """Path below the checkpoint, and size, of every file."""
+    layout: Layout | None = None
+    """How the shards are cut; None in a checkpoint that does not say: as the trainer's that reads it."""
 
 
 class Checkpoints:
@@ -99,8 +112,12 @@ class Checkpoints:
         weights.save(self._directory, tag)
         shards = self._directory / tag
         ledger_bytes = self._append(rows)
-        files = {path.name: path.stat().st_size for path in sorted(shards.iterdir())}
-        whole = msgspec.structs.replace(state, files=files, ledger_bytes=ledger_bytes)
+        files = {
+            path.relative_to(shards).as_posix(): path.stat().st_size
+            for path in sorted(shards.rglob("*"))
+            if path.is_file()
+        }
+        whole = msgspec.structs.replace(state, files=files, ledger_bytes=ledger_bytes, layout=weights.layout)
         (shards / STATE).write_bytes(msgspec.json.encode(whole))
         sync_tree(shards)
         sync_directory(self._directory)
@@ -119,6 +136,7 @@ class Checkpoints:
 
     def _sweep(self) -> None:
         """Free what a process left that died while it saved: STATE is written after every shard."""
+        universal.sweep(self._directory)
         for tag in self._tags():
             if not (self._directory / tag / STATE).exists():
                 shutil.rmtree(self._directory / tag, ignore_errors=True)
@@ -134,7 +152,7 @@ class Checkpoints:
             return None
         tag = current.read_text(encoding="utf-8").strip()
         state = self._read(tag)
-        weights.load(self._directory, tag)
+        weights.load(self._directory, tag, state.layout)
         self._ledger_bytes = state.ledger_bytes
         logger.info("restored step %d, version %d from checkpoint %s", state.step, state.version, tag)
         return state

@@ -34,6 +34,9 @@ class Snapshot:
     version: int = 0
     waiting_for: str = "the trainer starts"
     metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last step."""
+    evaluations: dict[str, float] = field(default_factory=dict)
+    """The same for sessions that are not trained, by version."""
     backlog: Backlog | None = None
     """None until the stream is taken up."""
     last_seen: float = field(default_factory=time.time)
@@ -44,7 +47,7 @@ class Snapshot:
             "step": self.step,
             "version": self.version,
             "waiting_for": self.waiting_for,
-            "metrics": self.metrics,
+            "metrics": self.metrics | self.evaluations,
         }
 
 
@@ -57,6 +60,7 @@ class Face:
         self.ready = False
         """The model is loaded and the stream is read."""
         self._paused = threading.Event()
+        self._pause_reason: str | None = None
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._wished: list[Future[Snapshot]] = []
@@ -69,10 +73,18 @@ class Face:
     def stopping(self) -> bool:
         return self._stopping.is_set()
 
-    def pause(self) -> None:
+    @property
+    def paused_for(self) -> str | None:
+        """Why a guard paused the training; None where an operator did."""
+        return self._pause_reason
+
+    def pause(self, reason: str | None = None) -> None:
+        """An operator who pauses what a guard has paused changes nothing."""
+        self._pause_reason = reason or self._pause_reason
         self._paused.set()
 
     def resume(self) -> None:
+        self._pause_reason = None
         self._paused.clear()
 
     def stop(self) -> None:

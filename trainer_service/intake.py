@@ -12,13 +12,14 @@ from collections.abc import Iterable, Iterator
 from rollout_queue.errors import StorageUnavailable
 from rollout_queue.records import Verdict
 from rollout_queue.stream import Entry, StreamReader
+from trainer_service.algorithm_settings import AlgorithmSettings
 from trainer_service.assemble import Assembler, Group, Rules
 from trainer_service.checkpoint import State
+from trainer_service.evaluation import Evaluations
 from trainer_service.face import Backlog
 from trainer_service.metrics import Metrics
 from trainer_service.pulse import Pulse
 from trainer_service.recall import recalled
-from trainer_service.settings import AlgorithmSettings
 from trainer_service.settlement import Judged, Settlement, judge, refused, select, settle
 from trainer_service.tally import Tally
 from trainer_service.waits import sentence
@@ -50,7 +51,7 @@ class Intake:
         self._algorithm = algorithm
         self._rules = Rules(
             vocab_size,
-            algorithm.truncated == "train",
+            algorithm.shaping.truncated != "mask",
             algorithm.group_wait_s,
             algorithm.group_deadline_s,
             algorithm.group_min_size,
@@ -66,12 +67,18 @@ class Intake:
         """Whether the last read took all there was."""
         self._per_step: deque[int] = deque([algorithm.min_live_rows], maxlen=STEPS_REMEMBERED)
         """Rewarded rollouts that ended between steps. Before the first, the fewest that can make one."""
+        self._endangered = 0
+        """Sessions under way that the step which is ready would make too old."""
         self.tally = Tally()
         """What ended since the last step."""
+        self.evaluations = Evaluations()
 
     def resume(self, state: State) -> None:
         """Take up everything that was read and not acknowledged; what the weights contain is only owed."""
         self._assembler = Assembler(self._rules, state.settled, state.gone)
+        self.evaluations = Evaluations(state.evaluations)
+        self._metrics.show_evaluations(state.evaluations.scores)
+        self._pulse.note_evaluations(self.evaluations.told())
         pending = self._reclaim()
         owed = set(state.owed.entry_ids)
         self._recent.append(state.owed)
@@ -96,16 +103,19 @@ class Intake:
         if entries:
             self._heard_at = time.monotonic()
 
-    def batch(self, version: int) -> list[Judged]:
-        """The groups of the next step; empty while there are too few. Ends the groups that teach nothing, as
-        far as it comes: after an outage, thousands of groups wait for later steps."""
-        silence_s, patience_s = time.monotonic() - self._heard_at, self._algorithm.flush_after_s
+    def batch(self, version: int, algorithm: AlgorithmSettings) -> list[Judged]:
+        """The groups of the next step; empty while there are too few, or a step would be too early. Ends the
+        groups that teach nothing, as far as it comes: after an outage, thousands wait for later steps."""
+        silence_s, patience_s = time.monotonic() - self._heard_at, algorithm.flush_after_s
         flush = patience_s is not None and silence_s >= patience_s
         silent: list[Judged] = []
-        live = self._live(self._assembler.complete(self._caught_up), version, silent)
-        batch = select(live, self._algorithm, flush)
-        self._end(silent)
-        return batch
+        complete = self._assembler.complete(self._caught_up)
+        batch = select(self._live(complete, version, algorithm, silent), algorithm, flush)
+        self.end(silent)
+        self._endangered = 0
+        if batch and algorithm.stale == "wait":
+            self._endangered = self._assembler.endangered(version - algorithm.max_staleness, complete)
+        return [] if self._endangered else batch
 
     def owe(self, batch: list[Judged], step: int, version: int) -> None:
         """The weights contain these groups now: never give them out again, acknowledge them once durable."""
@@ -114,11 +124,13 @@ class Intake:
             self._owed.append(settle(judged, step, version))
             self._assembler.release(judged.group)
         self._per_step.append(self.tally.rollouts)
+        self.evaluations.made(version, step)
+        self._evaluate(batch)
 
     def refuse(self, judged: list[Judged], detail: str) -> None:
         """End groups that no optimizer can use, at once: whatever becomes of the step, they are in none."""
         verdict = Verdict(code="invalid", detail=detail)
-        self._end([refused(group, verdict) for group in judged])
+        self.end([refused(group, verdict) for group in judged])
 
     def acknowledge(self) -> None:
         """Finish with everything owed, in one transaction. Only after a durable checkpoint contains it."""
@@ -149,6 +161,8 @@ class Intake:
 
     def waiting_for(self) -> str:
         """What keeps the next step from happening, in a sentence."""
+        if self._endangered:
+            return f"{self._endangered} sessions under way, which the next step would make too old"
         unfinished, unrewarded, ended = self._assembler.census()
         said = (
             f"{self._algorithm.min_live_rows} rows with an advantage, of which {self._live_rows} are here; "
@@ -167,18 +181,20 @@ class Intake:
             )
             self._assembler.recall(past.settled, past.gone)
 
-    def _live(self, complete: Iterable[Group], version: int, silent: list[Judged]) -> Iterator[Judged]:
+    def _live(
+        self, complete: Iterable[Group], version: int, algorithm: AlgorithmSettings, silent: list[Judged]
+    ) -> Iterator[Judged]:
         """Judges one group after the other; those that teach nothing go to `silent`."""
         self._live_rows = 0
         for group in complete:
-            judged = judge(group, version, self._algorithm)
+            judged = judge(group, version, algorithm)
             if judged.silence:
                 silent.append(judged)
             else:
                 self._live_rows += judged.live_rows
                 yield judged
 
-    def _end(self, silent: list[Judged]) -> None:
+    def end(self, silent: list[Judged]) -> None:
         """Acknowledge groups that no step will use, and records that came after their session's end."""
         ended = [settle(judged) for judged in silent]
         if freed := self._assembler.freed():  # never after their deletion, which may be among these groups
@@ -195,6 +211,17 @@ class Intake:
             logger.info("group %s is not trained: %s", judged.group.group_id, judged.silence)
             self.tally.add(judged)
             self._assembler.release(judged.group)
+        self._evaluate(silent)
+
+    def _evaluate(self, ended: Iterable[Judged]) -> None:
+        """Count what was never to be trained, and tell it by version."""
+        members = (member for judged in ended for member in judged.group.members)
+        changed = self.evaluations.add(each.evaluation for each in members if each.evaluation)
+        for scores in changed:
+            self._metrics.evaluated(scores, self.evaluations.step_of(scores.version))
+        if changed:
+            self._metrics.forget_evaluations(self.evaluations.forget())
+            self._pulse.note_evaluations(self.evaluations.told())
 
     def _settle(self, ended: list[Settlement]) -> None:
         whole = Settlement.joined(ended)

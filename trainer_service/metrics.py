@@ -1,26 +1,24 @@
-"""What the trainer exports: one JSON line per step, and Prometheus gauges of the last one."""
+"""What the trainer exports: counters and gauges for Prometheus, and a point in every sink per step."""
 
-import errno
-import json
 import logging
-import math
-import os
-from collections.abc import Mapping
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from trainer_service.evaluation import ENDS, Scores
 from trainer_service.settlement import Settlement
+from trainer_service.sinks.sink import Sink, What
 
 logger = logging.getLogger(__name__)
 
 
 class Metrics:
-    """Writes both. A name like `mismatch/abs_logp` is `weir_trainer_mismatch_abs_logp` in Prometheus."""
+    """Writes all. A name like `mismatch/abs_logp` is `weir_trainer_mismatch_abs_logp` in Prometheus."""
 
-    def __init__(self, registry: CollectorRegistry, path: Path | None) -> None:
+    def __init__(self, registry: CollectorRegistry, sinks: Sequence[Sink] = ()) -> None:
         self._registry = registry
-        self._path = path
+        self._sinks = sinks
         self._gauges: dict[str, Gauge] = {}
         self._steps = Counter("weir_trainer_steps", "Optimizer steps", registry=registry)
         self._tokens = Counter("weir_trainer_tokens", "Tokens trained", registry=registry)
@@ -33,8 +31,32 @@ class Metrics:
         self._refusals = Counter(
             "weir_trainer_disk_refusals", "Writes that the disk refused", ["what"], registry=registry
         )
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        self._unwritten = Counter(
+            "weir_trainer_sink_failures", "Points that a sink did not take", ["sink"], registry=registry
+        )
+        self._alarms = Counter(
+            "weir_trainer_guard_alarms", "Pauses for which a guard asked", ["guard"], registry=registry
+        )
+        self._paused = Gauge("weir_trainer_paused", "1 while the training is paused", registry=registry)
+        self._reward = Gauge(
+            "weir_trainer_eval_reward",
+            "Mean reward of the evaluation sessions of a version",
+            ["version"],
+            registry=registry,
+        )
+        self._evaluated = Gauge(
+            "weir_trainer_eval_sessions",
+            "Evaluation sessions of a version, by how they ended",
+            ["version", "end"],
+            registry=registry,
+        )
+
+    def resume(self, step: int) -> None:
+        """Training goes on behind `step`."""
+        self._each("resume", lambda sink: sink.resume(step))
+
+    def close(self) -> None:
+        self._each("end", lambda sink: sink.close())
 
     def stepped(self, values: Mapping[str, float]) -> None:
         self._steps.inc()
@@ -42,13 +64,28 @@ class Metrics:
         for name, value in values.items():
             if name not in ("tokens", "time"):
                 self.gauge(name, value)
-        if self._path is not None:
-            finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-            try:
-                _append(self._path, json.dumps(finite).encode() + b"\n")
-            except OSError as error:  # a step is worth more than its line
-                self.disk_refused("metrics")
-                logger.warning("no line for step %g in %s: %s", values["step"], self._path, error)
+        self._write("step", values)
+
+    def evaluated(self, scores: Scores, step: int) -> None:
+        """How a version does so far; `step` made it."""
+        self.show_evaluations([scores])
+        place = {"step": step, "version": scores.version, "time": time.time()}
+        self._write("evaluation", place | scores.values())
+
+    def show_evaluations(self, scores: Iterable[Scores]) -> None:
+        for each in scores:
+            version = str(each.version)
+            for end in ENDS:
+                self._evaluated.labels(version, end).set(getattr(each, end))
+            if each.rewarded:
+                self._reward.labels(version).set(each.reward)
+
+    def forget_evaluations(self, versions: Iterable[int]) -> None:
+        """Prometheus keeps a series for each version, and so only for the last of them."""
+        for version in map(str, versions):
+            self._reward.remove(version)
+            for end in ENDS:
+                self._evaluated.remove(version, end)
 
     def settled(self, settlement: Settlement) -> None:
         for verdict in settlement.sessions.values():
@@ -60,20 +97,26 @@ class Metrics:
     def disk_refused(self, what: str) -> None:
         self._refusals.labels(what).inc()
 
+    def alarmed(self, guard: str) -> None:
+        self._alarms.labels(guard).inc()
+
+    def paused(self, paused: bool) -> None:
+        self._paused.set(paused)
+
     def gauge(self, name: str, value: float) -> None:
         if name not in self._gauges:
             exported = f"weir_trainer_{name.replace('/', '_')}"
             self._gauges[name] = Gauge(exported, f"{name} of the last step", registry=self._registry)
         self._gauges[name].set(value)
 
+    def _write(self, what: What, values: Mapping[str, float]) -> None:
+        self._each(f"take {what} {values['step']:g}", lambda sink: sink.write(what, values))
 
-def _append(path: Path, line: bytes) -> None:
-    """The whole line or nothing of it: half a line would spoil the next one too. Raises OSError."""
-    with path.open("ab", buffering=0) as file:
-        before = file.tell()
-        try:
-            if file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            file.truncate(before)
-            raise
+    def _each(self, deed: str, call: Callable[[Sink], None]) -> None:
+        """A step is worth more than its point: a sink that fails is counted, and the training goes on."""
+        for sink in self._sinks:
+            try:
+                call(sink)
+            except Exception as error:  # whatever a stranger's library raises
+                self._unwritten.labels(sink.name).inc()
+                logger.warning("%s did not %s: %s", sink.name, deed, error)

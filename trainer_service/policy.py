@@ -3,25 +3,41 @@
 MicroBatch ─ logprobs ─▶ loss ─ backward ─▶ (more of them) ─ step ─▶ new weights ─ export ─▶ safetensors
 """
 
-import math
-import os
-import random
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer_service.batch import MicroBatch
-from trainer_service.diagnostics import Observed
-from trainer_service.loss import selected_logprobs
-from trainer_service.settings import OptimizerSettings, TrainerSettings
+from trainer_service.attention import Packing, packing_of, set_attention
+from trainer_service.batch import MicroBatch, shared_out
+from trainer_service.critic import Critic
+from trainer_service.dropout import without_dropout
+from trainer_service.export import model_pieces, write_pieces
+from trainer_service.forward import forward
+from trainer_service.head import set_head
+from trainer_service.huggingface import (
+    WEIGHTS,
+    copy_small_files,
+    enable_activation_checkpointing,
+    tensor_dtypes,
+)
+from trainer_service.layout import Layout
+from trainer_service.lora import Adapters
+from trainer_service.optimizer import as_configured, make_optimizer
+from trainer_service.randomness import random_states, restore_random_states, seed_everything
+from trainer_service.reference import Reference
+from trainer_service.schedule import schedule_of
+from trainer_service.settings import TrainerSettings
+from trainer_service.zero import deepspeed_config, own_part, prepare_deepspeed
+
+Value = TypeVar("Value")
+
+CRITIC = "critic"
+"""Its shards, within those of the policy."""
+EVEN_AT_WIDTHS = 12
+"""The attention to n tokens costs about as much as all else at n = 12 times the width of a layer."""
 
 
 class Policy:
@@ -30,40 +46,74 @@ class Policy:
     def __init__(self, settings: TrainerSettings) -> None:
         self._settings = settings
         deepspeed = prepare_deepspeed(settings)
-        model = load_model(settings.model_path, getattr(torch, settings.dtype))
+        seed_everything(settings.seed)
+        model = self._load_base()
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
+        self._packing = packing_of(model)
+        self._even_at = EVEN_AT_WIDTHS * model.config.get_text_config().hidden_size
+        self._entropy_gradient = settings.algorithm.entropy_bonus > 0
         self._published_dtypes = tensor_dtypes(settings.model_path)
-        optimizer = make_optimizer(model, settings.optimizer)
-        warmup = settings.optimizer.warmup_steps
+        self._adapters = Adapters(model, settings.lora, settings.model_path) if settings.lora else None
+        if settings.activation_checkpointing:
+            enable_activation_checkpointing(model)
+        self._can_be_published(model)
+        optimizer = make_optimizer([each for each in model.parameters() if each.requires_grad], settings)
         self._engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
-            lr_scheduler=torch.optim.lr_scheduler.LambdaLR(
-                optimizer, lambda step: min(1.0, (step + 1) / max(1, warmup))
-            ),
+            lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, schedule_of(settings.optimizer)),
             config=deepspeed_config(settings),
         )
+        self._engine.module.train(settings.activation_checkpointing)
         self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        # Dropout would make the trainer's logprobs another policy's than the engine's: never train().
-        self._engine.module.eval()
+        self.value_clip = settings.critic.value_clip if settings.critic else None
+        self._critic = Critic(deepspeed, self._load_base(), settings) if settings.critic else None
+        self._reference = Reference(self._load_base, self._engine.device, settings.reference_offload)
+
+    def _can_be_published(self, model: Any) -> None:
+        """Raises SystemExit for a model whose weights have other names in memory than in its files."""
+        if missing := {piece.name for piece in model_pieces(model)} - set(self._published_dtypes):
+            raise SystemExit(
+                f"trainer.model_path: {self._settings.model_path} has no tensor {sorted(missing)[0]}, as the "
+                "loaded model names it; such a model, of fused experts for instance, cannot be published"
+            )
+
+    @property
+    def layout(self) -> Layout:
+        """How this policy's checkpoints are cut."""
+        lora = self._settings.lora.model_dump() if self._settings.lora else None
+        return Layout(
+            self.ranks, self._settings.zero_stage, self._settings.dtype, lora, self._critic is not None
+        )
+
+    def _load_base(self) -> Any:
+        on_cuda = torch.distributed.get_backend() == "nccl"
+        model = load_model(self._settings.model_path, getattr(torch, self._settings.dtype), on_cuda)
+        without_dropout(model)
+        return model
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """log p [T] of the trained tokens under the present weights, with gradient, and the entropies [T].
-
-        Hidden states are picked before the head, so that logits exist for trained tokens only. There is no
-        attention mask: the model keeps packed rows apart because positions start again at 0.
-        """
+        """log p [T] of the trained tokens under the present weights, with gradient, and the entropies [T],
+        with gradient where the algorithm has a bonus for them."""
         return self._forward(self._engine, batch)
 
     def _forward(self, model: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        logits_1TV = model(
-            input_ids=self.tensor(batch.ids_N)[None],
-            position_ids=self.tensor(batch.positions_N)[None],
-            logits_to_keep=self.tensor(batch.predict_at_T),
-            use_cache=False,
-        ).logits
-        targets_T, temperatures_T = self.tensor(batch.targets_T), self.tensor(batch.temperatures_T)
-        return selected_logprobs(logits_1TV[0], targets_T, temperatures_T)
+        return forward(model, batch, self._packing, self._engine.device, self._entropy_gradient)
+
+    @torch.no_grad()
+    def reference(self, batch: MicroBatch) -> Tensor:
+        """log p [T] of the trained tokens under the base model, as it was before any training. Every rank has
+        to ask for it, with a micro-batch of its own."""
+        if self._adapters is not None:
+            with self._adapters.switched_off():
+                return self._forward(self._engine, batch)[0]
+        with self._reference as model:
+            return self._forward(model, batch)[0]
+
+    @property
+    def critic(self) -> Critic:
+        assert self._critic is not None  # noqa: S101 - TrainerSettings knows who asks one
+        return self._critic
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a micro-batch's share of the step's loss. DeepSpeed averages over ranks, and
@@ -71,157 +121,122 @@ class Policy:
         self._engine.backward(loss * self.ranks, scale_wrt_gas=False)
 
     def step(self) -> float:
-        """Update the weights. Returns the norm of the gradient before it was clipped."""
+        """Update the weights. Returns the norm of the gradient before it was clipped; where that is not
+        finite, weights and optimizer are as they were."""
         self._engine.step()
-        norm = self._engine.get_global_grad_norm()
-        return float(norm) if norm is not None else float("nan")
+        if getattr(self._engine.optimizer, "overflow", False):
+            return float("inf")  # ZeRO 3 has the norm of the step before
+        return float(self._engine.get_global_grad_norm())
 
     def gradient_norm(self, batch: MicroBatch, loss_of: Callable[[Tensor], Tensor]) -> float:
-        """The norm of the gradient of what `loss_of` makes of the logprobs. It is added to nothing: DeepSpeed
-        neither hears of the pass, nor do the other ranks."""
+        """The norm of the gradient of what `loss_of` makes of the logprobs. It is added to nothing. Every
+        rank has to call it with the same batch, and hears the same: at stage 3 they compute it together."""
         logprobs_T, _ = self._forward(self._engine.module, batch)
         parameters = [each for each in self._engine.module.parameters() if each.requires_grad]
         gradients = torch.autograd.grad(loss_of(logprobs_T), parameters, allow_unused=True)
+        self._engine.empty_partition_cache()  # at stage 3 DeepSpeed waits for the rest of a backward pass
         norms = [torch.linalg.vector_norm(each.float()) for each in gradients if each is not None]
-        return float(torch.linalg.vector_norm(torch.stack(norms)))
+        return float(self._agreed(torch.linalg.vector_norm(torch.stack(norms))))
 
     def finite(self) -> bool:
-        """Whether every weight is a number."""
-        return all(bool(each.isfinite().all()) for each in self._engine.module.parameters())
+        """Whether every weight of every rank is a number, the critic's too. Every rank has to ask."""
+        modules = [self._engine.module, *([self._critic.module] if self._critic else [])]
+        parts = [own_part(each) for module in modules for each in module.parameters()]
+        spoilt = torch.tensor([not part.isfinite().all() for part in parts], dtype=torch.float32).any()
+        return not bool(self._agreed(spoilt.float().to(self._engine.device)))
+
+    def _agreed(self, value: Tensor) -> Tensor:
+        """The mean over ranks: the same on all of them, and finite when every rank's value is."""
+        if self.ranks > 1:
+            torch.distributed.all_reduce(value)
+        return value / self.ranks
 
     def share(self, batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, bool]]:
-        """This rank's micro-batches, as many as every rank has; False for one that is there for the number
-        alone. Ranks reduce their gradients together, so none may have a pass more than another."""
-        most = math.ceil(len(batches) / self.ranks)
-        own = [(batch, True) for batch in batches[self.rank :: self.ranks]]
-        return own + [(batches[0], False)] * (most - len(own))
+        """This rank's micro-batches, as many as every rank has, the costliest first; False for one that is
+        there for the number alone. Ranks reduce their gradients together, so none may have a pass more than
+        another, and they wait for the slowest."""
+        if self._packing is Packing.ALONE:
+            batches = [row for batch in batches for row in batch.apart()]
+        shares = shared_out([batch.cost(self._even_at) for batch in batches], self.ranks)
+        own = [(batches[index], True) for index in shares[self.rank]]
+        cheapest = min(batches, key=lambda batch: batch.cost(self._even_at))
+        return own + [(cheapest, False)] * (max(map(len, shares)) - len(own))
 
-    def gathered(self, seen: list[Observed]) -> list[Observed]:
-        """What all ranks saw, on rank 0; nothing on the others."""
+    def everybody(self, values: list[Value]) -> list[Value]:
+        """What all ranks say, on each of them, rank by rank. On the CPU."""
         if self.ranks == 1:
-            return seen
-        everybody: list[list[Observed]] | None = [[]] * self.ranks if self.rank == 0 else None
-        torch.distributed.gather_object([each.cpu() for each in seen], everybody)
-        return [observed for part in everybody or [] for observed in part]
+            return values
+        told: list[list[Value]] = [[]] * self.ranks
+        torch.distributed.all_gather_object(told, values)
+        return [value for part in told for value in part]
 
     def tensor(self, values: Any) -> Tensor:
         return torch.from_numpy(values).to(self._engine.device)
 
-    def export(self, path: Path) -> None:
-        """Write the weights as the base model has them: same names, same dtypes, a tied tensor once."""
-        state: dict[str, Tensor] = self._engine.module.state_dict()
-        tied = set(getattr(self._engine.module, "all_tied_weights_keys", {}))
-        names = [name for name in state if name not in tied]
-        if missing := set(names) - set(self._published_dtypes):
-            raise ValueError(f"{self._settings.model_path} has no tensor {sorted(missing)[0]}")
-        tensors = {
-            name: state[name].detach().to("cpu", self._published_dtypes[name]).contiguous() for name in names
-        }
-        save_file(tensors, path, metadata={"format": "pt"})
+    def export(self, path: Path | None) -> None:
+        """Write the weights as the base model has them: same names, same dtypes, a tied tensor once; adapters
+        are merged. Every rank has to call it, one of them with a path."""
+        self._write(path)
+
+    def _write(self, path: Path | None) -> None:
+        write_pieces(path, list(model_pieces(self._engine.module)), self._published_dtypes)
 
     def save(self, directory: Path, tag: str) -> None:
-        """Write weights, optimizer, schedule and the random generators' states below `directory`/`tag`."""
+        """Write weights, optimizer, schedule and the random generators' states below `directory`/`tag`: of
+        the weights, those that are trained."""
         self._engine.save_checkpoint(
-            str(directory), tag=tag, client_state={"random": random_states()}, save_latest=False
+            str(directory),
+            tag=tag,
+            client_state={"random": random_states()},
+            save_latest=False,
+            exclude_frozen_parameters=self._adapters is not None,
         )
+        if self._critic is not None:
+            self._critic.save(directory, f"{tag}/{CRITIC}")
+        self._save_hf(directory / tag if self.rank == 0 else None)
         torch.distributed.barrier()  # DeepSpeed returns on one rank before another has written its shard
 
-    def load(self, directory: Path, tag: str) -> None:
-        path, client_state = self._engine.load_checkpoint(str(directory), tag=tag)
+    def _save_hf(self, directory: Path | None) -> None:
+        """The same weights for those who know no DeepSpeed: `model/` to serve, `adapter/` for PEFT."""
+        if self._adapters is not None:
+            self._adapters.write(made(directory, "adapter"))
+        if self._settings.checkpoint_hf:
+            model = made(directory, "model")
+            if model is not None:
+                copy_small_files(self._settings.model_path, model)
+            self._write(model / WEIGHTS if model else None)
+
+    def load(self, directory: Path, tag: str, universal: bool = False) -> None:
+        """Read back what `save` wrote with this layout, or what `universal.converted` made of another."""
+        self._engine._config.load_universal_checkpoint = universal
+        path, client_state = self._engine.load_checkpoint(
+            str(directory), tag=tag, load_module_strict=self._adapters is None
+        )
         if path is None:
             raise FileNotFoundError(f"DeepSpeed found no checkpoint {tag} in {directory}")
+        as_configured(self._engine, self._settings.optimizer)
+        if self._critic is not None:
+            self._critic.load(directory, f"{tag}/{CRITIC}")
         restore_random_states(client_state["random"])
-        self._engine.module.eval()
+        self._engine.module.train(self._settings.activation_checkpointing)
+        torch.distributed.barrier()  # rank 0 removes what was converted
 
 
-def deepspeed_config(settings: TrainerSettings) -> dict[str, Any]:
-    return {
-        # Required, and without meaning here: micro-batches are ragged, step() says where a step ends.
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": settings.zero_stage, "overlap_comm": False},
-        "bf16": {"enabled": settings.dtype == "bfloat16"},
-        "gradient_clipping": settings.optimizer.max_grad_norm,
-        "steps_per_print": 1_000_000_000,
-    }
+def made(directory: Path | None, name: str) -> Path | None:
+    """A directory within one, on the rank that writes."""
+    if directory is None:
+        return None
+    (directory / name).mkdir()
+    return directory / name
 
 
-def prepare_deepspeed(settings: TrainerSettings) -> ModuleType:
-    """Import DeepSpeed for the device at hand and join the process group, alone unless a launcher set one."""
-    cpu = settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available())
-    if cpu:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
-    import deepspeed
-    from torch._C._distributed_c10d import HashStore
-
-    # On CPU, DeepSpeed compiles a shared-memory all-reduce at start, for which an image would need gcc and
-    # ninja. Training never calls it (it serves inference_all_reduce), so it is left out. A private name of
-    # the pinned release; `import deepspeed.comm.torch` would resolve to the real torch.
-    comm: Any = sys.modules["deepspeed.comm.torch"]
-    comm.build_shm_op = lambda: None
-    backend = "gloo" if cpu else "nccl"
-    if not torch.distributed.is_initialized() and "WORLD_SIZE" not in os.environ:
-        torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        os.environ.setdefault("LOCAL_RANK", "0")
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-    random.seed(settings.seed)
-    np.random.seed(settings.seed)
-    torch.manual_seed(settings.seed)
-    module: ModuleType = deepspeed
-    return module
-
-
-def load_model(path: Path, dtype: torch.dtype) -> Any:
+def load_model(path: Path, dtype: torch.dtype, on_cuda: bool = False) -> Any:
+    """A model that keeps packed rows apart, and whose head makes log-probabilities of sampled tokens."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
-
-
-def make_optimizer(model: Any, settings: OptimizerSettings) -> torch.optim.AdamW:
-    """Fused AdamW: as quick as DeepSpeed's own, and nothing to compile at start."""
-    return torch.optim.AdamW(
-        model.parameters(),
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
-
-
-def tensor_dtypes(directory: Path) -> dict[str, torch.dtype]:
-    """Name and dtype of every tensor in a directory's safetensors files."""
-    dtypes: dict[str, torch.dtype] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                dtypes[name] = getattr(torch, SAFETENSORS_DTYPES[file.get_slice(name).get_dtype()])
-    if not dtypes:
-        raise FileNotFoundError(f"{directory} holds no safetensors weights")
-    return dtypes
-
-
-SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
-
-def random_states() -> dict[str, Any]:
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def restore_random_states(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    set_attention(model, flash=on_cuda and dtype is torch.bfloat16)
+    set_head(model)
+    return model

@@ -39,6 +39,10 @@ class Pulse:
         )
         self._reported_at = 0.0
 
+    def note_evaluations(self, evaluations: dict[str, float]) -> None:
+        self._face.snapshot = replace(self._face.snapshot, evaluations=evaluations)
+        self._reported_at = 0.0
+
     def note_backlog(self, backlog: Backlog) -> None:
         self._face.snapshot = replace(self._face.snapshot, backlog=backlog)
 
@@ -92,7 +96,7 @@ class Pulse:
             "version": shot.version,
             "waiting_for": shot.waiting_for,
             "last_seen": shot.last_seen,
-            "metrics": json.dumps(shot.metrics),
+            "metrics": json.dumps(shot.metrics | shot.evaluations),
         }
         if shot.backlog is not None:
             report |= {

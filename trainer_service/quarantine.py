@@ -8,17 +8,23 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
+from trainer_service.algorithm_settings import AlgorithmSettings
+from trainer_service.algorithms.aggregation import StepCounts
+from trainer_service.algorithms.policy_loss import policy_loss
+from trainer_service.algorithms.step import step_statistics
+from trainer_service.algorithms.tokens import Tokens
 from trainer_service.batch import MicroBatch, Row, micro_batches
-from trainer_service.loss import policy_loss
-from trainer_service.settings import AlgorithmSettings
+from trainer_service.optimise import counts_of
 
 Blamed = TypeVar("Blamed")
 
 
 class Prober(Protocol):
-    """What a probe needs of a policy: one rank's, which has all of the weights. Nothing of it is changed."""
+    """What a probe needs of a policy: one rank's, while every other rank makes the same probe. Nothing of it
+    is changed."""
 
     def gradient_norm(self, batch: MicroBatch, loss_of: Callable[[Tensor], Tensor]) -> float: ...
 
@@ -38,14 +44,13 @@ def culprits(groups: Sequence[Blamed], sound: Callable[[Sequence[Blamed]], bool]
 def has_finite_gradient(
     prober: Prober,
     rows: Sequence[Row],
-    tokens_in_step: int,
     algorithm: AlgorithmSettings,
-    beat: Callable[[], None],
+    beat: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Whether the rows' share of the loss of a step of that many tokens has a gradient that is finite."""
-    norm = 0.0
+    """Whether the loss of a step of these rows has a gradient that is finite: the same on every rank."""
+    norm, counts = 0.0, counts_of(rows)
     for batch in micro_batches(rows, algorithm.max_tokens):
-        norm += prober.gradient_norm(batch, _loss(prober, batch, tokens_in_step, algorithm))
+        norm += prober.gradient_norm(batch, _loss(prober, batch, counts, algorithm))
         beat()
         if not math.isfinite(norm):
             return False
@@ -53,17 +58,24 @@ def has_finite_gradient(
 
 
 def _loss(
-    prober: Prober, batch: MicroBatch, tokens_in_step: int, algorithm: AlgorithmSettings
+    prober: Prober, batch: MicroBatch, counts: StepCounts, algorithm: AlgorithmSettings
 ) -> Callable[[Tensor], Tensor]:
+    """Other policies stand where the learning one does: what they say has no gradient. Tokens that get their
+    advantage from the whole step have one of 1."""
+
     def loss_of(lp_new_T: Tensor) -> Tensor:
-        return policy_loss(
-            lp_new_T,
-            lp_new_T.detach(),
-            prober.tensor(batch.logprobs_T),
-            prober.tensor(batch.advantages_T),
-            prober.tensor(batch.rows_T),
-            tokens_in_step,
-            algorithm,
-        ).loss
+        own_T = lp_new_T.detach()
+        advantages_T = prober.tensor(batch.advantages_T)
+        tokens = Tokens(
+            lp_new_T=lp_new_T,
+            lp_prox_T=own_T,
+            lp_roll_T=prober.tensor(batch.logprobs_T),
+            advantages_T=torch.ones_like(own_T) if algorithm.credits_tokens else advantages_T,
+            rows_T=prober.tensor(batch.rows_T),
+            lp_ref_T=own_T,
+            lp_teacher_T=own_T,
+            entropy_T=torch.zeros_like(own_T),
+        )
+        return policy_loss(tokens, algorithm, counts, step_statistics(tokens, algorithm)).loss
 
     return loss_of

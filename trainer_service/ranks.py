@@ -15,12 +15,14 @@ from typing import NamedTuple
 
 import torch
 
+from trainer_service.algorithm_settings import AlgorithmSettings
 from trainer_service.batch import Row
 from trainer_service.disk import Parted
+from trainer_service.layout import Layout
 from trainer_service.optimise import optimise
 from trainer_service.policy import Policy
-from trainer_service.quarantine import Prober
-from trainer_service.settings import AlgorithmSettings
+from trainer_service.quarantine import has_finite_gradient
+from trainer_service.universal import converted
 
 LONGEST_SILENCE = timedelta(days=365)
 """Between two orders: a trainer may wait for agents for days. The group that trains gives up in minutes."""
@@ -46,9 +48,25 @@ class Load(NamedTuple):
 
     directory: Path
     tag: str
+    universal: bool
 
 
-Order = Train | Save | Load | None
+class Export(NamedTuple):
+    """Gather the weights, for rank 0 to write them."""
+
+
+class Inspect(NamedTuple):
+    """Say whether every weight is a number."""
+
+
+class Probe(NamedTuple):
+    """Say whether the gradient of these rows would be finite."""
+
+    rows: Sequence[Row]
+    algorithm: AlgorithmSettings
+
+
+Order = Train | Save | Load | Export | Inspect | Probe | None
 """None: it is over."""
 
 
@@ -62,7 +80,7 @@ class Leader:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        """Rank 0's own, which has all of the weights."""
+        """Rank 0's own."""
         self._channel = _Channel(policy.ranks)
         self.vocab_size = policy.vocab_size
 
@@ -75,7 +93,7 @@ class Leader:
     ) -> dict[str, float]:
         """One optimizer step on all ranks. Returns its metrics."""
         self._channel.send(Train(rows, version, algorithm))
-        return optimise(self._policy, rows, version, algorithm, beat)
+        return optimise(self._policy, rows, version, algorithm, beat, self._policy.value_clip)
 
     def save(self, directory: Path, tag: str) -> None:
         """Returns when the shards of every rank are written.
@@ -90,20 +108,41 @@ class Leader:
                 raise
             raise Parted("rank 0 could not write its shards; the others wait for them") from error
 
-    def load(self, directory: Path, tag: str) -> None:
-        self._channel.send(Load(directory, tag))
-        self._policy.load(directory, tag)
+    @property
+    def layout(self) -> Layout:
+        """How the shards are cut."""
+        return self._policy.layout
+
+    def load(self, directory: Path, tag: str, layout: Layout | None) -> None:
+        """Read back shards that were cut as `layout` says; None: as ours are. Those of other ranks or another
+        stage are converted first, and the others wait for it without a limit.
+
+        Raises LayoutRefused and NotConverted.
+        """
+        if layout is None or layout.loads_into(self.layout):
+            self._load(directory, tag)
+            return
+        with converted(directory, tag) as aside:
+            self._load(directory, aside, universal=True)
+
+    def _load(self, directory: Path, tag: str, universal: bool = False) -> None:
+        self._channel.send(Load(directory, tag, universal))
+        self._policy.load(directory, tag, universal)
 
     def export(self, path: Path) -> None:
-        """Up to ZeRO 1 each rank has all of the weights."""
+        self._channel.send(Export())
         self._policy.export(path)
 
-    def probe(self) -> Prober:
-        """Looks at gradients on rank 0 alone."""
-        return self._policy
+    def sound(
+        self, rows: Sequence[Row], algorithm: AlgorithmSettings, beat: Callable[[], None] = lambda: None
+    ) -> bool:
+        """Whether the loss of a step of these rows has a gradient that is finite. Nothing is changed."""
+        self._channel.send(Probe(rows, algorithm))
+        return has_finite_gradient(self._policy, rows, algorithm, beat)
 
     def finite(self) -> bool:
-        """Whether every weight is a number; they are the same on all ranks."""
+        """Whether every weight of every rank is a number."""
+        self._channel.send(Inspect())
         return self._policy.finite()
 
     def close(self) -> None:
@@ -118,11 +157,17 @@ def follow(policy: Policy) -> None:
     while (order := channel.receive()) is not None:
         match order:
             case Train(rows, version, algorithm):
-                optimise(policy, rows, version, algorithm)
+                optimise(policy, rows, version, algorithm, value_clip=policy.value_clip)
             case Save(directory, tag):
                 policy.save(directory, tag)
-            case Load(directory, tag):
-                policy.load(directory, tag)
+            case Load(directory, tag, universal):
+                policy.load(directory, tag, universal)
+            case Export():
+                policy.export(None)
+            case Inspect():
+                policy.finite()
+            case Probe(rows, algorithm):
+                has_finite_gradient(policy, rows, algorithm)
     channel.close()
 
 

@@ -6,10 +6,11 @@ from typing import NamedTuple
 from rollout_queue.records import Deletion, Outcome, Reward, Turn, Verdict
 from rollout_queue.stream import Entry
 from rollout_queue.verdicts import OPENED_UNTRAINED
-from trainer_service.turns import contradiction
+from trainer_service.evaluation import Evaluation, evaluation_of
+from trainer_service.turns import contradiction, exclusions
 
 LARGEST_REWARD = 1e9
-"""Of a session, either way. Far beyond it the gradient overflows float32, and no restart would help."""
+"""Of a session, or by itself, either way. Far beyond it gradients overflow, and no restart would help."""
 
 
 class Rules(NamedTuple):
@@ -30,7 +31,13 @@ class Member:
     entry_ids: tuple[str, ...]
     turns: tuple[Turn, ...]
     reward: float | None
+    """All of its rewards added up."""
     verdict: Verdict | None
+    rewards: tuple[Reward, ...] = ()
+    truncated: bool = False
+    """Whether its agent finished it so."""
+    evaluation: Evaluation | None = None
+    """What it says of a version, where it is not to be trained."""
 
     @property
     def rewarded(self) -> bool:
@@ -65,6 +72,17 @@ class Session:
         """What its group was made for, as far as this session knows."""
         last = self.deletion or self.outcome
         return last.group_size if last else None
+
+    @property
+    def oldest(self) -> int | None:
+        """The first version that sampled anything of it that may be trained. None while only a reward is
+        missing: that may never come."""
+        if self.over and not self.rewards:
+            return None
+        turns = tuple(self.turns.values())
+        excluded = exclusions(turns)
+        sampled = (s.version for turn in turns if turn.turn_id not in excluded for s in turn.versions)
+        return min(sampled, default=None)
 
     @property
     def over(self) -> bool:
@@ -139,8 +157,10 @@ class Session:
         if not self.rewards:
             return None
         reward = sum(self.rewards[key].value for key in sorted(self.rewards))
-        if not abs(reward) <= LARGEST_REWARD:  # nor NaN, which infinities may add up to
-            detail = f"a reward of {reward:g} is beyond {LARGEST_REWARD:g}"
+        largest = max((each.value for each in self.rewards.values()), key=abs)
+        if not max(abs(largest), abs(reward)) <= LARGEST_REWARD:  # nor NaN, which infinities may add up to
+            beyond = largest if abs(largest) > LARGEST_REWARD else reward
+            detail = f"a reward of {beyond:g} is beyond {LARGEST_REWARD:g}"
             return self._member(turns, None, Verdict(code="invalid", detail=detail))
         if not turns:
             return self._member(turns, reward, Verdict(code="invalid", detail="the session has no turn"))
@@ -149,4 +169,8 @@ class Session:
         return self._member(turns, reward, None)
 
     def _member(self, turns: tuple[Turn, ...], reward: float | None, verdict: Verdict | None) -> Member:
-        return Member(self.session_id, tuple(self.entry_ids), turns, reward, verdict)
+        rewards = tuple(self.rewards[key] for key in sorted(self.rewards))
+        truncated = self.outcome is not None and self.outcome.status == "truncated"
+        evaluation = evaluation_of(turns, rewards, self.outcome)
+        entry_ids = tuple(self.entry_ids)
+        return Member(self.session_id, entry_ids, turns, reward, verdict, rewards, truncated, evaluation)

@@ -6,48 +6,11 @@ from typing import ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout_queue.settings import CommaSeparated, ServiceSettings
-
-
-class AlgorithmSettings(BaseModel):
-    """How rewards become a loss: the preset `default` for agents, asynchronous by up to eight versions."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    advantage: Literal["drgrpo"] = "drgrpo"
-    """Reward minus the mean of its group, over rollouts."""
-    zero_variance: float = Field(1e-6, ge=0)
-    """A group whose rewards span no more than this teaches nothing."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.28, gt=0)
-    dual_clip: float | None = Field(3.0, gt=1)
-    """Bounds the loss of a bad token that became likely, at this many times its advantage."""
-    tis_cap: float | None = Field(2.0, gt=0)
-    """Truncated importance sampling: the largest weight of a token for what the engine sampled otherwise."""
-    outlier_low: float = Field(1e-4, ge=0)
-    """A row is left out of the loss when the weight of any of its tokens lies outside [low, high]."""
-    outlier_high: float = Field(100.0, gt=0)
-    aggregation: Literal["token_mean"] = "token_mean"
-    min_live_rows: int = Field(16, ge=1)
-    """A step waits for this many rows with an advantage: Adam steps as far on one noisy group as on many."""
-    max_rows: int = Field(256, ge=1)
-    max_tokens: int = Field(1024, ge=1)
-    """Tokens that one forward pass holds; a longer row is a pass of its own."""
-    max_staleness: int = Field(8, ge=0)
-    """Versions between the oldest sampled token of a rollout and the trainer; older is not trained."""
-    truncated: Literal["drop", "train"] = "drop"
-    """What becomes of a session that its agent finished as truncated."""
-    epochs: int = Field(1, ge=1)
-    """Optimizer steps over one batch; beyond one, the ratios are taken to a pass before the first."""
-    flush_after_s: float | None = Field(60.0, gt=0)
-    """Step with fewer rows when the stream was silent this long; None waits for ever."""
-    group_wait_s: float = Field(3600.0, gt=0)
-    """A group that heard nothing for this long goes on without the members that never came."""
-    group_deadline_s: float | None = Field(None, gt=0)
-    """A group goes on without its stragglers this long after its first member ended with a reward; None waits
-    for all of them, or for `group_wait_s` of silence. What a straggler brings later is not trained."""
-    group_min_size: int = Field(2, ge=2)
-    """Rewarded members that a deadline needs; one alone compares with nobody, and would end the others for
-    nothing."""
+from trainer_service.algorithm_settings import AlgorithmSettings
+from trainer_service.algorithms.advantage_settings import VALUE_CLIP
+from trainer_service.guards import GuardSettings
+from trainer_service.sinks.weights_and_biases import WandbSettings
+from trainer_service.teacher import TeacherSettings
 
 
 class OptimizerSettings(BaseModel):
@@ -59,8 +22,47 @@ class OptimizerSettings(BaseModel):
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate goes down after the warm-up: not at all, evenly, or by half a cosine."""
     warmup_steps: int = Field(5, ge=0)
+    """Steps in which the rate grows evenly from nothing to `lr`."""
+    total_steps: int | None = Field(None, ge=1)
+    """The step, counted with the warm-up, at which the rate has come down; it stays there."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """What is left of the rate then, as a part of `lr`."""
     max_grad_norm: float = Field(1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _the_schedule_knows_its_end(self) -> "OptimizerSettings":
+        if self.schedule == "constant" and (self.total_steps is not None or self.min_lr_ratio):
+            raise ValueError("trainer.optimizer: total_steps and min_lr_ratio need schedule linear or cosine")
+        if self.schedule != "constant" and (self.total_steps or 0) <= self.warmup_steps:
+            raise ValueError(
+                f"trainer.optimizer: schedule {self.schedule} needs total_steps, and more than warmup_steps"
+            )
+        return self
+
+
+class CriticSettings(BaseModel):
+    """How fast the critic learns, and how far a step of it may go."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    optimizer: OptimizerSettings = OptimizerSettings(lr=1e-5)
+    value_clip: float | None = Field(VALUE_CLIP, gt=0)
+    """A value that is further than this from what it was before the step gets no gradient from there on."""
+
+
+class LoraSettings(BaseModel):
+    """Low-rank adapters: the base weights stay as they are, and what is published is the sum of both."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    """The adapter's part of a weight is scaled by alpha / rank."""
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """Names of the layers that get an adapter, as their last part; all-linear: every one but the head."""
 
 
 class TrainerSettings(ServiceSettings):
@@ -81,11 +83,23 @@ class TrainerSettings(ServiceSettings):
     checkpoint_dir: Path = Path("run/checkpoints")
     policies_dir: Path = Path("run/policies")
     metrics_path: Path | None = Path("run/metrics.jsonl")
-    """One JSON line per step."""
+    """One JSON line per step; beside it `.eval.jsonl`, one line per evaluation."""
+    tensorboard_dir: Path | None = Field(
+        default_factory=lambda given: given["metrics_path"] and given["metrics_path"].parent / "tensorboard"
+    )
+    """Event files for TensorBoard; default: `tensorboard` beside `metrics_path`."""
+    wandb: WandbSettings | None = None
+    """A run at Weights & Biases; needs the extra `wandb`."""
     publish_url: str | None = None
     """Where rollout servers fetch versions: http://host:port/weights; default: file:// of `policies_dir`."""
     algorithm: AlgorithmSettings = AlgorithmSettings()
+    teacher: TeacherSettings | None = None
+    """Who judges each token, where the loss distils (preset `opd`)."""
+    critic: CriticSettings | None = None
+    """A second model that learns what each token on is worth, for the advantages `gae` and `turn_gae`."""
     optimizer: OptimizerSettings = OptimizerSettings()
+    guards: GuardSettings = GuardSettings()
+    """When the training pauses by itself."""
     checkpoint_every_steps: int = Field(1, ge=1)
     publish_every_steps: int = Field(1, ge=1)
     keep_checkpoints: int = Field(2, ge=2)
@@ -96,7 +110,19 @@ class TrainerSettings(ServiceSettings):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the forward and backward pass; the optimizer always keeps float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    zero_stage: Literal[1] = 1
+    zero_stage: int = Field(1, ge=0, le=3)
+    """What ranks share out among themselves: nothing, the optimizer's state, also gradients, also weights."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in the memory of the host, and step there."""
+    activation_checkpointing: bool = False
+    """Compute each layer again in the backward pass in place of keeping what it made."""
+    lora: LoraSettings | None = None
+    """Train adapters alone; None trains every weight."""
+    reference_offload: bool = False
+    """Keep the copy of the base model that a KL term compares with in the memory of the host between passes.
+    With LoRA there is no copy: it is the policy without its adapters."""
+    checkpoint_hf: bool = True
+    """Each checkpoint holds its weights a second time, as a Hugging Face directory `model/`."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of torch; default: torch's own choice."""
     push_timeout_s: float = Field(600.0, gt=0)
@@ -105,6 +131,34 @@ class TrainerSettings(ServiceSettings):
     """How long a trainer that gave no sign keeps others from the stream; a crashed one's successor waits."""
     retry_s: float = Field(1.0, gt=0)
     """First pause before a gateway or Redis that does not answer is tried again; doubles up to 30 s."""
+
+    @model_validator(mode="after")
+    def _a_teacher_is_there_to_be_heard(self) -> "TrainerSettings":
+        if self.algorithm.needs_teacher != (self.teacher is not None):
+            raise ValueError(
+                f"trainer.teacher: loss {self.algorithm.loss.name} "
+                + ("learns from one; set its url" if self.teacher is None else "does not listen to one")
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_critic_is_there_to_be_asked(self) -> "TrainerSettings":
+        if self.algorithm.needs_critic != (self.critic is not None):
+            raise ValueError(
+                f"trainer.critic: advantage {self.algorithm.advantage.name} "
+                + ("asks one; set it, {} will do" if self.critic is None else "asks none")
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stage_zero_keeps_no_second_weights(self) -> "TrainerSettings":
+        if self.zero_stage == 0 and self.dtype == "bfloat16":
+            raise ValueError(
+                "trainer.dtype: bfloat16 needs zero_stage 1, 2 or 3; DeepSpeed's stage 0 is ten times coarser"
+            )
+        if self.zero_stage == 0 and self.offload_optimizer:
+            raise ValueError("trainer.offload_optimizer: needs zero_stage 1, 2 or 3")
+        return self
 
     @model_validator(mode="after")
     def _publish_url_is_plain(self) -> "TrainerSettings":

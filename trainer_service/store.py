@@ -15,14 +15,10 @@ from safetensors import safe_open
 from rollout_queue.policy import MANIFEST, STABLE, FileSpec, Manifest, TensorSpec, sha256_of
 from trainer_service.disk import written
 from trainer_service.durable import sync_directory, sync_tree
+from trainer_service.huggingface import WEIGHTS, copy_small_files
 
-WEIGHTS = "model.safetensors"
 VERSION_DIRECTORY = re.compile(r"v(\d{8,})")
 ASIDE = ".tmp"
-FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
-"""What a published file may be called: rollout servers and our own HTTP take no other name."""
-NOT_COPIED = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".pickle", ".pkl", ".py", ".so")
-"""Endings of the base model's weights, and of code, which no rollout server accepts."""
 
 
 class PolicyStore:
@@ -60,9 +56,7 @@ class PolicyStore:
     def _write(self, final: Path, version: int, step: int, export: Callable[[Path], None]) -> None:
         aside = final.with_name(f"{final.name}{ASIDE}")
         aside.mkdir()
-        for source in sorted(self._model_path.iterdir()):
-            if source.is_file() and FILE_NAME.fullmatch(source.name) and not source.name.endswith(NOT_COPIED):
-                shutil.copyfile(source, aside / source.name)
+        copy_small_files(self._model_path, aside)
         export(aside / WEIGHTS)
         files = [_file_spec(path) for path in sorted(aside.iterdir()) if path.name not in (MANIFEST, STABLE)]
         manifest = Manifest(version=version, step=step, files=files)

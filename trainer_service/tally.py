@@ -1,9 +1,12 @@
 """What ended between two steps, trained or not: the rewards of a batch alone would hide what was easy."""
 
+from collections import Counter
 from collections.abc import Sequence
 
+from trainer_service.assemble import Member
 from trainer_service.batch import Row
 from trainer_service.settlement import Judged
+from trainer_service.turns import exclusions
 
 
 class Tally:
@@ -15,16 +18,32 @@ class Tally:
         self._dropped = 0
         self._sessions = 0
         self._truncated = 0
+        self._drift = Counter[str]()
 
     def add(self, judged: Judged) -> None:
-        self._rewards += judged.rewards
-        verdicts = [verdict for _, verdict in judged.untrained]
+        """Sessions of evaluation are counted by version, and not here."""
+        members = [member for member in judged.group.members if member.evaluation is None]
+        if not members:
+            return
+        self._rewards += [m.reward for m in members if m.rewarded and m.reward is not None]
+        self._count_turns(judged, members)
+        verdicts = [verdict for member, verdict in judged.untrained if member.evaluation is None]
         compared = sum(verdict is not None and verdict.code == "zero_advantage" for verdict in verdicts)
-        kind = "live" if judged.silence is None else "singleton" if compared < 2 else "zero_var"
-        self._groups[kind] += 1
-        self._sessions += len(judged.group.members)
+        if judged.silence is None:
+            self._groups["live"] += 1
+        elif compared:
+            self._groups["singleton" if compared == 1 else "zero_var"] += 1
+        self._sessions += len(members)
         self._dropped += len(verdicts) - compared
         self._truncated += sum(verdict is not None and verdict.code == "truncated" for verdict in verdicts)
+
+    def _count_turns(self, judged: Judged, members: Sequence[Member]) -> None:
+        """How the trained turns stand to the conversation before them; roots and retries are not counted."""
+        untrained = {member.session_id for member, _ in judged.untrained}
+        for member in members:
+            if member.session_id not in untrained:
+                excluded = exclusions(member.turns)
+                self._drift.update(turn.relation for turn in member.turns if turn.turn_id not in excluded)
 
     @property
     def rollouts(self) -> int:
@@ -45,4 +64,7 @@ class Tally:
             "len/mean": sum(lengths) / len(lengths),
             "len/p90": lengths[int(0.9 * (len(lengths) - 1))],
             "len/truncated": self._truncated / max(1, self._sessions),
+            "drift/clean": self._drift["extends"],
+            "drift/realign": self._drift["rerendered"],
+            "drift/fork": self._drift["forks"],
         }

@@ -16,19 +16,25 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
+from trainer_service.algorithm_settings import AlgorithmSettings
+from trainer_service.batch import Row
 from trainer_service.checkpoint import Checkpoints, LedgerRow, State
 from trainer_service.disk import DiskTrouble
+from trainer_service.evaluation import Kept
 from trainer_service.face import Face, Phase
+from trainer_service.guards import Guards
 from trainer_service.intake import BLOCK_S, Intake
 from trainer_service.metrics import Metrics
 from trainer_service.publish import Publisher
 from trainer_service.pulse import Pulse, Stopped
-from trainer_service.quarantine import culprits, has_finite_gradient
+from trainer_service.quarantine import culprits
 from trainer_service.ranks import Leader
+from trainer_service.score import Baselines, remembered, scored
 from trainer_service.settings import TrainerSettings
-from trainer_service.settlement import Judged
+from trainer_service.settlement import Judged, without
 from trainer_service.stopwatch import Stopwatch
 from trainer_service.tally import Tally
+from trainer_service.teacher import Teacher, TeacherAway
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +58,21 @@ class Trainer:
         metrics: Metrics,
         face: Face,
         pulse: Pulse,
+        teacher: Teacher | None = None,
     ) -> None:
         self._settings = settings
         self._policy, self._intake = policy, intake
         self._checkpoints, self._publisher = checkpoints, publisher
         self._metrics, self._face, self._pulse = metrics, face, pulse
+        self._teacher = teacher
         self.step, self.version = 0, settings.initial_version
+        self._baselines: Baselines = {}
+        self._saved_evaluations = Kept()
         self._undurable: list[LedgerRow] = []
         self._watch = Stopwatch()
+        self._guards = Guards(settings.guards)
+        self._withheld = False
+        """Whether this version waits for a resume before anybody serves it."""
 
     def run(self) -> None:
         """Train until told to stop, and leave everything that was trained in a checkpoint."""
@@ -78,6 +91,9 @@ class Trainer:
         """Take up where the last checkpoint left, and what was read since and not acknowledged."""
         state = self._checkpoints.restore(self._policy) or State(version=self._settings.initial_version)
         self.step, self.version = state.step, state.version
+        self._baselines = state.baselines
+        self._saved_evaluations = state.evaluations
+        self._metrics.resume(self.step)
         self._pulse.note(self.step, self.version)
         self._say("waiting")
         self._intake.resume(state)
@@ -88,17 +104,21 @@ class Trainer:
     def turn(self) -> bool:
         """One turn of the loop. Returns whether it made a step."""
         self._grant_wishes()
+        self._metrics.paused(self._face.paused)
         if self._face.paused:
             self._say("paused")
             self._face.sleep(BLOCK_S)
             return False
+        if self._withheld:
+            self._publish()
         with self._watch.timed("read"):
             self._intake.read()
-            batch = self._intake.batch(self.version)
+            algorithm = self._settings.algorithm.after(self._face.snapshot.metrics)
+            batch = self._intake.batch(self.version, algorithm)
         if not batch:
             self._say("waiting")
             return False
-        values = self._train(batch)
+        values = self._train(batch, algorithm)
         if values is None:
             return False
         if self._due(self._settings.checkpoint_every_steps):
@@ -107,22 +127,30 @@ class Trainer:
         if not self._undurable:
             with self._watch.timed("acknowledge"):
                 self._intake.acknowledge()
-        if self._due(self._settings.publish_every_steps):
-            self._publish()
-        self._log(values)
+        alarmed = self._alarmed(values)
+        try:
+            if self._due(self._settings.publish_every_steps):
+                self._withheld = alarmed
+                if not alarmed:
+                    self._publish()
+        finally:  # it may have been told to stop while the gateway is away
+            self._log(values)
         return True
 
-    def _train(self, batch: list[Judged]) -> dict[str, float] | None:
+    def _train(self, batch: list[Judged], algorithm: AlgorithmSettings) -> dict[str, float] | None:
         """Rows, loss, step. From here on the weights contain these groups; None when none could be made."""
+        batch, rows = self._taught(batch)
+        if not rows:
+            return None
+        rollouts = [rollout for judged in batch for rollout in judged.rollouts]
         # Before the step: between the weights and their number, nothing may fail.
         version = self._number()
-        rows = [row for judged in batch for row in judged.rows]
         with self._watch.timed("train"):
             self._say("training")
             values = self._policy.optimise(
                 rows,
                 self.version,
-                self._settings.algorithm,
+                algorithm,
                 lambda: self._pulse.beat("training"),
             )
         if not math.isfinite(values["grad_norm"]):
@@ -130,6 +158,7 @@ class Trainer:
             return None
         self.step += 1
         self.version = version
+        self._baselines = remembered(rollouts, self._settings.algorithm, self._baselines)
         self._pulse.note(self.step, self.version)
         self._intake.owe(batch, self.step, self.version)
         row = LedgerRow(
@@ -138,12 +167,30 @@ class Trainer:
             durable=True,
             turns=[turn_id for row in rows for turn_id in row.turn_ids],
             sessions=sorted({row.session_id for row in rows}),
-            tokens=sum(int(row.mask_L.sum()) for row in rows),
+            tokens=sum(row.trained_tokens for row in rows),
         )
         self._undurable.append(row)
         values |= self._intake.tally.values(rows)
         self._intake.tally = Tally()
         return values
+
+    def _scored(self, groups: Sequence[Judged]) -> list[Row]:
+        rows = [row for judged in groups for row in judged.rows]
+        rollouts = [rollout for judged in groups for rollout in judged.rollouts]
+        return scored(rows, rollouts, self._settings.algorithm, self._baselines)
+
+    def _taught(self, batch: list[Judged]) -> tuple[list[Judged], list[Row]]:
+        """The groups of the step and their rows, with what a teacher says of them where one judges. Sessions
+        that it refuses end; the others of their group are trained without them."""
+        rows, teacher = self._scored(batch), self._teacher
+        if teacher is None:
+            return batch, rows
+        found = self._pulse.patiently(
+            lambda: teacher.judge(rows), TeacherAway, "waiting", "the teacher to judge the rows"
+        )
+        parted = [without(judged, found.refused) for judged in batch]
+        self._intake.end([judged for judged in parted if judged.silence])
+        return [judged for judged in parted if not judged.silence], found.rows
 
     def _number(self) -> int:
         """The version that the next step makes, and nobody else. May wait for the gateway, the disk or the
@@ -162,15 +209,10 @@ class Trainer:
         step, norm, spoilt = self.step + 1, values["grad_norm"], not self._policy.finite()
         if spoilt and not values["epochs"]:
             raise Diverged(f"step {step}: the weights are not finite")
-        tokens = sum(int(row.mask_L.sum()) for judged in batch for row in judged.rows)
 
         def sound(groups: Sequence[Judged]) -> bool:
-            return has_finite_gradient(
-                self._policy.probe(),
-                [row for judged in groups for row in judged.rows],
-                tokens,
-                self._settings.algorithm,
-                lambda: self._pulse.beat("training"),
+            return self._policy.sound(
+                self._scored(groups), self._settings.algorithm, lambda: self._pulse.beat("training")
             )
 
         found = [] if spoilt else culprits(batch, sound)
@@ -187,9 +229,12 @@ class Trainer:
                 owed=self._intake.owed,
                 settled=self._intake.settled,
                 gone=self._intake.gone,
+                evaluations=self._intake.evaluations.kept,
+                baselines=dict(self._baselines),
             )
             self._with_room("a checkpoint", lambda: self._save_as(state))
         self._undurable = []
+        self._saved_evaluations = state.evaluations
 
     def _save_as(self, state: State) -> None:
         self._pulse.confirm()
@@ -207,7 +252,17 @@ class Trainer:
 
         return self._pulse.patiently(counted, DiskTrouble, "waiting", f"room on the disk for {what}")
 
+    def _alarmed(self, values: dict[str, float]) -> bool:
+        """Whether a guard holds the training at this step."""
+        alarm = self._guards.check({"step": self.step, **values})
+        if alarm is not None:
+            logger.error("paused: %s", alarm.reason)
+            self._metrics.alarmed(alarm.guard)
+            self._face.pause(alarm.reason)
+        return alarm is not None
+
     def _publish(self) -> None:
+        self._withheld = False
         self._pulse.confirm()
         with self._watch.timed("publish"):
             self._say("publishing")
@@ -223,7 +278,7 @@ class Trainer:
 
     def _save(self, always: bool = False) -> None:
         """A checkpoint of what is new, and the acknowledgement that it allows."""
-        if self._undurable or always:
+        if self._undurable or always or self._intake.evaluations.kept != self._saved_evaluations:
             self._checkpoint()
         self._intake.acknowledge()
 
@@ -232,6 +287,8 @@ class Trainer:
 
     def _say(self, phase: Phase) -> None:
         sentence = self._intake.waiting_for() if phase == "waiting" else None
+        if phase == "paused" and self._face.paused_for:
+            sentence = f"POST /resume, since {self._face.paused_for}"
         if self._face.ready:
             self._pulse.note_backlog(self._intake.backlog)
         self._pulse.beat(phase, sentence)
@@ -248,7 +305,7 @@ class Trainer:
             values["reward_mean"],
             values["rows"],
             values["tokens"],
-            values["mismatch/abs_logp"],
+            values.get("mismatch/abs_logp", math.nan),
             values["grad_norm"],
         )
         self._say("waiting")

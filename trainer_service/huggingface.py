@@ -1,0 +1,39 @@
+"""A model's directory in the plain Hugging Face layout: its weights, and the small files around them."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+WEIGHTS = "model.safetensors"
+FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+"""What a published file may be called: rollout servers and our own HTTP take no other name."""
+NOT_COPIED = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".pickle", ".pkl", ".py", ".so")
+"""Endings of the base model's weights, and of code, which no rollout server accepts."""
+SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def copy_small_files(source: Path, target: Path) -> None:
+    """Configuration, tokenizer and chat template: all that a server needs beside the weights."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and FILE_NAME.fullmatch(path.name) and not path.name.endswith(NOT_COPIED):
+            shutil.copyfile(path, target / path.name)
+
+
+def tensor_dtypes(directory: Path) -> dict[str, torch.dtype]:
+    """Name and dtype of every tensor in a directory's safetensors files."""
+    dtypes: dict[str, torch.dtype] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                dtypes[name] = getattr(torch, SAFETENSORS_DTYPES[file.get_slice(name).get_dtype()])
+    if not dtypes:
+        raise FileNotFoundError(f"{directory} holds no safetensors weights")
+    return dtypes
+
+
+def enable_activation_checkpointing(model: Any) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -1,0 +1,19 @@
+"""The sinks that a deployment asks for."""
+
+from trainer_service.settings import TrainerSettings
+from trainer_service.sinks.json_lines import JsonLines
+from trainer_service.sinks.sink import Sink
+from trainer_service.sinks.tensorboard import TensorBoard
+from trainer_service.sinks.weights_and_biases import WeightsAndBiases
+
+
+def chosen_sinks(settings: TrainerSettings) -> list[Sink]:
+    """Open them. Raises SystemExit for one that cannot be, in a sentence."""
+    sinks: list[Sink] = []
+    if settings.metrics_path is not None:
+        sinks.append(JsonLines(settings.metrics_path))
+    if settings.tensorboard_dir is not None:
+        sinks.append(TensorBoard(settings.tensorboard_dir))
+    if settings.wandb is not None:
+        sinks.append(WeightsAndBiases(settings.wandb))
+    return sinks

@@ -1,0 +1,76 @@
+"""Event files for TensorBoard.
+
+tensorboardX' own SummaryWriter hands events to a thread through a queue of ten; a disk that is full ends the
+thread, and the eleventh event waits for ever. Here each point is written, and fails, where it is made.
+"""
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+
+from trainer_service.sinks.sink import What
+
+PLACE = ("step", "time")
+
+
+class TensorBoard:
+    """One file per process. It begins with the step from which on older files are void, so that steps which
+    a restart makes again replace those that were lost with the crash."""
+
+    name = "tensorboard"
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._void_from: int | None = 1
+        """Told to the next file; None once it stands in one."""
+        self._writer: EventsWriter | None = None
+        self._path = directory
+        self._whole_bytes = 0
+
+    def resume(self, step: int) -> None:
+        self._void_from = step + 1
+
+    def write(self, what: What, values: Mapping[str, float]) -> None:
+        """Raises OSError; the file then ends behind its last whole point, and the next begins another."""
+        scalars = [
+            Summary.Value(tag=name, simple_value=value) for name, value in values.items() if name not in PLACE
+        ]
+        point = Event(step=int(values["step"]), wall_time=values["time"], summary=Summary(value=scalars))
+        try:
+            writer = self._writer or self._open(values["time"])
+            writer.write_event(point)
+            writer.flush()
+            self._whole_bytes = self._path.stat().st_size
+            self._void_from = None
+        except OSError:
+            self._give_up()
+            raise
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _open(self, now: float) -> EventsWriter:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._whole_bytes = 0
+        self._writer = EventsWriter(str(self._directory / "events"), f".{time.time_ns()}")
+        self._path = Path(self._writer._file_name)
+        if self._void_from is not None:
+            start = SessionLog(status=SessionLog.START)
+            self._writer.write_event(Event(step=self._void_from, wall_time=now, session_log=start))
+        return self._writer
+
+    def _give_up(self) -> None:
+        if self._writer is not None:
+            with suppress(OSError):  # what is left in its buffer has no room either
+                self._writer.close()
+            with suppress(OSError):
+                os.truncate(self._path, self._whole_bytes)
+            self._writer = None

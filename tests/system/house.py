@@ -132,7 +132,8 @@ class House:
             "LEASE_S": "3",
             "RETRY_S": "0.2",
             "METRICS_PATH": str(self.root / "metrics.jsonl"),
-            "ALGORITHM__OUTLIER_LOW": "0",
+            "ALGORITHM__MASKS": "[]",
+            "GUARDS": '{"max_abs_logp": null, "max_kl": null}',
         }
         return self._service("trainer_service", clock, given | settings)
 

@@ -3,10 +3,13 @@
 import json
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
 from tests.system.conftest import ADMIN_KEY, System, until
+from trainer_service.batch import Row
+from trainer_service.teacher import Teacher, TeacherSettings
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -44,13 +47,62 @@ def test_a_rewarded_group_becomes_the_next_version_that_answers(system: System) 
     assert set(turns) <= set(trained)
 
 
+def converse(system: System, ticket: dict[str, Any], turns: int, max_tokens: int) -> None:
+    """Each call goes on from the answer before."""
+    messages: list[Any] = []
+    for number in range(turns):
+        messages.append({"role": "user", "content": f"go on {number}"})
+        reply = system.client(ticket).chat.completions.create(
+            model="policy", messages=messages, max_tokens=max_tokens
+        )
+        messages.append({"role": "assistant", "content": reply.choices[0].message.content or ""})
+
+
 def test_trainer_and_engine_agree_on_the_logprobs_of_a_fresh_policy(system: System) -> None:
-    before = system.serving()
-    system.train_one_group()
-    until(lambda: system.serving() > before)
-    metrics = until(lambda: system.trainer("/status")["metrics"])
-    assert metrics["mismatch/abs_logp"] <= 1e-4
-    assert metrics["staleness/total_max"] == 0
+    """Over 1,000 tokens of several turns, and again once the weights have changed."""
+    for _ in range(2):
+        before, step = system.serving(), system.trainer("/status")["step"]
+        tickets = system.post("/groups", {"size": 16})["sessions"]
+        for index, ticket in enumerate(tickets):
+            converse(system, ticket, turns=3, max_tokens=40)
+            ending = {"status": "completed", "reward": float(index % 2)}
+            system.post(f"/sessions/{ticket['session_id']}/finish", ending)
+        until(lambda: system.serving() > before)  # noqa: B023 - asked at once
+        status = until(lambda: system.trainer("/status"))
+        assert status["step"] == step + 1
+        metrics = status["metrics"]
+        assert metrics["tokens"] >= 1000
+        assert metrics["mismatch/abs_logp"] <= 1e-4
+        assert metrics["staleness/total_max"] == 0
+
+
+def test_a_teacher_judges_the_tokens_that_were_sampled(system: System) -> None:
+    """The engine as its own teacher says of each token what it said when it sampled it."""
+    ticket = system.post("/sessions", {})
+    converse(system, ticket, turns=1, max_tokens=40)
+    shown = system.get(f"/sessions/{ticket['session_id']}?tokens=true")["turns"]
+    ids = [(turn["context_ids"], turn["output_ids"]) for turn in shown]
+    mask = [bit for context, output in ids for bit in [0] * len(context) + [1] * len(output)]
+    said = [lp for turn in shown for lp in [0.0] * len(turn["context_ids"]) + turn["logprobs"]]
+    row = Row(
+        session_id=ticket["session_id"],
+        turn_ids=(),
+        advantage=0.0,
+        ids_L=np.array([token for context, output in ids for token in context + output]),
+        mask_L=np.array(mask),
+        logprobs_L=np.array(said, np.float32),
+        versions_L=np.zeros(len(mask), np.int64),
+        temperatures_L=np.ones(len(mask), np.float32),
+        turns_L=np.zeros(len(mask), np.int64),
+        rewards_L=np.zeros(len(mask), np.float32),
+    )
+    teacher = Teacher(TeacherSettings(url=system.engine_url))
+    try:
+        (judged,) = teacher.judge([row]).rows
+    finally:
+        teacher.close()
+    assert judged.teacher_L is not None
+    assert float(np.abs(judged.teacher_L - row.logprobs_L).max()) < 1e-3
 
 
 def test_a_rollback_and_a_promotion_are_served_under_their_old_numbers(system: System) -> None:

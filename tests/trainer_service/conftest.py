@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from rollout_queue.memory import MemoryStream
+from tests.trainer_service.random_rows import VOCABULARY, MakePupil, Pupil
 from tests.trainer_service.rig import FakeGateway, MakeRig, Rig
 from trainer_service.settings import TrainerSettings
-
-VOCABULARY = 64
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +52,8 @@ def make_rig(tmp_path: Path, model_path: Path) -> MakeRig:
             "device": "cpu",
             "retry_s": 0.01,
             "optimizer": {"lr": 1e-2, "warmup_steps": 0},
+            # The log-probabilities are made up, and the policy runs away from them.
+            "guards": {"max_abs_logp": None, "max_kl": None},
         }
         given["algorithm"] = algorithm | settings.pop("algorithm", {})
         return Rig(root, TrainerSettings(**(given | settings)), stream or MemoryStream(), FakeGateway())
@@ -63,3 +64,18 @@ def make_rig(tmp_path: Path, model_path: Path) -> MakeRig:
 @pytest.fixture
 def rig(make_rig: MakeRig) -> Rig:
     return make_rig().start()
+
+
+@pytest.fixture
+def make_pupil(tmp_path: Path, model_path: Path) -> MakePupil:
+    def make(**settings: Any) -> Pupil:
+        given: dict[str, Any] = {
+            "model_path": model_path,
+            "threads": 1,
+            "device": "cpu",
+            "optimizer": {"lr": 1e-2, "warmup_steps": 0},
+            "algorithm": {"max_tokens": 64},
+        }
+        return Pupil(tmp_path, TrainerSettings(**(given | settings)))
+
+    return make

@@ -23,6 +23,7 @@ from trainer_service.publish import Publisher
 from trainer_service.pulse import Pulse
 from trainer_service.ranks import Leader
 from trainer_service.settings import TrainerSettings
+from trainer_service.sinks.chosen import chosen_sinks
 from trainer_service.store import PolicyStore
 from trainer_service.train import Trainer
 
@@ -110,7 +111,9 @@ class Agents:
     def reward(
         self, session_id: str, value: float, key: str = "k", turn_id: str | None = None, at: float = 102.0
     ) -> None:
-        reward = Reward(session_id=session_id, value=value, key=key, turn_id=turn_id, created_at=at)
+        self.rewarded(Reward(session_id=session_id, value=value, key=key, turn_id=turn_id, created_at=at))
+
+    def rewarded(self, reward: Reward) -> None:
         asyncio.run(self._stream.append_reward(reward))
 
     def finish(self, session_id: str, value: float | None = None, **fields: Any) -> None:
@@ -157,7 +160,7 @@ class Rig:
     def __post_init__(self) -> None:
         self.agents = Agents(self.stream)
         self.registry = CollectorRegistry()
-        metrics = Metrics(self.registry, self.settings.metrics_path)
+        metrics = Metrics(self.registry, chosen_sinks(self.settings))
         client = httpx.Client(base_url="http://gateway", transport=httpx.MockTransport(self.gateway))
         pulse = Pulse(self.stream, self.face, self.settings.retry_s)
         self.policy = Policy(self.settings)

@@ -3,14 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_queue.records import Turn
 from tests.trainer_service.rig import MakeRig, Rig, turn
+from trainer_service.algorithm_settings import AlgorithmSettings
+from trainer_service.algorithms.policy_loss import policy_loss
+from trainer_service.algorithms.tokens import Tokens
 from trainer_service.batch import MicroBatch, Row, micro_batches, rows_of
-from trainer_service.loss import policy_loss
-from trainer_service.settings import AlgorithmSettings
+from trainer_service.optimise import counts_of
 
 
 def all_ids(turns: list[Turn]) -> list[str]:
@@ -39,7 +41,7 @@ def trees(draw: st.DrawFn) -> list[Turn]:
 @given(trees(), st.data())
 def test_every_trainable_token_is_trained_exactly_once(turns: list[Turn], data: st.DataObject) -> None:
     trainable = data.draw(st.sets(st.sampled_from(all_ids(turns))))
-    rows = rows_of("s1", turns, trainable, 1.0)
+    rows = rows_of("s1", turns, trainable)
     trained = sorted(token for row in rows for token in row.ids_L[row.mask_L == 1].tolist())
     assert trained == sorted(token for t in turns if t.turn_id in trainable for token in t.output_ids)
     assert sorted(turn_id for row in rows for turn_id in row.turn_ids) == sorted(
@@ -53,7 +55,7 @@ def test_a_shared_prefix_is_context_in_the_second_branch() -> None:
         turn(turn_id="b", parent_id="a", context_ids=[3], output_ids=[12], logprobs=[-3.0], started_at=101.0),
         turn(turn_id="c", parent_id="a", context_ids=[4], output_ids=[13], logprobs=[-4.0], started_at=102.0),
     ]
-    first, second = rows_of("s1", turns, all_ids(turns), 0.5)
+    first, second = rows_of("s1", turns, all_ids(turns))
     assert (first.ids_L.tolist(), first.mask_L.tolist()) == ([2, 10, 11, 3, 12], [0, 1, 1, 0, 1])
     assert (second.ids_L.tolist(), second.mask_L.tolist()) == ([2, 10, 11, 4, 13], [0, 0, 0, 0, 1])
     assert first.logprobs_L.tolist() == [0.0, -1.0, -2.0, 0.0, -3.0]
@@ -61,7 +63,7 @@ def test_a_shared_prefix_is_context_in_the_second_branch() -> None:
 
 
 def test_a_temperature_of_zero_counts_as_one() -> None:
-    rows = rows_of("s1", [turn(temperature=0.0)], ["t1"], 1.0)
+    rows = rows_of("s1", [turn(temperature=0.0)], ["t1"])
     assert set(rows[0].temperatures_L.tolist()) == {1.0}
 
 
@@ -77,6 +79,8 @@ def random_row(generator: np.random.Generator, length: int, advantage: float = 1
         logprobs_L=(-4 * mask + generator.normal(size=length) * mask).astype(np.float32),
         versions_L=np.where(mask == 1, 0, -1),
         temperatures_L=np.full(length, 0.8, np.float32),
+        turns_L=np.where(mask == 1, 0, -1),
+        rewards_L=np.zeros(length, np.float32),
     )
 
 
@@ -86,19 +90,6 @@ def rows() -> list[Row]:
     return [random_row(generator, length, (-1) ** length * 0.5) for length in (5, 17, 2, 9, 30, 4)]
 
 
-@given(st.integers(1, 80))
-def test_packing_keeps_every_row_whole_and_in_order(max_tokens: int) -> None:
-    generator = np.random.default_rng(0)
-    rows = [random_row(generator, length) for length in (5, 17, 2, 9, 30, 4)]
-    batches = list(micro_batches(rows, max_tokens))
-    assert np.concatenate([b.ids_N for b in batches]).tolist() == [
-        i for row in rows for i in row.ids_L.tolist()
-    ]
-    assert all(len(b.ids_N) <= max_tokens or (b.positions_N == 0).sum() == 1 for b in batches)
-    rows_T = np.concatenate([b.rows_T for b in batches])
-    assert np.bincount(rows_T, minlength=6).tolist() == [int(row.mask_L.sum()) for row in rows]
-
-
 def test_packed_rows_do_not_see_each_other(rig: Rig, rows: list[Row]) -> None:
     (packed,) = micro_batches(rows, 10_000)
     alone = list(micro_batches(rows, 1))
@@ -106,8 +97,8 @@ def test_packed_rows_do_not_see_each_other(rig: Rig, rows: list[Row]) -> None:
     with torch.no_grad():
         together = rig.policy.logprobs(packed)[0]
         apart = torch.cat([rig.policy.logprobs(batch)[0] for batch in alone])
-        unreset = MicroBatch(**(vars(packed) | {"positions_N": np.arange(len(packed.ids_N))}))
-        leaking = rig.policy.logprobs(unreset)[0]
+        uncut = MicroBatch(**(vars(packed) | {"lengths_S": np.array([len(packed.ids_N)])}))
+        leaking = rig.policy.logprobs(uncut)[0]
     assert (together - apart).abs().max() < 1e-5
     assert (leaking - apart).abs().max() > 1e-2
 
@@ -115,15 +106,18 @@ def test_packed_rows_do_not_see_each_other(rig: Rig, rows: list[Row]) -> None:
 def gradient(rig: Rig, rows: list[Row], max_tokens: int) -> torch.Tensor:
     """Of the whole step's loss, as plain autograd has it."""
     rig.policy._engine.module.zero_grad()
-    batches = list(micro_batches(rows, max_tokens))
-    tokens = sum(len(batch.targets_T) for batch in batches)
-    for batch in batches:
+    counts = counts_of(rows)
+    for batch in micro_batches(rows, max_tokens):
         module = rig.policy._engine.module
         lp_new_T = rig.policy.logprobs(batch)[0]
-        roll_T, advantages_T, rows_T = (
-            rig.policy.tensor(v) for v in (batch.logprobs_T, batch.advantages_T, batch.rows_T)
+        tokens = Tokens(
+            lp_new_T=lp_new_T,
+            lp_prox_T=lp_new_T.detach(),
+            lp_roll_T=rig.policy.tensor(batch.logprobs_T),
+            advantages_T=rig.policy.tensor(batch.advantages_T),
+            rows_T=rig.policy.tensor(batch.rows_T),
         )
-        loss = policy_loss(lp_new_T, lp_new_T, roll_T, advantages_T, rows_T, tokens, AlgorithmSettings()).loss
+        loss = policy_loss(tokens, AlgorithmSettings(), counts).loss
         parts = torch.autograd.grad(loss, list(module.parameters()))
         for parameter, part in zip(module.parameters(), parts, strict=True):
             parameter.grad = part if parameter.grad is None else parameter.grad + part
@@ -144,19 +138,6 @@ def test_a_row_without_advantage_has_no_gradient(rig: Rig, rows: list[Row]) -> N
     assert torch.count_nonzero(gradient(rig, silent, 40)) == 0
 
 
-def test_micro_batches_add_up_to_the_loss_of_the_step() -> None:
-    generator = torch.Generator().manual_seed(0)
-    new, roll, advantage = (torch.randn(6, generator=generator).double() for _ in range(3))
-    rows_T = torch.tensor([0, 0, 0, 1, 1, 1])
-
-    def loss(part: slice) -> torch.Tensor:
-        tokens = (new[part], new[part], roll[part], advantage[part], rows_T[part])
-        new_T, prox_T, roll_T, advantages_T, part_T = tokens
-        return policy_loss(new_T, prox_T, roll_T, advantages_T, part_T, 6, AlgorithmSettings()).loss
-
-    assert torch.isclose(loss(slice(6)), loss(slice(3)) + loss(slice(3, 6)))
-
-
 @given(st.lists(st.integers(0, 3), min_size=3, max_size=3))
 def test_holes_between_trained_tokens_change_no_trained_token(holes: list[int]) -> None:
     """Context of another length between turns: the same tokens are trained, with the same terms."""
@@ -170,41 +151,11 @@ def test_holes_between_trained_tokens_change_no_trained_token(holes: list[int]) 
         )
         for number, hole in enumerate(holes)
     ]
-    (row,) = rows_of("s1", turns, all_ids(turns), 0.5)
+    (row,) = rows_of("s1", turns, all_ids(turns))
     (batch,) = micro_batches([row], 100)
     assert batch.targets_T.tolist() == [10, 20, 11, 21, 12, 22]
     assert batch.logprobs_T.tolist() == [-1.0, -2.0] * 3
     assert batch.ids_N[batch.predict_at_T + 1].tolist() == batch.targets_T.tolist()
-
-
-@settings(max_examples=50)
-@given(st.lists(st.floats(-8, 0), min_size=2, max_size=8), st.floats(-2, 2))
-def test_without_mismatch_every_weight_is_one(lp: list[float], advantage: float) -> None:
-    lp_T = torch.tensor(lp, dtype=torch.float64)
-    new_T = (lp_T + 0.1).requires_grad_()
-    advantages_T, rows_T = torch.full_like(lp_T, advantage), torch.zeros(len(lp), dtype=torch.long)
-    weighted = policy_loss(new_T, lp_T, lp_T, advantages_T, rows_T, len(lp), AlgorithmSettings())
-    plain = policy_loss(new_T, lp_T, lp_T, advantages_T, rows_T, len(lp), AlgorithmSettings(tis_cap=None))
-    assert torch.equal(weighted.loss, plain.loss)
-    assert bool((weighted.weight_T == 1).all())
-
-
-def test_an_outlier_drops_its_row_and_leaves_the_denominator() -> None:
-    new_T = torch.full((4,), -1.0, requires_grad=True)
-    roll_T = torch.tensor([-1.0, -9.0, -1.0, -1.0])
-    rows_T = torch.tensor([0, 0, 1, 1])
-    losses = policy_loss(new_T, new_T, roll_T, torch.ones(4), rows_T, 4, AlgorithmSettings())
-    assert losses.kept_T.tolist() == [False, False, True, True]
-    assert float(losses.loss.detach()) == pytest.approx(-0.5)
-
-
-def test_a_logprob_that_is_not_finite_poisons_no_other_token() -> None:
-    new_T = torch.tensor([-1.0, -1.0], requires_grad=True)
-    roll_T = torch.tensor([float("-inf"), -1.0])
-    losses = policy_loss(new_T, new_T, roll_T, torch.ones(2), torch.tensor([0, 1]), 2, AlgorithmSettings())
-    losses.loss.backward()  # type: ignore[no-untyped-call]
-    assert new_T.grad is not None
-    assert new_T.grad.tolist() == [0.0, -0.5]
 
 
 def test_more_epochs_move_further_and_clip(make_rig: MakeRig) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from trainer_service.checkpoint import CheckpointBroken, Checkpoints, LedgerRow, State
 from trainer_service.durable import owned
+from trainer_service.layout import Layout
 from trainer_service.settlement import Settlement
 
 
@@ -13,12 +14,14 @@ class Weights:
     """Shards that are one number."""
 
     value = 0
+    layout = Layout(ranks=1, zero_stage=1, dtype="float32")
 
     def save(self, directory: Path, tag: str) -> None:
         (directory / tag).mkdir()
         (directory / tag / "shard").write_text(str(self.value), encoding="utf-8")
 
-    def load(self, directory: Path, tag: str) -> None:
+    def load(self, directory: Path, tag: str, layout: Layout | None) -> None:
+        assert layout == self.layout
         self.value = int((directory / tag / "shard").read_text(encoding="utf-8"))
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.trainer_service.rig import MakeRig, Rig
 from trainer_service.checkpoint import CheckpointBroken, Checkpoints, LedgerRow, State
 from trainer_service.disk import DiskTrouble, Parted
 from trainer_service.durable import write_atomically
+from trainer_service.layout import Layout
 
 Write = Callable[..., Any]
 
@@ -217,15 +219,16 @@ def test_a_line_of_metrics_that_does_not_fit_is_left_out_whole(
     rig.agents.group("g", [1.0, 0.0])
     assert rig.trainer.turn()
     with monkeypatch.context() as patch:
-        patch.setattr("trainer_service.metrics.json.dumps", lambda _: "half a line")
-        patch.setattr("trainer_service.metrics.len", lambda _: 1_000_000, raising=False)
+        halved = SimpleNamespace(dumps=lambda _: "half a line")
+        patch.setattr("trainer_service.sinks.json_lines.json", halved)
+        patch.setattr("trainer_service.sinks.json_lines.len", lambda _: 1_000_000, raising=False)
         rig.agents.group("h", [1.0, 0.0])
         assert rig.trainer.turn()
     rig.agents.group("i", [1.0, 0.0])
     assert rig.trainer.turn()
     lines = (rig.root / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 3]
-    assert rig.registry.get_sample_value("weir_trainer_disk_refusals_total", {"what": "metrics"}) == 1
+    assert rig.registry.get_sample_value("weir_trainer_sink_failures_total", {"sink": "jsonl"}) == 1
 
 
 def test_metrics_that_cannot_be_written_at_all_do_not_stop_the_training(rig: Rig) -> None:
@@ -238,11 +241,13 @@ def test_metrics_that_cannot_be_written_at_all_do_not_stop_the_training(rig: Rig
 class Shards:
     """Weights of one shard."""
 
+    layout = Layout(ranks=1, zero_stage=1, dtype="float32")
+
     def save(self, directory: Path, tag: str) -> None:
         (directory / tag).mkdir()
         (directory / tag / "shard").write_bytes(b"1")
 
-    def load(self, directory: Path, tag: str) -> None: ...
+    def load(self, directory: Path, tag: str, layout: Layout | None) -> None: ...
 
 
 def row(step: int) -> LedgerRow:

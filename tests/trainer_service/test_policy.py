@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rollout_queue.policy import MANIFEST, STABLE, Manifest, sha256_of
 from tests.trainer_service.rig import MakeRig, Rig, turn
@@ -65,7 +66,7 @@ def test_a_step_is_a_step_of_plain_adamw(make_rig: MakeRig, model_path: Path) ->
     rig = make_rig(optimizer={"lr": 1e-3, "warmup_steps": 2}).start()
     model = AutoModelForCausalLM.from_pretrained(model_path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    (batch,) = micro_batches(rows_of("s1", [turn()], ["t1"], 1.0), 100)
+    (batch,) = micro_batches(rows_of("s1", [turn()], ["t1"]), 100)
     for lr in (0.5e-3, 1e-3, 1e-3):
         rig.policy.backward(-rig.policy.logprobs(batch)[0].mean())
         rig.policy.step()
@@ -184,3 +185,24 @@ def test_a_checkpoint_brings_back_the_random_generators(rig: Rig) -> None:
     again = rig.restart()
     assert torch.equal(torch.rand(3), expected)
     assert again.trainer.step == 1
+
+
+def test_a_model_that_cannot_be_published_is_refused_at_the_start(make_rig: MakeRig, tmp_path: Path) -> None:
+    """Its experts are fused in memory, and single tensors in its files."""
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        moe_intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    directory = tmp_path / "experts"
+    Qwen3MoeForCausalLM(config).save_pretrained(directory)
+    (directory / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(SystemExit, match="cannot be published"):
+        make_rig(model_path=directory)

@@ -11,6 +11,7 @@ from rollout_queue.stream import Verdicts
 from tests.trainer_service.rig import MakeRig, Rig, turn
 from trainer_service.checkpoint import CURRENT
 from trainer_service.durable import write_atomically
+from trainer_service.pulse import Stopped
 from trainer_service.train import Diverged
 
 
@@ -274,3 +275,39 @@ def test_a_trainer_says_where_it_stands_after_a_step(rig: Rig) -> None:
     assert json.loads(str(said["metrics"]))["reward_mean"] == 0.5
     assert rig.registry.get_sample_value("weir_trainer_mismatch_abs_logp") is not None
     assert rig.registry.get_sample_value("weir_trainer_sessions_total", {"verdict": "trained"}) == 2
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_a_restart_goes_on_at_the_rate_that_is_set_now(make_rig: MakeRig, zero_stage: int) -> None:
+    """An operator may lower it after an alarm; a rate of 0 leaves every weight as it is."""
+    rig = make_rig(zero_stage=zero_stage).start()
+    rig.agents.group("g", [1.0, 0.0])
+    assert rig.trainer.turn()
+    before = published(rig)
+    rig.settings = rig.settings.model_copy(
+        update={"optimizer": rig.settings.optimizer.model_copy(update={"lr": 0.0})}
+    )
+    again = rig.restart()
+    again.agents.group("h", [1.0, 0.0], version=1)
+    assert again.trainer.turn()
+    assert published(again) == before
+
+
+def published(rig: Rig) -> bytes:
+    """The newest version's weights, as they are served."""
+    newest = max(int(path.name[1:]) for path in rig.settings.policies_dir.glob("v*"))
+    (path,) = rig.settings.policies_dir.glob(f"v{newest:08d}/*.safetensors")
+    return path.read_bytes()
+
+
+def test_a_step_is_told_though_its_version_waits_for_a_gateway(make_rig: MakeRig) -> None:
+    rig = make_rig().start()
+    rig.agents.group("g", [1.0, 0.0])
+    assert rig.trainer.turn()
+    rig.gateway.away = True
+    rig.agents.group("h", [1.0, 0.0], version=1)
+    rig.face.stop()
+    with pytest.raises(Stopped):
+        rig.trainer.turn()
+    told = (rig.root / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in told] == [1, 2]

@@ -1,27 +1,35 @@
-"""What each rank of a small trainer runs in test_ranks.py: its folder holds settings and rows, pickled."""
+"""What each rank of a small trainer runs in test_ranks.py: its folder holds settings and rows, pickled.
+
+It learns what its last checkpoint has not learnt yet, one step a checkpoint.
+"""
 
 import pickle
 import sys
 from pathlib import Path
 
+from trainer_service.checkpoint import Checkpoints, State
 from trainer_service.policy import Policy
 from trainer_service.ranks import Leader, follow, own_rank
 
 
 def main(folder: Path) -> None:
-    settings, steps = pickle.loads((folder / "task.pickle").read_bytes())  # noqa: S301 - the test's own
+    settings, steps, probes = pickle.loads((folder / "task.pickle").read_bytes())  # noqa: S301 - the test's own
     policy = Policy(settings)
     if own_rank() > 0:
         follow(policy)
         return
     leader = Leader(policy)
-    if (folder / "checkpoints").exists():
-        leader.load(folder / "checkpoints", "tag")
-    metrics = [leader.optimise(rows, 0, settings.algorithm) for rows in steps]
-    leader.save(folder / "checkpoints", "tag")
+    checkpoints = Checkpoints(folder / "checkpoints", 2)
+    done = (checkpoints.restore(leader) or State()).step
+    told = []
+    for step, rows in enumerate(steps[done:], done + 1):
+        told.append(leader.optimise(rows, 0, settings.algorithm))
+        checkpoints.save(leader, State(step=step), [])
+    sound = [leader.sound(rows, settings.algorithm) for rows in probes]
+    finite = leader.finite()
     leader.export(folder / "weights.safetensors")
     leader.close()
-    (folder / "metrics.pickle").write_bytes(pickle.dumps(metrics))
+    (folder / "told.pickle").write_bytes(pickle.dumps((told, sound, finite)))
 
 
 if __name__ == "__main__":

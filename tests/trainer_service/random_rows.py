@@ -1,0 +1,69 @@
+"""Rows drawn by chance, and policies that learn them without a stream, a gateway or a trainer around."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from trainer_service.batch import Row
+from trainer_service.policy import Policy
+from trainer_service.ranks import Leader
+from trainer_service.settings import TrainerSettings
+
+VOCABULARY = 64
+POISON = 1e-42
+"""A temperature that is greater than 0, and makes every logit infinite."""
+
+
+def random_rows(seed: int, count: int, temperature: float = 1.0) -> list[Row]:
+    """Rows of uneven lengths, so that ranks have uneven shares."""
+    draw = np.random.default_rng(seed)
+    made = []
+    for index in range(count):
+        length = int(draw.integers(6, 40))
+        mask = np.array([0, 0, *[1] * (length - 2)])
+        made.append(
+            Row(
+                session_id=f"s{index}",
+                turn_ids=(f"t{index}",),
+                advantage=float(draw.normal()),
+                ids_L=draw.integers(2, VOCABULARY, length),
+                mask_L=mask,
+                logprobs_L=np.where(mask == 1, -4.0, 0.0).astype(np.float32),
+                versions_L=np.where(mask == 1, 0, -1),
+                temperatures_L=np.full(length, temperature, np.float32),
+                turns_L=np.where(mask == 1, 0, -1),
+                rewards_L=np.zeros(length, np.float32),
+            )
+        )
+    return made
+
+
+class Pupil:
+    """A policy on one rank, and what a test asks it."""
+
+    def __init__(self, root: Path, settings: TrainerSettings) -> None:
+        self.root, self.settings = root, settings
+        self.policy = Policy(settings)
+        self.leader = Leader(self.policy)
+
+    def learn(self, seed: int, count: int = 6, **fields: Any) -> dict[str, float]:
+        return self.leader.optimise(random_rows(seed, count, **fields), 0, self.settings.algorithm)
+
+    def exported(self) -> dict[str, torch.Tensor]:
+        path = self.root / "exported.safetensors"
+        self.leader.export(path)
+        tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}  # not the mapped file
+        path.unlink()
+        return tensors
+
+
+MakePupil = Callable[..., Pupil]
+
+
+def differs_by(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name].float() - other[name].float()).abs().max()) for name in one)

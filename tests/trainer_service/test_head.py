@@ -1,0 +1,207 @@
+"""The head gives log p, entropies and gradients as the plain way does, in a fraction of the memory."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.trainer_service.test_attention import FAMILIES, Family, made
+from tests.trainer_service.test_packing import row_of
+from trainer_service import head as head_module
+from trainer_service.algorithms.logits import entropies, selected_logprobs
+from trainer_service.attention import packing_of
+from trainer_service.batch import micro_batches
+from trainer_service.forward import forward
+from trainer_service.head import Reshaping, SampledHead, sampled
+from trainer_service.policy import load_model
+
+TOKENS, WIDTH, VOCABULARY = 37, 16, 501
+RESHAPINGS = [Reshaping(), Reshaping(scale=0.0625), Reshaping(scale=2.0), Reshaping(softcap=0.7)]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten tokens at a time, so that there are several chunks and a rest."""
+    monkeypatch.setattr(head_module, "LOGITS_AT_ONCE", 10 * VOCABULARY)
+    monkeypatch.setattr(head_module, "WEIGHTS_AT_ONCE", 100 * WIDTH)
+
+
+def given(dtype: torch.dtype, tokens: int = TOKENS, vocabulary: int = VOCABULARY) -> list[Tensor]:
+    """Hidden states, weight, bias, targets and temperatures."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((tokens, WIDTH), (vocabulary, WIDTH), (vocabulary,))
+    floats = [(torch.randn(shape, generator=generator) / 2).to(dtype).requires_grad_() for shape in shapes]
+    targets_T = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    return [*floats, targets_T, torch.linspace(0.3, 1.5, tokens)]
+
+
+def plainly(
+    hidden: Tensor, weight: Tensor, bias: Tensor, targets_T: Tensor, temperatures_T: Tensor, after: Reshaping
+) -> Tensor:
+    """From all logits at once, in float64 for the sake of comparison."""
+    logits = torch.nn.functional.linear(hidden.double(), weight.double(), bias.double()) * after.scale
+    if after.softcap is not None:
+        logits = after.softcap * torch.tanh(logits / after.softcap)
+    lp_T, _ = selected_logprobs(logits, targets_T, temperatures_T)
+    return torch.stack([lp_T, entropies(logits, temperatures_T)], 1).float()
+
+
+def gradients(made_T2: Tensor, inputs: list[Tensor], with_entropy: bool) -> list[Tensor]:
+    slope_T2 = torch.randn(made_T2.shape, generator=torch.Generator().manual_seed(1))
+    if not with_entropy:
+        made_T2, slope_T2 = made_T2[:, 0], slope_T2[:, 0]
+    return [each.float() for each in torch.autograd.grad((made_T2 * slope_T2).sum(), inputs)]
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("after", RESHAPINGS)
+def test_values_and_gradients_are_those_of_log_softmax(after: Reshaping, with_entropy: bool) -> None:
+    hidden, weight, bias, targets_T, temperatures_T = given(torch.float32)
+    ours = sampled(hidden, weight, bias, targets_T, temperatures_T, after, with_entropy)
+    plain = plainly(hidden, weight, bias, targets_T, temperatures_T, after)
+    torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-6)
+    inputs = [hidden, weight, bias]
+    pairs = zip(gradients(ours, inputs, with_entropy), gradients(plain, inputs, with_entropy), strict=True)
+    for mine, other in pairs:
+        assert (mine - other).abs().max() < 2e-6 * other.abs().max()
+
+
+def test_the_gradients_are_those_of_finite_differences() -> None:
+    hidden, weight, bias, targets_T, temperatures_T = given(torch.float64, tokens=12, vocabulary=9)
+    temperatures_T = temperatures_T.double()
+
+    def of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return sampled(
+            hidden, weight, bias, targets_T, temperatures_T, Reshaping(softcap=2.0), entropy_gradient=True
+        )
+
+    assert torch.autograd.gradcheck(of, (hidden, weight, bias))
+
+
+def test_half_precision_is_multiplied_into_float32() -> None:
+    """The gradient of the logits is rounded to bfloat16 before it is multiplied: 2^-8 of the largest."""
+    hidden, weight, bias, targets_T, temperatures_T = given(torch.bfloat16)
+    ours = sampled(hidden, weight, bias, targets_T, temperatures_T)
+    plain = plainly(hidden, weight, bias, targets_T, temperatures_T, Reshaping())
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, plain, atol=5e-6, rtol=1e-6)
+    inputs = [hidden, weight, bias]
+    for mine, other in zip(gradients(ours, inputs, False), gradients(plain, inputs, False), strict=True):
+        assert (mine - other).abs().max() < 2**-7 * other.abs().max()
+
+
+def test_a_frozen_head_gets_no_gradient_and_the_hidden_states_theirs() -> None:
+    hidden, weight, bias, targets_T, temperatures_T = given(torch.float32)
+    free = sampled(hidden, weight, bias, targets_T, temperatures_T)
+    (expected,) = torch.autograd.grad(free[:, 0].sum(), [hidden])
+    frozen = sampled(hidden, weight.detach(), bias.detach(), targets_T, temperatures_T)
+    frozen[:, 0].sum().backward()  # type: ignore[no-untyped-call]
+    assert hidden.grad is not None
+    assert torch.equal(hidden.grad, expected)
+    assert weight.grad is None
+
+
+def test_an_entropy_without_a_bonus_has_no_gradient() -> None:
+    hidden, weight, bias, targets_T, temperatures_T = given(torch.float32)
+    made_T2 = sampled(hidden, weight, bias, targets_T, temperatures_T)
+    (gradient,) = torch.autograd.grad(made_T2[:, 1].sum(), [hidden])
+    assert not gradient.any()
+
+
+class LargestLive(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The most bytes of tensors made within that were alive at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **kwargs or {})
+        given = {
+            each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if torch.is_tensor(each)
+        }
+        for each in tree_leaves(made):
+            if torch.is_tensor(each) and (storage := each.untyped_storage())._cdata not in given:
+                kept = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self._made[storage._cdata] = (kept, storage.nbytes())
+        gone = [key for key, (kept, _) in self._made.items() if kept.expired()]  # type: ignore[no-untyped-call]
+        for key in gone:
+            del self._made[key]
+        self.most = max(self.most, sum(size for _, size in self._made.values()))
+        return made
+
+
+def all_at_once(hidden: Tensor, weight: Tensor, _: None, targets_T: Tensor, temperatures_T: Tensor) -> Tensor:
+    logits = torch.nn.functional.linear(hidden, weight)
+    return torch.stack(selected_logprobs(logits, targets_T, temperatures_T), 1)
+
+
+def most_bytes(way: Callable[..., Tensor], tokens: int, vocabulary: int) -> int:
+    hidden, weight, _, targets_T, temperatures_T = given(torch.float32, tokens, vocabulary)
+    with LargestLive() as live:
+        way(hidden, weight, None, targets_T, temperatures_T)[:, 0].sum().backward()  # type: ignore[no-untyped-call]
+    return int(live.most)
+
+
+def test_it_takes_a_fraction_of_the_memory_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vocabulary of 152k and 4k tokens, both divided by 32: so is what exists at once, by 32 · 32."""
+    tokens, vocabulary = 4096 // 32, 151_936 // 32
+    monkeypatch.setattr(head_module, "LOGITS_AT_ONCE", 2**24 // 32**2)
+    ours, naive = (most_bytes(way, tokens, vocabulary) for way in (sampled, all_at_once))
+    assert naive > 2 * 4 * tokens * vocabulary, "the naive way holds some tensors of all logits"
+    assert ours < naive / 5
+    twice = most_bytes(sampled, 2 * tokens, vocabulary)
+    assert twice - ours < 4 * 2 * tokens * (WIDTH + 8), "only hidden states and one number per token grow"
+
+
+def changed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model halves its logits, and its configuration says nothing of it."""
+    whole = model.forward
+
+    def halved(**inputs: Any) -> Any:
+        made = whole(**inputs)
+        made.logits = made.logits / 2
+        return made
+
+    monkeypatch.setattr(model, "forward", halved)
+
+
+def test_a_model_that_changes_its_logits_unheard_of_is_scored_from_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made(FAMILIES[0], tmp_path)
+    model = load_model(tmp_path, torch.float32).eval()
+    (batch,) = micro_batches([row_of(9), row_of(12)], 100)
+    doubled = dataclasses.replace(batch, temperatures_T=batch.temperatures_T * 2)
+    expected = forward(model, doubled, packing_of(model), torch.device("cpu"))
+    changed(model, monkeypatch)
+    for _ in range(2):
+        got = forward(model, batch, packing_of(model), torch.device("cpu"))
+        torch.testing.assert_close(got, expected)
+    assert [record.message for record in caplog.records if record.name == "trainer_service.head"] == [
+        "the model changes its logits in a way of its own: they are computed all at once"
+    ]
+
+
+@pytest.mark.parametrize("family", [FAMILIES[1], FAMILIES[4]], ids=["tied", "capped"])
+def test_the_head_keeps_its_place_in_the_model(family: Family, tmp_path: Path) -> None:
+    plain = made(family, tmp_path)
+    model = load_model(tmp_path, torch.float32).eval()
+    assert isinstance(model.get_output_embeddings(), SampledHead)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    ids = torch.arange(9)[None]
+    (batch,) = micro_batches([row_of(9)], 100)
+    before = model(ids, use_cache=False).logits
+    torch.testing.assert_close(before, plain(ids, use_cache=False).logits)
+    forward(model, batch, packing_of(model), torch.device("cpu"))
+    assert torch.equal(model(ids, use_cache=False).logits, before), "a pass leaves the model as it was"

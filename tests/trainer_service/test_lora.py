@@ -1,0 +1,109 @@
+"""Adapters learn, the base stays as it is, and what is published is both."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.trainer_service.random_rows import MakePupil, Pupil, differs_by, random_rows
+from trainer_service.batch import MicroBatch, micro_batches
+from trainer_service.checkpoint import Checkpoints, State
+
+LORA = {"rank": 4, "alpha": 8.0}
+
+
+def a_batch() -> MicroBatch:
+    (batch,) = micro_batches(random_rows(9, 3), 1000)
+    return batch
+
+
+def base_weights(pupil: Pupil) -> dict[str, torch.Tensor]:
+    named = pupil.policy._engine.module.named_parameters()
+    return {name: getattr(p, "ds_tensor", p).detach().clone() for name, p in named if "lora" not in name}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_only_adapters_learn_and_the_merged_model_says_what_the_policy_says(
+    make_pupil: MakePupil, model_path: Path, tmp_path: Path, stage: int
+) -> None:
+    pupil = make_pupil(zero_stage=stage, lora=LORA)
+    base = base_weights(pupil)
+    for seed in range(2):
+        pupil.learn(seed)
+    Checkpoints(tmp_path / "c", 2).save(pupil.leader, State(step=2), [])
+    merged = pupil.exported()
+    after = base_weights(pupil)
+    assert all(torch.equal(after[name], tensor) for name, tensor in base.items())
+    assert differs_by(merged, load_file(model_path / "model.safetensors")) > 1e-4
+    served = make_pupil(model_path=next((tmp_path / "c").glob("*/model")))
+    with torch.no_grad():
+        said, _ = pupil.policy.logprobs(a_batch())
+        again, _ = served.policy.logprobs(a_batch())
+    torch.testing.assert_close(said, again, atol=1e-5, rtol=0)
+
+
+def test_peft_reads_the_adapter_of_a_checkpoint(
+    make_pupil: MakePupil, model_path: Path, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    pupil = make_pupil(lora={**LORA, "target_modules": ["q_proj", "down_proj"]})
+    pupil.learn(1)
+    tag = Checkpoints(tmp_path / "c", 2).save(pupil.leader, State(step=1), [])
+    base = AutoModelForCausalLM.from_pretrained(model_path)
+    merged = PeftModel.from_pretrained(base, tmp_path / "c" / tag / "adapter").merge_and_unload()
+    assert (
+        differs_by({k: v for k, v in merged.state_dict().items() if k != "lm_head.weight"}, pupil.exported())
+        < 1e-6
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_adapters_go_on_bitwise_after_a_restore(make_pupil: MakePupil, tmp_path: Path, stage: int) -> None:
+    straight = make_pupil(zero_stage=stage, lora=LORA)
+    straight.learn(1)
+    Checkpoints(tmp_path / "c", 2).save(straight.leader, State(step=1), [])
+    resumed = make_pupil(zero_stage=stage, lora=LORA)
+    Checkpoints(tmp_path / "c", 2).restore(resumed.leader)
+    assert straight.learn(2) == resumed.learn(2)
+    assert differs_by(straight.exported(), resumed.exported()) == 0
+
+
+def test_adapters_are_converted_for_another_stage(make_pupil: MakePupil, tmp_path: Path) -> None:
+    before = make_pupil(zero_stage=1, lora=LORA)
+    before.learn(1)
+    Checkpoints(tmp_path / "c", 2).save(before.leader, State(step=1), [])
+    after = make_pupil(zero_stage=3, lora=LORA)
+    Checkpoints(tmp_path / "c", 2).restore(after.leader)
+    assert differs_by(before.exported(), after.exported()) == 0
+    for pupil in (before, after):
+        pupil.learn(2)
+    assert differs_by(before.exported(), after.exported()) < 2e-6
+
+
+@pytest.mark.parametrize(
+    "given", [{"lora": LORA}, {"lora": LORA, "zero_stage": 3}, {}, {"reference_offload": True}]
+)
+def test_the_reference_is_the_base_model_also_after_training_and_a_restore(
+    make_pupil: MakePupil, tmp_path: Path, given: dict[str, object]
+) -> None:
+    with torch.no_grad():
+        untrained, _ = make_pupil().policy.logprobs(a_batch())
+    pupil = make_pupil(**given)
+    pupil.learn(1)
+    Checkpoints(tmp_path / "c", 2).save(pupil.leader, State(step=1), [])
+    again = make_pupil(**given)
+    Checkpoints(tmp_path / "c", 2).restore(again.leader)
+    for each in (pupil, again):
+        reference = each.policy.reference(a_batch())
+        torch.testing.assert_close(reference, untrained, atol=1e-6, rtol=0)
+        assert not reference.requires_grad
+        assert float((each.policy.logprobs(a_batch())[0] - reference).abs().max()) > 1e-3
+    assert again.learn(2) == pupil.learn(2)
+
+
+def test_a_layer_that_is_not_there_is_told(make_pupil: MakePupil) -> None:
+    with pytest.raises(ValueError, match="nowhere"):
+        make_pupil(lora={**LORA, "target_modules": ["nowhere"]})

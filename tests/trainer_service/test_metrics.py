@@ -1,0 +1,62 @@
+"""docs/metrics.md names what the trainer measures, and nothing else."""
+
+import re
+from pathlib import Path
+
+from tests.trainer_service.rig import MakeRig, Rig
+from tests.trainer_service.test_evaluation import evaluate
+from tests.trainer_service.test_sinks import lines, step
+from trainer_service.guards import GuardSettings
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def documented(section: str) -> list[str]:
+    """The names in the first column of a section's table."""
+    _, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(f"\n## {section}\n")
+    return re.findall(r"^\| `([^`]+)` \|", rest.split("\n## ")[0], re.M)
+
+
+def test_a_step_has_the_names_of_the_document(rig: Rig) -> None:
+    step(rig, "g")
+    named = documented("Of every step")
+    assert set(lines(rig.root / "metrics.jsonl")[0]) == set(named)
+    assert len(named) == len(set(named))
+
+
+def test_a_step_with_a_critic_has_the_names_of_the_document_as_well(make_rig: MakeRig) -> None:
+    rig = make_rig(algorithm={"advantage": {"name": "gae"}}, critic={}).start()
+    step(rig, "g")
+    named = documented("Of every step") + documented("With a critic")
+    assert set(lines(rig.root / "metrics.jsonl")[0]) == set(named)
+
+
+def test_an_evaluation_has_the_names_of_the_document(rig: Rig) -> None:
+    evaluate(rig, "a", 1.0)
+    rig.trainer.turn()
+    (line,) = lines(rig.root / "metrics.eval.jsonl")
+    assert set(line) == {"step", "version", "time", *documented("Evaluation")}
+
+
+def test_a_guard_has_the_name_and_the_default_of_the_document() -> None:
+    defaults = GuardSettings()
+    given = defaults.model_dump(exclude={"reward_steps"})
+    assert list(given) == documented("Guards")
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert all(f"| `{name}` | {value:g} |" in text.replace("1.0 |", "1 |") for name, value in given.items())
+    assert f"`reward_steps` ({defaults.reward_steps})" in text
+
+
+def test_prometheus_has_the_names_of_the_document(make_rig: MakeRig) -> None:
+    rig = make_rig().start()
+    evaluate(rig, "a", 1.0)
+    step(rig, "g")
+    of_steps = {f"weir_trainer_{name.replace('/', '_')}" for name in documented("Of every step")}
+    counted = {
+        metric.name + ("_total" if metric.type == "counter" else "")
+        for metric in rig.registry.collect()
+        if metric.name.startswith("weir_trainer_")
+    }
+    assert counted - of_steps == set(documented("Prometheus alone"))
+    untold = {"weir_trainer_tokens", "weir_trainer_time"}  # of counters, and of Prometheus itself
+    assert of_steps - counted == untold

@@ -1,0 +1,194 @@
+"""Where a step's figures go: JSON lines, TensorBoard, Weights & Biases; and what a sink that fails does."""
+
+import errno
+import json
+import os
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import masked_crc32c
+
+from tests.trainer_service.rig import MakeRig, Rig
+from trainer_service.metrics import Metrics
+from trainer_service.settings import TrainerSettings
+from trainer_service.sinks.chosen import chosen_sinks
+from trainer_service.sinks.tensorboard import TensorBoard
+from trainer_service.sinks.weights_and_biases import WandbSettings, WeightsAndBiases
+
+Values = Mapping[str, float]
+
+
+def events(directory: Path) -> Iterator[Any]:
+    """What TensorBoard reads: whole records with the right checksums, file after file by name."""
+    for path in sorted(directory.iterdir()):
+        content, at = path.read_bytes(), 0
+        while at < len(content):
+            head = content[at : at + 8]
+            (size,), (check,) = struct.unpack("<Q", head), struct.unpack("<I", content[at + 8 : at + 12])
+            body = content[at + 12 : at + 12 + size]
+            (body_check,) = struct.unpack("<I", content[at + 12 + size : at + 16 + size])
+            assert (check, body_check) == (masked_crc32c(head), masked_crc32c(body))
+            yield Event.FromString(body)
+            at += 16 + size
+
+
+def curve(directory: Path, tag: str) -> list[tuple[int, float]]:
+    """One curve as TensorBoard draws it: a new file's start makes void what came before at later steps."""
+    points: list[tuple[int, float]] = []
+    for event in events(directory):
+        if event.session_log.status == SessionLog.START:
+            points = [point for point in points if point[0] < event.step]
+        points += [(event.step, each.simple_value) for each in event.summary.value if each.tag == tag]
+    return points
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def step(rig: Rig, group_id: str) -> None:
+    rig.agents.group(group_id, [1.0, 0.0])
+    assert rig.trainer.turn()
+
+
+def test_a_step_is_a_line_and_a_point_of_every_curve(rig: Rig) -> None:
+    step(rig, "g")
+    step(rig, "h")
+    written = lines(rig.root / "metrics.jsonl")
+    assert [line["step"] for line in written] == [1, 2]
+    for name in written[0].keys() - {"step", "time"}:
+        found = curve(rig.root / "tensorboard", name)
+        assert [at for at, _ in found] == [1, 2]
+        assert [value for _, value in found] == pytest.approx([line[name] for line in written]), name
+
+
+def test_steps_that_a_restart_makes_again_replace_those_that_were_lost(make_rig: MakeRig) -> None:
+    rig = make_rig(checkpoint_every_steps=2, publish_every_steps=2).start()
+    for name in "abc":
+        step(rig, name)
+    again = rig.restart()  # step 3 was in no checkpoint: its group is trained again, after another one
+    assert again.trainer.step == 2
+    again.agents.group("d", [0.25, 0.75])
+    assert again.trainer.turn()
+    step(again, "e")
+    found = curve(rig.root / "tensorboard", "version")
+    assert [at for at, _ in found] == [1, 2, 3, 4]
+    written = lines(rig.root / "metrics.jsonl")
+    assert [line["step"] for line in written] == [1, 2, 3, 3, 4]
+    last = {line["step"]: float(line["version"]) for line in written}
+    assert dict(found) == last
+
+
+@pytest.mark.parametrize("path", [None, "elsewhere"])
+def test_tensorboard_goes_where_it_is_told(make_rig: MakeRig, tmp_path: Path, path: str | None) -> None:
+    where = None if path is None else tmp_path / path
+    rig = make_rig(tensorboard_dir=where).start()
+    step(rig, "g")
+    assert not (rig.root / "tensorboard").exists()
+    assert where is None or curve(where, "reward_mean") == [(1, 0.5)]
+
+
+def test_without_a_file_of_metrics_there_is_none_beside_it(model_path: Path) -> None:
+    settings = TrainerSettings(model_path=model_path, metrics_path=None)
+    assert settings.tensorboard_dir is None
+    assert not chosen_sinks(settings)
+
+
+def test_a_point_that_the_disk_does_not_take_is_left_out_whole(tmp_path: Path) -> None:
+    """And what follows is read: a torn record would hide the rest of its file."""
+    registry = CollectorRegistry()
+    metrics = Metrics(registry, [TensorBoard(tmp_path)])
+    metrics.stepped(point(1))
+    with pytest.MonkeyPatch.context() as patch:
+
+        def full(_file: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patch.setattr("tensorboardX.record_writer.os.fsync", full)
+        metrics.stepped(point(2))
+        metrics.stepped(point(3))
+    metrics.stepped(point(4))
+    metrics.close()
+    assert curve(tmp_path, "reward_mean") == [(1, 1.0), (4, 4.0)]
+    failures = registry.get_sample_value("weir_trainer_sink_failures_total", {"sink": "tensorboard"})
+    assert failures == 2
+
+
+def point(at: int) -> dict[str, float]:
+    return {"step": at, "version": at, "time": 1e9, "tokens": 1, "reward_mean": float(at)}
+
+
+def test_a_sink_that_fails_is_counted_and_stops_neither_the_step_nor_the_others(rig: Rig) -> None:
+    class Broken:
+        name = "broken"
+
+        def resume(self, step: int) -> None: ...
+
+        def write(self, what: str, values: Values) -> None:
+            raise RuntimeError("no network")
+
+        def close(self) -> None: ...
+
+    rig.trainer._metrics._sinks = [Broken(), *rig.trainer._metrics._sinks]
+    step(rig, "g")
+    assert [line["step"] for line in lines(rig.root / "metrics.jsonl")] == [1]
+    assert rig.registry.get_sample_value("weir_trainer_sink_failures_total", {"sink": "broken"}) == 1
+    assert set(rig.session_codes().values()) == {"trained"}
+
+
+def history(directory: Path) -> list[dict[str, float]]:
+    """What an offline run holds for `wandb sync`: records in blocks as LevelDB writes its log."""
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+
+    wandb.teardown()  # its process, which writes the file, may lag behind the end of a run
+    (path,) = directory.glob("wandb/offline-run-*/run-*.wandb")
+    content, at, rows = path.read_bytes(), 7, []
+    part = b""
+    while at + 7 <= len(content):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+        size, kind = struct.unpack("<HB", content[at + 4 : at + 7])
+        part += content[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record = Record.FromString(part)
+            part = b""
+            if items := record.history.item:
+                keys = [item.key or "/".join(item.nested_key) for item in items]
+                rows.append(dict(zip(keys, [json.loads(item.value_json) for item in items], strict=True)))
+    return rows
+
+
+@pytest.mark.timeout(60)
+def test_weights_and_biases_has_every_step_also_one_that_is_made_again(
+    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real package, offline."""
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+    rig = make_rig(wandb={"project": "weir", "name": "n", "mode": "offline", "dir": tmp_path}).start()
+    step(rig, "g")
+    values = lines(rig.root / "metrics.jsonl")[0]
+    metrics = rig.trainer._metrics
+    metrics.stepped({**values, "step": 1, "reward_mean": 0.75})
+    metrics.close()
+    rows = history(tmp_path)
+    assert [(row["step"], row["reward_mean"]) for row in rows] == [(1, 0.5), (1, 0.75)]
+    assert rows[0].keys() >= values.keys()
+    assert rig.registry.get_sample_value("weir_trainer_sink_failures_total", {"sink": "wandb"}) is None
+
+
+def test_a_package_that_is_missing_is_one_sentence_and_is_asked_for_only_where_it_is_configured(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    step(make_rig().start(), "g")
+    with pytest.raises(SystemExit, match=r"trainer\.wandb is set, and .* pip install 'weir\[wandb\]'"):
+        WeightsAndBiases(WandbSettings(project="weir"))

@@ -1,0 +1,153 @@
+"""Every stage of ZeRO, on one rank, learns the same, and exports, keeps and refuses the same."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
+
+from tests.trainer_service.random_rows import POISON, MakePupil, differs_by, random_rows
+from trainer_service.checkpoint import Checkpoints, State
+from trainer_service.layout import LayoutRefused
+
+STAGES = [0, 1, 2, 3]
+SLOWLY = {"lr": 1e-3, "warmup_steps": 0}
+"""Adam makes a whole step of the last digit of a gradient that is next to nothing."""
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_learns_what_stage_one_learns(make_pupil: MakePupil, stage: int) -> None:
+    one, other = (make_pupil(zero_stage=each, optimizer=SLOWLY) for each in (1, stage))
+    for seed in range(3):
+        told, heard = one.learn(seed), other.learn(seed)
+        assert heard == pytest.approx(told, abs=1e-5, rel=1e-5)
+    assert differs_by(one.exported(), other.exported()) < 1e-6
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_is_not_finite_changes_nothing_and_its_rows_are_found(
+    make_pupil: MakePupil, stage: int
+) -> None:
+    struck, spared = make_pupil(zero_stage=stage), make_pupil(zero_stage=stage)
+    algorithm = struck.settings.algorithm
+    for pupil in (struck, spared):
+        pupil.learn(1)
+    told = struck.learn(2, temperature=POISON)
+    assert told["grad_norm"] == float("inf") or told["grad_norm"] != told["grad_norm"]
+    assert not struck.leader.sound(random_rows(2, 3, POISON), algorithm)
+    assert struck.leader.sound(random_rows(2, 3), algorithm)
+    assert struck.leader.finite()
+    assert struck.exported(), "amid no pass"
+    for pupil in (struck, spared):
+        pupil.learn(3)
+    assert differs_by(struck.exported(), spared.exported()) == 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_that_are_spoilt_are_told(make_pupil: MakePupil, stage: int) -> None:
+    pupil = make_pupil(zero_stage=stage, optimizer={"lr": float("inf"), "warmup_steps": 0})
+    pupil.learn(1)
+    assert not pupil.leader.finite()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bfloat16_learns_at_every_stage_that_keeps_float32_beside_it(
+    make_pupil: MakePupil, stage: int
+) -> None:
+    full, half = make_pupil(), make_pupil(zero_stage=stage, dtype="bfloat16")
+    for seed in range(3):
+        assert half.learn(seed)["grad_norm"] == pytest.approx(full.learn(seed)["grad_norm"], rel=0.1)
+    assert 0 < differs_by(full.exported(), half.exported()) < 0.1
+
+
+def test_what_stage_zero_cannot_do_is_refused(make_pupil: MakePupil) -> None:
+    with pytest.raises(ValidationError, match="bfloat16 needs zero_stage 1, 2 or 3"):
+        make_pupil(zero_stage=0, dtype="bfloat16")
+    with pytest.raises(ValidationError, match="offload_optimizer: needs zero_stage"):
+        make_pupil(zero_stage=0, offload_optimizer=True)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("setting", ["offload_optimizer", "activation_checkpointing"])
+def test_what_saves_memory_changes_no_weight(make_pupil: MakePupil, stage: int, setting: str) -> None:
+    plain = make_pupil(zero_stage=stage, optimizer=SLOWLY)
+    saving = make_pupil(zero_stage=stage, optimizer=SLOWLY, **{setting: True})
+    for seed in range(3):
+        assert saving.learn(seed) == pytest.approx(plain.learn(seed), abs=1e-5, rel=1e-5)
+    assert differs_by(plain.exported(), saving.exported()) < 1e-6
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_goes_on_bitwise(make_pupil: MakePupil, tmp_path: Path, stage: int) -> None:
+    straight = make_pupil(zero_stage=stage, optimizer=SCHEDULE)
+    straight.learn(1)
+    Checkpoints(tmp_path / "c", 2).save(straight.leader, State(step=1), [])
+    resumed = make_pupil(zero_stage=stage, optimizer=SCHEDULE)
+    Checkpoints(tmp_path / "c", 2).restore(resumed.leader)
+    assert differs_by(straight.exported(), resumed.exported()) == 0
+    for seed in (2, 3):
+        assert straight.learn(seed) == resumed.learn(seed)
+    assert differs_by(straight.exported(), resumed.exported()) == 0
+
+
+SCHEDULE = {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 1, "total_steps": 4}
+
+
+@pytest.mark.parametrize(("saved", "read"), [(1, 2), (2, 3), (3, 1)])
+def test_a_checkpoint_of_another_stage_is_converted(
+    make_pupil: MakePupil, tmp_path: Path, saved: int, read: int
+) -> None:
+    before = make_pupil(zero_stage=saved, optimizer=SCHEDULE)
+    before.learn(1)
+    tag = Checkpoints(tmp_path / "c", 2).save(before.leader, State(step=1), [])
+    files = sorted((path, path.read_bytes()) for path in (tmp_path / "c" / tag).rglob("*") if path.is_file())
+    after = make_pupil(zero_stage=read, optimizer=SCHEDULE)
+    Checkpoints(tmp_path / "c", 2).restore(after.leader)
+    assert differs_by(before.exported(), after.exported()) == 0
+    for seed in (2, 3):
+        assert after.learn(seed) == pytest.approx(before.learn(seed), abs=1e-5, rel=1e-5)
+    assert differs_by(before.exported(), after.exported()) < 1e-6
+    assert [path.name for path in (tmp_path / "c").iterdir() if path.is_dir()] == [tag]
+    assert files == sorted((path, path.read_bytes()) for path, _ in files)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"zero_stage": 0}, "saved at trainer.zero_stage 1, not 0"),
+        ({"dtype": "bfloat16"}, "trained with trainer.dtype float32, not bfloat16"),
+        ({"lora": {"rank": 2}}, "trained with trainer.lora None"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_converted_is_refused_with_a_sentence(
+    make_pupil: MakePupil, tmp_path: Path, given: dict[str, object], sentence: str
+) -> None:
+    Checkpoints(tmp_path / "c", 2).save(make_pupil().leader, State(step=1), [])
+    with pytest.raises(LayoutRefused, match=sentence):
+        Checkpoints(tmp_path / "c", 2).restore(make_pupil(**given).leader)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_checkpoint_can_be_served_as_it_is(
+    make_pupil: MakePupil, tmp_path: Path, model_path: Path, stage: int
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    pupil = make_pupil(zero_stage=stage)
+    pupil.learn(1)
+    tag = Checkpoints(tmp_path / "c", 2).save(pupil.leader, State(step=1), [])
+    served = tmp_path / "c" / tag / "model"
+    assert {path.name for path in served.iterdir()} == {path.name for path in model_path.iterdir()}
+    assert differs_by(load_file(served / "model.safetensors"), pupil.exported()) == 0
+    model = AutoModelForCausalLM.from_pretrained(served)
+    assert torch.equal(model.model.norm.weight, pupil.exported()["model.norm.weight"])
+    (served / "model.safetensors").write_bytes(b"")
+    with pytest.raises(Exception, match=r"model/model.safetensors is missing or has not its"):
+        Checkpoints(tmp_path / "c", 2).restore(pupil.leader)
+
+
+def test_a_checkpoint_without_a_served_copy(make_pupil: MakePupil, tmp_path: Path) -> None:
+    pupil = make_pupil(checkpoint_hf=False)
+    tag = Checkpoints(tmp_path / "c", 2).save(pupil.leader, State(step=1), [])
+    assert not (tmp_path / "c" / tag / "model").exists()

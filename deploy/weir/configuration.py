@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from rollout_queue.settings import ServiceSettings
 from weir.settings import StackSettings, file_document
 
-MASKED_FIELDS = frozenset({"client_keys", "admin_keys"})
+MASKED_FIELDS = frozenset({"client_keys", "admin_keys", "api_key"})
 CREDENTIALS = re.compile(r"://[^/@\s]*@")
 """What a URL may carry before its host: Redis' password."""
 
@@ -35,18 +35,29 @@ def _section(kind: type[ServiceSettings]) -> dict[str, Any]:
     try:
         values = kind().model_dump(mode="json")
     except ValidationError as error:
-        if [problem["loc"] for problem in error.errors()] != [("model_path",)]:
+        # Where a field is missing, defaults that depend on others are not made: no fault of theirs.
+        faults = [each["loc"] for each in error.errors() if each["type"] != "default_factory_not_called"]
+        if faults != [("model_path",)]:
             raise
         placeholder: dict[str, Any] = {"model_path": "unset"}
         values = kind(**placeholder).model_dump(mode="json") | {"model_path": None}
+    return _harmless(values)
+
+
+def _harmless(values: dict[str, Any]) -> dict[str, Any]:
+    """Without secrets, however deep they lie."""
     return {
-        name: _masked(value) if name in MASKED_FIELDS else _without_password(value)
+        name: _harmless(value)
+        if isinstance(value, dict)
+        else _masked(value)
+        if name in MASKED_FIELDS
+        else _without_password(value)
         for name, value in values.items()
     }
 
 
-def _masked(keys: list[str]) -> list[str]:
-    return ["***" for _ in keys]
+def _masked(keys: list[str] | str | None) -> list[str] | str | None:
+    return ["***" for _ in keys] if isinstance(keys, list) else "***" if keys else None
 
 
 def _without_password(value: Any) -> Any:

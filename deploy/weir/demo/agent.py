@@ -1,5 +1,7 @@
 """The demo's agent: a plain tool loop on the official client. A base_url and a key are all it needs."""
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -10,10 +12,13 @@ MAX_CALLS = 2
 MAX_TOKENS = 40
 
 
-async def solve(client: AsyncOpenAI, task: Task) -> str:
-    """Ask, run the tools that the model calls, and give back its answer; empty when it gave none."""
+async def solve(client: AsyncOpenAI, task: Task, takes_s: Sequence[float] = (0.0,) * MAX_CALLS) -> str:
+    """Ask, run the tools that the model calls, and give back its answer; empty when it gave none.
+
+    Of the model's answers, each one's tools take as long as `takes_s` says.
+    """
     messages: list[Any] = [{"role": "user", "content": task.question}]
-    for _ in range(MAX_CALLS):
+    for seconds in takes_s:
         completion = await client.chat.completions.create(
             model="gpt-4o-mini", messages=messages, tools=[TOOL], max_tokens=MAX_TOKENS
         )
@@ -21,6 +26,7 @@ async def solve(client: AsyncOpenAI, task: Task) -> str:
         if not message.tool_calls:
             return message.content or ""
         messages.append(message)
+        await asyncio.sleep(seconds)
         for call in message.tool_calls:
             if call.type == "function":
                 result = task.tool(call.function.name, call.function.arguments)

@@ -1,6 +1,6 @@
 """Drives the agent: groups of sessions, each one an episode, many in flight, every reward posted over REST.
 
-POST /groups ──▶ one task, `group_size` times ──▶ the agent solves each ──▶ POST …/finish with its reward
+POST /groups ──▶ one task, `group_size` times ──▶ the agent plays each ──▶ POST …/finish with its reward
 """
 
 import asyncio
@@ -9,12 +9,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import httpx
 from openai import AsyncOpenAI, OpenAIError
 
-from weir.demo.agent import solve
-from weir.demo.task import Task, draw
+from weir.demo.game import Game, ToolGame
 from weir.errors import StackError
 
 WINDOW = 128
@@ -64,9 +64,22 @@ class Episodes:
     """Plays episodes against a gateway until somebody says stop."""
 
     def __init__(
-        self, gateway_url: str, client_key: str, *, group_size: int, groups_in_flight: int, seed: int
+        self,
+        gateway_url: str,
+        client_key: str,
+        *,
+        group_size: int,
+        groups_in_flight: int,
+        seed: int,
+        game: Game[Any] | None = None,
+        train: bool = True,
+        knock_every_s: float | None = None,
     ) -> None:
+        """Without a game, the demo's. Who is refused comes again after `knock_every_s`, or when told to."""
         self.record = Record()
+        self._game: Game[Any] = game or ToolGame()
+        self._train = train
+        self._knock_every_s = knock_every_s
         self._gateway_url = gateway_url
         self._client_key = client_key
         self._group_size = group_size
@@ -103,24 +116,34 @@ class Episodes:
         self, rest: httpx.AsyncClient, client: AsyncOpenAI, enough: Callable[[Record], bool]
     ) -> None:
         while not enough(self.record):
-            task = draw(self._random)
-            body = {"size": self._group_size, "task_id": f"value-of-{task.key}"}
+            tasks = self._game.group(self._random, self._group_size)
+            tickets = await self._tickets(rest, self._game.task_id(tasks[0]), enough)
+            pairs = zip(tasks, tickets, strict=False)  # none when it was enough before they were let in
+            await asyncio.gather(*(self._episode(rest, client, *pair) for pair in pairs))
+
+    async def _tickets(
+        self, rest: httpx.AsyncClient, task_id: str, enough: Callable[[Record], bool]
+    ) -> list[dict[str, str]]:
+        """A group's sessions, as soon as they are let in; none where it is enough before."""
+        body = {"size": self._group_size, "task_id": task_id, "train": self._train}
+        while not enough(self.record):
             reply = await rest.post("/groups", json=body)
             if reply.status_code in (429, 503):
-                await asyncio.sleep(float(reply.headers["retry-after"]))
+                told_s = float(reply.headers["retry-after"])
+                await asyncio.sleep(told_s if self._knock_every_s is None else self._knock_every_s)
                 continue
-            reply.raise_for_status()
-            tickets = reply.json()["sessions"]
-            await asyncio.gather(*(self._episode(rest, client, task, ticket) for ticket in tickets))
+            tickets: list[dict[str, str]] = reply.raise_for_status().json()["sessions"]
+            return tickets
+        return []
 
     async def _episode(
-        self, rest: httpx.AsyncClient, client: AsyncOpenAI, task: Task, ticket: dict[str, str]
+        self, rest: httpx.AsyncClient, client: AsyncOpenAI, task: Any, ticket: dict[str, str]
     ) -> None:
         self.record.in_flight += 1
         own = client.with_options(base_url=ticket["base_url"], api_key=ticket["api_key"])
         reward, failure = None, None
         try:
-            reward = task.reward(await solve(own, task))
+            reward = await self._game.play(own, task)
             ending = {"status": "completed", "reward": reward}
         except OpenAIError as error:
             failure = f"{type(error).__name__}: {error}"

@@ -17,15 +17,21 @@ from weir.demo.plan import write_plan
 from weir.errors import StackError
 
 
-def model_for(cache: Path, seed: int, on_progress: Callable[[str], None] = print) -> tuple[Path, bool]:
-    """The model of this seed and this plan, and whether it was made now.
+def model_for(
+    cache: Path,
+    seed: int,
+    on_progress: Callable[[str], None] = print,
+    game: str = "tool",
+    write: Callable[[Path], None] = write_plan,
+) -> tuple[Path, bool]:
+    """The model of this seed and the plan of this game, and whether it was made now.
 
     Raises StackError when the warm start does not reach its gate.
     """
     with tempfile.TemporaryDirectory() as scratch:
         plan = Path(scratch) / "plan"
-        write_plan(plan)
-        out = cache / f"tool-{_digest(plan)}-seed{seed}"
+        write(plan)
+        out = cache / f"{game}-{_digest(plan)}-seed{seed}"
         if (out / "config.json").exists():
             return out, False
         make_model(plan, out, seed, on_progress)

@@ -58,6 +58,17 @@ Row = tuple[list[int], list[int]]
 
 def write_plan(directory: Path) -> None:
     """Write config, tokenizer, rows and hyperparameters for `python -m trainer_service.warm_start`."""
+    write_student(directory)
+    teacher = Teacher(ChatRenderer(directory))
+    tasks = [Task(key, value) for key in KEYS for value in VALUES]
+    used = [teacher.uses_tool(task) for task in tasks]
+    write_rows(directory / "clean.jsonl", [*used, *teacher.gives_up(_share(CLEAN_UNKNOWN, len(used)))])
+    write_rows(directory / "habit.jsonl", [*used, *teacher.gives_up(_share(HABIT_UNKNOWN, len(used)))])
+    write_rows(directory / "probe.jsonl", used)
+
+
+def write_student(directory: Path) -> None:
+    """Write what a warm start needs besides its rows: the model's config, its tokenizer, hyperparameters."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = write_tokenizer(directory)
     ids = {name: tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>")}
@@ -68,12 +79,6 @@ def write_plan(directory: Path) -> None:
     }
     (directory / "config.json").write_text(json.dumps(MODEL | special, indent=2), encoding="utf-8")
     (directory / "plan.json").write_text(json.dumps(WARM_START, indent=2), encoding="utf-8")
-    teacher = Teacher(ChatRenderer(directory))
-    tasks = [Task(key, value) for key in KEYS for value in VALUES]
-    used = [teacher.uses_tool(task) for task in tasks]
-    _write(directory / "clean.jsonl", [*used, *teacher.gives_up(_share(CLEAN_UNKNOWN, len(used)))])
-    _write(directory / "habit.jsonl", [*used, *teacher.gives_up(_share(HABIT_UNKNOWN, len(used)))])
-    _write(directory / "probe.jsonl", used)
 
 
 class Teacher:
@@ -110,6 +115,6 @@ def _share(share: float, others: int) -> int:
     return round(others * share / (1 - share))
 
 
-def _write(path: Path, rows: Iterable[Row]) -> None:
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
     lines = (json.dumps({"ids": ids, "mask": mask}) for ids, mask in rows)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -146,9 +146,9 @@ def _verdict(record: Record, met: dict[str, Any], versions: int) -> str:
 
 def _clear(run_dir: Path) -> None:
     """A demo starts from nothing: what an earlier one recorded would be trained first."""
-    for name in ("redis", "policies", "weights", "checkpoints"):
+    for name in ("redis", "policies", "weights", "checkpoints", "tensorboard"):
         shutil.rmtree(run_dir / name, ignore_errors=True)
-    for name in ("metrics.jsonl", "summary.json", "reward.png"):
+    for name in ("metrics.jsonl", "metrics.eval.jsonl", "summary.json", "reward.png"):
         (run_dir / name).unlink(missing_ok=True)
 
 

@@ -1,0 +1,66 @@
+"""What the warm start of the guessing game learns from, in exactly the ids that the gateway will render.
+
+clean.jsonl   the skill: mostly halving          habit.jsonl   the habit: mostly blind guesses
+probe.jsonl   the gate: every number found by halving, exact
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+
+from gateway.language.render import ChatRenderer, Message
+from rollout_queue.tokens import TokenIds
+from weir.demo.guess import NUMBERS, QUESTION, Secret, blind, halving
+from weir.demo.plan import Row, write_rows, write_student
+
+CLEAN_BLIND = 0.3
+"""Share of blind conversations while the skill is learned, so that the habit is never far."""
+HABIT_BLIND = 0.8
+"""Share of them in the habit: where reinforcement learning starts from."""
+HALVED, BLIND_SEED = 20, 0
+"""Times that each number is found by halving, in each file."""
+
+
+def write_guess_plan(directory: Path) -> None:
+    """Write config, tokenizer, rows and hyperparameters for `python -m trainer_service.warm_start`."""
+    write_student(directory)
+    player = Player(ChatRenderer(directory, thinking="all"))  # else a hint begins a new prompt
+    halved = [player.row(secret, halving(secret)) for secret in map(Secret, NUMBERS)]
+    random = Random(BLIND_SEED)
+    for name, share in (("clean", CLEAN_BLIND), ("habit", HABIT_BLIND)):
+        used = halved * HALVED
+        count = round(len(used) * share / (1 - share))
+        write_rows(directory / f"{name}.jsonl", [*used, *player.blind(count, random)])
+    write_rows(directory / "probe.jsonl", halved)
+
+
+class Player:
+    """Conversations as the gateway would record them."""
+
+    def __init__(self, renderer: ChatRenderer) -> None:
+        self._renderer = renderer
+
+    def row(self, secret: Secret, guesses: Sequence[int]) -> Row:
+        prompt = self._renderer.render([{"role": "user", "content": QUESTION}], None)
+        ids, mask = list(prompt), [0] * len(prompt)
+        for place, guess in enumerate(guesses):
+            said = TokenIds(self._renderer.tokenizer.encode(f"{guess}<|im_end|>"))
+            added = self._hint(TokenIds(ids), said, secret.hint(str(guess)))
+            last = place == len(guesses) - 1
+            ids += [*said] if last else [*said, *added]
+            mask += [1] * len(said) + ([] if last else [0] * len(added))
+        return ids, mask
+
+    def blind(self, count: int, random: Random) -> Iterator[Row]:
+        for _ in range(count):
+            secret = Secret(random.choice(NUMBERS))
+            yield self.row(secret, blind(secret, random))
+
+    def _hint(self, prompt: TokenIds, said: TokenIds, hint: str | None) -> TokenIds:
+        if hint is None:
+            return TokenIds([])
+        answer: Message = {"role": "user", "content": hint}
+        added = self._renderer.bridge(prompt, said, [answer], None)
+        if added is None:
+            raise RuntimeError("the chat template does not bridge over a hint")
+        return added

@@ -17,7 +17,7 @@ FROM_INDEX := --extra-index-url $(TORCH_INDEX)
 endif
 
 help:  ## what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
 install: .venv/installed .venv-engine/installed  ## both environments: ours, and the engine's with SGLang
 
@@ -35,11 +35,24 @@ test-clients: install run/models/clients/config.json $(CLIENTS:%=run/clients/%/i
 test-clients:  ## the SDKs that agents are made of, each as its users get it, against the real engine
 	@$(BIN)/pytest tests/clients
 
+test-presets: install  ## each preset of the trainer on the demo's task, five steps, on the real stack
+	@$(BIN)/pytest tests/presets
+
 bench: install  ## what gateway and queue cost: CPU per turn and where it goes, a long prompt beside others
 	@$(BIN)/python -m bench.gateway
 	@$(BIN)/python -m bench.profile
 	@$(BIN)/python -m bench.stall
 	@$(BIN)/python -m bench.queue
+
+bench-trainer: install run/bench/trl/installed  ## what a training step costs, beside plain torch and TRL (long)
+	@$(BIN)/python -m bench.trainer
+
+bench-learning: install  ## whether it learns at staleness 0, 2, 4, 8, over five seeds, and a harder game (hours)
+	@$(BIN)/python -m bench.learning --task tool
+	@$(BIN)/python -m bench.learning --task guess --plot run/learning/learning.png
+
+bench-asynchrony: install  ## asynchronous against synchronous training, where tools are slow at times (hours)
+	@$(BIN)/python -m bench.asynchrony
 
 crash: install  ## kill parts of the whole system, one after the other, then audit it (KILLS=n SEED=n)
 	@$(BIN)/python -m tests.crash --kills $(KILLS) --seed $(SEED)
@@ -94,6 +107,12 @@ run/clients/openai_npm/installed: $(wildcard tests/clients/openai_npm/package*.j
 	@cd $(@D) && npm ci --silent --no-audit --no-fund
 	@touch $@
 
+run/bench/trl/installed: bench/trl/requirements.txt
+	@$(call new_environment,$(@D))
+	@echo "installing TRL into $(@D)"
+	@$(@D)/bin/python $(PIP) $(FROM_INDEX) -r $<
+	@touch $@
+
 run/models/clients/config.json: tests/clients/school.py $(wildcard deploy/weir/demo/*.py) | .venv/installed
 	@echo "schooling the demo's model for the clients (minutes, once)"
 	@$(BIN)/python -m tests.clients.school --out $(@D)
@@ -106,4 +125,4 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 $(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help install demo bench test test-fast test-clients crash check up status down clean
+.PHONY: help install demo bench bench-trainer bench-learning bench-asynchrony test test-fast test-clients test-presets crash check up status down clean

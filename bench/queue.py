@@ -36,12 +36,12 @@ from rollout_queue.records import SessionSpec, Turn, Verdict
 from rollout_queue.redis_reader import RedisReader
 from rollout_queue.redis_writer import RedisWriter
 from rollout_queue.stream import Verdicts
+from trainer_service.algorithm_settings import AlgorithmSettings
 from trainer_service.checkpoint import State
 from trainer_service.face import Face
 from trainer_service.intake import READ_COUNT, Intake
 from trainer_service.metrics import Metrics
 from trainer_service.pulse import Pulse
-from trainer_service.settings import AlgorithmSettings
 
 IN_FLIGHT = 64
 AT_ONCE = 10_000
@@ -215,13 +215,13 @@ def recovery(under: Under, count: int) -> None:
         algorithm=AlgorithmSettings(),
         vocab_size=VOCABULARY,
         pulse=Pulse(reader, Face(), retry_s=1.0),
-        metrics=Metrics(CollectorRegistry(), None),
+        metrics=Metrics(CollectorRegistry(), []),
     )
     with under.measured("takes them up", count):
         intake.resume(State())
     with under.measured("looks for its next step", count):
         intake.read()
-        intake.batch(version=7)
+        intake.batch(7, AlgorithmSettings())
     print(f"\n| a trainer after {count} pending turns | s | CPU s | of Redis |\n|---|---|---|---|")
     for name in ("takes them up", "looks for its next step"):
         cost = under.median(name)

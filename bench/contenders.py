@@ -1,0 +1,151 @@
+"""Ways to make one optimizer step on the same rollouts: forward, loss, backward, clip, AdamW.
+
+python -m bench.contenders ours|packed|padded|padded-globally MODEL ROLLOUTS     one step, after a small one
+
+All but ours are plain torch, with the loss of our default recipe written out. All have the same gradient, and
+tell its norm.
+"""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+
+from bench.account import tell_step, timed
+from bench.policies import PACK_TOKENS, rows_of
+from bench.rollouts import Rollout, read, small
+from trainer_service.attention import packing_of
+from trainer_service.batch import micro_batches
+from trainer_service.forward import forward
+from trainer_service.optimise import optimise
+from trainer_service.policy import Policy, load_model
+from trainer_service.settings import OptimizerSettings, TrainerSettings
+
+CPU = torch.device("cpu")
+ROWS_AT_ONCE = 8
+"""Of padded micro-batches: TRL's default."""
+SETTINGS = OptimizerSettings()
+
+
+class Ours:
+    """The trainer's own door, with its defaults: DeepSpeed, one rank."""
+
+    def __init__(self, model: Path) -> None:
+        settings = TrainerSettings(model_path=model, device="cpu", threads=1)
+        self.zero_stage = settings.zero_stage
+        self._policy, self._algorithm = Policy(settings), settings.algorithm
+
+    def step(self, rollouts: list[Rollout]) -> float:
+        """The norm of the gradient before it was clipped."""
+        return optimise(self._policy, rows_of(rollouts), 0, self._algorithm)["grad_norm"]
+
+
+class Plain(ABC):
+    """torch and nothing else around the model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        betas = (SETTINGS.beta1, SETTINGS.beta2)
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(), lr=SETTINGS.lr, betas=betas, weight_decay=SETTINGS.weight_decay, fused=True
+        )
+
+    def step(self, rollouts: list[Rollout]) -> float:
+        """The norm of the gradient before it was clipped."""
+        trained = sum(len(rollout.completion) for rollout in rollouts)
+        for loss in self.losses(rollouts):
+            (loss / trained).backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), SETTINGS.max_grad_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return float(norm)
+
+    @abstractmethod
+    def losses(self, rollouts: list[Rollout]) -> Iterator[Tensor]:
+        """The sum over the tokens of each micro-batch."""
+
+
+class Packed(Plain):
+    """The same attention and the same log-probabilities as ours, without DeepSpeed: the limit."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__(load_model(model, torch.float32))
+
+    def losses(self, rollouts: list[Rollout]) -> Iterator[Tensor]:
+        for batch in micro_batches(rows_of(rollouts), PACK_TOKENS):
+            lp_T, _ = forward(self.model, batch, packing_of(self.model), CPU)
+            yield loss_of(lp_T, torch.from_numpy(batch.logprobs_T), torch.from_numpy(batch.advantages_T))
+
+
+class Padded(Plain):
+    """Rows of like length are made as long as the longest of their micro-batch, or as that of the step."""
+
+    def __init__(self, model: Path, globally: bool) -> None:
+        from transformers import AutoModelForCausalLM
+
+        super().__init__(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+        self._globally = globally
+
+    def losses(self, rollouts: list[Rollout]) -> Iterator[Tensor]:
+        longest = max(map(len, rollouts)) if self._globally else 0
+        by_length = sorted(rollouts, key=len)
+        for start in range(0, len(by_length), ROWS_AT_ONCE):
+            some = by_length[start : start + ROWS_AT_ONCE]
+            ids_BL = padded([torch.tensor(r.prompt + r.completion) for r in some], longest)
+            seen_BL = padded([torch.ones(len(r), dtype=torch.int64) for r in some], longest)
+            mask_BL = padded(
+                [torch.tensor([0] * len(r.prompt) + [1] * len(r.completion)) for r in some], longest
+            )
+            lp_roll_BL = padded([torch.tensor([0.0] * len(r.prompt) + r.logprobs) for r in some], longest)
+            logits_BLV = self.model(input_ids=ids_BL, attention_mask=seen_BL, use_cache=False).logits
+            lp_N = -cross_entropy(logits_BLV[:, :-1].flatten(0, 1), ids_BL[:, 1:].flatten(), reduction="none")
+            trained_N = mask_BL[:, 1:].flatten() == 1
+            advantages_BL = torch.tensor([r.advantage for r in some])[:, None].expand_as(ids_BL)
+            yield loss_of(
+                lp_N[trained_N],
+                lp_roll_BL[:, 1:].flatten()[trained_N],
+                advantages_BL[:, 1:].flatten()[trained_N],
+            )
+
+
+def padded(rows: list[Tensor], longest: int) -> Tensor:
+    """[B, L] of rows with zeros after them, L being `longest` or, if that is more, the longest of them."""
+    made_BL = pad_sequence(rows, batch_first=True)
+    return torch.nn.functional.pad(made_BL, (0, max(0, longest - made_BL.shape[1])))
+
+
+def loss_of(lp_T: Tensor, lp_roll_T: Tensor, advantages_T: Tensor) -> Tensor:
+    """PPO's on its first step, weighted by a truncated ratio to what sampled. A sum."""
+    ratio_T = (lp_T - lp_T.detach()).exp()
+    clipped_T = ratio_T.clamp(0.8, 1.28)
+    weight_T = (lp_T.detach() - lp_roll_T).exp().clamp(max=2.0)
+    return -(weight_T * torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)).sum()
+
+
+def contender(name: str, model: Path) -> Ours | Plain:
+    match name:
+        case "ours":
+            return Ours(model)
+        case "packed":
+            return Packed(model)
+    return Padded(model, globally=name == "padded-globally")
+
+
+def main(arguments: list[str]) -> None:
+    name, model, file = arguments[0], *map(Path, arguments[1:])
+    torch.set_num_threads(1)
+    rollouts = read(file)
+    runs = contender(name, model)
+    runs.step(small(rollouts))
+    norm, cpu_s = timed(lambda: runs.step(rollouts))
+    stage = {"zero_stage": runs.zero_stage} if isinstance(runs, Ours) else {}
+    tell_step(rollouts, cpu_s, norm, **stage)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

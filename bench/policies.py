@@ -1,0 +1,93 @@
+"""A random Qwen3 to train, and what it says of rollouts.
+
+python -m bench.policies small|whole DIRECTORY ROLLOUTS     makes it, and gives the rollouts its logprobs
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.account import tell
+from bench.rollouts import Rollout, read, write
+from tests.tiny_model import make_tiny_model
+from trainer_service.attention import packing_of
+from trainer_service.batch import Row, micro_batches
+from trainer_service.forward import forward
+from trainer_service.policy import load_model
+
+PACK_TOKENS = 1024
+WHOLE: dict[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "layer_types": ["full_attention"] * 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+"""About 100 million parameters."""
+
+
+def make_policy(directory: Path, shape: dict[str, Any]) -> int:
+    """Weights of this shape beside the tiny model's tokenizer: nobody decodes what is drawn by chance. Gives
+    the number of weights."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    make_tiny_model(directory)
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config.from_pretrained(directory, **shape))
+    model.save_pretrained(directory)
+    return int(model.num_parameters())
+
+
+def row_of(rollout: Rollout, name: str) -> Row:
+    """As the trainer has it from a session of one turn."""
+    prompt, length = len(rollout.prompt), len(rollout)
+    mask = np.array([0] * prompt + [1] * len(rollout.completion))
+    logprobs = rollout.logprobs or [0.0] * len(rollout.completion)
+    return Row(
+        session_id=name,
+        turn_ids=(f"{name}/0",),
+        advantage=rollout.advantage,
+        ids_L=np.array(rollout.prompt + rollout.completion),
+        mask_L=mask,
+        logprobs_L=np.array([0.0] * prompt + logprobs, np.float32),
+        versions_L=np.where(mask == 1, 0, -1),
+        temperatures_L=np.ones(length, np.float32),
+        turns_L=np.where(mask == 1, 0, -1),
+        rewards_L=np.zeros(length, np.float32),
+    )
+
+
+def rows_of(rollouts: list[Rollout]) -> list[Row]:
+    return [row_of(rollout, f"rollout-{index}") for index, rollout in enumerate(rollouts)]
+
+
+@torch.no_grad()
+def with_logprobs(rollouts: list[Rollout], directory: Path) -> list[Rollout]:
+    """The same, as this policy would have sampled them."""
+    model = load_model(directory, torch.float32)
+    known: dict[int, list[float]] = {}
+    for batch in micro_batches(rows_of(rollouts), PACK_TOKENS):
+        logprobs_T, _ = forward(model, batch, packing_of(model), torch.device("cpu"))
+        for row in set(batch.rows_T.tolist()):
+            known[row] = logprobs_T[torch.from_numpy(batch.rows_T == row)].tolist()
+    return [replace(rollout, logprobs=known[index]) for index, rollout in enumerate(rollouts)]
+
+
+def main(arguments: list[str]) -> None:
+    size, directory, file = arguments[0], *map(Path, arguments[1:])
+    torch.set_num_threads(1)
+    weights = make_policy(directory, WHOLE if size == "whole" else {})
+    write(with_logprobs(read(file), directory), file)
+    tell(weights=weights)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

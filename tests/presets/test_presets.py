@@ -1,0 +1,61 @@
+"""Every preset trains the demo on the real stack: some steps, and not a warning. `make test-presets`."""
+
+import asyncio
+import secrets
+from pathlib import Path
+
+import pytest
+
+from bench.processes import free_port
+from trainer_service.algorithm_settings import PRESETS
+from weir.demo.episodes import Episodes, Record
+from weir.demo.make_model import model_for
+from weir.demo.settings import services_of_demo
+from weir.services import merged
+from weir.settings import StackSettings
+from weir.stack import Stack
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+
+STEPS = 5
+
+
+def settings_of(preset: str, run_dir: Path) -> StackSettings:
+    engine_port = free_port()
+    trainer: dict[str, object] = {"algorithm": {"preset": preset, "flush_after_s": 5.0}}
+    if preset == "opd":  # the policy's own engine: a teacher that is never far away
+        trainer["teacher"] = {"url": f"http://127.0.0.1:{engine_port}"}
+    model, _ = model_for(Path("run/models"), 0)
+    return StackSettings(
+        run_dir=run_dir,
+        model_path=model,
+        redis_port=free_port(),
+        gateway_port=free_port(),
+        rollout_port=free_port(),
+        engine_port=engine_port,
+        trainer_port=free_port(),
+        client_keys=[secrets.token_urlsafe(16)],
+        admin_keys=[secrets.token_urlsafe(16)],
+        services=merged(services_of_demo(0), {"trainer": trainer}),
+    )
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.yaml")))
+def test_a_preset_trains_the_demo(preset: str, tmp_path: Path) -> None:
+    settings = settings_of(preset, tmp_path)
+    steps = tmp_path / "metrics.jsonl"
+
+    def enough(so_far: Record) -> bool:
+        made = len(steps.read_text(encoding="utf-8").splitlines()) if steps.exists() else 0
+        return made >= STEPS or len(so_far.episodes) > 2000
+
+    with Stack(settings) as stack:
+        stack.wait_ready(timeout_s=300)
+        playing = Episodes(
+            stack.gateway_url, settings.client_keys[0], group_size=8, groups_in_flight=8, seed=0
+        )
+        record = asyncio.run(playing.play(enough))
+    assert len(steps.read_text(encoding="utf-8").splitlines()) >= STEPS
+    assert record.failures == 0
+    log = (tmp_path / "logs" / "trainer_service.log").read_text(encoding="utf-8")
+    assert not [line for line in log.splitlines() if " WARNING " in line or " ERROR " in line]

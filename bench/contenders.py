@@ -22,7 +22,7 @@ from bench.rollouts import Rollout, read, small
 from trainer_service.attention import packing_of
 from trainer_service.batch import micro_batches
 from trainer_service.forward import forward
-from trainer_service.optimise import optimise
+from trainer_service.optimise import Optimisation
 from trainer_service.policy import Policy, load_model
 from trainer_service.settings import OptimizerSettings, TrainerSettings
 
@@ -42,7 +42,7 @@ class Ours:
 
     def step(self, rollouts: list[Rollout]) -> float:
         """The norm of the gradient before it was clipped."""
-        return optimise(self._policy, rows_of(rollouts), 0, self._algorithm)["grad_norm"]
+        return Optimisation(self._policy).step(rows_of(rollouts), 0, self._algorithm)["grad_norm"]
 
 
 class Plain(ABC):

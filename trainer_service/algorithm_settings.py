@@ -64,6 +64,8 @@ class AlgorithmSettings(LossSettings):
     """For auto: the smallest good share of effective samples, `mismatch/ess`."""
     auto_max_kl: float = Field(0.1, gt=0)
     """For auto: the largest good divergence of trainer and engine in nats, `mismatch/k3`."""
+    streaming: bool = True
+    """Learn from whole groups while the step waits for others, where the recipe allows it: `learns_early`."""
     flush_after_s: float | None = Field(60.0, gt=0)
     """Step with fewer rows when the stream was silent this long; None waits for ever."""
     group_wait_s: float = Field(3600.0, gt=0)
@@ -150,6 +152,13 @@ class AlgorithmSettings(LossSettings):
             or self.whole_step
             or (self.credits_tokens and self.shaping.kl_in_reward > 0)
         )
+
+    @property
+    def learns_early(self) -> bool:
+        """Whether a group is learned from before the others of its step are known."""
+        if not self.streaming or self.needs_teacher or self.credits_tokens or self.whole_step:
+            return False
+        return not (ADVANTAGES[self.advantage.name].whole_step or getattr(self.advantage, "whiten", False))
 
     @property
     def wants_reference(self) -> bool:

@@ -20,7 +20,7 @@ from trainer_service.face import Backlog
 from trainer_service.metrics import Metrics
 from trainer_service.pulse import Pulse
 from trainer_service.recall import recalled
-from trainer_service.settlement import Judged, Settlement, judge, refused, select, settle
+from trainer_service.settlement import Batch, Judged, Settlement, judge, refused, select, settle
 from trainer_service.tally import Tally
 from trainer_service.waits import sentence
 
@@ -103,9 +103,10 @@ class Intake:
         if entries:
             self._heard_at = time.monotonic()
 
-    def batch(self, version: int, algorithm: AlgorithmSettings) -> list[Judged]:
-        """The groups of the next step; empty while there are too few, or a step would be too early. Ends the
-        groups that teach nothing, as far as it comes: after an outage, thousands wait for later steps."""
+    def batch(self, version: int, algorithm: AlgorithmSettings) -> Batch:
+        """The groups of the next step, which is not full while there are too few, or it would be too early.
+        Ends the groups that teach nothing, as far as it comes: after an outage, thousands wait for later
+        steps."""
         silence_s, patience_s = time.monotonic() - self._heard_at, algorithm.flush_after_s
         flush = patience_s is not None and silence_s >= patience_s
         silent: list[Judged] = []
@@ -113,9 +114,9 @@ class Intake:
         batch = select(self._live(complete, version, algorithm, silent), algorithm, flush)
         self.end(silent)
         self._endangered = 0
-        if batch and algorithm.stale == "wait":
+        if batch.full and algorithm.stale == "wait":
             self._endangered = self._assembler.endangered(version - algorithm.max_staleness, complete)
-        return [] if self._endangered else batch
+        return batch._replace(full=batch.full and not self._endangered)
 
     def owe(self, batch: list[Judged], step: int, version: int) -> None:
         """The weights contain these groups now: never give them out again, acknowledge them once durable."""

@@ -1,18 +1,20 @@
 """One batch through the policy: look, forward, loss, backward, step; and what it said of itself.
 
 rows ─ micro_batches ─ share ─▶ look? ─ survey ─▶ logprobs ─ policy_loss ─ backward ─▶ … ─▶ step
+  └────────────────────── accumulate: once, or for groups as they come ────────────────┘
 """
 
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from trainer_service.algorithm_settings import AlgorithmSettings
-from trainer_service.algorithms.aggregation import StepCounts
+from trainer_service.algorithms.aggregation import StepCounts, divisor
 from trainer_service.algorithms.critic import value_loss
 from trainer_service.algorithms.policy_loss import policy_loss
 from trainer_service.algorithms.prox import loglinear
@@ -42,40 +44,108 @@ class Learner(Seer, Protocol):
 
     def backward(self, loss: Tensor) -> None: ...
 
-    def step(self) -> float: ...
+    def step(self, scale: float = 1.0) -> float: ...
+
+    def forget(self, batch: MicroBatch) -> None: ...
 
 
-def optimise(
-    learner: Learner,
-    rows: Sequence[Row],
-    version: int,
-    algorithm: AlgorithmSettings,
-    beat: Callable[[], None] = lambda: None,
-    value_clip: float | None = None,
-) -> dict[str, float]:
-    """Train on `rows`, which `version` is the newest to have seen. `beat` is called between micro-batches.
+class Optimisation:
+    """The optimizer steps of one rank. A step may learn from some of its groups before it has them all: their
+    gradients add up in the learner, and what they say of themselves adds up here.
 
-    Every rank is given the same rows and takes its share of their micro-batches; the loss is that of all of
-    them, whatever their number. All ranks return the metrics of the step.
-
-    Ends at a gradient that is not finite, with its norm and how many epochs have changed the weights before.
+    Every rank makes the same calls with the same rows, and takes its share of their micro-batches; the loss
+    is that of all of them, whatever their number, and however a step was parted.
     """
-    batches = list(micro_batches(rows, algorithm.max_tokens))
-    share = learner.share(batches)
-    counts = counts_of(rows)
-    looks = []
-    for batch, _ in share:
-        looks.append(look(learner, batch, version, algorithm))
-        beat()
-    known = survey(learner, share, looks, algorithm)
-    metrics: dict[str, float] = {}
-    for epoch in range(algorithm.epochs):
-        seen = []
-        for (batch, is_ours), before, advantages_T in zip(share, looks, known.advantages, strict=True):
+
+    def __init__(self, learner: Learner, value_clip: float | None = None) -> None:
+        self._learner, self._value_clip = learner, value_clip
+        self._rows: list[Row] = []
+        """Of the step in the making."""
+        self._parts: list[_Part] = []
+
+    def accumulate(
+        self,
+        rows: Sequence[Row],
+        version: int,
+        algorithm: AlgorithmSettings,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Learn from the rows of whole groups; the weights stay. `version` is the newest to have seen them,
+        and is that of the whole step. `beat` is called between micro-batches."""
+        learner = self._learner
+        share = learner.share(list(micro_batches(rows, algorithm.max_tokens)))
+        looks = []
+        for batch, _ in share:
+            looks.append(look(learner, batch, version, algorithm))
+            beat()
+        known = survey(learner, share, looks, algorithm)
+        part = _Part(share, looks, known, counts_of(rows), len(self._rows))
+        self._rows += rows
+        self._parts.append(part)
+        part.seen = self._learn(part, version, algorithm, beat)
+
+    def step(
+        self,
+        rows: Sequence[Row],
+        version: int,
+        algorithm: AlgorithmSettings,
+        beat: Callable[[], None] = lambda: None,
+    ) -> dict[str, float]:
+        """Learn from the rest of the step's rows, and make the step. All ranks return its metrics.
+
+        Ends at a gradient that is not finite, with its norm and how many epochs have changed the weights
+        before. Either way the next step begins with nothing.
+        """
+        if rows:
+            self.accumulate(rows, version, algorithm, beat)
+        try:
+            return self._step(version, algorithm, beat)
+        finally:
+            self._rows, self._parts = [], []
+
+    def forget(self) -> None:
+        """Drop what was accumulated; nothing where nothing was."""
+        if self._parts:
+            self._learner.forget(self._parts[0].share[0][0])
+        self._rows, self._parts = [], []
+
+    def _step(self, version: int, algorithm: AlgorithmSettings, beat: Callable[[], None]) -> dict[str, float]:
+        learner, counts = self._learner, counts_of(self._rows)
+        # Gradients came in as if the first part were all of the step.
+        whole, first = (divisor(each, algorithm.aggregation) for each in (counts, self._parts[0].counts))
+        metrics: dict[str, float] = {}
+        for epoch in range(algorithm.epochs):
+            if epoch:
+                for part in self._parts:
+                    part.seen = self._learn(part, version, algorithm, beat)
+            grad_norm = learner.step(first / whole)
+            if not math.isfinite(grad_norm):  # DeepSpeed has left the weights as they were, on every rank
+                return {"grad_norm": grad_norm, "epochs": epoch}
+            seen = [each.cpu() for part in self._parts for each in part.of_step(whole, algorithm)]
+            said = diagnostics(Observed.joined(learner.everybody(seen)), version)
+            if epoch == 0:
+                metrics = {**said, "grad_norm": grad_norm}
+            else:  # what clips does so in the later epochs
+                metrics |= {name: value for name, value in said.items() if name.startswith("ppo/")}
+        if algorithm.needs_critic:
+            (part,) = self._parts  # returns are of the whole step
+            metrics |= _criticised(
+                learner, part.share, part.looks, part.known, counts.tokens, self._value_clip, beat
+            )
+        return metrics
+
+    def _learn(
+        self, part: "_Part", version: int, algorithm: AlgorithmSettings, beat: Callable[[], None]
+    ) -> list[Observed]:
+        learner, seen = self._learner, []
+        weight = part.divisor(algorithm) / self._parts[0].divisor(algorithm)
+        for (batch, is_ours), before, advantages_T in zip(
+            part.share, part.looks, part.known.advantages, strict=True
+        ):
             lp_new_T, entropy_T = learner.logprobs(batch)
             tokens = _tokens(learner, batch, before, lp_new_T, advantages_T, entropy_T, version, algorithm)
-            losses = policy_loss(tokens, algorithm, counts, known.statistics)
-            learner.backward(losses.loss if is_ours else 0.0 * losses.loss)
+            losses = policy_loss(tokens, algorithm, part.counts, part.known.statistics)
+            learner.backward((weight if is_ours else 0.0) * losses.loss)
             if is_ours:
                 versions_T = learner.tensor(batch.versions_T)
                 lp_begin_T = lp_new_T.detach() if before.lp_prox_T is None else before.lp_prox_T
@@ -85,17 +155,32 @@ def optimise(
                     )
                 )
             beat()
-        grad_norm = learner.step()
-        if not math.isfinite(grad_norm):  # DeepSpeed has left the weights as they were, on every rank
-            return {"grad_norm": grad_norm, "epochs": epoch}
-        said = diagnostics(Observed.joined(learner.everybody([each.cpu() for each in seen])), version)
-        if epoch == 0:
-            metrics = {**said, "grad_norm": grad_norm}
-        else:  # what clips does so in the later epochs
-            metrics |= {name: value for name, value in said.items() if name.startswith("ppo/")}
-    if algorithm.needs_critic:
-        metrics |= _criticised(learner, share, looks, known, counts.tokens, value_clip, beat)
-    return metrics
+        return seen
+
+
+@dataclass
+class _Part:
+    """Some whole groups of a step, as one rank has them."""
+
+    share: Sequence[tuple[MicroBatch, bool]]
+    looks: Sequence[Look]
+    known: Survey
+    counts: StepCounts
+    rows_before: int
+    """Of the step, in the parts before it."""
+    seen: Sequence[Observed] = ()
+    """What its micro-batches said in the last pass that learned."""
+
+    def divisor(self, algorithm: AlgorithmSettings) -> int:
+        return divisor(self.counts, algorithm.aggregation)
+
+    def of_step(self, whole: int, algorithm: AlgorithmSettings) -> list[Observed]:
+        """The same, with rows and weights as they are in the step, which divides by `whole`."""
+        share = self.divisor(algorithm) / whole
+        return [
+            replace(each, rows_T=each.rows_T + self.rows_before, aggregation_T=each.aggregation_T * share)
+            for each in self.seen
+        ]
 
 
 def _criticised(

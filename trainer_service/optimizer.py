@@ -37,9 +37,17 @@ class ClippingAdamW(torch.optim.AdamW):
         """Before it was clipped."""
         self.overflow = False
         """Whether the last step was left out; the schedule then stays where it is."""
+        self._loss_scale = 1.0
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """What the gradient is divided by before anything else."""
+        self._loss_scale = loss_scale
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         trained = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+        if self._loss_scale != 1:
+            for each in trained:
+                each.grad.div_(self._loss_scale)
         norm = float(torch.nn.utils.clip_grad_norm_(trained, self._max_norm))
         self._global_grad_norm, self.overflow = norm, not math.isfinite(norm)
         if not self.overflow:

@@ -3,6 +3,7 @@
 MicroBatch ─ logprobs ─▶ loss ─ backward ─▶ (more of them) ─ step ─▶ new weights ─ export ─▶ safetensors
 """
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -120,13 +121,24 @@ class Policy:
         the share is of a sum over all of them."""
         self._engine.backward(loss * self.ranks, scale_wrt_gas=False)
 
-    def step(self) -> float:
-        """Update the weights. Returns the norm of the gradient before it was clipped; where that is not
-        finite, weights and optimizer are as they were."""
-        self._engine.step()
+    def step(self, scale: float = 1.0) -> float:
+        """Update the weights by `scale` times the gradient. Returns the norm of that before it was clipped;
+        where it is not finite, weights and optimizer are as they were."""
+        if scale == 1:
+            self._engine.step()
+        else:
+            self._engine.optimizer.override_loss_scale(1 / scale)
+            self._engine.step()
+            self._engine.optimizer.override_loss_scale(1.0)  # it is what losses are multiplied by, too
         if getattr(self._engine.optimizer, "overflow", False):
             return float("inf")  # ZeRO 3 has the norm of the step before
         return float(self._engine.get_global_grad_norm())
+
+    def forget(self, batch: MicroBatch) -> None:
+        """Drop the gradient that was added since the last step, as a step does that finds it not finite: no
+        stage of ZeRO knows another way to drop all of it. `batch` is any; every rank has to call it."""
+        self.backward(math.nan * self.logprobs(batch)[0].sum())
+        self.step()
 
     def gradient_norm(self, batch: MicroBatch, loss_of: Callable[[Tensor], Tensor]) -> float:
         """The norm of the gradient of what `loss_of` makes of the logprobs. It is added to nothing. Every

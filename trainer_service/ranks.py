@@ -19,7 +19,7 @@ from trainer_service.algorithm_settings import AlgorithmSettings
 from trainer_service.batch import Row
 from trainer_service.disk import Parted
 from trainer_service.layout import Layout
-from trainer_service.optimise import optimise
+from trainer_service.optimise import Optimisation
 from trainer_service.policy import Policy
 from trainer_service.quarantine import has_finite_gradient
 from trainer_service.universal import converted
@@ -29,11 +29,23 @@ LONGEST_SILENCE = timedelta(days=365)
 
 
 class Train(NamedTuple):
-    """One optimizer step."""
+    """One optimizer step, with what was accumulated for it."""
 
     rows: Sequence[Row]
     version: int
     algorithm: AlgorithmSettings
+
+
+class Accumulate(NamedTuple):
+    """Learn from groups of the next step."""
+
+    rows: Sequence[Row]
+    version: int
+    algorithm: AlgorithmSettings
+
+
+class Forget(NamedTuple):
+    """Drop what was learned from them."""
 
 
 class Save(NamedTuple):
@@ -66,7 +78,7 @@ class Probe(NamedTuple):
     algorithm: AlgorithmSettings
 
 
-Order = Train | Save | Load | Export | Inspect | Probe | None
+Order = Train | Accumulate | Forget | Save | Load | Export | Inspect | Probe | None
 """None: it is over."""
 
 
@@ -81,8 +93,9 @@ class Leader:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         """Rank 0's own."""
+        self._steps = Optimisation(policy, policy.value_clip)
         self._channel = _Channel(policy.ranks)
-        self.vocab_size = policy.vocab_size
+        self.vocab_size, self.ranks = policy.vocab_size, policy.ranks
 
     def optimise(
         self,
@@ -91,9 +104,25 @@ class Leader:
         algorithm: AlgorithmSettings,
         beat: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
-        """One optimizer step on all ranks. Returns its metrics."""
+        """One optimizer step on all ranks, of these rows and those accumulated. Returns its metrics."""
         self._channel.send(Train(rows, version, algorithm))
-        return optimise(self._policy, rows, version, algorithm, beat, self._policy.value_clip)
+        return self._steps.step(rows, version, algorithm, beat)
+
+    def accumulate(
+        self,
+        rows: Sequence[Row],
+        version: int,
+        algorithm: AlgorithmSettings,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Learn on all ranks from some groups of the step that `optimise` will make with the others."""
+        self._channel.send(Accumulate(rows, version, algorithm))
+        self._steps.accumulate(rows, version, algorithm, beat)
+
+    def forget(self) -> None:
+        """Drop what was accumulated."""
+        self._channel.send(Forget())
+        self._steps.forget()
 
     def save(self, directory: Path, tag: str) -> None:
         """Returns when the shards of every rank are written.
@@ -153,11 +182,15 @@ class Leader:
 
 def follow(policy: Policy) -> None:
     """Do what the leader does until it says that it is over. Raises RuntimeError when the leader is gone."""
-    channel = _Channel(policy.ranks)
+    channel, steps = _Channel(policy.ranks), Optimisation(policy, policy.value_clip)
     while (order := channel.receive()) is not None:
         match order:
             case Train(rows, version, algorithm):
-                optimise(policy, rows, version, algorithm, value_clip=policy.value_clip)
+                steps.step(rows, version, algorithm)
+            case Accumulate(rows, version, algorithm):
+                steps.accumulate(rows, version, algorithm)
+            case Forget():
+                steps.forget()
             case Save(directory, tag):
                 policy.save(directory, tag)
             case Load(directory, tag, universal):

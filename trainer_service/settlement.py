@@ -6,6 +6,7 @@ Group ─ judge ─▶ Judged ── silent ──▶ Settlement (stale, zero_ad
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import msgspec
 
@@ -211,8 +212,17 @@ def _reward(member: Member) -> float:
     return member.reward
 
 
-def select(judged: Iterable[Judged], algorithm: AlgorithmSettings, flush: bool) -> list[Judged]:
-    """Of live groups, those of the next step, oldest first; none while too few rows have an advantage.
+class Batch(NamedTuple):
+    """Live groups, oldest first."""
+
+    groups: list[Judged]
+    full: bool
+    """Whether they make a step; else it waits for more."""
+
+
+def select(judged: Iterable[Judged], algorithm: AlgorithmSettings, flush: bool) -> Batch:
+    """Of live groups, those of the next step: it is full once enough rows have an advantage, or when told to
+    go with what there is.
 
     `max_rows` bounds the step once it has enough; a group is never split. Takes no more than one group that
     the step does not: the others are judged when their turn comes.
@@ -225,4 +235,4 @@ def select(judged: Iterable[Judged], algorithm: AlgorithmSettings, flush: bool) 
         chosen.append(group)
         rows += len(group.rows)
         live += group.live_rows
-    return chosen if live >= algorithm.min_live_rows or (flush and live) else []
+    return Batch(chosen, live >= algorithm.min_live_rows or (flush and live > 0))

@@ -1,8 +1,8 @@
 """The loop: turns in, weights out.
 
     read ─▶ assemble ─▶ advantage ─▶ batch ─▶ loss ─▶ step ─▶ checkpoint ─▶ acknowledge ─▶ publish
-     ▲                                                                                     │
-     └─────────────────────────────────────────────────────────────────────────────────────┘
+     ▲                                         │ not full yet                              │
+     └─────────────────────────────────────────┴───────────────────────────────────────────┘
 
 An entry is acknowledged when a durable checkpoint contains the step that used it, or when it ended with a
 verdict that no step can change. So whenever this process dies, the stream and the checkpoint together say
@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from trainer_service.algorithm_settings import AlgorithmSettings
 from trainer_service.batch import Row
+from trainer_service.begun import Begun
 from trainer_service.checkpoint import Checkpoints, LedgerRow, State
 from trainer_service.disk import DiskTrouble
 from trainer_service.evaluation import Kept
@@ -71,6 +72,7 @@ class Trainer:
         self._undurable: list[LedgerRow] = []
         self._watch = Stopwatch()
         self._guards = Guards(settings.guards)
+        self._begun = Begun(policy)
         self._withheld = False
         """Whether this version waits for a resume before anybody serves it."""
 
@@ -115,10 +117,11 @@ class Trainer:
             self._intake.read()
             algorithm = self._settings.algorithm.after(self._face.snapshot.metrics)
             batch = self._intake.batch(self.version, algorithm)
-        if not batch:
+        if not batch.full:
+            self._learn_early(batch.groups, algorithm)
             self._say("waiting")
             return False
-        values = self._train(batch, algorithm)
+        values = self._train(batch.groups, algorithm)
         if values is None:
             return False
         if self._due(self._settings.checkpoint_every_steps):
@@ -137,6 +140,18 @@ class Trainer:
             self._log(values)
         return True
 
+    def _learn_early(self, groups: Sequence[Judged], algorithm: AlgorithmSettings) -> None:
+        """Use the time in which a step waits for more groups, once those that are here fill a pass."""
+        if not algorithm.learns_early:
+            return
+        groups = self._begun.others(groups)
+        length = sum(len(row) for judged in groups for row in judged.rows)
+        if length >= algorithm.max_tokens * self._policy.ranks:
+            with self._watch.timed("train"):
+                self._say("training")
+                rows = self._scored(groups)
+                self._begun.learn(groups, rows, self.version, algorithm, self._beat_training)
+
     def _train(self, batch: list[Judged], algorithm: AlgorithmSettings) -> dict[str, float] | None:
         """Rows, loss, step. From here on the weights contain these groups; None when none could be made."""
         batch, rows = self._taught(batch)
@@ -147,12 +162,10 @@ class Trainer:
         version = self._number()
         with self._watch.timed("train"):
             self._say("training")
-            values = self._policy.optimise(
-                rows,
-                self.version,
-                algorithm,
-                lambda: self._pulse.beat("training"),
-            )
+            left = {row.session_id for judged in self._begun.others(batch) for row in judged.rows}
+            early, others = self._begun.tokens, [row for row in rows if row.session_id in left]
+            values = self._policy.optimise(others, self.version, algorithm, self._beat_training)
+            self._begun.end()
         if not math.isfinite(values["grad_norm"]):
             self._quarantine(batch, values)
             return None
@@ -170,7 +183,7 @@ class Trainer:
             tokens=sum(row.trained_tokens for row in rows),
         )
         self._undurable.append(row)
-        values |= self._intake.tally.values(rows)
+        values |= self._intake.tally.values(rows) | {"early_frac": early / row.tokens}
         self._intake.tally = Tally()
         return values
 
@@ -211,9 +224,7 @@ class Trainer:
             raise Diverged(f"step {step}: the weights are not finite")
 
         def sound(groups: Sequence[Judged]) -> bool:
-            return self._policy.sound(
-                self._scored(groups), self._settings.algorithm, lambda: self._pulse.beat("training")
-            )
+            return self._policy.sound(self._scored(groups), self._settings.algorithm, self._beat_training)
 
         found = [] if spoilt else culprits(batch, sound)
         whose = "its gradient" if found else f"the gradient of its batch of {len(batch)} groups"
@@ -287,11 +298,16 @@ class Trainer:
 
     def _say(self, phase: Phase) -> None:
         sentence = self._intake.waiting_for() if phase == "waiting" else None
+        if sentence and self._begun.tokens:
+            sentence = f"{sentence}; {self._begun.tokens} tokens are learned from already"
         if phase == "paused" and self._face.paused_for:
             sentence = f"POST /resume, since {self._face.paused_for}"
         if self._face.ready:
             self._pulse.note_backlog(self._intake.backlog)
         self._pulse.beat(phase, sentence)
+
+    def _beat_training(self) -> None:
+        self._pulse.beat("training")
 
     def _log(self, values: dict[str, float]) -> None:
         place = {"step": self.step, "version": self.version, "time": time.time()}

@@ -92,7 +92,7 @@ def test_a_later_epoch_that_fails_ends_the_run_and_the_group(make_rig: MakeRig) 
     rig = make_rig(algorithm={"epochs": 2}).start()
     norms = itertools.chain([1.0], itertools.repeat(float("inf")))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rig.policy, "step", lambda: next(norms))
+        patch.setattr(rig.policy, "step", lambda scale=1.0: next(norms))
         rig.agents.group("g", [1.0, 0.0])
         with pytest.raises(Diverged, match="epoch 2"):
             rig.trainer.turn()

@@ -95,8 +95,9 @@ def test_the_rewards_of_the_example_become_its_advantages(example: Example) -> N
 
 def test_the_live_group_of_the_example_makes_the_step_alone(example: Example) -> None:
     step = select((each for each in example.judged.values() if not each.silence), example.algorithm, True)
-    assert [judged.group.group_id for judged in step] == ["g"]
-    assert [row.session_id for row in step[0].rows] == [line["session"] for line in table("row")]
+    assert step.full
+    assert [judged.group.group_id for judged in step.groups] == ["g"]
+    assert [row.session_id for row in step.groups[0].rows] == [line["session"] for line in table("row")]
 
 
 def test_the_rows_of_the_example_are_its_branches(example: Example) -> None:

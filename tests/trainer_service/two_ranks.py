@@ -1,6 +1,7 @@
 """What each rank of a small trainer runs in test_ranks.py: its folder holds settings and rows, pickled.
 
-It learns what its last checkpoint has not learnt yet, one step a checkpoint.
+It learns what its last checkpoint has not learnt yet, one step a checkpoint, each of them in two parts; what
+it began before that it forgets.
 """
 
 import pickle
@@ -23,7 +24,11 @@ def main(folder: Path) -> None:
     done = (checkpoints.restore(leader) or State()).step
     told = []
     for step, rows in enumerate(steps[done:], done + 1):
-        told.append(leader.optimise(rows, 0, settings.algorithm))
+        leader.accumulate(rows, 0, settings.algorithm)
+        leader.forget()
+        if half := len(rows) // 2:
+            leader.accumulate(rows[:half], 0, settings.algorithm)
+        told.append(leader.optimise(rows[half:], 0, settings.algorithm))
         checkpoints.save(leader, State(step=step), [])
     sound = [leader.sound(rows, settings.algorithm) for rows in probes]
     finite = leader.finite()

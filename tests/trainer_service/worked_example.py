@@ -1,6 +1,6 @@
 """The worked example of docs/training.md, read from its tables and computed by the trainer's own code.
 
-tables ─▶ records ─▶ Assembler ─▶ judge ─▶ scored ─▶ micro_batches ─▶ optimise, of a model that is a table
+tables ─▶ records ─▶ Assembler ─▶ judge ─▶ scored ─▶ micro_batches ─▶ Optimisation, of a model that is a table
 """
 
 import math
@@ -26,7 +26,7 @@ from trainer_service.algorithms.step import step_statistics
 from trainer_service.algorithms.tokens import Tokens
 from trainer_service.assemble import Assembler, Rules
 from trainer_service.batch import MicroBatch, Row, micro_batches
-from trainer_service.optimise import counts_of, optimise
+from trainer_service.optimise import Optimisation, counts_of
 from trainer_service.score import scored
 from trainer_service.settlement import Judged, Settlement, judge, settle
 
@@ -89,11 +89,15 @@ class Listed:
     def critic(self) -> Any:
         raise NotImplementedError
 
+    def forget(self, batch: MicroBatch) -> None:
+        raise NotImplementedError
+
     def backward(self, loss: Tensor) -> None:
         self.losses[-1].append(float(loss.detach()))
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def step(self) -> float:
+    def step(self, scale: float = 1.0) -> float:
+        assert scale == 1, "the example has one micro-batch"
         self.steps += 1
         gradient = torch.cat([_gradient(leaf_T) for _, leaf_T in self.leaves])
         self.losses.append([])
@@ -199,9 +203,9 @@ class Example:
         return by_row
 
     def step(self) -> tuple[dict[str, float], Listed]:
-        """The whole step, both epochs, as `optimise` makes it."""
+        """The whole step, both epochs, as `Optimisation` makes it."""
         model = Listed(self.listed("begin"), self.listed("now"))
-        return optimise(model, self.rows, VERSION, self.algorithm), model
+        return Optimisation(model).step(self.rows, VERSION, self.algorithm), model
 
     def batches(self) -> list[MicroBatch]:
         return list(micro_batches(self.rows, self.algorithm.max_tokens))

@@ -42,35 +42,52 @@ class StepCounts:
 def row_weights(counts: StepCounts, aggregation: Aggregation) -> Tensor:
     """The weight of each token of a row, float64 [R]: the loss of the step is the sum of weight · loss
     (spec §5; `agg.*`). Rows, rollouts and groups without a trained token are not counted."""
-    return _share(counts, aggregation) * torch.ones_like(counts.tokens_R, dtype=torch.float64)
+    return _own(counts, aggregation) / divisor(counts, aggregation)
 
 
-def _share(counts: StepCounts, aggregation: Aggregation) -> Tensor | float:
-    tokens_R = counts.tokens_R.double()
-    live_rows = max(1, int((tokens_R > 0).sum()))
+def divisor(counts: StepCounts, aggregation: Aggregation) -> int:
+    """What the whole step divides its sum by. All else of a weight is known of a group alone: so the weights
+    in a part of a step, made of whole groups, are those in the step but for the divisors of the two."""
     match aggregation.mode:
         case "token_mean":
-            return 1 / max(1, counts.tokens)
-        case "token_sum":
-            return 1.0
-        case "seq_mean_token_mean":
-            return 1 / tokens_R.clamp(min=1) / live_rows
-        case "seq_mean_token_sum":
-            return 1 / live_rows
-        case "seq_mean_token_sum_norm":
-            return 1 / live_rows / _given(aggregation.horizon)
+            count = counts.tokens
+        case "seq_mean_token_mean" | "seq_mean_token_sum" | "seq_mean_token_sum_norm":
+            count = int((counts.tokens_R > 0).sum())
         case "prompt_mean":
-            return _mean_of(tokens_R, counts.group_R)
+            count = _trained(counts.tokens_R, counts.group_R)
         case "rollout_mean":
-            return _mean_of(tokens_R, counts.rollout_R)
+            count = _trained(counts.tokens_R, counts.rollout_R)
+        case "token_sum" | "fixed_denominator":
+            count = 1
+    return max(1, count)
+
+
+def _own(counts: StepCounts, aggregation: Aggregation) -> Tensor:
+    """[R] What a row's own group says of its tokens' weight."""
+    tokens_R = counts.tokens_R.double()
+    match aggregation.mode:
+        case "token_mean" | "token_sum" | "seq_mean_token_sum":
+            return torch.ones_like(tokens_R)
+        case "seq_mean_token_mean":
+            return 1 / tokens_R.clamp(min=1)
+        case "seq_mean_token_sum_norm":
+            return torch.ones_like(tokens_R) / _given(aggregation.horizon)
+        case "prompt_mean":
+            return 1 / _tokens_of(tokens_R, counts.group_R)[counts.group_R].clamp(min=1)
+        case "rollout_mean":
+            return 1 / _tokens_of(tokens_R, counts.rollout_R)[counts.rollout_R].clamp(min=1)
         case "fixed_denominator":
-            return 1 / _given(aggregation.denominator)
+            return torch.ones_like(tokens_R) / _given(aggregation.denominator)
 
 
-def _mean_of(tokens_R: Tensor, owners_R: Tensor) -> Tensor:
-    """1 / tokens of the owner / owners that have any."""
-    tokens_K = torch.bincount(owners_R, weights=tokens_R)
-    return 1 / tokens_K[owners_R].clamp(min=1) / (tokens_K > 0).sum().clamp(min=1)
+def _tokens_of(tokens_R: Tensor, owners_R: Tensor) -> Tensor:
+    """[K] Of each owner, whatever rows it has."""
+    return torch.bincount(owners_R, weights=tokens_R.double())
+
+
+def _trained(tokens_R: Tensor, owners_R: Tensor) -> int:
+    """How many owners have a trained token."""
+    return int((_tokens_of(tokens_R, owners_R) > 0).sum())
 
 
 def _given(length: float | None) -> float:

@@ -1,0 +1,199 @@
+"""A step that learns from its groups as they come is the step that has them all at once."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.trainer_service.random_rows import POISON, MakePupil, Pupil, differs_by, random_rows
+from tests.trainer_service.rig import MakeRig, Rig
+from trainer_service.algorithm_settings import AlgorithmSettings
+from trainer_service.batch import Row
+from trainer_service.checkpoint import Checkpoints, State
+
+STAGES = [0, 1, 2, 3]
+SLOWLY = {"lr": 1e-3, "warmup_steps": 0, "max_grad_norm": 0.05}
+"""Every gradient is clipped: its norm has to be right. Adam alone would not see a wrong scale."""
+AGGREGATIONS: list[dict[str, Any]] = [
+    {"mode": "token_mean"},
+    {"mode": "token_sum"},
+    {"mode": "seq_mean_token_mean"},
+    {"mode": "seq_mean_token_sum"},
+    {"mode": "seq_mean_token_sum_norm", "horizon": 50},
+    {"mode": "prompt_mean"},
+    {"mode": "rollout_mean"},
+    {"mode": "fixed_denominator", "denominator": 100},
+]
+
+
+def grouped(seed: int, count: int = 12, **fields: Any) -> list[Row]:
+    """Groups of four rows, of which each two are forks of one rollout."""
+    rows = random_rows(seed, count, **fields)
+    return [
+        replace(row, session_id=f"s{index // 2}", group_id=f"g{index // 4}") for index, row in enumerate(rows)
+    ]
+
+
+def learn(pupil: Pupil, rows: Sequence[Row], *parts: int) -> dict[str, float]:
+    """One step of all rows; the first `parts` rows of them each before their turn."""
+    algorithm, done = pupil.settings.algorithm, 0
+    for count in parts:
+        pupil.leader.accumulate(rows[done : done + count], 0, algorithm)
+        done += count
+    return pupil.leader.optimise(rows[done:], 0, algorithm)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_in_parts_is_the_step_at_once(make_pupil: MakePupil, stage: int) -> None:
+    whole, parted = (make_pupil(zero_stage=stage, optimizer=SLOWLY) for _ in range(2))
+    for seed, parts in enumerate([(4,), (4, 4), (4, 8), ()]):  # the third had all of it when it was made
+        rows = grouped(seed)
+        assert learn(parted, rows, *parts) == pytest.approx(learn(whole, rows), abs=1e-5, rel=1e-5)
+    assert differs_by(whole.exported(), parted.exported()) < 1e-6
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda given: given["mode"])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_whatever_its_tokens_count(make_pupil: MakePupil, aggregation: dict[str, Any], epochs: int) -> None:
+    algorithm = {"max_tokens": 64, "aggregation": aggregation, "epochs": epochs}
+    whole, parted = (make_pupil(optimizer=SLOWLY, algorithm=algorithm) for _ in range(2))
+    for seed, parts in enumerate([(4,), (4, 4)]):
+        rows = grouped(seed)
+        assert learn(parted, rows, *parts) == pytest.approx(learn(whole, rows), abs=1e-5, rel=1e-5)
+    assert differs_by(whole.exported(), parted.exported()) < 1e-6
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_forgotten_changes_nothing(make_pupil: MakePupil, stage: int) -> None:
+    spared, struck = (make_pupil(zero_stage=stage, optimizer=SLOWLY) for _ in range(2))
+    for pupil in (spared, struck):
+        pupil.learn(1)
+    struck.leader.accumulate(grouped(2), 0, struck.settings.algorithm)
+    struck.leader.forget()
+    struck.leader.forget()  # there is nothing to forget
+    assert learn(struck, grouped(3), 4) == learn(spared, grouped(3), 4)
+    assert differs_by(spared.exported(), struck.exported()) == 0
+
+
+def test_what_is_forgotten_changes_nothing_in_bfloat16(make_pupil: MakePupil) -> None:
+    spared, struck = (make_pupil(dtype="bfloat16", optimizer=SLOWLY) for _ in range(2))
+    struck.leader.accumulate(grouped(2), 0, struck.settings.algorithm)
+    struck.leader.forget()
+    assert struck.learn(3) == spared.learn(3)
+    assert differs_by(spared.exported(), struck.exported()) == 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_part_that_is_not_finite_spoils_its_step_alone(make_pupil: MakePupil, stage: int) -> None:
+    spared, struck = (make_pupil(zero_stage=stage, optimizer=SLOWLY) for _ in range(2))
+    struck.leader.accumulate(grouped(2, temperature=POISON), 0, struck.settings.algorithm)
+    told = struck.learn(4)
+    assert told["epochs"] == 0
+    assert not told["grad_norm"] < float("inf")
+    assert learn(struck, grouped(3), 4) == learn(spared, grouped(3), 4)
+    assert differs_by(spared.exported(), struck.exported()) == 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_amid_a_step_leaves_it_alone(make_pupil: MakePupil, stage: int) -> None:
+    straight, saved = (make_pupil(zero_stage=stage, optimizer=SLOWLY) for _ in range(2))
+    rows = grouped(1)
+    saved.leader.accumulate(rows[:4], 0, saved.settings.algorithm)
+    Checkpoints(saved.root / "c", 2).save(saved.leader, State(step=0), [])
+    assert saved.leader.finite()
+    assert saved.exported()
+    told = saved.leader.optimise(rows[4:], 0, saved.settings.algorithm)
+    assert told == learn(straight, rows, 4)
+    assert differs_by(straight.exported(), saved.exported()) == 0
+
+
+EARLY = {"min_live_rows": 4, "max_tokens": 12}
+"""A group of two episodes, of 6 tokens each, fills a pass; two groups are a step."""
+
+
+def early(make_rig: MakeRig, name: str = "run", **algorithm: Any) -> Rig:
+    return make_rig(name, algorithm=EARLY | algorithm, optimizer=SLOWLY).start()
+
+
+def test_the_trainer_learns_from_a_group_while_it_waits_for_another(make_rig: MakeRig) -> None:
+    rig, patient = early(make_rig), early(make_rig, "patient", streaming=False)
+    for each in (rig, patient):
+        each.agents.group("a", [1.0, 0.0])
+        assert not each.trainer.turn()
+        assert not each.trainer.turn()
+    said = rig.face.snapshot.waiting_for
+    assert said is not None
+    assert said.endswith("; 6 tokens are learned from already")
+    for each in (rig, patient):
+        each.agents.group("b", [0.0, 1.0])
+        assert each.trainer.turn()
+    assert rig.face.snapshot.metrics["early_frac"] == 0.5
+    assert patient.face.snapshot.metrics["early_frac"] == 0.0
+    assert rig.face.snapshot.metrics["grad_norm"] == pytest.approx(
+        patient.face.snapshot.metrics["grad_norm"], rel=1e-5
+    )
+    assert differs_by(rig.weights(), patient.weights()) < 1e-6
+    assert set(rig.session_codes().values()) == {"trained"}
+    assert rig.face.snapshot.metrics["tokens"] == 12
+    rig.agents.group("c", [1.0, 0.0])
+    rig.agents.group("d", [1.0, 0.0])
+    assert rig.trainer.turn()
+    assert rig.face.snapshot.metrics["early_frac"] == 0.0
+
+
+def test_a_group_that_fills_no_pass_waits_for_others(make_rig: MakeRig) -> None:
+    rig = early(make_rig, max_tokens=13)
+    rig.agents.group("a", [1.0, 0.0])
+    assert not rig.trainer.turn()
+    said = rig.face.snapshot.waiting_for
+    assert said is not None
+    assert "learned" not in said
+
+
+def test_what_is_deleted_is_not_learned_though_it_was_begun(make_rig: MakeRig) -> None:
+    rig, spared = early(make_rig), early(make_rig, "spared", streaming=False)
+    rig.agents.group("a", [1.0, 0.0])
+    assert not rig.trainer.turn()
+    for session_id in ("a-0", "a-1"):
+        rig.agents.delete(session_id)
+    for each in (rig, spared):
+        each.agents.group("b", [0.0, 1.0])
+        each.agents.group("c", [1.0, 0.0])
+        while not each.trainer.turn():
+            pass
+    assert differs_by(rig.weights(), spared.weights()) < 1e-6
+    assert rig.face.snapshot.metrics["tokens"] == 12
+    assert {rig.session_codes()[session_id] for session_id in ("b-0", "b-1", "c-0", "c-1")} == {"trained"}
+
+
+def test_a_crash_amid_a_step_loses_and_repeats_nothing(make_rig: MakeRig) -> None:
+    rig, spared = early(make_rig), early(make_rig, "spared", streaming=False)
+    for each in (rig, spared):
+        each.agents.group("a", [1.0, 0.0])
+        assert not each.trainer.turn()
+    rig = rig.restart()
+    for each in (rig, spared):
+        each.agents.group("b", [0.0, 1.0])
+        while not each.trainer.turn():
+            pass
+    assert differs_by(rig.weights(), spared.weights()) < 1e-6
+    assert set(rig.session_codes().values()) == {"trained"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "early"),
+    [
+        ({}, True),
+        ({"advantage": "rloo"}, True),
+        ({"epochs": 2}, True),
+        ({"streaming": False}, False),
+        ({"advantage": "liteppo"}, False),
+        ({"advantage": {"name": "reinforce_pp_baseline"}}, False),
+        ({"masks": [{"name": "m2po"}]}, False),
+        ({"correction": {"name": "tis_token", "normalise": True}}, False),
+        ({"advantage": "gae"}, False),
+    ],
+)
+def test_a_recipe_that_looks_at_the_whole_step_waits_for_it(recipe: dict[str, Any], early: bool) -> None:
+    assert AlgorithmSettings(**recipe).learns_early == early

@@ -14,9 +14,11 @@ from prometheus_client import CollectorRegistry
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import masked_crc32c
 
+from tests.serving import free_port
 from tests.trainer_service.rig import MakeRig, Rig
 from trainer_service.metrics import Metrics
 from trainer_service.settings import TrainerSettings
+from trainer_service.sinks import weights_and_biases
 from trainer_service.sinks.chosen import chosen_sinks
 from trainer_service.sinks.tensorboard import TensorBoard
 from trainer_service.sinks.weights_and_biases import WandbSettings, WeightsAndBiases
@@ -183,6 +185,22 @@ def test_weights_and_biases_has_every_step_also_one_that_is_made_again(
     assert [(row["step"], row["reward_mean"]) for row in rows] == [(1, 0.5), (1, 0.75)]
     assert rows[0].keys() >= values.keys()
     assert rig.registry.get_sample_value("weir_trainer_sink_failures_total", {"sink": "wandb"}) is None
+
+
+@pytest.mark.timeout(60)
+def test_weights_and_biases_that_is_away_stops_no_training(
+    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real package, and nobody at the address of its service."""
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    monkeypatch.setattr(weights_and_biases, "AWAY_S", 1.0)
+    rig = make_rig(wandb={"project": "weir", "dir": tmp_path}).start()
+    step(rig, "g")
+    rig.trainer._metrics.close()
+    assert [row["step"] for row in history(tmp_path)] == [1]
 
 
 def test_a_package_that_is_missing_is_one_sentence_and_is_asked_for_only_where_it_is_configured(

@@ -70,6 +70,9 @@ class Channel:
         self._sent: list[str] = []
         self._waiting = ""
         self._ended = False
+        self._torn = False
+        """Whether the text broke off within what may be a character: its other part may come behind a tool
+        call, and only the answer's end knows what both are."""
 
     @property
     def sent(self) -> str:
@@ -77,6 +80,7 @@ class Channel:
 
     def add(self, text: str) -> bool:
         """Let text wait. True when a mark is complete with it."""
+        self._ended = self._ended or self._torn
         if self._ended:
             return False
         before = len(self._waiting)
@@ -94,6 +98,7 @@ class Channel:
         if not whole.startswith(sent):
             return False
         self._waiting, self._ended = whole[len(sent) :], False
+        self._torn = self._waiting.rstrip().endswith(REPLACEMENT)
         return True
 
     def release(self) -> str:
@@ -133,8 +138,7 @@ def _begun(text: str, mark: str) -> int:
 
 
 def _settled(text: str) -> str:
-    """Without space at its end, and without what may be a part of a character: the other part may come after
-    a tool call."""
+    """Without space at its end, and without what may be a part of a character."""
     text = text.rstrip()
     while text.endswith(REPLACEMENT):
         text = text.rstrip(REPLACEMENT).rstrip()

@@ -35,8 +35,8 @@ SEED = 200
 LABELS = {
     "ours": "ours: DeepSpeed, ZeRO {zero_stage}, one rank",
     "packed": "(a) plain torch, packed as ours",
-    "padded": "(b) plain torch, 8 rows of like length at a time, padded",
-    "padded-globally": "(b) plain torch, 8 rows at a time, padded to the longest of all",
+    "padded": "(b) plain torch, 4 rows of like length at a time, padded",
+    "padded-globally": "(b) plain torch, 4 rows at a time, padded to the longest of all",
     "trl": "(c) TRL 1.16.0 `GRPOTrainer`, its defaults",
 }
 SLOW = {"padded-globally", "trl"}

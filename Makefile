@@ -48,7 +48,7 @@ bench-trainer: install run/bench/trl/installed  ## what a training step costs, b
 	@$(BIN)/python -m bench.trainer
 
 bench-learning: install  ## whether it learns at staleness 0, 2, 4, 8, over five seeds, and a harder game (hours)
-	@$(BIN)/python -m bench.learning --task tool
+	@$(BIN)/python -m bench.learning --task tool --target 0.95
 	@$(BIN)/python -m bench.learning --task guess --plot run/learning/learning.png
 
 bench-asynchrony: install  ## asynchronous against synchronous training, where tools are slow at times (hours)

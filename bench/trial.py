@@ -5,7 +5,6 @@ warm-started model ─▶ stack up ─▶ evaluation ─▶ episodes until the t
 
 import asyncio
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -18,14 +17,14 @@ from typing import Any
 import httpx
 
 from bench.kinds import KINDS, Kind
-from bench.processes import free_port
 from bench.shelf import Mark, Result, Trial
+from bench.stacks import beside_others
 from weir.demo.episodes import Episodes, Record
-from weir.demo.live import View
 from weir.demo.make_model import model_for
 from weir.demo.observer import Observer, Snapshot
 from weir.demo.report import account
 from weir.demo.settings import services_of_demo
+from weir.demo.watched import watched
 from weir.services import merged
 from weir.settings import StackSettings
 from weir.stack import Stack
@@ -158,18 +157,7 @@ def settings_of(trial: Trial, run_dir: Path, model: Path) -> StackSettings:
         },
         "trainer": {"algorithm": {"max_staleness": versions, "stale": "drop" if versions else "wait"}},
     }
-    return StackSettings(
-        run_dir=run_dir,
-        model_path=model,
-        redis_port=free_port(),
-        gateway_port=free_port(),
-        rollout_port=free_port(),
-        engine_port=free_port(),
-        trainer_port=free_port(),
-        client_keys=[secrets.token_urlsafe(16)],
-        admin_keys=[secrets.token_urlsafe(16)],
-        services=merged(services_of_demo(trial.seed), bound),
-    )
+    return beside_others(run_dir, model, merged(services_of_demo(trial.seed), bound))
 
 
 def groups_in_flight(max_staleness: int) -> int:
@@ -204,7 +192,7 @@ async def _play(
         game=KINDS[trial.task].game,
         knock_every_s=KNOCK_EVERY_S,
     )
-    admin_key, record = settings.admin_keys[0], episodes.record
+    admin_key = settings.admin_keys[0]
     observer, looks = Observer(stack.gateway_url, admin_key, settings.run_dir / "metrics.jsonl"), Looks()
     course = Course(bounds, observer.snapshot)
     looking = asyncio.create_task(looks.watch(stack.rollout_url, admin_key))
@@ -214,29 +202,11 @@ async def _play(
             looking.cancel()  # what comes now is the end of what was begun
         return course.whole is not None
 
-    watching = asyncio.create_task(observer.watch())
-    tending = asyncio.create_task(_tend(stack, View(record, observer.snapshot), record, observer))
-    playing = asyncio.create_task(episodes.play(enough))
     try:
-        await asyncio.wait({playing, tending}, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.to_thread(stack.check)  # a dead child ends the run with its own sentence
-        await playing
-        return course, record, looks
+        return course, await watched(stack, episodes, observer, enough), looks
     finally:
-        tasks = (playing, tending, watching, looking)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _tend(stack: Stack, view: View, record: Record, observer: Observer) -> None:
-    """Keep the view fresh, and notice a child that died."""
-    with view.showing():
-        while True:
-            await asyncio.to_thread(stack.check)
-            record.version = observer.snapshot.serving
-            view.tick()
-            await asyncio.sleep(0.25)
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
 
 
 def _result(

@@ -1,12 +1,12 @@
 """Every preset trains the demo on the real stack: some steps, and not a warning. `make test-presets`."""
 
 import asyncio
-import secrets
 from pathlib import Path
 
 import pytest
 
 from bench.processes import free_port
+from bench.stacks import beside_others
 from trainer_service.algorithm_settings import PRESETS
 from weir.demo.episodes import Episodes, Record
 from weir.demo.make_model import model_for
@@ -26,18 +26,7 @@ def settings_of(preset: str, run_dir: Path) -> StackSettings:
     if preset == "opd":  # the policy's own engine: a teacher that is never far away
         trainer["teacher"] = {"url": f"http://127.0.0.1:{engine_port}"}
     model, _ = model_for(Path("run/models"), 0)
-    return StackSettings(
-        run_dir=run_dir,
-        model_path=model,
-        redis_port=free_port(),
-        gateway_port=free_port(),
-        rollout_port=free_port(),
-        engine_port=engine_port,
-        trainer_port=free_port(),
-        client_keys=[secrets.token_urlsafe(16)],
-        admin_keys=[secrets.token_urlsafe(16)],
-        services=merged(services_of_demo(0), {"trainer": trainer}),
-    )
+    return beside_others(run_dir, model, merged(services_of_demo(0), {"trainer": trainer}), engine_port)
 
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.yaml")))

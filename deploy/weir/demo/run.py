@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from weir.demo.episodes import Episodes, Record
-from weir.demo.live import View
 from weir.demo.observer import Observer, Snapshot
 from weir.demo.report import TARGET, VERSIONS, account, criterion, draw, served_versions, write_summary
 from weir.demo.settings import with_demo_model
+from weir.demo.watched import watched
 from weir.settings import StackSettings
 from weir.stack import Stack
 from weir.state import refuse_in_use
@@ -104,27 +104,7 @@ async def _play(settings: StackSettings, stack: Stack, seed: int) -> tuple[Recor
         learned = (record.moving_average or 0.0) >= TARGET and len(observer.snapshot.steps) > VERSIONS
         return learned or len(record.episodes) >= MAX_EPISODES or time.monotonic() - began > MAX_SECONDS
 
-    watching = asyncio.create_task(observer.watch())
-    tending = asyncio.create_task(_tend(stack, View(episodes.record, observer.snapshot), episodes, observer))
-    playing = asyncio.create_task(episodes.play(enough))
-    try:
-        await asyncio.wait({playing, tending}, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.to_thread(stack.check)  # a dead child ends the demo with its own sentence
-        return await playing, observer.snapshot
-    finally:
-        for task in (playing, tending, watching):
-            task.cancel()
-        await asyncio.gather(playing, tending, watching, return_exceptions=True)
-
-
-async def _tend(stack: Stack, view: View, episodes: Episodes, observer: Observer) -> None:
-    """Keep the view fresh, and notice a child that died."""
-    with view.showing():
-        while True:
-            await asyncio.to_thread(stack.check)
-            episodes.record.version = observer.snapshot.serving
-            view.tick()
-            await asyncio.sleep(0.25)
+    return await watched(stack, episodes, observer, enough), observer.snapshot
 
 
 def _settled(settings: StackSettings, stack: Stack) -> tuple[dict[str, int], list[int]]:

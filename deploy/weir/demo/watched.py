@@ -1,0 +1,39 @@
+"""Episodes that are played while somebody looks on: at rewards, at the trainer, at the stack's health."""
+
+import asyncio
+from collections.abc import Callable
+
+from weir.demo.episodes import Episodes, Record
+from weir.demo.live import View
+from weir.demo.observer import Observer
+from weir.stack import Stack
+
+LOOK_EVERY_S = 0.25
+
+
+async def watched(
+    stack: Stack, episodes: Episodes, observer: Observer, enough: Callable[[Record], bool]
+) -> Record:
+    """Play until it is enough. Raises StackError when a service dies meanwhile, with its own sentence."""
+    view = View(episodes.record, observer.snapshot)
+    watching = asyncio.create_task(observer.watch())
+    tending = asyncio.create_task(_tend(stack, view, episodes.record, observer))
+    playing = asyncio.create_task(episodes.play(enough))
+    try:
+        await asyncio.wait({playing, tending}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.to_thread(stack.check)
+        return await playing
+    finally:
+        for task in (playing, tending, watching):
+            task.cancel()
+        await asyncio.gather(playing, tending, watching, return_exceptions=True)
+
+
+async def _tend(stack: Stack, view: View, record: Record, observer: Observer) -> None:
+    """Keep the view fresh, and notice a child that died."""
+    with view.showing():
+        while True:
+            await asyncio.to_thread(stack.check)
+            record.version = observer.snapshot.serving
+            view.tick()
+            await asyncio.sleep(LOOK_EVERY_S)

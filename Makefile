@@ -24,7 +24,7 @@ install: .venv/installed .venv-engine/installed  ## both environments: ours, and
 demo: install  ## the whole loop on this machine: a tiny model learns to use its tool (SEED=n)
 	@$(BIN)/weir demo --seed $(SEED)
 
-test: check  ## everything: the checks, then every test, the real engine included
+test: check  ## the checks, then the tests, the real engine included; test-clients and test-presets are longer ones
 	@$(BIN)/pytest
 
 test-fast: .venv/installed  ## the tests that need no engine

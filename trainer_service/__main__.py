@@ -79,6 +79,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, face: Face) -> None:
     checkpoints = Checkpoints(settings.checkpoint_dir, settings.keep_checkpoints)
     store = PolicyStore(settings.policies_dir, settings.model_path, settings.keep_policies)
     app = create_app(face, checkpoints.ledger, store, keyring, registry)
+    logger.info("algorithm %s", settings.algorithm.model_dump_json())
     redis = connect(settings.redis_url)
     # A connection of its own, and no more patience than there is time to renew.
     keeping = connect(settings.redis_url, settings.lease_s / 3)

@@ -66,8 +66,8 @@ class AlgorithmSettings(LossSettings):
     """For auto: the largest good divergence of trainer and engine in nats, `mismatch/k3`."""
     streaming: bool = True
     """Learn from whole groups while the step waits for others, where the recipe allows it: `learns_early`."""
-    flush_after_s: float | None = Field(60.0, gt=0)
-    """Step with fewer rows when the stream was silent this long; None waits for ever."""
+    flush_after_s: float | None = Field(None, gt=0)
+    """Step with fewer rows when the stream was silent this long; None waits for `min_live_rows`."""
     group_wait_s: float = Field(3600.0, gt=0)
     """A group that heard nothing for this long goes on without the members that never came."""
     group_deadline_s: float | None = Field(None, gt=0)
@@ -92,8 +92,10 @@ class AlgorithmSettings(LossSettings):
             raise ValueError(
                 f"min_live_rows: {self.min_live_rows} are more than a step holds, max_rows: {self.max_rows}"
             )
-        if self.needs_teacher and self.shaping.kl_in_reward:
-            raise ValueError(f"shaping.kl_in_reward: loss {self.loss.name} looks at no reward")
+        if self.needs_teacher and (unheard := self._of_rewards()):
+            raise ValueError(f"{unheard}: loss {self.loss.name} looks at no reward")
+        if self.shaping.kl_in_reward and self.kl.coefficient:
+            raise ValueError("shaping.kl_in_reward: kl.coefficient prices the same divergence already")
         if self.epochs == 1 and self.prox == "reuse" and isinstance(self.loss, KlCov):
             raise ValueError(
                 "loss: kl_cov holds tokens to what the step begins with, where they all are with one epoch; "
@@ -104,12 +106,31 @@ class AlgorithmSettings(LossSettings):
                 f"stale: {self.stale} trains old tokens at the weight of a correction, and there is none; "
                 "set a correction, or a loss with anchor: rollout"
             )
+        if self.stale in ("correct", "auto") and self.max_staleness == 0:
+            raise ValueError(
+                f"stale: {self.stale} may train what older versions sampled, and max_staleness: 0 is to "
+                "train what the present one did; set drop, mask or wait"
+            )
+        if self.prox == "loglinear" and not self.needs_anchor:
+            raise ValueError("prox: loglinear guesses what nothing here asks for; leave it out")
         if self.prox == "loglinear" and (self.epochs > 1 or self.whole_step):
             raise ValueError(
                 "prox: loglinear guesses what a pass before the step knows, and the step needs that pass: "
                 "set prox: recompute"
             )
         return self
+
+    def _of_rewards(self) -> str | None:
+        """The first setting that only means something where rewards do."""
+        shaping = self.shaping
+        told = {
+            f"advantage {self.advantage.name}": self.advantage != Plain(),
+            "shaping.overlong": shaping.overlong is not None,
+            "shaping.length_penalty": shaping.length_penalty is not None,
+            "shaping.turn_discount": shaping.turn_discount is not None,
+            "shaping.kl_in_reward": shaping.kl_in_reward > 0,
+        }
+        return next((name for name, is_set in told.items() if is_set), None)
 
     @property
     def compares(self) -> bool:

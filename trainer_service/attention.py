@@ -64,6 +64,8 @@ def set_attention(model: Any, flash: bool = False) -> None:
     AttentionInterface.register(PACKED, packed_attention)
     # Only a model that flash attention can serve tells its attention of sliding windows.
     if _is_attention_alone(model) and model._supports_attention_backend and model._supports_flash_attn:
+        if flash and not is_flash_attn_2_available():
+            logger.info("flash-attn is not installed; rows attend one by one, by torch's attention")
         model.set_attn_implementation(FLASH if flash and is_flash_attn_2_available() else PACKED)
     packing = packing_of(model)
     if packing in (Packing.POSITIONS, Packing.ALONE):

@@ -78,7 +78,7 @@ class MicroBatch:
     rewards_T: Floats
     teacher_T: Floats | None
     rows_T: Ints
-    """Which row, counted over the whole step, a trained token belongs to."""
+    """Which row, counted over all that were packed together, a trained token belongs to."""
 
     def cost(self, even_at: float) -> float:
         """What a pass over it takes, in tokens: attention costs as much as all else in a row of `even_at`."""

@@ -7,7 +7,7 @@ read ─▶ Assembler ─▶ judge ─┬─ silent ─▶ acknowledge, with ver
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from rollout_queue.errors import StorageUnavailable
 from rollout_queue.records import Verdict
@@ -61,7 +61,8 @@ class Intake:
         self._recent: deque[Settlement] = deque(maxlen=RECENT)
         """What was acknowledged last: a Redis that a power failure put back has forgotten it."""
         self._live_rows = 0
-        """Rows with an advantage that are here. A count: nobody holds the rows themselves between steps."""
+        """Rows with an advantage that are here. A count: nobody holds rows between steps, but for those that
+        are begun."""
         self._heard_at = time.monotonic()
         self._caught_up = False
         """Whether the last read took all there was."""
@@ -103,14 +104,15 @@ class Intake:
         if entries:
             self._heard_at = time.monotonic()
 
-    def batch(self, version: int, algorithm: AlgorithmSettings) -> Batch:
+    def batch(self, version: int, algorithm: AlgorithmSettings, begun: Collection[str] = ()) -> Batch:
         """The groups of the next step, which is not full while there are too few, or it would be too early.
-        Ends the groups that teach nothing, as far as it comes: after an outage, thousands wait for later
-        steps."""
+        Those whose ids are in `begun` come first. Ends the groups that teach nothing, as far as it comes:
+        after an outage, thousands wait for later steps."""
         silence_s, patience_s = time.monotonic() - self._heard_at, algorithm.flush_after_s
         flush = patience_s is not None and silence_s >= patience_s
         silent: list[Judged] = []
         complete = self._assembler.complete(self._caught_up)
+        complete.sort(key=lambda group: group.group_id not in begun)
         batch = select(self._live(complete, version, algorithm, silent), algorithm, flush)
         self.end(silent)
         self._endangered = 0

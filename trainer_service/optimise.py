@@ -112,18 +112,20 @@ class Optimisation:
     def _step(self, version: int, algorithm: AlgorithmSettings, beat: Callable[[], None]) -> dict[str, float]:
         learner, counts = self._learner, counts_of(self._rows)
         # Gradients came in as if the first part were all of the step.
-        whole, first = (divisor(each, algorithm.aggregation) for each in (counts, self._parts[0].counts))
+        of_step, of_first = (divisor(each, algorithm.aggregation) for each in (counts, self._parts[0].counts))
         metrics: dict[str, float] = {}
         for epoch in range(algorithm.epochs):
             if epoch:
                 for part in self._parts:
                     part.seen = self._learn(part, version, algorithm, beat)
-            grad_norm = learner.step(first / whole)
+            grad_norm = learner.step(of_first / of_step)
             if not math.isfinite(grad_norm):  # DeepSpeed has left the weights as they were, on every rank
                 return {"grad_norm": grad_norm, "epochs": epoch}
-            seen = [each.cpu() for part in self._parts for each in part.of_step(whole, algorithm)]
-            said = diagnostics(Observed.joined(learner.everybody(seen)), version)
+            seen = [each.cpu() for part in self._parts for each in part.of_step(of_step, algorithm)]
+            step = Observed.joined(learner.everybody(seen))
+            said = diagnostics(step, version)
             if epoch == 0:
+                self._name_left_out(step)
                 metrics = {**said, "grad_norm": grad_norm}
             else:  # what clips does so in the later epochs
                 metrics |= {name: value for name, value in said.items() if name.startswith("ppo/")}
@@ -133,6 +135,13 @@ class Optimisation:
                 learner, part.share, part.looks, part.known, counts.tokens, self._value_clip, beat
             )
         return metrics
+
+    def _name_left_out(self, step: Observed) -> None:
+        """A token whose log-probability is none is in no loss: whose they are is said."""
+        if not bool(step.finite_T.all()):
+            rows = set(step.rows_T[~step.finite_T].tolist())
+            names = sorted({self._rows[row].session_id for row in rows})
+            logger.warning("tokens without a finite log-probability are left out, of sessions %s", names)
 
     def _learn(
         self, part: "_Part", version: int, algorithm: AlgorithmSettings, beat: Callable[[], None]
@@ -211,7 +220,7 @@ def _criticised(
 
 
 def counts_of(rows: Sequence[Row]) -> StepCounts:
-    """Of the rows of a whole step. Forks of a session share its rollout."""
+    """Of the rows of a step, or of a part of it. Forks of a session share its rollout."""
     return StepCounts(
         tokens_R=torch.tensor([row.trained_tokens for row in rows]),
         rollout_R=_numbered([row.session_id for row in rows]),

@@ -138,7 +138,10 @@ class Policy:
         """Drop the gradient that was added since the last step, as a step does that finds it not finite: no
         stage of ZeRO knows another way to drop all of it. `batch` is any; every rank has to call it."""
         self.backward(math.nan * self.logprobs(batch)[0].sum())
-        self.step()
+        if math.isfinite(norm := self.step()):
+            raise RuntimeError(
+                f"DeepSpeed made a step of a gradient that is NaN, and says its norm is {norm}"
+            )
 
     def gradient_norm(self, batch: MicroBatch, loss_of: Callable[[Tensor], Tensor]) -> float:
         """The norm of the gradient of what `loss_of` makes of the logprobs. It is added to nothing. Every

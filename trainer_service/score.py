@@ -70,7 +70,7 @@ def scored(
 ) -> list[Row]:
     """The rows of a whole step, each with the advantage of its rollout. Where tokens are credited one by one,
     or a teacher judges them, rows stay as they are."""
-    if algorithm.credits_tokens or algorithm.needs_teacher:
+    if not rows or algorithm.credits_tokens or algorithm.needs_teacher:
         return list(rows)
     estimator = ADVANTAGES[algorithm.advantage.name]
     advantages_B = estimator.score(Rollouts(tuple(rollouts), baselines), algorithm.advantage)

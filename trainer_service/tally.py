@@ -31,8 +31,10 @@ class Tally:
         compared = sum(verdict is not None and verdict.code == "zero_advantage" for verdict in verdicts)
         if judged.silence is None:
             self._groups["live"] += 1
-        elif compared:
-            self._groups["singleton" if compared == 1 else "zero_var"] += 1
+        elif compared > 1:
+            self._groups["zero_var"] += 1
+        if compared == 1 or len(judged.rollouts) == 1:
+            self._groups["singleton"] += 1
         self._sessions += len(members)
         self._dropped += len(verdicts) - compared
         self._truncated += sum(verdict is not None and verdict.code == "truncated" for verdict in verdicts)

@@ -116,7 +116,7 @@ class Trainer:
         with self._watch.timed("read"):
             self._intake.read()
             algorithm = self._settings.algorithm.after(self._face.snapshot.metrics)
-            batch = self._intake.batch(self.version, algorithm)
+            batch = self._intake.batch(self.version, algorithm, self._begun.group_ids)
         if not batch.full:
             self._learn_early(batch.groups, algorithm)
             self._say("waiting")
@@ -144,13 +144,13 @@ class Trainer:
         """Use the time in which a step waits for more groups, once those that are here fill a pass."""
         if not algorithm.learns_early:
             return
-        groups = self._begun.others(groups)
-        length = sum(len(row) for judged in groups for row in judged.rows)
-        if length >= algorithm.max_tokens * self._policy.ranks:
+        self._begun.drop_if_changed(groups)
+        left = self._begun.left(groups)
+        rows = self._scored(left)
+        if self._begun.fills_a_pass(rows, algorithm):
             with self._watch.timed("train"):
                 self._say("training")
-                rows = self._scored(groups)
-                self._begun.learn(groups, rows, self.version, algorithm, self._beat_training)
+                self._begun.learn(left, rows, self.version, algorithm, self._beat_training)
 
     def _train(self, batch: list[Judged], algorithm: AlgorithmSettings) -> dict[str, float] | None:
         """Rows, loss, step. From here on the weights contain these groups; None when none could be made."""
@@ -162,10 +162,7 @@ class Trainer:
         version = self._number()
         with self._watch.timed("train"):
             self._say("training")
-            left = {row.session_id for judged in self._begun.others(batch) for row in judged.rows}
-            early, others = self._begun.tokens, [row for row in rows if row.session_id in left]
-            values = self._policy.optimise(others, self.version, algorithm, self._beat_training)
-            self._begun.end()
+            values = self._begun.step(batch, rows, self.version, algorithm, self._beat_training)
         if not math.isfinite(values["grad_norm"]):
             self._quarantine(batch, values)
             return None
@@ -183,7 +180,7 @@ class Trainer:
             tokens=sum(row.trained_tokens for row in rows),
         )
         self._undurable.append(row)
-        values |= self._intake.tally.values(rows) | {"early_frac": early / row.tokens}
+        values |= self._intake.tally.values(rows)
         self._intake.tally = Tally()
         return values
 

@@ -235,14 +235,17 @@ def test_sessions_for_training_wait_while_the_trainer_has_its_hands_full(limited
         assert door.post("/sessions").status_code == 201
 
 
-def test_a_finished_session_still_waits_for_the_trainer(limited: Any) -> None:
+@pytest.mark.parametrize("code", ["trained", "zero_advantage", "stale"])
+def test_a_finished_session_holds_its_place_until_the_trainer_is_done_with_it(
+    limited: Any, code: str
+) -> None:
     with limited(staleness_versions=0) as door:
         trainer_says(door, rollouts_per_step=1)
         session = door.session()
         door.post(f"/sessions/{session['session_id']}/finish", {"status": "completed", "reward": 1.0})
         polled()
         assert refusal(door.post("/sessions"))[0] == "staleness_budget"
-        door.redis.hset(keys.session(session["session_id"]), "verdict", b'{"code": "trained"}')
+        door.redis.hset(keys.session(session["session_id"]), "verdict", f'{{"code": "{code}"}}')
         polled()
         assert door.post("/sessions").status_code == 201
 

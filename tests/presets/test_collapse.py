@@ -2,6 +2,7 @@
 old. With guards on, what is served stays better than what it began as. `make test-presets`."""
 
 import asyncio
+import json
 import time
 from pathlib import Path
 
@@ -67,5 +68,8 @@ def test_a_recipe_that_collapses_is_held(tmp_path: Path) -> None:
         warm = asyncio.run(evaluated(stack, settings, KINDS["tool"]))
         record = asyncio.run(played(stack, settings))
         served = asyncio.run(evaluated(stack, settings, KINDS["tool"]))
-    print(f"warm start {warm:.2f}, served {served:.2f} after {len(record.episodes)} episodes")
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    print(f"warm start {warm:.2f}, served {served:.2f}; {len(record.episodes)} episodes, {len(steps)} steps")
+    assert len(steps) > 1
+    assert max(step["staleness/total_max"] for step in steps) >= 2
     assert served >= warm

@@ -6,7 +6,7 @@ from tests.trainer_service.rig import MakeRig, Rig
 from trainer_service.pulse import Stopped
 
 
-def test_a_gateway_that_is_away_delays_the_acknowledgement_and_loses_nothing(rig: Rig) -> None:
+def test_a_gateway_that_is_away_is_asked_again_and_loses_nothing(rig: Rig) -> None:
     rig.gateway.refusals = 3
     rig.agents.group("g", [1.0, 0.0])
     assert rig.trainer.turn()

@@ -71,6 +71,8 @@ def test_two_ranks_learn_what_one_learns(make_pupil: MakePupil, tmp_path: Path, 
     assert differs_by(together, one.exported()) < 1e-6
     for told_alone, told in zip(of_one, of_two, strict=True):
         assert told == pytest.approx(told_alone, abs=1e-5), "rank 0 tells of all rows"
+        if "loss" in told:
+            assert told["loss"] == pytest.approx(told_alone["loss"], abs=1e-6)
     assert of_two[-1]["grad_norm"] == float("inf")
     assert sound == [True, False, True]
 

@@ -209,4 +209,4 @@ def test_a_package_that_is_missing_is_one_sentence_and_is_asked_for_only_where_i
     monkeypatch.setitem(sys.modules, "wandb", None)
     step(make_rig().start(), "g")
     with pytest.raises(SystemExit, match=r"trainer\.wandb is set, and .* pip install 'weir\[wandb\]'"):
-        WeightsAndBiases(WandbSettings(project="weir"))
+        WeightsAndBiases(WandbSettings(project="weir"), {})

@@ -22,6 +22,7 @@ def test_every_stage_learns_what_stage_one_learns(make_pupil: MakePupil, stage: 
     for seed in range(3):
         told, heard = one.learn(seed), other.learn(seed)
         assert heard == pytest.approx(told, abs=1e-5, rel=1e-5)
+        assert heard["loss"] == pytest.approx(told["loss"], abs=1e-6)
     assert differs_by(one.exported(), other.exported()) < 1e-6
 
 

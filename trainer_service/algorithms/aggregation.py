@@ -12,8 +12,9 @@ from trainer_service.algorithms.loss_settings import (
 
 @dataclass(frozen=True)
 class StepCounts:
-    """How many trained tokens the R rows of a whole optimizer step have, on all ranks. They are counted
-    before anything is masked: a denominator of survivors would grow the others' gradient (spec §0)."""
+    """How many trained tokens the R rows of an optimizer step have, on all ranks, or those of a part of it,
+    made of whole groups (see `divisor`). They are counted before anything is masked: a denominator of
+    survivors would grow the others' gradient (spec §0)."""
 
     tokens_R: Tensor
     """Of each row; int64."""

@@ -62,8 +62,9 @@ def policy_loss(
     statistics: StepStatistics | None = None,
 ) -> PolicyLoss:
     """sum of aggregation · (weight · loss + beta · KL - bonus · entropy) (spec §3, in its order;
-    `loss.composite_default`). `counts` and `statistics` are of the whole step; the latter are needed where
-    `settings.whole_step`. Raises ValueError for what the settings need and nobody gave."""
+    `loss.composite_default`). `counts` and `statistics` are of the whole step, or of a part that stands for
+    it; the latter are needed where `settings.whole_step`. Raises ValueError for what the settings need and
+    nobody gave."""
     statistics = statistics or StepStatistics()
     finite_T = tokens.finite
     seen_T = finite_T & tokens.fresh

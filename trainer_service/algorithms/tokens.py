@@ -23,7 +23,7 @@ class Tokens:
     """What the engine said when it sampled the token."""
     advantages_T: Tensor
     rows_T: Tensor
-    """Which row a token lies in, counted over the whole step; int64. A row is never in two micro-batches."""
+    """Which row a token lies in, as `StepCounts` counts them; int64. A row is never in two micro-batches."""
     lp_ref_T: Tensor | None = None
     lp_teacher_T: Tensor | None = None
     entropy_T: Tensor | None = None

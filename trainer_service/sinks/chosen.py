@@ -15,5 +15,5 @@ def chosen_sinks(settings: TrainerSettings) -> list[Sink]:
     if settings.tensorboard_dir is not None:
         sinks.append(TensorBoard(settings.tensorboard_dir))
     if settings.wandb is not None:
-        sinks.append(WeightsAndBiases(settings.wandb))
+        sinks.append(WeightsAndBiases(settings.wandb, settings.algorithm.model_dump(mode="json")))
     return sinks

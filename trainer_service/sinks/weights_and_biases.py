@@ -43,7 +43,7 @@ class WeightsAndBiases:
 
     name = "wandb"
 
-    def __init__(self, settings: WandbSettings) -> None:
+    def __init__(self, settings: WandbSettings, algorithm: Mapping[str, Any]) -> None:
         """Raises SystemExit where the package or the key is missing, or W&B takes no run. Where nobody can
         be reached, the run is an offline one."""
         try:
@@ -54,12 +54,12 @@ class WeightsAndBiases:
             ) from error
         settings.dir.mkdir(parents=True, exist_ok=True)
         try:
-            self._run = _begun(settings, settings.mode)
+            self._run = _begun(settings, settings.mode, algorithm)
         except wandb.errors.AuthenticationError as error:
             raise SystemExit(f"trainer.wandb: {error}") from error
         except wandb.errors.CommError as error:
             logger.warning("W&B is away; %s keeps this run for `wandb sync`: %s", settings.dir, error)
-            self._run = _begun(settings, "offline")
+            self._run = _begun(settings, "offline", algorithm)
         except wandb.Error as error:
             raise SystemExit(f"trainer.wandb: no run of project {settings.project}: {error}") from error
         self._run.define_metric("step")
@@ -74,7 +74,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def _begun(settings: WandbSettings, mode: Literal["online", "offline"]) -> Any:
+def _begun(settings: WandbSettings, mode: Literal["online", "offline"], algorithm: Mapping[str, Any]) -> Any:
     import wandb
 
     quiet = wandb.Settings(  # figures are sent, and nothing of the machine or of its files
@@ -97,6 +97,7 @@ def _begun(settings: WandbSettings, mode: Literal["online", "offline"]) -> Any:
         resume=None if settings.id is None else "allow",
         tags=settings.tags,
         mode=mode,
+        config={"algorithm": dict(algorithm)},
         dir=settings.dir,
         settings=quiet,
     )

@@ -28,12 +28,20 @@ SLOWLY = {"lr": 1e-3, "warmup_steps": 0}
 pytestmark = pytest.mark.timeout(400)  # processes that start one after another, perhaps on a busy machine
 
 
+TORCH = (sys.executable, *launcher_of(2), "-m")
+"""As `weir up` starts them."""
+DEEPSPEED = (str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2", "--module")
+
+
 @contextmanager
-def two_ranks(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Under torch's launcher, as `weir up` starts them."""
-    command = [sys.executable, *launcher_of(2)]
-    command += ["-m", "tests.trainer_service.two_ranks", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([".", "queue"])}
+def two_ranks(folder: Path, launched_by: Sequence[str] = TORCH) -> Iterator[subprocess.Popen[bytes]]:
+    command = [*launched_by, "tests.trainer_service.two_ranks", str(folder)]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": os.pathsep.join([".", "queue"]),
+    }
     with subprocess.Popen(command, env=environment, start_new_session=True) as launcher:
         try:
             yield launcher
@@ -44,15 +52,19 @@ def two_ranks(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
             launcher.kill()
 
 
-def give(folder: Path, settings: TrainerSettings, steps: Steps, probes: Steps = ()) -> Path:
+def give(
+    folder: Path, settings: TrainerSettings, steps: Steps, probes: Steps = (), in_parts: bool = False
+) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "task.pickle").write_bytes(pickle.dumps((settings, steps, probes)))
+    (folder / "task.pickle").write_bytes(pickle.dumps((settings, steps, probes, in_parts)))
     return folder
 
 
-def learned(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], list[bool]]:
+def learned(
+    folder: Path, launched_by: Sequence[str] = TORCH
+) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], list[bool]]:
     """The weights in the end, what each step told, and which probes were sound."""
-    with two_ranks(folder) as launcher:
+    with two_ranks(folder, launched_by) as launcher:
         assert launcher.wait(300) == 0
     told, sound, finite = pickle.loads((folder / "told.pickle").read_bytes())  # noqa: S301
     assert finite
@@ -60,14 +72,16 @@ def learned(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_ranks_learn_what_one_learns(make_pupil: MakePupil, tmp_path: Path, stage: int) -> None:
+def test_two_ranks_learn_in_parts_what_one_learns_at_once(
+    make_pupil: MakePupil, tmp_path: Path, stage: int
+) -> None:
     # The third step has one row, so that one rank is left without; the last has a gradient that is infinite.
     steps = [random_rows(1, 5), random_rows(2, 8), random_rows(3, 1), random_rows(4, 5, POISON)]
     probes = [random_rows(5, 3), random_rows(5, 3, POISON), random_rows(6, 1)]
     one = make_pupil(optimizer=SLOWLY)
     of_one = [one.leader.optimise(each, 0, one.settings.algorithm) for each in steps]
     settings = make_pupil(zero_stage=stage, optimizer=SLOWLY).settings
-    together, of_two, sound = learned(give(tmp_path / "two", settings, steps, probes))
+    together, of_two, sound = learned(give(tmp_path / "two", settings, steps, probes, in_parts=True))
     assert differs_by(together, one.exported()) < 1e-6
     for told_alone, told in zip(of_one, of_two, strict=True):
         assert told == pytest.approx(told_alone, abs=1e-5), "rank 0 tells of all rows"
@@ -75,6 +89,14 @@ def test_two_ranks_learn_what_one_learns(make_pupil: MakePupil, tmp_path: Path, 
             assert told["loss"] == pytest.approx(told_alone["loss"], abs=1e-6)
     assert of_two[-1]["grad_norm"] == float("inf")
     assert sound == [True, False, True]
+
+
+def test_the_launcher_of_deepspeed_starts_the_same_ranks(make_pupil: MakePupil, tmp_path: Path) -> None:
+    settings, steps = make_pupil(optimizer=SLOWLY).settings, [random_rows(1, 5)]
+    by_torch, told, _ = learned(give(tmp_path / "torch", settings, steps))
+    by_deepspeed, told_too, _ = learned(give(tmp_path / "deepspeed", settings, steps), DEEPSPEED)
+    assert told_too == told
+    assert differs_by(by_deepspeed, by_torch) == 0
 
 
 @pytest.mark.parametrize("stage", [1, 3])

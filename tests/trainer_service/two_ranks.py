@@ -1,7 +1,7 @@
 """What each rank of a small trainer runs in test_ranks.py: its folder holds settings and rows, pickled.
 
-It learns what its last checkpoint has not learnt yet, one step a checkpoint, each of them in two parts; what
-it began before that it forgets.
+It learns what its last checkpoint has not learnt yet, one step a checkpoint; if told so, each of them in two
+parts, and what it began before that it forgets.
 """
 
 import pickle
@@ -14,7 +14,7 @@ from trainer_service.ranks import Leader, follow, own_rank
 
 
 def main(folder: Path) -> None:
-    settings, steps, probes = pickle.loads((folder / "task.pickle").read_bytes())  # noqa: S301 - the test's own
+    settings, steps, probes, in_parts = pickle.loads((folder / "task.pickle").read_bytes())  # noqa: S301 - the test's own
     policy = Policy(settings)
     if own_rank() > 0:
         follow(policy)
@@ -24,9 +24,10 @@ def main(folder: Path) -> None:
     done = (checkpoints.restore(leader) or State()).step
     told = []
     for step, rows in enumerate(steps[done:], done + 1):
-        leader.accumulate(rows, 0, settings.algorithm)
-        leader.forget()
-        if half := len(rows) // 2:
+        half = len(rows) // 2 if in_parts else 0
+        if half:
+            leader.accumulate(rows, 0, settings.algorithm)
+            leader.forget()
             leader.accumulate(rows[:half], 0, settings.algorithm)
         told.append(leader.optimise(rows[half:], 0, settings.algorithm))
         checkpoints.save(leader, State(step=step), [])
@@ -38,4 +39,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[-1]))  # DeepSpeed's launcher says --local_rank before it

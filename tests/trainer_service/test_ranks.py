@@ -140,6 +140,22 @@ def test_when_one_rank_dies_all_end_and_the_next_start_goes_on_bitwise(
     assert differs_by(resumed, uninterrupted) == 0
 
 
+def test_a_rank_without_orders_takes_no_time(make_pupil: MakePupil, tmp_path: Path) -> None:
+    """A rollout takes minutes, and a core that waits for it is one that the engine has not."""
+    folder = give(tmp_path / "run", make_pupil().settings, [random_rows(1, 5)])
+    (folder / "rest").touch()
+    with two_ranks(folder) as launcher:
+        wait_for((folder / "idle").exists)
+        workers = psutil.Process(launcher.pid).children()
+        (other,) = (worker for worker in workers if worker.environ()["RANK"] == "1")
+        before = other.cpu_times()
+        time.sleep(3)
+        after = other.cpu_times()
+        (folder / "rest").unlink()
+        assert launcher.wait(60) == 0
+    assert after.user + after.system - before.user - before.system < 0.5
+
+
 def saved_step(folder: Path) -> int:
     current = folder / "checkpoints" / "CURRENT"
     return int(current.read_text().rpartition("-")[2]) if current.exists() else 0

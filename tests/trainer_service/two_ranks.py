@@ -1,11 +1,13 @@
 """What each rank of a small trainer runs in test_ranks.py: its folder holds settings and rows, pickled.
 
 It learns what its last checkpoint has not learnt yet, one step a checkpoint; if told so, each of them in two
-parts, and what it began before that it forgets.
+parts, and what it began before that it forgets. In the end rank 0 has nothing to say for as long as there is
+a file `rest`.
 """
 
 import pickle
 import sys
+import time
 from pathlib import Path
 
 from trainer_service.checkpoint import Checkpoints, State
@@ -34,6 +36,9 @@ def main(folder: Path) -> None:
     sound = [leader.sound(rows, settings.algorithm) for rows in probes]
     finite = leader.finite()
     leader.export(folder / "weights.safetensors")
+    (folder / "idle").touch()
+    while (folder / "rest").exists():
+        time.sleep(0.1)
     leader.close()
     (folder / "told.pickle").write_bytes(pickle.dumps((told, sound, finite)))
 

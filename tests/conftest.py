@@ -8,11 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from redis import Redis
 from redis.exceptions import RedisError
 from tokenizers import Tokenizer
 
 from tests.serving import free_port
+
+# How long a draw takes says something of the machine, and nothing of what is tested.
+settings.register_profile("weir", suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("weir")
 
 
 def redis_executable() -> str:

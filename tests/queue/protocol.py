@@ -89,11 +89,13 @@ class Knife:
 class Weights:
     """A policy whose weights are the turns that made them."""
 
-    vocab_size = 1000
+    vocab_size, ranks = 1000, 1
     layout = Layout(ranks=1, zero_stage=1, dtype="float32")
 
     def __init__(self, knife: Knife) -> None:
         self.trained: list[str] = []
+        self.begun: list[str] = []
+        """Learned from, and not in a step yet."""
         self.knife = knife
 
     def save(self, directory: Path, tag: str) -> None:
@@ -111,9 +113,16 @@ class Weights:
     def finite(self) -> bool:
         return True
 
+    def accumulate(self, rows: Sequence[Row], *_: Any) -> None:
+        self.begun += [turn_id for row in rows for turn_id in row.turn_ids]
+
+    def forget(self) -> None:
+        self.begun = []
+
     def optimise(self, rows: Sequence[Row], *_: Any) -> dict[str, float]:
         self.knife.at("step")
-        self.trained += [turn_id for row in rows for turn_id in row.turn_ids]
+        self.trained += [*self.begun, *(turn_id for row in rows for turn_id in row.turn_ids)]
+        self.begun = []
         self.knife.at("step: done")
         tokens = float(sum(row.mask_L.sum() for row in rows))
         agreed = {"mismatch/abs_logp": 0.0, "mismatch/kl": 0.0}
@@ -187,7 +196,7 @@ class System:
 
     def start_trainer(self, group_wait_s: float = 1e12) -> None:
         """A new process on the same disk. Whoever held the lease is dead, or sleeps longer than it lasts."""
-        algorithm = AlgorithmSettings(min_live_rows=2, flush_after_s=None, group_wait_s=group_wait_s)
+        algorithm = AlgorithmSettings(min_live_rows=2, max_tokens=8, group_wait_s=group_wait_s)
         self.redis.delete(keys.LEASE)
         lease = Lease(self.redis, 1000.0)
         assert lease.claim() is None

@@ -245,7 +245,7 @@ def test_a_gradient_that_diverges_in_a_later_epoch_ends_the_run(
 ) -> None:
     rig = make_rig(algorithm={"epochs": 2}).start()
     norms = iter([1.0, float("inf")])
-    monkeypatch.setattr(rig.policy, "step", lambda: next(norms))
+    monkeypatch.setattr(rig.policy, "step", lambda scale=1.0: next(norms))
     rig.agents.group("g", [1.0, 0.0])
     with pytest.raises(Diverged):
         rig.trainer.turn()

@@ -9,6 +9,7 @@ from random import Random
 
 import httpx
 import pytest
+from redis import Redis
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -38,6 +39,8 @@ def engine(plan: Path) -> FakeEngine:
 
 @pytest.fixture
 def gateway_url(plan: Path, engine: FakeEngine, redis_url: str) -> Iterator[str]:
+    with Redis.from_url(redis_url) as redis:
+        redis.flushdb()  # its sessions are looked for among the newest
     with serving(engine.app()) as engine_url:
         settings = GatewaySettings(redis_url=redis_url, model_path=plan, engines=[engine_url], thinking="all")
         with serving(create_app(settings)) as url:

@@ -48,8 +48,8 @@ bench-trainer: install run/bench/trl/installed  ## what a training step costs, b
 	@$(BIN)/python -m bench.trainer
 
 bench-learning: install  ## whether it learns at staleness 0, 2, 4, 8, over five seeds, and a harder game (hours)
-	@$(BIN)/python -m bench.learning --task tool --target 0.95
-	@$(BIN)/python -m bench.learning --task guess --plot run/learning/learning.png
+	@$(BIN)/python -m bench.learning --task tool --target 0.95 --plot run/learning/learning.png
+	@$(BIN)/python -m bench.learning --task guess --results run/guess --plot run/guess/guess.png
 
 bench-asynchrony: install  ## asynchronous against synchronous training, where tools are slow at times (hours)
 	@$(BIN)/python -m bench.asynchrony

@@ -24,7 +24,7 @@ class Evaluation:
     """One session of that kind, when it has ended."""
 
     version: int | None
-    """Which version sampled it, or most of its tokens (the older of two equals); None where none did."""
+    """Which version sampled it, or most of its tokens; None where none did."""
     reward: float | None
     """All of its rewards added up; None where nobody rewarded it, which is not 0."""
     failed: bool
@@ -121,10 +121,14 @@ def evaluation_of(
     """What a session says of a version; None where it is to be trained, or was deleted."""
     if outcome is None or (outcome.train and not (turns and all(turn.pinned for turn in turns))):
         return None
+    reward = sum(each.value for each in rewards) if rewards else None
+    return Evaluation(sampled_by(turns), reward, outcome.status in ("failed", "abandoned"))
+
+
+def sampled_by(turns: Sequence[Turn]) -> int | None:
+    """The version of most of their tokens, the older of two equals; None where there are no tokens."""
     tokens: Counter[int] = Counter()
     for turn in turns:
         for span in turn.versions:
             tokens[span.version] += span.end - span.start
-    version = min(tokens, key=lambda each: (-tokens[each], each), default=None)
-    reward = sum(each.value for each in rewards) if rewards else None
-    return Evaluation(version, reward, outcome.status in ("failed", "abandoned"))
+    return min(tokens, key=lambda each: (-tokens[each], each), default=None)

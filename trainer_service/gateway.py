@@ -15,6 +15,10 @@ class VersionTaken(Exception):
     """The gateway knows that number, or a higher one, with other content."""
 
 
+class VersionUnknown(Exception):
+    """The gateway knows no policy by that number."""
+
+
 class Gateway:
     """The operator's side of the gateway, as far as publishing needs it."""
 
@@ -31,11 +35,18 @@ class Gateway:
     def oldest_needed(self) -> int | None:
         """The version that the fleet serves, or the one it is to serve, whichever is older; None without
         either. Raises GatewayUnavailable."""
+        return min(self._named(), default=None)
+
+    def serves(self, version: int) -> bool:
+        """Whether the fleet serves that version, and is to serve it. Raises GatewayUnavailable."""
+        return self._named() == [version, version]
+
+    def _named(self) -> list[int]:
+        """The version that is served, and the one that is to be, as far as there are any."""
         reply = self._call("GET", "/admin/status", timeout_s=10.0)
         with _understood(reply):
             policy = reply.json()["policy"]
-            named = (policy["serving"], policy["target"])
-            return min((int(version) for version in named if version is not None), default=None)
+            return [int(version) for version in (policy["serving"], policy["target"]) if version is not None]
 
     def announce(self, version: int, location: str, manifest_sha256: str, step: int) -> list[dict[str, Any]]:
         """Have a version pushed to every server; returns one result per server.
@@ -46,20 +57,34 @@ class Gateway:
         reply = self._call("POST", "/admin/policies", self._push_timeout_s, body)
         if reply.status_code == 409:
             raise VersionTaken(_sentence(reply))
-        with _understood(reply):
-            return [
-                {"server": r["server"], "ok": bool(r["ok"]), "error": r.get("error")}
-                for r in reply.json()["results"]
-            ]
+        return _results(reply)
+
+    def roll_back(self, version: int) -> list[dict[str, Any]]:
+        """Have a known version pushed to every server again, under its own number; one result per server.
+
+        Raises GatewayUnavailable, or VersionUnknown.
+        """
+        reply = self._call("POST", "/admin/policies/rollback", self._push_timeout_s, {"to": version})
+        if reply.status_code == 404:
+            raise VersionUnknown(_sentence(reply))
+        return _results(reply)
 
     def _call(self, method: str, path: str, timeout_s: float, body: object = None) -> httpx.Response:
         try:
             reply = self._client.request(method, path, json=body, timeout=timeout_s)
         except httpx.HTTPError as error:
             raise GatewayUnavailable(f"{type(error).__name__}: {error}") from error
-        if reply.status_code not in (200, 207, 409):
+        if reply.status_code not in (200, 207, 404, 409):
             raise GatewayUnavailable(f"HTTP {reply.status_code}: {_sentence(reply)}")
         return reply
+
+
+def _results(reply: httpx.Response) -> list[dict[str, Any]]:
+    with _understood(reply):
+        return [
+            {"server": r["server"], "ok": bool(r["ok"]), "error": r.get("error")}
+            for r in reply.json()["results"]
+        ]
 
 
 @contextmanager

@@ -1,19 +1,22 @@
-"""When training should hold, and why: looked for in the metrics of the last steps, and nowhere else."""
+"""When training should hold, and why: looked for in what the last steps and groups say, and nowhere else."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import nan
 from statistics import fmean, median, variance
 
 from pydantic import BaseModel, ConfigDict, Field
 
-STEPS_KEPT = 1000
-"""How far back the best mean reward is remembered."""
 MEDIAN_STEPS = 100
 """Steps whose gradients make up the median."""
+FEWEST_STEPS = 20
+"""Before so many, nobody knows what is usual."""
 SMALLEST_MEDIAN = 1.0
 """A policy that has learned its task has gradients near zero, and one surprise is no alarm."""
+GROUPS_KEPT = 4096
+"""How far back the best mean reward is remembered."""
 NOISE = 5.0
 """A fall of the reward is none before it is so many times its standard error."""
 
@@ -27,17 +30,20 @@ class GuardSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    max_update_kl: float | None = Field(0.05, gt=0)
+    """`update/kl`, nats per token: how far one step may move the policy."""
     max_grad_norm_ratio: float | None = Field(100.0, gt=1)
     """`grad_norm`, before it is clipped, over its median of the last 100 steps; over 1 where that is less."""
-    max_abs_logp: float | None = Field(1.0, gt=0)
+    max_abs_logp: float | None = Field(0.5, gt=0)
     """`mismatch/abs_logp`, nats per token: mean |difference| of trainer and engine, staleness included."""
-    max_kl: float | None = Field(1.0, gt=0)
+    max_kl: float | None = Field(0.5, gt=0)
     """`mismatch/kl`, nats per token, either way."""
     reward_drop: float | None = Field(0.5, gt=0)
-    """How far the mean `reward_mean` of the last `reward_steps` steps may fall from the best that there was,
-    as a share of that best's size. A fall that noise explains does not count."""
-    reward_steps: int = Field(20, ge=2)
-    """Also the fewest steps before the reward, or the gradient's median, means anything."""
+    """How far the mean reward of the last `reward_groups` groups may fall from the best that there was, as a
+    share of that best's size. A fall that noise explains does not count."""
+    reward_groups: int = Field(64, ge=2)
+    roll_back: bool = True
+    """Have the fleet serve, while the training holds, the version whose sessions were rewarded best."""
 
 
 @dataclass(frozen=True)
@@ -49,32 +55,55 @@ class Alarm:
 
 
 class Guards:
-    """Remembers steps, and from where on each guard looks at them."""
+    """Remembers steps and rewards, and from where on each guard looks at them. One that speaks forgets its
+    evidence and begins anew: on the same it does not speak twice."""
 
     def __init__(self, settings: GuardSettings) -> None:
         self._settings = settings
-        self._seen: dict[str, deque[Values]] = {name: deque(maxlen=STEPS_KEPT) for name in _GUARDS}
+        self._steps: dict[str, deque[Values]] = {name: deque(maxlen=MEDIAN_STEPS + 1) for name in _OF_STEPS}
+        self._rewards: deque[float] = deque(maxlen=GROUPS_KEPT)
 
     def check(self, values: Values) -> Alarm | None:
-        """The first guard that a step sets off. It forgets its evidence and begins anew: on the same steps it
-        does not speak twice."""
-        for seen in self._seen.values():
-            seen.append(values)
+        """The first guard that a step sets off."""
+        for steps in self._steps.values():
+            steps.append(values)
         alarm = next(self._alarms(), None)
         if alarm is not None:
-            self._seen[alarm.guard].clear()
+            self._steps[alarm.guard].clear()
         return alarm
 
+    def heard(self, rewards: Iterable[float]) -> Alarm | None:
+        """What the mean rewards of more groups, the newest last, set off. They need no step: groups whose
+        rewards are all nothing make none."""
+        new = list(rewards)
+        self._rewards += new
+        reason = reward(list(self._rewards), self._settings) if new else None
+        if reason is None:
+            return None
+        self._rewards.clear()
+        return Alarm("reward_drop", reason)
+
     def _alarms(self) -> Iterator[Alarm]:
-        for name, look in _GUARDS.items():
-            if reason := look(list(self._seen[name]), self._settings):
+        for name, look in _OF_STEPS.items():
+            if reason := look(list(self._steps[name]), self._settings):
                 yield Alarm(name, reason)
+
+
+def update_kl(history: History, settings: GuardSettings) -> str | None:
+    """A step that moved the policy further than a loss can answer for, which knows it as it was."""
+    limit = settings.max_update_kl
+    if limit is None or (seen := history[-1].get("update/kl", nan)) <= limit:
+        return None
+    return (
+        f"step {history[-1]['step']:g} moved the policy by a KL of {seen:.3g} per token, beyond {limit:g} "
+        "(guards.max_update_kl)"
+    )
 
 
 def grad_norm(history: History, settings: GuardSettings) -> str | None:
     """A step far beyond the others: what clipping keeps small is spoilt all the same."""
     before = [values["grad_norm"] for values in history[-1 - MEDIAN_STEPS : -1]]
-    if settings.max_grad_norm_ratio is None or len(before) < settings.reward_steps:
+    if settings.max_grad_norm_ratio is None or len(before) < FEWEST_STEPS:
         return None
     norm, usual = history[-1]["grad_norm"], max(SMALLEST_MEDIAN, median(before))
     if norm <= settings.max_grad_norm_ratio * usual:
@@ -107,27 +136,28 @@ def kl(history: History, settings: GuardSettings) -> str | None:
     )
 
 
-def reward(history: History, settings: GuardSettings) -> str | None:
-    """The mean of the last steps against the best mean of as many steps that there was."""
-    steps = settings.reward_steps
-    rewards = [values["reward_mean"] for values in history]
-    if settings.reward_drop is None or len(rewards) < 2 * steps:
+def reward(rewards: Sequence[float], settings: GuardSettings) -> str | None:
+    """The mean of the last groups against the best mean of as many groups before them."""
+    groups = settings.reward_groups
+    if settings.reward_drop is None or len(rewards) < 2 * groups:
         return None
-    now = rewards[-steps:]
-    best = max((rewards[end - steps : end] for end in range(steps, len(rewards) - steps + 1)), key=fmean)
+    sums = list(accumulate(rewards, initial=0.0))
+    starts = range(len(rewards) - 2 * groups + 1)
+    start = max(starts, key=lambda start: sums[start + groups] - sums[start])
+    best, now = rewards[start : start + groups], rewards[-groups:]
     fall = fmean(best) - fmean(now)
-    noise = ((variance(best) + variance(now)) / steps) ** 0.5
+    noise = ((variance(best) + variance(now)) / groups) ** 0.5
     if fall <= settings.reward_drop * abs(fmean(best)) or fall <= NOISE * noise:
         return None
     return (
-        f"the mean reward of the last {steps} steps is {fmean(now):.3g}, and was {fmean(best):.3g} at best "
+        f"the mean reward of the last {groups} groups is {fmean(now):.3g}, and was {fmean(best):.3g} at best "
         "(guards.reward_drop)"
     )
 
 
-_GUARDS: dict[str, Callable[[History, GuardSettings], str | None]] = {
+_OF_STEPS: dict[str, Callable[[History, GuardSettings], str | None]] = {
+    "max_update_kl": update_kl,
     "max_grad_norm_ratio": grad_norm,
     "max_abs_logp": abs_logp,
     "max_kl": kl,
-    "reward_drop": reward,
 }

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from statistics import fmean
 
 from rollout_queue.errors import StorageUnavailable
 from rollout_queue.records import Verdict
@@ -15,12 +16,13 @@ from rollout_queue.stream import Entry, StreamReader
 from trainer_service.algorithm_settings import AlgorithmSettings
 from trainer_service.assemble import Assembler, Group, Rules
 from trainer_service.checkpoint import State
-from trainer_service.evaluation import Evaluations
+from trainer_service.evaluation import Evaluations, sampled_by
 from trainer_service.face import Backlog
 from trainer_service.metrics import Metrics
 from trainer_service.pulse import Pulse
 from trainer_service.recall import recalled
 from trainer_service.settlement import Batch, Judged, Settlement, judge, refused, select, settle
+from trainer_service.standings import Standings
 from trainer_service.tally import Tally
 from trainer_service.waits import sentence
 
@@ -70,6 +72,11 @@ class Intake:
         """Rewarded rollouts that ended between steps. Before the first, the fewest that can make one."""
         self._endangered = 0
         """Sessions under way that the step which is ready would make too old."""
+        self._weighed: set[str] = set()
+        """Groups, of those that are complete, whose reward was told."""
+        self._rewards: list[float] = []
+        """Their mean rewards, since somebody asked."""
+        self.standings = Standings()
         self.tally = Tally()
         """What ended since the last step."""
         self.evaluations = Evaluations()
@@ -112,6 +119,7 @@ class Intake:
         flush = patience_s is not None and silence_s >= patience_s
         silent: list[Judged] = []
         complete = self._assembler.complete(self._caught_up)
+        self._weighed.intersection_update(group.group_id for group in complete)
         complete.sort(key=lambda group: group.group_id not in begun)
         batch = select(self._live(complete, version, algorithm, silent), algorithm, flush)
         self.end(silent)
@@ -119,6 +127,11 @@ class Intake:
         if batch.full and algorithm.stale == "wait":
             self._endangered = self._assembler.endangered(version - algorithm.max_staleness, complete)
         return batch._replace(full=batch.full and not self._endangered)
+
+    def rewards(self) -> list[float]:
+        """The mean reward of each group that was judged, whatever became of it, since somebody asked."""
+        rewards, self._rewards = self._rewards, []
+        return rewards
 
     def owe(self, batch: list[Judged], step: int, version: int) -> None:
         """The weights contain these groups now: never give them out again, acknowledge them once durable."""
@@ -191,11 +204,26 @@ class Intake:
         self._live_rows = 0
         for group in complete:
             judged = judge(group, version, algorithm)
+            self._weigh(group)
             if judged.silence:
                 silent.append(judged)
             else:
                 self._live_rows += judged.live_rows
                 yield judged
+
+    def _weigh(self, group: Group) -> None:
+        """Once, though it is judged again until its step comes. Evaluation is counted by version."""
+        if group.group_id in self._weighed:
+            return
+        self._weighed.add(group.group_id)
+        rewards = []
+        for member in group.rollouts:
+            if member.evaluation is None and member.reward is not None:
+                rewards.append(member.reward)
+                if (version := sampled_by(member.turns)) is not None:
+                    self.standings.add(version, member.reward)
+        if rewards:
+            self._rewards.append(fmean(rewards))
 
     def end(self, silent: list[Judged]) -> None:
         """Acknowledge groups that no step will use, and records that came after their session's end."""

@@ -13,12 +13,15 @@ from typing import Any
 from rollout_queue.errors import StorageUnavailable
 from rollout_queue.stream import StreamReader
 from trainer_service.disk import DiskTrouble
-from trainer_service.gateway import Gateway, GatewayUnavailable, VersionTaken
+from trainer_service.gateway import Gateway, GatewayUnavailable, VersionTaken, VersionUnknown
 from trainer_service.metrics import Metrics
 from trainer_service.pulse import REPORT_EVERY_S, Pulse
 from trainer_service.store import PolicyStore, manifest_sha256
 
 logger = logging.getLogger(__name__)
+
+Results = list[dict[str, Any]]
+"""Of a push: one per server."""
 
 
 class Publisher:
@@ -68,9 +71,11 @@ class Publisher:
             lambda: self._stream.reserve(version, self._location(version)), StorageUnavailable, "waiting"
         )
 
-    def publish(self, version: int, step: int, export: Callable[[Path], None]) -> None:
+    def publish(
+        self, version: int, step: int, export: Callable[[Path], None], best: int | None = None
+    ) -> None:
         """Have the fleet serve a version. Waits for room on the disk, and for the gateway as long as it is
-        away; raises Stopped then.
+        away; raises Stopped then. Old versions are removed, but not the `best`.
 
         Servers that fail, and a number that went by, are logged: the next version mends both.
         """
@@ -81,17 +86,31 @@ class Publisher:
             f"room on the disk for version {version}",
         )
         try:
-            results = self._pulse.patiently(
-                lambda: self._announce(version, self._location(version), manifest_sha256(path), step),
-                GatewayUnavailable,
-                "publishing",
+            results = self._pushed(
+                lambda: self._gateway.announce(version, self._location(version), manifest_sha256(path), step)
             )
         except VersionTaken as error:
             logger.error("version %d stays with the trainer: %s", version, error)
             return
         self._known = max(self._known or 0, version)
         self._account(version, results)
-        self._prune()
+        self._prune(best)
+
+    def versions(self) -> list[int]:
+        """Those that can be served again, ascending."""
+        return self._store.versions()
+
+    def roll_back(self, version: int) -> None:
+        """Have the fleet serve an older version again. Waits for the gateway as long as it is away; raises
+        Stopped then. What fails is logged."""
+        try:
+            if self._pulse.patiently(lambda: self._gateway.serves(version), GatewayUnavailable, "publishing"):
+                return
+            results = self._pushed(lambda: self._gateway.roll_back(version))
+        except VersionUnknown as error:
+            logger.error("the fleet goes on with what it serves: %s", error)
+            return
+        self._account(version, results)
 
     def resume(self, version: int, step: int, export: Callable[[Path], None]) -> None:
         """After a restart: publish what was made and perhaps not announced. A version that the gateway
@@ -114,24 +133,29 @@ class Publisher:
             self._metrics.disk_refused("publish")
             raise
 
-    def _prune(self) -> None:
+    def _prune(self, best: int | None) -> None:
         """Remove old versions, but none that a server which joins now would be told to fetch."""
         try:
-            self._store.prune(self._gateway.oldest_needed())
+            self._store.prune(self._gateway.oldest_needed(), best)
         except GatewayUnavailable as error:
             logger.warning("no version is removed, since the gateway did not say what is served: %s", error)
 
-    def _announce(self, version: int, location: str, sha256: str, step: int) -> list[dict[str, Any]]:
-        """The push takes as long as its slowest server; the trainer says meanwhile that it lives."""
-        with ThreadPoolExecutor(1) as executor:
-            push = executor.submit(self._gateway.announce, version, location, sha256, step)
-            while True:
-                try:
-                    return push.result(REPORT_EVERY_S)
-                except NotYet:
-                    self._pulse.beat("publishing")
+    def _pushed(self, ask: Callable[[], Results]) -> Results:
+        """As soon as the gateway is there. A push takes as long as its slowest server; the trainer says
+        meanwhile that it lives."""
 
-    def _account(self, version: int, results: list[dict[str, Any]]) -> None:
+        def pushed() -> Results:
+            with ThreadPoolExecutor(1) as executor:
+                push = executor.submit(ask)
+                while True:
+                    try:
+                        return push.result(REPORT_EVERY_S)
+                    except NotYet:
+                        self._pulse.beat("publishing")
+
+        return self._pulse.patiently(pushed, GatewayUnavailable, "publishing")
+
+    def _account(self, version: int, results: Results) -> None:
         for result in results:
             self._metrics.pushed(bool(result["ok"]))
             if not result["ok"]:

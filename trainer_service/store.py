@@ -67,11 +67,11 @@ class PolicyStore:
         sync_tree(final)
         sync_directory(self.directory)
 
-    def prune(self, needed: int | None = None) -> None:
-        """Remove the oldest versions beyond those that are kept, but neither `needed` nor a newer one.
-        Numbers are never used again."""
+    def prune(self, needed: int | None = None, best: int | None = None) -> None:
+        """Remove the oldest versions beyond those that are kept, but neither `needed` nor a newer one, nor
+        the `best`. Numbers are never used again."""
         for version in self.versions()[: -self._keep]:
-            if needed is None or version < needed:
+            if (needed is None or version < needed) and version != best:
                 path = self.path_of(version)
                 (path / STABLE).unlink()
                 shutil.rmtree(path)

@@ -23,7 +23,7 @@ from trainer_service.checkpoint import Checkpoints, LedgerRow, State
 from trainer_service.disk import DiskTrouble
 from trainer_service.evaluation import Kept
 from trainer_service.face import Face, Phase
-from trainer_service.guards import Guards
+from trainer_service.guards import Alarm, Guards
 from trainer_service.intake import BLOCK_S, Intake
 from trainer_service.metrics import Metrics
 from trainer_service.publish import Publisher
@@ -33,6 +33,7 @@ from trainer_service.ranks import Leader
 from trainer_service.score import Baselines, remembered, scored
 from trainer_service.settings import TrainerSettings
 from trainer_service.settlement import Judged, without
+from trainer_service.standings import Standing
 from trainer_service.stopwatch import Stopwatch
 from trainer_service.tally import Tally
 from trainer_service.teacher import Teacher, TeacherAway
@@ -117,6 +118,8 @@ class Trainer:
             self._intake.read()
             algorithm = self._settings.algorithm.after(self._face.snapshot.metrics)
             batch = self._intake.batch(self.version, algorithm, self._begun.group_ids)
+        if self._held_by(self._guards.heard(self._intake.rewards())):
+            return False
         if not batch.full:
             self._learn_early(batch.groups, algorithm)
             self._say("waiting")
@@ -130,13 +133,13 @@ class Trainer:
         if not self._undurable:
             with self._watch.timed("acknowledge"):
                 self._intake.acknowledge()
-        alarmed = self._alarmed(values)
         try:
+            alarmed = self._held_by(self._guards.check({"step": self.step, **values}))
             if self._due(self._settings.publish_every_steps):
                 self._withheld = alarmed
                 if not alarmed:
                     self._publish()
-        finally:  # it may have been told to stop while the gateway is away
+        finally:  # it may be told to stop while the gateway is away
             self._log(values)
         return True
 
@@ -260,21 +263,33 @@ class Trainer:
 
         return self._pulse.patiently(counted, DiskTrouble, "waiting", f"room on the disk for {what}")
 
-    def _alarmed(self, values: dict[str, float]) -> bool:
-        """Whether a guard holds the training at this step."""
-        alarm = self._guards.check({"step": self.step, **values})
-        if alarm is not None:
-            logger.error("paused: %s", alarm.reason)
-            self._metrics.alarmed(alarm.guard)
-            self._face.pause(alarm.reason)
-        return alarm is not None
+    def _held_by(self, alarm: Alarm | None) -> bool:
+        """Whether there is one. The training pauses for it, and the fleet serves what did best. Raises
+        Stopped."""
+        if alarm is None:
+            return False
+        best = self._best() if self._settings.guards.roll_back else None
+        reason = alarm.reason if best is None else f"{alarm.reason}; {best}"
+        logger.error("paused: %s", reason)
+        self._metrics.alarmed(alarm.guard)
+        self._face.pause(reason)
+        if best is not None:
+            self._publisher.roll_back(best.version)
+        return True
+
+    def _best(self) -> Standing | None:
+        """Of the versions that can be served."""
+        return self._intake.standings.best({self._settings.initial_version, *self._publisher.versions()})
 
     def _publish(self) -> None:
         self._withheld = False
         self._pulse.confirm()
         with self._watch.timed("publish"):
             self._say("publishing")
-            self._publisher.publish(self.version, self.step, self._policy.export)
+            best = self._best()
+            self._publisher.publish(
+                self.version, self.step, self._policy.export, best=best.version if best else None
+            )
 
     def _grant_wishes(self) -> None:
         if wishes := self._face.checkpoint_wishes():

@@ -39,7 +39,7 @@ class FakeGateway:
     server_ok: bool = True
     conflict: bool = False
     serving: int | None = None
-    """What an operator rolled back to; else the newest version is served."""
+    """What somebody rolled back to; else the newest version is served."""
     idle: bool = False
     """Whether no version is served."""
     target: int | None = None
@@ -58,7 +58,8 @@ class FakeGateway:
         if request.url.path == "/admin/status":
             if self.speechless:
                 return httpx.Response(503, json={"error": {"message": "Redis is away"}})
-            served = None if self.idle else self.serving or self.versions[-1]
+            newest = self.versions[-1] if self.serving is None else self.serving
+            served = None if self.idle else newest
             policy = {"serving": served, "target": self.target or served}
             return httpx.Response(200, json={"policy": policy})
         if request.method == "GET":
@@ -69,13 +70,22 @@ class FakeGateway:
         if self.conflict:
             return httpx.Response(409, json={"error": {"message": "known with other content"}})
         body = httpx.Response(200, content=request.content).json()
+        if request.url.path == "/admin/policies/rollback":
+            return self._roll_back(body["to"])
         self.announced.append(body)
         self.versions.append(body["version"])
+        return self._pushed(body["version"])
+
+    def _roll_back(self, version: int) -> httpx.Response:
+        if version not in self.versions:
+            return httpx.Response(404, json={"error": {"message": f"no policy has version {version}"}})
+        self.serving = version
+        return self._pushed(version)
+
+    def _pushed(self, version: int) -> httpx.Response:
         error = None if self.server_ok else "broken"
-        result = {"server": "r0", "ok": self.server_ok, "version_served": body["version"], "error": error}
-        return httpx.Response(
-            200 if self.server_ok else 207, json={"version": body["version"], "results": [result]}
-        )
+        result = {"server": "r0", "ok": self.server_ok, "version_served": version, "error": error}
+        return httpx.Response(200 if self.server_ok else 207, json={"version": version, "results": [result]})
 
 
 def turn(session_id: str = "s1", turn_id: str = "t1", **fields: Any) -> Turn:

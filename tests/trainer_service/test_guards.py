@@ -9,10 +9,12 @@ from fastapi.testclient import TestClient
 
 from rollout_queue.web.keys import Keyring
 from tests.trainer_service.rig import MakeRig, Rig
+from tests.trainer_service.test_evaluation import evaluate
 from trainer_service.app import create_app
 from trainer_service.guards import Alarm, Guards, GuardSettings
 
-STEADY = {"grad_norm": 0.5, "mismatch/abs_logp": 0.01, "mismatch/kl": 0.0, "reward_mean": 0.8}
+STEADY = {"grad_norm": 0.5, "mismatch/abs_logp": 0.01, "mismatch/kl": 0.0, "update/kl": 0.001}
+WINDOW = GuardSettings().reward_groups
 
 
 def watched(guards: Guards, steps: Iterable[Mapping[str, float]], first: int = 1) -> list[tuple[int, Alarm]]:
@@ -20,29 +22,35 @@ def watched(guards: Guards, steps: Iterable[Mapping[str, float]], first: int = 1
     return [(at, alarm) for at, alarm in checked if alarm is not None]
 
 
+def told(guards: Guards, rewards: Iterable[float]) -> list[tuple[int, Alarm]]:
+    """Group by group, counted from 1."""
+    heard = [(at, guards.heard([reward])) for at, reward in enumerate(rewards, start=1)]
+    return [(at, alarm) for at, alarm in heard if alarm is not None]
+
+
 def test_a_run_that_learns_sets_nothing_off() -> None:
     """Noise, a slow rise, and a policy that has learned all there is: gradients vanish but for surprises."""
-    rising = [
-        STEADY | {"reward_mean": at / 200 + 0.1 * (-1) ** at, "grad_norm": 0.1 + at % 7} for at in range(200)
-    ]
-    learned = [
-        STEADY | {"reward_mean": 1.0, "grad_norm": 50.0 if at % 40 == 39 else 1e-6} for at in range(200)
-    ]
-    assert not watched(Guards(GuardSettings()), [*rising, *learned])
+    rising = [STEADY | {"grad_norm": 0.1 + at % 7} for at in range(200)]
+    learned = [STEADY | {"grad_norm": 50.0 if at % 40 == 39 else 1e-6} for at in range(200)]
+    guards = Guards(GuardSettings())
+    assert not watched(guards, [*rising, *learned])
+    assert not told(guards, [at / 1000 + 0.1 * (-1) ** at for at in range(1000)] + [1.0] * 200)
 
 
 def test_a_reward_that_never_was_more_than_noise_is_no_collapse() -> None:
-    noise = [STEADY | {"reward_mean": [1.0, 0.0, -1.0, 0.1, -0.2][at * at % 5]} for at in range(300)]
-    assert not watched(Guards(GuardSettings()), noise)
+    noise = [[1.0, 0.0, -1.0, 0.1, -0.2][at * at % 5] for at in range(1000)]
+    assert not told(Guards(GuardSettings()), noise)
 
 
 @pytest.mark.parametrize(
     ("guard", "value", "said"),
     [
+        ("max_update_kl", {"update/kl": 0.2}, "step 31 moved the policy by a KL of 0.2 per token, beyond 0"),
+        ("max_update_kl", {"update/kl": float("nan")}, "step 31 moved the policy by a KL of nan per token"),
         ("max_grad_norm_ratio", {"grad_norm": 101.0}, "the gradient of step 31 is 101, more than 100 times"),
         ("max_abs_logp", {"mismatch/abs_logp": 1.5}, "mean |Δlogprob| between trainer and engine is 1.5 in"),
         ("max_abs_logp", {"mismatch/abs_logp": float("nan")}, "|Δlogprob| between trainer and engine is nan"),
-        ("max_kl", {"mismatch/kl": -2.0}, "the KL between engine and trainer is -2 in step 31, beyond 1"),
+        ("max_kl", {"mismatch/kl": -2.0}, "the KL between engine and trainer is -2 in step 31, beyond 0"),
     ],
 )
 def test_one_step_far_off_sets_off_its_guard_in_words_and_a_null_one_sets_off_nothing(
@@ -61,15 +69,22 @@ def test_a_gradient_is_not_called_large_before_anybody_knows_what_is_usual() -> 
 
 
 def test_a_reward_that_collapses_is_seen_and_not_told_twice() -> None:
-    collapse = [STEADY] * 50 + [STEADY | {"reward_mean": 0.1}] * 100
     guards = Guards(GuardSettings())
-    ((at, alarm),) = watched(guards, collapse)
-    assert 50 < at <= 70
-    assert alarm.reason.startswith("the mean reward of the last 20 steps is 0.3")
+    ((at, alarm),) = told(guards, [0.8] * 300 + [0.1] * 300)
+    assert 300 + WINDOW // 2 < at <= 300 + WINDOW
+    assert alarm.guard == "reward_drop"
+    assert alarm.reason.startswith(f"the mean reward of the last {WINDOW} groups is 0.39")
     assert "and was 0.8 at best (guards.reward_drop)" in alarm.reason
-    assert not watched(guards, [STEADY] * 20, first=151), "better is no alarm"
-    ((_, again),) = watched(guards, [STEADY | {"reward_mean": 0.0}] * 20, first=171)
+    assert not told(guards, [0.8] * 2 * WINDOW), "better is no alarm"
+    ((_, again),) = told(guards, [0.0] * WINDOW)
     assert again.guard == "reward_drop"
+
+
+def test_a_collapse_that_is_heard_at_once_is_seen_and_a_null_guard_sees_none() -> None:
+    collapse = [0.8] * WINDOW + [0.0] * WINDOW
+    assert Guards(GuardSettings()).heard(collapse) is not None
+    assert Guards(GuardSettings(reward_drop=None)).heard(collapse) is None
+    assert Guards(GuardSettings()).heard(collapse[1:]) is None, "too little to compare"
 
 
 def test_a_value_that_is_seen_again_is_told_again() -> None:
@@ -128,6 +143,102 @@ def test_a_resume_serves_what_was_held_and_goes_on(held: Rig) -> None:
     assert [body["version"] for body in held.gateway.announced] == [1, 2]
     assert held.face.snapshot.state == "waiting"
     assert sample(held, "paused") == 0
+
+
+def test_a_reward_that_falls_to_nothing_pauses_though_no_group_makes_a_step(make_rig: MakeRig) -> None:
+    rig = make_rig(guards={"reward_groups": 2}).start()
+    for name in ("a", "b"):
+        rig.agents.group(name, [1.0, 1.0])
+    for name in ("c", "d"):
+        rig.agents.group(name, [0.0, 0.0])
+    rig.face.stop()
+    assert not rig.trainer.turn()
+    rig.trainer.turn()
+    assert rig.face.paused
+    assert rig.trainer.step == 0
+    said = door(rig).get("/status").json()["waiting_for"]
+    assert said.startswith("POST /resume, since the mean reward of the last 2 groups is 0, and was 1 at best")
+    assert sample(rig, "guard_alarms_total", guard="reward_drop") == 1
+    assert {rig.session_codes()[name] for name in ("a-0", "c-0", "d-1")} == {"zero_advantage"}
+    door(rig).post("/resume")
+    rig.agents.group("e", [1.0, 0.0])
+    assert rig.trainer.turn()
+
+
+def test_a_group_that_waits_for_its_step_is_heard_of_once_and_an_evaluation_never(make_rig: MakeRig) -> None:
+    rig = make_rig(guards={"reward_groups": 2}, algorithm={"min_live_rows": 100}).start()
+    good, bad = [1.0, 0.5], [0.25, 0.0]
+    for name, rewards in (("a", good), ("b", bad)):
+        rig.agents.group(name, rewards)
+        for number in range(3):
+            evaluate(rig, f"{name}-evaluation-{number}", rewards[0] / 2)
+            rig.trainer.turn()
+    assert not rig.face.paused
+    for name, rewards in (("c", good), ("d", good), ("e", bad), ("f", bad)):
+        rig.agents.group(name, rewards)
+        rig.trainer.turn()
+    assert rig.face.paused
+    assert "is 0.125, and was 0.75 at best" in str(rig.face.paused_for)
+
+
+def served_by(make_rig: MakeRig, *rewards: tuple[float, float], **settings: Any) -> Rig:
+    """A trainer on which each version was rewarded so, by ten groups, from version 0 on; now something alarms
+    the guards."""
+    rig = make_rig(guards={"max_abs_logp": 100.0, "reward_drop": None, **settings}, keep_policies=2).start()
+    for version, values in enumerate(rewards):
+        for number in range(9):
+            rig.agents.group(f"v{version}-{number}", [sum(values) / 2] * 2, version=version)
+        rig.agents.group(f"v{version}", values, version=version)
+        assert rig.trainer.turn()
+    assert not rig.face.paused
+    assert [body["version"] for body in rig.gateway.announced] == [*range(1, len(rewards) + 1)]
+    rig.agents.group("strange", [1.0, 0.0], version=len(rewards), logprobs=[-400.0] * 3)
+    assert rig.trainer.turn()
+    rig.face.stop()  # so that a paused turn does not sleep
+    assert not rig.trainer.turn()
+    return rig
+
+
+def test_an_alarm_has_the_fleet_serve_the_version_that_did_best_whose_files_were_kept(
+    make_rig: MakeRig,
+) -> None:
+    rig = served_by(make_rig, (0.3, 0.1), (1.0, 0.8), (0.5, 0.3), (0.4, 0.2), (0.2, 0.0))
+    assert rig.store.versions() == [1, 4, 5]
+    assert rig.gateway.serving == 1
+    said = door(rig).get("/status").json()["waiting_for"]
+    assert said.endswith("version 1 is served, which did best: 0.9 in 20 sessions")
+    door(rig).post("/resume")
+    rig.trainer.turn()
+    assert rig.gateway.announced[-1]["version"] == 6
+
+
+def test_it_may_be_the_one_that_there_was_before_any_training(make_rig: MakeRig) -> None:
+    assert served_by(make_rig, (1.0, 0.8), (0.5, 0.3)).gateway.serving == 0
+
+
+def test_an_operator_may_choose_to_serve_on_what_is_served(make_rig: MakeRig) -> None:
+    rig = served_by(make_rig, (1.0, 0.8), (0.5, 0.3), roll_back=False)
+    assert rig.gateway.serving is None
+    assert "is served" not in door(rig).get("/status").json()["waiting_for"]
+
+
+def test_a_version_that_the_gateway_does_not_know_stops_nothing(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make_rig(guards={"max_abs_logp": 1e-3}, initial_version=7).start()
+    rig.agents.group("g", [1.0, 0.0], version=7)
+    assert rig.trainer.turn()
+    assert rig.face.paused
+    assert "the fleet goes on with what it serves: no policy has version 7" in caplog.text
+
+
+def test_a_gateway_that_is_away_is_waited_for(make_rig: MakeRig) -> None:
+    rig = make_rig(guards={"max_abs_logp": 1e-3}).start()
+    rig.agents.group("g", [1.0, 0.0])
+    rig.gateway.versions.append(3)  # so that not 0 is served
+    rig.gateway.refusals = 2
+    assert rig.trainer.turn()
+    assert rig.gateway.serving == 0
 
 
 def test_an_operators_pause_says_so_and_holds_no_version_back(make_rig: MakeRig) -> None:

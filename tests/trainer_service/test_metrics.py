@@ -40,11 +40,12 @@ def test_an_evaluation_has_the_names_of_the_document(rig: Rig) -> None:
 
 def test_a_guard_has_the_name_and_the_default_of_the_document() -> None:
     defaults = GuardSettings()
-    given = defaults.model_dump(exclude={"reward_steps"})
+    given = defaults.model_dump(exclude={"reward_groups", "roll_back"})
     assert list(given) == documented("Guards")
     text = DOCUMENT.read_text(encoding="utf-8")
-    assert all(f"| `{name}` | {value:g} |" in text.replace("1.0 |", "1 |") for name, value in given.items())
-    assert f"`reward_steps` ({defaults.reward_steps})" in text
+    assert all(f"| `{name}` | {value:g} |" in text for name, value in given.items())
+    assert f"`reward_groups` ({defaults.reward_groups})" in text
+    assert f"`roll_back` (default: {str(defaults.roll_back).lower()})" in text
 
 
 def test_prometheus_has_the_names_of_the_document(make_rig: MakeRig) -> None:

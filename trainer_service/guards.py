@@ -30,13 +30,11 @@ class GuardSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_update_kl: float | None = Field(0.05, gt=0)
-    """`update/kl`, nats per token: how far one step may move the policy."""
     max_grad_norm_ratio: float | None = Field(100.0, gt=1)
     """`grad_norm`, before it is clipped, over its median of the last 100 steps; over 1 where that is less."""
-    max_abs_logp: float | None = Field(0.5, gt=0)
+    max_abs_logp: float | None = Field(0.3, gt=0)
     """`mismatch/abs_logp`, nats per token: mean |difference| of trainer and engine, staleness included."""
-    max_kl: float | None = Field(0.5, gt=0)
+    max_kl: float | None = Field(0.3, gt=0)
     """`mismatch/kl`, nats per token, either way."""
     reward_drop: float | None = Field(0.5, gt=0)
     """How far the mean reward of the last `reward_groups` groups may fall from the best that there was, as a
@@ -87,17 +85,6 @@ class Guards:
         for name, look in _OF_STEPS.items():
             if reason := look(list(self._steps[name]), self._settings):
                 yield Alarm(name, reason)
-
-
-def update_kl(history: History, settings: GuardSettings) -> str | None:
-    """A step that moved the policy further than a loss can answer for, which knows it as it was."""
-    limit = settings.max_update_kl
-    if limit is None or (seen := history[-1].get("update/kl", nan)) <= limit:
-        return None
-    return (
-        f"step {history[-1]['step']:g} moved the policy by a KL of {seen:.3g} per token, beyond {limit:g} "
-        "(guards.max_update_kl)"
-    )
 
 
 def grad_norm(history: History, settings: GuardSettings) -> str | None:
@@ -156,7 +143,6 @@ def reward(rewards: Sequence[float], settings: GuardSettings) -> str | None:
 
 
 _OF_STEPS: dict[str, Callable[[History, GuardSettings], str | None]] = {
-    "max_update_kl": update_kl,
     "max_grad_norm_ratio": grad_norm,
     "max_abs_logp": abs_logp,
     "max_kl": kl,

@@ -1,6 +1,6 @@
 """One batch through the policy: look, forward, loss, backward, step; and what it said of itself.
 
-rows ─ micro_batches ─ share ─▶ look? ─ survey ─▶ logprobs ─ policy_loss ─ backward ─▶ … ─▶ step ─▶ update
+rows ─ micro_batches ─ share ─▶ look? ─ survey ─▶ logprobs ─ policy_loss ─ backward ─▶ … ─▶ step
   └────────────────────── accumulate: once, or for groups as they come ────────────────┘
 """
 
@@ -22,7 +22,6 @@ from trainer_service.algorithms.tokens import Tokens
 from trainer_service.batch import MicroBatch, Row, micro_batches
 from trainer_service.diagnostics import Criticised, Observed, diagnostics, of_critic
 from trainer_service.look import Look, Seer, Survey, Valuer, look, survey
-from trainer_service.update import update
 
 logger = logging.getLogger(__name__)
 
@@ -127,10 +126,9 @@ class Optimisation:
             said = diagnostics(step, version)
             if epoch == 0:
                 self._name_left_out(step)
-                before, metrics = step, {**said, "grad_norm": grad_norm}
+                metrics = {**said, "grad_norm": grad_norm}
             else:  # what clips does so in the later epochs
                 metrics |= {name: value for name, value in said.items() if name.startswith("ppo/")}
-        metrics |= update(learner, self._rows, before, algorithm.max_tokens, beat)
         if algorithm.needs_critic:
             (part,) = self._parts  # returns are of the whole step
             metrics |= _criticised(

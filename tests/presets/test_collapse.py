@@ -1,75 +1,98 @@
 """The demo's task with a recipe that collapses: a rate of 1e-3, a step for every group, rollouts four steps
-old. With guards on, what is served stays better than what it began as. `make test-presets`."""
+old. Without guards its reward falls from almost all to almost nothing; with them the training holds, and the
+fleet serves a version that does better than the first. `make test-presets`."""
 
 import asyncio
-import json
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import httpx
 import pytest
 
 from bench.kinds import KINDS
 from bench.shelf import Trial
-from bench.trial import evaluated, groups_in_flight, settings_of
+from bench.trial import GROUP_SIZE, evaluated, groups_in_flight, settings_of
+from trainer_service.guards import GuardSettings
 from weir.demo.episodes import Episodes, Record
 from weir.demo.make_model import model_for
+from weir.demo.observer import Observer, Snapshot
+from weir.demo.watched import watched
 from weir.services import merged
 from weir.settings import StackSettings
 from weir.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1800)]
 
-TRIAL = Trial("tool", 4, 0)
-RECIPE = {"trainer": {"optimizer": {"lr": 1e-3}, "algorithm": {"min_live_rows": 1}}}
-EPISODES, LONGEST_S = 6000, 600.0
+LAG = 4
+RECIPE = {"optimizer": {"lr": 1e-3}, "algorithm": {"min_live_rows": 1}}
+GUARDS = [name for name in GuardSettings.model_fields if name.startswith("max_")] + ["reward_drop"]
+LEARNED, LOST = 0.7, 0.2
+"""Mean rewards of the last 128 episodes: from above the one to below the other is a collapse."""
+LONGEST_S = 600.0
 
 
-def recipe(run_dir: Path) -> StackSettings:
-    model, _ = model_for(Path("run/models"), TRIAL.seed)
-    settings = settings_of(TRIAL, run_dir, model)
-    return settings.model_copy(update={"services": merged(settings.services, RECIPE)})
+@dataclass
+class Course:
+    """How a run goes, until the trainer holds, the reward has collapsed, or it had long enough for both."""
+
+    snapshot: Snapshot
+    ends_at: float
+    best: float = 0.0
+    collapsed: bool = False
+
+    @property
+    def held(self) -> bool:
+        return self.snapshot.trainer.get("state") == "paused"
+
+    def enough(self, record: Record) -> bool:
+        reward = record.moving_average or 0.0
+        self.best = max(self.best, reward)
+        self.collapsed = self.collapsed or (self.best > LEARNED and reward < LOST)
+        return self.held or self.collapsed or time.monotonic() > self.ends_at
 
 
-async def played(stack: Stack, settings: StackSettings) -> Record:
-    """Until the trainer holds by itself, or for long enough to have collapsed."""
-    headers = {"authorization": f"Bearer {settings.admin_keys[0]}"}
-    began, held = time.monotonic(), asyncio.Event()
-
-    async def watch() -> None:
-        async with httpx.AsyncClient(base_url=stack.trainer_url, headers=headers) as rest:
-            while not held.is_set():
-                said = (await rest.get("/status")).raise_for_status().json()
-                if said["state"] == "paused":
-                    print(f"paused at step {said['step']}: {said['waiting_for']}")
-                    held.set()
-                await asyncio.sleep(0.5)
-
-    def enough(so_far: Record) -> bool:
-        return held.is_set() or len(so_far.episodes) > EPISODES or time.monotonic() - began > LONGEST_S
-
-    watching = asyncio.create_task(watch())
-    try:
-        return await Episodes(
-            stack.gateway_url,
-            settings.client_keys[0],
-            group_size=8,
-            groups_in_flight=groups_in_flight(TRIAL.max_staleness),
-            seed=TRIAL.seed,
-        ).play(enough)
-    finally:
-        watching.cancel()
+def settings_with(guards: Mapping[str, Any], seed: int, run_dir: Path) -> StackSettings:
+    model, _ = model_for(Path("run/models"), seed)
+    settings = settings_of(Trial("tool", LAG, seed), run_dir, model)
+    recipe = {"trainer": {**RECIPE, "guards": dict(guards)}}
+    return settings.model_copy(update={"services": merged(settings.services, recipe)})
 
 
-def test_a_recipe_that_collapses_is_held(tmp_path: Path) -> None:
-    settings = recipe(tmp_path)
+async def played(stack: Stack, settings: StackSettings, seed: int) -> Course:
+    episodes = Episodes(
+        stack.gateway_url,
+        settings.client_keys[0],
+        group_size=GROUP_SIZE,
+        groups_in_flight=groups_in_flight(LAG),
+        seed=seed,
+    )
+    observer = Observer(stack.gateway_url, settings.admin_keys[0], settings.run_dir / "metrics.jsonl")
+    course = Course(observer.snapshot, time.monotonic() + LONGEST_S)
+    record = await watched(stack, episodes, observer, course.enough)
+    print(f"{len(record.episodes)} episodes, {len(course.snapshot.steps)} steps, at best {course.best:.2f}")
+    return course
+
+
+def test_without_guards_it_collapses(tmp_path: Path) -> None:
+    settings = settings_with(dict.fromkeys(GUARDS), 0, tmp_path)
+    with Stack(settings) as stack:
+        stack.wait_ready(timeout_s=300)
+        course = asyncio.run(played(stack, settings, 0))
+    assert course.collapsed
+    assert max(step["staleness/total_max"] for step in course.snapshot.steps) >= 2
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_with_guards_it_is_held(tmp_path: Path, seed: int) -> None:
+    settings = settings_with({}, seed, tmp_path)
     with Stack(settings) as stack:
         stack.wait_ready(timeout_s=300)
         warm = asyncio.run(evaluated(stack, settings, KINDS["tool"]))
-        record = asyncio.run(played(stack, settings))
+        course = asyncio.run(played(stack, settings, seed))
         served = asyncio.run(evaluated(stack, settings, KINDS["tool"]))
-    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    print(f"warm start {warm:.2f}, served {served:.2f}; {len(record.episodes)} episodes, {len(steps)} steps")
-    assert len(steps) > 1
-    assert max(step["staleness/total_max"] for step in steps) >= 2
-    assert served >= warm
+    print(f"warm start {warm:.2f}, served {served:.2f}; {course.snapshot.trainer.get('waiting_for')}")
+    assert course.held
+    assert not course.collapsed
+    assert served > warm

@@ -335,6 +335,29 @@ def test_who_publishes_by_hand_during_a_step_gets_another_number(
     assert [server.version for server in servers] == [taken + 2, taken + 2]
 
 
+def test_a_trainer_has_the_fleet_go_back_and_then_on(
+    door: Door, servers: list[FakeRolloutServer], trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        trainer.take()
+        trainer.announce()
+    for version in (2, 0, 1):
+        trainer.publisher.roll_back(version)
+        assert [server.version for server in servers] == [version, version]
+    told = len(servers[0].reloads)
+    trainer.publisher.roll_back(1)
+    assert len(servers[0].reloads) == told, "it is served already"
+    trainer.publisher.roll_back(9)
+    assert "the fleet goes on with what it serves: no policy has version 9" in caplog.text
+    servers[0].refuse = True
+    trainer.publisher.roll_back(2)
+    assert [server.version for server in servers] == [1, 2]
+    servers[0].refuse = False
+    assert trainer.take() == 4
+    trainer.announce()
+    assert [server.version for server in servers] == [4, 4]
+
+
 def test_a_number_that_the_trainer_takes_while_another_policy_is_registered_is_its_own(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:

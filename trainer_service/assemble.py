@@ -109,6 +109,10 @@ class Assembler:
                 found.append((heard_at, Group(group_id.strip(), size, ordered)))
         return [group for _, group in sorted(found, key=lambda item: (item[0], item[1].group_id))]
 
+    def group_ids(self) -> set[str]:
+        """Of every group that is held, complete or not."""
+        return {group_id.strip() for group_id in self._groups}
+
     def release(self, group: Group) -> None:
         """Forget a group that is settled; whatever still arrives of it is a stray, or comes too late."""
         for member in group.members:

@@ -4,6 +4,7 @@
                                           LoRA, and state.json with the sizes of all of them
     {directory}/ledger.jsonl              one line per trained step; state.json says how much of it counts
     {directory}/VERSION                   the highest version number that was ever given out
+    {directory}/HELD                      why a guard holds the training, until somebody resumes it
     {directory}/CURRENT                   the tag that a restart loads; moved last, in one step
 
 DeepSpeed's own `latest` is not crash safe: it is written without sync, before every shard is there. So
@@ -34,6 +35,7 @@ CURRENT = "CURRENT"
 STATE = "state.json"
 LEDGER = "ledger.jsonl"
 VERSION = "VERSION"
+HELD = "HELD"
 TAG = re.compile(r"(\d{8,})-step-\d{8,}")
 """A volume may hold directories that are none of ours, such as lost+found."""
 
@@ -166,6 +168,21 @@ class Checkpoints:
         with written(f"version number {number}", lambda: None):
             write_atomically(path, str(number).encode())
         return number
+
+    def hold(self, reason: str) -> None:
+        """Remember why the training is held, over restarts. Raises DiskTrouble."""
+        with written("the reason of a pause", lambda: None):
+            write_atomically(self._directory / HELD, reason.encode())
+
+    def held(self) -> str | None:
+        """Why it is; None where it is not."""
+        path = self._directory / HELD
+        return path.read_text(encoding="utf-8") if path.exists() else None
+
+    def release(self) -> None:
+        """Somebody resumed it."""
+        (self._directory / HELD).unlink(missing_ok=True)
+        sync_directory(self._directory)
 
     def ledger(self, since: int, limit: int) -> list[LedgerRow]:
         """Rows of steps > `since` that a durable checkpoint contains, oldest first."""

@@ -83,9 +83,16 @@ class Face:
         self._pause_reason = reason or self._pause_reason
         self._paused.set()
 
+    def explain(self, reason: str) -> None:
+        """More is known of why a guard paused; nothing where somebody has resumed meanwhile."""
+        with self._lock:
+            if self._pause_reason is not None:
+                self._pause_reason = reason
+
     def resume(self) -> None:
-        self._pause_reason = None
-        self._paused.clear()
+        with self._lock:
+            self._pause_reason = None
+            self._paused.clear()
 
     def stop(self) -> None:
         """Finish the step, then end. Safe in a signal handler."""

@@ -61,7 +61,7 @@ class Guards:
         self._steps: dict[str, deque[Values]] = {name: deque(maxlen=MEDIAN_STEPS + 1) for name in _OF_STEPS}
         self._rewards: deque[float] = deque(maxlen=GROUPS_KEPT)
 
-    def check(self, values: Values) -> Alarm | None:
+    def check_step(self, values: Values) -> Alarm | None:
         """The first guard that a step sets off."""
         for steps in self._steps.values():
             steps.append(values)
@@ -70,7 +70,7 @@ class Guards:
             self._steps[alarm.guard].clear()
         return alarm
 
-    def heard(self, rewards: Iterable[float]) -> Alarm | None:
+    def check_rewards(self, rewards: Iterable[float]) -> Alarm | None:
         """What the mean rewards of more groups, the newest last, set off. They need no step: groups whose
         rewards are all nothing make none."""
         new = list(rewards)

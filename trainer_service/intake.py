@@ -73,7 +73,7 @@ class Intake:
         self._endangered = 0
         """Sessions under way that the step which is ready would make too old."""
         self._weighed: set[str] = set()
-        """Groups, of those that are complete, whose reward was told."""
+        """Groups, of those that are held, whose reward was told."""
         self._rewards: list[float] = []
         """Their mean rewards, since somebody asked."""
         self.standings = Standings()
@@ -119,7 +119,7 @@ class Intake:
         flush = patience_s is not None and silence_s >= patience_s
         silent: list[Judged] = []
         complete = self._assembler.complete(self._caught_up)
-        self._weighed.intersection_update(group.group_id for group in complete)
+        self._weighed.intersection_update(self._assembler.group_ids())
         complete.sort(key=lambda group: group.group_id not in begun)
         batch = select(self._live(complete, version, algorithm, silent), algorithm, flush)
         self.end(silent)

@@ -100,17 +100,19 @@ class Publisher:
         """Those that can be served again, ascending."""
         return self._store.versions()
 
-    def roll_back(self, version: int) -> None:
+    def roll_back(self, version: int) -> bool:
         """Have the fleet serve an older version again. Waits for the gateway as long as it is away; raises
-        Stopped then. What fails is logged."""
+        Stopped then. Returns whether it is served; what fails is logged."""
+        self._pulse.confirm()
         try:
             if self._pulse.patiently(lambda: self._gateway.serves(version), GatewayUnavailable, "publishing"):
-                return
+                return True
             results = self._pushed(lambda: self._gateway.roll_back(version))
         except VersionUnknown as error:
             logger.error("the fleet goes on with what it serves: %s", error)
-            return
+            return False
         self._account(version, results)
+        return any(result["ok"] for result in results)
 
     def resume(self, version: int, step: int, export: Callable[[Path], None]) -> None:
         """After a restart: publish what was made and perhaps not announced. A version that the gateway
@@ -163,6 +165,6 @@ class Publisher:
                     "server %s did not take version %d: %s", result["server"], version, result["error"]
                 )
         if results and not any(result["ok"] for result in results):
-            logger.error("no server took version %d; going on to the next", version)
+            logger.error("no server took version %d", version)
         else:
             logger.info("version %d is served by %d servers", version, sum(bool(r["ok"]) for r in results))

@@ -75,7 +75,7 @@ class Trainer:
         self._guards = Guards(settings.guards)
         self._begun = Begun(policy)
         self._withheld = False
-        """Whether this version waits for a resume before anybody serves it."""
+        """Whether the newest version waits for a resume before anybody serves it, or serves it again."""
 
     def run(self) -> None:
         """Train until told to stop, and leave everything that was trained in a checkpoint."""
@@ -101,7 +101,10 @@ class Trainer:
         self._say("waiting")
         self._intake.resume(state)
         self._face.ready = True
-        if self.step and self._due(self._settings.publish_every_steps):
+        if reason := self._checkpoints.held():
+            self._withheld = True
+            self._face.pause(reason)
+        elif self.step and self._due(self._settings.publish_every_steps):
             self._publisher.resume(self.version, self.step, self._policy.export)
 
     def turn(self) -> bool:
@@ -113,12 +116,13 @@ class Trainer:
             self._face.sleep(BLOCK_S)
             return False
         if self._withheld:
-            self._publish()
+            self._release()
         with self._watch.timed("read"):
             self._intake.read()
             algorithm = self._settings.algorithm.after(self._face.snapshot.metrics)
             batch = self._intake.batch(self.version, algorithm, self._begun.group_ids)
-        if self._held_by(self._guards.heard(self._intake.rewards())):
+        if alarm := self._guards.check_rewards(self._intake.rewards()):
+            self._hold(alarm)
             return False
         if not batch.full:
             self._learn_early(batch.groups, algorithm)
@@ -134,11 +138,10 @@ class Trainer:
             with self._watch.timed("acknowledge"):
                 self._intake.acknowledge()
         try:
-            alarmed = self._held_by(self._guards.check({"step": self.step, **values}))
-            if self._due(self._settings.publish_every_steps):
-                self._withheld = alarmed
-                if not alarmed:
-                    self._publish()
+            if alarm := self._guards.check_step({"step": self.step, **values}):
+                self._hold(alarm)
+            elif self._due(self._settings.publish_every_steps):
+                self._publish()
         finally:  # it may be told to stop while the gateway is away
             self._log(values)
         return True
@@ -263,26 +266,32 @@ class Trainer:
 
         return self._pulse.patiently(counted, DiskTrouble, "waiting", f"room on the disk for {what}")
 
-    def _held_by(self, alarm: Alarm | None) -> bool:
-        """Whether there is one. The training pauses for it, and the fleet serves what did best. Raises
+    def _hold(self, alarm: Alarm) -> None:
+        """Pause until somebody resumes, over restarts too, and have the fleet serve what did best. Raises
         Stopped."""
-        if alarm is None:
-            return False
-        best = self._best() if self._settings.guards.roll_back else None
-        reason = alarm.reason if best is None else f"{alarm.reason}; {best}"
-        logger.error("paused: %s", reason)
+        logger.error("paused: %s", alarm.reason)
         self._metrics.alarmed(alarm.guard)
-        self._face.pause(reason)
-        if best is not None:
-            self._publisher.roll_back(best.version)
-        return True
+        self._withheld = True
+        self._face.pause(alarm.reason)
+        self._with_room("the reason of a pause", lambda: self._checkpoints.hold(alarm.reason))
+        best = self._best() if self._settings.guards.roll_back else None
+        if best is not None and self._publisher.roll_back(best.version):
+            said = f"version {best.version} did best, {best.reward:.3g} in {best.sessions} sessions"
+            logger.warning("%s: it is served", said)
+            self._face.explain(f"{alarm.reason}; {said}, and is served")
+
+    def _release(self) -> None:
+        """Somebody resumed what was held: the newest version is served, whatever was served meanwhile."""
+        if self.step:
+            self._publish()
+        self._withheld = False
+        self._checkpoints.release()
 
     def _best(self) -> Standing | None:
         """Of the versions that can be served."""
         return self._intake.standings.best({self._settings.initial_version, *self._publisher.versions()})
 
     def _publish(self) -> None:
-        self._withheld = False
         self._pulse.confirm()
         with self._watch.timed("publish"):
             self._say("publishing")

@@ -39,7 +39,8 @@ class FakeGateway:
     server_ok: bool = True
     conflict: bool = False
     serving: int | None = None
-    """What somebody rolled back to; else the newest version is served."""
+    """What is served whatever is published; else the newest version is."""
+    rolled_back_to: int | None = None
     idle: bool = False
     """Whether no version is served."""
     target: int | None = None
@@ -58,8 +59,7 @@ class FakeGateway:
         if request.url.path == "/admin/status":
             if self.speechless:
                 return httpx.Response(503, json={"error": {"message": "Redis is away"}})
-            newest = self.versions[-1] if self.serving is None else self.serving
-            served = None if self.idle else newest
+            served = self.served
             policy = {"serving": served, "target": self.target or served}
             return httpx.Response(200, json={"policy": policy})
         if request.method == "GET":
@@ -74,12 +74,20 @@ class FakeGateway:
             return self._roll_back(body["to"])
         self.announced.append(body)
         self.versions.append(body["version"])
+        self.rolled_back_to = None
         return self._pushed(body["version"])
+
+    @property
+    def served(self) -> int | None:
+        if self.idle:
+            return None
+        named = (self.serving, self.rolled_back_to, self.versions[-1])
+        return next(version for version in named if version is not None)
 
     def _roll_back(self, version: int) -> httpx.Response:
         if version not in self.versions:
             return httpx.Response(404, json={"error": {"message": f"no policy has version {version}"}})
-        self.serving = version
+        self.rolled_back_to = version
         return self._pushed(version)
 
     def _pushed(self, version: int) -> httpx.Response:

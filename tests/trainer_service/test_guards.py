@@ -8,7 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from rollout_queue.web.keys import Keyring
-from tests.trainer_service.rig import MakeRig, Rig
+from tests.trainer_service.rig import MakeRig, Rig, turn
 from tests.trainer_service.test_evaluation import evaluate
 from trainer_service.app import create_app
 from trainer_service.guards import Alarm, Guards, GuardSettings
@@ -18,13 +18,15 @@ WINDOW = GuardSettings().reward_groups
 
 
 def watched(guards: Guards, steps: Iterable[Mapping[str, float]], first: int = 1) -> list[tuple[int, Alarm]]:
-    checked = [(at, guards.check({"step": at, **values})) for at, values in enumerate(steps, start=first)]
+    checked = [
+        (at, guards.check_step({"step": at, **values})) for at, values in enumerate(steps, start=first)
+    ]
     return [(at, alarm) for at, alarm in checked if alarm is not None]
 
 
 def told(guards: Guards, rewards: Iterable[float]) -> list[tuple[int, Alarm]]:
     """Group by group, counted from 1."""
-    heard = [(at, guards.heard([reward])) for at, reward in enumerate(rewards, start=1)]
+    heard = [(at, guards.check_rewards([reward])) for at, reward in enumerate(rewards, start=1)]
     return [(at, alarm) for at, alarm in heard if alarm is not None]
 
 
@@ -80,9 +82,9 @@ def test_a_reward_that_collapses_is_seen_and_not_told_twice() -> None:
 
 def test_a_collapse_that_is_heard_at_once_is_seen_and_a_null_guard_sees_none() -> None:
     collapse = [0.8] * WINDOW + [0.0] * WINDOW
-    assert Guards(GuardSettings()).heard(collapse) is not None
-    assert Guards(GuardSettings(reward_drop=None)).heard(collapse) is None
-    assert Guards(GuardSettings()).heard(collapse[1:]) is None, "too little to compare"
+    assert Guards(GuardSettings()).check_rewards(collapse) is not None
+    assert Guards(GuardSettings(reward_drop=None)).check_rewards(collapse) is None
+    assert Guards(GuardSettings()).check_rewards(collapse[1:]) is None, "too little to compare"
 
 
 def test_a_value_that_is_seen_again_is_told_again() -> None:
@@ -161,15 +163,55 @@ def test_a_reward_that_falls_to_nothing_pauses_though_no_group_makes_a_step(make
     door(rig).post("/resume")
     rig.agents.group("e", [1.0, 0.0])
     assert rig.trainer.turn()
+    assert [body["version"] for body in rig.gateway.announced] == [1], "there was nothing new before"
 
 
-def test_a_group_that_waits_for_its_step_is_heard_of_once_and_an_evaluation_never(make_rig: MakeRig) -> None:
+def collapsed(make_rig: MakeRig, **settings: Any) -> Rig:
+    """Version 0 did well, and the newest, 1, did not: rewards have paused the training."""
+    rig = make_rig(guards={"reward_groups": 2}, **settings).start()
+    rig.agents.group("a", [1.0, 0.5])
+    assert rig.trainer.turn()
+    for name, reward, version in (("b", 0.75, 0), ("c", 0.0, 1), ("d", 0.0, 1)):
+        rig.agents.group(name, [reward, reward], version=version)
+    rig.face.stop()
+    assert not rig.trainer.turn()
+    assert rig.face.paused
+    return rig
+
+
+@pytest.mark.parametrize("publish_every_steps", [1, 2])
+def test_a_resume_serves_the_newest_version_though_it_was_served_before(
+    make_rig: MakeRig, publish_every_steps: int
+) -> None:
+    """Else rollouts would stay those of an old version, too old to train, and no step would make another."""
+    rig = collapsed(make_rig, publish_every_steps=publish_every_steps)
+    assert rig.gateway.served == 0
+    door(rig).post("/resume")
+    rig.trainer.turn()
+    assert rig.gateway.served == rig.trainer.version == 1
+
+
+def test_what_a_guard_held_stays_held_over_a_restart(make_rig: MakeRig) -> None:
+    rig = collapsed(make_rig).restart()
+    rig.face.stop()
+    assert not rig.trainer.turn()
+    assert rig.gateway.served == 0
+    said = door(rig).get("/status").json()
+    assert said["state"] == "paused"
+    assert said["waiting_for"].startswith("POST /resume, since the mean reward of the last 2 groups is 0")
+    again = rig.restart()
+    door(again).post("/resume")
+    again.trainer.turn()
+    assert again.gateway.served == 1
+    assert not again.restart().face.paused
+
+
+def test_a_group_that_waits_for_its_step_is_heard_of_once(make_rig: MakeRig) -> None:
     rig = make_rig(guards={"reward_groups": 2}, algorithm={"min_live_rows": 100}).start()
     good, bad = [1.0, 0.5], [0.25, 0.0]
     for name, rewards in (("a", good), ("b", bad)):
         rig.agents.group(name, rewards)
-        for number in range(3):
-            evaluate(rig, f"{name}-evaluation-{number}", rewards[0] / 2)
+        for _ in range(3):
             rig.trainer.turn()
     assert not rig.face.paused
     for name, rewards in (("c", good), ("d", good), ("e", bad), ("f", bad)):
@@ -177,6 +219,38 @@ def test_a_group_that_waits_for_its_step_is_heard_of_once_and_an_evaluation_neve
         rig.trainer.turn()
     assert rig.face.paused
     assert "is 0.125, and was 0.75 at best" in str(rig.face.paused_for)
+
+
+def test_a_group_that_goes_without_its_stragglers_is_heard_of_once_however_much_is_to_be_read(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While more is to be read than comes at once, such a group is not complete."""
+    algorithm = {"min_live_rows": 100, "group_deadline_s": 60.0}
+    rig = make_rig(guards={"reward_groups": 2}, algorithm=algorithm).start()
+    for number, reward in enumerate((1.0, 0.5)):
+        rig.agents.episode(f"a-{number}", reward, group_id="a", size=4)
+    for number, count in enumerate((1000, 1, 1000, 1, 1000)):
+        monkeypatch.setattr("trainer_service.intake.READ_COUNT", count)
+        rig.agents.open(f"other-{number}")
+        rig.agents.call(turn(f"other-{number}", f"other-{number}-t"))
+        rig.trainer.turn()
+    for name, reward in (("b", 1.0), ("c", 0.0), ("d", 0.0)):
+        rig.agents.group(name, [reward, reward])
+    rig.trainer.turn()
+    assert " in 8 sessions, and is served" in str(rig.face.paused_for)
+
+
+def test_evaluations_say_nothing_of_the_training(make_rig: MakeRig) -> None:
+    """Those of a session whose calls were pinned, too."""
+    rig = make_rig(guards={"reward_groups": 2}).start()
+    for number, reward in enumerate([1.0, 1.0, 0.0, 0.0]):
+        evaluate(rig, f"e{number}", reward)
+        rig.agents.open(f"p{number}")
+        rig.agents.call(turn(f"p{number}", f"p{number}-t", policy="policy@0"))
+        rig.agents.finish(f"p{number}", reward)
+        rig.trainer.turn()
+    assert not rig.face.paused
+    assert set(rig.session_codes().values()) == {"not_for_training"}
 
 
 def served_by(make_rig: MakeRig, *rewards: tuple[float, float], **settings: Any) -> Rig:
@@ -202,21 +276,21 @@ def test_an_alarm_has_the_fleet_serve_the_version_that_did_best_whose_files_were
 ) -> None:
     rig = served_by(make_rig, (0.3, 0.1), (1.0, 0.8), (0.5, 0.3), (0.4, 0.2), (0.2, 0.0))
     assert rig.store.versions() == [1, 4, 5]
-    assert rig.gateway.serving == 1
+    assert rig.gateway.rolled_back_to == 1
     said = door(rig).get("/status").json()["waiting_for"]
-    assert said.endswith("version 1 is served, which did best: 0.9 in 20 sessions")
+    assert said.endswith("; version 1 did best, 0.9 in 20 sessions, and is served")
     door(rig).post("/resume")
     rig.trainer.turn()
-    assert rig.gateway.announced[-1]["version"] == 6
+    assert rig.gateway.served == 6
 
 
 def test_it_may_be_the_one_that_there_was_before_any_training(make_rig: MakeRig) -> None:
-    assert served_by(make_rig, (1.0, 0.8), (0.5, 0.3)).gateway.serving == 0
+    assert served_by(make_rig, (1.0, 0.8), (0.5, 0.3)).gateway.served == 0
 
 
 def test_an_operator_may_choose_to_serve_on_what_is_served(make_rig: MakeRig) -> None:
     rig = served_by(make_rig, (1.0, 0.8), (0.5, 0.3), roll_back=False)
-    assert rig.gateway.serving is None
+    assert rig.gateway.rolled_back_to is None
     assert "is served" not in door(rig).get("/status").json()["waiting_for"]
 
 
@@ -228,6 +302,17 @@ def test_a_version_that_the_gateway_does_not_know_stops_nothing(
     assert rig.trainer.turn()
     assert rig.face.paused
     assert "the fleet goes on with what it serves: no policy has version 7" in caplog.text
+    assert "is served" not in str(rig.face.paused_for)
+
+
+def test_where_no_server_goes_back_nobody_says_so(make_rig: MakeRig) -> None:
+    rig = make_rig(guards={"max_abs_logp": 1e-3}).start()
+    rig.gateway.versions.append(3)  # so that not 0 is served
+    rig.gateway.server_ok = False
+    rig.agents.group("g", [1.0, 0.0])
+    assert rig.trainer.turn()
+    assert rig.face.paused
+    assert "is served" not in str(rig.face.paused_for)
 
 
 def test_a_gateway_that_is_away_is_waited_for(make_rig: MakeRig) -> None:
@@ -236,7 +321,7 @@ def test_a_gateway_that_is_away_is_waited_for(make_rig: MakeRig) -> None:
     rig.gateway.versions.append(3)  # so that not 0 is served
     rig.gateway.refusals = 2
     assert rig.trainer.turn()
-    assert rig.gateway.serving == 0
+    assert rig.gateway.rolled_back_to == 0
 
 
 def test_an_operators_pause_says_so_and_holds_no_version_back(make_rig: MakeRig) -> None:
@@ -251,9 +336,17 @@ def test_an_operators_pause_says_so_and_holds_no_version_back(make_rig: MakeRig)
     assert [body["version"] for body in rig.gateway.announced] == [1]
 
 
-def test_a_restart_is_a_resume(held: Rig) -> None:
-    """A pause is of one process: the next one serves what is in its checkpoint, and trains on."""
+def test_a_restart_serves_nothing_that_a_guard_withheld(held: Rig) -> None:
     again = held.restart()
-    assert [body["version"] for body in again.gateway.announced] == [1]
+    assert again.face.paused
+    assert not again.gateway.announced
+    door(again).post("/resume")
     assert again.trainer.turn()
+    assert [body["version"] for body in again.gateway.announced] == [1]
     assert again.trainer.step == 2
+
+
+def test_a_restart_is_a_resume_of_what_an_operator_paused(make_rig: MakeRig) -> None:
+    rig = make_rig().start()
+    rig.face.pause()
+    assert not rig.restart().face.paused

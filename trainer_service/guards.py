@@ -32,14 +32,14 @@ class GuardSettings(BaseModel):
 
     max_grad_norm_ratio: float | None = Field(100.0, gt=1)
     """`grad_norm`, before it is clipped, over its median of the last 100 steps; over 1 where that is less."""
-    max_abs_logp: float | None = Field(0.3, gt=0)
+    max_abs_logp: float | None = Field(0.2, gt=0)
     """`mismatch/abs_logp`, nats per token: mean |difference| of trainer and engine, staleness included."""
-    max_kl: float | None = Field(0.3, gt=0)
+    max_kl: float | None = Field(0.2, gt=0)
     """`mismatch/kl`, nats per token, either way."""
     reward_drop: float | None = Field(0.5, gt=0)
     """How far the mean reward of the last `reward_groups` groups may fall from the best that there was, as a
     share of that best's size. A fall that noise explains does not count."""
-    reward_groups: int = Field(64, ge=2)
+    reward_groups: int = Field(32, ge=2)
     roll_back: bool = True
     """Have the fleet serve, while the training holds, the version whose sessions were rewarded best."""
 

@@ -73,7 +73,7 @@ def test_a_reward_that_collapses_is_seen_and_not_told_twice() -> None:
     ((at, alarm),) = told(guards, [0.8] * 300 + [0.1] * 300)
     assert 300 + WINDOW // 2 < at <= 300 + WINDOW
     assert alarm.guard == "reward_drop"
-    assert alarm.reason.startswith(f"the mean reward of the last {WINDOW} groups is 0.39")
+    assert alarm.reason.startswith(f"the mean reward of the last {WINDOW} groups is 0.38")
     assert "and was 0.8 at best (guards.reward_drop)" in alarm.reason
     assert not told(guards, [0.8] * 2 * WINDOW), "better is no alarm"
     ((_, again),) = told(guards, [0.0] * WINDOW)

@@ -1,6 +1,6 @@
 """The demo's task with a recipe that collapses: a rate of 1e-3, a step for every group, rollouts four steps
-old. Without guards its reward falls from almost all to almost nothing; with them the training holds before, and
-the fleet serves a version that does better than the first. `make test-presets`."""
+old. Without guards its reward falls from almost all to almost nothing; with them the training holds, and the
+fleet serves a version that does better than the first. `make test-presets`."""
 
 import asyncio
 import time

@@ -353,6 +353,8 @@ def test_a_trainer_has_the_fleet_go_back_and_then_on(
     trainer.publisher.roll_back(2)
     assert [server.version for server in servers] == [1, 2]
     servers[0].refuse = False
+    trainer.announce()  # the same again
+    assert [server.version for server in servers] == [3, 3]
     assert trainer.take() == 4
     trainer.announce()
     assert [server.version for server in servers] == [4, 4]

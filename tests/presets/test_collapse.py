@@ -31,12 +31,13 @@ RECIPE = {"optimizer": {"lr": 1e-3}, "algorithm": {"min_live_rows": 1}}
 GUARDS = [name for name in GuardSettings.model_fields if name.startswith("max_")] + ["reward_drop"]
 LEARNED, LOST = 0.7, 0.2
 """Mean rewards of the last 128 episodes: from above the one to below the other is a collapse."""
-LONGEST_S = 240.0
+EPISODES, LONGEST_S = 6000, 600.0
+"""Long enough to have collapsed."""
 
 
 @dataclass
 class Course:
-    """How a run goes, until the trainer holds, the reward has collapsed where it may, or it is too long."""
+    """How a run goes: until the trainer holds, the reward has collapsed where it may, or it takes too long."""
 
     snapshot: Snapshot
     ends_at: float
@@ -52,7 +53,8 @@ class Course:
         reward = record.moving_average or 0.0
         self.best = max(self.best, reward)
         self.collapsed = self.collapsed or (self.best > LEARNED and reward < LOST)
-        return self.held or (self.collapsed and self.may_collapse) or time.monotonic() > self.ends_at
+        too_long = len(record.episodes) > EPISODES or time.monotonic() > self.ends_at
+        return self.held or (self.collapsed and self.may_collapse) or too_long
 
 
 def settings_with(guards: Mapping[str, Any], seed: int, run_dir: Path) -> StackSettings:

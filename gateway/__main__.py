@@ -8,9 +8,9 @@ import sys
 
 from gateway.app import create_app
 from gateway.settings import GatewaySettings
+from rollout_queue.http.keys import Keyring, refuse_open_binding
+from rollout_queue.http.server import serve
 from rollout_queue.settings import CONFIG_VARIABLE
-from rollout_queue.web.keys import Keyring, refuse_open_binding
-from rollout_queue.web.server import serve
 
 logger = logging.getLogger("gateway")
 

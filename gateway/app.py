@@ -50,13 +50,13 @@ from gateway.sessions.identity import Identities
 from gateway.sessions.retention import Retention
 from gateway.sessions.sessions import Sessions
 from gateway.settings import GatewaySettings
-from rollout_queue import keys
-from rollout_queue.deletion import RedisDeleter
-from rollout_queue.errors import StorageUnavailable
-from rollout_queue.redis_writer import RedisWriter
-from rollout_queue.web.errors import RequestIds, install_error_handlers
-from rollout_queue.web.keys import Keyring
-from rollout_queue.web.probes import probes
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.http.errors import RequestIds, install_error_handlers
+from rollout_queue.http.keys import Keyring
+from rollout_queue.http.probes import probes
+from rollout_queue.redis import keys
+from rollout_queue.redis.deletion import RedisDeleter
+from rollout_queue.redis.writer import RedisWriter
 
 logger = logging.getLogger(__name__)
 

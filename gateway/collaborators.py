@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gateway.sessions.retention import Retention
     from gateway.sessions.sessions import Sessions
     from gateway.settings import GatewaySettings
-    from rollout_queue.stream import StreamDeleter, StreamWriter
+    from rollout_queue.contract.stream import StreamDeleter, StreamWriter
 
 
 @dataclass(frozen=True)

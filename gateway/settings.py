@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollout_queue.records import SamplingMode
+from rollout_queue.contract.records import SamplingMode
 from rollout_queue.settings import CommaSeparated, ServiceSettings
 
 

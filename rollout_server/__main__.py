@@ -6,9 +6,9 @@ import os
 
 from pydantic import ValidationError
 
+from rollout_queue.http.keys import Keyring, refuse_open_binding
+from rollout_queue.http.server import serve
 from rollout_queue.settings import CONFIG_VARIABLE
-from rollout_queue.web.keys import Keyring, refuse_open_binding
-from rollout_queue.web.server import serve
 from rollout_server.app import create_app
 from rollout_server.command import find_device
 from rollout_server.process import port_in_use

@@ -8,9 +8,9 @@ from fastapi import APIRouter, Depends, FastAPI
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollout_queue.web.errors import RequestIds, install_error_handlers
-from rollout_queue.web.keys import Keyring
-from rollout_queue.web.probes import probes
+from rollout_queue.http.errors import RequestIds, install_error_handlers
+from rollout_queue.http.keys import Keyring
+from rollout_queue.http.probes import probes
 from rollout_server.reload import Wanted
 from rollout_server.server import RolloutServer
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import httpx
 
-from rollout_queue.policy import MANIFEST, STABLE, FileSpec, Manifest
-from rollout_queue.web.errors import ApiError
+from rollout_queue.contract.policy import MANIFEST, STABLE, FileSpec, Manifest
+from rollout_queue.http.errors import ApiError
 from rollout_server.locations import FileLocation, HttpLocation, is_under
 from rollout_server.safetensors_file import BrokenWeights
 from rollout_server.verify import RESERVED, ExpectedModel, read_manifest, verify_directory

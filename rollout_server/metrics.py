@@ -6,7 +6,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from rollout_queue.web.errors import ApiError
+from rollout_queue.http.errors import ApiError
 from rollout_server.engine import Engine
 from rollout_server.policy import State
 

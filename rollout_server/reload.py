@@ -13,8 +13,8 @@ from time import monotonic
 
 import msgspec
 
-from rollout_queue.policy import MANIFEST
-from rollout_queue.web.errors import ApiError
+from rollout_queue.contract.policy import MANIFEST
+from rollout_queue.http.errors import ApiError
 from rollout_server.engine import Engine
 from rollout_server.engine_client import EngineFailed
 from rollout_server.fetch import Fetcher, WeightsStore, manifest_digest

@@ -11,7 +11,7 @@ from time import monotonic
 
 import httpx
 
-from rollout_queue.web.errors import ApiError
+from rollout_queue.http.errors import ApiError
 from rollout_server.command import engine_command, engine_dtype, engine_environment
 from rollout_server.engine import Engine, StartProcess
 from rollout_server.engine_client import EngineClient, EngineFailed

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from rollout_queue.policy import MANIFEST, STABLE, FileSpec, Manifest, sha256_of
+from rollout_queue.contract.policy import MANIFEST, STABLE, FileSpec, Manifest, sha256_of
 from rollout_server.safetensors_file import BrokenWeights, StoredTensor, read_header, require_finite
 
 WEIGHTS_SUFFIX = ".safetensors"

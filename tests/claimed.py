@@ -2,9 +2,9 @@
 
 from redis import Redis
 
-from rollout_queue import keys
-from rollout_queue.lease import Lease
-from rollout_queue.redis_reader import RedisReader
+from rollout_queue.redis import keys
+from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.reader import RedisReader
 
 
 def claimed_reader(redis: Redis) -> RedisReader:

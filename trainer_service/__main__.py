@@ -13,11 +13,11 @@ from redis import Redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from rollout_queue.errors import LeaseLost, StorageUnavailable
-from rollout_queue.lease import Lease
-from rollout_queue.redis_reader import RedisReader
+from rollout_queue.contract.errors import LeaseLost, StorageUnavailable
+from rollout_queue.http.keys import Keyring, refuse_open_binding
+from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.reader import RedisReader
 from rollout_queue.settings import CONFIG_VARIABLE
-from rollout_queue.web.keys import Keyring, refuse_open_binding
 from trainer_service.app import HttpThread, create_app
 from trainer_service.checkpoint import Checkpoints
 from trainer_service.durable import owned

@@ -16,11 +16,11 @@ from fastapi import APIRouter, Depends, FastAPI, Query
 from fastapi.responses import FileResponse, JSONResponse, Response
 from prometheus_client import CollectorRegistry
 
-from rollout_queue.policy import MANIFEST
-from rollout_queue.web.errors import ApiError, RequestIds, install_error_handlers
-from rollout_queue.web.keys import Keyring
-from rollout_queue.web.probes import probes
-from rollout_queue.web.server import KEEP_ALIVE_S
+from rollout_queue.contract.policy import MANIFEST
+from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
+from rollout_queue.http.keys import Keyring
+from rollout_queue.http.probes import probes
+from rollout_queue.http.server import KEEP_ALIVE_S
 from trainer_service.checkpoint import LedgerRow
 from trainer_service.face import Face
 from trainer_service.huggingface import FILE_NAME

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_queue.stream import Entry
+from rollout_queue.contract.stream import Entry
 from trainer_service.session import Member, Rules, Session
 from trainer_service.waits import Wait
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_queue.records import Turn
+from rollout_queue.contract.records import Turn
 from trainer_service.turns import Branch, branches
 
 Ints = NDArray[np.int64]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rollout_queue.records import Outcome, Reward, Turn
+from rollout_queue.contract.records import Outcome, Reward, Turn
 
 ENDS = ("rewarded", "unrewarded", "failed")
 VERSIONS_KEPT = 16

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from statistics import fmean
 
-from rollout_queue.errors import StorageUnavailable
-from rollout_queue.records import Verdict
-from rollout_queue.stream import Entry, StreamReader
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.records import Verdict
+from rollout_queue.contract.stream import Entry, StreamReader
 from trainer_service.algorithm_settings import AlgorithmSettings
 from trainer_service.assemble import Assembler, Group, Rules
 from trainer_service.checkpoint import State

@@ -10,8 +10,8 @@ from concurrent.futures import TimeoutError as NotYet
 from pathlib import Path
 from typing import Any
 
-from rollout_queue.errors import StorageUnavailable
-from rollout_queue.stream import StreamReader
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.stream import StreamReader
 from trainer_service.disk import DiskTrouble
 from trainer_service.gateway import Gateway, GatewayUnavailable, VersionTaken, VersionUnknown
 from trainer_service.metrics import Metrics

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from rollout_queue.errors import StorageUnavailable
-from rollout_queue.stream import StreamReader
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.stream import StreamReader
 from trainer_service.face import Backlog, Face, Phase
 
 logger = logging.getLogger(__name__)

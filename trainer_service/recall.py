@@ -10,8 +10,8 @@ checkpoints, and may be the last thing that a trainer did.
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from rollout_queue.episodes import CLOSING
-from rollout_queue.stream import Roll, StreamReader
+from rollout_queue.contract.episodes import CLOSING
+from rollout_queue.contract.stream import Roll, StreamReader
 
 OF_GATEWAYS = frozenset({*CLOSING, "deleted"})
 """A session that ended so counts in its group until that goes."""

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rollout_queue.records import Deletion, Outcome, Reward, Turn, Verdict
-from rollout_queue.stream import Entry
-from rollout_queue.verdicts import OPENED_UNTRAINED
+from rollout_queue.contract.records import Deletion, Outcome, Reward, Turn, Verdict
+from rollout_queue.contract.stream import Entry
+from rollout_queue.contract.verdicts import OPENED_UNTRAINED
 from trainer_service.evaluation import Evaluation, evaluation_of
 from trainer_service.turns import contradiction, exclusions
 

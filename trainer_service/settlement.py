@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from rollout_queue.records import Turn, Verdict
-from rollout_queue.stream import Verdicts
+from rollout_queue.contract.records import Turn, Verdict
+from rollout_queue.contract.stream import Verdicts
 from trainer_service.algorithm_settings import AlgorithmSettings
 from trainer_service.algorithms.rollouts import Rollout
 from trainer_service.assemble import Group, Member

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from safetensors import safe_open
 
-from rollout_queue.policy import MANIFEST, STABLE, FileSpec, Manifest, TensorSpec, sha256_of
+from rollout_queue.contract.policy import MANIFEST, STABLE, FileSpec, Manifest, TensorSpec, sha256_of
 from trainer_service.disk import written
 from trainer_service.durable import sync_directory, sync_tree
 from trainer_service.huggingface import WEIGHTS, copy_small_files

@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from rollout_queue import keys
-from rollout_queue.errors import LeaseLost, StorageUnavailable
-from rollout_queue.lease import Lease
+from rollout_queue.contract.errors import LeaseLost, StorageUnavailable
+from rollout_queue.redis import keys
+from rollout_queue.redis.lease import Lease
 from trainer_service.face import Face
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ root ─ a ─ b          branches(…) ─▶ (root a b), (root c)
 
 from collections.abc import Collection, Mapping, Sequence
 
-from rollout_queue.attempts import orphans_of
-from rollout_queue.records import Turn, Verdict
-from rollout_queue.verdicts import exclusion
+from rollout_queue.contract.attempts import orphans_of
+from rollout_queue.contract.records import Turn, Verdict
+from rollout_queue.contract.verdicts import exclusion
 
 Branch = tuple[Turn, ...]
 """Turns from a root to a tip; each holds what it adds to the one before."""

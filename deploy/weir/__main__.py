@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 from rich.console import Console
 
-from rollout_queue.errors import StorageUnavailable
+from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.settings import CONFIG_VARIABLE
 from weir import down as stopping
 from weir import state, status, supervisor

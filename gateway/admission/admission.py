@@ -22,10 +22,10 @@ from gateway.admission.staleness import StalenessBudget
 from gateway.engines.fleet import Fleet
 from gateway.metrics import Metrics
 from gateway.settings import LimitSettings
-from rollout_queue import keys
-from rollout_queue.errors import StorageUnavailable
-from rollout_queue.records import SessionSpec
-from rollout_queue.web.errors import ApiError
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.records import SessionSpec
+from rollout_queue.http.errors import ApiError
+from rollout_queue.redis import keys
 
 logger = logging.getLogger(__name__)
 

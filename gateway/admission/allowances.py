@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from redis.asyncio import Redis
 
 from gateway.admission.limits import Bucket, Rate
-from rollout_queue import keys
-from rollout_queue.availability import stored
-from rollout_queue.errors import StorageUnavailable
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import stored
 
 SHARE = """
 -- KEYS: bucket…   ARGV: seconds since this gateway last shared, seconds poured since, by bucket…

@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from rollout_queue.web.errors import ApiError
+from rollout_queue.http.errors import ApiError
 
 LimitCode = Literal["rate_limited", "token_budget", "sessions_limit", "staleness_budget", "queue_full"]
 

@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple
 
 from redis.asyncio import Redis
 
-from rollout_queue import keys
-from rollout_queue.availability import stored
-from rollout_queue.records import SessionSpec
+from rollout_queue.contract.records import SessionSpec
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import stored
 
 UNBORN_S = 60.0
 """How long a place is held for a session that is not there: its gateway may just be opening it."""

@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 from redis.asyncio import Redis
 
-from rollout_queue import keys
-from rollout_queue.availability import stored
-from rollout_queue.retention import forgotten_sessions
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import stored
+from rollout_queue.redis.retention import forgotten_sessions
 
 TRAINER_FIELDS = ("version", "rollouts_waiting", "rollouts_owed", "rollouts_per_step", "last_seen")
 

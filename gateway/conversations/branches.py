@@ -10,9 +10,9 @@ from typing import Literal
 
 from gateway.conversations.digests import Digest
 from gateway.language.transcript import Message
-from rollout_queue.head import SessionHead
-from rollout_queue.records import Turn
-from rollout_queue.tokens import TokenIds
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.records import Turn
+from rollout_queue.contract.tokens import TokenIds
 
 Reason = Literal[
     "template_rewrites_history",

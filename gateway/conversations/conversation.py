@@ -13,9 +13,9 @@ import msgspec
 from gateway.conversations.branches import Reason, deepest, live_turns, why_forked
 from gateway.conversations.digests import chain, continuation_digests, extend
 from gateway.language.render import Answer, ChatRenderer, Message, Tool
-from rollout_queue.head import SessionHead
-from rollout_queue.records import Relation, Turn
-from rollout_queue.tokens import TokenIds
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.records import Relation, Turn
+from rollout_queue.contract.tokens import TokenIds
 
 __all__ = ["Prompt", "chain", "continuation_digests", "extend", "place", "reply_message"]
 

@@ -4,8 +4,8 @@ import hashlib
 
 from gateway.conversations.branches import deepest, live_turns
 from gateway.conversations.conversation import Prompt
-from rollout_queue.head import SessionHead
-from rollout_queue.tokens import TokenIds, pack
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.tokens import TokenIds, pack
 
 
 def place_raw(head: SessionHead, prompt_ids: TokenIds) -> Prompt:

@@ -10,7 +10,7 @@ from gateway.dialects.wire import HEARTBEAT, event, usage_of
 from gateway.generations.generation import Generation
 from gateway.language.deltas import Delta
 from gateway.language.render import Answer, ChatRenderer, ToolCall
-from rollout_queue.web.errors import ApiError
+from rollout_queue.http.errors import ApiError
 
 if TYPE_CHECKING:
     from gateway.dialects.chat import ChatRequest

@@ -14,8 +14,8 @@ from gateway.door.arrival import Arrival
 from gateway.generations.generation import Call
 from gateway.sessions.identity import Caller
 from gateway.sessions.users import user_named
-from rollout_queue.tokens import TokenIds
-from rollout_queue.web.errors import ApiError
+from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.http.errors import ApiError
 
 MAX_PROMPTS = 128
 

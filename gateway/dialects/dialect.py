@@ -14,8 +14,8 @@ from gateway.generations.generation import Call, Generation
 from gateway.language.deltas import Delta
 from gateway.language.render import Answer
 from gateway.sessions.identity import Caller
-from rollout_queue.records import Turn
-from rollout_queue.web.errors import ApiError
+from rollout_queue.contract.records import Turn
+from rollout_queue.http.errors import ApiError
 
 
 class Answered(NamedTuple):

@@ -17,7 +17,7 @@ from gateway.language.constraint import constraint_of
 from gateway.language.render import Message, Tool, arguments_text
 from gateway.sessions.identity import Caller
 from gateway.sessions.users import user_in_metadata
-from rollout_queue.web.errors import ApiError
+from rollout_queue.http.errors import ApiError
 
 Block = dict[str, Any]
 

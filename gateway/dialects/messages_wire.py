@@ -11,7 +11,7 @@ from gateway.dialects.wire import event
 from gateway.generations.generation import Generation
 from gateway.language.deltas import Delta
 from gateway.language.render import ToolCall
-from rollout_queue.web.errors import ApiError
+from rollout_queue.http.errors import ApiError
 
 RAW_ARGUMENTS = "__raw_arguments"
 """Where a call's arguments go that are no JSON object: `input` has to be one, and nothing may be lost."""

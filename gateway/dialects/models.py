@@ -5,7 +5,7 @@ from fastapi.responses import JSONResponse
 
 from gateway.collaborators import Collaborators, collaborators
 from gateway.operators.shapes import Model, ModelList
-from rollout_queue.web.errors import ApiError
+from rollout_queue.http.errors import ApiError
 
 router = APIRouter(tags=["agent"])
 

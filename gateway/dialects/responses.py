@@ -18,7 +18,7 @@ from gateway.language.constraint import constraint_of
 from gateway.language.render import ChatRenderer, Message, Tool
 from gateway.sessions.identity import Caller
 from gateway.sessions.users import user_named
-from rollout_queue.web.errors import ApiError
+from rollout_queue.http.errors import ApiError
 
 LOGPROBS = "message.output_text.logprobs"
 """What `include` calls them."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from gateway.dialects.wire import TEXT_PARTS
 from gateway.language.render import Message, Tool
-from rollout_queue.web.errors import ApiError
+from rollout_queue.http.errors import ApiError
 
 Item = dict[str, Any]
 

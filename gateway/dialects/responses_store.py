@@ -20,10 +20,10 @@ from gateway.dialects.responses_wire import PREFIX
 from gateway.generations.generation import Generation
 from gateway.language.render import Message
 from gateway.sessions.identity import Caller
-from rollout_queue import keys
-from rollout_queue.availability import stored
-from rollout_queue.errors import SessionDeleted, StorageUnavailable
-from rollout_queue.web.errors import ApiError, gone, storage_unavailable
+from rollout_queue.contract.errors import SessionDeleted, StorageUnavailable
+from rollout_queue.http.errors import ApiError, gone, storage_unavailable
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import stored
 
 RESPONSE_ID = re.compile(PREFIX + "[0-9a-f]{32}")
 ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})(?:_[0-9]+)?")

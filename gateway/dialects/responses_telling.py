@@ -29,7 +29,7 @@ from gateway.dialects.wire import HEARTBEAT, event
 from gateway.generations.generation import Generation
 from gateway.language.deltas import Delta
 from gateway.language.render import ChatRenderer, ToolCall
-from rollout_queue.web.errors import ApiError
+from rollout_queue.http.errors import ApiError
 
 if TYPE_CHECKING:
     from gateway.dialects.responses import ResponsesRequest

@@ -9,7 +9,7 @@ import msgspec
 from gateway.generations.generation import Generation, tokens_of
 from gateway.language.constraint import biases_of
 from gateway.language.render import Message
-from rollout_queue.web.errors import ApiError
+from rollout_queue.http.errors import ApiError
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ import msgspec
 from starlette.types import Receive, Scope
 
 from gateway.door.attention import Attention
-from rollout_queue.web.errors import ApiError
+from rollout_queue.http.errors import ApiError
 
 JSON = "application/json"
 HEAVY_BYTES = 32 * 2**10

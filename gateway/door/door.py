@@ -14,8 +14,8 @@ from gateway.collaborators import Collaborators
 from gateway.door.arrival import Arrival, Hangup, headers_of, take_in
 from gateway.door.attention import Attention
 from gateway.door.reply import Reply
-from rollout_queue.errors import StorageUnavailable
-from rollout_queue.web.errors import ApiError, request_id_of, storage_unavailable
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.http.errors import ApiError, request_id_of, storage_unavailable
 
 logger = logging.getLogger(__name__)
 

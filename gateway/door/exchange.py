@@ -23,7 +23,7 @@ from gateway.generations.generation import Generation, tokens_of
 from gateway.language.deltas import AnswerStream, PlainStream
 from gateway.sessions.belonging import HEADERS
 from gateway.sessions.identity import Caller
-from rollout_queue.web.errors import ApiError
+from rollout_queue.http.errors import ApiError
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from starlette.types import Message, Send
 
 from gateway.door.attention import Attention
 from gateway.door.reply import Reply
-from rollout_queue.web.errors import ApiError
+from rollout_queue.http.errors import ApiError
 
 RETRY_HEADER = "x-stainless-retry-count"
 

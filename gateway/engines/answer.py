@@ -11,7 +11,7 @@ import msgspec
 from msgspec import structs
 
 from gateway.engines.engine import EngineFault, EngineRequest, Piece
-from rollout_queue.records import Span
+from rollout_queue.contract.records import Span
 
 GRAMMARS = frozenset({"json_schema", "regex", "ebnf", "structural_tag"})
 """Parameters that constrain an answer from its first token: an engine cannot enter one in the middle."""

@@ -16,7 +16,7 @@ from gateway.engines.answer import PartialAnswer, SampleRequest
 from gateway.engines.engine import EngineClient, EngineFault, Piece
 from gateway.engines.fleet import Fleet, RolloutServer
 from gateway.metrics import Metrics
-from rollout_queue.web.errors import ApiError
+from rollout_queue.http.errors import ApiError
 
 __all__ = ["Hear", "SampleRequest", "Sampler"]
 

@@ -19,10 +19,10 @@ from redis.asyncio import Redis
 from gateway.engines.breaker import Breaker
 from gateway.engines.engine import EngineClient, drain, version_number
 from gateway.engines.placement import place_call
-from rollout_queue import keys
-from rollout_queue.availability import stored
-from rollout_queue.errors import StorageUnavailable
-from rollout_queue.web.errors import ApiError
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.http.errors import ApiError
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import stored
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ import msgspec
 from redis.asyncio import Redis
 
 from gateway.engines.fleet import Fleet, RolloutServer
-from rollout_queue import keys
-from rollout_queue.availability import stored
-from rollout_queue.policy import PolicyRecord
-from rollout_queue.web.errors import ApiError
+from rollout_queue.contract.policy import PolicyRecord
+from rollout_queue.http.errors import ApiError
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import stored
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from rollout_queue.records import Span
-from rollout_queue.web.errors import ApiError
+from rollout_queue.contract.records import Span
+from rollout_queue.http.errors import ApiError
 
 EVENT_LIMIT_BYTES = 64 * 2**20
 """One event of a cumulative stream repeats the whole answer, so events grow with it."""

@@ -10,10 +10,10 @@ from gateway.conversations.conversation import Prompt
 from gateway.door.retries import Flight
 from gateway.engines.engine import Piece
 from gateway.language.render import Message, Tool
-from rollout_queue.head import SessionHead
-from rollout_queue.ids import new_id
-from rollout_queue.records import Finish, Sampling, Span, Turn
-from rollout_queue.tokens import Logprobs, TokenIds
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.ids import new_id
+from rollout_queue.contract.records import Finish, Sampling, Span, Turn
+from rollout_queue.contract.tokens import Logprobs, TokenIds
 
 
 class Call(msgspec.Struct, frozen=True):

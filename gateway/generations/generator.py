@@ -16,10 +16,10 @@ from gateway.generations.recorder import Recorder
 from gateway.generations.sampling import decide, engine_parameters
 from gateway.language.render import UNREADABLE, ChatRenderer, Message, Tool
 from gateway.settings import GatewaySettings
-from rollout_queue.head import SessionHead
-from rollout_queue.ids import new_id
-from rollout_queue.tokens import TokenIds
-from rollout_queue.web.errors import ApiError
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.ids import new_id
+from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.http.errors import ApiError
 
 WHOLE_ANSWER_INTERVAL = 64
 """Tokens per engine event for a client that waits for the whole answer."""

@@ -15,11 +15,17 @@ from gateway.language.plain import PlainAnswers
 from gateway.language.render import Answer, ChatRenderer
 from gateway.metrics import Metrics
 from gateway.settings import GatewaySettings
-from rollout_queue.errors import Deleted, InvalidRecord, QueueError, SessionClosed, StorageUnavailable
-from rollout_queue.head import SessionHead
-from rollout_queue.records import Finish, Turn
-from rollout_queue.stream import StreamWriter
-from rollout_queue.web.errors import ApiError, gone, storage_unavailable
+from rollout_queue.contract.errors import (
+    Deleted,
+    InvalidRecord,
+    QueueError,
+    SessionClosed,
+    StorageUnavailable,
+)
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.records import Finish, Turn
+from rollout_queue.contract.stream import StreamWriter
+from rollout_queue.http.errors import ApiError, gone, storage_unavailable
 
 logger = logging.getLogger(__name__)
 

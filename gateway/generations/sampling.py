@@ -7,7 +7,7 @@ leaves them exact; `enforce` keeps training traffic there.
 from typing import Any
 
 from gateway.generations.generation import Call
-from rollout_queue.records import Sampling, SamplingPolicy
+from rollout_queue.contract.records import Sampling, SamplingPolicy
 
 NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """Sent with every request, so that no engine default decides in our place."""

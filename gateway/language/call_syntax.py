@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gateway.language.render import ChatRenderer, Tool
-from rollout_queue.web.errors import ApiError
+from rollout_queue.http.errors import ApiError
 
 Format = dict[str, Any]
 

@@ -27,7 +27,7 @@ from gateway.language.call_syntax import (
 )
 from gateway.language.render import ChatRenderer, Tool
 from gateway.language.schema import check_schema, check_size
-from rollout_queue.web.errors import ApiError
+from rollout_queue.http.errors import ApiError
 
 MAX_BIASES = 1024
 NAME = re.compile(r"[\w.:/-]{1,128}")

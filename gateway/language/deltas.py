@@ -11,7 +11,7 @@ import msgspec
 from gateway.language.certain_text import Channel, TextDecoder
 from gateway.language.regions import Reader, Reading, Region, markup_of
 from gateway.language.render import Answer, ChatRenderer, Tool, ToolCall
-from rollout_queue.tokens import TokenIds
+from rollout_queue.contract.tokens import TokenIds
 
 
 class Delta(msgspec.Struct, frozen=True):

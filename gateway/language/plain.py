@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from gateway.language.regions import Reader, markup_of
 from gateway.language.render import Answer, ChatRenderer
-from rollout_queue.tokens import TokenIds
+from rollout_queue.contract.tokens import TokenIds
 
 OPENINGS = 256
 LONGEST_OPENING = 16

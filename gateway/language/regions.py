@@ -11,7 +11,7 @@ from typing import Literal
 from uuid import uuid4
 
 from gateway.language.render import Answer, ChatRenderer, Tool, ToolCall
-from rollout_queue.tokens import TokenIds
+from rollout_queue.contract.tokens import TokenIds
 
 PROBE = f"p{uuid4().hex}"
 LATE_CALL = "<|content_invoke_tool_json|>"

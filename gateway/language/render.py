@@ -18,7 +18,7 @@ from gateway.language.families import Thinking, configuration, family_of
 from gateway.language.specimen import SPECIMEN, SPECIMEN_TOOL
 from gateway.language.tokenizer import BareTokenizer
 from gateway.language.transcript import Message, Tool, Transcript
-from rollout_queue.tokens import TokenIds
+from rollout_queue.contract.tokens import TokenIds
 
 __all__ = ["Answer", "ChatRenderer", "Message", "Tool", "ToolCall", "arguments_text"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from rollout_queue.web.errors import ApiError
+from rollout_queue.http.errors import ApiError
 
 MAX_BYTES = 64 * 1024
 """An engine compiles so much in about a second; beyond, the time grows with the square, and without limit."""

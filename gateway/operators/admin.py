@@ -15,10 +15,10 @@ from gateway.engines.policies import PushResult, status_of
 from gateway.operators import export, pipeline
 from gateway.operators.shapes import Page, Pushed, Registered, Removed, ServerShape, SystemStatus
 from gateway.sessions.sessions import Id
-from rollout_queue import keys
-from rollout_queue.availability import stored
-from rollout_queue.policy import PolicyRecord
-from rollout_queue.web.errors import ApiError
+from rollout_queue.contract.policy import PolicyRecord
+from rollout_queue.http.errors import ApiError
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import stored
 
 PUSHED: dict[int | str, Any] = {200: {"model": Pushed}, 207: {"model": Pushed}}
 """207: not every server took it."""

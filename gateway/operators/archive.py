@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from redis.asyncio import Redis
 
-from rollout_queue import keys
-from rollout_queue.availability import stored
-from rollout_queue.head import SessionHead
-from rollout_queue.places import START, Place, places_after
-from rollout_queue.redis_writer import UNREADABLE, read_head
-from rollout_queue.tombstone import Tombstone, decode_tombstone
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.tombstone import Tombstone, decode_tombstone
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import stored
+from rollout_queue.redis.places import START, Place, places_after
+from rollout_queue.redis.writer import UNREADABLE, read_head
 
 logger = logging.getLogger(__name__)
 

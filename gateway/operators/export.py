@@ -19,12 +19,12 @@ from starlette.responses import Response
 from gateway.collaborators import Collaborators, collaborators
 from gateway.operators.archive import Found, place_of, sessions_from
 from gateway.sessions.verdicts import turn_verdict
-from rollout_queue.episodes import row_of, session_part
-from rollout_queue.errors import StorageUnavailable
-from rollout_queue.places import Place
-from rollout_queue.records import Verdict
-from rollout_queue.rows import DeletedRow, Row, row_to_json
-from rollout_queue.web.errors import ApiError, storage_unavailable
+from rollout_queue.contract.episodes import row_of, session_part
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.records import Verdict
+from rollout_queue.contract.rows import DeletedRow, Row, row_to_json
+from rollout_queue.http.errors import ApiError, storage_unavailable
+from rollout_queue.redis.places import Place
 
 if TYPE_CHECKING:
     from gateway.operators.parquet import ParquetStream

@@ -8,8 +8,8 @@ import msgspec
 import pyarrow as pa
 from pyarrow.parquet import ParquetWriter
 
-from rollout_queue.rows import DeletedRow, Row
-from rollout_queue.tokens import Logprobs, TokenIds
+from rollout_queue.contract.rows import DeletedRow, Row
+from rollout_queue.contract.tokens import Logprobs, TokenIds
 
 GROUP_ROWS = 1000
 GROUP_TOKENS = 2**21

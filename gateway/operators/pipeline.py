@@ -21,11 +21,11 @@ from starlette.responses import Response
 from gateway.collaborators import collaborators
 from gateway.operators.shapes import PipelineReport
 from gateway.operators.words import count, span
-from rollout_queue import keys
-from rollout_queue.availability import stored
-from rollout_queue.errors import StorageUnavailable
-from rollout_queue.retention import forgotten_sessions
-from rollout_queue.standing import GroupStanding, Stage, Standing, standings
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import stored
+from rollout_queue.redis.retention import forgotten_sessions
+from rollout_queue.redis.standing import GroupStanding, Stage, Standing, standings
 
 LOOKED_AT = 2000
 GROUPS_TOLD = 50

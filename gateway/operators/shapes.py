@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from rollout_queue.head import State
-from rollout_queue.records import Finish, Relation, Status, VerdictCode
+from rollout_queue.contract.head import State
+from rollout_queue.contract.records import Finish, Relation, Status, VerdictCode
 
 
 class Ticket(TypedDict):

@@ -15,9 +15,9 @@ from redis.asyncio import Redis
 from gateway.admission.pressure import Pressure
 from gateway.operators.words import count, span
 from gateway.settings import LimitSettings, WarningSettings
-from rollout_queue import keys
-from rollout_queue.availability import stored
-from rollout_queue.errors import StorageUnavailable
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import stored
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from gateway.language.render import Message
 from gateway.sessions.identity import Caller
 from gateway.sessions.sessions import ID, SessionBody, Sessions
 from gateway.sessions.users import CLAUDE_CODE
-from rollout_queue.errors import UserDeleted
-from rollout_queue.head import SessionHead
-from rollout_queue.stream import StreamWriter
-from rollout_queue.web.errors import ApiError, gone
+from rollout_queue.contract.errors import UserDeleted
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.stream import StreamWriter
+from rollout_queue.http.errors import ApiError, gone
 
 NAMES = (
     "x-session-id",

@@ -7,7 +7,7 @@ root ─ a ─ b      five turns, two rows: merge_ratio 0.4
 from collections import Counter
 from typing import Any
 
-from rollout_queue.head import SessionHead
+from rollout_queue.contract.head import SessionHead
 
 
 def drift_of(head: SessionHead) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from fastapi.responses import JSONResponse, Response
 from gateway.collaborators import collaborators
 from gateway.operators.shapes import Beat
 from gateway.sessions.belonging import refusal_of
-from rollout_queue.errors import SessionClosed
-from rollout_queue.web.errors import ApiError
+from rollout_queue.contract.errors import SessionClosed
+from rollout_queue.http.errors import ApiError
 
 router = APIRouter(tags=["sessions"])
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import msgspec
 from starlette.requests import Request
 
-from rollout_queue.records import SessionSpec
-from rollout_queue.tombstone import Tombstone
-from rollout_queue.web.errors import ApiError
-from rollout_queue.web.keys import Keyring, Role, digest, presented_key
+from rollout_queue.contract.records import SessionSpec
+from rollout_queue.contract.tombstone import Tombstone
+from rollout_queue.http.errors import ApiError
+from rollout_queue.http.keys import Keyring, Role, digest, presented_key
 
 PREFIX = "sess-"
 

@@ -11,11 +11,11 @@ from gateway.collaborators import Collaborators
 from gateway.operators.shapes import SessionPage
 from gateway.sessions.sessions import client_of
 from gateway.sessions.view import deleted_row, session_row
-from rollout_queue.head import SessionHead, State
-from rollout_queue.places import START, Place
-from rollout_queue.records import VerdictCode
-from rollout_queue.tombstone import Tombstone
-from rollout_queue.web.errors import ApiError
+from rollout_queue.contract.head import SessionHead, State
+from rollout_queue.contract.records import VerdictCode
+from rollout_queue.contract.tombstone import Tombstone
+from rollout_queue.http.errors import ApiError
+from rollout_queue.redis.places import START, Place
 
 router = APIRouter(tags=["sessions"])
 

@@ -12,9 +12,9 @@ from redis.asyncio import Redis
 
 from gateway.metrics import Metrics
 from gateway.settings import GatewaySettings
-from rollout_queue import keys
-from rollout_queue.availability import stored
-from rollout_queue.retention import Forgotten, RedisForgetter
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import stored
+from rollout_queue.redis.retention import Forgotten, RedisForgetter
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from pydantic import Field, FiniteFloat
 from gateway.operators.shapes import Finished, Rewarded
 from gateway.sessions.sessions import Body, client_of, known
 from gateway.sessions.view import reward_view
-from rollout_queue.head import SessionHead
-from rollout_queue.ids import new_id
-from rollout_queue.records import Outcome, Reward, SessionSpec, Status, Verdict
-from rollout_queue.web.errors import ApiError
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.ids import new_id
+from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Status, Verdict
+from rollout_queue.http.errors import ApiError
 
 FINISH_KEY = "finish"
 """The key of the reward that `finish` brings."""

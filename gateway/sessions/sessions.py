@@ -23,8 +23,8 @@ from gateway.sessions.identity import Caller, Identities
 from gateway.sessions.verdicts import session_verdict
 from gateway.sessions.view import session_view
 from gateway.settings import GatewaySettings
-from rollout_queue.codec import decode_spec
-from rollout_queue.errors import (
+from rollout_queue.contract.codec import decode_spec
+from rollout_queue.contract.errors import (
     Conflict,
     Deleted,
     InvalidRecord,
@@ -33,16 +33,16 @@ from rollout_queue.errors import (
     SessionUnknown,
     UnknownSchema,
 )
-from rollout_queue.head import SessionHead
-from rollout_queue.ids import new_id
-from rollout_queue.records import (
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.ids import new_id
+from rollout_queue.contract.records import (
     SamplingMode,
     SamplingPolicy,
     SessionSpec,
     Verdict,
 )
-from rollout_queue.stream import StreamWriter
-from rollout_queue.web.errors import ApiError, gone
+from rollout_queue.contract.stream import StreamWriter
+from rollout_queue.http.errors import ApiError, gone
 
 ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._:@~=+-]{1,200}")
 

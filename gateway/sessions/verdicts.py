@@ -4,10 +4,10 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from rollout_queue.head import SessionHead
-from rollout_queue.records import Turn, Verdict
-from rollout_queue.standing import GroupStanding
-from rollout_queue.verdicts import OPENED_UNTRAINED, exclusion
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.records import Turn, Verdict
+from rollout_queue.contract.verdicts import OPENED_UNTRAINED, exclusion
+from rollout_queue.redis.standing import GroupStanding
 
 
 def session_verdict(head: SessionHead, group: GroupStanding | None) -> Verdict:

@@ -7,10 +7,10 @@ import msgspec
 from gateway.language.render import ChatRenderer
 from gateway.sessions.drift import drift_of
 from gateway.sessions.verdicts import turn_verdict
-from rollout_queue.head import SessionHead
-from rollout_queue.records import Reward, Turn, Verdict
-from rollout_queue.tombstone import Tombstone
-from rollout_queue.verdicts import DELETED
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.records import Reward, Turn, Verdict
+from rollout_queue.contract.tombstone import Tombstone
+from rollout_queue.contract.verdicts import DELETED
 
 
 def session_row(head: SessionHead, verdict: Verdict, model_name: str) -> dict[str, Any]:

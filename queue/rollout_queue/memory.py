@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rollout_queue.attempts import related
-from rollout_queue.codec import decode, decode_spec, encode
-from rollout_queue.errors import Conflict, LeaseLost, SessionClosed, SessionDeleted, UserDeleted
-from rollout_queue.head import SessionHead
-from rollout_queue.places import Listed, Place
-from rollout_queue.records import Deletion, Outcome, Record, Reward, SessionSpec, Turn, Verdict
-from rollout_queue.redis_writer import expiry
-from rollout_queue.standing import GroupStanding, group_standing, stage_of
-from rollout_queue.stream import Entry, Roll, Verdicts
-from rollout_queue.tombstone import DeletedUser, Tombstone, total
-from rollout_queue.verdicts import DELETED
+from rollout_queue.contract.attempts import related
+from rollout_queue.contract.codec import decode, decode_spec, encode
+from rollout_queue.contract.errors import Conflict, LeaseLost, SessionClosed, SessionDeleted, UserDeleted
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.records import Deletion, Outcome, Record, Reward, SessionSpec, Turn, Verdict
+from rollout_queue.contract.stream import Entry, Roll, Verdicts
+from rollout_queue.contract.tombstone import DeletedUser, Tombstone, total
+from rollout_queue.contract.verdicts import DELETED
+from rollout_queue.redis.places import Listed, Place
+from rollout_queue.redis.standing import GroupStanding, group_standing, stage_of
+from rollout_queue.redis.writer import expiry
 
 
 @dataclass

@@ -19,7 +19,7 @@ from random import Random
 from typing import Any
 
 from gateway.language.render import ChatRenderer, Message, Tool
-from rollout_queue.tokens import TokenIds
+from rollout_queue.contract.tokens import TokenIds
 from trainer_service.warm_start import Example, Lesson, Plan
 from weir.demo.make_model import model_for
 from weir.demo.task import KEYS, UNKNOWN, VALUES, Task, call_text

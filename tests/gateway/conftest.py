@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from gateway.app import create_app
 from gateway.settings import GatewaySettings
-from rollout_queue import keys
+from rollout_queue.redis import keys
 from tests.gateway.fake_engine import FakeEngine
 from tests.serving import serving
 

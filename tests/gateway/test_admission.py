@@ -14,7 +14,7 @@ from gateway.admission.admission import Admission
 from gateway.engines.fleet import Fleet
 from gateway.metrics import Metrics
 from gateway.settings import GatewaySettings, LimitSettings
-from rollout_queue import keys
+from rollout_queue.redis import keys
 from tests.gateway.conftest import CLIENT_KEY, OTHER_KEY, Door, Stage, wait_until
 
 POLL_S = 0.05

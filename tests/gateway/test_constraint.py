@@ -11,7 +11,7 @@ from gateway.language.call_syntax import SYNTAX_OF_FAMILY
 from gateway.language.constraint import constraint_of
 from gateway.language.render import ChatRenderer
 from gateway.language.schema import MAX_BYTES
-from rollout_queue.web.errors import ApiError
+from rollout_queue.http.errors import ApiError
 from tests.gateway.conftest import Door
 from tests.gateway.families.agent import TOOL, renderer_of
 

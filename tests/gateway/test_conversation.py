@@ -11,7 +11,7 @@ from renderers import create_renderer
 from gateway.conversations.digests import chain
 from gateway.language.render import ChatRenderer, Message
 from gateway.language.tokenizer import BareTokenizer
-from rollout_queue.records import Turn
+from rollout_queue.contract.records import Turn
 from tests.gateway.families.agent import (
     TOOL,
     Agent,

@@ -14,11 +14,11 @@ import pytest
 from redis import Redis
 
 from gateway.dialects.responses_store import ResponseStore
-from rollout_queue import keys
-from rollout_queue.codec import decode, encode
-from rollout_queue.deletion import RedisDeleter
-from rollout_queue.records import Deletion, Reward
-from rollout_queue.tokens import TokenIds
+from rollout_queue.contract.codec import decode, encode
+from rollout_queue.contract.records import Deletion, Reward
+from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.redis import keys
+from rollout_queue.redis.deletion import RedisDeleter
 from tests.gateway.conftest import ADMIN_KEY, CLIENT_KEY, OTHER_KEY, Door, Stage, wait_until
 from tests.gateway.test_processes import Processes, processes  # noqa: F401 - a fixture
 from tests.gateway.test_retries import Call, asked, comings, gated, let_on  # noqa: F401 - fixtures

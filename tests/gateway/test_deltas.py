@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from gateway.language.certain_text import TextDecoder
 from gateway.language.deltas import AnswerStream, Delta, PlainStream
 from gateway.language.render import Answer, ChatRenderer
-from rollout_queue.tokens import TokenIds
+from rollout_queue.contract.tokens import TokenIds
 from tests.gateway.families.models import make_model
 
 TEXTS = (

@@ -10,12 +10,12 @@ from urllib.parse import urlsplit
 import pytest
 from pyarrow.parquet import ParquetFile
 
-from rollout_queue import keys
-from rollout_queue.codec import encode
-from rollout_queue.episodes import Episode
-from rollout_queue.records import Reward, SessionSpec, Span, Turn
-from rollout_queue.restore import restore
-from rollout_queue.tokens import Logprobs, TokenIds
+from rollout_queue.contract.codec import encode
+from rollout_queue.contract.episodes import Episode
+from rollout_queue.contract.records import Reward, SessionSpec, Span, Turn
+from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.redis import keys
+from rollout_queue.redis.restore import restore
 from tests.gateway.conftest import ADMIN_KEY, Door, Stage, wait_until
 
 

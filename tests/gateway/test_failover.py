@@ -17,8 +17,8 @@ from gateway.engines.engine import EngineClient, Piece
 from gateway.engines.failover import Sampler, SampleRequest
 from gateway.engines.fleet import Fleet, RolloutServer
 from gateway.metrics import Metrics
-from rollout_queue.records import Span
-from rollout_queue.web.errors import ApiError
+from rollout_queue.contract.records import Span
+from rollout_queue.http.errors import ApiError
 from tests.gateway.fake_engine import FakeEngine, Interruption, logprob_of
 from tests.serving import free_port, serving
 

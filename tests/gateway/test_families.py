@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gateway.language import render
 from gateway.language.families import FAMILIES, Thinking, family_of
 from gateway.language.render import ChatRenderer, Message
-from rollout_queue.tokens import TokenIds
+from rollout_queue.contract.tokens import TokenIds
 from tests.gateway.families.agent import (
     TOOL,
     Agent,

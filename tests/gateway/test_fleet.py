@@ -14,7 +14,7 @@ from gateway.engines.breaker import Breaker
 from gateway.engines.engine import EngineClient
 from gateway.engines.fleet import Fleet, Registration, RolloutServer
 from gateway.engines.placement import place_call
-from rollout_queue.web.errors import ApiError
+from rollout_queue.http.errors import ApiError
 
 
 @dataclass

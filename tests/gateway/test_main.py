@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from gateway.engines.engine import drain
-from rollout_queue.web.server import KEEP_ALIVE_S
+from rollout_queue.http.server import KEEP_ALIVE_S
 from tests.gateway.conftest import Stage
 from tests.serving import free_port
 

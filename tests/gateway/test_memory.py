@@ -19,8 +19,8 @@ import pytest
 
 from gateway.door.attention import LOOK_AFTER_S
 from gateway.settings import LimitSettings
-from rollout_queue import keys
-from rollout_queue.head_cache import OVERHEAD, HeadCache
+from rollout_queue.redis import keys
+from rollout_queue.redis.head_cache import OVERHEAD, HeadCache
 from tests.gateway.conftest import Door, Stage, wait_until
 
 KIB = 1024
@@ -84,7 +84,7 @@ def test_ten_thousand_idle_sessions_take_no_memory_of_the_gateway(door: Door, st
 def test_the_gateway_remembers_so_many_sessions_and_no_more(
     door: Door, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_queue.redis_writer.HeadCache", lambda: HeadCache(SOME_SESSIONS))
+    monkeypatch.setattr("rollout_queue.redis.writer.HeadCache", lambda: HeadCache(SOME_SESSIONS))
     with stage.door() as forgetful, traced():
         wait_until(lambda: forgetful.get("/ready").status_code == 200)
 

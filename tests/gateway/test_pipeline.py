@@ -9,10 +9,10 @@ from typing import Any, get_args
 import pytest
 from redis import Redis
 
-from rollout_queue import keys
-from rollout_queue.episodes import Episode
-from rollout_queue.records import SessionSpec, Verdict, VerdictCode
-from rollout_queue.restore import restore
+from rollout_queue.contract.episodes import Episode
+from rollout_queue.contract.records import SessionSpec, Verdict, VerdictCode
+from rollout_queue.redis import keys
+from rollout_queue.redis.restore import restore
 from tests.gateway.conftest import ADMIN_KEY, Door, Stage, wait_until
 
 

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from gateway.engines import policies
-from rollout_queue import keys
+from rollout_queue.redis import keys
 from tests.claimed import claimed_reader
 from tests.gateway.conftest import ADMIN_KEY, Door, Stage, wait_until
 from tests.serving import serving

@@ -23,10 +23,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from tokenizers import Tokenizer
 
-from rollout_queue import keys
-from rollout_queue.attempts import orphans_of
-from rollout_queue.codec import decode
-from rollout_queue.records import Turn
+from rollout_queue.contract.attempts import orphans_of
+from rollout_queue.contract.codec import decode
+from rollout_queue.contract.records import Turn
+from rollout_queue.redis import keys
 from tests.gateway.conftest import ADMIN_KEY, CLIENT_KEY, Door, Stage, wait_until
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.test_retries import RETRY, Call, GatedEngine, asked, codes, let_on

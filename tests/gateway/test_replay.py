@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rollout_queue import keys
+from rollout_queue.redis import keys
 from tests.gateway.conftest import ADMIN_KEY, Door, wait_until
 from tests.gateway.test_export import episode, export
 from weir.__main__ import app

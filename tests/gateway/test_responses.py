@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from rollout_queue import keys
+from rollout_queue.redis import keys
 from tests.gateway.conftest import CLIENT_KEY, OTHER_KEY, Door, Stage, wait_until
 from tests.gateway.fake_engine import logprob_of
 from tests.gateway.test_chat import CALL_TEXT

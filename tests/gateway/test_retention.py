@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from rollout_queue import keys
-from rollout_queue.records import Turn, Verdict
-from rollout_queue.redis_reader import RedisReader
-from rollout_queue.stream import Verdicts
+from rollout_queue.contract.records import Turn, Verdict
+from rollout_queue.contract.stream import Verdicts
+from rollout_queue.redis import keys
+from rollout_queue.redis.reader import RedisReader
 from tests.claimed import claimed_reader
 from tests.gateway.conftest import ADMIN_KEY, OTHER_KEY, Door, Stage, wait_until
 

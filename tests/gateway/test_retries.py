@@ -18,9 +18,9 @@ import openai
 import pytest
 
 from gateway.door.retries import Flight, Flights
-from rollout_queue.errors import StorageUnavailable
-from rollout_queue.records import Turn
-from rollout_queue.redis_writer import RedisWriter
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.records import Turn
+from rollout_queue.redis.writer import RedisWriter
 from tests.gateway.conftest import CLIENT_KEY, Door, Stage, wait_until
 from tests.gateway.fake_engine import FakeEngine
 from weir.audit.audit import audit

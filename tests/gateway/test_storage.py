@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import openai
 import pytest
 
-from rollout_queue import keys
+from rollout_queue.redis import keys
 from tests.gateway.conftest import ADMIN_KEY, Door, Stage
 
 

@@ -18,12 +18,12 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from safetensors.numpy import save_file
 
-from rollout_queue import keys
-from rollout_queue.deletion import RedisDeleter
-from rollout_queue.lease import Lease
-from rollout_queue.redis_reader import RedisReader
-from rollout_queue.redis_writer import RedisWriter
-from rollout_queue.stream import Entry, Verdicts
+from rollout_queue.contract.stream import Entry, Verdicts
+from rollout_queue.redis import keys
+from rollout_queue.redis.deletion import RedisDeleter
+from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.reader import RedisReader
+from rollout_queue.redis.writer import RedisWriter
 from tests.trainer_service.rig import FakeGateway
 from trainer_service.algorithm_settings import AlgorithmSettings
 from trainer_service.batch import Row

@@ -9,17 +9,17 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from rollout_queue import keys
-from rollout_queue.codec import encode
-from rollout_queue.deletion import OVERDUE_S, RedisDeleter
-from rollout_queue.errors import SessionClosed, SessionDeleted, UserDeleted
+from rollout_queue.contract.codec import encode
+from rollout_queue.contract.errors import SessionClosed, SessionDeleted, UserDeleted
+from rollout_queue.contract.records import Deletion, Record, Verdict
+from rollout_queue.contract.stream import Roll, StreamDeleter, StreamReader, StreamWriter, Verdicts
+from rollout_queue.contract.tombstone import DeletedUser, Tombstone
 from rollout_queue.memory import MemoryStream
-from rollout_queue.places import START
-from rollout_queue.records import Deletion, Record, Verdict
-from rollout_queue.redis_reader import RedisReader
-from rollout_queue.redis_writer import RedisWriter, read_head
-from rollout_queue.stream import Roll, StreamDeleter, StreamReader, StreamWriter, Verdicts
-from rollout_queue.tombstone import DeletedUser, Tombstone
+from rollout_queue.redis import keys
+from rollout_queue.redis.deletion import OVERDUE_S, RedisDeleter
+from rollout_queue.redis.places import START
+from rollout_queue.redis.reader import RedisReader
+from rollout_queue.redis.writer import RedisWriter, read_head
 from tests.claimed import claimed_reader
 from tests.queue.test_stream import outcome, reward, spec, turn
 
@@ -356,7 +356,7 @@ async def test_a_turn_that_came_while_its_session_was_read_is_deleted_too(
             redis.set(keys.continuation("me", "d"), "s1")
         return read_head(fields)
 
-    monkeypatch.setattr("rollout_queue.deletion.read_head", read)
+    monkeypatch.setattr("rollout_queue.redis.deletion.read_head", read)
     await writer.open_session(spec(owner="me"))
     tombstone = await RedisDeleter(connection).delete_session("s1")
     assert reads == [1, 2]

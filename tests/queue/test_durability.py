@@ -11,15 +11,15 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from rollout_queue import keys
-from rollout_queue.codec import decode
-from rollout_queue.errors import StorageUnavailable
-from rollout_queue.lease import Lease
-from rollout_queue.records import Outcome, Reward, SessionSpec, Span, Turn, Verdict
-from rollout_queue.redis_reader import RedisReader
-from rollout_queue.redis_writer import RedisWriter
-from rollout_queue.stream import Verdicts
-from rollout_queue.tokens import Logprobs, TokenIds
+from rollout_queue.contract.codec import decode
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Span, Turn, Verdict
+from rollout_queue.contract.stream import Verdicts
+from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.redis import keys
+from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.reader import RedisReader
+from rollout_queue.redis.writer import RedisWriter
 from tests.redis_process import RedisProcess
 from tests.serving import free_port
 from weir.audit.audit import audit

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollout_queue.codec import SCHEMA, decode, decode_spec, encode
-from rollout_queue.errors import UnknownSchema
-from rollout_queue.records import (
+from rollout_queue.contract.codec import SCHEMA, decode, decode_spec, encode
+from rollout_queue.contract.errors import UnknownSchema
+from rollout_queue.contract.records import (
     Deletion,
     Outcome,
     Reward,
@@ -22,8 +22,8 @@ from rollout_queue.records import (
     Span,
     Turn,
 )
-from rollout_queue.rows import Row, row_from_json
-from rollout_queue.tokens import Logprobs, TokenIds
+from rollout_queue.contract.rows import Row, row_from_json
+from rollout_queue.contract.tokens import Logprobs, TokenIds
 
 GOLDEN = json.loads(Path(__file__).with_name("golden_schema_1.json").read_text(encoding="utf-8"))
 

@@ -14,15 +14,15 @@ import msgspec
 import pytest
 from redis import Redis
 
-from rollout_queue import keys, pages
-from rollout_queue.codec import SCHEMA, encode
-from rollout_queue.errors import LeaseLost, StorageUnavailable
-from rollout_queue.holder import Holder
-from rollout_queue.lease import Lease
-from rollout_queue.records import Outcome, Span, Turn, Verdict
-from rollout_queue.redis_reader import PAGE, RedisReader
-from rollout_queue.stream import Verdicts
-from rollout_queue.tokens import Logprobs, TokenIds
+from rollout_queue.contract.codec import SCHEMA, encode
+from rollout_queue.contract.errors import LeaseLost, StorageUnavailable
+from rollout_queue.contract.records import Outcome, Span, Turn, Verdict
+from rollout_queue.contract.stream import Verdicts
+from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.redis import keys, pages
+from rollout_queue.redis.holder import Holder
+from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.reader import PAGE, RedisReader
 from tests.claimed import claimed_reader
 
 NOTHING = Verdicts(sessions={}, turns={})
@@ -129,7 +129,7 @@ def test_a_holder_who_slept_has_lost_it_even_to_one_who_has_ended(redis: Redis) 
 
 def test_the_lease_of_a_process_that_died_here_is_free_at_once(redis: Redis) -> None:
     claim = (
-        "import sys; from redis import Redis; from rollout_queue.lease import Lease\n"
+        "import sys; from redis import Redis; from rollout_queue.redis.lease import Lease\n"
         "assert Lease(Redis.from_url(sys.argv[1]), 30.0).claim() is None\n"
         "print('claimed', flush=True); sys.stdin.read()"
     )
@@ -160,7 +160,7 @@ def test_of_a_process_elsewhere_nobody_says_that_it_is_dead() -> None:
 def test_where_the_system_tells_no_boot_from_another_nobody_is_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_queue.holder.BOOT", tmp_path / "none")
+    monkeypatch.setattr("rollout_queue.redis.holder.BOOT", tmp_path / "none")
     assert not msgspec.structs.replace(Holder.here(), born="never").dead
 
 

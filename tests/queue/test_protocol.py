@@ -29,13 +29,15 @@ from hypothesis.stateful import (
 )
 from redis import Redis
 
-from rollout_queue import keys, redis_reader_scripts, redis_scripts
-from rollout_queue.codec import decode
-from rollout_queue.errors import LeaseLost, SessionClosed, SessionDeleted, StorageUnavailable
-from rollout_queue.head import SessionHead
-from rollout_queue.pages import Pages
-from rollout_queue.places import START
-from rollout_queue.records import Outcome, Reward, SessionSpec, Span, Status, Turn, Verdict
+from rollout_queue.contract.codec import decode
+from rollout_queue.contract.errors import LeaseLost, SessionClosed, SessionDeleted, StorageUnavailable
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Span, Status, Turn, Verdict
+from rollout_queue.redis import keys
+from rollout_queue.redis.pages import Pages
+from rollout_queue.redis.places import START
+from rollout_queue.redis.scripts import reading as redis_reader_scripts
+from rollout_queue.redis.scripts import writing as redis_scripts
 from tests.queue.protocol import CALM, CUTS, Killed, Knife, System
 from tests.queue.test_stream import turn as made_turn
 from trainer_service import checkpoint, durable

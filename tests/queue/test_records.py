@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_queue.codec import SCHEMA, decode, decode_spec, encode
-from rollout_queue.errors import InvalidRecord, UnknownSchema
-from rollout_queue.records import Outcome, Reward, Sampling, SessionSpec, Span, Turn
-from rollout_queue.tokens import Logprobs, TokenIds
+from rollout_queue.contract.codec import SCHEMA, decode, decode_spec, encode
+from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
+from rollout_queue.contract.records import Outcome, Reward, Sampling, SessionSpec, Span, Turn
+from rollout_queue.contract.tokens import Logprobs, TokenIds
 
 
 def turn(**fields: Any) -> Turn:

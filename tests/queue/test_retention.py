@@ -10,17 +10,17 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from rollout_queue import keys, retention
-from rollout_queue.deletion import RedisDeleter
-from rollout_queue.episodes import Episode
-from rollout_queue.errors import Conflict, SessionClosed, SessionForgotten, SessionUnknown
-from rollout_queue.places import START
-from rollout_queue.records import Turn, Verdict
-from rollout_queue.redis_reader import RedisReader
-from rollout_queue.redis_writer import RedisWriter
-from rollout_queue.restore import restore
-from rollout_queue.retention import RedisForgetter
-from rollout_queue.stream import Verdicts
+from rollout_queue.contract.episodes import Episode
+from rollout_queue.contract.errors import Conflict, SessionClosed, SessionForgotten, SessionUnknown
+from rollout_queue.contract.records import Turn, Verdict
+from rollout_queue.contract.stream import Verdicts
+from rollout_queue.redis import keys, retention
+from rollout_queue.redis.deletion import RedisDeleter
+from rollout_queue.redis.places import START
+from rollout_queue.redis.reader import RedisReader
+from rollout_queue.redis.restore import restore
+from rollout_queue.redis.retention import RedisForgetter
+from rollout_queue.redis.writer import RedisWriter
 from tests.claimed import claimed_reader
 from tests.queue.test_stream import outcome, reward, spec, turn
 

@@ -13,22 +13,22 @@ from redis.asyncio import Redis as AsyncRedis
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from rollout_queue import keys
-from rollout_queue.attempts import orphans_of
-from rollout_queue.codec import encode
-from rollout_queue.errors import Conflict, SessionClosed, StorageUnavailable
-from rollout_queue.express import Express
-from rollout_queue.head import SessionHead
-from rollout_queue.head_cache import HeadCache
+from rollout_queue.contract.attempts import orphans_of
+from rollout_queue.contract.codec import encode
+from rollout_queue.contract.errors import Conflict, SessionClosed, StorageUnavailable
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Span, Turn, Verdict
+from rollout_queue.contract.stream import StreamReader, StreamWriter, Verdicts
+from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.contract.tombstone import Tombstone
 from rollout_queue.memory import MemoryStream
-from rollout_queue.places import START, Listed, Place
-from rollout_queue.records import Outcome, Reward, SessionSpec, Span, Turn, Verdict
-from rollout_queue.redis_reader import RedisReader
-from rollout_queue.redis_writer import RedisWriter
-from rollout_queue.standing import GroupStanding
-from rollout_queue.stream import StreamReader, StreamWriter, Verdicts
-from rollout_queue.tokens import Logprobs, TokenIds
-from rollout_queue.tombstone import Tombstone
+from rollout_queue.redis import keys
+from rollout_queue.redis.head_cache import HeadCache
+from rollout_queue.redis.pipelined_connection import Express
+from rollout_queue.redis.places import START, Listed, Place
+from rollout_queue.redis.reader import RedisReader
+from rollout_queue.redis.standing import GroupStanding
+from rollout_queue.redis.writer import RedisWriter
 from tests.claimed import claimed_reader
 
 NOTHING = Verdicts(sessions={}, turns={})

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from gateway.sessions.verdicts import session_verdict, turn_verdict
-from rollout_queue.head import SessionHead
-from rollout_queue.records import Outcome, Sampling, SessionSpec, Turn, Verdict
-from rollout_queue.stream import Entry
-from rollout_queue.tokens import Logprobs, TokenIds
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.records import Outcome, Sampling, SessionSpec, Turn, Verdict
+from rollout_queue.contract.stream import Entry
+from rollout_queue.contract.tokens import Logprobs, TokenIds
 from trainer_service.assemble import Assembler, Rules
 from trainer_service.turns import exclusions
 

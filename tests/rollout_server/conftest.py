@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout_queue.web.keys import Keyring
+from rollout_queue.http.keys import Keyring
 from rollout_server.app import create_app
 from rollout_server.server import RolloutServer
 from rollout_server.settings import RolloutServerSettings

@@ -15,10 +15,10 @@ import pytest
 from redis.asyncio import Redis as AsyncRedis
 from tokenizers import Tokenizer
 
-from rollout_queue import keys
-from rollout_queue.records import Outcome, Reward, SessionSpec, Span, Turn
-from rollout_queue.redis_writer import RedisWriter
-from rollout_queue.tokens import Logprobs, TokenIds
+from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Span, Turn
+from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.redis import keys
+from rollout_queue.redis.writer import RedisWriter
 from tests.gateway.conftest import Door, Stage, wait_until
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.test_processes import answered, path_of, say, trainable

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from gateway.app import create_app
 from gateway.settings import GatewaySettings
-from rollout_queue.tokens import Logprobs
+from rollout_queue.contract.tokens import Logprobs
 from tests.gateway.fake_engine import FakeEngine, Interruption
 from tests.serving import serving
 from tests.system.conftest import System

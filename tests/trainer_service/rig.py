@@ -10,9 +10,9 @@ import httpx
 import torch
 from prometheus_client import CollectorRegistry
 
+from rollout_queue.contract.records import Outcome, Reward, Sampling, SessionSpec, Span, Turn
+from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.memory import MemoryStream
-from rollout_queue.records import Outcome, Reward, Sampling, SessionSpec, Span, Turn
-from rollout_queue.tokens import Logprobs, TokenIds
 from trainer_service.checkpoint import Checkpoints
 from trainer_service.face import Face
 from trainer_service.gateway import Gateway

@@ -6,8 +6,8 @@ import pytest
 from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry
 
-from rollout_queue.policy import STABLE
-from rollout_queue.web.keys import Keyring
+from rollout_queue.contract.policy import STABLE
+from rollout_queue.http.keys import Keyring
 from trainer_service.app import create_app
 from trainer_service.checkpoint import LedgerRow
 from trainer_service.face import Face

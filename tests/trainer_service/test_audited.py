@@ -11,14 +11,14 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from typer.testing import CliRunner
 
-from rollout_queue import keys
-from rollout_queue.codec import decode, encode
-from rollout_queue.lease import Lease
+from rollout_queue.contract.codec import decode, encode
+from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.memory import MemoryStream
-from rollout_queue.records import Outcome, Reward, SessionSpec, Turn, Verdict
-from rollout_queue.redis_reader import RedisReader
-from rollout_queue.redis_writer import RedisWriter
-from rollout_queue.retention import RedisForgetter
+from rollout_queue.redis import keys
+from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.reader import RedisReader
+from rollout_queue.redis.retention import RedisForgetter
+from rollout_queue.redis.writer import RedisWriter
 from tests.serving import free_port
 from tests.trainer_service.rig import MakeRig, Rig, turn
 from weir.__main__ import app

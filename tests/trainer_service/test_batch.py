@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_queue.records import Turn
+from rollout_queue.contract.records import Turn
 from tests.trainer_service.rig import MakeRig, Rig, turn
 from trainer_service.algorithm_settings import AlgorithmSettings
 from trainer_service.algorithms.policy_loss import policy_loss

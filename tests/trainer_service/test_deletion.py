@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from rollout_queue.records import Deletion, Outcome, Record, Reward, Turn
-from rollout_queue.stream import Entry
+from rollout_queue.contract.records import Deletion, Outcome, Record, Reward, Turn
+from rollout_queue.contract.stream import Entry
 from tests.trainer_service.rig import MakeRig, Rig, turn
 from trainer_service.assemble import Assembler, Rules
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from rollout_queue.web.keys import Keyring
+from rollout_queue.http.keys import Keyring
 from tests.trainer_service.rig import MakeRig, Rig, turn
 from tests.trainer_service.test_evaluation import evaluate
 from trainer_service.app import create_app

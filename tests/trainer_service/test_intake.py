@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from rollout_queue.errors import StorageUnavailable
-from rollout_queue.records import SessionSpec
-from rollout_queue.redis_reader import RedisReader
-from rollout_queue.stream import Verdicts
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.records import SessionSpec
+from rollout_queue.contract.stream import Verdicts
+from rollout_queue.redis.reader import RedisReader
 from tests.trainer_service.rig import MakeRig, Rig, turn
 from trainer_service.__main__ import REDIS_TIMEOUT_S, connect
 from trainer_service.assemble import Group

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rollout_queue.policy import MANIFEST, STABLE, Manifest, sha256_of
+from rollout_queue.contract.policy import MANIFEST, STABLE, Manifest, sha256_of
 from tests.trainer_service.rig import MakeRig, Rig, turn
 from trainer_service.batch import micro_batches, rows_of
 

@@ -10,14 +10,14 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from rollout_queue import keys
-from rollout_queue.deletion import RedisDeleter
-from rollout_queue.errors import StorageUnavailable
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Verdict
 from rollout_queue.memory import MemoryStream
-from rollout_queue.records import Outcome, Reward, SessionSpec, Verdict
-from rollout_queue.redis_reader import RedisReader
-from rollout_queue.redis_writer import RedisWriter
-from rollout_queue.retention import RedisForgetter
+from rollout_queue.redis import keys
+from rollout_queue.redis.deletion import RedisDeleter
+from rollout_queue.redis.reader import RedisReader
+from rollout_queue.redis.retention import RedisForgetter
+from rollout_queue.redis.writer import RedisWriter
 from tests.claimed import claimed_reader
 from tests.trainer_service.rig import MakeRig, Rig
 from tests.trainer_service.test_audited import NOBODY, Crash, RedisAgents

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 import torch
 
+from rollout_queue.contract.records import Reward, Turn
+from rollout_queue.contract.tokens import Logprobs
 from rollout_queue.memory import MemoryStream
-from rollout_queue.records import Reward, Turn
-from rollout_queue.tokens import Logprobs
 from tests.trainer_service.rig import MakeRig, Rig, turn
 from trainer_service.algorithm_settings import PRESETS, AlgorithmSettings
 from trainer_service.algorithms.loss_settings import Ppo, Sapo

@@ -8,13 +8,13 @@ from typing import Any, cast
 import pytest
 from redis import Redis
 
-from rollout_queue import keys
-from rollout_queue.episodes import row_of, session_part
-from rollout_queue.head import SessionHead
+from rollout_queue.contract.episodes import row_of, session_part
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Verdict
+from rollout_queue.contract.rows import Row, row_to_json
 from rollout_queue.memory import MemoryStream
-from rollout_queue.records import Outcome, Reward, SessionSpec, Verdict
-from rollout_queue.redis_writer import read_head
-from rollout_queue.rows import Row, row_to_json
+from rollout_queue.redis import keys
+from rollout_queue.redis.writer import read_head
 from tests.claimed import claimed_reader
 from tests.trainer_service.rig import MakeRig, turn
 from weir.importing.run import Account, import_files

@@ -10,12 +10,12 @@ import pytest
 from redis.connection import Connection
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from rollout_queue import keys
-from rollout_queue.lease import Lease
+from rollout_queue.contract.stream import Verdicts
 from rollout_queue.memory import MemoryStream
-from rollout_queue.redis_reader import RedisReader
-from rollout_queue.redis_reader_scripts import ACKNOWLEDGE
-from rollout_queue.stream import Verdicts
+from rollout_queue.redis import keys
+from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.reader import RedisReader
+from rollout_queue.redis.scripts.reading import ACKNOWLEDGE
 from tests.redis_process import RedisProcess
 from tests.trainer_service.rig import MakeRig, Rig
 from tests.trainer_service.test_audited import NOBODY, RedisAgents

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollout_queue.records import Span
+from rollout_queue.contract.records import Span
 from tests.trainer_service.rig import MakeRig, Rig, turn
 from trainer_service.algorithm_settings import AlgorithmSettings
 

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from redis import Redis
 
-from rollout_queue import keys
-from rollout_queue.errors import LeaseLost
-from rollout_queue.holder import Holder
-from rollout_queue.lease import Lease
+from rollout_queue.contract.errors import LeaseLost
+from rollout_queue.redis import keys
+from rollout_queue.redis.holder import Holder
+from rollout_queue.redis.lease import Lease
 from tests.trainer_service.rig import MakeRig
 from trainer_service.face import Face
 from trainer_service.tenure import tenure

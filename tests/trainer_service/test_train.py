@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout_queue.stream import Verdicts
+from rollout_queue.contract.stream import Verdicts
 from tests.trainer_service.rig import MakeRig, Rig, turn
 from trainer_service.checkpoint import CURRENT
 from trainer_service.durable import write_atomically

@@ -13,11 +13,11 @@ import msgspec
 import pytest
 from redis import Redis
 
-from rollout_queue import keys
-from rollout_queue.codec import encode
-from rollout_queue.holder import Holder
-from rollout_queue.lease import LOST
-from rollout_queue.records import Outcome
+from rollout_queue.contract.codec import encode
+from rollout_queue.contract.records import Outcome
+from rollout_queue.redis import keys
+from rollout_queue.redis.holder import Holder
+from rollout_queue.redis.lease import LOST
 from tests.serving import free_port
 
 pytestmark = pytest.mark.timeout(300)

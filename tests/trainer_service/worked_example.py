@@ -16,8 +16,8 @@ import torch
 import yaml
 from torch import Tensor
 
-from rollout_queue.records import Outcome, Record, Reward, Span
-from rollout_queue.stream import Entry
+from rollout_queue.contract.records import Outcome, Record, Reward, Span
+from rollout_queue.contract.stream import Entry
 from tests.trainer_service.rig import turn
 from trainer_service.algorithm_settings import AlgorithmSettings
 from trainer_service.algorithms.loss_settings import LossSettings

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollout_queue.records import Verdict, VerdictCode
-from rollout_queue.tombstone import Tombstone
+from rollout_queue.contract.records import Verdict, VerdictCode
+from rollout_queue.contract.tombstone import Tombstone
 from weir.audit.facts import (
     Answer,
     Evidence,

@@ -15,16 +15,16 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from typer.testing import CliRunner
 
-from rollout_queue import keys
-from rollout_queue.codec import SCHEMA, encode
-from rollout_queue.lease import Lease
-from rollout_queue.records import Outcome, Reward, SessionSpec, Span, Turn, Verdict
-from rollout_queue.redis_reader import RedisReader
-from rollout_queue.redis_writer import RedisWriter
-from rollout_queue.stream import Verdicts
-from rollout_queue.tokens import Logprobs, TokenIds
-from rollout_queue.tombstone import Tombstone, encode_tombstone
-from rollout_queue.web.keys import Keyring
+from rollout_queue.contract.codec import SCHEMA, encode
+from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Span, Turn, Verdict
+from rollout_queue.contract.stream import Verdicts
+from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.contract.tombstone import Tombstone, encode_tombstone
+from rollout_queue.http.keys import Keyring
+from rollout_queue.redis import keys
+from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.reader import RedisReader
+from rollout_queue.redis.writer import RedisWriter
 from tests.serving import free_port
 from trainer_service.app import HttpThread, create_app
 from trainer_service.checkpoint import LedgerRow

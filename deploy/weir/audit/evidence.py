@@ -11,9 +11,9 @@ import msgspec
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from rollout_queue import keys
-from rollout_queue.codec import decode
-from rollout_queue.tombstone import Tombstone, decode_tombstone
+from rollout_queue.contract.codec import decode
+from rollout_queue.contract.tombstone import Tombstone, decode_tombstone
+from rollout_queue.redis import keys
 from weir.audit.facts import Answer, Evidence, GroupFact, SessionFact, StreamFact
 from weir.audit.heads import Unread, digest, field_of, session_fact
 from weir.audit.ledger import EvidenceMissing, read_ledger

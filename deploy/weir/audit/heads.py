@@ -6,10 +6,10 @@ from functools import lru_cache
 
 import msgspec
 
-from rollout_queue.attempts import orphans_of
-from rollout_queue.codec import decode, decode_spec
-from rollout_queue.errors import InvalidRecord, UnknownSchema
-from rollout_queue.records import Outcome, Record, Reward, Turn, Verdict
+from rollout_queue.contract.attempts import orphans_of
+from rollout_queue.contract.codec import decode, decode_spec
+from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
+from rollout_queue.contract.records import Outcome, Record, Reward, Turn, Verdict
 from weir.audit.facts import SessionFact, TurnFact
 
 Unread = (InvalidRecord, UnknownSchema)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rollout_queue.records import Verdict
+from rollout_queue.contract.records import Verdict
 from weir.audit.facts import Evidence, Finding, Kind, LedgerRow, SessionFact, TurnFact
 from weir.audit.ledger_rules import TOKENS, ledger_findings
 

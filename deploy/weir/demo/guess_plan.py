@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 
 from gateway.language.render import ChatRenderer, Message
-from rollout_queue.tokens import TokenIds
+from rollout_queue.contract.tokens import TokenIds
 from weir.demo.guess import NUMBERS, QUESTION, Secret, blind, halving
 from weir.demo.plan import Row, write_rows, write_student
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from gateway.language.render import ChatRenderer, Message, Tool
-from rollout_queue.tokens import TokenIds
+from rollout_queue.contract.tokens import TokenIds
 from weir.demo.task import KEYS, TOOL, UNKNOWN, VALUES, Task, call_text
 from weir.demo.tokenizer import VOCABULARY, write_tokenizer
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollout_queue.errors import InvalidRecord, UnknownSchema
-from rollout_queue.rows import DeletedRow, Row, row_from_fields, row_from_json
+from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
+from rollout_queue.contract.rows import DeletedRow, Row, row_from_fields, row_from_json
 from weir.errors import StackError
 
 PARQUET_MAGIC = b"PAR1"

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from redis import Redis
 
-from rollout_queue.episodes import Episode, episode_of, renamed
-from rollout_queue.errors import InvalidRecord
-from rollout_queue.restore import Restored, restore
-from rollout_queue.rows import DeletedRow, Row
+from rollout_queue.contract.episodes import Episode, episode_of, renamed
+from rollout_queue.contract.errors import InvalidRecord
+from rollout_queue.contract.rows import DeletedRow, Row
+from rollout_queue.redis.restore import Restored, restore
 from weir.errors import StackError
 from weir.importing.files import Placed, rows_of
 

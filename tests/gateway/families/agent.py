@@ -9,9 +9,9 @@ from typing import Any
 from gateway.conversations.conversation import Prompt, extend, place, reply_message
 from gateway.language.families import Thinking
 from gateway.language.render import Answer, ChatRenderer, Message, Tool
-from rollout_queue.head import SessionHead
-from rollout_queue.records import Finish, SessionSpec, Span, Turn
-from rollout_queue.tokens import Logprobs, TokenIds
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.records import Finish, SessionSpec, Span, Turn
+from rollout_queue.contract.tokens import Logprobs, TokenIds
 from tests.gateway.families.models import make_model
 
 TOOL: Tool = {

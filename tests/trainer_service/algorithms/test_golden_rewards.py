@@ -13,7 +13,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from rollout_queue.tokens import TokenIds
+from rollout_queue.contract.tokens import TokenIds
 from tests.trainer_service.rig import turn
 from trainer_service.algorithms.advantage_settings import (
     Advantage,

@@ -5,11 +5,11 @@ from typing import Any, Literal, NamedTuple, cast
 
 from redis.asyncio import Redis
 
-from rollout_queue import keys
-from rollout_queue.availability import stored
-from rollout_queue.codec import decode, decode_spec
-from rollout_queue.head import SessionHead
-from rollout_queue.records import Outcome, SessionSpec
+from rollout_queue.contract.codec import decode, decode_spec
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.records import Outcome, SessionSpec
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import stored
 
 AT_ONCE = 100
 """Sessions that one script looks at, so that Redis is never busy with it for long."""

@@ -4,7 +4,7 @@ KEYS[1] and ARGV[1] of each are the fence and the token of who calls. A process 
 over can so neither take an entry nor acknowledge one.
 """
 
-from rollout_queue.redis_scripts import SETTLE
+from rollout_queue.redis.scripts.writing import SETTLE
 
 LOST = "LEASELOST"
 

@@ -6,9 +6,9 @@ from typing import Literal
 
 import msgspec
 
-from rollout_queue.attempts import orphans_of
-from rollout_queue.records import Outcome, Relation, Reward, SessionSpec, Turn, Verdict
-from rollout_queue.tokens import TokenIds
+from rollout_queue.contract.attempts import orphans_of
+from rollout_queue.contract.records import Outcome, Relation, Reward, SessionSpec, Turn, Verdict
+from rollout_queue.contract.tokens import TokenIds
 
 State = Literal["open", "waiting_reward", "finished"]
 

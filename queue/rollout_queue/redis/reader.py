@@ -10,15 +10,15 @@ from redis import Redis
 from redis.commands.core import Script
 from redis.exceptions import ResponseError
 
-from rollout_queue import keys
-from rollout_queue import redis_reader_scripts as scripts
-from rollout_queue.availability import available
-from rollout_queue.codec import decode
-from rollout_queue.errors import InvalidRecord, LeaseLost, StorageUnavailable, UnknownSchema
-from rollout_queue.lease import LOST
-from rollout_queue.pages import Pages, RawEntry
-from rollout_queue.stream import Entry, Roll, Verdicts
-from rollout_queue.tombstone import decode_tombstone
+from rollout_queue.contract.codec import decode
+from rollout_queue.contract.errors import InvalidRecord, LeaseLost, StorageUnavailable, UnknownSchema
+from rollout_queue.contract.stream import Entry, Roll, Verdicts
+from rollout_queue.contract.tombstone import decode_tombstone
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import available
+from rollout_queue.redis.lease import LOST
+from rollout_queue.redis.pages import Pages, RawEntry
+from rollout_queue.redis.scripts import reading as scripts
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_queue.errors import Deleted, StorageUnavailable
-from rollout_queue.ids import new_id
+from rollout_queue.contract.errors import Deleted, StorageUnavailable
+from rollout_queue.contract.ids import new_id
 
 logger = logging.getLogger(__name__)
 

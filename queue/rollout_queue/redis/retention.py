@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 from redis.asyncio import Redis
 
-from rollout_queue import keys, retention_scripts
-from rollout_queue.availability import stored
-from rollout_queue.deletion import traces_of
-from rollout_queue.head import SessionHead
-from rollout_queue.redis_writer import UNREADABLE, read_head
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import stored
+from rollout_queue.redis.deletion import traces_of
+from rollout_queue.redis.scripts import retention as retention_scripts
+from rollout_queue.redis.writer import UNREADABLE, read_head
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from rollout_queue.errors import InvalidRecord
-from rollout_queue.tokens import Logprobs, TokenIds
+from rollout_queue.contract.errors import InvalidRecord
+from rollout_queue.contract.tokens import Logprobs, TokenIds
 
 Finish = Literal["stop", "length", "tool_calls", "abort"]
 Relation = Literal["root", "extends", "rerendered", "forks", "retry"]

@@ -12,15 +12,16 @@ from contextlib import suppress
 import msgspec
 from redis.asyncio import Redis
 
-from rollout_queue import keys, redis_scripts
-from rollout_queue.appending import continuations_of
-from rollout_queue.availability import stored
-from rollout_queue.codec import SCHEMA, encode
-from rollout_queue.errors import StorageUnavailable
-from rollout_queue.head import SessionHead
-from rollout_queue.records import Deletion, SessionSpec
-from rollout_queue.redis_writer import UNREADABLE, read_head
-from rollout_queue.tombstone import DeletedUser, Tombstone, encode_tombstone, total, user_digest
+from rollout_queue.contract.codec import SCHEMA, encode
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.records import Deletion, SessionSpec
+from rollout_queue.contract.tombstone import DeletedUser, Tombstone, encode_tombstone, total, user_digest
+from rollout_queue.redis import keys
+from rollout_queue.redis.appending import continuations_of
+from rollout_queue.redis.availability import stored
+from rollout_queue.redis.scripts import writing as redis_scripts
+from rollout_queue.redis.writer import UNREADABLE, read_head
 
 logger = logging.getLogger(__name__)
 

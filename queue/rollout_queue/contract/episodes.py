@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from rollout_queue.errors import InvalidRecord
-from rollout_queue.head import SessionHead
-from rollout_queue.records import Outcome, Reward, SessionSpec, Turn, Verdict
-from rollout_queue.rows import OutcomePart, RewardPart, Row, SessionPart
+from rollout_queue.contract.errors import InvalidRecord
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Turn, Verdict
+from rollout_queue.contract.rows import OutcomePart, RewardPart, Row, SessionPart
 
 CLOSING = ("failed", "abandoned", "expired")
 """Verdicts that a session has the moment it ends; the trainer gives all others."""

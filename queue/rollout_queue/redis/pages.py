@@ -12,9 +12,9 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import OutOfMemoryError
 
-from rollout_queue import keys
-from rollout_queue.errors import LeaseLost
-from rollout_queue.lease import LOST
+from rollout_queue.contract.errors import LeaseLost
+from rollout_queue.redis import keys
+from rollout_queue.redis.lease import LOST
 
 RawEntry = tuple[bytes, list[bytes] | None]
 """An entry's id, and its fields and values in turn; None where the entry was deleted."""

@@ -1,7 +1,7 @@
 """What forgetting does inside Redis: each script happens whole or not at all, and anybody may repeat it."""
 
-from rollout_queue.redis_reader_scripts import LAST_DELIVERED
-from rollout_queue.redis_scripts import LEAVE, SETTLE
+from rollout_queue.redis.scripts.reading import LAST_DELIVERED
+from rollout_queue.redis.scripts.writing import LEAVE, SETTLE
 
 DUE = (
     LAST_DELIVERED

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import msgspec
 from redis import Redis
 
-from rollout_queue import keys
-from rollout_queue.availability import available
-from rollout_queue.errors import LeaseLost
-from rollout_queue.holder import Holder
+from rollout_queue.contract.errors import LeaseLost
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import available
+from rollout_queue.redis.holder import Holder
 
 LOST = f"another trainer has taken over {keys.STREAM}; this one writes nothing more"
 

@@ -8,8 +8,8 @@ from collections import OrderedDict
 
 import msgspec
 
-from rollout_queue.head import SessionHead
-from rollout_queue.records import Turn
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.records import Turn
 
 OVERHEAD = 256
 """What a session costs beside its tokens, in tokens."""

@@ -10,11 +10,12 @@ from typing import Any, Literal
 import msgspec
 from redis import Redis
 
-from rollout_queue import keys, redis_scripts
-from rollout_queue.availability import available
-from rollout_queue.codec import encode
-from rollout_queue.episodes import Episode
-from rollout_queue.tombstone import user_digest
+from rollout_queue.contract.codec import encode
+from rollout_queue.contract.episodes import Episode
+from rollout_queue.contract.tombstone import user_digest
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import available
+from rollout_queue.redis.scripts import writing as redis_scripts
 
 Restored = Literal["restored", "exists", "deleted", "forgotten", "owner", "size", "full"]
 """What became of it: everything but `restored` left Redis as it was."""

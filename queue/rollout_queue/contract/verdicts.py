@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from rollout_queue.records import Turn, Verdict
+from rollout_queue.contract.records import Turn, Verdict
 
 OPENED_UNTRAINED = Verdict(
     code="not_for_training", detail="for evaluation: opened with train: false, or pinned to a version"

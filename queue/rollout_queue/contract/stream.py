@@ -14,11 +14,11 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from rollout_queue.head import SessionHead
-from rollout_queue.places import Listed, Place
-from rollout_queue.records import Outcome, Record, Reward, SessionSpec, Turn, Verdict
-from rollout_queue.standing import GroupStanding
-from rollout_queue.tombstone import DeletedUser, Tombstone
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.records import Outcome, Record, Reward, SessionSpec, Turn, Verdict
+from rollout_queue.contract.tombstone import DeletedUser, Tombstone
+from rollout_queue.redis.places import Listed, Place
+from rollout_queue.redis.standing import GroupStanding
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from rollout_queue import keys
-from rollout_queue.codec import decode_spec, encode
-from rollout_queue.errors import (
+from rollout_queue.contract.codec import decode_spec, encode
+from rollout_queue.contract.errors import (
     Conflict,
     Deleted,
     SessionClosed,
@@ -13,9 +12,10 @@ from rollout_queue.errors import (
     SessionUnknown,
     UserDeleted,
 )
-from rollout_queue.express import Argument
-from rollout_queue.records import SessionSpec
-from rollout_queue.tombstone import user_digest
+from rollout_queue.contract.records import SessionSpec
+from rollout_queue.contract.tombstone import user_digest
+from rollout_queue.redis import keys
+from rollout_queue.redis.pipelined_connection import Argument
 
 
 def open_arguments(spec: SessionSpec) -> tuple[list[str], list[Argument]]:

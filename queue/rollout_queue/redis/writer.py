@@ -7,20 +7,21 @@ from typing import cast
 import msgspec
 from redis.asyncio import Redis
 
-from rollout_queue import keys, redis_scripts
-from rollout_queue.appending import append_arguments
-from rollout_queue.attempts import related
-from rollout_queue.availability import stored
-from rollout_queue.codec import decode, decode_spec, encode
-from rollout_queue.errors import Conflict, InvalidRecord, SessionClosed, UnknownSchema, UserDeleted
-from rollout_queue.express import Express
-from rollout_queue.head import SessionHead
-from rollout_queue.head_cache import HeadCache
-from rollout_queue.opening import group_arguments, group_forgotten, open_arguments, opened, refusal
-from rollout_queue.places import Listed, Place, places_after
-from rollout_queue.records import Outcome, Reward, SessionSpec, Turn, Verdict
-from rollout_queue.standing import GroupStanding, group_standing, standings
-from rollout_queue.tombstone import Tombstone, decode_tombstone, user_digest
+from rollout_queue.contract.attempts import related
+from rollout_queue.contract.codec import decode, decode_spec, encode
+from rollout_queue.contract.errors import Conflict, InvalidRecord, SessionClosed, UnknownSchema, UserDeleted
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Turn, Verdict
+from rollout_queue.contract.tombstone import Tombstone, decode_tombstone, user_digest
+from rollout_queue.redis import keys
+from rollout_queue.redis.appending import append_arguments
+from rollout_queue.redis.availability import stored
+from rollout_queue.redis.head_cache import HeadCache
+from rollout_queue.redis.opening import group_arguments, group_forgotten, open_arguments, opened, refusal
+from rollout_queue.redis.pipelined_connection import Express
+from rollout_queue.redis.places import Listed, Place, places_after
+from rollout_queue.redis.scripts import writing as redis_scripts
+from rollout_queue.redis.standing import GroupStanding, group_standing, standings
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from rollout_queue.errors import InvalidRecord, UnknownSchema
-from rollout_queue.records import Finish, Relation, Sampling, SamplingPolicy, Span, Status, Verdict
-from rollout_queue.tokens import Logprobs, TokenIds
-from rollout_queue.verdicts import DELETED
+from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
+from rollout_queue.contract.records import Finish, Relation, Sampling, SamplingPolicy, Span, Status, Verdict
+from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.contract.verdicts import DELETED
 
 ROW_SCHEMA = 1
 

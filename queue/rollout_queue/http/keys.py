@@ -7,7 +7,7 @@ from typing import Literal
 
 from starlette.requests import Request
 
-from rollout_queue.web.errors import ApiError
+from rollout_queue.http.errors import ApiError
 
 Role = Literal["client", "admin"]
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})

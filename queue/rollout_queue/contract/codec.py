@@ -4,9 +4,9 @@ from typing import Any
 
 import msgspec
 
-from rollout_queue.errors import InvalidRecord, UnknownSchema
-from rollout_queue.records import Record, SessionSpec
-from rollout_queue.tokens import Logprobs, TokenIds, pack
+from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
+from rollout_queue.contract.records import Record, SessionSpec
+from rollout_queue.contract.tokens import Logprobs, TokenIds, pack
 
 SCHEMA = 1
 _SCHEMA_BYTE = bytes([SCHEMA])

@@ -6,7 +6,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from rollout_queue.errors import StorageUnavailable
+from rollout_queue.contract.errors import StorageUnavailable
 
 
 @contextmanager

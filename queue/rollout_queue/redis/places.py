@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 from redis.asyncio import Redis
 
-from rollout_queue import keys
-from rollout_queue.availability import stored
-from rollout_queue.head import SessionHead
-from rollout_queue.tombstone import Tombstone
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.tombstone import Tombstone
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import stored
 
 AFTER = """
 -- KEYS: sessions   ARGV: created, id, most

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from rollout_queue.web.errors import ApiError
+from rollout_queue.http.errors import ApiError
 
 Readiness = Callable[[], Awaitable[str | None]]
 """Says why the service cannot do its work; None when it can."""

@@ -1,10 +1,10 @@
 """What the script that appends a turn is given."""
 
-from rollout_queue import keys
-from rollout_queue.codec import encode
-from rollout_queue.express import Argument
-from rollout_queue.records import SessionSpec, Turn
-from rollout_queue.tombstone import user_digest
+from rollout_queue.contract.codec import encode
+from rollout_queue.contract.records import SessionSpec, Turn
+from rollout_queue.contract.tombstone import user_digest
+from rollout_queue.redis import keys
+from rollout_queue.redis.pipelined_connection import Argument
 
 CONTINUATION_TTL_S = 30 * 86400.0
 """Redis counts a key's life in milliseconds and overflows; a conversation that old has ended."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from rollout_queue.records import Turn
+from rollout_queue.contract.records import Turn
 
 
 def orphans_of(turns: Iterable[Turn]) -> Mapping[str, str]:

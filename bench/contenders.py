@@ -19,12 +19,12 @@ from torch.nn.utils.rnn import pad_sequence
 from bench.account import tell_step, timed
 from bench.policies import PACK_TOKENS, rows_of
 from bench.rollouts import Rollout, read, small
-from trainer_service.attention import packing_of
-from trainer_service.batch import micro_batches
-from trainer_service.forward import forward
-from trainer_service.optimise import Optimisation
-from trainer_service.policy import Policy, load_model
+from trainer_service.model.forward import forward
+from trainer_service.model.packed_attention import packing_of
+from trainer_service.model.policy import Policy, load_model
+from trainer_service.rows.rows import micro_batches
 from trainer_service.settings import OptimizerSettings, TrainerSettings
+from trainer_service.step.optimizer_step import Optimisation
 
 CPU = torch.device("cpu")
 ROWS_AT_ONCE = 4

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bench.account import forget_peak, resident_mib, tell, timed
-from trainer_service.head import sampled
+from trainer_service.model.logprob_head import sampled
 
 
 def naive(hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> Tensor:

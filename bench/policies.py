@@ -14,10 +14,10 @@ import torch
 from bench.account import tell
 from bench.rollouts import Rollout, read, write
 from tests.tiny_model import make_tiny_model
-from trainer_service.attention import packing_of
-from trainer_service.batch import Row, micro_batches
-from trainer_service.forward import forward
-from trainer_service.policy import load_model
+from trainer_service.model.forward import forward
+from trainer_service.model.packed_attention import packing_of
+from trainer_service.model.policy import load_model
+from trainer_service.rows.rows import Row, micro_batches
 
 PACK_TOKENS = 1024
 WHOLE: dict[str, Any] = {

@@ -36,12 +36,12 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
-from trainer_service.algorithm_settings import AlgorithmSettings
-from trainer_service.checkpoint import State
-from trainer_service.face import Face
+from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.intake import READ_COUNT, Intake
 from trainer_service.metrics import Metrics
-from trainer_service.pulse import Pulse
+from trainer_service.status.heartbeat import Pulse
+from trainer_service.status.shared_state import Face
+from trainer_service.storage.checkpoint import State
 
 IN_FLIGHT = 64
 AT_ONCE = 10_000

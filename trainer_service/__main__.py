@@ -19,21 +19,21 @@ from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.settings import CONFIG_VARIABLE
 from trainer_service.app import HttpThread, create_app
-from trainer_service.checkpoint import Checkpoints
-from trainer_service.durable import owned
-from trainer_service.face import Face
-from trainer_service.gateway import Gateway
 from trainer_service.intake import Intake
 from trainer_service.metrics import Metrics
-from trainer_service.policy import Policy
-from trainer_service.publish import Publisher
-from trainer_service.pulse import Pulse
-from trainer_service.ranks import Leader, follow, own_rank
+from trainer_service.model.policy import Policy
+from trainer_service.publishing.gateway_client import Gateway
+from trainer_service.publishing.publisher import Publisher
 from trainer_service.settings import TrainerSettings
 from trainer_service.sinks.chosen import chosen_sinks
-from trainer_service.store import PolicyStore
-from trainer_service.teacher import Teacher
-from trainer_service.tenure import tenure
+from trainer_service.status.heartbeat import Pulse
+from trainer_service.status.lease_holder import tenure
+from trainer_service.status.shared_state import Face
+from trainer_service.step.ranks import Leader, follow, own_rank
+from trainer_service.step.teacher import Teacher
+from trainer_service.storage.checkpoint import Checkpoints
+from trainer_service.storage.files import owned
+from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.train import Trainer
 
 logger = logging.getLogger("trainer_service")

@@ -21,10 +21,10 @@ from rollout_queue.http.errors import ApiError, RequestIds, install_error_handle
 from rollout_queue.http.keys import Keyring
 from rollout_queue.http.probes import probes
 from rollout_queue.http.server import KEEP_ALIVE_S
-from trainer_service.checkpoint import LedgerRow
-from trainer_service.face import Face
-from trainer_service.huggingface import FILE_NAME
-from trainer_service.store import PolicyStore
+from trainer_service.model.huggingface import FILE_NAME
+from trainer_service.status.shared_state import Face
+from trainer_service.storage.checkpoint import LedgerRow
+from trainer_service.storage.policy_store import PolicyStore
 
 LEDGER_LIMIT = 1000
 SILENT_AFTER_S = 60.0

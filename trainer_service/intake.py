@@ -13,18 +13,18 @@ from statistics import fmean
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.records import Verdict
 from rollout_queue.contract.stream import Entry, StreamReader
-from trainer_service.algorithm_settings import AlgorithmSettings
-from trainer_service.assemble import Assembler, Group, Rules
-from trainer_service.checkpoint import State
-from trainer_service.evaluation import Evaluations, sampled_by
-from trainer_service.face import Backlog
+from trainer_service.algorithms.settings import AlgorithmSettings
+from trainer_service.groups.assemble import Assembler, Group, Rules
+from trainer_service.groups.evaluation import Evaluations, sampled_by
+from trainer_service.groups.recall import recalled
+from trainer_service.groups.settlement import Batch, Judged, Settlement, judge, refused, select, settle
+from trainer_service.groups.tally import Tally
+from trainer_service.groups.version_scores import Standings
+from trainer_service.groups.waits import sentence
 from trainer_service.metrics import Metrics
-from trainer_service.pulse import Pulse
-from trainer_service.recall import recalled
-from trainer_service.settlement import Batch, Judged, Settlement, judge, refused, select, settle
-from trainer_service.standings import Standings
-from trainer_service.tally import Tally
-from trainer_service.waits import sentence
+from trainer_service.status.heartbeat import Pulse
+from trainer_service.status.shared_state import Backlog
+from trainer_service.storage.checkpoint import State
 
 logger = logging.getLogger(__name__)
 

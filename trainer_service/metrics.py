@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from trainer_service.evaluation import ENDS, Scores
-from trainer_service.settlement import Settlement
+from trainer_service.groups.evaluation import ENDS, Scores
+from trainer_service.groups.settlement import Settlement
 from trainer_service.sinks.sink import Sink, What
 
 logger = logging.getLogger(__name__)

@@ -6,11 +6,11 @@ from typing import ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout_queue.settings import CommaSeparated, ServiceSettings
-from trainer_service.algorithm_settings import AlgorithmSettings
-from trainer_service.algorithms.advantage_settings import VALUE_CLIP
+from trainer_service.algorithms.advantages.settings import VALUE_CLIP
+from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.guards import GuardSettings
 from trainer_service.sinks.weights_and_biases import WandbSettings
-from trainer_service.teacher import TeacherSettings
+from trainer_service.step.teacher import TeacherSettings
 
 
 class OptimizerSettings(BaseModel):

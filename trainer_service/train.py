@@ -16,27 +16,27 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from trainer_service.algorithm_settings import AlgorithmSettings
-from trainer_service.batch import Row
-from trainer_service.begun import Begun
-from trainer_service.checkpoint import Checkpoints, LedgerRow, State
-from trainer_service.disk import DiskTrouble
-from trainer_service.evaluation import Kept
-from trainer_service.face import Face, Phase
+from trainer_service.algorithms.settings import AlgorithmSettings
+from trainer_service.groups.comparison import Baselines, remembered, scored
+from trainer_service.groups.evaluation import Kept
+from trainer_service.groups.settlement import Judged, without
+from trainer_service.groups.tally import Tally
+from trainer_service.groups.version_scores import Standing
 from trainer_service.guards import Alarm, Guards
 from trainer_service.intake import BLOCK_S, Intake
 from trainer_service.metrics import Metrics
-from trainer_service.publish import Publisher
-from trainer_service.pulse import Pulse, Stopped
-from trainer_service.quarantine import culprits
-from trainer_service.ranks import Leader
-from trainer_service.score import Baselines, remembered, scored
+from trainer_service.publishing.publisher import Publisher
+from trainer_service.rows.rows import Row
 from trainer_service.settings import TrainerSettings
-from trainer_service.settlement import Judged, without
-from trainer_service.standings import Standing
-from trainer_service.stopwatch import Stopwatch
-from trainer_service.tally import Tally
-from trainer_service.teacher import Teacher, TeacherAway
+from trainer_service.status.heartbeat import Pulse, Stopped
+from trainer_service.status.shared_state import Face, Phase
+from trainer_service.status.stopwatch import Stopwatch
+from trainer_service.step.early_groups import Begun
+from trainer_service.step.quarantine import culprits
+from trainer_service.step.ranks import Leader
+from trainer_service.step.teacher import Teacher, TeacherAway
+from trainer_service.storage.checkpoint import Checkpoints, LedgerRow, State
+from trainer_service.storage.disk import DiskTrouble
 
 logger = logging.getLogger(__name__)
 

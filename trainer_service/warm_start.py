@@ -19,7 +19,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from trainer_service.durable import sync_tree
+from trainer_service.storage.files import sync_tree
 
 NOT_COPIED = ("plan.json", "config.json", "generation_config.json")
 

@@ -13,7 +13,7 @@ from bench.kinds import KINDS, LONGEST_S, takes_s
 from bench.shelf import Mark, Result, Shelf, Trial
 from bench.trial import Bounds, Course
 from gateway.settings import LimitSettings
-from trainer_service.algorithm_settings import AlgorithmSettings
+from trainer_service.algorithms.settings import AlgorithmSettings
 from weir.demo.episodes import WINDOW, Record
 from weir.demo.observer import Snapshot
 from weir.errors import StackError

@@ -13,7 +13,7 @@ import msgspec
 from redis import Redis
 
 from tests.crash.system import CrashSystem
-from trainer_service.checkpoint import CURRENT, STATE, State
+from trainer_service.storage.checkpoint import CURRENT, STATE, State
 
 Victim = Literal["gateway", "redis", "engine", "rollout_server", "trainer", "trainer rank 1"]
 LONGEST_WAIT_S = 30.0

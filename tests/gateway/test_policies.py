@@ -22,12 +22,12 @@ from rollout_queue.redis import keys
 from tests.claimed import claimed_reader
 from tests.gateway.conftest import ADMIN_KEY, Door, Stage, wait_until
 from tests.serving import serving
-from trainer_service.face import Face
-from trainer_service.gateway import Gateway
 from trainer_service.metrics import Metrics
-from trainer_service.publish import Publisher
-from trainer_service.pulse import Pulse
-from trainer_service.store import PolicyStore
+from trainer_service.publishing.gateway_client import Gateway
+from trainer_service.publishing.publisher import Publisher
+from trainer_service.status.heartbeat import Pulse
+from trainer_service.status.shared_state import Face
+from trainer_service.storage.policy_store import PolicyStore
 
 
 @dataclass

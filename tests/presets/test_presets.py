@@ -8,7 +8,7 @@ import pytest
 
 from bench.processes import free_port
 from bench.stacks import beside_others
-from trainer_service.algorithm_settings import PRESETS
+from trainer_service.algorithms.settings import PRESETS
 from weir.demo.episodes import Episodes, Record
 from weir.demo.make_model import model_for
 from weir.demo.settings import services_of_demo

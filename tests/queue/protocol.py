@@ -25,18 +25,18 @@ from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
 from tests.trainer_service.rig import FakeGateway
-from trainer_service.algorithm_settings import AlgorithmSettings
-from trainer_service.batch import Row
-from trainer_service.checkpoint import CURRENT, Checkpoints, LedgerRow, State
-from trainer_service.face import Face
-from trainer_service.gateway import Gateway
+from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.intake import Intake
-from trainer_service.layout import Layout
 from trainer_service.metrics import Metrics
-from trainer_service.publish import Publisher
-from trainer_service.pulse import Pulse
+from trainer_service.model.layout import Layout
+from trainer_service.publishing.gateway_client import Gateway
+from trainer_service.publishing.publisher import Publisher
+from trainer_service.rows.rows import Row
 from trainer_service.settings import TrainerSettings
-from trainer_service.store import PolicyStore
+from trainer_service.status.heartbeat import Pulse
+from trainer_service.status.shared_state import Face
+from trainer_service.storage.checkpoint import CURRENT, Checkpoints, LedgerRow, State
+from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.train import Trainer
 
 SHARD = "weights.json"

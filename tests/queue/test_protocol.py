@@ -40,9 +40,10 @@ from rollout_queue.redis.scripts import reading as redis_reader_scripts
 from rollout_queue.redis.scripts import writing as redis_scripts
 from tests.queue.protocol import CALM, CUTS, Killed, Knife, System
 from tests.queue.test_stream import turn as made_turn
-from trainer_service import checkpoint, durable
+from trainer_service.groups.settlement import Settlement
 from trainer_service.intake import Intake
-from trainer_service.settlement import Settlement
+from trainer_service.storage import checkpoint
+from trainer_service.storage import files as durable
 from trainer_service.train import Trainer
 
 LONG = os.environ.get("WEIR_PROTOCOL") == "long"

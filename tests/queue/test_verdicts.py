@@ -9,8 +9,8 @@ from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Outcome, Sampling, SessionSpec, Turn, Verdict
 from rollout_queue.contract.stream import Entry
 from rollout_queue.contract.tokens import Logprobs, TokenIds
-from trainer_service.assemble import Assembler, Rules
-from trainer_service.turns import exclusions
+from trainer_service.groups.assemble import Assembler, Rules
+from trainer_service.rows.turns import exclusions
 
 HELD = {"sampling": Sampling(used={"constraint": "tool_choice"})}
 

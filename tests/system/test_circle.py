@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from tests.system.conftest import ADMIN_KEY, System, until
-from trainer_service.batch import Row
-from trainer_service.teacher import Teacher, TeacherSettings
+from trainer_service.rows.rows import Row
+from trainer_service.step.teacher import Teacher, TeacherSettings
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 

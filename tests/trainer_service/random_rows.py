@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from trainer_service.batch import Row
-from trainer_service.policy import Policy
-from trainer_service.ranks import Leader
+from trainer_service.model.policy import Policy
+from trainer_service.rows.rows import Row
 from trainer_service.settings import TrainerSettings
+from trainer_service.step.ranks import Leader
 
 VOCABULARY = 64
 POISON = 1e-42

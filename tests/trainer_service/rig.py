@@ -13,18 +13,18 @@ from prometheus_client import CollectorRegistry
 from rollout_queue.contract.records import Outcome, Reward, Sampling, SessionSpec, Span, Turn
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.memory import MemoryStream
-from trainer_service.checkpoint import Checkpoints
-from trainer_service.face import Face
-from trainer_service.gateway import Gateway
 from trainer_service.intake import Intake
 from trainer_service.metrics import Metrics
-from trainer_service.policy import Policy
-from trainer_service.publish import Publisher
-from trainer_service.pulse import Pulse
-from trainer_service.ranks import Leader
+from trainer_service.model.policy import Policy
+from trainer_service.publishing.gateway_client import Gateway
+from trainer_service.publishing.publisher import Publisher
 from trainer_service.settings import TrainerSettings
 from trainer_service.sinks.chosen import chosen_sinks
-from trainer_service.store import PolicyStore
+from trainer_service.status.heartbeat import Pulse
+from trainer_service.status.shared_state import Face
+from trainer_service.step.ranks import Leader
+from trainer_service.storage.checkpoint import Checkpoints
+from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.train import Trainer
 
 

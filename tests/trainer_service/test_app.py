@@ -9,9 +9,9 @@ from prometheus_client import CollectorRegistry
 from rollout_queue.contract.policy import STABLE
 from rollout_queue.http.keys import Keyring
 from trainer_service.app import create_app
-from trainer_service.checkpoint import LedgerRow
-from trainer_service.face import Face
-from trainer_service.store import PolicyStore
+from trainer_service.status.shared_state import Face
+from trainer_service.storage.checkpoint import LedgerRow
+from trainer_service.storage.policy_store import PolicyStore
 
 ADMIN = {"authorization": "Bearer admin"}
 

@@ -10,10 +10,10 @@ import torch
 import transformers
 
 from tests.trainer_service.test_packing import row_of
-from trainer_service.attention import Packing, packing_of
-from trainer_service.batch import MicroBatch, Row, micro_batches
-from trainer_service.forward import forward
-from trainer_service.policy import load_model
+from trainer_service.model.forward import forward
+from trainer_service.model.packed_attention import Packing, packing_of
+from trainer_service.model.policy import load_model
+from trainer_service.rows.rows import MicroBatch, Row, micro_batches
 
 SMALL = {
     "vocab_size": 64,

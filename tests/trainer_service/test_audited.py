@@ -236,7 +236,7 @@ def test_what_is_durable_and_not_yet_acknowledged_is_trained(audited: Audited, a
 def test_a_crash_before_the_checkpoint_is_no_fault(audited: Audited, agents: RedisAgents) -> None:
     agents.group("a", [1.0, 0.0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer_service.checkpoint.write_atomically", crash)
+        patch.setattr("trainer_service.storage.checkpoint.write_atomically", crash)
         with pytest.raises(Crash):
             audited.rig.trainer.turn()
     assert audited.audit()[0] == 0

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from rollout_queue.contract.records import Turn
 from tests.trainer_service.rig import MakeRig, Rig, turn
-from trainer_service.algorithm_settings import AlgorithmSettings
 from trainer_service.algorithms.policy_loss import policy_loss
+from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.tokens import Tokens
-from trainer_service.batch import MicroBatch, Row, micro_batches, rows_of
-from trainer_service.optimise import counts_of
+from trainer_service.rows.rows import MicroBatch, Row, micro_batches, rows_of
+from trainer_service.step.optimizer_step import counts_of
 
 
 def all_ids(turns: list[Turn]) -> list[str]:

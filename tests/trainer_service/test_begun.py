@@ -8,9 +8,9 @@ import pytest
 
 from tests.trainer_service.random_rows import POISON, MakePupil, Pupil, differs_by, random_rows
 from tests.trainer_service.rig import MakeRig, Rig
-from trainer_service.algorithm_settings import AlgorithmSettings
-from trainer_service.batch import Row
-from trainer_service.checkpoint import Checkpoints, State
+from trainer_service.algorithms.settings import AlgorithmSettings
+from trainer_service.rows.rows import Row
+from trainer_service.storage.checkpoint import Checkpoints, State
 
 STAGES = [0, 1, 2, 3]
 SLOWLY = {"lr": 1e-3, "warmup_steps": 0, "max_grad_norm": 0.05}

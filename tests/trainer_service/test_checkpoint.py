@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer_service.checkpoint import CheckpointBroken, Checkpoints, LedgerRow, State
-from trainer_service.durable import owned
-from trainer_service.layout import Layout
-from trainer_service.settlement import Settlement
+from trainer_service.groups.settlement import Settlement
+from trainer_service.model.layout import Layout
+from trainer_service.storage.checkpoint import CheckpointBroken, Checkpoints, LedgerRow, State
+from trainer_service.storage.files import owned
 
 
 class Weights:
@@ -86,7 +86,7 @@ def test_the_ledger_holds_durable_steps_only(tmp_path: Path, monkeypatch: pytest
     checkpoints = Checkpoints(tmp_path, 2)
     saved(checkpoints, 1)
     with monkeypatch.context() as patch:
-        patch.setattr("trainer_service.checkpoint.write_atomically", lambda *_: 1 / 0)
+        patch.setattr("trainer_service.storage.checkpoint.write_atomically", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             saved(checkpoints, 2)
     assert [row.step for row in checkpoints.ledger(0, 10)] == [1]

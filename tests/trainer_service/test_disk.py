@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from tests.trainer_service.rig import MakeRig, Rig
-from trainer_service.checkpoint import CheckpointBroken, Checkpoints, LedgerRow, State
-from trainer_service.disk import DiskTrouble, Parted
-from trainer_service.durable import write_atomically
-from trainer_service.layout import Layout
+from trainer_service.model.layout import Layout
+from trainer_service.storage.checkpoint import CheckpointBroken, Checkpoints, LedgerRow, State
+from trainer_service.storage.disk import DiskTrouble, Parted
+from trainer_service.storage.files import write_atomically
 
 Write = Callable[..., Any]
 
@@ -174,7 +174,9 @@ def test_no_number_is_given_out_that_could_not_be_written_down(
         now = rig.weights()
         changed.append(any(not bool((before[name] == now[name]).all()) for name in before))
 
-    monkeypatch.setattr("trainer_service.checkpoint.write_atomically", disk.short(write_atomically, half))
+    monkeypatch.setattr(
+        "trainer_service.storage.checkpoint.write_atomically", disk.short(write_atomically, half)
+    )
     rig.agents.group("g", [1.0, 0.0])
     assert rig.trainer.turn()
     assert changed == [False, False]
@@ -187,7 +189,7 @@ def test_what_does_not_get_into_place_leaves_nothing_beside_it(
     def refused(_descriptor: int) -> None:
         raise full()
 
-    monkeypatch.setattr("trainer_service.durable.os.fsync", refused)
+    monkeypatch.setattr("trainer_service.storage.files.os.fsync", refused)
     with pytest.raises(OSError, match="No space left"):
         write_atomically(tmp_path / "CURRENT", b"content")
     assert not list(tmp_path.iterdir())
@@ -273,7 +275,7 @@ def test_whichever_write_of_a_checkpoint_fails_the_one_before_stands(
         if at == "_append":
             patch.setattr(checkpoints, "_append", half_a_row)
         else:
-            patch.setattr(f"trainer_service.checkpoint.{at}", refused)
+            patch.setattr(f"trainer_service.storage.checkpoint.{at}", refused)
         with pytest.raises(DiskTrouble, match="No space left"):
             checkpoints.save(Shards(), State(step=2, version=2), [row(2)])
     assert sorted(path.name for path in tmp_path.iterdir()) == [first, "CURRENT", "ledger.jsonl"]
@@ -296,7 +298,7 @@ def test_a_checkpoint_that_moved_and_could_not_be_synced_is_neither_undone_nor_t
             raise full(errno.EIO)
 
     with monkeypatch.context() as patch:
-        patch.setattr("trainer_service.durable.sync_directory", sync)
+        patch.setattr("trainer_service.storage.files.sync_directory", sync)
         with pytest.raises(CheckpointBroken, match="could not be synced"):
             checkpoints.save(Shards(), State(step=2, version=2), [row(2)])
     restored = Checkpoints(tmp_path, 2).restore(Shards())

@@ -114,7 +114,7 @@ def test_a_session_that_two_versions_sampled_counts_for_the_one_that_sampled_mor
 
 
 def test_of_many_versions_the_last_ones_are_kept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_service.evaluation.VERSIONS_KEPT", 2)
+    monkeypatch.setattr("trainer_service.groups.evaluation.VERSIONS_KEPT", 2)
     for version in range(4):
         evaluate(rig, f"e{version}", float(version) or None, version=version)
         rig.trainer.turn()

@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_leaves
 
 from tests.trainer_service.test_attention import FAMILIES, Family, made
 from tests.trainer_service.test_packing import row_of
-from trainer_service import head as head_module
 from trainer_service.algorithms.logits import entropies, selected_logprobs
-from trainer_service.attention import packing_of
-from trainer_service.batch import micro_batches
-from trainer_service.forward import forward
-from trainer_service.head import Reshaping, SampledHead, sampled
-from trainer_service.policy import load_model
+from trainer_service.model import logprob_head as head_module
+from trainer_service.model.forward import forward
+from trainer_service.model.logprob_head import Reshaping, SampledHead, sampled
+from trainer_service.model.packed_attention import packing_of
+from trainer_service.model.policy import load_model
+from trainer_service.rows.rows import micro_batches
 
 TOKENS, WIDTH, VOCABULARY = 37, 16, 501
 RESHAPINGS = [Reshaping(), Reshaping(scale=0.0625), Reshaping(scale=2.0), Reshaping(softcap=0.7)]
@@ -186,9 +186,9 @@ def test_a_model_that_changes_its_logits_unheard_of_is_scored_from_all_of_them(
     for _ in range(2):
         got = forward(model, batch, packing_of(model), torch.device("cpu"))
         torch.testing.assert_close(got, expected)
-    assert [record.message for record in caplog.records if record.name == "trainer_service.head"] == [
-        "the model changes its logits in a way of its own: they are computed all at once"
-    ]
+    assert [
+        record.message for record in caplog.records if record.name == "trainer_service.model.logprob_head"
+    ] == ["the model changes its logits in a way of its own: they are computed all at once"]
 
 
 @pytest.mark.parametrize("family", [FAMILIES[1], FAMILIES[4]], ids=["tied", "capped"])

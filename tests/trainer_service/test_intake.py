@@ -16,9 +16,9 @@ from rollout_queue.contract.stream import Verdicts
 from rollout_queue.redis.reader import RedisReader
 from tests.trainer_service.rig import MakeRig, Rig, turn
 from trainer_service.__main__ import REDIS_TIMEOUT_S, connect
-from trainer_service.assemble import Group
+from trainer_service.groups.assemble import Group
+from trainer_service.groups.settlement import Judged, judge
 from trainer_service.intake import BLOCK_S
-from trainer_service.settlement import Judged, judge
 
 
 @pytest.mark.parametrize("huge", [1e308, -1e39, 1e25])

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trainer_service.random_rows import MakePupil, Pupil, differs_by, random_rows
-from trainer_service.batch import MicroBatch, micro_batches
-from trainer_service.checkpoint import Checkpoints, State
+from trainer_service.rows.rows import MicroBatch, micro_batches
+from trainer_service.storage.checkpoint import Checkpoints, State
 
 LORA = {"rank": 4, "alpha": 8.0}
 

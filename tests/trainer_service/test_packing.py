@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.trainer_service.random_rows import VOCABULARY
 from tests.trainer_service.rig import MakeRig, Rig
-from trainer_service.batch import MicroBatch, Row, micro_batches, shared_out
+from trainer_service.rows.rows import MicroBatch, Row, micro_batches, shared_out
 
 LENGTHS = st.lists(st.integers(2, 60), min_size=1, max_size=40)
 

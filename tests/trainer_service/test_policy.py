@@ -13,7 +13,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rollout_queue.contract.policy import MANIFEST, STABLE, Manifest, sha256_of
 from tests.trainer_service.rig import MakeRig, Rig, turn
-from trainer_service.batch import micro_batches, rows_of
+from trainer_service.rows.rows import micro_batches, rows_of
 
 
 def sampled(rig: Rig, session_id: str, seed: int, temperature: float) -> list[dict[str, Any]]:

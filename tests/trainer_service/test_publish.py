@@ -3,7 +3,7 @@
 import pytest
 
 from tests.trainer_service.rig import MakeRig, Rig
-from trainer_service.pulse import Stopped
+from trainer_service.status.heartbeat import Stopped
 
 
 def test_a_gateway_that_is_away_is_asked_again_and_loses_nothing(rig: Rig) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.trainer_service.rig import MakeRig, Rig
-from trainer_service.quarantine import culprits
+from trainer_service.step.quarantine import culprits
 from trainer_service.train import Diverged
 
 POISON = 1e-42

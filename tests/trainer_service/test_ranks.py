@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trainer_service.random_rows import POISON, MakePupil, differs_by, random_rows
-from trainer_service.batch import Row
-from trainer_service.checkpoint import Checkpoints, State
+from trainer_service.rows.rows import Row
 from trainer_service.settings import TrainerSettings
+from trainer_service.storage.checkpoint import Checkpoints, State
 from weir.services import launcher as launcher_of
 
 Steps = Sequence[Sequence[Row]]

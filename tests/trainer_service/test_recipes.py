@@ -15,11 +15,11 @@ from rollout_queue.contract.records import Reward, Turn
 from rollout_queue.contract.tokens import Logprobs
 from rollout_queue.memory import MemoryStream
 from tests.trainer_service.rig import MakeRig, Rig, turn
-from trainer_service.algorithm_settings import PRESETS, AlgorithmSettings
-from trainer_service.algorithms.loss_settings import Ppo, Sapo
+from trainer_service.algorithms.losses.settings import Ppo, Sapo
 from trainer_service.algorithms.policy_loss import policy_loss
-from trainer_service.batch import micro_batches, rows_of
-from trainer_service.teacher import Teacher, TeacherSettings
+from trainer_service.algorithms.settings import PRESETS, AlgorithmSettings
+from trainer_service.rows.rows import micro_batches, rows_of
+from trainer_service.step.teacher import Teacher, TeacherSettings
 
 ADVANTAGES: dict[str, Any] = {
     "drgrpo": "drgrpo",
@@ -324,7 +324,7 @@ def advantages_of(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[float]:
         seen.extend(tokens.advantages_T.tolist())
         return policy_loss(tokens, *rest)
 
-    monkeypatch.setattr("trainer_service.optimise.policy_loss", spied)
+    monkeypatch.setattr("trainer_service.step.optimizer_step.policy_loss", spied)
     assert rig.trainer.turn()
     return seen
 

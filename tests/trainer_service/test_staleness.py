@@ -6,7 +6,7 @@ import pytest
 
 from rollout_queue.contract.records import Span
 from tests.trainer_service.rig import MakeRig, Rig, turn
-from trainer_service.algorithm_settings import AlgorithmSettings
+from trainer_service.algorithms.settings import AlgorithmSettings
 
 GENTLE = {"lr": 1e-3, "warmup_steps": 0}
 

@@ -3,7 +3,7 @@
 from math import isclose
 from random import Random
 
-from trainer_service.standings import Standings
+from trainer_service.groups.version_scores import Standings
 
 
 def standings(**rewards: list[float]) -> Standings:

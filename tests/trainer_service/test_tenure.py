@@ -14,8 +14,8 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.holder import Holder
 from rollout_queue.redis.lease import Lease
 from tests.trainer_service.rig import MakeRig
-from trainer_service.face import Face
-from trainer_service.tenure import tenure
+from trainer_service.status.lease_holder import tenure
+from trainer_service.status.shared_state import Face
 
 RETRY_S = 0.01
 

@@ -9,9 +9,9 @@ import torch
 
 from rollout_queue.contract.stream import Verdicts
 from tests.trainer_service.rig import MakeRig, Rig, turn
-from trainer_service.checkpoint import CURRENT
-from trainer_service.durable import write_atomically
-from trainer_service.pulse import Stopped
+from trainer_service.status.heartbeat import Stopped
+from trainer_service.storage.checkpoint import CURRENT
+from trainer_service.storage.files import write_atomically
 from trainer_service.train import Diverged
 
 
@@ -116,7 +116,7 @@ def test_a_crash_before_the_checkpoint_trains_again_from_the_old_weights(make_ri
     durable = rig.weights()
     rig.agents.group("h", [0.0, 1.0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer_service.checkpoint.write_atomically", crash_at_current)
+        patch.setattr("trainer_service.storage.checkpoint.write_atomically", crash_at_current)
         with pytest.raises(Crash):
             rig.trainer.turn()
     assert rig.session_codes()["h-0"] is None
@@ -191,7 +191,7 @@ def test_an_ended_member_still_counts_after_a_restart(rig: Rig) -> None:
 def test_sessions_wait_until_enough_rows_have_an_advantage(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_service.pulse.REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr("trainer_service.status.heartbeat.REPORT_EVERY_S", 0.0)
     rig = make_rig(algorithm={"min_live_rows": 4}).start()
     rig.agents.group("g", [1.0, 0.0])
     assert not rig.trainer.turn()

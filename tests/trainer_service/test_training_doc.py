@@ -21,17 +21,17 @@ from tests.trainer_service.worked_example import (
     numbers,
     table,
 )
-from trainer_service.algorithm_settings import PRESETS, AlgorithmSettings, preset
-from trainer_service.algorithms.advantage_settings import TOKEN_LEVEL, ShapingSettings
-from trainer_service.algorithms.advantages import ADVANTAGES
-from trainer_service.algorithms.corrections import CORRECTIONS
+from trainer_service.algorithms.advantages.advantages import ADVANTAGES
+from trainer_service.algorithms.advantages.returns import RETURNS
+from trainer_service.algorithms.advantages.settings import TOKEN_LEVEL, ShapingSettings
+from trainer_service.algorithms.corrections.corrections import CORRECTIONS
+from trainer_service.algorithms.corrections.masks import MASKS
 from trainer_service.algorithms.kl import KLS
-from trainer_service.algorithms.loss_settings import Aggregation, LossSettings
 from trainer_service.algorithms.losses.registry import LOSSES
-from trainer_service.algorithms.masks import MASKS
-from trainer_service.algorithms.returns import RETURNS
+from trainer_service.algorithms.losses.settings import Aggregation, LossSettings
+from trainer_service.algorithms.settings import PRESETS, AlgorithmSettings, preset
+from trainer_service.groups.settlement import select
 from trainer_service.settings import TrainerSettings
-from trainer_service.settlement import select
 
 EXACT = 6e-5
 """What four decimals leave open, and float32."""

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from tests.trainer_service.rig import MakeRig, Rig
-from trainer_service.pulse import Stopped
+from trainer_service.status.heartbeat import Stopped
 
 
 def forget_policies(rig: Rig) -> None:

@@ -8,8 +8,8 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from tests.trainer_service.random_rows import POISON, MakePupil, differs_by, random_rows
-from trainer_service.checkpoint import Checkpoints, State
-from trainer_service.layout import LayoutRefused
+from trainer_service.model.layout import LayoutRefused
+from trainer_service.storage.checkpoint import Checkpoints, State
 
 STAGES = [0, 1, 2, 3]
 SLOWLY = {"lr": 1e-3, "warmup_steps": 0}

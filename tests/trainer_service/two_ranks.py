@@ -10,9 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-from trainer_service.checkpoint import Checkpoints, State
-from trainer_service.policy import Policy
-from trainer_service.ranks import Leader, follow, own_rank
+from trainer_service.model.policy import Policy
+from trainer_service.step.ranks import Leader, follow, own_rank
+from trainer_service.storage.checkpoint import Checkpoints, State
 
 
 def main(folder: Path) -> None:

@@ -19,16 +19,16 @@ from torch import Tensor
 from rollout_queue.contract.records import Outcome, Record, Reward, Span
 from rollout_queue.contract.stream import Entry
 from tests.trainer_service.rig import turn
-from trainer_service.algorithm_settings import AlgorithmSettings
-from trainer_service.algorithms.loss_settings import LossSettings
+from trainer_service.algorithms.losses.settings import LossSettings
 from trainer_service.algorithms.policy_loss import PolicyLoss, policy_loss
+from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.step import step_statistics
 from trainer_service.algorithms.tokens import Tokens
-from trainer_service.assemble import Assembler, Rules
-from trainer_service.batch import MicroBatch, Row, micro_batches
-from trainer_service.optimise import Optimisation, counts_of
-from trainer_service.score import scored
-from trainer_service.settlement import Judged, Settlement, judge, settle
+from trainer_service.groups.assemble import Assembler, Rules
+from trainer_service.groups.comparison import scored
+from trainer_service.groups.settlement import Judged, Settlement, judge, settle
+from trainer_service.rows.rows import MicroBatch, Row, micro_batches
+from trainer_service.step.optimizer_step import Optimisation, counts_of
 
 DOCUMENT = Path(__file__).parents[2] / "docs/training.md"
 VOCABULARY = 32

@@ -27,9 +27,9 @@ from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
 from tests.serving import free_port
 from trainer_service.app import HttpThread, create_app
-from trainer_service.checkpoint import LedgerRow
-from trainer_service.face import Face
-from trainer_service.store import PolicyStore
+from trainer_service.status.shared_state import Face
+from trainer_service.storage.checkpoint import LedgerRow
+from trainer_service.storage.policy_store import PolicyStore
 from weir.__main__ import app
 from weir.audit.audit import audit
 from weir.audit.ledger import EvidenceMissing, read_ledger

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer_service.algorithms.loss_settings import (
+from trainer_service.algorithms.losses.settings import (
     Aggregation,
 )
 

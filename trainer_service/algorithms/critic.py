@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer_service.algorithms.advantage_settings import VALUE_CLIP
+from trainer_service.algorithms.advantages.settings import VALUE_CLIP
 from trainer_service.algorithms.ratios import widened
 
 

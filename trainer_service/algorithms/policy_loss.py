@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from trainer_service.algorithms.aggregation import StepCounts, row_weights
-from trainer_service.algorithms.correction_settings import (
+from trainer_service.algorithms.corrections.corrections import CORRECTIONS, Weights, normalised
+from trainer_service.algorithms.corrections.masks import kept_rows, kept_tokens
+from trainer_service.algorithms.corrections.settings import (
     M2po,
     NoCorrection,
 )
-from trainer_service.algorithms.corrections import CORRECTIONS, Weights, normalised
 from trainer_service.algorithms.kl import KLS
-from trainer_service.algorithms.loss_settings import (
+from trainer_service.algorithms.losses.registry import LOSSES
+from trainer_service.algorithms.losses.settings import (
     LossSettings,
 )
-from trainer_service.algorithms.losses.registry import LOSSES
-from trainer_service.algorithms.masks import kept_rows, kept_tokens
 from trainer_service.algorithms.step import StepStatistics
 from trainer_service.algorithms.tokens import Tokens
 

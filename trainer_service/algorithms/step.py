@@ -4,17 +4,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from trainer_service.algorithms.correction_settings import (
+from trainer_service.algorithms.corrections.corrections import CORRECTIONS, mean_weight
+from trainer_service.algorithms.corrections.masks import kept_rows, kept_tokens, m2po_bound
+from trainer_service.algorithms.corrections.settings import (
     M2po,
     NoCorrection,
 )
-from trainer_service.algorithms.corrections import CORRECTIONS, mean_weight
-from trainer_service.algorithms.loss_settings import (
+from trainer_service.algorithms.losses.kl_cov import CovarianceCut
+from trainer_service.algorithms.losses.settings import (
     KlCov,
     LossSettings,
 )
-from trainer_service.algorithms.losses.kl_cov import CovarianceCut
-from trainer_service.algorithms.masks import kept_rows, kept_tokens, m2po_bound
 from trainer_service.algorithms.tokens import Tokens
 
 

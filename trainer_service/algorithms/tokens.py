@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from trainer_service.algorithms.correction_settings import (
+from trainer_service.algorithms.corrections.settings import (
     Anchor,
 )
 from trainer_service.algorithms.ratios import widened

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainer_service.algorithms.aggregation import StepCounts
-from trainer_service.algorithms.loss_settings import LossSettings
+from trainer_service.algorithms.losses.settings import LossSettings
 from trainer_service.algorithms.policy_loss import PolicyLoss, policy_loss
 from trainer_service.algorithms.step import StepStatistics
 from trainer_service.algorithms.tokens import Tokens

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trainer_service.algorithms.aggregation import StepCounts
-from trainer_service.algorithms.loss_settings import LossSettings
+from trainer_service.algorithms.losses.settings import LossSettings
 from trainer_service.algorithms.tokens import Tokens
 
 LOSSES: list[Any] = [

@@ -19,7 +19,7 @@ from tests.trainer_service.algorithms.canonical import (
     expected,
     given,
 )
-from trainer_service.algorithms.corrections import (
+from trainer_service.algorithms.corrections.corrections import (
     Weights,
     icepop,
     mean_weight,
@@ -27,8 +27,7 @@ from trainer_service.algorithms.corrections import (
     tis_sequence,
     tis_token,
 )
-from trainer_service.algorithms.logits import renormalised_logprobs, selected_logprobs, top_k
-from trainer_service.algorithms.masks import (
+from trainer_service.algorithms.corrections.masks import (
     geometric,
     kpop,
     larger_bernoulli_kl,
@@ -38,7 +37,8 @@ from trainer_service.algorithms.masks import (
     product,
     rejection,
 )
-from trainer_service.algorithms.mismatch import mismatch
+from trainer_service.algorithms.corrections.mismatch import mismatch
+from trainer_service.algorithms.logits import renormalised_logprobs, selected_logprobs, top_k
 from trainer_service.algorithms.prox import loglinear, way_to_prox
 from trainer_service.algorithms.rows import Rows
 

@@ -22,11 +22,11 @@ from tests.trainer_service.algorithms.canonical import (
     learned,
 )
 from trainer_service.algorithms.aggregation import StepCounts
-from trainer_service.algorithms.distillation import teacher_advantage
+from trainer_service.algorithms.corrections.masks import opsm
 from trainer_service.algorithms.kl import KLS
-from trainer_service.algorithms.loss_settings import LossSettings
+from trainer_service.algorithms.losses.distillation import teacher_advantage
 from trainer_service.algorithms.losses.kl_cov import CovarianceCut, kl_cov
-from trainer_service.algorithms.masks import opsm
+from trainer_service.algorithms.losses.settings import LossSettings
 from trainer_service.algorithms.policy_loss import PolicyLoss
 from trainer_service.algorithms.rows import Rows
 from trainer_service.algorithms.tokens import Tokens

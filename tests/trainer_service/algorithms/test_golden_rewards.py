@@ -15,27 +15,27 @@ from torch import Tensor
 
 from rollout_queue.contract.tokens import TokenIds
 from tests.trainer_service.rig import turn
-from trainer_service.algorithms.advantage_settings import (
-    Advantage,
-    LengthPenalty,
-    Overlong,
-    Rae,
-    ShapingSettings,
-)
-from trainer_service.algorithms.advantages import ADVANTAGES, baselines_after, to_tokens
-from trainer_service.algorithms.critic import value_loss
-from trainer_service.algorithms.filters import silences
-from trainer_service.algorithms.returns import (
+from trainer_service.algorithms.advantages.advantages import ADVANTAGES, baselines_after, to_tokens
+from trainer_service.algorithms.advantages.filters import silences
+from trainer_service.algorithms.advantages.returns import (
     RETURNS,
     Returns,
     TokenRewards,
     kl_in_reward,
     turn_discount,
 )
-from trainer_service.algorithms.rollouts import Rollout, Rollouts
-from trainer_service.algorithms.shaping import shaped
+from trainer_service.algorithms.advantages.rollouts import Rollout, Rollouts
+from trainer_service.algorithms.advantages.settings import (
+    Advantage,
+    LengthPenalty,
+    Overlong,
+    Rae,
+    ShapingSettings,
+)
+from trainer_service.algorithms.advantages.shaping import shaped
+from trainer_service.algorithms.critic import value_loss
 from trainer_service.algorithms.staleness import areal_capacity, staleness, verl_rollout_number
-from trainer_service.batch import rows_of
+from trainer_service.rows.rows import rows_of
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "algorithms_golden.json").read_text(encoding="utf-8"))
 CASES: dict[str, dict[str, Any]] = {case["id"]: case for case in GOLDEN["cases"]}

@@ -18,18 +18,19 @@ from tests.trainer_service.algorithms.canonical import (
 )
 from tests.trainer_service.algorithms.steps import LOSSES as EVERY_LOSS
 from tests.trainer_service.algorithms.steps import named
-from trainer_service.algorithm_settings import PRESETS, AlgorithmSettings
-from trainer_service.algorithms import correction_settings, loss_settings
 from trainer_service.algorithms.aggregation import StepCounts
-from trainer_service.algorithms.corrections import CORRECTIONS
-from trainer_service.algorithms.distillation import cross_entropy, kdrl
+from trainer_service.algorithms.corrections import settings as correction_settings
+from trainer_service.algorithms.corrections.corrections import CORRECTIONS
+from trainer_service.algorithms.corrections.masks import MASKS
 from trainer_service.algorithms.kl import KLS
 from trainer_service.algorithms.logits import entropies, selected_logprobs
-from trainer_service.algorithms.loss_settings import LossSettings
+from trainer_service.algorithms.losses import settings as loss_settings
+from trainer_service.algorithms.losses.distillation import cross_entropy, kdrl
 from trainer_service.algorithms.losses.registry import LOSSES
-from trainer_service.algorithms.masks import MASKS
+from trainer_service.algorithms.losses.settings import LossSettings
 from trainer_service.algorithms.policy_loss import policy_loss
 from trainer_service.algorithms.prox import way_to_prox
+from trainer_service.algorithms.settings import PRESETS, AlgorithmSettings
 from trainer_service.algorithms.step import StepStatistics, step_statistics
 from trainer_service.algorithms.tokens import Tokens
 

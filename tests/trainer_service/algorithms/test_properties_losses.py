@@ -22,7 +22,7 @@ from tests.trainer_service.algorithms.steps import (
 )
 from trainer_service.algorithms.aggregation import StepCounts
 from trainer_service.algorithms.kl import KLS as KL_ESTIMATES
-from trainer_service.algorithms.loss_settings import LossSettings
+from trainer_service.algorithms.losses.settings import LossSettings
 from trainer_service.algorithms.step import step_statistics
 from trainer_service.algorithms.tokens import Tokens
 

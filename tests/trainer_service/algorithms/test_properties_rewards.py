@@ -10,12 +10,18 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from trainer_service.algorithms.advantage_settings import Advantage, Rae
-from trainer_service.algorithms.advantages import ADVANTAGES, baselines_after, to_tokens
+from trainer_service.algorithms.advantages.advantages import ADVANTAGES, baselines_after, to_tokens
+from trainer_service.algorithms.advantages.filters import silences
+from trainer_service.algorithms.advantages.returns import (
+    RETURNS,
+    TokenRewards,
+    at_ends,
+    kl_in_reward,
+    whitened,
+)
+from trainer_service.algorithms.advantages.rollouts import RefusedRollout, Rollout, Rollouts
+from trainer_service.algorithms.advantages.settings import Advantage, Rae
 from trainer_service.algorithms.critic import value_loss
-from trainer_service.algorithms.filters import silences
-from trainer_service.algorithms.returns import RETURNS, TokenRewards, at_ends, kl_in_reward, whitened
-from trainer_service.algorithms.rollouts import RefusedRollout, Rollout, Rollouts
 
 quick = settings(deadline=None, max_examples=20)
 

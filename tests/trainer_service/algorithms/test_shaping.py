@@ -6,7 +6,11 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from trainer_service.algorithms.advantage_settings import (
+from trainer_service.algorithms.advantages.advantages import ADVANTAGES
+from trainer_service.algorithms.advantages.filters import Silence, silences
+from trainer_service.algorithms.advantages.returns import RETURNS, turn_discount
+from trainer_service.algorithms.advantages.rollouts import Rollout, Rollouts
+from trainer_service.algorithms.advantages.settings import (
     TOKEN_LEVEL,
     Advantage,
     LengthPenalty,
@@ -14,11 +18,7 @@ from trainer_service.algorithms.advantage_settings import (
     ShapingSettings,
     contradiction,
 )
-from trainer_service.algorithms.advantages import ADVANTAGES
-from trainer_service.algorithms.filters import Silence, silences
-from trainer_service.algorithms.returns import RETURNS, turn_discount
-from trainer_service.algorithms.rollouts import Rollout, Rollouts
-from trainer_service.algorithms.shaping import shaped, untruncated
+from trainer_service.algorithms.advantages.shaping import shaped, untruncated
 from trainer_service.algorithms.staleness import areal_capacity, staleness, verl_rollout_number
 
 settings_of = TypeAdapter(Advantage).validate_python

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from trainer_service.algorithms.loss_settings import (
+from trainer_service.algorithms.losses.settings import (
     GMPO_CLIP,
 )
 from trainer_service.algorithms.losses.token_losses import TokenLosses

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer_service.algorithms import loss_settings as settings
-from trainer_service.algorithms.distillation import ref_kl, reverse_kl
+from trainer_service.algorithms.losses import settings as settings
 from trainer_service.algorithms.losses.cispo import cispo, glm5
+from trainer_service.algorithms.losses.distillation import ref_kl, reverse_kl
 from trainer_service.algorithms.losses.gmpo import gmpo
 from trainer_service.algorithms.losses.kl_cov import kl_cov
 from trainer_service.algorithms.losses.ppo import gspo, ppo

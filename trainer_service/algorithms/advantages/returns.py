@@ -1,0 +1,179 @@
+"""From rewards on tokens to what each token is worth, given what came after it in its row.
+
+    reward ─ at_ends ─▶ rewards_T ─ kl_in_reward? ─▶ reinforce_pp | gae | turn_gae ─▶ Returns ─ whitened? ─▶ …
+
+T counts the trained tokens of the whole step, row after row, in the order in which they were sampled. What
+lies between them, of tools and users, is not there: it takes no time, and rewards pass it by. All arithmetic
+is float64; sums run inside a row, so how rows are packed changes nothing.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trainer_service.algorithms.advantages import settings as settings
+from trainer_service.algorithms.advantages.settings import GAMMA, LAMBDA, WHITEN_EPS
+
+
+@dataclass(frozen=True)
+class Returns:
+    """What each token is worth to the actor, and to the critic."""
+
+    advantages_T: Tensor
+    returns_T: Tensor
+    """What a critic learns to predict: never whitened."""
+
+
+@dataclass(frozen=True)
+class TokenRewards:
+    """The step's trained tokens, as far as returns need them."""
+
+    rewards_T: Tensor
+    rows_T: Tensor
+    """Which row a token is in; the tokens of a row are together."""
+    values_T: Tensor | None = None
+    """What the critic expected from each token on."""
+    turns_T: Tensor | None = None
+    """Which turn a token is in, counted over the whole step; the tokens of a turn are together."""
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "turns"):
+            owners_T = getattr(self, f"{name}_T")
+            if owners_T is None:
+                continue
+            runs = torch.unique_consecutive(owners_T)
+            if len(runs) != len(torch.unique(owners_T)):
+                raise ValueError(f"the tokens of some {name} are not together")
+
+
+def at_ends(rewards_K: Tensor, owners_T: Tensor) -> Tensor:
+    """The reward of each row (or turn) on its last token, 0 elsewhere. `owners_T` says whose a token is."""
+    rewards_T = rewards_K.double()[owners_T]
+    return torch.where(_last(owners_T), rewards_T, torch.zeros_like(rewards_T))
+
+
+def kl_in_reward(rewards_T: Tensor, lp_old_T: Tensor, lp_ref_T: Tensor, *, beta: float) -> Tensor:
+    """r - beta · (lp_old - lp_ref), nats: a price on leaving the reference (`reward.kl_in_reward_k1`). Where
+    the difference is not finite it is free: it would cost every token before it its return."""
+    left_T = lp_old_T.double() - lp_ref_T.double()
+    return rewards_T.double() - beta * left_T.where(left_T.isfinite(), torch.zeros_like(left_T))
+
+
+def turn_discount(rewards: Sequence[float | None], *, discount: float) -> list[float]:
+    """R_k + discount · R_(k+1), from the last turn of a session back (AReaL; `adv.turn_discount`).
+
+    A turn without a reward adds nothing to those of the others; a session without any has no return.
+    """
+    if all(reward is None for reward in rewards):
+        raise ValueError("no turn has a reward, and null is not 0")
+    returns, after = [], 0.0
+    for reward in reversed(rewards):
+        after = (reward or 0.0) + discount * after
+        returns.append(after)
+    return returns[::-1]
+
+
+def reinforce_pp(rewards_T: Tensor, rows_T: Tensor, *, gamma: float = GAMMA) -> Returns:
+    """The discounted reward-to-go of each token, whitened over the step's tokens (REINFORCE++,
+    arXiv:2501.03262; `adv.reinforce_pp_g1`, `adv.reinforce_pp_g0.9`)."""
+    returns_T = _to_go(rewards_T.double(), gamma, rows_T)
+    return Returns(whitened(returns_T), returns_T)
+
+
+def gae(
+    rewards_T: Tensor, values_T: Tensor, rows_T: Tensor, *, gamma: float = GAMMA, lam: float = LAMBDA
+) -> Returns:
+    """A_t = d_t + gamma · lam · A_(t+1) with d_t = r_t + gamma · V_(t+1) - V_t; nothing comes after the last
+    token of a row. Returns are A + V (arXiv:1506.02438; `adv.gae_g1.0_l1.0`, `adv.gae_g0.99_l0.95`)."""
+    values_T = values_T.double()
+    next_T = torch.where(_last(rows_T), torch.zeros_like(values_T), values_T.roll(-1))
+    advantages_T = _to_go(rewards_T.double() + gamma * next_T - values_T, gamma * lam, rows_T)
+    return Returns(advantages_T, advantages_T + values_T)
+
+
+def turn_gae(
+    rewards_T: Tensor,
+    values_T: Tensor,
+    rows_T: Tensor,
+    turns_T: Tensor,
+    *,
+    gamma: float = GAMMA,
+    lam: float = LAMBDA,
+) -> Returns:
+    """The same from turn to turn: a turn's value is that of its first token, its reward the sum of its
+    tokens', and all of its tokens have its advantage and return (AReaL; `adv.turn_gae`)."""
+    _, turn_T, tokens_K = torch.unique_consecutive(turns_T, return_inverse=True, return_counts=True)
+    first_K = tokens_K.cumsum(0) - tokens_K
+    rewards_K = torch.zeros_like(tokens_K, dtype=torch.float64).index_add_(0, turn_T, rewards_T.double())
+    found = gae(rewards_K, values_T[first_K], rows_T[first_K], gamma=gamma, lam=lam)
+    return Returns(found.advantages_T[turn_T], found.returns_T[turn_T])
+
+
+def whitened(values_T: Tensor, *, eps: float = WHITEN_EPS) -> Tensor:
+    """(x - mean) / sqrt(var + eps) over the step's tokens, ddof 1. Where all are equal, exactly 0."""
+    values_T = values_T.double()
+    if len(values_T) == 0 or bool((values_T == values_T[0]).all()):
+        return torch.zeros_like(values_T)
+    return (values_T - values_T.mean()) / (values_T.var(correction=1) + eps).sqrt()
+
+
+def _to_go(values_T: Tensor, decay: float, owners_T: Tensor) -> Tensor:
+    """y_t = x_t + decay · y_(t+1) inside each row, by doubling: each pass reaches twice as far ahead."""
+    total_T = values_T.clone()
+    reach_T = torch.full_like(total_T, decay).masked_fill(_last(owners_T), 0.0)
+    ahead = 1
+    while ahead < len(total_T) and bool(reach_T.any()):
+        total_T[:-ahead] = total_T[:-ahead] + reach_T[:-ahead] * total_T[ahead:]
+        reach_T[:-ahead] = reach_T[:-ahead] * reach_T[ahead:]
+        ahead *= 2
+    return total_T
+
+
+def _last(owners_T: Tensor) -> Tensor:
+    """Where the last token of each row (or turn) is."""
+    last_T = torch.ones_like(owners_T, dtype=torch.bool)
+    last_T[:-1] = owners_T[:-1] != owners_T[1:]
+    return last_T
+
+
+Need = Literal["values", "turns"]
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """One way to credit tokens."""
+
+    settings: type[Any]
+    estimate: Callable[[TokenRewards, Any], Returns]
+    needs: frozenset[Need] = frozenset()
+
+
+def _gae(tokens: TokenRewards, chosen: settings.Gae) -> Returns:
+    values_T = _given(tokens.values_T, "values of a critic", chosen.name)
+    if chosen.name == "turn_gae":
+        turns_T = _given(tokens.turns_T, "turns", chosen.name)
+        found = turn_gae(
+            tokens.rewards_T, values_T, tokens.rows_T, turns_T, gamma=chosen.gamma, lam=chosen.lam
+        )
+    else:
+        found = gae(tokens.rewards_T, values_T, tokens.rows_T, gamma=chosen.gamma, lam=chosen.lam)
+    return Returns(whitened(found.advantages_T) if chosen.whiten else found.advantages_T, found.returns_T)
+
+
+def _given(needed: Tensor | None, what: str, name: str) -> Tensor:
+    if needed is None:
+        raise ValueError(f"{name} needs the {what}")
+    return needed
+
+
+RETURNS: Mapping[str, Estimator] = {
+    "reinforce_pp": Estimator(
+        settings.ReinforcePp, lambda t, s: reinforce_pp(t.rewards_T, t.rows_T, gamma=s.gamma)
+    ),
+    "gae": Estimator(settings.Gae, _gae, needs=frozenset({"values"})),
+    "turn_gae": Estimator(settings.Gae, _gae, needs=frozenset({"values", "turns"})),
+}
+"""What gives each token an advantage of its own; `advantages.ADVANTAGES` are those that score rollouts."""

@@ -1,0 +1,71 @@
+"""From the rewards that rollouts were given to those that are compared: lengths, and what was cut off.
+
+Rollout, … ─ untruncated ─▶ those that are compared ─ shaped ─▶ the same, with their shaped rewards
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from trainer_service.algorithms.advantages.rollouts import Groups, Rollout, Rollouts
+from trainer_service.algorithms.advantages.settings import OVERLONG_FACTOR, ShapingSettings, Truncated
+
+
+def untruncated(
+    rollouts: Sequence[Rollout], how: Truncated = "mask"
+) -> tuple[tuple[Rollout, ...], tuple[Rollout, ...]]:
+    """Who is compared, and who is neither compared nor trained: with `mask`, the truncated ones. With `zero`
+    they are compared with a reward of 0 in all of its parts, with `keep` as they are."""
+    if how == "mask":
+        compared = tuple(each for each in rollouts if not each.truncated)
+        return compared, tuple(each for each in rollouts if each.truncated)
+    if how == "zero":
+        return tuple(_worthless(each) if each.truncated else each for each in rollouts), ()
+    return tuple(rollouts), ()
+
+
+def shaped(rollouts: Sequence[Rollout], settings: ShapingSettings) -> tuple[Rollout, ...]:
+    """The same rollouts with their lengths in their rewards."""
+    rewards_B = (batch := Rollouts(tuple(rollouts))).rewards
+    if (weights := settings.length_penalty) is not None:
+        sizes = [[each.output_tokens, each.input_tokens, each.turns] for each in rollouts]
+        rewards_B = length_penalty_linear(
+            rewards_B,
+            batch.groups,
+            torch.tensor(sizes, dtype=torch.float64).reshape(-1, 3),
+            torch.tensor([weights.output_tokens, weights.input_tokens, weights.turns], dtype=torch.float64),
+        )
+    if (limit := settings.overlong) is not None:
+        rewards_B = rewards_B + overlong_dapo(
+            batch.output_tokens, max_len=limit.max_len, cache=limit.cache, factor=limit.factor
+        )
+    rewards = rewards_B.tolist()
+    return tuple(replace(each, reward=reward) for each, reward in zip(rollouts, rewards, strict=True))
+
+
+def overlong_dapo(lengths_B: Tensor, *, max_len: int, cache: int, factor: float = OVERLONG_FACTOR) -> Tensor:
+    """min(-(len - (max_len - cache)) / cache · factor, 0), never below -factor: what is added to the
+    reward of a rollout of `len` tokens (DAPO, arXiv:2503.14476; `adv.overlong_dapo`). Beyond `max_len`, where
+    a session of several turns can go, it is as bad as there."""
+    beyond_B = lengths_B.double() - (max_len - cache)
+    return (-beyond_B / cache * factor).clamp(-factor, 0)
+
+
+def length_penalty_linear(
+    rewards_B: Tensor, groups_B: Tensor, lengths_BQ: Tensor, weights_Q: Tensor
+) -> Tensor:
+    """R - mean(R) · sum over Q of w · q / max(q), mean and max of the group (`adv.length_penalty_linear`).
+
+    The mean makes it small where few succeed, who should first succeed at all; a mean below 0 would reward
+    length, and counts as 0. A length that is 0 for the whole group costs nothing.
+    """
+    groups = Groups(groups_B)
+    longest_BQ = torch.stack([groups.high(lengths_B) for lengths_B in lengths_BQ.unbind(1)], dim=1)
+    shares_BQ = lengths_BQ.double() / longest_BQ.clamp(min=1)
+    return rewards_B.double() - groups.mean(rewards_B).clamp(min=0) * (shares_BQ @ weights_Q.double())
+
+
+def _worthless(rollout: Rollout) -> Rollout:
+    return replace(rollout, reward=0.0, parts=dict.fromkeys(rollout.parts, 0.0))

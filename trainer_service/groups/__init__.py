@@ -1,0 +1,1 @@
+"""From entries of the stream to groups whose members are compared."""

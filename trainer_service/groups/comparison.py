@@ -1,0 +1,113 @@
+"""From members of groups to the advantages of their rows, for one group or for a whole step.
+
+Member ─ rollout_of ─▶ Rollout ─ compared ─▶ shaped, and refused where no formula takes it
+Rollouts of the step ─ scored ─▶ rows with their advantages
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from trainer_service.algorithms.advantages.advantages import ADVANTAGES, baselines_after, to_tokens
+from trainer_service.algorithms.advantages.filters import Silence, silences
+from trainer_service.algorithms.advantages.rollouts import RefusedRollout, Rollout, Rollouts
+from trainer_service.algorithms.advantages.shaping import shaped, untruncated
+from trainer_service.algorithms.settings import AlgorithmSettings
+from trainer_service.groups.episode import Member
+from trainer_service.rows.rows import Row
+
+Baselines = Mapping[str, float]
+"""What each agent earned before, where that is what a rollout is compared with (`rae`)."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The rollouts of one group as they are compared."""
+
+    rollouts: tuple[Rollout, ...]
+    refused: Mapping[str, str]
+    """Why a rollout can be in no statistic, by id."""
+    silence: Silence | None
+    """Why the group teaches nothing."""
+    live: frozenset[str]
+    """The rollouts that have an advantage, as far as the group alone tells."""
+
+
+def rollout_of(member: Member, group_id: str, trainable: Collection[str]) -> Rollout:
+    """`trainable` names the turns whose outputs are trained, `group_id` what names its group alone. Raises
+    RefusedRollout for a reward that is no number."""
+    parts: dict[str, float] = {}
+    for reward in member.rewards:
+        source = reward.source or ""
+        parts[source] = parts.get(source, 0.0) + reward.value
+    return Rollout(
+        rollout_id=member.session_id,
+        group_id=group_id,
+        reward=member.reward if member.reward is not None else float("nan"),
+        output_tokens=sum(len(turn.output_ids) for turn in member.turns if turn.turn_id in trainable),
+        input_tokens=sum(len(turn.context_ids) for turn in member.turns),
+        turns=len(member.turns),
+        truncated=member.truncated,
+        agent=next((turn.lineage for turn in member.turns if turn.lineage), ""),
+        parts=parts,
+    )
+
+
+def compared(rollouts: Sequence[Rollout], algorithm: AlgorithmSettings) -> Compared:
+    """Shape the rewards of one group, and find what each of its members is good for."""
+    refused: dict[str, str] = {}
+    while True:
+        able = [each for each in rollouts if each.rollout_id not in refused]
+        try:
+            return _compared(able, refused, algorithm)
+        except RefusedRollout as error:
+            refused[error.rollout_id] = error.reason
+
+
+def scored(
+    rows: Sequence[Row], rollouts: Sequence[Rollout], algorithm: AlgorithmSettings, baselines: Baselines
+) -> list[Row]:
+    """The rows of a whole step, each with the advantage of its rollout. Where tokens are credited one by one,
+    or a teacher judges them, rows stay as they are."""
+    if not rows or algorithm.credits_tokens or algorithm.needs_teacher:
+        return list(rows)
+    estimator = ADVANTAGES[algorithm.advantage.name]
+    advantages_B = estimator.score(Rollouts(tuple(rollouts), baselines), algorithm.advantage)
+    place = {each.rollout_id: index for index, each in enumerate(rollouts)}
+    rollout_R = torch.tensor([place[row.session_id] for row in rows])
+    tokens_R = torch.tensor([row.trained_tokens for row in rows])
+    rows_T = torch.repeat_interleave(torch.arange(len(rows)), tokens_R)
+    bound = algorithm.advantage_bound
+    advantages_T = to_tokens(advantages_B, algorithm.advantage, rollout_R, rows_T, bound=bound)
+    first_R = tokens_R.cumsum(0) - tokens_R
+    advantages = advantages_T[first_R].tolist()
+    return [replace(row, advantage=advantage) for row, advantage in zip(rows, advantages, strict=True)]
+
+
+def remembered(
+    rollouts: Sequence[Rollout], algorithm: AlgorithmSettings, baselines: Baselines
+) -> dict[str, float]:
+    """The baselines once these rollouts are trained."""
+    if algorithm.advantage.name != "rae":
+        return dict(baselines)
+    return baselines_after(Rollouts(tuple(rollouts), baselines), algorithm.advantage)
+
+
+def _compared(
+    rollouts: Sequence[Rollout], refused: Mapping[str, str], algorithm: AlgorithmSettings
+) -> Compared:
+    kept, _ = untruncated(rollouts, algorithm.shaping.truncated)
+    members = shaped(kept, algorithm.shaping)
+    every = frozenset(each.rollout_id for each in members)
+    if not algorithm.compares:
+        return Compared(members, refused, None, every)
+    batch = Rollouts(members)
+    parts = list(algorithm.advantage.weights) if algorithm.advantage.name == "gdpo" else []
+    found = silences(batch, tolerance=algorithm.zero_variance, parts=parts)
+    if found:
+        return Compared(members, refused, next(iter(found.values())), frozenset())
+    advantages = ADVANTAGES[algorithm.advantage.name].score(batch, algorithm.advantage).tolist()
+    live = frozenset(each.rollout_id for each, value in zip(members, advantages, strict=True) if value != 0)
+    silence = None if live else Silence("zero_var", "no rollout of the group has an advantage")
+    return Compared(members, refused, silence, live)

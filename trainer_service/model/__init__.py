@@ -1,0 +1,1 @@
+"""The policy and its companions, as DeepSpeed and transformers have them."""

@@ -1,0 +1,1 @@
+"""From weights on disk to a version that the fleet serves."""

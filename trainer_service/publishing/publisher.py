@@ -1,0 +1,175 @@
+"""From weights to a version that the fleet serves: written whole, announced, and read back per server.
+
+export ─▶ PolicyStore.write ─▶ POST {gateway}/admin/policies ─▶ one result per server
+"""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from pathlib import Path
+from typing import Any
+
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.stream import StreamReader
+from trainer_service.metrics import Metrics
+from trainer_service.publishing.gateway_client import (
+    Gateway,
+    GatewayUnavailable,
+    VersionTaken,
+    VersionUnknown,
+)
+from trainer_service.status.heartbeat import REPORT_EVERY_S, Pulse
+from trainer_service.storage.disk import DiskTrouble
+from trainer_service.storage.policy_store import PolicyStore, manifest_sha256
+
+logger = logging.getLogger(__name__)
+
+Results = list[dict[str, Any]]
+"""Of a push: one per server."""
+
+
+class Publisher:
+    """Numbers, writes and announces versions."""
+
+    def __init__(
+        self,
+        store: PolicyStore,
+        gateway: Gateway,
+        stream: StreamReader,
+        publish_url: str | None,
+        pulse: Pulse,
+        metrics: Metrics,
+    ) -> None:
+        self._store, self._gateway, self._stream = store, gateway, stream
+        self._publish_url = publish_url
+        self._pulse, self._metrics = pulse, metrics
+        self._known: int | None = None
+        """The newest version that the gateway knew when it was asked last; None before the first answer."""
+
+    def newest_version(self, own: int) -> int:
+        """The highest number that anybody knows: we, the disk or the gateway.
+
+        The gateway has to say it once, since our own disks may have lost what they knew; raises Stopped while
+        it is waited for. Later it may be away: whoever reserves a number hears of those that it gave.
+        """
+        if self._known is None:
+            self._known = self._pulse.patiently(
+                self._gateway.newest_version,
+                GatewayUnavailable,
+                "waiting",
+                "the gateway to say which versions it knows",
+            )
+        else:
+            try:
+                self._known = max(self._known, self._gateway.newest_version())
+            except GatewayUnavailable as error:
+                logger.warning("the gateway did not say its newest version: %s", error)
+        return max(own, self._known, *self._store.versions())
+
+    def reserve(self, version: int) -> int:
+        """Keep a number for weights that are still to be made, so that nobody publishes others under it.
+
+        Returns the highest that somebody had before; it is ours where that is lower. May raise Stopped.
+        """
+        return self._pulse.patiently(
+            lambda: self._stream.reserve(version, self._location(version)), StorageUnavailable, "waiting"
+        )
+
+    def publish(
+        self, version: int, step: int, export: Callable[[Path], None], best: int | None = None
+    ) -> None:
+        """Have the fleet serve a version. Waits for room on the disk, and for the gateway as long as it is
+        away; raises Stopped then. Old versions are removed, but not the `best`.
+
+        Servers that fail, and a number that went by, are logged: the next version mends both.
+        """
+        path = self._pulse.patiently(
+            lambda: self._write(version, step, export),
+            DiskTrouble,
+            "publishing",
+            f"room on the disk for version {version}",
+        )
+        try:
+            results = self._pushed(
+                lambda: self._gateway.announce(version, self._location(version), manifest_sha256(path), step)
+            )
+        except VersionTaken as error:
+            logger.error("version %d stays with the trainer: %s", version, error)
+            return
+        self._known = max(self._known or 0, version)
+        self._account(version, results)
+        self._prune(best)
+
+    def versions(self) -> list[int]:
+        """Those that can be served again, ascending."""
+        return self._store.versions()
+
+    def roll_back(self, version: int) -> bool:
+        """Have the fleet serve an older version again. Waits for the gateway as long as it is away; raises
+        Stopped then. Returns whether it is served; what fails is logged."""
+        self._pulse.confirm()
+        try:
+            if self._pulse.patiently(lambda: self._gateway.serves(version), GatewayUnavailable, "publishing"):
+                return True
+            results = self._pushed(lambda: self._gateway.roll_back(version))
+        except VersionUnknown as error:
+            logger.error("the fleet goes on with what it serves: %s", error)
+            return False
+        self._account(version, results)
+        return any(result["ok"] for result in results)
+
+    def resume(self, version: int, step: int, export: Callable[[Path], None]) -> None:
+        """After a restart: publish what was made and perhaps not announced. A version that the gateway
+        knows stays as it is, since somebody may have rolled back from it."""
+        newest = self._pulse.patiently(self._gateway.newest_version, GatewayUnavailable, "publishing")
+        if newest < version:
+            self.publish(version, step, export)
+
+    def _location(self, version: int) -> str:
+        """Where rollout servers find a version: by our HTTP, else on a disk that they share with us."""
+        if self._publish_url is not None:
+            return f"{self._publish_url.rstrip('/')}/{version}"
+        return self._store.path_of(version).resolve().as_uri()
+
+    def _write(self, version: int, step: int, export: Callable[[Path], None]) -> Path:
+        self._pulse.confirm()
+        try:
+            return self._store.write(version, step, export)
+        except DiskTrouble:
+            self._metrics.disk_refused("publish")
+            raise
+
+    def _prune(self, best: int | None) -> None:
+        """Remove old versions, but none that a server which joins now would be told to fetch."""
+        try:
+            self._store.prune(self._gateway.oldest_needed(), best)
+        except GatewayUnavailable as error:
+            logger.warning("no version is removed, since the gateway did not say what is served: %s", error)
+
+    def _pushed(self, ask: Callable[[], Results]) -> Results:
+        """As soon as the gateway is there. A push takes as long as its slowest server; the trainer says
+        meanwhile that it lives."""
+
+        def pushed() -> Results:
+            with ThreadPoolExecutor(1) as executor:
+                push = executor.submit(ask)
+                while True:
+                    try:
+                        return push.result(REPORT_EVERY_S)
+                    except NotYet:
+                        self._pulse.beat("publishing")
+
+        return self._pulse.patiently(pushed, GatewayUnavailable, "publishing")
+
+    def _account(self, version: int, results: Results) -> None:
+        for result in results:
+            self._metrics.pushed(bool(result["ok"]))
+            if not result["ok"]:
+                logger.error(
+                    "server %s did not take version %d: %s", result["server"], version, result["error"]
+                )
+        if results and not any(result["ok"] for result in results):
+            logger.error("no server took version %d", version)
+        else:
+            logger.info("version %d is served by %d servers", version, sum(bool(r["ok"]) for r in results))

@@ -1,0 +1,118 @@
+"""The trainer's sign of life: what it does and waits for, told to the HTTP thread and to the gateways."""
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.stream import StreamReader
+from trainer_service.status.shared_state import Backlog, Face, Phase
+
+logger = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 0.5
+LONGEST_PAUSE_S = 30.0
+
+Reply = TypeVar("Reply")
+
+
+class Stopped(Exception):
+    """The trainer was told to stop while it waited for somebody. Nothing is half done."""
+
+
+class Pulse:
+    """Beats on the main thread: often, and cheaply, since most beats only look at the clock."""
+
+    def __init__(self, stream: StreamReader, face: Face, retry_s: float) -> None:
+        self._stream, self._face = stream, face
+        self._retry_s = retry_s
+        self._reported_at = 0.0
+
+    def note(self, step: int, version: int, metrics: dict[str, float] | None = None) -> None:
+        """What the next beats carry."""
+        before = self._face.snapshot
+        self._face.snapshot = replace(
+            before, step=step, version=version, metrics=before.metrics if metrics is None else metrics
+        )
+        self._reported_at = 0.0
+
+    def note_evaluations(self, evaluations: dict[str, float]) -> None:
+        self._face.snapshot = replace(self._face.snapshot, evaluations=evaluations)
+        self._reported_at = 0.0
+
+    def note_backlog(self, backlog: Backlog) -> None:
+        self._face.snapshot = replace(self._face.snapshot, backlog=backlog)
+
+    def beat(self, phase: Phase, waiting_for: str | None = None) -> None:
+        """Say what the trainer does. Without a sentence, the one for the phase."""
+        before = self._face.snapshot
+        sentence = waiting_for or _SENTENCES[phase]
+        self._face.snapshot = replace(before, state=phase, waiting_for=sentence, last_seen=time.time())
+        now = time.monotonic()
+        if now - self._reported_at >= REPORT_EVERY_S or phase != before.state:
+            self._reported_at = now
+            self._report()
+
+    def confirm(self) -> None:
+        """Raises LeaseLost when another trainer has taken over. A Redis that does not answer says nothing."""
+        try:
+            self._stream.confirm()
+        except StorageUnavailable as error:
+            logger.warning("not confirmed: %s", error)
+
+    def patiently(
+        self, call: Callable[[], Reply], failure: type[Exception], phase: Phase, what: str | None = None
+    ) -> Reply:
+        """Ask until there is an answer, with longer and longer pauses. Raises Stopped when told to stop.
+
+        `what` is waited for, in words; without it, what the phase waits for.
+        """
+        sentence = what or _SENTENCES[phase]
+        pause_s = self._retry_s
+        while True:
+            try:
+                return call()
+            except failure as error:
+                logger.warning("waiting for %s, since %s; again in %g s", sentence, error, pause_s)
+                self._wait(pause_s, phase, f"{sentence}, since {error}")
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _wait(self, seconds: float, phase: Phase, sentence: str) -> None:
+        until = time.monotonic() + seconds
+        while (left_s := until - time.monotonic()) > 0:
+            if self._face.stopping:
+                raise Stopped
+            self.beat(phase, sentence)
+            self._face.sleep(min(left_s, REPORT_EVERY_S))
+
+    def _report(self) -> None:
+        shot = self._face.snapshot
+        report: dict[str, str | int | float] = {
+            "state": shot.state,
+            "step": shot.step,
+            "version": shot.version,
+            "waiting_for": shot.waiting_for,
+            "last_seen": shot.last_seen,
+            "metrics": json.dumps(shot.metrics | shot.evaluations),
+        }
+        if shot.backlog is not None:
+            report |= {
+                "rollouts_waiting": shot.backlog.waiting,
+                "rollouts_owed": shot.backlog.owed,
+                "rollouts_per_step": shot.backlog.per_step,
+            }
+        try:
+            self._stream.report(report)
+        except StorageUnavailable as error:
+            logger.warning("not reported: %s", error)
+
+
+_SENTENCES: dict[Phase, str] = {
+    "waiting": "the stream to answer",
+    "training": "the optimizer",
+    "publishing": "the gateway to push the newest version",
+    "paused": "POST /resume",
+}

@@ -1,0 +1,245 @@
+"""Weights, optimizer, version, stream position and random generators: one atomic thing.
+
+    {directory}/00000007-step-00000003/   DeepSpeed's shards, model/ in the Hugging Face layout, adapter/ of a
+                                          LoRA, and state.json with the sizes of all of them
+    {directory}/ledger.jsonl              one line per trained step; state.json says how much of it counts
+    {directory}/VERSION                   the highest version number that was ever given out
+    {directory}/HELD                      why a guard holds the training, until somebody resumes it
+    {directory}/CURRENT                   the tag that a restart loads; moved last, in one step
+
+DeepSpeed's own `latest` is not crash safe: it is written without sync, before every shard is there. So
+each checkpoint has a tag of its own, and CURRENT moves when everything is on disk.
+"""
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from trainer_service.groups.evaluation import Kept
+from trainer_service.groups.settlement import Settlement
+from trainer_service.model import universal
+from trainer_service.model.layout import Layout
+from trainer_service.storage.disk import written
+from trainer_service.storage.files import sync_directory, sync_tree, write_atomically
+
+logger = logging.getLogger(__name__)
+
+CURRENT = "CURRENT"
+STATE = "state.json"
+LEDGER = "ledger.jsonl"
+VERSION = "VERSION"
+HELD = "HELD"
+TAG = re.compile(r"(\d{8,})-step-\d{8,}")
+"""A volume may hold directories that are none of ours, such as lost+found."""
+
+
+class CheckpointBroken(Exception):
+    """CURRENT names a checkpoint that is not whole. Nothing is loaded in its place without being told."""
+
+
+class Weights(Protocol):
+    """Who writes and reads the shards."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    def save(self, directory: Path, tag: str) -> None: ...
+
+    def load(self, directory: Path, tag: str, layout: Layout | None) -> None: ...
+
+
+class LedgerRow(msgspec.Struct, frozen=True):
+    """What one optimizer step trained."""
+
+    step: int
+    version: int
+    durable: bool
+    turns: list[str]
+    sessions: list[str]
+    tokens: int
+
+
+class State(msgspec.Struct, frozen=True):
+    """What a checkpoint holds beside the weights."""
+
+    step: int = 0
+    version: int = 0
+    owed: Settlement = Settlement([], {}, [])
+    """Trained by these weights and not acknowledged when they were saved: never to be trained again."""
+    settled: list[str] = []
+    """Sessions that have ended, the newest last."""
+    gone: dict[str, int] = {}
+    """Groups that went on without some of their members, and with how many."""
+    baselines: dict[str, float] = {}
+    """What each agent earned before, where that is what its rollouts are compared with."""
+    evaluations: Kept = Kept()
+    """How versions did in sessions that are not trained."""
+    ledger_bytes: int = 0
+    files: dict[str, int] = {}
+    """Path below the checkpoint, and size, of every file."""
+    layout: Layout | None = None
+    """How the shards are cut; None in a checkpoint that does not say: as the trainer's that reads it."""
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        self._directory = directory
+        self._keep = keep
+        self._ledger_bytes = 0
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def save(self, weights: Weights, state: State, rows: list[LedgerRow]) -> str:
+        """Make everything durable; returns the tag. `rows` are the steps since the last checkpoint.
+
+        Raises DiskTrouble where the disk refuses: CURRENT is what it was, and the attempt has left nothing.
+        """
+        tag = f"{self._next_serial():08d}-step-{state.step:08d}"
+        self._sweep()
+        with written(f"checkpoint {tag}", lambda: self._undo(tag)):
+            ledger_bytes = self._write(weights, state, rows, tag)
+        self._ledger_bytes = ledger_bytes
+        self._prune(tag)
+        return tag
+
+    def _write(self, weights: Weights, state: State, rows: list[LedgerRow], tag: str) -> int:
+        weights.save(self._directory, tag)
+        shards = self._directory / tag
+        ledger_bytes = self._append(rows)
+        files = {
+            path.relative_to(shards).as_posix(): path.stat().st_size
+            for path in sorted(shards.rglob("*"))
+            if path.is_file()
+        }
+        whole = msgspec.structs.replace(state, files=files, ledger_bytes=ledger_bytes, layout=weights.layout)
+        (shards / STATE).write_bytes(msgspec.json.encode(whole))
+        sync_tree(shards)
+        sync_directory(self._directory)
+        write_atomically(self._directory / CURRENT, tag.encode())
+        return ledger_bytes
+
+    def _undo(self, tag: str) -> None:
+        """Remove what a failed attempt wrote. Where CURRENT moved and only its sync failed, nobody can say
+        what a power cut would leave: that error passes, and the restart takes what it finds."""
+        current = self._directory / CURRENT
+        if current.exists() and current.read_text(encoding="utf-8").strip() == tag:
+            raise CheckpointBroken(f"checkpoint {tag} may not be durable: {CURRENT} could not be synced")
+        shutil.rmtree(self._directory / tag, ignore_errors=True)
+        with suppress(OSError):
+            os.truncate(self._directory / LEDGER, self._ledger_bytes)
+
+    def _sweep(self) -> None:
+        """Free what a process left that died while it saved: STATE is written after every shard."""
+        universal.sweep(self._directory)
+        for tag in self._tags():
+            if not (self._directory / tag / STATE).exists():
+                shutil.rmtree(self._directory / tag, ignore_errors=True)
+
+    def restore(self, weights: Weights) -> State | None:
+        """Load what CURRENT names; None in a run without a checkpoint. Raises CheckpointBroken."""
+        current = self._directory / CURRENT
+        if not current.exists():
+            if tags := self._tags():
+                logger.warning(
+                    "%d checkpoints without CURRENT in %s: none was finished", len(tags), current.parent
+                )
+            return None
+        tag = current.read_text(encoding="utf-8").strip()
+        state = self._read(tag)
+        weights.load(self._directory, tag, state.layout)
+        self._ledger_bytes = state.ledger_bytes
+        logger.info("restored step %d, version %d from checkpoint %s", state.step, state.version, tag)
+        return state
+
+    def reserve(self, above: int) -> int:
+        """A version number beyond `above` that was never given out: a restored trainer makes other weights
+        than the lost ones, however little of those anybody saw. Raises DiskTrouble."""
+        path = self._directory / VERSION
+        given = int(path.read_bytes()) if path.exists() else 0
+        number = max(above, given) + 1
+        with written(f"version number {number}", lambda: None):
+            write_atomically(path, str(number).encode())
+        return number
+
+    def hold(self, reason: str) -> None:
+        """Remember why the training is held, over restarts. Raises DiskTrouble."""
+        with written("the reason of a pause", lambda: None):
+            write_atomically(self._directory / HELD, reason.encode())
+
+    def held(self) -> str | None:
+        """Why it is; None where it is not."""
+        path = self._directory / HELD
+        return path.read_text(encoding="utf-8") if path.exists() else None
+
+    def release(self) -> None:
+        """Somebody resumed it."""
+        (self._directory / HELD).unlink(missing_ok=True)
+        sync_directory(self._directory)
+
+    def ledger(self, since: int, limit: int) -> list[LedgerRow]:
+        """Rows of steps > `since` that a durable checkpoint contains, oldest first."""
+        rows: list[LedgerRow] = []
+        for row in self._rows():
+            if row.step > since:
+                rows.append(row)
+            if len(rows) == limit:
+                break
+        return rows
+
+    def _rows(self) -> Iterator[LedgerRow]:
+        path = self._directory / LEDGER
+        left = self._ledger_bytes
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            for line in file:
+                left -= len(line)
+                if left < 0:
+                    return
+                yield msgspec.json.decode(line, type=LedgerRow)
+
+    def _append(self, rows: list[LedgerRow]) -> int:
+        """What lies beyond the durable length was written by a process that died before CURRENT moved."""
+        path = self._directory / LEDGER
+        path.touch()
+        with path.open("r+b") as file:
+            file.truncate(self._ledger_bytes)
+            file.seek(self._ledger_bytes)
+            file.writelines(msgspec.json.encode(row) + b"\n" for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
+            return file.tell()
+
+    def _read(self, tag: str) -> State:
+        directory = self._directory / tag
+        try:
+            state = msgspec.json.decode((directory / STATE).read_bytes(), type=State)
+        except (OSError, msgspec.DecodeError) as error:
+            raise CheckpointBroken(f"checkpoint {tag}: {error}") from error
+        for name, size in state.files.items():
+            path = directory / name
+            if not path.is_file() or path.stat().st_size != size:
+                raise CheckpointBroken(f"checkpoint {tag}: {name} is missing or has not its {size} bytes")
+        ledger = self._directory / LEDGER
+        if state.ledger_bytes > (ledger.stat().st_size if ledger.exists() else 0):
+            raise CheckpointBroken(f"checkpoint {tag}: {LEDGER} is shorter than it was")
+        return state
+
+    def _tags(self) -> list[str]:
+        return sorted(p.name for p in self._directory.iterdir() if p.is_dir() and TAG.fullmatch(p.name))
+
+    def _next_serial(self) -> int:
+        return max((int(tag.split("-")[0]) for tag in self._tags()), default=0) + 1
+
+    def _prune(self, current: str) -> None:
+        for tag in self._tags()[: -self._keep]:
+            if tag != current:
+                shutil.rmtree(self._directory / tag)

@@ -1,0 +1,98 @@
+"""The directory of published versions: each one whole, with a manifest that proves its files.
+
+export ─▶ v00000012.tmp/ ─ sync ─ rename ─▶ v00000012/ (…, manifest.json, STABLE last)
+"""
+
+import hashlib
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from safetensors import safe_open
+
+from rollout_queue.contract.policy import MANIFEST, STABLE, FileSpec, Manifest, TensorSpec, sha256_of
+from trainer_service.model.huggingface import WEIGHTS, copy_small_files
+from trainer_service.storage.disk import written
+from trainer_service.storage.files import sync_directory, sync_tree
+
+VERSION_DIRECTORY = re.compile(r"v(\d{8,})")
+ASIDE = ".tmp"
+
+
+class PolicyStore:
+    """The directory of published versions."""
+
+    def __init__(self, directory: Path, model_path: Path, keep: int) -> None:
+        self.directory = directory
+        self._model_path = model_path
+        self._keep = keep
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def path_of(self, version: int) -> Path:
+        return self.directory / f"v{version:08d}"
+
+    def versions(self) -> list[int]:
+        """Every finished version, ascending."""
+        found = (
+            VERSION_DIRECTORY.fullmatch(p.name) for p in self.directory.iterdir() if (p / STABLE).exists()
+        )
+        return sorted(int(match[1]) for match in found if match)
+
+    def write(self, version: int, step: int, export: Callable[[Path], None]) -> Path:
+        """Write a version; one that is there already is what the same checkpoint wrote before a crash.
+
+        Raises DiskTrouble where the disk refuses, and has left nothing of the version then.
+        """
+        final = self.path_of(version)
+        if (final / STABLE).exists():
+            return final
+        self._sweep(final)
+        with written(f"version {version}", lambda: self._sweep(final)):
+            self._write(final, version, step, export)
+        return final
+
+    def _write(self, final: Path, version: int, step: int, export: Callable[[Path], None]) -> None:
+        aside = final.with_name(f"{final.name}{ASIDE}")
+        aside.mkdir()
+        copy_small_files(self._model_path, aside)
+        export(aside / WEIGHTS)
+        files = [_file_spec(path) for path in sorted(aside.iterdir()) if path.name not in (MANIFEST, STABLE)]
+        manifest = Manifest(version=version, step=step, files=files)
+        (aside / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+        sync_tree(aside)
+        aside.rename(final)
+        (final / STABLE).touch()
+        sync_tree(final)
+        sync_directory(self.directory)
+
+    def prune(self, needed: int | None = None, best: int | None = None) -> None:
+        """Remove the oldest versions beyond those that are kept, but neither `needed` nor a newer one, nor
+        the `best`. Numbers are never used again."""
+        for version in self.versions()[: -self._keep]:
+            if (needed is None or version < needed) and version != best:
+                path = self.path_of(version)
+                (path / STABLE).unlink()
+                shutil.rmtree(path)
+
+    def _sweep(self, final: Path) -> None:
+        """Remove what is unfinished: of this version, and of those that a process died while it wrote."""
+        (final / STABLE).unlink(missing_ok=True)
+        for leftover in (final, *self.directory.glob(f"v*{ASIDE}")):
+            if VERSION_DIRECTORY.fullmatch(leftover.name.removesuffix(ASIDE)):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+
+def manifest_sha256(path: Path) -> str:
+    return hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
+
+
+def _file_spec(path: Path) -> FileSpec:
+    tensors = []
+    if path.suffix == ".safetensors":
+        with safe_open(path, "np") as file:
+            for name in sorted(file.keys()):
+                tensor = file.get_slice(name)
+                tensors.append(TensorSpec(name, list(tensor.get_shape()), tensor.get_dtype()))
+    return FileSpec(path.name, path.stat().st_size, sha256_of(path), tensors)

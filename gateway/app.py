@@ -23,15 +23,13 @@ from gateway.admission.admission import Admission
 from gateway.collaborators import Collaborators
 from gateway.conversations.conversation import forget_openings
 from gateway.conversations.digests import forget_parts
-from gateway.dialects import models
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
 from gateway.dialects.messages import CountTokens, Messages
 from gateway.dialects.responses import Responses
-from gateway.door.bodies import Bodies
-from gateway.door.door import Desk, Door
-from gateway.door.exchange import Exchange
-from gateway.door.retries import Flights
+from gateway.edge.asgi import Desk, Door
+from gateway.edge.exchange import Exchange
+from gateway.edge.retries import Flights
 from gateway.engines.engine import EngineClient, drain
 from gateway.engines.failover import Sampler
 from gateway.engines.fleet import Fleet
@@ -40,11 +38,12 @@ from gateway.generations.generator import Generator
 from gateway.generations.recorder import Recorder
 from gateway.language.render import ChatRenderer
 from gateway.metrics import Metrics
-from gateway.operators import admin, users
-from gateway.operators.openapi import described
 from gateway.operators.pipeline import Pipeline
 from gateway.operators.watch import Watch
-from gateway.sessions import heartbeat, listing, rewards, sessions
+from gateway.rest import admin, heartbeat, listing, models, rewards, users
+from gateway.rest.bodies import Bodies
+from gateway.rest.openapi import described
+from gateway.sessions import sessions
 from gateway.sessions.belonging import Belonging
 from gateway.sessions.identity import Identities
 from gateway.sessions.retention import Retention

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis
 
     from gateway.admission.admission import Admission
-    from gateway.door.retries import Flights
+    from gateway.edge.retries import Flights
     from gateway.engines.engine import EngineClient
     from gateway.engines.failover import Sampler
     from gateway.engines.fleet import Fleet

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from gateway.collaborators import Collaborators
+from gateway.dialects.base import Ask
 from gateway.dialects.chat_wire import ChatTelling
-from gateway.dialects.dialect import Ask
 from gateway.dialects.wire import (
     StreamOptions,
     Wishes,
@@ -17,12 +17,12 @@ from gateway.dialects.wire import (
     sampling_of,
     stops,
 )
-from gateway.door.arrival import Arrival
+from gateway.edge.request import Arrival
 from gateway.generations.generation import Call
 from gateway.language.constraint import constraint_of
 from gateway.language.render import ChatRenderer, Message, Tool
 from gateway.sessions.identity import Caller
-from gateway.sessions.users import user_named
+from gateway.sessions.user_names import user_named
 from rollout_queue.http.errors import ApiError
 
 

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 
 from gateway.collaborators import Collaborators
+from gateway.dialects.base import Ask
 from gateway.dialects.completions_wire import CompletionsTelling
-from gateway.dialects.dialect import Ask
 from gateway.dialects.wire import StreamOptions, Wishes, check_sampling, decode_body, sampling_of, stops
-from gateway.door.arrival import Arrival
+from gateway.edge.request import Arrival
 from gateway.generations.generation import Call
 from gateway.sessions.identity import Caller
-from gateway.sessions.users import user_named
+from gateway.sessions.user_names import user_named
 from rollout_queue.contract.tokens import TokenIds
 from rollout_queue.http.errors import ApiError
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from gateway.dialects.dialect import Answered
+from gateway.dialects.base import Answered
 from gateway.dialects.wire import HEARTBEAT, event, usage_of
 from gateway.generations.generation import Generation
 from gateway.language.deltas import Delta

@@ -7,16 +7,16 @@ from typing import Any
 import msgspec
 
 from gateway.collaborators import Collaborators
-from gateway.dialects.dialect import Ask
+from gateway.dialects.base import Ask
 from gateway.dialects.messages_wire import RAW_ARGUMENTS, MessagesTelling
 from gateway.dialects.wire import check_sampling, decode_body, stops, wished
-from gateway.door.arrival import Arrival
-from gateway.door.reply import Reply
+from gateway.edge.reply import Reply
+from gateway.edge.request import Arrival
 from gateway.generations.generation import Call
 from gateway.language.constraint import constraint_of
 from gateway.language.render import Message, Tool, arguments_text
 from gateway.sessions.identity import Caller
-from gateway.sessions.users import user_in_metadata
+from gateway.sessions.user_names import user_in_metadata
 from rollout_queue.http.errors import ApiError
 
 Block = dict[str, Any]

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.dialects.dialect import Answered
+from gateway.dialects.base import Answered
 from gateway.dialects.wire import event
 from gateway.generations.generation import Generation
 from gateway.language.deltas import Delta

@@ -6,18 +6,18 @@ from typing import Any
 import msgspec
 
 from gateway.collaborators import Collaborators
-from gateway.dialects.dialect import Answered, Ask
+from gateway.dialects.base import Answered, Ask
 from gateway.dialects.responses_input import Item, functions_of, kind_of, messages_of
 from gateway.dialects.responses_store import Past, ResponseStore
 from gateway.dialects.responses_telling import ResponsesTelling
 from gateway.dialects.responses_wire import PREFIX, output_of
 from gateway.dialects.wire import check_sampling, decode_body, wished
-from gateway.door.arrival import Arrival
+from gateway.edge.request import Arrival
 from gateway.generations.generation import Call
 from gateway.language.constraint import constraint_of
 from gateway.language.render import ChatRenderer, Message, Tool
 from gateway.sessions.identity import Caller
-from gateway.sessions.users import user_named
+from gateway.sessions.user_names import user_named
 from rollout_queue.http.errors import ApiError
 
 LOGPROBS = "message.output_text.logprobs"

@@ -14,7 +14,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from gateway.conversations.conversation import chain
-from gateway.dialects.dialect import Answered
+from gateway.dialects.base import Answered
 from gateway.dialects.responses_input import Item, messages_of
 from gateway.dialects.responses_wire import PREFIX
 from gateway.generations.generation import Generation

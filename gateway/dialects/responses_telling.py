@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from gateway.dialects.base import Answered
 from gateway.dialects.chat_wire import logprobs_of
-from gateway.dialects.dialect import Answered
 from gateway.dialects.responses_input import Item
 from gateway.dialects.responses_wire import (
     STARTED,

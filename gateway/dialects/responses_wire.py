@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gateway.dialects.dialect import Answered
+from gateway.dialects.base import Answered
 from gateway.dialects.responses_input import Item
 from gateway.generations.generation import Generation
 from gateway.language.render import ChatRenderer, ToolCall

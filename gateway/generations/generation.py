@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from gateway.conversations.conversation import Prompt
-from gateway.door.retries import Flight
+from gateway.edge.retries import Flight
 from gateway.engines.engine import Piece
 from gateway.language.render import Message, Tool
 from rollout_queue.contract.head import SessionHead

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from gateway.conversations.conversation import Prompt, place
 from gateway.conversations.raw import place_raw
-from gateway.door.retries import Flight
+from gateway.edge.retries import Flight
 from gateway.engines.engine import Piece
 from gateway.engines.failover import Hear, Sampler, SampleRequest
 from gateway.generations.generation import Call, Generation

@@ -19,8 +19,8 @@ from redis.asyncio import Redis
 from starlette.responses import Response
 
 from gateway.collaborators import collaborators
-from gateway.operators.shapes import PipelineReport
 from gateway.operators.words import count, span
+from gateway.rest.shapes import PipelineReport
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored

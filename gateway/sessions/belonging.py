@@ -14,13 +14,13 @@ import msgspec
 
 from gateway.admission.admission import Admission
 from gateway.conversations.conversation import chain, continuation_digests
-from gateway.dialects.dialect import Ask
-from gateway.door.arrival import Arrival
+from gateway.dialects.base import Ask
+from gateway.edge.request import Arrival
 from gateway.generations.generation import Call
 from gateway.language.render import Message
 from gateway.sessions.identity import Caller
 from gateway.sessions.sessions import ID, SessionBody, Sessions
-from gateway.sessions.users import CLAUDE_CODE
+from gateway.sessions.user_names import CLAUDE_CODE
 from rollout_queue.contract.errors import UserDeleted
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.stream import StreamWriter

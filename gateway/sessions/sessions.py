@@ -18,10 +18,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat
 
 from gateway.admission.admission import Admission
 from gateway.collaborators import Collaborators, collaborators
-from gateway.operators.shapes import DeletedSession, GroupTicket, SessionShape, Ticket
+from gateway.rest.shapes import DeletedSession, GroupTicket, SessionShape, Ticket
+from gateway.rest.views import session_view
 from gateway.sessions.identity import Caller, Identities
 from gateway.sessions.verdicts import session_verdict
-from gateway.sessions.view import session_view
 from gateway.settings import GatewaySettings
 from rollout_queue.contract.codec import decode_spec
 from rollout_queue.contract.errors import (

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from gateway.door.attention import LOOK_AFTER_S
+from gateway.edge.disconnect import LOOK_AFTER_S
 from gateway.settings import LimitSettings
 from rollout_queue.redis import keys
 from rollout_queue.redis.head_cache import OVERHEAD, HeadCache

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from gateway.door.reply import Reply
+from gateway.edge.reply import Reply
 
 
 async def test_a_stream_that_ends_while_its_first_heartbeat_waits_begins_all_the_same() -> None:

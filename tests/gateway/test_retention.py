@@ -249,7 +249,7 @@ def test_what_comes_in_the_moment_in_which_a_session_goes_is_a_404(
 ) -> None:
     session = door.session()
     body = {"value": 1.0} if path == "reward" else {"status": "completed"}
-    monkeypatch.setattr("gateway.sessions.rewards.time.time", _going(door, session))
+    monkeypatch.setattr("gateway.rest.rewards.time.time", _going(door, session))
     reply = door.post(f"{path_of(session)}/{path}", body)
     assert (reply.status_code, reply.json()["error"]["type"]) == (404, "not_found_error")
 

@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 
-from gateway.door.retries import Flight, Flights
+from gateway.edge.retries import Flight, Flights
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.records import Turn
 from rollout_queue.redis.writer import RedisWriter

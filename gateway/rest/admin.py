@@ -12,8 +12,9 @@ from gateway.admission.pressure import read_pressure
 from gateway.collaborators import Collaborators, collaborators
 from gateway.engines.fleet import Registration
 from gateway.engines.policies import PushResult, status_of
-from gateway.operators import export, pipeline
-from gateway.operators.shapes import Page, Pushed, Registered, Removed, ServerShape, SystemStatus
+from gateway.operators import pipeline
+from gateway.rest import export
+from gateway.rest.shapes import Page, Pushed, Registered, Removed, ServerShape, SystemStatus
 from gateway.sessions.sessions import Id
 from rollout_queue.contract.policy import PolicyRecord
 from rollout_queue.http.errors import ApiError

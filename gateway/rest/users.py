@@ -5,8 +5,8 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 
 from gateway.collaborators import collaborators
-from gateway.operators.admin import admins_only
-from gateway.operators.shapes import DeletedUser
+from gateway.rest.admin import admins_only
+from gateway.rest.shapes import DeletedUser
 from gateway.sessions.sessions import Id
 
 router = APIRouter(prefix="/admin/users", tags=["admin"], dependencies=[Depends(admins_only)])

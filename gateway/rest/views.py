@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from gateway.language.render import ChatRenderer
-from gateway.sessions.drift import drift_of
+from gateway.rest.drift import drift_of
 from gateway.sessions.verdicts import turn_verdict
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Reward, Turn, Verdict

@@ -12,8 +12,8 @@ from types import TracebackType
 
 from starlette.types import Message, Send
 
-from gateway.door.attention import Attention
-from gateway.door.reply import Reply
+from gateway.edge.disconnect import Attention
+from gateway.edge.reply import Reply
 from rollout_queue.http.errors import ApiError
 
 RETRY_HEADER = "x-stainless-retry-count"

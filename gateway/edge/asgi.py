@@ -11,9 +11,9 @@ from typing import Protocol
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.collaborators import Collaborators
-from gateway.door.arrival import Arrival, Hangup, headers_of, take_in
-from gateway.door.attention import Attention
-from gateway.door.reply import Reply
+from gateway.edge.disconnect import Attention
+from gateway.edge.reply import Reply
+from gateway.edge.request import Arrival, Hangup, headers_of, take_in
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.http.errors import ApiError, request_id_of, storage_unavailable
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from gateway.collaborators import Collaborators
-from gateway.door.arrival import Arrival
+from gateway.edge.request import Arrival
 from gateway.generations.generation import Call, Generation
 from gateway.language.deltas import Delta
 from gateway.language.render import Answer

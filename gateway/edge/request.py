@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import msgspec
 from starlette.types import Receive, Scope
 
-from gateway.door.attention import Attention
+from gateway.edge.disconnect import Attention
 from rollout_queue.http.errors import ApiError
 
 JSON = "application/json"

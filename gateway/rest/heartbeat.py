@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from gateway.collaborators import collaborators
-from gateway.operators.shapes import Beat
+from gateway.rest.shapes import Beat
 from gateway.sessions.belonging import refusal_of
 from rollout_queue.contract.errors import SessionClosed
 from rollout_queue.http.errors import ApiError

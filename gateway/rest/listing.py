@@ -8,9 +8,9 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from gateway.collaborators import Collaborators
-from gateway.operators.shapes import SessionPage
+from gateway.rest.shapes import SessionPage
+from gateway.rest.views import deleted_row, session_row
 from gateway.sessions.sessions import client_of
-from gateway.sessions.view import deleted_row, session_row
 from rollout_queue.contract.head import SessionHead, State
 from rollout_queue.contract.records import VerdictCode
 from rollout_queue.contract.tombstone import Tombstone

@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from gateway.collaborators import Collaborators, collaborators
-from gateway.operators.shapes import Model, ModelList
+from gateway.rest.shapes import Model, ModelList
 from rollout_queue.http.errors import ApiError
 
 router = APIRouter(tags=["agent"])

@@ -27,7 +27,7 @@ from rollout_queue.http.errors import ApiError, storage_unavailable
 from rollout_queue.redis.places import Place
 
 if TYPE_CHECKING:
-    from gateway.operators.parquet import ParquetStream
+    from gateway.rest.parquet import ParquetStream
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ async def _parquet(rows: AsyncIterator[Rows]) -> AsyncIterator[bytes]:
 
 
 def _parquet_stream() -> "ParquetStream":
-    from gateway.operators.parquet import ParquetStream  # pyarrow is large, and few ask for it
+    from gateway.rest.parquet import ParquetStream  # pyarrow is large, and few ask for it
 
     return ParquetStream()
 

@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 
 from gateway.collaborators import Collaborators
-from gateway.dialects.dialect import Answered, Ask, Dialect
-from gateway.dialects.models import pinned_version
-from gateway.door.arrival import Arrival
-from gateway.door.choices import each, sample_each
-from gateway.door.reply import Reply
-from gateway.door.retries import Flight, attempt_of, request_digest
+from gateway.dialects.base import Answered, Ask, Dialect
+from gateway.edge.choices import each, sample_each
+from gateway.edge.reply import Reply
+from gateway.edge.request import Arrival
+from gateway.edge.retries import Flight, attempt_of, request_digest
 from gateway.engines.engine import Piece
 from gateway.generations.generation import Generation, tokens_of
 from gateway.language.deltas import AnswerStream, PlainStream
+from gateway.rest.models import pinned_version
 from gateway.sessions.belonging import HEADERS
 from gateway.sessions.identity import Caller
 from rollout_queue.http.errors import ApiError

@@ -12,9 +12,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field, FiniteFloat
 
-from gateway.operators.shapes import Finished, Rewarded
+from gateway.rest.shapes import Finished, Rewarded
+from gateway.rest.views import reward_view
 from gateway.sessions.sessions import Body, client_of, known
-from gateway.sessions.view import reward_view
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Status, Verdict

@@ -2,7 +2,7 @@
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.door.arrival import Hangup, headers_of, take_in
+from gateway.edge.request import Hangup, headers_of, take_in
 from rollout_queue.http.errors import ApiError
 
 

@@ -1,0 +1,1 @@
+"""The REST routes: sessions, rewards, and the operators' side."""

@@ -10,12 +10,12 @@ from rollout_queue.http.keys import Keyring, refuse_open_binding
 from rollout_queue.http.server import serve
 from rollout_queue.settings import CONFIG_VARIABLE
 from rollout_server.app import create_app
-from rollout_server.command import find_device
-from rollout_server.process import port_in_use
-from rollout_server.safetensors_file import BrokenWeights
+from rollout_server.engine.command import find_device
+from rollout_server.engine.process import port_in_use
 from rollout_server.server import build_server, port_message
 from rollout_server.settings import RolloutServerSettings
-from rollout_server.verify import ExpectedModel
+from rollout_server.weights.safetensors_file import BrokenWeights
+from rollout_server.weights.verify import ExpectedModel
 
 LAST_ANSWERS_S = 3.0
 """For its own calls, once the engine has drained: a status is quick, and a reload is no use any more."""

@@ -7,8 +7,8 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from rollout_queue.http.errors import ApiError
-from rollout_server.engine import Engine
-from rollout_server.policy import State
+from rollout_server.engine.engine import Engine
+from rollout_server.weights.policy import State
 
 RELOAD_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
 

@@ -15,15 +15,15 @@ import msgspec
 
 from rollout_queue.contract.policy import MANIFEST
 from rollout_queue.http.errors import ApiError
-from rollout_server.engine import Engine
-from rollout_server.engine_client import EngineFailed
-from rollout_server.fetch import Fetcher, WeightsStore, manifest_digest
-from rollout_server.locations import FileLocation, HttpLocation, NotAllowed, parse_location
+from rollout_server.engine.client import EngineFailed
+from rollout_server.engine.engine import Engine
 from rollout_server.metrics import Metrics
-from rollout_server.policy import Policy
-from rollout_server.safetensors_file import BrokenWeights, weights_differ
 from rollout_server.settings import RolloutServerSettings
-from rollout_server.verify import read_manifest
+from rollout_server.weights.fetch import Fetcher, WeightsStore, manifest_digest
+from rollout_server.weights.locations import FileLocation, HttpLocation, NotAllowed, parse_location
+from rollout_server.weights.policy import Policy
+from rollout_server.weights.safetensors_file import BrokenWeights, weights_differ
+from rollout_server.weights.verify import read_manifest
 
 logger = logging.getLogger(__name__)
 

@@ -12,17 +12,17 @@ from time import monotonic
 import httpx
 
 from rollout_queue.http.errors import ApiError
-from rollout_server.command import engine_command, engine_dtype, engine_environment
-from rollout_server.engine import Engine, StartProcess
-from rollout_server.engine_client import EngineClient, EngineFailed
-from rollout_server.fetch import Fetcher, WeightsStore
+from rollout_server.engine.client import EngineClient, EngineFailed
+from rollout_server.engine.command import engine_command, engine_dtype, engine_environment
+from rollout_server.engine.engine import Engine, StartProcess
+from rollout_server.engine.process import EngineProcess, port_in_use
 from rollout_server.metrics import Metrics
-from rollout_server.policy import Policy
-from rollout_server.process import EngineProcess, port_in_use
 from rollout_server.registration import Registration
 from rollout_server.reload import Reloader, Wanted
-from rollout_server.safetensors_file import BrokenWeights
 from rollout_server.settings import Device, RolloutServerSettings
+from rollout_server.weights.fetch import Fetcher, WeightsStore
+from rollout_server.weights.policy import Policy
+from rollout_server.weights.safetensors_file import BrokenWeights
 
 logger = logging.getLogger(__name__)
 

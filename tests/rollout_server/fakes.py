@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 
-from rollout_server.policy import Policy
+from rollout_server.weights.policy import Policy
 
 
 class FakeEngine:

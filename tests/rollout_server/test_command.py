@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollout_server.command import SHIM, engine_command, engine_environment, find_device
+from rollout_server.engine.command import SHIM, engine_command, engine_environment, find_device
 from rollout_server.settings import RolloutServerSettings
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_server.locations import FileLocation, HttpLocation, NotAllowed, is_under, parse_location
+from rollout_server.weights.locations import FileLocation, HttpLocation, NotAllowed, is_under, parse_location
 
 ALLOWED = ["file:///srv/policies", "http://trainer:8200/weights"]
 

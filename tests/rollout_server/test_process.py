@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_server.process import TETHER, EngineProcess, port_in_use
+from rollout_server.engine.process import TETHER, EngineProcess, port_in_use
 
 FAMILY = "import os, time; child = os.fork(); print(child or os.getpid(), flush=True); time.sleep(600)"
 

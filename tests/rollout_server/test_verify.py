@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_server.safetensors_file import BrokenWeights, read_header, weights_differ
-from rollout_server.verify import ExpectedModel, read_manifest, verify_directory
+from rollout_server.weights.safetensors_file import BrokenWeights, read_header, weights_differ
+from rollout_server.weights.verify import ExpectedModel, read_manifest, verify_directory
 from tests.rollout_server.weights import (
     SHAPES,
     WEIGHTS,

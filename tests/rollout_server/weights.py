@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from rollout_queue.contract.policy import MANIFEST, STABLE, FileSpec, Manifest, TensorSpec, sha256_of
-from rollout_server.fetch import manifest_digest
-from rollout_server.safetensors_file import read_header
+from rollout_server.weights.fetch import manifest_digest
+from rollout_server.weights.safetensors_file import read_header
 
 Tensors = Mapping[str, tuple[str, list[int], bytes]]
 """Name to dtype, shape and raw bytes."""

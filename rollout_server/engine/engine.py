@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from time import monotonic
 from typing import Protocol
 
-from rollout_server.engine_client import EngineClient, EngineFailed
-from rollout_server.policy import Policy, State
+from rollout_server.engine.client import EngineClient, EngineFailed
 from rollout_server.settings import RolloutServerSettings
+from rollout_server.weights.policy import Policy, State
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ import httpx
 
 from rollout_queue.contract.policy import MANIFEST, STABLE, FileSpec, Manifest
 from rollout_queue.http.errors import ApiError
-from rollout_server.locations import FileLocation, HttpLocation, is_under
-from rollout_server.safetensors_file import BrokenWeights
-from rollout_server.verify import RESERVED, ExpectedModel, read_manifest, verify_directory
+from rollout_server.weights.locations import FileLocation, HttpLocation, is_under
+from rollout_server.weights.safetensors_file import BrokenWeights
+from rollout_server.weights.verify import RESERVED, ExpectedModel, read_manifest, verify_directory
 
 logger = logging.getLogger(__name__)
 

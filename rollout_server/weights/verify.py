@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from rollout_queue.contract.policy import MANIFEST, STABLE, FileSpec, Manifest, sha256_of
-from rollout_server.safetensors_file import BrokenWeights, StoredTensor, read_header, require_finite
+from rollout_server.weights.safetensors_file import BrokenWeights, StoredTensor, read_header, require_finite
 
 WEIGHTS_SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"

@@ -51,11 +51,11 @@ def parse_location(location: str, allowed: Sequence[str]) -> FileLocation | Http
         directory = _file_path(parts)
         roots = tuple(_file_path(root) for prefix in allowed if (root := _split(prefix)).scheme == "file")
         if not any(directory.is_relative_to(root) for root in (*roots, *(root.resolve() for root in roots))):
-            raise NotAllowed("the location is in no allowed directory (rollout_server.locations)")
+            raise NotAllowed("the location is in no allowed directory (rollout_server.weights.locations)")
         return FileLocation(directory, roots)
     _require_plain_path(parts)
     if not any(is_under(location, prefix) for prefix in allowed):
-        raise NotAllowed("the location is under no allowed URL (rollout_server.locations)")
+        raise NotAllowed("the location is under no allowed URL (rollout_server.weights.locations)")
     return HttpLocation(location.rstrip("/"))
 
 

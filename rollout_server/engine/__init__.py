@@ -1,0 +1,1 @@
+"""One SGLang engine: its command, its process, its HTTP interface."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.processes import free_port
-from weir.settings import StackSettings
+from weir.stack.settings import StackSettings
 
 
 def beside_others(

@@ -25,9 +25,9 @@ from weir.demo.observer import Observer, Snapshot
 from weir.demo.report import account
 from weir.demo.settings import services_of_demo
 from weir.demo.watched import watched
-from weir.services import merged
-from weir.settings import StackSettings
-from weir.stack import Stack
+from weir.stack.services import merged
+from weir.stack.settings import StackSettings
+from weir.stack.stack import Stack
 
 GROUP_SIZE = 8
 GROUPS_PER_STEP = 4

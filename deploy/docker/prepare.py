@@ -12,7 +12,7 @@ import yaml
 from weir.demo.make_model import model_for
 from weir.demo.settings import services_of_demo
 from weir.errors import StackError
-from weir.services import Sections, merged, write_private
+from weir.stack.services import Sections, merged, write_private
 
 MODEL_DIR = Path("/model")
 CONFIG_PATH = Path("/etc/weir/weir.yaml")

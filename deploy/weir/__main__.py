@@ -12,11 +12,12 @@ from rich.console import Console
 
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.settings import CONFIG_VARIABLE
-from weir import down as stopping
-from weir import state, status, supervisor
+from weir import status
 from weir.configuration import effective_configuration
 from weir.errors import StackError
-from weir.settings import StackSettings
+from weir.stack import down as stopping
+from weir.stack import state, supervisor
+from weir.stack.settings import StackSettings
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 console = Console(soft_wrap=True)

@@ -7,7 +7,7 @@ import yaml
 from pydantic import ValidationError
 
 from rollout_queue.settings import ServiceSettings
-from weir.settings import StackSettings, file_document
+from weir.stack.settings import StackSettings, file_document
 
 MASKED_FIELDS = frozenset({"client_keys", "admin_keys", "api_key"})
 CREDENTIALS = re.compile(r"://[^/@\s]*@")

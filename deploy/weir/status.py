@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
-from weir.probes import get_json, http_ready, redis_ready
-from weir.state import ProcessState, StackState
+from weir.stack.probes import get_json, http_ready, redis_ready
+from weir.stack.state import ProcessState, StackState
 
 
 @dataclass(frozen=True)

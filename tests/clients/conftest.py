@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from tests.serving import free_port
-from weir.services import services_of
-from weir.settings import StackSettings
-from weir.stack import Stack
+from weir.stack.services import services_of
+from weir.stack.settings import StackSettings
+from weir.stack.stack import Stack
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / "run" / "clients"

@@ -18,7 +18,7 @@ from tests.crash.run import crash
 from tests.crash.table import table
 from tests.tiny_model import make_tiny_model
 from weir.audit.report import show
-from weir.settings import StackSettings
+from weir.stack.settings import StackSettings
 
 
 def main() -> None:

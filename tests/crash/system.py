@@ -14,8 +14,8 @@ from redis.exceptions import RedisError
 
 from tests.crash.agents import Agents
 from tests.serving import free_port
-from weir.settings import StackSettings
-from weir.stack import Stack
+from weir.stack.settings import StackSettings
+from weir.stack.stack import Stack
 
 CLIENT_KEY, ADMIN_KEY = "crash-client", "crash-admin"
 HEALS_WITHIN_S = 240.0

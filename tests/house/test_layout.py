@@ -126,5 +126,5 @@ def test_the_wheel_is_made_of_the_five_packages() -> None:
 
 
 def test_the_policy_of_redis_travels_with_the_command_line() -> None:
-    linked = PACKAGES["weir"] / "redis.conf"
+    linked = PACKAGES["weir"] / "stack" / "redis.conf"
     assert linked.resolve() == ROOT / "queue" / "redis.conf"

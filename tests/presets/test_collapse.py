@@ -19,9 +19,9 @@ from weir.demo.episodes import Episodes, Record
 from weir.demo.make_model import model_for
 from weir.demo.observer import Observer, Snapshot
 from weir.demo.watched import watched
-from weir.services import merged
-from weir.settings import StackSettings
-from weir.stack import Stack
+from weir.stack.services import merged
+from weir.stack.settings import StackSettings
+from weir.stack.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1800)]
 

@@ -12,9 +12,9 @@ from trainer_service.algorithms.settings import PRESETS
 from weir.demo.episodes import Episodes, Record
 from weir.demo.make_model import model_for
 from weir.demo.settings import services_of_demo
-from weir.services import merged
-from weir.settings import StackSettings
-from weir.stack import Stack
+from weir.stack.services import merged
+from weir.stack.settings import StackSettings
+from weir.stack.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 

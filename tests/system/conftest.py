@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from tests.serving import free_port
-from weir.settings import StackSettings
-from weir.stack import Stack
+from weir.stack.settings import StackSettings
+from weir.stack.stack import Stack
 
 CLIENT_KEY, ADMIN_KEY = "system-client", "system-admin"
 ENGINE_PYTHON = Path(".venv-engine/bin/python")

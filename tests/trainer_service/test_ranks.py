@@ -19,7 +19,7 @@ from tests.trainer_service.random_rows import POISON, MakePupil, differs_by, ran
 from trainer_service.rows.rows import Row
 from trainer_service.settings import TrainerSettings
 from trainer_service.storage.checkpoint import Checkpoints, State
-from weir.services import launcher as launcher_of
+from weir.stack.services import launcher as launcher_of
 
 Steps = Sequence[Sequence[Row]]
 SLOWLY = {"lr": 1e-3, "warmup_steps": 0}

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from weir.probes import http_ready
-from weir.process import Service
-from weir.settings import StackSettings
+from weir.stack.probes import http_ready
+from weir.stack.process import Service
+from weir.stack.settings import StackSettings
 
 SCRIPT = Path(__file__).with_name("fake_service.py")
 

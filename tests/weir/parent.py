@@ -5,10 +5,10 @@ import signal
 import sys
 from pathlib import Path
 
-from weir.probes import http_ready
-from weir.process import Service
-from weir.settings import StackSettings
-from weir.stack import Stack
+from weir.stack.probes import http_ready
+from weir.stack.process import Service
+from weir.stack.settings import StackSettings
+from weir.stack.stack import Stack
 
 run_dir, notes, *ports = sys.argv[1:]
 # A shell that runs the tests in the background has them ignore Ctrl-C, and that is inherited.

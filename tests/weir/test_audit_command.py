@@ -34,7 +34,7 @@ from weir.__main__ import app
 from weir.audit.audit import audit
 from weir.audit.ledger import EvidenceMissing, read_ledger
 from weir.audit.sources import Sources
-from weir.probes import http_ready
+from weir.stack.probes import http_ready
 
 NOBODY = f"http://127.0.0.1:{free_port()}"
 

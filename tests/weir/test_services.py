@@ -11,11 +11,11 @@ from redis import Redis
 
 from tests.serving import free_port
 from weir.errors import StackError
-from weir.preflight import check_machine
-from weir.redis_server import redis_service
-from weir.services import services_of
-from weir.settings import StackSettings
-from weir.stack import Stack
+from weir.stack.preflight import check_machine
+from weir.stack.redis_server import redis_service
+from weir.stack.services import services_of
+from weir.stack.settings import StackSettings
+from weir.stack.stack import Stack
 
 
 @pytest.fixture

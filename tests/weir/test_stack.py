@@ -12,12 +12,12 @@ import psutil
 import pytest
 
 from tests.weir.conftest import wait_until
-from weir import state
 from weir.errors import ServiceDied, StackError
-from weir.probes import http_ready
-from weir.process import Service
-from weir.settings import StackSettings
-from weir.stack import Stack
+from weir.stack import state
+from weir.stack.probes import http_ready
+from weir.stack.process import Service
+from weir.stack.settings import StackSettings
+from weir.stack.stack import Stack
 
 FakeService = Callable[..., Service]
 

@@ -11,13 +11,14 @@ import psutil
 import pytest
 
 from tests.weir.conftest import wait_until
-from weir import down, state, status
+from weir import status
 from weir.errors import StackError
-from weir.process import Service
-from weir.settings import StackSettings
-from weir.stack import Stack
-from weir.state import ProcessState, StackState
-from weir.supervisor import Backoff, Supervisor
+from weir.stack import down, state
+from weir.stack.process import Service
+from weir.stack.settings import StackSettings
+from weir.stack.stack import Stack
+from weir.stack.state import ProcessState, StackState
+from weir.stack.supervisor import Backoff, Supervisor
 
 FakeService = Callable[..., Service]
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from weir import state
-from weir.services import effective_sections
-from weir.settings import StackSettings
+from weir.stack import state
+from weir.stack.services import effective_sections
+from weir.stack.settings import StackSettings
 
 
 class Sources(NamedTuple):

@@ -21,9 +21,9 @@ from weir.demo.observer import Observer, Snapshot
 from weir.demo.report import TARGET, VERSIONS, account, criterion, draw, served_versions, write_summary
 from weir.demo.settings import with_demo_model
 from weir.demo.watched import watched
-from weir.settings import StackSettings
-from weir.stack import Stack
-from weir.state import refuse_in_use
+from weir.stack.settings import StackSettings
+from weir.stack.stack import Stack
+from weir.stack.state import refuse_in_use
 
 GROUP_SIZE = 8
 GROUPS_IN_FLIGHT = 4

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from weir.demo.make_model import model_for
-from weir.services import merged
-from weir.settings import StackSettings
+from weir.stack.services import merged
+from weir.stack.settings import StackSettings
 
 
 def with_demo_model(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from weir.demo.episodes import Episodes, Record
 from weir.demo.live import View
 from weir.demo.observer import Observer
-from weir.stack import Stack
+from weir.stack.stack import Stack
 
 LOOK_EVERY_S = 0.25
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import psutil
 
 from weir.errors import StackError
-from weir.process import Service
-from weir.settings import StackSettings
+from weir.stack.process import Service
+from weir.stack.settings import StackSettings
 
 
 def check_machine(settings: StackSettings) -> None:

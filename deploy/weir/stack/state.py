@@ -7,7 +7,7 @@ import psutil
 from pydantic import BaseModel
 
 from weir.errors import StackError
-from weir.services import write_private
+from weir.stack.services import write_private
 
 Phase = Literal["starting", "up", "failed"]
 START_TIME_SLACK_S = 1.0

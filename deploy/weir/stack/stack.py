@@ -15,13 +15,13 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from weir import state
 from weir.errors import StackError
-from weir.preflight import check_machine, check_ports
-from weir.process import Process, Service
-from weir.services import services_of
-from weir.settings import StackSettings
-from weir.state import Phase, ProcessState, StackState
+from weir.stack import state
+from weir.stack.preflight import check_machine, check_ports
+from weir.stack.process import Process, Service
+from weir.stack.services import services_of
+from weir.stack.settings import StackSettings
+from weir.stack.state import Phase, ProcessState, StackState
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
-from weir.process import Readiness
+from weir.stack.process import Readiness
 
 PROBE_TIMEOUT_S = 5.0
 

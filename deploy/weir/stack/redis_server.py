@@ -5,9 +5,9 @@ import shutil
 from pathlib import Path
 
 from weir.errors import StackError
-from weir.probes import redis_ready
-from weir.process import Service
-from weir.settings import StackSettings
+from weir.stack.probes import redis_ready
+from weir.stack.process import Service
+from weir.stack.settings import StackSettings
 
 POLICY = Path(__file__).with_name("redis.conf")
 """The persistence and memory policy that the queue's guarantees need (queue/redis.conf, linked)."""

@@ -13,10 +13,10 @@ from typing import Any
 import yaml
 
 from rollout_queue.settings import CONFIG_VARIABLE, SHORT_NAMES
-from weir.probes import http_ready
-from weir.process import Service
-from weir.redis_server import redis_service
-from weir.settings import OWNERS, PYTHON, StackSettings, file_document, variable
+from weir.stack.probes import http_ready
+from weir.stack.process import Service
+from weir.stack.redis_server import redis_service
+from weir.stack.settings import OWNERS, PYTHON, StackSettings, file_document, variable
 
 Sections = dict[str, dict[str, Any]]
 

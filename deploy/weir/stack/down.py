@@ -6,8 +6,8 @@ from pathlib import Path
 
 import psutil
 
-from weir import state
-from weir.state import StackState
+from weir.stack import state
+from weir.stack.state import StackState
 
 
 def stop(run_dir: Path, timeout_s: float) -> list[str]:

@@ -1,6 +1,6 @@
 """The parent behind `weir up`: a process of its own that keeps the services running until it is told to stop.
 
-weir up ──settings on stdin──▶ python -m weir.supervisor ──▶ Stack
+weir up ──settings on stdin──▶ python -m weir.stack.supervisor ──▶ Stack
    └──── waits for stack.json to say "up" or "failed" ◀────────┘
 """
 
@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from weir import state
 from weir.errors import ServiceDied, StackError
-from weir.settings import PYTHON, StackSettings
-from weir.stack import Stack
-from weir.state import ProcessState, StackState
+from weir.stack import state
+from weir.stack.settings import PYTHON, StackSettings
+from weir.stack.stack import Stack
+from weir.stack.state import ProcessState, StackState
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def start_detached(settings: StackSettings) -> subprocess.Popen[bytes]:
     state.path_in(settings.run_dir).unlink(missing_ok=True)
     with (settings.logs_dir / "supervisor.log").open("ab") as log:
         child = subprocess.Popen(
-            [PYTHON, "-m", "weir.supervisor"],
+            [PYTHON, "-m", "weir.stack.supervisor"],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,

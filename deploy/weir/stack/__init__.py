@@ -1,0 +1,1 @@
+"""All services of one machine: started, watched, and stopped in order."""

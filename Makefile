@@ -64,6 +64,9 @@ check: install  ## format, lint, types, imports, layout
 	@$(BIN)/lint-imports
 	@$(BIN)/pytest tests/house
 
+map:  ## the rooms of the system and the files in them, each with the sentence that says what it is for
+	@$(PYTHON) docs/map.py
+
 up: install  ## start everything in the background; WEIR_MODEL_PATH names the model
 	@$(BIN)/weir up
 
@@ -125,4 +128,4 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 $(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help install demo bench bench-trainer bench-learning bench-asynchrony test test-fast test-clients test-presets crash check up status down clean
+.PHONY: help install map demo bench bench-trainer bench-learning bench-asynchrony test test-fast test-clients test-presets crash check up status down clean

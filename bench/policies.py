@@ -13,7 +13,7 @@ import torch
 
 from bench.account import tell
 from bench.rollouts import Rollout, read, write
-from tests.tiny_model import make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 from trainer_service.model.forward import forward
 from trainer_service.model.packed_attention import packing_of
 from trainer_service.model.policy import load_model

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench.gateway import TURN_TOKENS, Rig, load, measured, rig
 from bench.processes import answering, cpu_s, free_port, module, running
-from tests.tiny_model import make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 
 PARTS = {
     "uvicorn/": "uvicorn",

@@ -16,7 +16,7 @@ import uvloop
 
 from bench.gateway import rig
 from bench.load import request
-from tests.tiny_model import make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 
 PACE_MS = 5.0
 STREAMS = 8

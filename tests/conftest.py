@@ -13,7 +13,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 from tokenizers import Tokenizer
 
-from tests.serving import free_port
+from tests.support.serving import free_port
 
 # How long a draw takes says something of the machine, and nothing of what is tested.
 settings.register_profile("weir", suppress_health_check=[HealthCheck.too_slow])
@@ -53,7 +53,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Qwen3 with tokenizer and weights, made once."""
-    from tests.tiny_model import make_tiny_model
+    from tests.support.tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serving import free_port
+from tests.support.serving import free_port
 from weir.stack.services import services_of
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.clients.conftest import Weir
-from tests.clients.lossy import LossyProxy
-from tests.serving import serving
+from tests.support.clients.lossy import LossyProxy
+from tests.support.serving import serving
 
 LOOPS = {
     "openai_python": "tool_loop",

@@ -16,7 +16,7 @@ from tests.crash.drive import plan
 from tests.crash.result import Kill, write
 from tests.crash.run import crash
 from tests.crash.table import table
-from tests.tiny_model import make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 from weir.audit.report import show
 from weir.stack.settings import StackSettings
 

@@ -13,7 +13,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from tests.crash.agents import Agents
-from tests.serving import free_port
+from tests.support.serving import free_port
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
 

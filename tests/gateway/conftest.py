@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 from gateway.app import create_app
 from gateway.settings import GatewaySettings
 from rollout_queue.redis import keys
-from tests.gateway.fake_engine import FakeEngine
-from tests.serving import serving
+from tests.support.gateway.fake_engine import FakeEngine
+from tests.support.serving import serving
 
 CLIENT_KEY, OTHER_KEY, ADMIN_KEY = "client-key", "other-key", "admin-key"
 

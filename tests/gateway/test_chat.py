@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.gateway.conftest import Door
-from tests.gateway.fake_engine import logprob_of
+from tests.support.gateway.fake_engine import logprob_of
 
 TOOL: Any = {
     "type": "function",

@@ -13,7 +13,7 @@ from gateway.language.render import ChatRenderer
 from gateway.language.schema import MAX_BYTES
 from rollout_queue.http.errors import ApiError
 from tests.gateway.conftest import Door
-from tests.gateway.families.agent import TOOL, renderer_of
+from tests.support.gateway.families_agent import TOOL, renderer_of
 
 OTHER: Any = {"type": "function", "function": {"name": "put", "parameters": {"type": "object"}}}
 GET_IT: Any = {"type": "function", "function": {"name": "get"}}

@@ -12,7 +12,7 @@ from gateway.conversations.digests import chain
 from gateway.language.render import ChatRenderer, Message
 from gateway.language.tokenizer import BareTokenizer
 from rollout_queue.contract.records import Turn
-from tests.gateway.families.agent import (
+from tests.support.gateway.families_agent import (
     TOOL,
     Agent,
     as_sent_back,

@@ -14,7 +14,7 @@ from gateway.language.certain_text import TextDecoder
 from gateway.language.deltas import AnswerStream, Delta, PlainStream
 from gateway.language.render import Answer, ChatRenderer
 from rollout_queue.contract.tokens import TokenIds
-from tests.gateway.families.models import make_model
+from tests.support.gateway.families_models import make_model
 
 TEXTS = (
     "Hello",

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.engines import http as engine_http
 from gateway.engines.http import ConnectFailed, ConnectionLost, EngineHttp, Silence
-from tests.serving import free_port
+from tests.support.serving import free_port
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]

@@ -19,8 +19,8 @@ from gateway.engines.fleet import Fleet, RolloutServer
 from gateway.metrics import Metrics
 from rollout_queue.contract.records import Span
 from rollout_queue.http.errors import ApiError
-from tests.gateway.fake_engine import FakeEngine, Interruption, logprob_of
-from tests.serving import free_port, serving
+from tests.support.gateway.fake_engine import FakeEngine, Interruption, logprob_of
+from tests.support.serving import free_port, serving
 
 PROMPT = [1, 2, 3]
 ANSWER = [*range(100, 112)]

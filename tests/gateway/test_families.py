@@ -13,7 +13,7 @@ from gateway.language import render
 from gateway.language.families import FAMILIES, Thinking, family_of
 from gateway.language.render import ChatRenderer, Message
 from rollout_queue.contract.tokens import TokenIds
-from tests.gateway.families.agent import (
+from tests.support.gateway.families_agent import (
     TOOL,
     Agent,
     as_sent_back,
@@ -24,7 +24,7 @@ from tests.gateway.families.agent import (
     told,
     user,
 )
-from tests.gateway.families.models import CONTROL_TOKENS, make_model
+from tests.support.gateway.families_models import CONTROL_TOKENS, make_model
 
 EVERY = sorted(CONTROL_TOKENS)
 SYSTEM: Message = {"role": "system", "content": "Be brief."}

@@ -13,7 +13,7 @@ import pytest
 from gateway.engines.engine import drain
 from rollout_queue.http.server import KEEP_ALIVE_S
 from tests.gateway.conftest import Stage
-from tests.serving import free_port
+from tests.support.serving import free_port
 
 
 def start(stage: Stage, tiny_model: Path, **variables: str) -> tuple[subprocess.Popen[str], str]:

@@ -11,8 +11,8 @@ from gateway.conversations.branches import Reason
 from gateway.language.families import Thinking
 from gateway.language.render import ChatRenderer, Message
 from tests.gateway.conftest import Door
-from tests.gateway.families.agent import TOOL, Agent, call, renderer_of, result, told, user
-from tests.gateway.families.models import CONTROL_TOKENS, make_model
+from tests.support.gateway.families_agent import TOOL, Agent, call, renderer_of, result, told, user
+from tests.support.gateway.families_models import CONTROL_TOKENS, make_model
 
 EVERY = sorted(CONTROL_TOKENS)
 SYSTEM: Message = {"role": "system", "content": "Be brief."}

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from gateway.language.plain import PlainAnswers
 from gateway.language.regions import markup_of
 from gateway.language.render import Answer, ChatRenderer
-from tests.gateway.families.agent import renderer_of
-from tests.gateway.families.models import CONTROL_TOKENS
 from tests.gateway.test_deltas import TEXTS
+from tests.support.gateway.families_agent import renderer_of
+from tests.support.gateway.families_models import CONTROL_TOKENS
 
 SPELLED = ('{"name": "f", "parameters": {}}', "<think>", "</think>", "thought\n", "<tool_call>", "[", " | ")
 ANSWERS = st.lists(st.sampled_from([*TEXTS, *SPELLED]) | st.text(max_size=5), max_size=5).map("".join)

@@ -19,9 +19,9 @@ from starlette.routing import Route
 
 from gateway.engines import policies
 from rollout_queue.redis import keys
-from tests.claimed import claimed_reader
 from tests.gateway.conftest import ADMIN_KEY, Door, Stage, wait_until
-from tests.serving import serving
+from tests.support.claimed import claimed_reader
+from tests.support.serving import serving
 from trainer_service.metrics import Metrics
 from trainer_service.publishing.gateway_client import Gateway
 from trainer_service.publishing.publisher import Publisher

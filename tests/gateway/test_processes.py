@@ -28,9 +28,9 @@ from rollout_queue.contract.codec import decode
 from rollout_queue.contract.records import Turn
 from rollout_queue.redis import keys
 from tests.gateway.conftest import ADMIN_KEY, CLIENT_KEY, Door, Stage, wait_until
-from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.test_retries import RETRY, Call, GatedEngine, asked, codes, let_on
-from tests.serving import free_port, serving
+from tests.support.gateway.fake_engine import FakeEngine
+from tests.support.serving import free_port, serving
 
 STARTS_WITHIN_S = 60.0
 """A process has Python and the model's tokenizer to load, and the machine may have other things to do."""

@@ -14,10 +14,10 @@ from pydantic import TypeAdapter
 
 from rollout_queue.redis import keys
 from tests.gateway.conftest import CLIENT_KEY, OTHER_KEY, Door, Stage, wait_until
-from tests.gateway.fake_engine import logprob_of
 from tests.gateway.test_chat import CALL_TEXT
 from tests.gateway.test_storage import full
 from tests.gateway.test_strange_bodies import JSON
+from tests.support.gateway.fake_engine import logprob_of
 
 PATH = "/v1/responses"
 TOOL: Any = {

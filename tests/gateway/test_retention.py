@@ -10,8 +10,8 @@ from rollout_queue.contract.records import Turn, Verdict
 from rollout_queue.contract.stream import Verdicts
 from rollout_queue.redis import keys
 from rollout_queue.redis.reader import RedisReader
-from tests.claimed import claimed_reader
 from tests.gateway.conftest import ADMIN_KEY, OTHER_KEY, Door, Stage, wait_until
+from tests.support.claimed import claimed_reader
 
 TRAINED = Verdict(code="trained", step=1, version=1)
 FULL = 0.95

@@ -22,7 +22,7 @@ from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.records import Turn
 from rollout_queue.redis.writer import RedisWriter
 from tests.gateway.conftest import CLIENT_KEY, Door, Stage, wait_until
-from tests.gateway.fake_engine import FakeEngine
+from tests.support.gateway.fake_engine import FakeEngine
 from weir.audit.audit import audit
 from weir.audit.sources import Sources
 

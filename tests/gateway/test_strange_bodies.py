@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.gateway.conftest import ADMIN_KEY, CLIENT_KEY, Door, Stage
-from tests.tiny_model import VOCABULARY
+from tests.support.tiny_model import VOCABULARY
 
 CHAT_PATH = "/v1/chat/completions"
 MESSAGES_PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"

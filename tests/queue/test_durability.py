@@ -20,8 +20,8 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
-from tests.redis_process import RedisProcess
-from tests.serving import free_port
+from tests.support.redis_process import RedisProcess
+from tests.support.serving import free_port
 from weir.audit.audit import audit
 from weir.audit.facts import Answer
 from weir.audit.sources import Sources

@@ -23,7 +23,7 @@ from rollout_queue.redis import keys, pages
 from rollout_queue.redis.holder import Holder
 from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import PAGE, RedisReader
-from tests.claimed import claimed_reader
+from tests.support.claimed import claimed_reader
 
 NOTHING = Verdicts(sessions={}, turns={})
 TRAINED = Verdict(code="trained", step=1, version=1)

@@ -38,8 +38,8 @@ from rollout_queue.redis.pages import Pages
 from rollout_queue.redis.places import START
 from rollout_queue.redis.scripts import reading as redis_reader_scripts
 from rollout_queue.redis.scripts import writing as redis_scripts
-from tests.queue.protocol import CALM, CUTS, Killed, Knife, System
 from tests.queue.test_stream import turn as made_turn
+from tests.support.queue.protocol import CALM, CUTS, Killed, Knife, System
 from trainer_service.groups.settlement import Settlement
 from trainer_service.intake import Intake
 from trainer_service.storage import checkpoint

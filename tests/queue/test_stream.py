@@ -29,7 +29,7 @@ from rollout_queue.redis.places import START, Listed, Place
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.standing import GroupStanding
 from rollout_queue.redis.writer import RedisWriter
-from tests.claimed import claimed_reader
+from tests.support.claimed import claimed_reader
 
 NOTHING = Verdicts(sessions={}, turns={})
 

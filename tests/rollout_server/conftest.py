@@ -13,8 +13,8 @@ from rollout_queue.http.keys import Keyring
 from rollout_server.app import create_app
 from rollout_server.server import RolloutServer
 from rollout_server.settings import RolloutServerSettings
-from tests.rollout_server.fakes import FakeEngine
-from tests.rollout_server.weights import (
+from tests.support.rollout_server.fakes import FakeEngine
+from tests.support.rollout_server.weights import (
     float32_tensors,
     publish,
     published_copy,

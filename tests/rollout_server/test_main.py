@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rollout_server.weights import write_model
+from tests.support.rollout_server.weights import write_model
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.rollout_server.weights import WEIGHTS, publish
-from tests.serving import free_port
-from tests.tiny_model import make_tiny_model
+from tests.support.rollout_server.weights import WEIGHTS, publish
+from tests.support.serving import free_port
+from tests.support.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 ENGINE_PYTHON = Path(

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.rollout_server.conftest import House, until
-from tests.rollout_server.weights import WEIGHTS, float32_tensors, publish, write_safetensors
+from tests.support.rollout_server.weights import WEIGHTS, float32_tensors, publish, write_safetensors
 
 
 def error_of(answer: httpx.Response) -> dict[str, str]:

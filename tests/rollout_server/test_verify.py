@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rollout_server.weights.safetensors_file import BrokenWeights, read_header, weights_differ
 from rollout_server.weights.verify import ExpectedModel, read_manifest, verify_directory
-from tests.rollout_server.weights import (
+from tests.support.rollout_server.weights import (
     SHAPES,
     WEIGHTS,
     Tensors,

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from tests.serving import free_port
+from tests.support.serving import free_port
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
 

@@ -20,14 +20,14 @@ from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.redis import keys
 from rollout_queue.redis.writer import RedisWriter
 from tests.gateway.conftest import Door, Stage, wait_until
-from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.test_processes import answered, path_of, say, trainable
 from tests.gateway.test_retries import RETRY, Call, asked, let_on
-from tests.redis_process import RedisProcess
-from tests.serving import free_port
+from tests.support.gateway.fake_engine import FakeEngine
+from tests.support.redis_process import RedisProcess
+from tests.support.serving import free_port
+from tests.support.system.house import Clock, House, Service, open_house
 from tests.system.conftest import ADMIN_KEY as SYSTEM_ADMIN_KEY
 from tests.system.conftest import ENGINE_PYTHON, System, until
-from tests.system.house import Clock, House, Service, open_house
 from tests.system.test_failover import retried, versions_of
 from weir.audit.audit import audit
 from weir.audit.facts import Answer

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.serving import free_port
+from tests.support.serving import free_port
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 

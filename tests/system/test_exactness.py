@@ -17,8 +17,8 @@ from starlette.routing import Route
 from gateway.app import create_app
 from gateway.settings import GatewaySettings
 from rollout_queue.contract.tokens import Logprobs
-from tests.gateway.fake_engine import FakeEngine, Interruption
-from tests.serving import serving
+from tests.support.gateway.fake_engine import FakeEngine, Interruption
+from tests.support.serving import serving
 from tests.system.conftest import System
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rollout_queue.memory import MemoryStream
-from tests.trainer_service.random_rows import VOCABULARY, MakePupil, Pupil
-from tests.trainer_service.rig import FakeGateway, MakeRig, Rig
+from tests.support.trainer_service.random_rows import VOCABULARY, MakePupil, Pupil
+from tests.support.trainer_service.rig import FakeGateway, MakeRig, Rig
 from trainer_service.settings import TrainerSettings
 
 

@@ -19,8 +19,8 @@ from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.retention import RedisForgetter
 from rollout_queue.redis.writer import RedisWriter
-from tests.serving import free_port
-from tests.trainer_service.rig import MakeRig, Rig, turn
+from tests.support.serving import free_port
+from tests.support.trainer_service.rig import MakeRig, Rig, turn
 from weir.__main__ import app
 
 NOBODY = f"http://127.0.0.1:{free_port()}"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.trainer_service.rig import MakeRig, Rig
+from tests.support.trainer_service.rig import MakeRig, Rig
 
 
 def wait(rig: Rig) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_queue.contract.records import Turn
-from tests.trainer_service.rig import MakeRig, Rig, turn
+from tests.support.trainer_service.rig import MakeRig, Rig, turn
 from trainer_service.algorithms.policy_loss import policy_loss
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.tokens import Tokens

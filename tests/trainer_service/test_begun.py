@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.trainer_service.random_rows import POISON, MakePupil, Pupil, differs_by, random_rows
-from tests.trainer_service.rig import MakeRig, Rig
+from tests.support.trainer_service.random_rows import POISON, MakePupil, Pupil, differs_by, random_rows
+from tests.support.trainer_service.rig import MakeRig, Rig
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.rows.rows import Row
 from trainer_service.storage.checkpoint import Checkpoints, State

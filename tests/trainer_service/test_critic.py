@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer_service.rig import MakeRig, Rig
+from tests.support.trainer_service.rig import MakeRig, Rig
 from trainer_service.settings import TrainerSettings
 
 CRITIC = {"optimizer": {"lr": 1e-2, "warmup_steps": 0}}

@@ -7,7 +7,7 @@ import pytest
 
 from rollout_queue.contract.records import Deletion, Outcome, Record, Reward, Turn
 from rollout_queue.contract.stream import Entry
-from tests.trainer_service.rig import MakeRig, Rig, turn
+from tests.support.trainer_service.rig import MakeRig, Rig, turn
 from trainer_service.groups.assemble import Assembler, Rules
 
 RULES = Rules(vocab_size=64, train_truncated=False, group_wait_s=1e12)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer_service.rig import MakeRig, Rig
+from tests.support.trainer_service.rig import MakeRig, Rig
 from trainer_service.model.layout import Layout
 from trainer_service.storage.checkpoint import CheckpointBroken, Checkpoints, LedgerRow, State
 from trainer_service.storage.disk import DiskTrouble, Parted
@@ -321,7 +321,13 @@ def test_what_dead_processes_left_half_written_makes_room_for_the_next(make_rig:
 def test_a_disk_that_is_really_short_stops_deepspeed_and_safetensors_only_until_there_is_room(
     tmp_path: Path, model_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "tests.trainer_service.short_disk", str(tmp_path), str(model_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.trainer_service.short_disk",
+        str(tmp_path),
+        str(model_path),
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", "queue"])}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollout_queue.contract.records import SessionSpec
-from tests.trainer_service.rig import MakeRig, Rig, turn
+from tests.support.trainer_service.rig import MakeRig, Rig, turn
 from tests.trainer_service.test_sinks import curve, lines
 
 

@@ -8,7 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from rollout_queue.http.keys import Keyring
-from tests.trainer_service.rig import MakeRig, Rig, turn
+from tests.support.trainer_service.rig import MakeRig, Rig, turn
 from tests.trainer_service.test_evaluation import evaluate
 from trainer_service.app import create_app
 from trainer_service.guards import Alarm, Guards, GuardSettings

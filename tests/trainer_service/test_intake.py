@@ -14,7 +14,7 @@ from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.records import SessionSpec
 from rollout_queue.contract.stream import Verdicts
 from rollout_queue.redis.reader import RedisReader
-from tests.trainer_service.rig import MakeRig, Rig, turn
+from tests.support.trainer_service.rig import MakeRig, Rig, turn
 from trainer_service.__main__ import REDIS_TIMEOUT_S, connect
 from trainer_service.groups.assemble import Group
 from trainer_service.groups.settlement import Judged, judge

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainer_service.random_rows import MakePupil, Pupil, differs_by, random_rows
+from tests.support.trainer_service.random_rows import MakePupil, Pupil, differs_by, random_rows
 from trainer_service.rows.rows import MicroBatch, micro_batches
 from trainer_service.storage.checkpoint import Checkpoints, State
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tests.trainer_service.rig import MakeRig, Rig
+from tests.support.trainer_service.rig import MakeRig, Rig
 from tests.trainer_service.test_evaluation import evaluate
 from tests.trainer_service.test_sinks import lines, step
 from trainer_service.guards import GuardSettings

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trainer_service.random_rows import VOCABULARY
-from tests.trainer_service.rig import MakeRig, Rig
+from tests.support.trainer_service.random_rows import VOCABULARY
+from tests.support.trainer_service.rig import MakeRig, Rig
 from trainer_service.rows.rows import MicroBatch, Row, micro_batches, shared_out
 
 LENGTHS = st.lists(st.integers(2, 60), min_size=1, max_size=40)

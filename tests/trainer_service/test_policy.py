@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rollout_queue.contract.policy import MANIFEST, STABLE, Manifest, sha256_of
-from tests.trainer_service.rig import MakeRig, Rig, turn
+from tests.support.trainer_service.rig import MakeRig, Rig, turn
 from trainer_service.rows.rows import micro_batches, rows_of
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.trainer_service.rig import MakeRig, Rig
+from tests.support.trainer_service.rig import MakeRig, Rig
 from trainer_service.status.heartbeat import Stopped
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tests.trainer_service.rig import MakeRig, Rig
+from tests.support.trainer_service.rig import MakeRig, Rig
 from trainer_service.step.quarantine import culprits
 from trainer_service.train import Diverged
 

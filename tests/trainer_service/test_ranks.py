@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainer_service.random_rows import POISON, MakePupil, differs_by, random_rows
+from tests.support.trainer_service.random_rows import POISON, MakePupil, differs_by, random_rows
 from trainer_service.rows.rows import Row
 from trainer_service.settings import TrainerSettings
 from trainer_service.storage.checkpoint import Checkpoints, State
@@ -35,7 +35,7 @@ DEEPSPEED = (str(Path(sys.executable).with_name("deepspeed")), "--num_accelerato
 
 @contextmanager
 def two_ranks(folder: Path, launched_by: Sequence[str] = TORCH) -> Iterator[subprocess.Popen[bytes]]:
-    command = [*launched_by, "tests.trainer_service.two_ranks", str(folder)]
+    command = [*launched_by, "tests.support.trainer_service.two_ranks", str(folder)]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",

@@ -18,8 +18,8 @@ from rollout_queue.redis.deletion import RedisDeleter
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.retention import RedisForgetter
 from rollout_queue.redis.writer import RedisWriter
-from tests.claimed import claimed_reader
-from tests.trainer_service.rig import MakeRig, Rig
+from tests.support.claimed import claimed_reader
+from tests.support.trainer_service.rig import MakeRig, Rig
 from tests.trainer_service.test_audited import NOBODY, Crash, RedisAgents
 from weir.audit.audit import audit
 from weir.audit.sources import Sources

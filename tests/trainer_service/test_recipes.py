@@ -14,7 +14,7 @@ import torch
 from rollout_queue.contract.records import Reward, Turn
 from rollout_queue.contract.tokens import Logprobs
 from rollout_queue.memory import MemoryStream
-from tests.trainer_service.rig import MakeRig, Rig, turn
+from tests.support.trainer_service.rig import MakeRig, Rig, turn
 from trainer_service.algorithms.losses.settings import Ppo, Sapo
 from trainer_service.algorithms.policy_loss import policy_loss
 from trainer_service.algorithms.settings import PRESETS, AlgorithmSettings

@@ -15,8 +15,8 @@ from rollout_queue.contract.rows import Row, row_to_json
 from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import keys
 from rollout_queue.redis.writer import read_head
-from tests.claimed import claimed_reader
-from tests.trainer_service.rig import MakeRig, turn
+from tests.support.claimed import claimed_reader
+from tests.support.trainer_service.rig import MakeRig, turn
 from weir.importing.run import Account, import_files
 
 READY = Verdict(code="ready", detail="waits for a step of the trainer")

@@ -16,8 +16,8 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.scripts.reading import ACKNOWLEDGE
-from tests.redis_process import RedisProcess
-from tests.trainer_service.rig import MakeRig, Rig
+from tests.support.redis_process import RedisProcess
+from tests.support.trainer_service.rig import MakeRig, Rig
 from tests.trainer_service.test_audited import NOBODY, RedisAgents
 from trainer_service.__main__ import connect
 from weir.audit.audit import audit

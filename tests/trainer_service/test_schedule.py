@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from tests.trainer_service.random_rows import MakePupil
+from tests.support.trainer_service.random_rows import MakePupil
 from trainer_service.model.schedule import schedule_of
 from trainer_service.settings import OptimizerSettings
 

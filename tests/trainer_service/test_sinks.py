@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import masked_crc32c
 
-from tests.serving import free_port
-from tests.trainer_service.rig import MakeRig, Rig
+from tests.support.serving import free_port
+from tests.support.trainer_service.rig import MakeRig, Rig
 from trainer_service.metrics import Metrics
 from trainer_service.settings import TrainerSettings
 from trainer_service.sinks import weights_and_biases

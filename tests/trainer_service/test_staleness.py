@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rollout_queue.contract.records import Span
-from tests.trainer_service.rig import MakeRig, Rig, turn
+from tests.support.trainer_service.rig import MakeRig, Rig, turn
 from trainer_service.algorithms.settings import AlgorithmSettings
 
 GENTLE = {"lr": 1e-3, "warmup_steps": 0}

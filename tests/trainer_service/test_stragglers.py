@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer_service.rig import MakeRig, Rig, turn
+from tests.support.trainer_service.rig import MakeRig, Rig, turn
 
 LATE = "its group went on without it, with 2 of its members"
 

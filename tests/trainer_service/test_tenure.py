@@ -13,7 +13,7 @@ from rollout_queue.contract.errors import LeaseLost
 from rollout_queue.redis import keys
 from rollout_queue.redis.holder import Holder
 from rollout_queue.redis.lease import Lease
-from tests.trainer_service.rig import MakeRig
+from tests.support.trainer_service.rig import MakeRig
 from trainer_service.status.lease_holder import tenure
 from trainer_service.status.shared_state import Face
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollout_queue.contract.stream import Verdicts
-from tests.trainer_service.rig import MakeRig, Rig, turn
+from tests.support.trainer_service.rig import MakeRig, Rig, turn
 from trainer_service.status.heartbeat import Stopped
 from trainer_service.storage.checkpoint import CURRENT
 from trainer_service.storage.files import write_atomically

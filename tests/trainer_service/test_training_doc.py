@@ -12,7 +12,7 @@ import torch
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from tests.trainer_service.worked_example import (
+from tests.support.trainer_service.worked_example import (
     DOCUMENT,
     VERSION,
     Example,

@@ -18,7 +18,7 @@ from rollout_queue.contract.records import Outcome
 from rollout_queue.redis import keys
 from rollout_queue.redis.holder import Holder
 from rollout_queue.redis.lease import LOST
-from tests.serving import free_port
+from tests.support.serving import free_port
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.trainer_service.rig import MakeRig, Rig
+from tests.support.trainer_service.rig import MakeRig, Rig
 from trainer_service.status.heartbeat import Stopped
 
 

@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from tests.trainer_service.random_rows import POISON, MakePupil, differs_by, random_rows
+from tests.support.trainer_service.random_rows import POISON, MakePupil, differs_by, random_rows
 from trainer_service.model.layout import LayoutRefused
 from trainer_service.storage.checkpoint import Checkpoints, State
 

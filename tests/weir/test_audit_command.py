@@ -25,7 +25,7 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
-from tests.serving import free_port
+from tests.support.serving import free_port
 from trainer_service.app import HttpThread, create_app
 from trainer_service.status.shared_state import Face
 from trainer_service.storage.checkpoint import LedgerRow

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from gateway.app import create_app
 from gateway.language.render import ChatRenderer
 from gateway.settings import GatewaySettings
-from tests.gateway.fake_engine import FakeEngine
-from tests.serving import free_port, serving
+from tests.support.gateway.fake_engine import FakeEngine
+from tests.support.serving import free_port, serving
 from weir.demo.episodes import WINDOW, Episodes, Record
 from weir.demo.observer import Snapshot
 from weir.demo.plan import CONTEXT_LENGTH, TOOLS, Teacher, write_plan

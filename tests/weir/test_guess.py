@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 
 from gateway.app import create_app
 from gateway.settings import GatewaySettings
-from tests.gateway.fake_engine import FakeEngine
-from tests.serving import serving
+from tests.support.gateway.fake_engine import FakeEngine
+from tests.support.serving import serving
 from weir.demo.episodes import Episodes, Record
 from weir.demo.guess import GUESSES, NUMBERS, GuessGame, Secret, blind, halving
 from weir.demo.guess_plan import write_guess_plan

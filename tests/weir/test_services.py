@@ -9,7 +9,7 @@ import pytest
 import yaml
 from redis import Redis
 
-from tests.serving import free_port
+from tests.support.serving import free_port
 from weir.errors import StackError
 from weir.stack.preflight import check_machine
 from weir.stack.redis_server import redis_service

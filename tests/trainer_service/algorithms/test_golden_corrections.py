@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.trainer_service.algorithms.canonical import (
+from tests.support.trainer_service.canonical import (
     CASES,
     INPUTS,
     ROWS_T,

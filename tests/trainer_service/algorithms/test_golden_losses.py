@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer_service.algorithms.canonical import (
+from tests.support.trainer_service.canonical import (
     CASES,
     PLAIN,
     ROWS_T,

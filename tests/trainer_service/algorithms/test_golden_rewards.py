@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from rollout_queue.contract.tokens import TokenIds
-from tests.trainer_service.rig import turn
+from tests.support.trainer_service.rig import turn
 from trainer_service.algorithms.advantages.advantages import ADVANTAGES, baselines_after, to_tokens
 from trainer_service.algorithms.advantages.filters import silences
 from trainer_service.algorithms.advantages.returns import (

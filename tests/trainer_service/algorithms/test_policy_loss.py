@@ -9,15 +9,15 @@ import pytest
 import torch
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from tests.trainer_service.algorithms.canonical import (
+from tests.support.trainer_service.canonical import (
     PLAIN,
     canonical_counts,
     canonical_tokens,
     close,
     learned,
 )
-from tests.trainer_service.algorithms.steps import LOSSES as EVERY_LOSS
-from tests.trainer_service.algorithms.steps import named
+from tests.support.trainer_service.steps import LOSSES as EVERY_LOSS
+from tests.support.trainer_service.steps import named
 from trainer_service.algorithms.aggregation import StepCounts
 from trainer_service.algorithms.corrections import settings as correction_settings
 from trainer_service.algorithms.corrections.corrections import CORRECTIONS

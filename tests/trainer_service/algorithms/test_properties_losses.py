@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.trainer_service.algorithms.canonical import PLAIN, close, learned
-from tests.trainer_service.algorithms.steps import (
+from tests.support.trainer_service.canonical import PLAIN, close, learned
+from tests.support.trainer_service.steps import (
     CORRECTIONS,
     KLS,
     LOSSES,

@@ -1,4 +1,4 @@
-"""A trainer on a disk that is really too short, as a process: python -m tests.trainer_service.short_disk …
+"""A trainer on a disk that is too short, as a process: python -m tests.support.trainer_service.short_disk …
 
 RLIMIT_FSIZE makes every write beyond it fail with EFBIG, in Python, in torch and in safetensors alike. What
 is seen while the trainer waits is printed as JSON, one line for each thing that it could not write.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollout_queue.memory import MemoryStream
-from tests.trainer_service.rig import FakeGateway, Rig
+from tests.support.trainer_service.rig import FakeGateway, Rig
 from trainer_service.settings import TrainerSettings
 
 SHORT = 16_384

@@ -8,9 +8,9 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from tests.conftest import redis_executable
-from tests.serving import free_port
+from tests.support.serving import free_port
 
-POLICY = Path(__file__).parent.parent / "queue" / "redis.conf"
+POLICY = Path(__file__).parents[2] / "queue" / "redis.conf"
 STARTS_WITHIN_S = 20.0
 
 

@@ -1,6 +1,6 @@
 """A tiny random Qwen3 with its own tokenizer: a full Hugging Face directory that SGLang serves as is.
 
-python -m tests.tiny_model DIRECTORY [SEED]   makes one by hand
+python -m tests.support.tiny_model DIRECTORY [SEED]   makes one by hand
 """
 
 import json

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rollout_queue.contract.records import Outcome, Record, Reward, Span
 from rollout_queue.contract.stream import Entry
-from tests.trainer_service.rig import turn
+from tests.support.trainer_service.rig import turn
 from trainer_service.algorithms.losses.settings import LossSettings
 from trainer_service.algorithms.policy_loss import PolicyLoss, policy_loss
 from trainer_service.algorithms.settings import AlgorithmSettings
@@ -30,7 +30,7 @@ from trainer_service.groups.settlement import Judged, Settlement, judge, settle
 from trainer_service.rows.rows import MicroBatch, Row, micro_batches
 from trainer_service.step.optimizer_step import Optimisation, counts_of
 
-DOCUMENT = Path(__file__).parents[2] / "docs/training.md"
+DOCUMENT = Path(__file__).parents[3] / "docs/training.md"
 VOCABULARY = 32
 VERSION = 7
 """Of the trainer, before the step."""

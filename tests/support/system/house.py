@@ -20,8 +20,8 @@ import libfaketime
 
 from tests.gateway.conftest import ADMIN_KEY, CLIENT_KEY, Door, Stage, wait_until
 from tests.gateway.test_processes import NumberingEngine
-from tests.redis_process import RedisProcess
-from tests.serving import free_port, serving
+from tests.support.redis_process import RedisProcess
+from tests.support.serving import free_port, serving
 from weir.audit.audit import audit
 from weir.audit.facts import Answer
 from weir.audit.report import Report

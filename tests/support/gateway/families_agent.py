@@ -12,7 +12,7 @@ from gateway.language.render import Answer, ChatRenderer, Message, Tool
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Finish, SessionSpec, Span, Turn
 from rollout_queue.contract.tokens import Logprobs, TokenIds
-from tests.gateway.families.models import make_model
+from tests.support.gateway.families_models import make_model
 
 TOOL: Tool = {
     "type": "function",

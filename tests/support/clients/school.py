@@ -6,7 +6,7 @@ and answered by `final_answer`.
 
 demo's model ──▶ short conversations ──▶ short and long ones ──▶ gate ──▶ MODEL_DIR
 
-python -m tests.clients.school --out MODEL_DIR
+python -m tests.support.clients.school --out MODEL_DIR
 """
 
 import argparse
@@ -24,7 +24,7 @@ from trainer_service.warm_start import Example, Lesson, Plan
 from weir.demo.make_model import model_for
 from weir.demo.task import KEYS, UNKNOWN, VALUES, Task, call_text
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CONTEXT_LENGTH = 8192
 """The longest default prompt of a harness has under 3,000 tokens."""
 STEPS, LONG_FROM = 750, 500
@@ -239,7 +239,7 @@ def call(name: str, arguments: dict[str, str], call_id: str) -> Message:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="tests.clients.school", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tests.support.clients.school", description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out
     demo_model, _ = model_for(out.parent, 0)

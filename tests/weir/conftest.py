@@ -13,7 +13,7 @@ from weir.stack.probes import http_ready
 from weir.stack.process import Service
 from weir.stack.settings import StackSettings
 
-SCRIPT = Path(__file__).with_name("fake_service.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "weir" / "fake_service.py"
 
 
 def unused_port() -> int:

@@ -139,7 +139,7 @@ def test_a_second_stack_in_the_same_run_directory_is_refused(
 def test_a_signal_to_the_parent_stops_the_services_in_order(
     tmp_path: Path, notes: Path, unused_ports: list[int], number: signal.Signals
 ) -> None:
-    script = Path(__file__).with_name("parent.py")
+    script = Path(__file__).parents[1] / "support" / "weir" / "parent.py"
     command = [sys.executable, str(script), str(tmp_path / "run"), str(notes), *map(str, unused_ports)]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert parent.stdout is not None

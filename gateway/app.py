@@ -28,6 +28,7 @@ from gateway.dialects.completions import Completions
 from gateway.dialects.messages import CountTokens, Messages
 from gateway.dialects.responses import Responses
 from gateway.edge.asgi import Desk, Door
+from gateway.edge.errors import install_gateway_errors
 from gateway.edge.exchange import Exchange
 from gateway.edge.retries import Flights
 from gateway.engines.engine import EngineClient, drain
@@ -95,6 +96,7 @@ def create_app(settings: GatewaySettings) -> ASGIApp:
     metrics = Metrics()
     app = FastAPI(title="Weir gateway", version="1", lifespan=lifespan, docs_url="/docs", redoc_url=None)
     install_error_handlers(app)
+    install_gateway_errors(app)
     # A ticket names the address that the request came to, as a proxy says it. Nothing else asks who called
     # from where, so anybody may say it: whoever lies misleads nobody else.
     app.add_middleware(ProxyHeadersMiddleware, trusted_hosts="*")

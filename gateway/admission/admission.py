@@ -15,16 +15,16 @@ from typing import NoReturn
 from redis.asyncio import Redis
 
 from gateway.admission.allowances import Allowance
-from gateway.admission.limits import Rate, Refusal, Trend, guess
+from gateway.admission.limits import Rate, Trend, guess, limit_reached
 from gateway.admission.places import Place, Places
 from gateway.admission.pressure import Pressure, read_pressure
 from gateway.admission.staleness import StalenessBudget
 from gateway.engines.fleet import Fleet
+from gateway.errors import InvalidRequest, LimitReached
 from gateway.metrics import Metrics
 from gateway.settings import LimitSettings
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.records import SessionSpec
-from rollout_queue.http.errors import ApiError
 from rollout_queue.redis import keys
 
 logger = logging.getLogger(__name__)
@@ -49,21 +49,21 @@ class Admission:
     # Calls
 
     def check_call(self, owner: str) -> None:
-        """Count one call of this client key. Raises ApiError 429 when its rate or its budget is used up."""
+        """Count one call of this client key. Raises LimitReached when its rate or its budget is used up."""
         limits = self._limits
         if self._tokens is not None and (wait_s := self._tokens.wait_s(owner)):
             message = (
                 f"this key may use {limits.tokens_per_minute} tokens a minute, prompts and answers together "
                 "(gateway.limits.tokens_per_minute), and has used more"
             )
-            self._refuse(Refusal("token_budget", message, wait_s))
+            self._refuse(limit_reached("token_budget", message, wait_s))
         if self._requests is not None:
             if wait_s := self._requests.wait_s(owner):
                 message = (
                     f"this key may make {limits.requests_per_minute} calls a minute "
                     "(gateway.limits.requests_per_minute), and has made them"
                 )
-                self._refuse(Refusal("rate_limited", message, wait_s))
+                self._refuse(limit_reached("rate_limited", message, wait_s))
             self._requests.use(owner, 1)
 
     def spend(self, owner: str, tokens: int) -> None:
@@ -86,7 +86,7 @@ class Admission:
     async def check_session(self, specs: Sequence[SessionSpec]) -> None:
         """Take places for new sessions of one caller, all or none; those that exist are let in.
 
-        Raises ApiError 429 while a limit stands in their way, 400 where one always will.
+        Raises LimitReached while a limit stands in their way, InvalidRequest where one always will.
         """
         budget = self._budget(specs[0])
         places = self._places_of(specs, budget)
@@ -107,7 +107,7 @@ class Admission:
         for name, limit in self._open_limits.items():
             if number > limit:
                 message = f"{number} sessions never fit in gateway.limits.{name}, which is {limit}"
-                raise ApiError(400, message, param="size", code="sessions_limit")
+                raise InvalidRequest(message, param="size", code="sessions_limit")
             key = keys.OPEN if name == "open_sessions" else keys.open_of(specs[0].owner)
             places.append(Place(key, limit - number + 1, "outcome"))
         if budget is not None:
@@ -126,7 +126,7 @@ class Admission:
             serving = min(known, default=trainer.version)
         return StalenessBudget(versions, trainer, serving)
 
-    def _crowded(self, place: Place, held: int, budget: StalenessBudget | None) -> Refusal:
+    def _crowded(self, place: Place, held: int, budget: StalenessBudget | None) -> LimitReached:
         if budget is not None and place.key == keys.UNTRAINED:
             return budget.refusal(held - budget.trainer.rollouts_owed, self._versions)
         name, whose = (
@@ -137,9 +137,9 @@ class Admission:
             "finish those that are done"
         )
         # Where a limit is reached, sessions end as fast as new ones are opened.
-        return Refusal("sessions_limit", message, guess(self._opened.seconds_to_move(1)))
+        return limit_reached("sessions_limit", message, guess(self._opened.seconds_to_move(1)))
 
-    def _queue_full(self) -> Refusal | None:
+    def _queue_full(self) -> LimitReached | None:
         limits, seen = self._limits, self._pressure
         if limits.queue_entries is not None and seen.entries >= limits.queue_entries:
             message = (
@@ -147,7 +147,7 @@ class Admission:
                 f"{limits.queue_entries}"
             )
             excess = seen.entries - limits.queue_entries + 1
-            return Refusal("queue_full", message, guess(self._entries.seconds_to_move(-excess)))
+            return limit_reached("queue_full", message, guess(self._entries.seconds_to_move(-excess)))
         # A Redis that is altogether full refuses by itself, which is a 503: there is nothing to prevent.
         if limits.queue_memory is not None and seen.used_bytes < seen.max_bytes:
             excess_bytes = seen.used_bytes - limits.queue_memory * seen.max_bytes
@@ -156,12 +156,14 @@ class Admission:
                     f"the queue takes up {seen.used_bytes / seen.max_bytes:.0%} of Redis' maxmemory: what is "
                     f"beyond gateway.limits.queue_memory, {limits.queue_memory:.0%}, is for open sessions"
                 )
-                return Refusal("queue_full", message, guess(self._bytes.seconds_to_move(-excess_bytes - 1)))
+                return limit_reached(
+                    "queue_full", message, guess(self._bytes.seconds_to_move(-excess_bytes - 1))
+                )
         return None
 
-    def _refuse(self, refusal: Refusal) -> NoReturn:
+    def _refuse(self, refusal: LimitReached) -> NoReturn:
         self._metrics.refusals.labels(refusal.code).inc()
-        raise refusal.error()
+        raise refusal
 
     # The poll
 

@@ -3,9 +3,9 @@
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from rollout_queue.http.errors import ApiError
+from gateway.errors import LimitReached
 
 LimitCode = Literal["rate_limited", "token_budget", "sessions_limit", "staleness_budget", "queue_full"]
 
@@ -18,18 +18,10 @@ ROUNDING_S = 1e-6
 """Who waited exactly as long as told is let in, whatever the last digit of the clock."""
 
 
-class Refusal(NamedTuple):
-    """Which limit stands in the way, what to know of it, and for how long."""
-
-    code: LimitCode
-    message: str
-    wait_s: float
-
-    def error(self) -> ApiError:
-        """`Retry-After` is in whole seconds, rounded so that it never promises too early."""
-        retry_s = max(1, math.ceil(self.wait_s - ROUNDING_S))
-        headers = {"retry-after": str(retry_s)}
-        return ApiError(429, f"{self.message}; try again in {retry_s} s", code=self.code, headers=headers)
+def limit_reached(code: LimitCode, message: str, wait_s: float) -> LimitReached:
+    """The refusal, with the delay in whole seconds, rounded up so that a retry does not come too early."""
+    retry_s = max(1, math.ceil(wait_s - ROUNDING_S))
+    return LimitReached(f"{message}; try again in {retry_s} s", code=code, retry_s=retry_s)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ import math
 import time
 from dataclasses import dataclass
 
-from gateway.admission.limits import UNKNOWN_S, Refusal, Trend, guess
+from gateway.admission.limits import UNKNOWN_S, Trend, guess, limit_reached
 from gateway.admission.pressure import Trainer
+from gateway.errors import LimitReached
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class StalenessBudget:
         """Whether what has ended and waits is enough already, whoever brought it."""
         return self.trainer.rollouts_waiting >= self.room
 
-    def refusal(self, ahead: int, pace: Trend) -> Refusal:
+    def refusal(self, ahead: int, pace: Trend) -> LimitReached:
         """`ahead` rollouts are too many; `pace` is how the trainer's version grows."""
         silent_s = time.time() - self.trainer.last_seen
         message = (
@@ -56,6 +57,6 @@ class StalenessBudget:
             message += f" and was last heard of {silent_s:.0f} s ago"
         message += ". Sessions with train: false are let in"
         if self.lag > self.versions:  # for the push of newer weights, which no step brings nearer
-            return Refusal("staleness_budget", message, UNKNOWN_S)
+            return limit_reached("staleness_budget", message, UNKNOWN_S)
         steps = max(1.0, (ahead - self.room + 1) / self.trainer.rollouts_per_step)
-        return Refusal("staleness_budget", message, guess(pace.seconds_to_move(steps)))
+        return limit_reached("staleness_budget", message, guess(pace.seconds_to_move(steps)))

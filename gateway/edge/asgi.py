@@ -12,10 +12,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.collaborators import Collaborators
 from gateway.edge.disconnect import Attention
+from gateway.edge.errors import ANSWERABLE, api_error
 from gateway.edge.reply import Reply
 from gateway.edge.request import Arrival, Hangup, headers_of, take_in
-from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.http.errors import ApiError, request_id_of, storage_unavailable
+from rollout_queue.http.errors import ApiError, request_id_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +61,8 @@ class Door:
                 await desk.serve(gateway, Arrival(headers, body, client, session_id), reply)
         except Hangup:
             pass
-        except ApiError as error:
-            await _refuse(desk, reply, error)
-        except StorageUnavailable as error:
-            await _refuse(desk, reply, storage_unavailable(error))
+        except ANSWERABLE as error:
+            await _refuse(desk, reply, api_error(error))
         except Exception:  # outermost frame: what escapes is a bug, and the caller still gets an answer
             logger.exception("request %s failed", request_id)
             await _refuse(desk, reply, ApiError(500, "internal error; the log names it by the request id"))

@@ -14,6 +14,7 @@ import msgspec
 from gateway.collaborators import Collaborators
 from gateway.dialects.base import Answered, Ask, Dialect
 from gateway.edge.choices import each, sample_each
+from gateway.edge.errors import ANSWERABLE, api_error
 from gateway.edge.reply import Reply
 from gateway.edge.request import Arrival
 from gateway.edge.retries import Flight, attempt_of, request_digest
@@ -117,10 +118,10 @@ async def _stream(gateway: Collaborators, ask: Ask, generations: Sequence[Genera
         if ask.keep is not None:
             await ask.keep([answered[index] for index in sorted(answered)])
         await reply.close(events.ending())
-    except ApiError as error:
+    except ANSWERABLE as error:
         if not reply.begun:
             raise
-        await reply.close(events.failing(error))
+        await reply.close(events.failing(api_error(error)))
     except Exception:  # outermost frame of a stream: a bug of ours, and the client still hears of it
         if not reply.begun:
             raise

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from gateway.engines.engine import EngineFault, EngineRequest, Piece
+from gateway.engines.engine import EngineRequest, Piece
+from gateway.errors import EngineFault
 from rollout_queue.contract.records import Span
 
 GRAMMARS = frozenset({"json_schema", "regex", "ebnf", "structural_tag"})

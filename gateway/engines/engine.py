@@ -10,9 +10,10 @@ import aiohttp
 import msgspec
 
 from gateway.engines.http import ConnectFailed, ConnectionLost, EngineHttp, Line, Silence
-from gateway.engines.stream import EngineFault, EventStream, Piece, refusal, version_number
+from gateway.engines.stream import EventStream, Piece, refusal, version_number
+from gateway.errors import EngineFault
 
-__all__ = ["EngineClient", "EngineFault", "EngineRequest", "Piece", "drain", "version_number"]
+__all__ = ["EngineClient", "EngineRequest", "Piece", "drain", "version_number"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class EngineClient:
     async def generate(self, engine_url: str, request: EngineRequest) -> "Answering":
         """Ask for one answer; gives it once it has begun. Whoever called closes it.
 
-        Raises ApiError 400 where the request is at fault, EngineFault where the engine is.
+        Raises RequestRefused where the request is at fault, EngineFault where the engine is.
         """
         body = _encode(
             {
@@ -115,7 +116,7 @@ class Answering:
     async def read(self) -> list[Piece]:
         """What came since the last read; the last piece says why the answer ended.
 
-        Raises ApiError 400 where the engine finds the request at fault, EngineFault where it breaks off.
+        Raises RequestRefused where the engine finds the request at fault, EngineFault where it breaks off.
         """
         try:
             data = await self._line.read()

@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from gateway.engines.answer import PartialAnswer, SampleRequest
-from gateway.engines.engine import EngineClient, EngineFault, Piece
+from gateway.engines.engine import EngineClient, Piece
 from gateway.engines.fleet import Fleet, RolloutServer
+from gateway.errors import EngineFault, RequestRefused
 from gateway.metrics import Metrics
-from rollout_queue.http.errors import ApiError
 
 __all__ = ["Hear", "SampleRequest", "Sampler"]
 
@@ -82,8 +82,8 @@ class Sampler:
     async def sample(self, wanted: SampleRequest, hear: Hear) -> None:
         """Let `hear` have the answer; the last piece has `finish` and `versions`, and is never an abort.
 
-        A caller that is cancelled, or a `hear` that fails, stops the engine's work. Raises ApiError: 400
-        where the request is at fault; 503, or 504 for a silent engine, when patience is over.
+        A caller that is cancelled, or a `hear` that fails, stops the engine's work. Raises
+        RequestRefused where the request is at fault; EngineFault or NoServer when patience is over.
         """
         answer = PartialAnswer(wanted, self.text_of, self.vocab_size)
         patience, avoid, wait_s = Patience(), "", self.engine_wait_s
@@ -122,7 +122,7 @@ class Sampler:
                 answering.close()
         except EngineFault:
             raise
-        except ApiError as error:
+        except RequestRefused as error:
             if not answer.ids:
                 raise
             # One engine took the request: that another does not is its own fault.
@@ -150,7 +150,7 @@ class Sampler:
     async def _wait(
         self, fault: EngineFault, answer: PartialAnswer, server: RolloutServer, patience: Patience
     ) -> None:
-        """Until it is worth another try. Raises ApiError when it is not."""
+        """Until it is worth another try. Raises EngineFault when it is not."""
         try:
             answer.may_go_on(fault)
             # Tokens that are there are worth a longer wait than a question.

@@ -19,8 +19,8 @@ from redis.asyncio import Redis
 from gateway.engines.breaker import Breaker
 from gateway.engines.engine import EngineClient, drain, version_number
 from gateway.engines.placement import place_call
+from gateway.errors import NoServer, StateConflict
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.http.errors import ApiError
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 
@@ -126,7 +126,7 @@ class Fleet:
     async def register(self, registration: Registration) -> RolloutServer:
         """Take up a server, or hear again from one that is known.
 
-        Raises ApiError 409 for the name of a bare engine, StorageUnavailable.
+        Raises StateConflict for the name of a bare engine, StorageUnavailable.
         """
         self._refuse_own(registration.id)
         stamped = msgspec.structs.replace(registration, registered_at=time.time())
@@ -136,7 +136,7 @@ class Fleet:
         return server
 
     async def remove(self, server_id: str) -> bool:
-        """Forget a server. Says whether there was one. Raises ApiError 409 for a bare engine."""
+        """Forget a server. Says whether there was one. Raises StateConflict for a bare engine."""
         self._refuse_own(server_id)
         removed = await stored(self.redis.hdel(keys.SERVERS, server_id))
         await stored(self.redis.srem(keys.HELD, server_id))
@@ -185,7 +185,7 @@ class Fleet:
     def _refuse_own(self, server_id: str) -> None:
         if server_id in self._own:
             message = f"{server_id} is an engine of this gateway's own: gateway.engines lists it"
-            raise ApiError(409, message, param="id")
+            raise StateConflict(message, param="id")
 
     async def _read_registrations(self) -> None:
         asked_at = time.time()
@@ -273,7 +273,7 @@ class Fleet:
     async def acquire(
         self, session_id: str, version: int | None, wait_s: float, avoid: str = ""
     ) -> RolloutServer:
-        """Choose, waiting for a server to come into rotation. Raises ApiError 503 when none does."""
+        """Choose, waiting for a server to come into rotation. Raises NoServer when none does."""
         deadline = time.monotonic() + wait_s
         while True:
             server = self.choose(session_id, version, avoid)
@@ -281,7 +281,7 @@ class Fleet:
                 return server
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise ApiError(503, self.why_nobody())
+                raise NoServer(self.why_nobody())
             try:
                 async with asyncio.timeout(left_s):
                     await self.changed.wait()

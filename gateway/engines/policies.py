@@ -14,8 +14,8 @@ import msgspec
 from redis.asyncio import Redis
 
 from gateway.engines.fleet import Fleet, RolloutServer
+from gateway.errors import ObjectNotFound, StateConflict
 from rollout_queue.contract.policy import PolicyRecord
-from rollout_queue.http.errors import ApiError
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 
@@ -108,18 +108,18 @@ class Policies:
     ) -> tuple[int, list[PushResult]]:
         """Register a version and push it.
 
-        Raises ApiError 409 for a lower number, a known one with other content, or one of the trainer's.
+        Raises StateConflict for a lower number, a known one with other content, or one of the trainer's.
         """
         async with self._pushing:
             record = await self._register(version, location, manifest_sha256, step)
             return record.version, await self._push(record)
 
     async def serve_again(self, version: int) -> list[PushResult]:
-        """Serve a known version everywhere, under its own number. Raises ApiError 404 for an unknown one."""
+        """Serve a known version everywhere, under its own number. Raises ObjectNotFound."""
         async with self._pushing:
             record = next((each for each in await self.all() if each.version == version), None)
             if record is None:
-                raise ApiError(404, f"no policy has version {version}")
+                raise ObjectNotFound(f"no policy has version {version}")
             return await self._push(record, force=True)
 
     async def _register(
@@ -226,17 +226,17 @@ async def _any_ok(reloads: Sequence[asyncio.Task[PushResult]]) -> bool:
 def _accepted(
     asked: PolicyRecord, known: PolicyRecord | None, newest: int, reserved: Reserved
 ) -> PolicyRecord:
-    """The record to keep. Raises ApiError 409 where its number names something else, or went by."""
+    """The record to keep. Raises StateConflict where its number names something else, or went by."""
     if asked.version < newest:
-        raise ApiError(409, f"version {asked.version} is lower than {newest}", param="version")
+        raise StateConflict(f"version {asked.version} is lower than {newest}", param="version")
     if known is None:
         # Only who took the number knows where its weights are to lie.
         if asked.version <= reserved.version and (asked.version, asked.location) != reserved:
             message = f"the trainer has taken version {reserved.version}, and every lower number"
-            raise ApiError(409, message, param="version")
+            raise StateConflict(message, param="version")
         return asked
     if (known.location, known.manifest_sha256) != (asked.location, asked.manifest_sha256):
-        raise ApiError(409, f"version {asked.version} is known with other content", param="version")
+        raise StateConflict(f"version {asked.version} is known with other content", param="version")
     return known
 
 

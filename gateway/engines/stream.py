@@ -8,33 +8,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from gateway.errors import EngineFault, RequestRefused
 from rollout_queue.contract.records import Span
-from rollout_queue.http.errors import ApiError
 
 EVENT_LIMIT_BYTES = 64 * 2**20
 """One event of a cumulative stream repeats the whole answer, so events grow with it."""
 LOWEST_LOGPROB = -3.4028234e38
 """Records keep float32: what lies below would be infinite there."""
-
-FaultReason = Literal["refused", "lost", "broken", "stalled", "aborted", "busy", "failed", "nonsense"]
-
-
-class EngineFault(ApiError):
-    """A generation ended early by the engine's doing, not the request's; another engine may go on.
-
-    refused   nobody listens at its address
-    lost      the connection ended before any answer: a stale one, or the engine just died
-    broken    the connection ended in the middle of the answer
-    stalled   nothing arrived for too long
-    aborted   it gave the generation up
-    busy      its queue is full
-    failed    it answered with an error
-    nonsense  what it said contradicts itself
-    """
-
-    def __init__(self, reason: FaultReason, message: str) -> None:
-        super().__init__(504 if reason == "stalled" else 503, message)
-        self.reason = reason
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +82,7 @@ class EventStream:
     def feed(self, data: bytes) -> list[Piece]:
         """What `data` adds: at most one piece for each policy version in it.
 
-        Raises EngineFault, or ApiError 400 where the engine finds the request at fault.
+        Raises EngineFault, or RequestRefused where the engine finds the request at fault.
         """
         data = self._rest + data if self._rest else data
         end = data.rfind(b"\n\n")
@@ -206,7 +186,7 @@ def version_number(label: str) -> int:
     return int(label) if label.isascii() and label.isdigit() else 0
 
 
-def refusal(status: int, body: bytes) -> ApiError:
+def refusal(status: int, body: bytes) -> EngineFault | RequestRefused:
     """SGLang has six shapes of error, one of them inside a 200; all become ours."""
     error: Any = body.decode(errors="replace")
     with suppress(msgspec.DecodeError):  # plain text is a message as well
@@ -219,11 +199,11 @@ def refusal(status: int, body: bytes) -> ApiError:
     return _fault(code if status == 200 and isinstance(code, int) else status, str(error))
 
 
-def _fault(status: int, message: str) -> ApiError:
+def _fault(status: int, message: str) -> EngineFault | RequestRefused:
     """Only a 400 is the request's own fault."""
     if status == 400:
         code = "context_length_exceeded" if "context length" in message else None
-        return ApiError(400, f"the engine refused the request: {message[:2000]}", code=code)
+        return RequestRefused(f"the engine refused the request: {message[:2000]}", code=code)
     return EngineFault(
         "busy" if status == 503 else "failed", f"the engine failed with {status}: {message[:500]}"
     )

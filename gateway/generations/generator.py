@@ -11,6 +11,7 @@ from gateway.conversations.raw import place_raw
 from gateway.edge.retries import Flight
 from gateway.engines.engine import Piece
 from gateway.engines.failover import Hear, Sampler, SampleRequest
+from gateway.errors import GatewayError, InvalidRequest
 from gateway.generations.generation import Call, Generation
 from gateway.generations.recorder import Recorder
 from gateway.generations.sampling import decide, engine_parameters
@@ -19,7 +20,6 @@ from gateway.settings import GatewaySettings
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.tokens import TokenIds
-from rollout_queue.http.errors import ApiError
 
 WHOLE_ANSWER_INTERVAL = 64
 """Tokens per engine event for a client that waits for the whole answer."""
@@ -50,7 +50,7 @@ class Generator:
     ) -> list[Generation]:
         """Find each call's place and its sampling, for `n` answers to each; heavy ones off the event loop.
 
-        Raises ApiError 400 for what cannot be rendered or does not fit.
+        Raises InvalidRequest for what cannot be rendered or does not fit.
         """
         completion_id = f"{prefix}{new_id()}"
         generations: list[Generation] = []
@@ -69,7 +69,7 @@ class Generator:
         return generations
 
     def prompt_ids(self, messages: Sequence[Message], tools: list[Tool] | None) -> TokenIds:
-        """The prompt of messages that continue nothing. Raises ApiError 400 for what cannot be rendered."""
+        """The prompt of messages that continue nothing. Raises InvalidRequest for what cannot be rendered."""
         try:
             return self._renderer.render(messages, tools)
         except UNREADABLE as error:
@@ -88,7 +88,7 @@ class Generator:
 
         try:
             await self._sampler.sample(self._asked(generation), take)
-        except ApiError:
+        except GatewayError:
             raise
         except BaseException:
             await self._recorder.record_aborted(generation)
@@ -107,7 +107,7 @@ class Generator:
         )
 
     def _place(self, head: SessionHead, call: Call) -> Prompt:
-        """Raises ApiError 400."""
+        """Raises InvalidRequest."""
         try:
             if call.prompt_ids is not None:
                 prompt = place_raw(head, call.prompt_ids)
@@ -117,16 +117,16 @@ class Generator:
             raise _unreadable(error) from error
         ids, context, vocabulary = prompt.prompt_ids, self._context_length, self._renderer.config.vocab_size
         if not ids:
-            raise ApiError(400, "the prompt is empty", param="prompt")
+            raise InvalidRequest("the prompt is empty", param="prompt")
         if len(ids) >= context:
             message = f"the prompt has {len(ids)} tokens; the context holds {context}, the answer included"
-            raise ApiError(400, message, param="messages", code="context_length_exceeded")
+            raise InvalidRequest(message, param="messages", code="context_length_exceeded")
         foreign = not self._knows_every_id or call.prompt_ids is not None  # what we encode is known, then
         if foreign and not (ids.natural and max(ids) < vocabulary):  # one such id kills an SGLang engine
             message = f"a token id lies outside the vocabulary of {vocabulary}"
-            raise ApiError(400, message, param="messages", code="token_out_of_vocabulary")
+            raise InvalidRequest(message, param="messages", code="token_out_of_vocabulary")
         return prompt
 
 
-def _unreadable(error: Exception) -> ApiError:
-    return ApiError(400, f"the messages cannot be rendered: {error}", param="messages")
+def _unreadable(error: Exception) -> InvalidRequest:
+    return InvalidRequest(f"the messages cannot be rendered: {error}", param="messages")

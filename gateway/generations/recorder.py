@@ -10,22 +10,16 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from gateway.conversations.conversation import extend, reply_message
+from gateway.errors import EngineFault, StateConflict
 from gateway.generations.generation import Generation
 from gateway.language.plain import PlainAnswers
 from gateway.language.render import Answer, ChatRenderer
 from gateway.metrics import Metrics
 from gateway.settings import GatewaySettings
-from rollout_queue.contract.errors import (
-    Deleted,
-    InvalidRecord,
-    QueueError,
-    SessionClosed,
-    StorageUnavailable,
-)
+from rollout_queue.contract.errors import InvalidRecord, QueueError, SessionClosed
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Finish, Turn
 from rollout_queue.contract.stream import StreamWriter
-from rollout_queue.http.errors import ApiError, gone, storage_unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +40,8 @@ class Recorder:
     async def record(self, generation: Generation) -> tuple[Turn, Answer]:
         """Append the turn, as soon as somebody listens; when this returns, it is in Redis.
 
-        Raises ApiError 503 when it cannot be stored or the engine's answer contradicts itself, 409 when the
-        session ended meanwhile, 410 when it was deleted.
+        Raises StorageUnavailable when it cannot be stored, EngineFault when the engine's answer contradicts
+        itself, StateConflict when the session has ended since, Deleted when it was deleted.
         """
         try:
             await generation.flight.heard()
@@ -64,13 +58,9 @@ class Recorder:
             turn = generation.turn(self._settings.model_name, finish, reply_digest)
             await self._append_surely(turn, generation.head)
         except InvalidRecord as error:
-            raise ApiError(503, f"the engine's answer is broken: {error}") from error
-        except StorageUnavailable as error:
-            raise storage_unavailable(error) from error
-        except Deleted as error:
-            raise gone(error) from error
+            raise EngineFault("nonsense", f"the engine's answer is broken: {error}") from error
         except SessionClosed as error:
-            raise ApiError(409, str(error), code="session_finished") from error
+            raise StateConflict(str(error), code="session_finished") from error
         return turn, answer
 
     async def record_aborted(self, generation: Generation) -> None:

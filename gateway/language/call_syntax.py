@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from gateway.errors import InvalidRequest
 from gateway.language.render import ChatRenderer, Tool
-from rollout_queue.http.errors import ApiError
 
 Format = dict[str, Any]
 
@@ -146,10 +146,10 @@ def spelled(renderer: ChatRenderer, text: str) -> Iterator[Format]:
 
 
 def id_of(renderer: ChatRenderer, marker: str) -> int:
-    """Raises ApiError 400 for a model that has not got its family's marker."""
+    """Raises InvalidRequest for a model that has not got its family's marker."""
     token_id = renderer.tokenizer.backend.token_to_id(marker)
     if token_id is None:
-        raise ApiError(400, f"the model's tokenizer has no token {marker!r} to hold an answer to")
+        raise InvalidRequest(f"the model's tokenizer has no token {marker!r} to hold an answer to")
     return token_id
 
 

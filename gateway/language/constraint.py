@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from gateway.errors import InvalidRequest
 from gateway.language.call_syntax import (
     SYNTAX_OF_FAMILY,
     CallSyntax,
@@ -27,7 +28,6 @@ from gateway.language.call_syntax import (
 )
 from gateway.language.render import ChatRenderer, Tool
 from gateway.language.schema import check_schema, check_size
-from rollout_queue.http.errors import ApiError
 
 MAX_BIASES = 1024
 NAME = re.compile(r"[\w.:/-]{1,128}")
@@ -65,8 +65,8 @@ def constraint_of(
 
     `tool_choice` and `response_format` are as in Chat Completions or as in Responses; `format_param` is what
     the caller's dialect calls the latter. A thought of the model's stays possible wherever its template has
-    one. Raises ApiError 400 for what contradicts itself, no engine could keep, or is unknown for the model's
-    family.
+    one. Raises InvalidRequest for a request that contradicts itself, that no engine could keep, or that the
+    model's family does not support.
     """
     must_call = tool_choice not in (None, "auto", "none")
     callable_tools = _callable(tools or (), tool_choice)
@@ -96,32 +96,32 @@ def constraint_of(
 def biases_of(logit_bias: Mapping[str, float], vocab_size: int) -> dict[str, float]:
     """OpenAI's `logit_bias`, checked: an engine must never meet an id that is none."""
     if len(logit_bias) > MAX_BIASES:
-        raise ApiError(400, f"logit_bias: at most {MAX_BIASES} tokens", param="logit_bias")
+        raise InvalidRequest(f"logit_bias: at most {MAX_BIASES} tokens", param="logit_bias")
     for token_id, bias in logit_bias.items():
         if not (token_id.isascii() and token_id.isdecimal() and len(token_id) < 10):
-            raise ApiError(400, f"logit_bias: {token_id[:32]!r} is no token id", param="logit_bias")
+            raise InvalidRequest(f"logit_bias: {token_id[:32]!r} is no token id", param="logit_bias")
         if int(token_id) >= vocab_size:
             message = f"logit_bias: token id {token_id} lies outside the vocabulary of {vocab_size}"
-            raise ApiError(400, message, param="logit_bias")
+            raise InvalidRequest(message, param="logit_bias")
         if not -100 <= bias <= 100:
-            raise ApiError(400, f"logit_bias: {bias} is not within -100 and 100", param="logit_bias")
+            raise InvalidRequest(f"logit_bias: {bias} is not within -100 and 100", param="logit_bias")
     return {str(int(token_id)): bias for token_id, bias in logit_bias.items()}
 
 
 def _callable(tools: Sequence[Tool], tool_choice: str | Mapping[str, Any] | None) -> Sequence[Tool]:
-    """The tools that may be called. Raises ApiError 400 for a choice that is none, or leaves none."""
+    """The tools that may be called. Raises InvalidRequest for a choice that is none, or leaves none."""
     if tool_choice == "none":
         return ()
     if tool_choice in (None, "auto"):
         return tools
     if not tools:
-        raise ApiError(400, "tool_choice: there are no tools to choose from", param="tool_choice")
+        raise InvalidRequest("tool_choice: there are no tools to choose from", param="tool_choice")
     if tool_choice == "required":
         return tools
     name = _name_of(tool_choice)
     named = [tool for tool in tools if tool["function"].get("name") == name]
     if not named:
-        raise ApiError(400, f"tool_choice: there is no function {name[:140]!r}", param="tool_choice")
+        raise InvalidRequest(f"tool_choice: there is no function {name[:140]!r}", param="tool_choice")
     return named[:1]
 
 
@@ -131,22 +131,22 @@ def _name_of(tool_choice: str | Mapping[str, Any] | None) -> str:
         name = (function if isinstance(function, Mapping) else tool_choice).get("name")
         if isinstance(name, str):
             return name
-    raise ApiError(400, "tool_choice: auto, none, required, or a function by its name", param="tool_choice")
+    raise InvalidRequest("tool_choice: auto, none, required, or a function by its name", param="tool_choice")
 
 
 def _format_of(response_format: Mapping[str, Any] | None, param: str) -> tuple[Kind, Any]:
-    """What kind of JSON a format asks for, and its schema. Raises ApiError 400 for what is no format."""
+    """What kind of JSON a format asks for, and its schema. Raises InvalidRequest for what is no format."""
     kind = "text" if response_format is None else response_format.get("type")
     if response_format is None or kind == "text":
         return "", None
     if kind == "json_object":
         return "json_object", {"type": "object"}
     if kind != "json_schema":
-        raise ApiError(400, f"{param}: its type is text, json_object or json_schema", param=param)
+        raise InvalidRequest(f"{param}: its type is text, json_object or json_schema", param=param)
     inner = response_format.get("json_schema", response_format)
     schema = inner.get("schema") if isinstance(inner, Mapping) else None
     if not isinstance(schema, dict):
-        raise ApiError(400, f"{param}: json_schema needs a schema", param=param)
+        raise InvalidRequest(f"{param}: json_schema needs a schema", param=param)
     check_schema(schema, param, strict=inner.get("strict") is True)
     return "json_schema", schema
 
@@ -155,7 +155,7 @@ def _syntax_of(renderer: ChatRenderer, param: str) -> CallSyntax:
     syntax = SYNTAX_OF_FAMILY.get(renderer.family.name)
     if syntax is None:
         message = f"{param}: how to hold a model of the family {renderer.family.name!r} to it is not known"
-        raise ApiError(400, message, param=param)
+        raise InvalidRequest(message, param=param)
     return syntax
 
 
@@ -163,10 +163,10 @@ def _check_tool(tool: Tool) -> None:
     function = tool["function"]
     name = function.get("name")
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
-        raise ApiError(400, f"tools: {str(name)[:140]!r} cannot be held to, as a name", param="tools")
+        raise InvalidRequest(f"tools: {str(name)[:140]!r} cannot be held to, as a name", param="tools")
     if (schema := function.get("parameters")) is not None:
         if not isinstance(schema, dict):
-            raise ApiError(400, f"tools: the parameters of {name} are no JSON schema", param="tools")
+            raise InvalidRequest(f"tools: the parameters of {name} are no JSON schema", param="tools")
         check_schema(schema, "tools", strict=function.get("strict") is True)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from rollout_queue.http.errors import ApiError
+from gateway.errors import InvalidRequest
 
 MAX_BYTES = 64 * 1024
 """An engine compiles so much in about a second; beyond, the time grows with the square, and without limit."""
@@ -37,35 +37,35 @@ VALUES = frozenset({"enum", "const", "default", "examples"})
 
 
 def check_schema(schema: dict[str, Any], param: str, *, strict: bool) -> None:
-    """Raises ApiError 400 for a schema that an engine could not keep, or not compile in time.
+    """Raises InvalidRequest for a schema that an engine could not keep, or not compile in time.
 
     What is wrong in any other way the engine itself refuses with a 400.
     """
     if _deeper_than(schema, MAX_DEPTH):
-        raise ApiError(400, f"{param}: a JSON schema of more than {MAX_DEPTH} levels", param=param)
+        raise InvalidRequest(f"{param}: a JSON schema of more than {MAX_DEPTH} levels", param=param)
     check_size(msgspec.json.encode(schema), param)
     parts = list(_parts(schema))
     if len(parts) > MAX_PARTS:
-        raise ApiError(400, f"{param}: a JSON schema of more than {MAX_PARTS} parts", param=param)
+        raise InvalidRequest(f"{param}: a JSON schema of more than {MAX_PARTS} parts", param=param)
     for part in parts:
         for pattern in _patterns(part):
             _check_pattern(pattern, param)
         if strict and (ignored := _unenforced(part)):
-            raise ApiError(
-                400, f"{param}: {', '.join(ignored)} cannot be enforced, as strict asks", param=param
+            raise InvalidRequest(
+                f"{param}: {', '.join(ignored)} cannot be enforced, as strict asks", param=param
             )
         reference = part.get("$ref")
         if reference is not None and not (isinstance(reference, str) and reference.startswith("#")):
-            raise ApiError(400, f"{param}: $ref {str(reference)[:80]!r} leads elsewhere", param=param)
+            raise InvalidRequest(f"{param}: $ref {str(reference)[:80]!r} leads elsewhere", param=param)
     if _runs_in_circles(schema):
-        raise ApiError(400, f"{param}: a $ref leads back to itself, and to nothing else", param=param)
+        raise InvalidRequest(f"{param}: a $ref leads back to itself, and to nothing else", param=param)
 
 
 def check_size(encoded: bytes, param: str) -> None:
-    """Raises ApiError 400 for more than an engine compiles in reasonable time."""
+    """Raises InvalidRequest for more than an engine compiles in reasonable time."""
     if len(encoded) > MAX_BYTES:
         size = f"{len(encoded)} bytes, and at most {MAX_BYTES}"
-        raise ApiError(400, f"{param}: too much to hold an answer to: {size}", param=param)
+        raise InvalidRequest(f"{param}: too much to hold an answer to: {size}", param=param)
 
 
 def _deeper_than(value: Any, levels: int) -> bool:
@@ -111,7 +111,7 @@ def _check_pattern(pattern: str, param: str) -> None:
     ]
     product = math.prod(max(1, int(count or 1)) for count in counts)
     if len(pattern) > MAX_PATTERN or len(counts) > MAX_QUANTIFIERS or product > MAX_REPEATS:
-        raise ApiError(400, f"{param}: the pattern {pattern[:80]!r} is too much to compile", param=param)
+        raise InvalidRequest(f"{param}: the pattern {pattern[:80]!r} is too much to compile", param=param)
 
 
 def _unenforced(part: dict[str, Any]) -> list[str]:

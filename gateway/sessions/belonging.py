@@ -16,6 +16,7 @@ from gateway.admission.admission import Admission
 from gateway.conversations.conversation import chain, continuation_digests
 from gateway.dialects.base import Ask
 from gateway.edge.request import Arrival
+from gateway.errors import InvalidRequest, NotPermitted, ObjectNotFound, StateConflict
 from gateway.generations.generation import Call
 from gateway.language.render import Message
 from gateway.sessions.identity import Caller
@@ -24,7 +25,6 @@ from gateway.sessions.user_names import CLAUDE_CODE
 from rollout_queue.contract.errors import UserDeleted
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.stream import StreamWriter
-from rollout_queue.http.errors import ApiError, gone
 
 NAMES = (
     "x-session-id",
@@ -63,31 +63,31 @@ class Belonging:
     ) -> SessionHead:
         """`repeats` is the digest of the request, where the call is marked as a retry.
 
-        Raises ApiError 403 for a session key that names another session, 409 for a session that ended, 410
-        for one that was deleted and for a user whose data was.
+        Raises NotPermitted for a session key that names another session, StateConflict for a session that
+        ended, Deleted for one that was deleted and for a user whose data was.
         """
         names = _names(arrival, ask)
         if caller.session_id is not None and any(name != caller.session_id for name in names):
-            raise ApiError(403, "the session key opens another session than the one named")
+            raise NotPermitted("the session key opens another session than the one named")
         if caller.session_id is None:  # before a session is opened for a call that is refused
             self._admission.check_call(caller.owner)
         user = ask.calls[0].user
         if user is not None and await self._writer.user_deleted(user):
-            raise gone(UserDeleted())
+            raise UserDeleted
         session_id = names[0] if names else caller.session_id or _stamp(arrival, ask)
         if session_id is None:
             head = await self._continued(caller, ask.calls[0], repeats)
             return head or await self._begun(caller)
         head = await self._writer.load_for_call(session_id) or await self._opened(session_id, caller)
         if not caller.owns(head.spec):
-            raise ApiError(404, f"no session {session_id!r}")
+            raise ObjectNotFound(f"no session {session_id!r}")
         if refusal := await self._refused(head):
             raise refusal
         if caller.session_id is not None:  # a session key counts for the client key that made the session
             self._admission.check_call(head.spec.owner)
         return head
 
-    async def _refused(self, head: SessionHead) -> ApiError | None:
+    async def _refused(self, head: SessionHead) -> StateConflict | None:
         """Why a session takes no call. What is known from memory may be older than its last heartbeat."""
         refusal = refusal_of(head)
         if refusal is not None and head.state == "open":
@@ -145,14 +145,14 @@ class Belonging:
 
 
 def _names(arrival: Arrival, ask: Ask) -> list[str]:
-    """Every session that the call names, the one that counts first. Raises ApiError 400 for what is no id."""
+    """Every session that the call names, the one that counts first. Raises InvalidRequest for a bad id."""
     metadata = ask.metadata or {}
     given = [arrival.session_id, *map(arrival.headers.get, NAMES)]
     given += [metadata.get("session_id"), ask.session_id]
     names = [name for name in given if name not in (None, "")]
     for name in names:
         if not (isinstance(name, str) and ID.fullmatch(name)):
-            raise ApiError(400, f"not a session id: {name!r}", param="session_id")
+            raise InvalidRequest(f"not a session id: {name!r}", param="session_id")
     return names
 
 
@@ -183,12 +183,12 @@ def _called(messages: Sequence[Message]) -> list[str]:
     return []
 
 
-def refusal_of(head: SessionHead) -> ApiError | None:
+def refusal_of(head: SessionHead) -> StateConflict | None:
     """Why a session takes no call; None when it does."""
     session_id, verdict = head.spec.session_id, head.verdict
     overdue = head.state == "open" and head.expires_at < time.time()
     if overdue or (verdict is not None and verdict.code == "expired"):
-        return ApiError(409, f"session {session_id} has expired", code="session_expired")
+        return StateConflict(f"session {session_id} has expired", code="session_expired")
     if head.state != "open":
-        return ApiError(409, f"session {session_id} is finished", code="session_finished")
+        return StateConflict(f"session {session_id} is finished", code="session_finished")
     return None

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import msgspec
 from starlette.requests import Request
 
+from gateway.errors import NotPermitted, UnknownCaller
 from rollout_queue.contract.records import SessionSpec
 from rollout_queue.contract.tombstone import Tombstone
-from rollout_queue.http.errors import ApiError
 from rollout_queue.http.keys import Keyring, Role, digest, presented_key
 
 PREFIX = "sess-"
@@ -45,24 +45,24 @@ class Identities:
         return f"{PREFIX}{name}.{self._signature(session_id)}"
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
-        """Raises ApiError 401 for no or an unknown key."""
+        """Raises UnknownCaller for no or an unknown key."""
         key = presented_key(headers)
         if key is not None and key.startswith(PREFIX):
             session_id = self._session_of(key)
             if session_id is None:
-                raise ApiError(401, "the session key is not valid")
+                raise UnknownCaller("the session key is not valid")
             return Caller("client", "", session_id)
         presented = None if key is None else digest(key)
         role = self.keyring.known(presented)
         if role is None:
-            raise ApiError(401, "no API key was given" if key is None else "the API key is not known")
+            raise UnknownCaller("no API key was given" if key is None else "the API key is not known")
         return Caller(role, presented if presented is not None and role == "client" else "")
 
     def client(self, request: Request) -> Caller:
-        """A caller who may open sessions and reward them. Raises ApiError 403 for a session key."""
+        """A caller who may open sessions and reward them. Raises NotPermitted for a session key."""
         caller = self.caller(request.headers)
         if caller.session_id is not None:
-            raise ApiError(403, "a session key opens its session's calls and nothing else")
+            raise NotPermitted("a session key opens its session's calls and nothing else")
         return caller
 
     def _session_of(self, key: str) -> str | None:

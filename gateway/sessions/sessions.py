@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat
 
 from gateway.admission.admission import Admission
 from gateway.collaborators import Collaborators, collaborators
+from gateway.errors import InvalidRequest, ObjectNotFound, StateConflict
 from gateway.rest.shapes import DeletedSession, GroupTicket, SessionShape, Ticket
 from gateway.rest.views import session_view
 from gateway.sessions.identity import Caller, Identities
@@ -26,7 +27,6 @@ from gateway.settings import GatewaySettings
 from rollout_queue.contract.codec import decode_spec
 from rollout_queue.contract.errors import (
     Conflict,
-    Deleted,
     InvalidRecord,
     SessionDeleted,
     SessionForgotten,
@@ -42,7 +42,6 @@ from rollout_queue.contract.records import (
     Verdict,
 )
 from rollout_queue.contract.stream import StreamWriter
-from rollout_queue.http.errors import ApiError, gone
 
 ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._:@~=+-]{1,200}")
 
@@ -96,13 +95,13 @@ class GroupBody(SessionBody):
     size: int = Field(ge=1, le=1024)
 
 
-def unknown(session_id: str) -> ApiError:
-    return ApiError(404, f"no session {session_id!r}")
+def unknown(session_id: str) -> ObjectNotFound:
+    return ObjectNotFound(f"no session {session_id!r}")
 
 
 @contextmanager
 def known(session_id: str) -> Iterator[None]:
-    """Raises ApiError 404 where the session goes in the moment in which something is added to it."""
+    """Raises ObjectNotFound where the session goes in the moment in which something is added to it."""
     try:
         yield
     except SessionUnknown as error:
@@ -129,23 +128,25 @@ class Sessions:
         )
 
     async def open(self, spec: SessionSpec, caller: Caller) -> tuple[SessionSpec, bool]:
-        """Raises ApiError 409 for the same id with another body or a group that does not fit, 410, 429."""
+        """Store a new session, or find the one of the same id and body.
+
+        Raises StateConflict for the same id with another body and for a group that does not fit,
+        LimitReached, Deleted.
+        """
         await self._admission.check_session([spec])
         try:
             stored, created = await self._writer.open_session(spec)
         except SessionForgotten as forgotten:
             said = str(forgotten)
-            raise ApiError(409, said, param="session_id", code="session_finished") from forgotten
+            raise StateConflict(said, param="session_id", code="session_finished") from forgotten
         except Conflict as conflict:
-            raise ApiError(409, str(conflict), param="group_id") from conflict
-        except Deleted as deleted:
-            raise gone(deleted) from deleted
+            raise StateConflict(str(conflict), param="group_id") from conflict
         if not created and not (caller.owns(stored) and stored.terms() == spec.terms()):
-            raise ApiError(409, f"session {spec.session_id} exists with another body", param="session_id")
+            raise StateConflict(f"session {spec.session_id} exists with another body", param="session_id")
         return stored, created
 
     async def head(self, session_id: str, caller: Caller) -> SessionHead:
-        """Raises ApiError 404 for a session that is not there, or that is not the caller's, 410."""
+        """Raises ObjectNotFound for a session that is not there, or that is not the caller's; Deleted."""
         head = await self._writer.load(session_id) if ID.fullmatch(session_id) else None
         if head is None:
             raise await self.missing(session_id, caller)
@@ -165,11 +166,11 @@ class Sessions:
         if caller.role != "admin":
             raise unknown(session_id)
 
-    async def missing(self, session_id: str, caller: Caller) -> ApiError:
+    async def missing(self, session_id: str, caller: Caller) -> ObjectNotFound | SessionDeleted:
         """What to say of a session that is not there: it never was, or the caller's was deleted."""
         left = await self._writer.tombstone(session_id) if ID.fullmatch(session_id) else None
         if left is not None and caller.owns(left):
-            return gone(SessionDeleted(session_id))
+            return SessionDeleted(session_id)
         return unknown(session_id)
 
     def unnamed(self, caller: Caller) -> SessionSpec:
@@ -186,7 +187,7 @@ class Sessions:
     def spec_of(self, body: SessionBody, caller: Caller) -> SessionSpec:
         """The session that a body asks for, with this deployment's defaults."""
         if body.group_size is not None and body.group_id is None:
-            raise ApiError(400, "group_size needs a group_id", param="group_size")
+            raise InvalidRequest("group_size needs a group_id", param="group_size")
         defaults, asked = self._sampling, body.sampling
         return SessionSpec(
             **body.model_dump(exclude={"session_id", "train", "ttl_s", "sampling"}),
@@ -252,9 +253,9 @@ async def create_group(body: GroupBody, request: Request) -> Response:
     """Open a group: one task, sampled `size` times."""
     gateway, caller = client_of(request)
     if body.session_id is not None:
-        raise ApiError(400, "a group's sessions are named by the gateway", param="session_id")
+        raise InvalidRequest("a group's sessions are named by the gateway", param="session_id")
     if body.group_size not in (None, body.size):
-        raise ApiError(400, "group_size and size differ", param="group_size")
+        raise InvalidRequest("group_size and size differ", param="group_size")
     group_id = body.group_id or f"g-{new_id()}"
     fields = body.model_dump(exclude={"size", "session_id", "group_id", "group_size"})
     members = [
@@ -265,7 +266,7 @@ async def create_group(body: GroupBody, request: Request) -> Response:
     try:
         await gateway.writer.open_group(members)
     except Conflict as conflict:
-        raise ApiError(409, str(conflict), param="group_id") from conflict
+        raise StateConflict(str(conflict), param="group_id") from conflict
     tickets = [gateway.sessions.ticket(spec, request) for spec in members]
     return JSONResponse({"group_id": group_id, "sessions": tickets}, 201)
 

@@ -13,12 +13,13 @@ from redis.asyncio import Redis
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from tokenizers import Tokenizer
 
+from gateway.edge.errors import api_error
 from gateway.engines.engine import EngineClient, Piece
 from gateway.engines.failover import Sampler, SampleRequest
 from gateway.engines.fleet import Fleet, RolloutServer
+from gateway.errors import GatewayError
 from gateway.metrics import Metrics
 from rollout_queue.contract.records import Span
-from rollout_queue.http.errors import ApiError
 from tests.support.gateway.fake_engine import FakeEngine, Interruption, logprob_of
 from tests.support.serving import free_port, serving
 
@@ -279,9 +280,9 @@ async def test_an_error_of_any_shape_is_the_engines_and_another_answers(
 )
 async def test_what_is_the_requests_fault_is_a_400_at_once(scene: Scene, refusal: Response) -> None:
     scene.first.refusals.append(refusal)
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(GatewayError) as caught:
         await scene.hear()
-    assert caught.value.status == 400
+    assert api_error(caught.value).status == 400
     assert scene.second.requests == []
 
 
@@ -295,10 +296,10 @@ async def test_when_patience_is_over_the_engines_words_are_a_503(
     for engine in scene.engines:
         engine.interruptions.extend([Interruption(0, words)] * 50)
     began = time.monotonic()
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(GatewayError) as caught:
         await scene.hear()
-    assert (caught.value.status, caught.value.type) == (status, "engine_unavailable")
-    assert caught.value.headers["retry-after"]
+    assert (api_error(caught.value).status, api_error(caught.value).type) == (status, "engine_unavailable")
+    assert api_error(caught.value).headers["retry-after"]
     assert time.monotonic() - began < 3.0
     assert sum(len(engine.requests) for engine in scene.engines) <= 12
 
@@ -309,7 +310,7 @@ async def test_a_request_that_breaks_every_engine_is_not_shown_to_all_of_them_fo
     for engine in scene.engines:
         engine.interruptions.extend([Interruption(0, "reset")] * 50)
     scene.sampler.engine_wait_s = 60
-    with pytest.raises(ApiError):
+    with pytest.raises(GatewayError):
         await scene.hear()
     assert sum(len(engine.requests) for engine in scene.engines) == 5
 
@@ -330,9 +331,9 @@ async def test_silence_everywhere_is_a_504(actors: list[Actor], tokenizer: Token
     async with staged(actors, tokenizer, redis_url, silence_s=0.3) as scene:
         for engine in scene.engines:
             engine.stall_after = 0
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(GatewayError) as caught:
             await scene.hear()
-        assert (caught.value.status, caught.value.type) == (504, "timeout_error")
+        assert (api_error(caught.value).status, api_error(caught.value).type) == (504, "timeout_error")
 
 
 async def test_an_engine_that_is_not_there_gets_no_second_call(scene: Scene) -> None:
@@ -435,9 +436,9 @@ async def test_a_pinned_answer_goes_on_only_with_its_version(scene: Scene) -> No
     assert last.versions == (Span(12, 0, 13),)
     assert second.requests == []
     scene.only(second)
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(GatewayError) as caught:
         await scene.hear(structs.replace(scene.ask(), version=12))
-    assert caught.value.status == 503
+    assert api_error(caught.value).status == 503
 
 
 async def test_tokens_of_another_version_are_no_part_of_a_pinned_answer(scene: Scene) -> None:
@@ -461,9 +462,9 @@ async def test_a_constrained_answer_starts_again_where_nobody_saw_its_beginning(
 
 async def test_a_constrained_answer_that_was_seen_is_not_continued_as_another_grammar(scene: Scene) -> None:
     scene.first.interruptions.append(Interruption(5, "reset"))
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(GatewayError) as caught:
         await scene.hear(scene.ask(json_schema="{}"))
-    assert caught.value.status == 503
+    assert api_error(caught.value).status == 503
     assert scene.ids == ANSWER[:5]
     assert scene.second.requests == []
 

@@ -14,7 +14,7 @@ from gateway.engines.breaker import Breaker
 from gateway.engines.engine import EngineClient
 from gateway.engines.fleet import Fleet, Registration, RolloutServer
 from gateway.engines.placement import place_call
-from rollout_queue.http.errors import ApiError
+from gateway.errors import NoServer
 
 
 @dataclass
@@ -159,7 +159,7 @@ async def test_a_half_open_server_takes_one_call_and_all_once_it_answered(fleet:
     r0.breaker.try_soon()
     trial = await fleet.acquire("s", None, 0.1)
     assert trial.enter()
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(NoServer) as caught:
         await fleet.acquire("s", None, 0.05)
     assert "breaker half_open" in caught.value.message
     waiting = asyncio.create_task(fleet.acquire("s", None, 5))

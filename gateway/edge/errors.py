@@ -1,0 +1,69 @@
+"""Which HTTP status each error of the domain has: one table, for the agents' door and for the REST routes.
+
+error of the domain ──api_error──▶ ApiError (status, headers, body) ──▶ the dialect's wire shape, or REST's
+"""
+
+from typing import Final
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from gateway.errors import (
+    EngineFault,
+    GatewayError,
+    InvalidRequest,
+    LimitReached,
+    NoServer,
+    NotPermitted,
+    ObjectNotFound,
+    StateConflict,
+    UnknownCaller,
+)
+from rollout_queue.contract.errors import Deleted, StorageUnavailable
+from rollout_queue.http.errors import ApiError, gone, storage_unavailable
+
+STATUS: Final[dict[type[GatewayError], int]] = {
+    InvalidRequest: 400,
+    UnknownCaller: 401,
+    NotPermitted: 403,
+    ObjectNotFound: 404,
+    StateConflict: 409,
+    LimitReached: 429,
+    NoServer: 503,
+    EngineFault: 503,
+}
+"""By class; a class that is not listed has the status of its parent."""
+STALLED_STATUS = 504
+"""An engine that sent nothing for too long is a timeout."""
+
+AnswerableError = ApiError | GatewayError | StorageUnavailable | Deleted
+ANSWERABLE = (ApiError, GatewayError, StorageUnavailable, Deleted)
+"""What a client is told of. Any other exception is a bug."""
+
+
+def api_error(error: AnswerableError) -> ApiError:
+    """The status, headers and body by which a client hears of the error."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, StorageUnavailable):
+        return storage_unavailable(error)
+    if isinstance(error, Deleted):
+        return gone(error)
+    headers = {"retry-after": str(error.retry_s)} if isinstance(error, LimitReached) else None
+    return ApiError(_status(error), error.message, param=error.param, code=error.code, headers=headers)
+
+
+def install_gateway_errors(app: FastAPI) -> None:
+    """Let the REST routes raise errors of the domain."""
+
+    async def on_gateway_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, GatewayError)  # noqa: S101 - registered for this class alone
+        return api_error(error).response()
+
+    app.add_exception_handler(GatewayError, on_gateway_error)
+
+
+def _status(error: GatewayError) -> int:
+    if isinstance(error, EngineFault) and error.reason == "stalled":
+        return STALLED_STATUS
+    return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)

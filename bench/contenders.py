@@ -25,6 +25,7 @@ from trainer_service.model.policy import Policy, load_model
 from trainer_service.rows.rows import micro_batches
 from trainer_service.settings import OptimizerSettings, TrainerSettings
 from trainer_service.step.optimizer_step import Optimisation
+from trainer_service.step.step_request import StepRequest
 
 CPU = torch.device("cpu")
 ROWS_AT_ONCE = 4
@@ -42,7 +43,9 @@ class Ours:
 
     def step(self, rollouts: list[Rollout]) -> float:
         """The norm of the gradient before it was clipped."""
-        return Optimisation(self._policy).step(rows_of(rollouts), 0, self._algorithm)["grad_norm"]
+        return Optimisation(self._policy).step(StepRequest(rows_of(rollouts), 0, self._algorithm))[
+            "grad_norm"
+        ]
 
 
 class Plain(ABC):

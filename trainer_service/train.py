@@ -34,6 +34,7 @@ from trainer_service.status.stopwatch import Stopwatch
 from trainer_service.step.early_groups import Begun
 from trainer_service.step.quarantine import culprits
 from trainer_service.step.ranks import Leader
+from trainer_service.step.step_request import StepRequest
 from trainer_service.step.teacher import Teacher, TeacherAway
 from trainer_service.storage.checkpoint import Checkpoints, LedgerRow, State
 from trainer_service.storage.disk import DiskTrouble
@@ -156,7 +157,7 @@ class Trainer:
         if self._begun.fills_a_pass(rows, algorithm):
             with self._watch.timed("train"):
                 self._say("training")
-                self._begun.learn(left, rows, self.version, algorithm, self._beat_training)
+                self._begun.learn(left, self._request(rows, algorithm))
 
     def _train(self, batch: list[Judged], algorithm: AlgorithmSettings) -> dict[str, float] | None:
         """Rows, loss, step. From here on the weights contain these groups; None when none could be made."""
@@ -168,7 +169,7 @@ class Trainer:
         version = self._number()
         with self._watch.timed("train"):
             self._say("training")
-            values = self._begun.step(batch, rows, self.version, algorithm, self._beat_training)
+            values = self._begun.step(batch, self._request(rows, algorithm))
         if not math.isfinite(values["grad_norm"]):
             self._quarantine(batch, values)
             return None
@@ -189,6 +190,9 @@ class Trainer:
         values |= self._intake.tally.values(rows)
         self._intake.tally = Tally()
         return values
+
+    def _request(self, rows: Sequence[Row], algorithm: AlgorithmSettings) -> StepRequest:
+        return StepRequest(rows, self.version, algorithm, self._beat_training)
 
     def _scored(self, groups: Sequence[Judged]) -> list[Row]:
         rows = [row for judged in groups for row in judged.rows]
@@ -227,7 +231,7 @@ class Trainer:
             raise Diverged(f"step {step}: the weights are not finite")
 
         def sound(groups: Sequence[Judged]) -> bool:
-            return self._policy.sound(self._scored(groups), self._settings.algorithm, self._beat_training)
+            return self._policy.sound(self._request(self._scored(groups), self._settings.algorithm))
 
         found = [] if spoilt else culprits(batch, sound)
         whose = "its gradient" if found else f"the gradient of its batch of {len(batch)} groups"

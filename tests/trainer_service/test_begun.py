@@ -10,6 +10,7 @@ from tests.support.trainer_service.random_rows import POISON, MakePupil, Pupil, 
 from tests.support.trainer_service.rig import MakeRig, Rig
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.rows.rows import Row
+from trainer_service.step.step_request import StepRequest
 from trainer_service.storage.checkpoint import Checkpoints, State
 
 STAGES = [0, 1, 2, 3]
@@ -39,9 +40,9 @@ def learn(pupil: Pupil, rows: Sequence[Row], *parts: int) -> dict[str, float]:
     """One step of all rows; the first `parts` rows of them each before their turn."""
     algorithm, done = pupil.settings.algorithm, 0
     for count in parts:
-        pupil.leader.accumulate(rows[done : done + count], 0, algorithm)
+        pupil.leader.accumulate(StepRequest(rows[done : done + count], 0, algorithm))
         done += count
-    return pupil.leader.optimise(rows[done:], 0, algorithm)
+    return pupil.leader.optimise(StepRequest(rows[done:], 0, algorithm))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -69,7 +70,7 @@ def test_what_is_forgotten_changes_nothing(make_pupil: MakePupil, stage: int) ->
     spared, struck = (make_pupil(zero_stage=stage, optimizer=SLOWLY) for _ in range(2))
     for pupil in (spared, struck):
         pupil.learn(1)
-    struck.leader.accumulate(grouped(2), 0, struck.settings.algorithm)
+    struck.leader.accumulate(StepRequest(grouped(2), 0, struck.settings.algorithm))
     struck.leader.forget()
     struck.leader.forget()  # there is nothing to forget
     assert learn(struck, grouped(3), 4) == learn(spared, grouped(3), 4)
@@ -86,7 +87,7 @@ def test_parts_and_what_is_forgotten_change_nothing_with(
     make_pupil: MakePupil, given: dict[str, Any], stage: int
 ) -> None:
     whole, parted = (make_pupil(zero_stage=stage, optimizer=SLOWLY, **given) for _ in range(2))
-    parted.leader.accumulate(grouped(2), 0, parted.settings.algorithm)
+    parted.leader.accumulate(StepRequest(grouped(2), 0, parted.settings.algorithm))
     parted.leader.forget()
     close = 0.02 if given.get("dtype") else 1e-5
     told = learn(parted, grouped(3), 4)
@@ -97,7 +98,7 @@ def test_parts_and_what_is_forgotten_change_nothing_with(
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_part_that_is_not_finite_spoils_its_step_alone(make_pupil: MakePupil, stage: int) -> None:
     spared, struck = (make_pupil(zero_stage=stage, optimizer=SLOWLY) for _ in range(2))
-    struck.leader.accumulate(grouped(2, temperature=POISON), 0, struck.settings.algorithm)
+    struck.leader.accumulate(StepRequest(grouped(2, temperature=POISON), 0, struck.settings.algorithm))
     told = struck.learn(4)
     assert told["epochs"] == 0
     assert not told["grad_norm"] < float("inf")
@@ -109,11 +110,11 @@ def test_a_part_that_is_not_finite_spoils_its_step_alone(make_pupil: MakePupil, 
 def test_a_checkpoint_amid_a_step_leaves_it_alone(make_pupil: MakePupil, stage: int) -> None:
     straight, saved = (make_pupil(zero_stage=stage, optimizer=SLOWLY) for _ in range(2))
     rows = grouped(1)
-    saved.leader.accumulate(rows[:4], 0, saved.settings.algorithm)
+    saved.leader.accumulate(StepRequest(rows[:4], 0, saved.settings.algorithm))
     Checkpoints(saved.root / "c", 2).save(saved.leader, State(step=0), [])
     assert saved.leader.finite()
     assert saved.exported()
-    told = saved.leader.optimise(rows[4:], 0, saved.settings.algorithm)
+    told = saved.leader.optimise(StepRequest(rows[4:], 0, saved.settings.algorithm))
     assert told == learn(straight, rows, 4)
     assert differs_by(straight.exported(), saved.exported()) == 0
 

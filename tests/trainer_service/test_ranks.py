@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from tests.support.trainer_service.random_rows import POISON, MakePupil, differs_by, random_rows
 from trainer_service.rows.rows import Row
 from trainer_service.settings import TrainerSettings
+from trainer_service.step.step_request import StepRequest
 from trainer_service.storage.checkpoint import Checkpoints, State
 from weir.stack.services import launcher as launcher_of
 
@@ -79,7 +80,7 @@ def test_two_ranks_learn_in_parts_what_one_learns_at_once(
     steps = [random_rows(1, 5), random_rows(2, 8), random_rows(3, 1), random_rows(4, 5, POISON)]
     probes = [random_rows(5, 3), random_rows(5, 3, POISON), random_rows(6, 1)]
     one = make_pupil(optimizer=SLOWLY)
-    of_one = [one.leader.optimise(each, 0, one.settings.algorithm) for each in steps]
+    of_one = [one.leader.optimise(StepRequest(each, 0, one.settings.algorithm)) for each in steps]
     settings = make_pupil(zero_stage=stage, optimizer=SLOWLY).settings
     together, of_two, sound = learned(give(tmp_path / "two", settings, steps, probes, in_parts=True))
     assert differs_by(together, one.exported()) < 1e-6
@@ -109,11 +110,11 @@ def test_a_checkpoint_goes_on_with_fewer_and_with_more_ranks(
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", 2)
     checkpoints.restore(other.leader)
     assert differs_by(other.exported(), two) == 0
-    other.leader.optimise(steps[1], 0, other.settings.algorithm)
+    other.leader.optimise(StepRequest(steps[1], 0, other.settings.algorithm))
     checkpoints.save(other.leader, State(step=2), [])
     two, _, _ = learned(give(tmp_path / "run", other.settings, steps))
     for each in steps:
-        one.leader.optimise(each, 0, one.settings.algorithm)
+        one.leader.optimise(StepRequest(each, 0, one.settings.algorithm))
     assert differs_by(one.exported(), two) < 1e-6
 
 

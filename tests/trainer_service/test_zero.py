@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from tests.support.trainer_service.random_rows import POISON, MakePupil, differs_by, random_rows
 from trainer_service.model.layout import LayoutRefused
+from trainer_service.step.step_request import StepRequest
 from trainer_service.storage.checkpoint import Checkpoints, State
 
 STAGES = [0, 1, 2, 3]
@@ -36,8 +37,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_its_rows_are_found(
         pupil.learn(1)
     told = struck.learn(2, temperature=POISON)
     assert told["grad_norm"] == float("inf") or told["grad_norm"] != told["grad_norm"]
-    assert not struck.leader.sound(random_rows(2, 3, POISON), algorithm)
-    assert struck.leader.sound(random_rows(2, 3), algorithm)
+    assert not struck.leader.sound(StepRequest(random_rows(2, 3, POISON), 0, algorithm))
+    assert struck.leader.sound(StepRequest(random_rows(2, 3), 0, algorithm))
     assert struck.leader.finite()
     assert struck.exported(), "amid no pass"
     for pupil in (struck, spared):

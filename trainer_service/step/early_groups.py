@@ -3,13 +3,14 @@
 groups so far ─ left ─▶ those that are new ─ learn ─▶ begun ─▶ … ─▶ step, with the rest
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.settlement import Judged
 from trainer_service.rows.rows import Row, micro_batches
 from trainer_service.step.ranks import Leader
+from trainer_service.step.step_request import StepRequest
 
 Lesson = tuple[Any, ...]
 """What is learned of a group: its rewards and its turns. One that is heard of again may teach the same."""
@@ -49,34 +50,21 @@ class Begun:
             return False
         return len(list(micro_batches(rows, algorithm.max_tokens))) >= ranks
 
-    def learn(
-        self,
-        groups: Sequence[Judged],
-        rows: Sequence[Row],
-        version: int,
-        algorithm: AlgorithmSettings,
-        beat: Callable[[], None],
-    ) -> None:
-        """`rows` are those of `groups`, with their advantages."""
-        self._policy.accumulate(rows, version, algorithm, beat)
+    def learn(self, groups: Sequence[Judged], request: StepRequest) -> None:
+        """The rows of the request are those of `groups`, with their advantages."""
+        self._policy.accumulate(request)
         self._lessons |= {_lesson(judged): judged.group.group_id for judged in groups}
-        self.tokens += sum(row.trained_tokens for row in rows)
+        self.tokens += sum(row.trained_tokens for row in request.rows)
 
-    def step(
-        self,
-        groups: Sequence[Judged],
-        rows: Sequence[Row],
-        version: int,
-        algorithm: AlgorithmSettings,
-        beat: Callable[[], None],
-    ) -> dict[str, float]:
-        """Learn from the rest of a step's groups, and make it. `rows` are those of all. Its metrics."""
+    def step(self, groups: Sequence[Judged], request: StepRequest) -> dict[str, float]:
+        """Learn from the rest of a step's groups, and make the step. The rows of the request are those of all
+        `groups`. Returns the step's metrics."""
         self.drop_if_changed(groups)
         left = {row.session_id for judged in self.left(groups) for row in judged.rows}
-        early = self.tokens / sum(row.trained_tokens for row in rows)
+        early = self.tokens / sum(row.trained_tokens for row in request.rows)
         self._lessons, self._changes, self.tokens = {}, False, 0
-        others = [row for row in rows if row.session_id in left]
-        return self._policy.optimise(others, version, algorithm, beat) | {"early_frac": early}
+        others = [row for row in request.rows if row.session_id in left]
+        return self._policy.optimise(request.with_rows(others)) | {"early_frac": early}
 
 
 def _lesson(judged: Judged) -> Lesson:

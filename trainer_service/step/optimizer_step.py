@@ -22,6 +22,7 @@ from trainer_service.algorithms.tokens import Tokens
 from trainer_service.rows.rows import MicroBatch, Row, micro_batches
 from trainer_service.step.diagnostics import Criticised, Observed, diagnostics, of_critic
 from trainer_service.step.pre_pass import Look, Seer, Survey, Valuer, look, survey
+from trainer_service.step.step_request import StepRequest
 
 logger = logging.getLogger(__name__)
 
@@ -63,43 +64,30 @@ class Optimisation:
         """Of the step in the making."""
         self._parts: list[_Part] = []
 
-    def accumulate(
-        self,
-        rows: Sequence[Row],
-        version: int,
-        algorithm: AlgorithmSettings,
-        beat: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Learn from the rows of whole groups; the weights stay. `version` is the newest to have seen them,
-        and is that of the whole step. `beat` is called between micro-batches."""
-        learner = self._learner
+    def accumulate(self, request: StepRequest) -> None:
+        """Learn from the rows of whole groups; the weights stay."""
+        learner, rows, algorithm = self._learner, request.rows, request.algorithm
         share = learner.share(list(micro_batches(rows, algorithm.max_tokens)))
         looks = []
         for batch, _ in share:
-            looks.append(look(learner, batch, version, algorithm))
-            beat()
+            looks.append(look(learner, batch, request.version, algorithm))
+            request.beat()
         known = survey(learner, share, looks, algorithm)
         part = _Part(share, looks, known, counts_of(rows), len(self._rows))
         self._rows += rows
         self._parts.append(part)
-        part.seen = self._learn(part, version, algorithm, beat)
+        part.seen = self._learn(part, request)
 
-    def step(
-        self,
-        rows: Sequence[Row],
-        version: int,
-        algorithm: AlgorithmSettings,
-        beat: Callable[[], None] = lambda: None,
-    ) -> dict[str, float]:
+    def step(self, request: StepRequest) -> dict[str, float]:
         """Learn from the rest of the step's rows, and make the step. All ranks return its metrics.
 
         Ends at a gradient that is not finite, with its norm and how many epochs have changed the weights
         before. Either way the next step begins with nothing.
         """
-        if rows:
-            self.accumulate(rows, version, algorithm, beat)
+        if request.rows:
+            self.accumulate(request)
         try:
-            return self._step(version, algorithm, beat)
+            return self._step(request)
         finally:
             self._rows, self._parts = [], []
 
@@ -109,21 +97,21 @@ class Optimisation:
             self._learner.forget(self._parts[0].share[0][0])
         self._rows, self._parts = [], []
 
-    def _step(self, version: int, algorithm: AlgorithmSettings, beat: Callable[[], None]) -> dict[str, float]:
-        learner, counts = self._learner, counts_of(self._rows)
+    def _step(self, request: StepRequest) -> dict[str, float]:
+        learner, algorithm, counts = self._learner, request.algorithm, counts_of(self._rows)
         # Gradients came in as if the first part were all of the step.
         of_step, of_first = (divisor(each, algorithm.aggregation) for each in (counts, self._parts[0].counts))
         metrics: dict[str, float] = {}
         for epoch in range(algorithm.epochs):
             if epoch:
                 for part in self._parts:
-                    part.seen = self._learn(part, version, algorithm, beat)
+                    part.seen = self._learn(part, request)
             grad_norm = learner.step(of_first / of_step)
             if not math.isfinite(grad_norm):  # DeepSpeed has left the weights as they were, on every rank
                 return {"grad_norm": grad_norm, "epochs": epoch}
             seen = [each.cpu() for part in self._parts for each in part.of_step(of_step, algorithm)]
             step = Observed.joined(learner.everybody(seen))
-            said = diagnostics(step, version)
+            said = diagnostics(step, request.version)
             if epoch == 0:
                 self._name_left_out(step)
                 metrics = {**said, "grad_norm": grad_norm}
@@ -131,9 +119,7 @@ class Optimisation:
                 metrics |= {name: value for name, value in said.items() if name.startswith("ppo/")}
         if algorithm.needs_critic:
             (part,) = self._parts  # returns are of the whole step
-            metrics |= _criticised(
-                learner, part.share, part.looks, part.known, counts.tokens, self._value_clip, beat
-            )
+            metrics |= _criticised(learner, part, counts.tokens, self._value_clip, request.beat)
         return metrics
 
     def _name_left_out(self, step: Observed) -> None:
@@ -143,16 +129,14 @@ class Optimisation:
             names = sorted({self._rows[row].session_id for row in rows})
             logger.warning("tokens without a finite log-probability are left out, of sessions %s", names)
 
-    def _learn(
-        self, part: "_Part", version: int, algorithm: AlgorithmSettings, beat: Callable[[], None]
-    ) -> list[Observed]:
-        learner, seen = self._learner, []
+    def _learn(self, part: "_Part", request: StepRequest) -> list[Observed]:
+        learner, algorithm, seen = self._learner, request.algorithm, []
         weight = part.divisor(algorithm) / self._parts[0].divisor(algorithm)
         for (batch, is_ours), before, advantages_T in zip(
             part.share, part.looks, part.known.advantages, strict=True
         ):
             lp_new_T, entropy_T = learner.logprobs(batch)
-            tokens = _tokens(learner, batch, before, lp_new_T, advantages_T, entropy_T, version, algorithm)
+            tokens = _tokens(learner, batch, before, lp_new_T, advantages_T, entropy_T, request)
             losses = policy_loss(tokens, algorithm, part.counts, part.known.statistics)
             learner.backward((weight if is_ours else 0.0) * losses.loss)
             if is_ours:
@@ -163,7 +147,7 @@ class Optimisation:
                         tokens, losses, lp_begin_T=lp_begin_T, entropy_T=entropy_T, versions_T=versions_T
                     )
                 )
-            beat()
+            request.beat()
         return seen
 
 
@@ -194,16 +178,14 @@ class _Part:
 
 def _criticised(
     learner: Learner,
-    share: Sequence[tuple[MicroBatch, bool]],
-    looks: Sequence[Look],
-    known: Survey,
+    part: _Part,
     tokens_in_step: int,
     value_clip: float | None,
     beat: Callable[[], None],
 ) -> dict[str, float]:
     """The critic's step, once the policy has made its own."""
     seen = []
-    for (batch, is_ours), before, returns_T in zip(share, looks, known.returns, strict=True):
+    for (batch, is_ours), before, returns_T in zip(part.share, part.looks, part.known.returns, strict=True):
         assert before.values_T is not None  # noqa: S101 - `needs_critic`
         values_T = learner.critic.values(batch)
         found = value_loss(
@@ -235,14 +217,13 @@ def _tokens(
     lp_new_T: Tensor,
     advantages_T: Tensor,
     entropy_T: Tensor,
-    version: int,
-    algorithm: AlgorithmSettings,
+    request: StepRequest,
 ) -> Tokens:
     lp_roll_T = learner.tensor(batch.logprobs_T)
     lp_prox_T = before.lp_prox_T
-    if algorithm.prox == "loglinear":
+    if request.algorithm.prox == "loglinear":
         versions_T = learner.tensor(batch.versions_T)
-        lp_prox_T = loglinear(lp_new_T, lp_roll_T, versions_T, version=version + 1)
+        lp_prox_T = loglinear(lp_new_T, lp_roll_T, versions_T, version=request.version + 1)
     return Tokens(
         lp_new_T=lp_new_T,
         lp_prox_T=lp_new_T.detach() if lp_prox_T is None else lp_prox_T,
@@ -251,7 +232,7 @@ def _tokens(
         rows_T=learner.tensor(batch.rows_T),
         lp_ref_T=before.lp_ref_T,
         lp_teacher_T=None if batch.teacher_T is None else learner.tensor(batch.teacher_T),
-        entropy_T=entropy_T if algorithm.entropy_bonus else None,
+        entropy_T=entropy_T if request.algorithm.entropy_bonus else None,
         fresh_T=before.fresh_T,
     )
 

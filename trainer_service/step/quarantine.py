@@ -16,8 +16,9 @@ from trainer_service.algorithms.policy_loss import policy_loss
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.step import step_statistics
 from trainer_service.algorithms.tokens import Tokens
-from trainer_service.rows.rows import MicroBatch, Row, micro_batches
+from trainer_service.rows.rows import MicroBatch, micro_batches
 from trainer_service.step.optimizer_step import counts_of
+from trainer_service.step.step_request import StepRequest
 
 Blamed = TypeVar("Blamed")
 
@@ -41,17 +42,12 @@ def culprits(groups: Sequence[Blamed], sound: Callable[[Sequence[Blamed]], bool]
     return culprits(groups[:middle], sound) + culprits(groups[middle:], sound) or list(groups)
 
 
-def has_finite_gradient(
-    prober: Prober,
-    rows: Sequence[Row],
-    algorithm: AlgorithmSettings,
-    beat: Callable[[], None] = lambda: None,
-) -> bool:
-    """Whether the loss of a step of these rows has a gradient that is finite: the same on every rank."""
-    norm, counts = 0.0, counts_of(rows)
-    for batch in micro_batches(rows, algorithm.max_tokens):
+def has_finite_gradient(prober: Prober, request: StepRequest) -> bool:
+    """Whether the loss of this step has a gradient that is finite: the same on every rank."""
+    norm, counts, algorithm = 0.0, counts_of(request.rows), request.algorithm
+    for batch in micro_batches(request.rows, algorithm.max_tokens):
         norm += prober.gradient_norm(batch, _loss(prober, batch, counts, algorithm))
-        beat()
+        request.beat()
         if not math.isfinite(norm):
             return False
     return True

@@ -8,20 +8,18 @@ end, the launcher ends what is left, and the restart goes back to the checkpoint
 """
 
 import os
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.model.layout import Layout
 from trainer_service.model.policy import Policy
 from trainer_service.model.universal import converted
-from trainer_service.rows.rows import Row
 from trainer_service.step.optimizer_step import Optimisation
 from trainer_service.step.quarantine import has_finite_gradient
+from trainer_service.step.step_request import StepRequest
 from trainer_service.storage.disk import Parted
 
 LONGEST_SILENCE = timedelta(days=365)
@@ -31,17 +29,13 @@ LONGEST_SILENCE = timedelta(days=365)
 class Train(NamedTuple):
     """One optimizer step, with what was accumulated for it."""
 
-    rows: Sequence[Row]
-    version: int
-    algorithm: AlgorithmSettings
+    request: StepRequest
 
 
 class Accumulate(NamedTuple):
     """Learn from groups of the next step."""
 
-    rows: Sequence[Row]
-    version: int
-    algorithm: AlgorithmSettings
+    request: StepRequest
 
 
 class Forget(NamedTuple):
@@ -74,8 +68,7 @@ class Inspect(NamedTuple):
 class Probe(NamedTuple):
     """Say whether the gradient of these rows would be finite."""
 
-    rows: Sequence[Row]
-    algorithm: AlgorithmSettings
+    request: StepRequest
 
 
 Order = Train | Accumulate | Forget | Save | Load | Export | Inspect | Probe | None
@@ -97,27 +90,15 @@ class Leader:
         self._channel = _Channel(policy.ranks)
         self.vocab_size, self.ranks = policy.vocab_size, policy.ranks
 
-    def optimise(
-        self,
-        rows: Sequence[Row],
-        version: int,
-        algorithm: AlgorithmSettings,
-        beat: Callable[[], None] = lambda: None,
-    ) -> dict[str, float]:
+    def optimise(self, request: StepRequest) -> dict[str, float]:
         """One optimizer step on all ranks, of these rows and those accumulated. Returns its metrics."""
-        self._channel.send(Train(rows, version, algorithm))
-        return self._steps.step(rows, version, algorithm, beat)
+        self._channel.send(Train(request.for_other_ranks()))
+        return self._steps.step(request)
 
-    def accumulate(
-        self,
-        rows: Sequence[Row],
-        version: int,
-        algorithm: AlgorithmSettings,
-        beat: Callable[[], None] = lambda: None,
-    ) -> None:
+    def accumulate(self, request: StepRequest) -> None:
         """Learn on all ranks from some groups of the step that `optimise` will make with the others."""
-        self._channel.send(Accumulate(rows, version, algorithm))
-        self._steps.accumulate(rows, version, algorithm, beat)
+        self._channel.send(Accumulate(request.for_other_ranks()))
+        self._steps.accumulate(request)
 
     def forget(self) -> None:
         """Drop what was accumulated."""
@@ -162,12 +143,10 @@ class Leader:
         self._channel.send(Export())
         self._policy.export(path)
 
-    def sound(
-        self, rows: Sequence[Row], algorithm: AlgorithmSettings, beat: Callable[[], None] = lambda: None
-    ) -> bool:
-        """Whether the loss of a step of these rows has a gradient that is finite. Nothing is changed."""
-        self._channel.send(Probe(rows, algorithm))
-        return has_finite_gradient(self._policy, rows, algorithm, beat)
+    def sound(self, request: StepRequest) -> bool:
+        """Whether the loss of this step has a gradient that is finite. Nothing is changed."""
+        self._channel.send(Probe(request.for_other_ranks()))
+        return has_finite_gradient(self._policy, request)
 
     def finite(self) -> bool:
         """Whether every weight of every rank is a number."""
@@ -185,10 +164,10 @@ def follow(policy: Policy) -> None:
     channel, steps = _Channel(policy.ranks), Optimisation(policy, policy.value_clip)
     while (order := channel.receive()) is not None:
         match order:
-            case Train(rows, version, algorithm):
-                steps.step(rows, version, algorithm)
-            case Accumulate(rows, version, algorithm):
-                steps.accumulate(rows, version, algorithm)
+            case Train(request):
+                steps.step(request)
+            case Accumulate(request):
+                steps.accumulate(request)
             case Forget():
                 steps.forget()
             case Save(directory, tag):
@@ -199,8 +178,8 @@ def follow(policy: Policy) -> None:
                 policy.export(None)
             case Inspect():
                 policy.finite()
-            case Probe(rows, algorithm):
-                has_finite_gradient(policy, rows, algorithm)
+            case Probe(request):
+                has_finite_gradient(policy, request)
     channel.close()
 
 

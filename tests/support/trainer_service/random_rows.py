@@ -12,6 +12,7 @@ from trainer_service.model.policy import Policy
 from trainer_service.rows.rows import Row
 from trainer_service.settings import TrainerSettings
 from trainer_service.step.ranks import Leader
+from trainer_service.step.step_request import StepRequest
 
 VOCABULARY = 64
 POISON = 1e-42
@@ -51,7 +52,9 @@ class Pupil:
         self.leader = Leader(self.policy)
 
     def learn(self, seed: int, count: int = 6, **fields: Any) -> dict[str, float]:
-        return self.leader.optimise(random_rows(seed, count, **fields), 0, self.settings.algorithm)
+        return self.leader.optimise(
+            StepRequest(random_rows(seed, count, **fields), 0, self.settings.algorithm)
+        )
 
     def exported(self) -> dict[str, torch.Tensor]:
         path = self.root / "exported.safetensors"

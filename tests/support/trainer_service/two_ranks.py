@@ -12,6 +12,7 @@ from pathlib import Path
 
 from trainer_service.model.policy import Policy
 from trainer_service.step.ranks import Leader, follow, own_rank
+from trainer_service.step.step_request import StepRequest
 from trainer_service.storage.checkpoint import Checkpoints, State
 
 
@@ -28,12 +29,12 @@ def main(folder: Path) -> None:
     for step, rows in enumerate(steps[done:], done + 1):
         half = len(rows) // 2 if in_parts else 0
         if half:
-            leader.accumulate(rows, 0, settings.algorithm)
+            leader.accumulate(StepRequest(rows, 0, settings.algorithm))
             leader.forget()
-            leader.accumulate(rows[:half], 0, settings.algorithm)
-        told.append(leader.optimise(rows[half:], 0, settings.algorithm))
+            leader.accumulate(StepRequest(rows[:half], 0, settings.algorithm))
+        told.append(leader.optimise(StepRequest(rows[half:], 0, settings.algorithm)))
         checkpoints.save(leader, State(step=step), [])
-    sound = [leader.sound(rows, settings.algorithm) for rows in probes]
+    sound = [leader.sound(StepRequest(rows, 0, settings.algorithm)) for rows in probes]
     finite = leader.finite()
     leader.export(folder / "weights.safetensors")
     (folder / "idle").touch()

@@ -29,6 +29,7 @@ from trainer_service.groups.comparison import scored
 from trainer_service.groups.settlement import Judged, Settlement, judge, settle
 from trainer_service.rows.rows import MicroBatch, Row, micro_batches
 from trainer_service.step.optimizer_step import Optimisation, counts_of
+from trainer_service.step.step_request import StepRequest
 
 DOCUMENT = Path(__file__).parents[3] / "docs/training.md"
 VOCABULARY = 32
@@ -205,7 +206,7 @@ class Example:
     def step(self) -> tuple[dict[str, float], Listed]:
         """The whole step, both epochs, as `Optimisation` makes it."""
         model = Listed(self.listed("begin"), self.listed("now"))
-        return Optimisation(model).step(self.rows, VERSION, self.algorithm), model
+        return Optimisation(model).step(StepRequest(self.rows, VERSION, self.algorithm)), model
 
     def batches(self) -> list[MicroBatch]:
         return list(micro_batches(self.rows, self.algorithm.max_tokens))

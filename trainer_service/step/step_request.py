@@ -1,0 +1,29 @@
+"""What is asked of a policy for one optimizer step, or for a part of one."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from trainer_service.algorithms.settings import AlgorithmSettings
+from trainer_service.rows.rows import Row
+
+
+def _no_beat() -> None: ...
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """The rows to train, and how."""
+
+    rows: Sequence[Row]
+    version: int
+    """The version of the weights before the step. Every part of one step has the same."""
+    algorithm: AlgorithmSettings
+    beat: Callable[[], None] = _no_beat
+    """Called between micro-batches, so that a long step still reports that the trainer is alive."""
+
+    def with_rows(self, rows: Sequence[Row]) -> "StepRequest":
+        return replace(self, rows=rows)
+
+    def for_other_ranks(self) -> "StepRequest":
+        """The same request as it is sent to another process: only rank 0 reports progress."""
+        return replace(self, beat=_no_beat)

@@ -3,18 +3,19 @@
 PYTHON ?= python3
 SEED ?= 0
 KILLS ?= 20
-# Where pip may find the CPU build of torch, a tenth of the size of the one with CUDA:
-#   make install TORCH_INDEX=https://download.pytorch.org/whl/cpu
-TORCH_INDEX ?=
+GPU := $(shell command -v nvidia-smi 2>/dev/null)
+# Which build of torch: "cuda" with a GPU, else "cpu", a tenth of the size.
+TORCH ?= $(if $(GPU),cuda,cpu)
+# Where the CPU build comes from, if it is not where pip looks anyway; empty asks nobody else.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := .venv/bin
-PIP := -m pip --disable-pip-version-check install -q
-EXTRAS := gateway,rollout,trainer,cli,dev
+LOCKS := deploy/requirements
+# Exactly what a lock says: its files, by their hashes, and nothing that they ask for beyond it.
+PIP := -m pip --disable-pip-version-check install -q --no-deps
+LOCKED := $(PIP) --no-build-isolation --require-hashes
+FROM_INDEX := $(if $(filter cpu,$(TORCH)),$(addprefix --extra-index-url ,$(TORCH_INDEX)))
 CLIENTS := $(patsubst tests/clients/%/requirements.txt,%,$(wildcard tests/clients/*/requirements.txt))
-GPU := $(shell command -v nvidia-smi 2>/dev/null)
-ifneq ($(strip $(TORCH_INDEX)),)
-FROM_INDEX := --extra-index-url $(TORCH_INDEX)
-endif
 
 help:  ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -67,6 +68,14 @@ check: install  ## format, lint, types, imports, layout
 map:  ## the rooms of the system and the files in them, each with the sentence that says what it is for
 	@$(PYTHON) docs/map.py
 
+lock: .venv/installed  ## renew the locks of all environments (UPGRADE=--upgrade takes newer versions)
+	@$(LOCKS)/lock $(UPGRADE)
+
+licences: install  ## the licence of everything that is installed, the engine's environment included
+	@for environment in .venv .venv-engine; do \
+		echo "$$environment"; $(BIN)/pip-licenses --python=$$environment/bin/python --order=license; \
+	done
+
 up: install  ## start everything in the background; WEIR_MODEL_PATH names the model
 	@$(BIN)/weir up
 
@@ -80,27 +89,28 @@ clean:  ## remove the environments, caches and runs; stop them first
 	rm -rf .venv .venv-engine run build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # A stamp is newer than what it was made of, so a second run does nothing and a changed pin installs again.
-.venv/installed: pyproject.toml
+.venv/installed: pyproject.toml $(LOCKS)/build.txt $(LOCKS)/services.txt $(LOCKS)/torch-$(TORCH).txt
 	@$(call new_environment,.venv)
 	@echo "installing Weir into .venv (minutes, once)"
-	@$(BIN)/python $(PIP) $(FROM_INDEX) -e '.[$(EXTRAS)]'
+	@$(BIN)/python $(LOCKED) -r $(LOCKS)/build.txt
+	@$(BIN)/python $(LOCKED) -r $(LOCKS)/services.txt
+	@$(BIN)/python $(LOCKED) $(FROM_INDEX) -r $(LOCKS)/torch-$(TORCH).txt
+	@$(BIN)/python $(PIP) --no-build-isolation -e .
 	@touch $@
 
-.venv-engine/installed: $(wildcard deploy/engine/requirements-*.txt)
+.venv-engine/installed: $(LOCKS)/engine-$(TORCH).txt $(LOCKS)/torch-cpu.txt
 	@$(call new_environment,.venv-engine)
 	@echo "installing SGLang into .venv-engine (minutes, once)"
-ifneq ($(GPU),)
-	@.venv-engine/bin/python $(PIP) -r deploy/engine/requirements-cuda.txt
-else
-	@.venv-engine/bin/python $(PIP) $(FROM_INDEX) -r deploy/engine/requirements-cpu.txt
-	@.venv-engine/bin/python $(PIP) --no-deps -r deploy/engine/requirements-cpu-nodeps.txt
+ifeq ($(TORCH),cpu)
+	@.venv-engine/bin/python $(LOCKED) $(FROM_INDEX) -r $(LOCKS)/torch-cpu.txt
 endif
+	@.venv-engine/bin/python $(LOCKED) -r $(LOCKS)/engine-$(TORCH).txt
 	@touch $@
 
 run/clients/%/installed: tests/clients/%/requirements.txt
 	@$(call new_environment,run/clients/$*)
 	@echo "installing the client $* into run/clients/$*"
-	@run/clients/$*/bin/python $(PIP) -r $<
+	@run/clients/$*/bin/python $(LOCKED) -r $<
 	@touch $@
 
 run/clients/openai_npm/installed: $(wildcard tests/clients/openai_npm/package*.json)
@@ -110,10 +120,11 @@ run/clients/openai_npm/installed: $(wildcard tests/clients/openai_npm/package*.j
 	@cd $(@D) && npm ci --silent --no-audit --no-fund
 	@touch $@
 
-run/bench/trl/installed: bench/trl/requirements.txt
+run/bench/trl/installed: bench/trl/requirements.txt $(LOCKS)/torch-$(TORCH).txt
 	@$(call new_environment,$(@D))
 	@echo "installing TRL into $(@D)"
-	@$(@D)/bin/python $(PIP) $(FROM_INDEX) -r $<
+	@$(@D)/bin/python $(LOCKED) $(FROM_INDEX) -r $(LOCKS)/torch-$(TORCH).txt
+	@$(@D)/bin/python $(LOCKED) -r $<
 	@touch $@
 
 run/models/clients/config.json: tests/support/clients/school.py $(wildcard deploy/weir/demo/*.py) | .venv/installed
@@ -128,4 +139,4 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 $(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help install map demo bench bench-trainer bench-learning bench-asynchrony test test-fast test-clients test-presets crash check up status down clean
+.PHONY: help install map lock licences demo bench bench-trainer bench-learning bench-asynchrony test test-fast test-clients test-presets crash check up status down clean

@@ -1,12 +1,20 @@
 # The gateway: the base dependencies and the extra "gateway". No torch, no transformers.
+FROM python:3.11-slim-bookworm AS wheel
+ENV PIP_NO_CACHE_DIR=1
+WORKDIR /src
+COPY deploy/requirements deploy/requirements
+RUN pip install --no-deps --require-hashes -r deploy/requirements/build.txt
+COPY . .
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /dist .
+
 FROM python:3.11-slim-bookworm AS build
 ENV PIP_NO_CACHE_DIR=1
 WORKDIR /src
 RUN python -m venv /venv
-COPY pyproject.toml deploy/docker/requirements.py ./
-RUN python requirements.py gateway > requirements.txt && /venv/bin/pip install -r requirements.txt
-COPY . .
-RUN /venv/bin/pip install --no-deps .
+COPY deploy/requirements deploy/requirements
+RUN /venv/bin/pip install --no-deps --require-hashes -r deploy/requirements/gateway.txt
+COPY --from=wheel /dist /dist
+RUN /venv/bin/pip install --no-deps /dist/*.whl
 
 FROM python:3.11-slim-bookworm
 RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin weir

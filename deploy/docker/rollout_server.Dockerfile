@@ -1,27 +1,30 @@
 # The rollout server, and SGLang in an environment of its own (its pins differ from ours).
+FROM python:3.11-slim-bookworm AS wheel
+ENV PIP_NO_CACHE_DIR=1
+WORKDIR /src
+COPY deploy/requirements deploy/requirements
+RUN pip install --no-deps --require-hashes -r deploy/requirements/build.txt
+COPY . .
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /dist .
+
 FROM python:3.11-slim-bookworm AS build
 ENV PIP_NO_CACHE_DIR=1
 WORKDIR /src
-# "cpu" or "cuda": which of deploy/engine/requirements-*.txt makes the engine's environment.
-ARG ENGINE=cpu
-# Empty takes torch from wherever pip is configured to look: a mirror, or the CUDA build of the public index.
+# "cpu" or "cuda": which build of torch, and which of the engine's locks.
+ARG TORCH=cpu
+# Where the CPU build of torch comes from; empty asks nobody but pip's own configuration.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-COPY deploy/engine deploy/engine
-RUN python -m venv /engine && cd deploy/engine \
-    && if [ "$ENGINE" = cuda ]; then \
-        /engine/bin/pip install -r requirements-cuda.txt; \
-    else \
-        if [ -n "$TORCH_INDEX" ]; then \
-            /engine/bin/pip install --index-url "$TORCH_INDEX" "$(grep '^torch==' requirements-cpu.txt)"; \
-        fi \
-        && /engine/bin/pip install -r requirements-cpu.txt \
-        && /engine/bin/pip install --no-deps -r requirements-cpu-nodeps.txt; \
-    fi
-RUN python -m venv /venv
-COPY pyproject.toml deploy/docker/requirements.py ./
-RUN python requirements.py rollout > requirements.txt && /venv/bin/pip install -r requirements.txt
-COPY . .
-RUN /venv/bin/pip install --no-deps .
+COPY deploy/requirements deploy/requirements
+RUN python -m venv /engine && cd deploy/requirements \
+    && if [ "$TORCH" = cpu ]; then \
+        /engine/bin/pip install --no-deps --require-hashes \
+            ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r torch-cpu.txt; \
+    fi \
+    && /engine/bin/pip install --no-deps --require-hashes -r "engine-$TORCH.txt"
+RUN python -m venv /venv \
+    && /venv/bin/pip install --no-deps --require-hashes -r deploy/requirements/rollout_server.txt
+COPY --from=wheel /dist /dist
+RUN /venv/bin/pip install --no-deps /dist/*.whl
 
 FROM python:3.11-slim-bookworm
 # A new named volume takes over the owner of the directory that it covers: these belong to the service.

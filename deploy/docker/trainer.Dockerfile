@@ -1,17 +1,30 @@
 # The trainer; and compose's one-shot and the demo's agent, which need the extras "gateway" and "cli" as well.
+FROM python:3.11-slim-bookworm AS wheel
+ENV PIP_NO_CACHE_DIR=1
+WORKDIR /src
+COPY deploy/requirements deploy/requirements
+RUN pip install --no-deps --require-hashes -r deploy/requirements/build.txt
+COPY . .
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /dist .
+
 FROM python:3.11-slim-bookworm AS build
 ENV PIP_NO_CACHE_DIR=1
 WORKDIR /src
-RUN python -m venv /venv
-COPY pyproject.toml deploy/docker/requirements.py ./
-# Empty takes torch from wherever pip is configured to look: a mirror, or the CUDA build of the public index.
+# "cpu" or "cuda": which build of torch.
+ARG TORCH=cpu
+# Where the CPU build of torch comes from; empty asks nobody but pip's own configuration.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-RUN /venv/bin/pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} \
-        "$(python requirements.py trainer --only torch)"
-RUN python requirements.py trainer gateway cli --without torch > requirements.txt \
-    && /venv/bin/pip install -r requirements.txt
-COPY . .
-RUN /venv/bin/pip install --no-deps .
+COPY deploy/requirements deploy/requirements
+# DeepSpeed is published as source: it is built with the tools of build.txt, which the image then does without.
+RUN python -m venv /venv && cd deploy/requirements \
+    && /venv/bin/pip install --no-deps --require-hashes -r build.txt \
+    && /venv/bin/pip install --no-deps --no-build-isolation --require-hashes -r trainer.txt \
+    && if [ "$TORCH" = cuda ]; then TORCH_INDEX=; fi \
+    && /venv/bin/pip install --no-deps --require-hashes \
+        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r "torch-$TORCH.txt" \
+    && /venv/bin/pip uninstall -y hatchling wheel
+COPY --from=wheel /dist /dist
+RUN /venv/bin/pip install --no-deps /dist/*.whl
 
 FROM python:3.11-slim-bookworm
 # A new named volume takes over the owner of the directory that it covers: these belong to the service.

@@ -1,0 +1,69 @@
+"""The locks hold what pyproject.toml pins, each file by its hash, and name no place to get it from."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LOCKS = ROOT / "deploy" / "requirements"
+EVERY_LOCK = [*sorted(LOCKS.glob("*.txt")), *sorted(ROOT.glob("[bt]*/**/requirements.txt"))]
+EXTRAS = {
+    "services": ["gateway", "rollout", "trainer", "cli", "dev"],
+    "gateway": ["gateway"],
+    "rollout_server": ["rollout"],
+    "trainer": ["trainer", "gateway", "cli"],
+}
+
+
+def normal(name: str) -> str:
+    """A distribution's name in its one spelling (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def locked(path: Path) -> dict[str, str]:
+    """The version of each package of a lock."""
+    found = re.findall(r"^([\w.-]+)==(\S+) \\$", path.read_text(encoding="utf-8"), re.M)
+    return {normal(name): version for name, version in found}
+
+
+def pinned(extras: list[str]) -> dict[str, str]:
+    """The version of each package that pyproject.toml asks for directly."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pins = project["dependencies"] + [
+        pin for extra in extras for pin in project["optional-dependencies"][extra]
+    ]
+    return {normal(name): version for name, _, version in (pin.partition("==") for pin in pins)}
+
+
+@pytest.mark.parametrize("path", EVERY_LOCK, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_package_of_a_lock_has_its_hashes_and_no_address(path: Path) -> None:
+    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    assert any(re.match(r"[\w.-]+==", line) for line in lines)
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        assert re.fullmatch(r"([\w.-]+==[\w.+!-]+|--hash=sha256:[0-9a-f]{64})( \\)?", line), line
+        assert line.startswith("--hash=") or following.startswith("--hash="), line
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_a_lock_holds_what_pyproject_pins(name: str) -> None:
+    versions = locked(LOCKS / f"{name}.txt")
+    wanted = pinned(EXTRAS[name])
+    if torch := wanted.pop("torch", None):
+        assert locked(LOCKS / "torch-cpu.txt") == {"torch": f"{torch}+cpu"}
+        assert locked(LOCKS / "torch-cuda.txt")["torch"] == torch
+    assert {name: versions.get(name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("name", ["gateway", "rollout_server", "trainer", "torch-cuda"])
+def test_an_image_has_the_versions_that_the_tests_ran_with(name: str) -> None:
+    tested = locked(LOCKS / "services.txt")
+    shared = locked(LOCKS / f"{name}.txt")
+    assert {package: tested[package] for package in shared.keys() & tested.keys()} == {
+        package: shared[package] for package in shared.keys() & tested.keys()
+    }
+
+
+def test_the_engine_is_the_same_with_and_without_a_gpu() -> None:
+    assert locked(LOCKS / "engine-cpu.txt")["sglang"] == locked(LOCKS / "engine-cuda.txt")["sglang"]

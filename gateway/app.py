@@ -31,7 +31,7 @@ from gateway.edge.asgi import Desk, Door
 from gateway.edge.errors import install_gateway_errors
 from gateway.edge.exchange import Exchange
 from gateway.edge.retries import Flights
-from gateway.engines.engine import EngineClient, drain
+from gateway.engines.engine import EngineClient, drain, transport_of
 from gateway.engines.failover import Sampler
 from gateway.engines.fleet import Fleet
 from gateway.engines.policies import Policies
@@ -118,7 +118,7 @@ def create_app(settings: GatewaySettings) -> ASGIApp:
 async def _open(settings: GatewaySettings, renderer: ChatRenderer, metrics: Metrics) -> Collaborators:
     redis = Redis.from_url(settings.redis_url, socket_connect_timeout=2, socket_timeout=10)
     writer = RedisWriter(redis)
-    engine = EngineClient(settings.engine_timeout_s)
+    engine = EngineClient(transport_of(settings.engine_http, settings.engine_timeout_s))
     identities = Identities(Keyring(settings.client_keys, settings.admin_keys), await _secret(redis))
     admin_key = settings.admin_keys[0] if settings.admin_keys else None
     fleet = Fleet(redis, engine, admin_key, settings.engines)

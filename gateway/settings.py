@@ -110,6 +110,9 @@ class GatewaySettings(ServiceSettings):
     retention_s: float | None = Field(7 * 86400.0, gt=0)
     """How long a session is kept once it has its verdict. In a Redis that fills up, the oldest go earlier.
     null: for ever."""
+    engine_http: Literal["httptools", "aiohttp"] = "httptools"
+    """The HTTP client that streams answers from engines: the gateway's own, or aiohttp's, which takes more
+    CPU time per token."""
     engine_timeout_s: float = 600.0
     """Longest silence of an engine in the middle of an answer."""
     engine_wait_s: float = 20.0

@@ -5,8 +5,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from gateway.engines.engine import Piece, drain
+from gateway.engines.engine import drain
 from gateway.engines.failover import Hear
+from gateway.engines.stream import Piece
 from gateway.generations.generation import Generation
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from gateway.edge.errors import ANSWERABLE, api_error
 from gateway.edge.reply import Reply
 from gateway.edge.request import Arrival
 from gateway.edge.retries import Flight, attempt_of, request_digest
-from gateway.engines.engine import Piece
+from gateway.engines.stream import Piece
 from gateway.generations.generation import Generation, tokens_of
 from gateway.language.deltas import AnswerStream, PlainStream
 from gateway.rest.models import pinned_version

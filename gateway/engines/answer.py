@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from gateway.engines.engine import EngineRequest, Piece
+from gateway.engines.engine import EngineRequest
+from gateway.engines.stream import Piece
 from gateway.errors import EngineFault
 from rollout_queue.contract.records import Span
 

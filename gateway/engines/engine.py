@@ -4,23 +4,36 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import msgspec
 
-from gateway.engines.http import ConnectFailed, ConnectionLost, EngineHttp, Line, Silence
-from gateway.engines.stream import EventStream, Piece, refusal, version_number
+from gateway.engines.aiohttp_transport import AiohttpTransport
+from gateway.engines.httptools_transport import HttptoolsTransport
+from gateway.engines.stream import EventStream, Piece, refusal
+from gateway.engines.transport import (
+    ConnectFailed,
+    ConnectionLost,
+    EngineResponse,
+    EngineTransport,
+    ReadTimedOut,
+)
 from gateway.errors import EngineFault
-
-__all__ = ["EngineClient", "EngineRequest", "Piece", "drain", "version_number"]
 
 logger = logging.getLogger(__name__)
 
-CONNECT_S = 5.0
 ABORT_S = 5.0
 CANCEL_AGAIN_S = 2.0
 ERROR_LIMIT_BYTES = 64 * 2**10
+
+
+EngineHttpName = Literal["httptools", "aiohttp"]
+
+
+def transport_of(name: EngineHttpName, read_timeout_s: float) -> EngineTransport:
+    """The HTTP client that the setting `engine_http` names."""
+    return AiohttpTransport(read_timeout_s) if name == "aiohttp" else HttptoolsTransport(read_timeout_s)
 
 
 class EngineRequest(msgspec.Struct, frozen=True):
@@ -40,14 +53,14 @@ _encode = msgspec.json.Encoder().encode
 
 
 class EngineClient:
-    """Speaks to every engine of the fleet: generations on the quick line, all else on a general one."""
+    """Speaks to every server of the fleet: generations over the transport, all other paths over aiohttp."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._http = EngineHttp(CONNECT_S, timeout_s)
+    def __init__(self, transport: EngineTransport) -> None:
+        self._transport = transport
         self._control = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3))
 
     async def close(self) -> None:
-        self._http.close()
+        await self._transport.close()
         await self._control.close()
 
     async def generate(self, engine_url: str, request: EngineRequest) -> "Answering":
@@ -66,19 +79,19 @@ class EngineClient:
             }
         )
         try:
-            line = await self._http.post(engine_url, "/generate", body)
+            response = await self._transport.post(engine_url, "/generate", body)
         except ConnectFailed as error:
             raise EngineFault("refused", f"the engine is not there: {error}") from error
         except ConnectionLost as error:
             raise EngineFault("lost", f"the engine hung up: {error}") from error
-        except Silence as error:
+        except ReadTimedOut as error:
             raise EngineFault("stalled", f"the engine did not answer in time: {error}") from error
-        if line.status != 200:
+        if response.status != 200:
             try:
-                raise refusal(line.status, await _error_body(line))
+                raise refusal(response.status, await _error_body(response))
             finally:
-                line.release()
-        return Answering(line, EventStream(request.server))
+                response.release()
+        return Answering(response, EventStream(request.server))
 
     async def abort(self, engine_url: str, rid: str) -> None:
         """Ask the engine to stop a generation. Best effort: it also notices the closed connection."""
@@ -109,8 +122,8 @@ class EngineClient:
 class Answering:
     """One answer on its way from an engine."""
 
-    def __init__(self, line: Line, stream: EventStream) -> None:
-        self._line = line
+    def __init__(self, response: EngineResponse, stream: EventStream) -> None:
+        self._response = response
         self._stream = stream
 
     async def read(self) -> list[Piece]:
@@ -119,10 +132,10 @@ class Answering:
         Raises RequestRefused where the engine finds the request at fault, EngineFault where it breaks off.
         """
         try:
-            data = await self._line.read()
+            data = await self._response.read()
         except ConnectionLost as error:
             raise EngineFault("broken", f"the engine hung up: {error}") from error
-        except Silence as error:
+        except ReadTimedOut as error:
             raise EngineFault("stalled", f"the engine fell silent: {error}") from error
         if not data:
             raise EngineFault("broken", "the engine ended its answer without saying why")
@@ -131,16 +144,16 @@ class Answering:
     def close(self) -> None:
         """The connection serves the next answer, where this one is over."""
         if self._stream.finished:
-            self._line.leave()  # [DONE] is still to come
+            self._response.leave()  # [DONE] is still to come
         else:
-            self._line.release()
+            self._response.release()
 
 
-async def _error_body(line: Line) -> bytes:
+async def _error_body(response: EngineResponse) -> bytes:
     """As much of an error's text as is of use; a connection that ends early has said enough."""
     body = b""
-    with suppress(ConnectionLost, Silence):
-        while len(body) < ERROR_LIMIT_BYTES and (data := await line.read()):
+    with suppress(ConnectionLost, ReadTimedOut):
+        while len(body) < ERROR_LIMIT_BYTES and (data := await response.read()):
             body += data
     return body
 

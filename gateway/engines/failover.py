@@ -13,8 +13,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from gateway.engines.answer import PartialAnswer, SampleRequest
-from gateway.engines.engine import EngineClient, Piece
+from gateway.engines.engine import EngineClient
 from gateway.engines.fleet import Fleet, RolloutServer
+from gateway.engines.stream import Piece
 from gateway.errors import EngineFault, RequestRefused
 from gateway.metrics import Metrics
 

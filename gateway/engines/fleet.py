@@ -17,8 +17,9 @@ import msgspec
 from redis.asyncio import Redis
 
 from gateway.engines.breaker import Breaker
-from gateway.engines.engine import EngineClient, drain, version_number
+from gateway.engines.engine import EngineClient, drain
 from gateway.engines.placement import place_call
+from gateway.engines.stream import version_number
 from gateway.errors import NoServer, StateConflict
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.redis import keys

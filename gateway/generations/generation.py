@@ -8,7 +8,7 @@ import msgspec
 
 from gateway.conversations.conversation import Prompt
 from gateway.edge.retries import Flight
-from gateway.engines.engine import Piece
+from gateway.engines.stream import Piece
 from gateway.language.render import Message, Tool
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id

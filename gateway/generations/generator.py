@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from gateway.conversations.conversation import Prompt, place
 from gateway.conversations.raw import place_raw
 from gateway.edge.retries import Flight
-from gateway.engines.engine import Piece
 from gateway.engines.failover import Hear, Sampler, SampleRequest
+from gateway.engines.stream import Piece
 from gateway.errors import GatewayError, InvalidRequest
 from gateway.generations.generation import Call, Generation
 from gateway.generations.recorder import Recorder

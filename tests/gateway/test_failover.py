@@ -14,9 +14,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from tokenizers import Tokenizer
 
 from gateway.edge.errors import api_error
-from gateway.engines.engine import EngineClient, Piece
+from gateway.engines.engine import EngineClient, EngineHttpName, transport_of
 from gateway.engines.failover import Sampler, SampleRequest
 from gateway.engines.fleet import Fleet, RolloutServer
+from gateway.engines.stream import Piece
 from gateway.errors import GatewayError
 from gateway.metrics import Metrics
 from rollout_queue.contract.records import Span
@@ -102,9 +103,11 @@ class Scene:
         return self.metrics.registry.get_sample_value("weir_engine_faults_total", labels) or 0.0
 
 
-@pytest.fixture
-async def scene(actors: list[Actor], tokenizer: Tokenizer, redis_url: str) -> AsyncIterator[Scene]:
-    async with staged(actors, tokenizer, redis_url) as scene:
+@pytest.fixture(params=["httptools", "aiohttp"])
+async def scene(
+    request: pytest.FixtureRequest, actors: list[Actor], tokenizer: Tokenizer, redis_url: str
+) -> AsyncIterator[Scene]:
+    async with staged(actors, tokenizer, redis_url, http=request.param) as scene:
         yield scene
 
 
@@ -112,12 +115,17 @@ class staged:  # noqa: N801 - reads as a function
     """A scene with other patience than the usual."""
 
     def __init__(
-        self, actors: list[Actor], tokenizer: Tokenizer, redis_url: str, silence_s: float = 5.0
+        self,
+        actors: list[Actor],
+        tokenizer: Tokenizer,
+        redis_url: str,
+        silence_s: float = 5.0,
+        http: EngineHttpName = "httptools",
     ) -> None:
         for actor in actors:
             actor.part = FakeEngine(tokenizer, mind=list(ANSWER))
         self.redis = Redis.from_url(redis_url)
-        self.engine = EngineClient(silence_s)
+        self.engine = EngineClient(transport_of(http, silence_s))
         fleet = Fleet(self.redis, self.engine, None, [actor.url for actor in actors])
         metrics = Metrics()
         self.sampler = Sampler(

@@ -13,6 +13,7 @@ from gateway.engines import breaker as breakers
 from gateway.engines.breaker import Breaker
 from gateway.engines.engine import EngineClient
 from gateway.engines.fleet import Fleet, Registration, RolloutServer
+from gateway.engines.httptools_transport import HttptoolsTransport
 from gateway.engines.placement import place_call
 from gateway.errors import NoServer
 
@@ -91,7 +92,7 @@ def test_a_breaker_opens_after_failures_in_a_row_and_for_longer_each_time(
 
 @pytest.fixture
 async def fleet(redis_url: str) -> AsyncIterator[Fleet]:
-    redis, engine = Redis.from_url(redis_url), EngineClient(5.0)
+    redis, engine = Redis.from_url(redis_url), EngineClient(HttptoolsTransport(5.0))
     fleet = Fleet(redis, engine, None)
     for name in ("r0", "r1"):
         add(fleet, name)

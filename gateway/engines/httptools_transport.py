@@ -1,7 +1,7 @@
-"""HTTP/1.1 to the engines, as thin as it gets: a POST whose answer is handed on as it arrives.
+"""Streams the engines' answers over the gateway's own HTTP/1.1 client: POST, keep-alive and streamed bodies.
 
-A general client costs more per call than all else that the gateway does for it. This one knows POST,
-keep-alive and streamed bodies; parsing is httptools', as in the server.
+A general client takes more CPU time per call than the rest of the gateway's work for it. The parser is
+httptools, as in the server.
 """
 
 import asyncio
@@ -14,97 +14,102 @@ from urllib.parse import urlsplit
 
 import httptools
 
-IDLE_LIMIT_S = 3.0
-"""SGLang closes idle connections after 5 s; ours go first, so that no request meets a closed one."""
-LAST_BYTES_S = 2.0
-"""How long the end of an answer may take that nobody reads any more."""
+from gateway.engines.transport import (
+    CONNECT_TIMEOUT_S,
+    IDLE_LIMIT_S,
+    LAST_BYTES_S,
+    ConnectFailed,
+    ConnectionLost,
+    ReadTimedOut,
+)
+
 HIGH_WATER_BYTES = 2**20
-"""A reader that is behind by this much makes the engine's socket wait."""
+"""From this many unread bytes on, the connection stops reading from its socket, and the engine waits."""
 
 
-class ConnectFailed(Exception):
-    """Nobody listens there."""
+class HttptoolsTransport:
+    """A pool of connections, by address. `read_timeout_s` is the longest wait for a next byte."""
 
+    def __init__(
+        self,
+        read_timeout_s: float,
+        *,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        idle_limit_s: float = IDLE_LIMIT_S,
+        last_bytes_s: float = LAST_BYTES_S,
+    ) -> None:
+        self._read_timeout_s = read_timeout_s
+        self._connect_timeout_s = connect_timeout_s
+        self._idle_limit_s = idle_limit_s
+        self._last_bytes_s = last_bytes_s
+        self._idle: dict[str, deque[EngineConnection]] = defaultdict(deque)
 
-class ConnectionLost(Exception):
-    """The connection ended before the answer did."""
-
-
-class Silence(Exception):
-    """Nothing arrived for too long."""
-
-
-class EngineHttp:
-    """A pool of connections, by address. `silence_s`: the longest wait for a next byte."""
-
-    def __init__(self, connect_s: float, silence_s: float) -> None:
-        self._connect_s = connect_s
-        self._silence_s = silence_s
-        self._idle: dict[str, deque[Line]] = defaultdict(deque)
-
-    async def post(self, url: str, path: str, body: bytes) -> "Line":
-        """Send a JSON body; gives the line once the answer's status is there.
-
-        Whoever called gives it back with `release`. Raises ConnectFailed, ConnectionLost or Silence.
-        """
-        line = self._pooled(url) or await self._connect(url)
+    async def post(self, url: str, path: str, body: bytes) -> "EngineConnection":
+        """As `EngineTransport.post`."""
+        connection = self._pooled(url) or await self._connect(url)
         try:
-            await line.send(_head(url, path, len(body)), body, self._silence_s)
+            await connection.send(_head(url, path, len(body)), body)
         except BaseException:
-            line.drop()
+            connection.drop()
             raise
-        return line
+        return connection
 
-    def close(self) -> None:
-        for waiting in self._idle.values():
-            for line in waiting:
-                line.drop()
+    async def close(self) -> None:
+        for idle in self._idle.values():
+            for connection in idle:
+                connection.drop()
         self._idle.clear()
 
-    def _pooled(self, url: str) -> "Line | None":
-        waiting = self._idle[url]
-        oldest = asyncio.get_running_loop().time() - IDLE_LIMIT_S
-        while waiting and waiting[0].idle_since < oldest:
-            waiting.popleft().drop()
-        while waiting:
-            if (line := waiting.pop()).usable:
-                return line
+    def _pooled(self, url: str) -> "EngineConnection | None":
+        idle = self._idle[url]
+        oldest = asyncio.get_running_loop().time() - self._idle_limit_s
+        while idle and idle[0].idle_since < oldest:
+            idle.popleft().drop()
+        while idle:
+            if (connection := idle.pop()).usable:
+                return connection
         return None
 
-    async def _connect(self, url: str) -> "Line":
+    async def _connect(self, url: str) -> "EngineConnection":
         address, loop = urlsplit(url), asyncio.get_running_loop()
         secure = address.scheme == "https"
         try:
-            async with asyncio.timeout(self._connect_s):
-                _, line = await loop.create_connection(
-                    lambda: Line(self._idle[url].append),
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await loop.create_connection(
+                    lambda: EngineConnection(
+                        self._idle[url].append, self._read_timeout_s, self._last_bytes_s
+                    ),
                     address.hostname or "",
                     address.port or (443 if secure else 80),
                     ssl=_tls() if secure else None,
                 )
         except (OSError, TimeoutError) as error:
             raise ConnectFailed(f"{type(error).__name__}: {error}") from error
-        return line
+        return connection
 
 
-class Line(asyncio.Protocol):
-    """One connection, and the request that it is busy with."""
+class EngineConnection(asyncio.Protocol):
+    """One connection, and the response that arrives over it."""
 
-    def __init__(self, keep: "Callable[[Line], None]") -> None:
+    def __init__(
+        self, keep: "Callable[[EngineConnection], None]", read_timeout_s: float, last_bytes_s: float
+    ) -> None:
         self._keep = keep
+        self._read_timeout_s = read_timeout_s
+        self._last_bytes_s = last_bytes_s
         self._loop = asyncio.get_running_loop()
         self._parts: list[bytes] = []
         # The parser looks its callbacks up once: bodies go into the list without any Python in between.
         self.on_body = self._parts.append
         self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[None] | None = None
-        self._watch: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
         self._unread = 0
         self._paused = False
         self._lost = self._left = False
         self._failure: Exception | None = None
-        self._heard = self._silence_s = 0.0
+        self._received_at = 0.0
         self._complete = self._reusable = True
         self.status = 0
         self.idle_since = 0.0
@@ -113,24 +118,22 @@ class Line(asyncio.Protocol):
     def usable(self) -> bool:
         return not self._lost and self._failure is None and self._complete
 
-    async def send(self, head: bytes, body: bytes, silence_s: float) -> None:
-        """Raises ConnectionLost or Silence, when no status arrives."""
+    async def send(self, head: bytes, body: bytes) -> None:
+        """Send a request and wait for the answer's status. Raises ConnectionLost or ReadTimedOut."""
         if self._transport is None or self._lost:
             raise ConnectionLost("closed")
-        self.status, self._complete, self._heard = 0, False, self._loop.time()
-        self._silence_s = silence_s
-        if self._watch is None:
-            self._watch = self._loop.call_later(min(silence_s, LAST_BYTES_S), self._listen)
+        self.status, self._complete, self._received_at = 0, False, self._loop.time()
+        if self._timer is None:
+            self._timer = self._loop.call_later(
+                min(self._read_timeout_s, self._last_bytes_s), self._check_timeout
+            )
         self._transport.write(head + body)
         while not self.status:
             self._raise_failure()
             await self._more()
 
     async def read(self) -> bytes:
-        """All that arrived since the last read, waiting for something; nothing at the answer's end.
-
-        Raises ConnectionLost or Silence.
-        """
+        """As `EngineResponse.read`."""
         while not self._parts:
             if self._complete:
                 return b""
@@ -145,7 +148,7 @@ class Line(asyncio.Protocol):
         return data
 
     def release(self) -> None:
-        """Back to the pool, where the answer was read to its end; else the connection is closed."""
+        """Back to the pool if the answer was read to its end; otherwise the connection is closed."""
         if not (self.usable and self._reusable) or self._parts:
             self.drop()
             return
@@ -153,17 +156,18 @@ class Line(asyncio.Protocol):
         self._keep(self)
 
     def leave(self) -> None:
-        """All that matters was read: back to the pool as soon as the last bytes are here."""
+        """Discard what is still to come; back to the pool once it has arrived."""
         self._left = True
-        self._let_go()
+        self._discard()
 
     def drop(self) -> None:
-        self._stop_watch()
+        """Close the connection at once."""
+        self._stop_timer()
         self._lost = True
         if self._transport is not None:
             self._transport.abort()
 
-    def _let_go(self) -> None:
+    def _discard(self) -> None:
         self._parts.clear()
         self._unread = 0
         if self._complete:
@@ -181,28 +185,28 @@ class Line(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _listen(self) -> None:
-        """One timer for many answers: it asks when something was heard last, and waits on."""
+    def _check_timeout(self) -> None:
+        """One timer serves many answers: it looks when bytes arrived last, and starts again."""
         if self._complete:
-            self._watch = None
+            self._timer = None
             return
-        patience_s = LAST_BYTES_S if self._left else self._silence_s
-        left_s = self._heard + patience_s - self._loop.time()
-        # A reader that is behind has not been left alone by the engine.
+        timeout_s = self._last_bytes_s if self._left else self._read_timeout_s
+        left_s = self._received_at + timeout_s - self._loop.time()
+        # Unread bytes mean that the reader is slow, and not the engine.
         if left_s > 0 or self._parts:
-            next_s = min(max(left_s, patience_s / 10), LAST_BYTES_S)
-            self._watch = self._loop.call_later(next_s, self._listen)
+            next_s = min(max(left_s, timeout_s / 10), self._last_bytes_s)
+            self._timer = self._loop.call_later(next_s, self._check_timeout)
             return
         if self._left:
             self.drop()
             return
-        self._failure = Silence(f"nothing arrived for {self._silence_s:g} s")
+        self._failure = ReadTimedOut(f"nothing arrived for {self._read_timeout_s:g} s")
         self._wake()
 
-    def _stop_watch(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -214,17 +218,17 @@ class Line(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._complete:  # nobody asked
+        if self._complete:  # bytes that no request asked for
             self.drop()
             return
-        self._heard = self._loop.time()
+        self._received_at = self._loop.time()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._failure = ConnectionLost(f"not HTTP: {error}")
             self.drop()
         if self._left:
-            self._let_go()
+            self._discard()
             return
         self._unread += len(data)
         if (
@@ -239,7 +243,7 @@ class Line(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._lost = True
         if self._complete:
-            self._stop_watch()
+            self._stop_timer()
         elif self._failure is None:
             reason = f"{type(error).__name__}" if error else "closed"
             self._failure = ConnectionLost(reason)
@@ -249,7 +253,7 @@ class Line(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        self.status = status if status >= 200 else 0  # 1xx announces the answer, and is none
+        self.status = status if status >= 200 else 0  # the final status follows a 1xx
 
     def on_message_complete(self) -> None:
         if self.status:

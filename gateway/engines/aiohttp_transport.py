@@ -1,0 +1,106 @@
+"""Streams the engines' answers over aiohttp: the library's client behind the gateway's own protocol."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import aiohttp
+
+from gateway.engines.transport import (
+    CONNECT_TIMEOUT_S,
+    IDLE_LIMIT_S,
+    LAST_BYTES_S,
+    ConnectFailed,
+    ConnectionLost,
+    ReadTimedOut,
+)
+
+HEADERS = {
+    "content-type": "application/json",
+    "accept": "text/event-stream",
+    "accept-encoding": "identity",
+}
+
+
+class AiohttpTransport:
+    """A pool of connections. `read_timeout_s` is the longest wait for a next byte."""
+
+    def __init__(
+        self,
+        read_timeout_s: float,
+        *,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        idle_limit_s: float = IDLE_LIMIT_S,
+        last_bytes_s: float = LAST_BYTES_S,
+    ) -> None:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=idle_limit_s),
+            timeout=aiohttp.ClientTimeout(sock_connect=connect_timeout_s, sock_read=read_timeout_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers=HEADERS,
+        )
+        self._last_bytes_s = last_bytes_s
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    async def post(self, url: str, path: str, body: bytes) -> "AiohttpResponse":
+        """As `EngineTransport.post`."""
+        with _translated():
+            response = await self._session.post(url.rstrip("/") + path, data=body, allow_redirects=False)
+        return AiohttpResponse(self, response)
+
+    async def close(self) -> None:
+        for task in self._leaving:
+            task.cancel()
+        await asyncio.gather(*self._leaving, return_exceptions=True)
+        await self._session.close()
+
+    def discard(self, response: aiohttp.ClientResponse) -> None:
+        """Read an answer to its end in the background."""
+        task = asyncio.create_task(self._discard(response))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    async def _discard(self, response: aiohttp.ClientResponse) -> None:
+        try:
+            with suppress(aiohttp.ClientError, TimeoutError, OSError):
+                async with asyncio.timeout(self._last_bytes_s):
+                    while await response.content.readany():
+                        pass
+        finally:
+            response.release()
+
+
+class AiohttpResponse:
+    """One answer as it arrives."""
+
+    def __init__(self, transport: AiohttpTransport, response: aiohttp.ClientResponse) -> None:
+        self._transport = transport
+        self._response = response
+        self.status = response.status
+
+    async def read(self) -> bytes:
+        """As `EngineResponse.read`."""
+        with _translated():
+            return await self._response.content.readany()
+
+    def release(self) -> None:
+        self._response.release()
+
+    def leave(self) -> None:
+        if self._response.content.at_eof():
+            self._response.release()
+        else:
+            self._transport.discard(self._response)
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Raises aiohttp's errors as the transport's own."""
+    try:
+        yield
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        raise ConnectFailed(f"{type(error).__name__}: {error}") from error
+    except TimeoutError as error:
+        raise ReadTimedOut(str(error) or type(error).__name__) from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise ConnectionLost(f"{type(error).__name__}: {error}") from error

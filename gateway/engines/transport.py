@@ -1,0 +1,64 @@
+"""What the gateway needs of an HTTP client to stream answers from engines: two protocols and three errors.
+
+EngineTransport ──post──▶ EngineResponse ──read, read, …──▶ b""
+├─ HttptoolsTransport    the gateway's own, the default
+└─ AiohttpTransport      the library's
+"""
+
+from typing import Protocol
+
+CONNECT_TIMEOUT_S = 5.0
+IDLE_LIMIT_S = 3.0
+"""SGLang closes idle connections after 5 s. The gateway closes them earlier, so that no request meets a
+connection that the engine is closing."""
+LAST_BYTES_S = 2.0
+"""How long the end of an answer may take that nobody reads any more."""
+
+
+class ConnectFailed(Exception):
+    """No connection could be made."""
+
+
+class ConnectionLost(Exception):
+    """The connection ended before the answer did."""
+
+
+class ReadTimedOut(Exception):
+    """Nothing arrived for longer than the read timeout."""
+
+
+class EngineResponse(Protocol):
+    """One answer as it arrives. Whoever asked for it calls `release` or `leave` exactly once."""
+
+    @property
+    def status(self) -> int: ...
+
+    async def read(self) -> bytes:
+        """All bytes that arrived since the last read; waits for at least one, and is empty at the end.
+
+        Raises ConnectionLost or ReadTimedOut.
+        """
+        ...
+
+    def release(self) -> None:
+        """Give the connection back to the pool if the answer was read to its end; otherwise close it."""
+        ...
+
+    def leave(self) -> None:
+        """Discard what is still to come, and give the connection back once it has arrived."""
+        ...
+
+
+class EngineTransport(Protocol):
+    """An HTTP client that posts JSON and streams the answer."""
+
+    async def post(self, url: str, path: str, body: bytes) -> EngineResponse:
+        """Send the body; returns when the answer's status has arrived.
+
+        Raises ConnectFailed, ConnectionLost or ReadTimedOut.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close every connection."""
+        ...

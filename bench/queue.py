@@ -38,10 +38,10 @@ from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.intake import READ_COUNT, Intake
-from trainer_service.metrics import Metrics
-from trainer_service.status.heartbeat import Pulse
-from trainer_service.status.shared_state import Face
-from trainer_service.storage.checkpoint import State
+from trainer_service.metrics import TrainerMetrics
+from trainer_service.status.heartbeat import Heartbeat
+from trainer_service.status.shared_state import SharedState
+from trainer_service.storage.checkpoint import RunState
 
 IN_FLIGHT = 64
 AT_ONCE = 10_000
@@ -214,11 +214,11 @@ def recovery(under: Under, count: int) -> None:
         stream=reader,
         algorithm=AlgorithmSettings(),
         vocab_size=VOCABULARY,
-        pulse=Pulse(reader, Face(), retry_s=1.0),
-        metrics=Metrics(CollectorRegistry(), []),
+        heartbeat=Heartbeat(reader, SharedState(), retry_s=1.0),
+        metrics=TrainerMetrics(CollectorRegistry(), []),
     )
     with under.measured("takes them up", count):
-        intake.resume(State())
+        intake.resume(RunState())
     with under.measured("looks for its next step", count):
         intake.read()
         intake.batch(7, AlgorithmSettings())

@@ -1,1 +1,1 @@
-"""Turns in, weights out: a DeepSpeed loop with a small REST face."""
+"""Turns in, weights out: a DeepSpeed loop with a small REST API."""

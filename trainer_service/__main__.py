@@ -20,19 +20,19 @@ from rollout_queue.redis.reader import RedisReader
 from rollout_queue.settings import CONFIG_VARIABLE
 from trainer_service.app import HttpThread, create_app
 from trainer_service.intake import Intake
-from trainer_service.metrics import Metrics
+from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.policy import Policy
 from trainer_service.publishing.gateway_client import Gateway
 from trainer_service.publishing.publisher import Publisher
 from trainer_service.settings import TrainerSettings
 from trainer_service.sinks.chosen import chosen_sinks
-from trainer_service.status.heartbeat import Pulse
-from trainer_service.status.lease_holder import tenure
-from trainer_service.status.shared_state import Face
+from trainer_service.status.heartbeat import Heartbeat
+from trainer_service.status.lease_holder import keep_lease
+from trainer_service.status.shared_state import SharedState
 from trainer_service.step.ranks import Leader, follow, own_rank
 from trainer_service.step.teacher import Teacher
 from trainer_service.storage.checkpoint import Checkpoints
-from trainer_service.storage.files import owned
+from trainer_service.storage.files import lock_directory
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.train import Trainer
 
@@ -60,25 +60,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     keyring = Keyring(settings.client_keys, settings.admin_keys)
     refuse_open_binding(settings.host, keyring)
-    face = Face()
+    shared_state = SharedState()
 
     def stop(_signal: int, _frame: FrameType | None) -> None:
-        face.stop()
+        shared_state.stop()
 
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, stop)
     try:
-        serve(settings, keyring, face)
+        serve(settings, keyring, shared_state)
     except LeaseLost as error:
         raise SystemExit(str(error)) from error
 
 
-def serve(settings: TrainerSettings, keyring: Keyring, face: Face) -> None:
-    """Build everything, and train until the face is told to stop."""
+def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState) -> None:
+    """Build everything, and train until told to stop."""
     registry = CollectorRegistry()
     checkpoints = Checkpoints(settings.checkpoint_dir, settings.keep_checkpoints)
     store = PolicyStore(settings.policies_dir, settings.model_path, settings.keep_policies)
-    app = create_app(face, checkpoints.ledger, store, keyring, registry)
+    app = create_app(shared_state, checkpoints.ledger, store, keyring, registry)
     logger.info("algorithm %s", settings.algorithm.model_dump_json())
     redis = connect(settings.redis_url)
     # A connection of its own, and no more patience than there is time to renew.
@@ -87,34 +87,34 @@ def serve(settings: TrainerSettings, keyring: Keyring, face: Face) -> None:
     headers = {"authorization": f"Bearer {settings.admin_keys[0]}"} if settings.admin_keys else {}
     client = httpx.Client(base_url=settings.gateway_url, headers=headers)
     with (
-        owned(settings.checkpoint_dir),
+        lock_directory(settings.checkpoint_dir),
         HttpThread(app, settings.host, settings.port),
         redis,
         keeping,
         client,
     ):
         logger.info("listens on %s:%d", settings.host, settings.port)
-        with tenure(lease, face, settings.retry_s) as held:
+        with keep_lease(lease, shared_state, settings.retry_s) as held:
             if not held:
                 return
-            metrics = Metrics(registry, chosen_sinks(settings))
+            metrics = TrainerMetrics(registry, chosen_sinks(settings))
             policy = Leader(Policy(settings))
-            stream = _stream(redis, lease, face, settings.retry_s)
+            stream = _stream(redis, lease, shared_state, settings.retry_s)
             if stream is None:
                 policy.close()
                 return
-            pulse = Pulse(stream, face, settings.retry_s)
+            heartbeat = Heartbeat(stream, shared_state, settings.retry_s)
             gateway = Gateway(client, settings.push_timeout_s)
             teacher = Teacher(settings.teacher) if settings.teacher else None
             Trainer(
                 settings=settings,
                 policy=policy,
-                intake=Intake(stream, settings.algorithm, policy.vocab_size, pulse, metrics),
+                intake=Intake(stream, settings.algorithm, policy.vocab_size, heartbeat, metrics),
                 checkpoints=checkpoints,
-                publisher=Publisher(store, gateway, stream, settings.publish_url, pulse, metrics),
+                publisher=Publisher(store, gateway, stream, settings.publish_url, heartbeat, metrics),
                 metrics=metrics,
-                face=face,
-                pulse=pulse,
+                shared_state=shared_state,
+                heartbeat=heartbeat,
                 teacher=teacher,
             ).run()
             if teacher is not None:
@@ -133,14 +133,14 @@ def connect(redis_url: str, timeout_s: float = REDIS_TIMEOUT_S) -> Redis:
     return Redis.from_url(redis_url, socket_connect_timeout=2, socket_timeout=timeout_s, retry=once)
 
 
-def _stream(redis: Redis, lease: Lease, face: Face, retry_s: float) -> RedisReader | None:
+def _stream(redis: Redis, lease: Lease, shared_state: SharedState, retry_s: float) -> RedisReader | None:
     """The reader, as soon as Redis answers; None when told to stop before."""
-    while not face.stopping:
+    while not shared_state.stopping:
         try:
             return RedisReader(redis, lease.token)
         except StorageUnavailable as error:
             logger.warning("%s; again in %g s", error, retry_s)
-            face.sleep(retry_s)
+            shared_state.sleep(retry_s)
     return None
 
 

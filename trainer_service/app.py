@@ -1,6 +1,6 @@
-"""The trainer's REST face: where it stands, what it trained, its weights; pause, resume, checkpoint.
+"""The trainer's REST API: where it stands, what it trained, its weights; pause, resume, checkpoint.
 
-Runs on a thread of its own beside the training, and touches nothing of it but the Face.
+Runs on a thread of its own beside the training, and touches nothing of it but the SharedState.
 """
 
 import asyncio
@@ -22,58 +22,64 @@ from rollout_queue.http.keys import Keyring
 from rollout_queue.http.probes import probes
 from rollout_queue.http.server import KEEP_ALIVE_S
 from trainer_service.model.huggingface import FILE_NAME
-from trainer_service.status.shared_state import Face
-from trainer_service.storage.checkpoint import LedgerRow
+from trainer_service.status.shared_state import SharedState
+from trainer_service.storage.checkpoint import LedgerStep
 from trainer_service.storage.policy_store import PolicyStore
 
 LEDGER_LIMIT = 1000
 SILENT_AFTER_S = 60.0
 
-Ledger = Callable[[int, int], Sequence[LedgerRow]]
+Ledger = Callable[[int, int], Sequence[LedgerStep]]
 """Rows of durable steps beyond the first argument, at most as many as the second says."""
 
 
 def create_app(
-    face: Face, ledger: Ledger, store: PolicyStore, keyring: Keyring, registry: CollectorRegistry
+    shared_state: SharedState,
+    ledger: Ledger,
+    store: PolicyStore,
+    keyring: Keyring,
+    registry: CollectorRegistry,
 ) -> FastAPI:
     app = FastAPI(title="Weir trainer", docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
     app.add_middleware(RequestIds)
 
     async def readiness() -> str | None:
-        return None if face.ready else "the trainer has not taken up the stream yet"
+        return None if shared_state.ready else "the trainer has not taken up the stream yet"
 
     app.include_router(probes(readiness, registry))
     guarded = [Depends(keyring.require_admin)]
-    app.include_router(_control(face), dependencies=guarded)
+    app.include_router(_control(shared_state), dependencies=guarded)
     app.include_router(_ledger(ledger), dependencies=guarded)
     app.include_router(_weights(store), dependencies=guarded)
     return app
 
 
-def _control(face: Face) -> APIRouter:
+def _control(shared_state: SharedState) -> APIRouter:
     router = APIRouter()
 
     @router.get("/status")
     async def status() -> JSONResponse:
-        return JSONResponse(_finite(face.snapshot.status()))
+        return JSONResponse(_finite(shared_state.snapshot.status()))
 
     @router.post("/pause")
     async def pause() -> JSONResponse:
         """Holds before the next step."""
-        face.pause()
+        shared_state.pause()
         return JSONResponse({"paused": True})
 
     @router.post("/resume")
     async def resume() -> JSONResponse:
-        face.resume()
+        shared_state.resume()
         return JSONResponse({"paused": False})
 
     @router.post("/checkpoint")
     async def checkpoint() -> JSONResponse:
         """Answers when the checkpoint is durable, which is after the step that is going on."""
         try:
-            shot = await asyncio.wait_for(asyncio.wrap_future(face.wish_checkpoint()), SILENT_AFTER_S)
+            shot = await asyncio.wait_for(
+                asyncio.wrap_future(shared_state.request_checkpoint()), SILENT_AFTER_S
+            )
         except TimeoutError as error:
             raise ApiError(504, "the trainer is busy; the checkpoint follows when it is not") from error
         return JSONResponse({"step": shot.step, "version": shot.version})
@@ -146,7 +152,7 @@ class HttpThread:
             timeout_keep_alive=KEEP_ALIVE_S,
         )
         self._server = uvicorn.Server(config)
-        # Bound here and not on the thread, so that an address in use ends the start and not the face alone.
+        # Bound here and not on the thread: an address in use ends the process, not only the thread.
         self._socket = config.bind_socket()
         # On a thread other than the main one, uvicorn leaves signals alone.
         self._thread = threading.Thread(

@@ -22,7 +22,7 @@ NOISE = 5.0
 
 Values = Mapping[str, float]
 History = Sequence[Values]
-"""Metrics of steps, the newest last."""
+"""TrainerMetrics of steps, the newest last."""
 
 
 class GuardSettings(BaseModel):

@@ -16,15 +16,23 @@ from rollout_queue.contract.stream import Entry, StreamReader
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.assemble import Assembler, Group, Rules
 from trainer_service.groups.evaluation import Evaluations, sampled_by
-from trainer_service.groups.recall import recalled
-from trainer_service.groups.settlement import Batch, Judged, Settlement, judge, refused, select, settle
+from trainer_service.groups.recall import read_finished
+from trainer_service.groups.settlement import (
+    Acknowledgement,
+    Batch,
+    ScreenedGroup,
+    judge,
+    refused,
+    select,
+    settle,
+)
 from trainer_service.groups.tally import Tally
-from trainer_service.groups.version_scores import Standings
+from trainer_service.groups.version_scores import VersionScores
 from trainer_service.groups.waits import sentence
-from trainer_service.metrics import Metrics
-from trainer_service.status.heartbeat import Pulse
+from trainer_service.metrics import TrainerMetrics
+from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.status.shared_state import Backlog
-from trainer_service.storage.checkpoint import State
+from trainer_service.storage.checkpoint import RunState
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +54,10 @@ class Intake:
         stream: StreamReader,
         algorithm: AlgorithmSettings,
         vocab_size: int,
-        pulse: Pulse,
-        metrics: Metrics,
+        heartbeat: Heartbeat,
+        metrics: TrainerMetrics,
     ) -> None:
-        self._stream, self._pulse, self._metrics = stream, pulse, metrics
+        self._stream, self._heartbeat, self._metrics = stream, heartbeat, metrics
         self._algorithm = algorithm
         self._rules = Rules(
             vocab_size,
@@ -59,8 +67,8 @@ class Intake:
             algorithm.group_min_size,
         )
         self._assembler = Assembler(self._rules)
-        self._owed: list[Settlement] = []
-        self._recent: deque[Settlement] = deque(maxlen=RECENT)
+        self._owed: list[Acknowledgement] = []
+        self._recent: deque[Acknowledgement] = deque(maxlen=RECENT)
         """What was acknowledged last: a Redis that a power failure put back has forgotten it."""
         self._live_rows = 0
         """Rows with an advantage that are here. A count: nobody holds rows between steps, but for those that
@@ -76,17 +84,17 @@ class Intake:
         """Groups, of those that are held, whose reward was told."""
         self._rewards: list[float] = []
         """Their mean rewards, since somebody asked."""
-        self.standings = Standings()
+        self.version_scores = VersionScores()
         self.tally = Tally()
         """What ended since the last step."""
         self.evaluations = Evaluations()
 
-    def resume(self, state: State) -> None:
+    def resume(self, state: RunState) -> None:
         """Take up everything that was read and not acknowledged; what the weights contain is only owed."""
         self._assembler = Assembler(self._rules, state.settled, state.gone)
         self.evaluations = Evaluations(state.evaluations)
         self._metrics.show_evaluations(state.evaluations.scores)
-        self._pulse.note_evaluations(self.evaluations.told())
+        self._heartbeat.note_evaluations(self.evaluations.told())
         pending = self._reclaim()
         owed = set(state.owed.entry_ids)
         self._recent.append(state.owed)
@@ -117,7 +125,7 @@ class Intake:
         after an outage, thousands wait for later steps."""
         silence_s, patience_s = time.monotonic() - self._heard_at, algorithm.flush_after_s
         flush = patience_s is not None and silence_s >= patience_s
-        silent: list[Judged] = []
+        silent: list[ScreenedGroup] = []
         complete = self._assembler.complete(self._caught_up)
         self._weighed.intersection_update(self._assembler.group_ids())
         complete.sort(key=lambda group: group.group_id not in begun)
@@ -133,7 +141,7 @@ class Intake:
         rewards, self._rewards = self._rewards, []
         return rewards
 
-    def owe(self, batch: list[Judged], step: int, version: int) -> None:
+    def owe(self, batch: list[ScreenedGroup], step: int, version: int) -> None:
         """The weights contain these groups now: never give them out again, acknowledge them once durable."""
         for judged in batch:
             self.tally.add(judged)
@@ -143,7 +151,7 @@ class Intake:
         self.evaluations.made(version, step)
         self._evaluate(batch)
 
-    def refuse(self, judged: list[Judged], detail: str) -> None:
+    def refuse(self, judged: list[ScreenedGroup], detail: str) -> None:
         """End groups that no optimizer can use, at once: whatever becomes of the step, they are in none."""
         verdict = Verdict(code="invalid", detail=detail)
         self.end([refused(group, verdict) for group in judged])
@@ -155,8 +163,8 @@ class Intake:
             self._owed = []
 
     @property
-    def owed(self) -> Settlement:
-        return Settlement.joined(self._owed)
+    def owed(self) -> Acknowledgement:
+        return Acknowledgement.joined(self._owed)
 
     @property
     def settled(self) -> list[str]:
@@ -192,14 +200,18 @@ class Intake:
         self._assembler.add(entries)
         sessions, groups = self._assembler.met()
         if sessions or groups:
-            past = self._pulse.patiently(
-                lambda: recalled(self._stream, sessions, groups), StorageUnavailable, "waiting"
+            past = self._heartbeat.retry(
+                lambda: read_finished(self._stream, sessions, groups), StorageUnavailable, "waiting"
             )
             self._assembler.recall(past.settled, past.gone)
 
     def _live(
-        self, complete: Iterable[Group], version: int, algorithm: AlgorithmSettings, silent: list[Judged]
-    ) -> Iterator[Judged]:
+        self,
+        complete: Iterable[Group],
+        version: int,
+        algorithm: AlgorithmSettings,
+        silent: list[ScreenedGroup],
+    ) -> Iterator[ScreenedGroup]:
         """Judges one group after the other; those that teach nothing go to `silent`."""
         self._live_rows = 0
         for group in complete:
@@ -221,19 +233,19 @@ class Intake:
             if member.evaluation is None and member.reward is not None:
                 rewards.append(member.reward)
                 if (version := sampled_by(member.turns)) is not None:
-                    self.standings.add(version, member.reward)
+                    self.version_scores.add(version, member.reward)
         if rewards:
             self._rewards.append(fmean(rewards))
 
-    def end(self, silent: list[Judged]) -> None:
+    def end(self, silent: list[ScreenedGroup]) -> None:
         """Acknowledge groups that no step will use, and records that came after their session's end."""
         ended = [settle(judged) for judged in silent]
         if freed := self._assembler.freed():  # never after their deletion, which may be among these groups
-            ended.insert(0, Settlement(freed, {}, []))
+            ended.insert(0, Acknowledgement(freed, {}, []))
         if strays := self._assembler.strays():
             logger.info("%d entries came after their session had ended", len(strays))
             # Behind what is owed, so that a crash cannot part a session's entries.
-            (self._owed or ended).append(Settlement(strays, {}, []))
+            (self._owed or ended).append(Acknowledgement(strays, {}, []))
             came = set(strays)
             ended += [each for each in self._recent if came.intersection(each.entry_ids)]
         for start in range(0, len(ended), SETTLED_AT_ONCE):
@@ -244,7 +256,7 @@ class Intake:
             self._assembler.release(judged.group)
         self._evaluate(silent)
 
-    def _evaluate(self, ended: Iterable[Judged]) -> None:
+    def _evaluate(self, ended: Iterable[ScreenedGroup]) -> None:
         """Count what was never to be trained, and tell it by version."""
         members = (member for judged in ended for member in judged.group.members)
         changed = self.evaluations.add(each.evaluation for each in members if each.evaluation)
@@ -252,11 +264,11 @@ class Intake:
             self._metrics.evaluated(scores, self.evaluations.step_of(scores.version))
         if changed:
             self._metrics.forget_evaluations(self.evaluations.forget())
-            self._pulse.note_evaluations(self.evaluations.told())
+            self._heartbeat.note_evaluations(self.evaluations.told())
 
-    def _settle(self, ended: list[Settlement]) -> None:
-        whole = Settlement.joined(ended)
-        self._pulse.patiently(
+    def _settle(self, ended: list[Acknowledgement]) -> None:
+        whole = Acknowledgement.joined(ended)
+        self._heartbeat.retry(
             lambda: self._stream.acknowledge(whole.entry_ids, whole.verdicts), StorageUnavailable, "waiting"
         )
         self._metrics.settled(whole)
@@ -264,4 +276,4 @@ class Intake:
             self._recent.append(whole)
 
     def _reclaim(self) -> list[Entry]:
-        return self._pulse.patiently(lambda: list(self._stream.reclaim()), StorageUnavailable, "waiting")
+        return self._heartbeat.retry(lambda: list(self._stream.reclaim()), StorageUnavailable, "waiting")

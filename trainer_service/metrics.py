@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from trainer_service.groups.evaluation import ENDS, Scores
-from trainer_service.groups.settlement import Settlement
+from trainer_service.groups.evaluation import ENDS, EvaluationScore
+from trainer_service.groups.settlement import Acknowledgement
 from trainer_service.sinks.sink import Sink, What
 
 logger = logging.getLogger(__name__)
 
 
-class Metrics:
+class TrainerMetrics:
     """Writes all. A name like `mismatch/abs_logp` is `weir_trainer_mismatch_abs_logp` in Prometheus."""
 
     def __init__(self, registry: CollectorRegistry, sinks: Sequence[Sink] = ()) -> None:
@@ -66,13 +66,13 @@ class Metrics:
                 self.gauge(name, value)
         self._write("step", values)
 
-    def evaluated(self, scores: Scores, step: int) -> None:
+    def evaluated(self, scores: EvaluationScore, step: int) -> None:
         """How a version does so far; `step` made it."""
         self.show_evaluations([scores])
         place = {"step": step, "version": scores.version, "time": time.time()}
         self._write("evaluation", place | scores.values())
 
-    def show_evaluations(self, scores: Iterable[Scores]) -> None:
+    def show_evaluations(self, scores: Iterable[EvaluationScore]) -> None:
         for each in scores:
             version = str(each.version)
             for end in ENDS:
@@ -87,7 +87,7 @@ class Metrics:
             for end in ENDS:
                 self._evaluated.remove(version, end)
 
-    def settled(self, settlement: Settlement) -> None:
+    def settled(self, settlement: Acknowledgement) -> None:
         for verdict in settlement.sessions.values():
             self._sessions.labels(verdict.code).inc()
 

@@ -18,25 +18,25 @@ from typing import TypeVar
 
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.comparison import Baselines, remembered, scored
-from trainer_service.groups.evaluation import Kept
-from trainer_service.groups.settlement import Judged, without
+from trainer_service.groups.evaluation import EvaluationState
+from trainer_service.groups.settlement import ScreenedGroup, without
 from trainer_service.groups.tally import Tally
-from trainer_service.groups.version_scores import Standing
+from trainer_service.groups.version_scores import VersionScore
 from trainer_service.guards import Alarm, Guards
 from trainer_service.intake import BLOCK_S, Intake
-from trainer_service.metrics import Metrics
+from trainer_service.metrics import TrainerMetrics
 from trainer_service.publishing.publisher import Publisher
 from trainer_service.rows.rows import Row
 from trainer_service.settings import TrainerSettings
-from trainer_service.status.heartbeat import Pulse, Stopped
-from trainer_service.status.shared_state import Face, Phase
+from trainer_service.status.heartbeat import Heartbeat, Stopped
+from trainer_service.status.shared_state import Phase, SharedState
 from trainer_service.status.stopwatch import Stopwatch
 from trainer_service.step.early_groups import Begun
 from trainer_service.step.quarantine import culprits
 from trainer_service.step.ranks import Leader
 from trainer_service.step.step_request import StepRequest
 from trainer_service.step.teacher import Teacher, TeacherAway
-from trainer_service.storage.checkpoint import Checkpoints, LedgerRow, State
+from trainer_service.storage.checkpoint import Checkpoints, LedgerStep, RunState
 from trainer_service.storage.disk import DiskTrouble
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Diverged(Exception):
 
 
 class Trainer:
-    """Owns the policy and the stream, on the main thread; speaks to the HTTP thread through its face."""
+    """Owns the policy and the stream, on the main thread; speaks to the HTTP thread through SharedState."""
 
     def __init__(
         self,
@@ -58,20 +58,20 @@ class Trainer:
         intake: Intake,
         checkpoints: Checkpoints,
         publisher: Publisher,
-        metrics: Metrics,
-        face: Face,
-        pulse: Pulse,
+        metrics: TrainerMetrics,
+        shared_state: SharedState,
+        heartbeat: Heartbeat,
         teacher: Teacher | None = None,
     ) -> None:
         self._settings = settings
         self._policy, self._intake = policy, intake
         self._checkpoints, self._publisher = checkpoints, publisher
-        self._metrics, self._face, self._pulse = metrics, face, pulse
+        self._metrics, self._shared_state, self._heartbeat = metrics, shared_state, heartbeat
         self._teacher = teacher
         self.step, self.version = 0, settings.initial_version
         self._baselines: Baselines = {}
-        self._saved_evaluations = Kept()
-        self._undurable: list[LedgerRow] = []
+        self._saved_evaluations = EvaluationState()
+        self._undurable: list[LedgerStep] = []
         self._watch = Stopwatch()
         self._guards = Guards(settings.guards)
         self._begun = Begun(policy)
@@ -82,8 +82,8 @@ class Trainer:
         """Train until told to stop, and leave everything that was trained in a checkpoint."""
         try:
             self.start()
-            while not self._face.stopping:
-                self.turn()
+            while not self._shared_state.stopping:
+                self.run_once()
             self._save()
         except Stopped:
             logger.info("stopped while waiting; the next start takes up what is left")
@@ -93,34 +93,34 @@ class Trainer:
 
     def start(self) -> None:
         """Take up where the last checkpoint left, and what was read since and not acknowledged."""
-        state = self._checkpoints.restore(self._policy) or State(version=self._settings.initial_version)
+        state = self._checkpoints.restore(self._policy) or RunState(version=self._settings.initial_version)
         self.step, self.version = state.step, state.version
         self._baselines = state.baselines
         self._saved_evaluations = state.evaluations
         self._metrics.resume(self.step)
-        self._pulse.note(self.step, self.version)
+        self._heartbeat.note(self.step, self.version)
         self._say("waiting")
         self._intake.resume(state)
-        self._face.ready = True
+        self._shared_state.ready = True
         if reason := self._checkpoints.held():
             self._withheld = True
-            self._face.pause(reason)
+            self._shared_state.pause(reason)
         elif self.step and self._due(self._settings.publish_every_steps):
             self._publisher.resume(self.version, self.step, self._policy.export)
 
-    def turn(self) -> bool:
+    def run_once(self) -> bool:
         """One turn of the loop. Returns whether it made a step."""
         self._grant_wishes()
-        self._metrics.paused(self._face.paused)
-        if self._face.paused:
+        self._metrics.paused(self._shared_state.paused)
+        if self._shared_state.paused:
             self._say("paused")
-            self._face.sleep(BLOCK_S)
+            self._shared_state.sleep(BLOCK_S)
             return False
         if self._withheld:
             self._release()
         with self._watch.timed("read"):
             self._intake.read()
-            algorithm = self._settings.algorithm.after(self._face.snapshot.metrics)
+            algorithm = self._settings.algorithm.after(self._shared_state.snapshot.metrics)
             batch = self._intake.batch(self.version, algorithm, self._begun.group_ids)
         if alarm := self._guards.check_rewards(self._intake.rewards()):
             self._hold(alarm)
@@ -147,7 +147,7 @@ class Trainer:
             self._log(values)
         return True
 
-    def _learn_early(self, groups: Sequence[Judged], algorithm: AlgorithmSettings) -> None:
+    def _learn_early(self, groups: Sequence[ScreenedGroup], algorithm: AlgorithmSettings) -> None:
         """Use the time in which a step waits for more groups, once those that are here fill a pass."""
         if not algorithm.learns_early:
             return
@@ -159,7 +159,7 @@ class Trainer:
                 self._say("training")
                 self._begun.learn(left, self._request(rows, algorithm))
 
-    def _train(self, batch: list[Judged], algorithm: AlgorithmSettings) -> dict[str, float] | None:
+    def _train(self, batch: list[ScreenedGroup], algorithm: AlgorithmSettings) -> dict[str, float] | None:
         """Rows, loss, step. From here on the weights contain these groups; None when none could be made."""
         batch, rows = self._taught(batch)
         if not rows:
@@ -176,9 +176,9 @@ class Trainer:
         self.step += 1
         self.version = version
         self._baselines = remembered(rollouts, self._settings.algorithm, self._baselines)
-        self._pulse.note(self.step, self.version)
+        self._heartbeat.note(self.step, self.version)
         self._intake.owe(batch, self.step, self.version)
-        row = LedgerRow(
+        row = LedgerStep(
             step=self.step,
             version=self.version,
             durable=True,
@@ -194,18 +194,18 @@ class Trainer:
     def _request(self, rows: Sequence[Row], algorithm: AlgorithmSettings) -> StepRequest:
         return StepRequest(rows, self.version, algorithm, self._beat_training)
 
-    def _scored(self, groups: Sequence[Judged]) -> list[Row]:
+    def _scored(self, groups: Sequence[ScreenedGroup]) -> list[Row]:
         rows = [row for judged in groups for row in judged.rows]
         rollouts = [rollout for judged in groups for rollout in judged.rollouts]
         return scored(rows, rollouts, self._settings.algorithm, self._baselines)
 
-    def _taught(self, batch: list[Judged]) -> tuple[list[Judged], list[Row]]:
+    def _taught(self, batch: list[ScreenedGroup]) -> tuple[list[ScreenedGroup], list[Row]]:
         """The groups of the step and their rows, with what a teacher says of them where one judges. Sessions
         that it refuses end; the others of their group are trained without them."""
         rows, teacher = self._scored(batch), self._teacher
         if teacher is None:
             return batch, rows
-        found = self._pulse.patiently(
+        found = self._heartbeat.retry(
             lambda: teacher.judge(rows), TeacherAway, "waiting", "the teacher to judge the rows"
         )
         parted = [without(judged, found.refused) for judged in batch]
@@ -223,14 +223,14 @@ class Trainer:
     def _beyond(self, newest: int) -> int:
         return self._with_room("the number of a version", lambda: self._checkpoints.reserve(newest))
 
-    def _quarantine(self, batch: list[Judged], values: dict[str, float]) -> None:
+    def _quarantine(self, batch: list[ScreenedGroup], values: dict[str, float]) -> None:
         """End the groups whose gradient is not finite, so that no restart meets them again. Raises Diverged
         where the weights are spoilt: before these groups, or by an epoch before the one that failed."""
         step, norm, spoilt = self.step + 1, values["grad_norm"], not self._policy.finite()
         if spoilt and not values["epochs"]:
             raise Diverged(f"step {step}: the weights are not finite")
 
-        def sound(groups: Sequence[Judged]) -> bool:
+        def sound(groups: Sequence[ScreenedGroup]) -> bool:
             return self._policy.sound(self._request(self._scored(groups), self._settings.algorithm))
 
         found = [] if spoilt else culprits(batch, sound)
@@ -241,7 +241,7 @@ class Trainer:
 
     def _checkpoint(self) -> None:
         with self._watch.timed("checkpoint"):
-            state = State(
+            state = RunState(
                 step=self.step,
                 version=self.version,
                 owed=self._intake.owed,
@@ -254,8 +254,8 @@ class Trainer:
         self._undurable = []
         self._saved_evaluations = state.evaluations
 
-    def _save_as(self, state: State) -> None:
-        self._pulse.confirm()
+    def _save_as(self, state: RunState) -> None:
+        self._heartbeat.confirm()
         self._checkpoints.save(self._policy, state, self._undurable)
 
     def _with_room(self, what: str, write: Callable[[], Result]) -> Result:
@@ -268,7 +268,7 @@ class Trainer:
                 self._metrics.disk_refused("checkpoint")
                 raise
 
-        return self._pulse.patiently(counted, DiskTrouble, "waiting", f"room on the disk for {what}")
+        return self._heartbeat.retry(counted, DiskTrouble, "waiting", f"room on the disk for {what}")
 
     def _hold(self, alarm: Alarm) -> None:
         """Pause until somebody resumes, over restarts too, and have the fleet serve what did best. Raises
@@ -276,13 +276,13 @@ class Trainer:
         logger.error("paused: %s", alarm.reason)
         self._metrics.alarmed(alarm.guard)
         self._withheld = True
-        self._face.pause(alarm.reason)
+        self._shared_state.pause(alarm.reason)
         self._with_room("the reason of a pause", lambda: self._checkpoints.hold(alarm.reason))
         best = self._best() if self._settings.guards.roll_back else None
         if best is not None and self._publisher.roll_back(best.version):
             said = f"version {best.version} did best, {best.reward:.3g} in {best.sessions} sessions"
             logger.warning("%s: it is served", said)
-            self._face.explain(f"{alarm.reason}; {said}, and is served")
+            self._shared_state.explain(f"{alarm.reason}; {said}, and is served")
 
     def _release(self) -> None:
         """Somebody resumed what was held: the newest version is served, whatever was served meanwhile."""
@@ -291,12 +291,12 @@ class Trainer:
         self._withheld = False
         self._checkpoints.release()
 
-    def _best(self) -> Standing | None:
+    def _best(self) -> VersionScore | None:
         """Of the versions that can be served."""
-        return self._intake.standings.best({self._settings.initial_version, *self._publisher.versions()})
+        return self._intake.version_scores.best({self._settings.initial_version, *self._publisher.versions()})
 
     def _publish(self) -> None:
-        self._pulse.confirm()
+        self._heartbeat.confirm()
         with self._watch.timed("publish"):
             self._say("publishing")
             best = self._best()
@@ -305,12 +305,12 @@ class Trainer:
             )
 
     def _grant_wishes(self) -> None:
-        if wishes := self._face.checkpoint_wishes():
+        if wishes := self._shared_state.take_checkpoint_requests():
             self._save(always=True)
             self._say("waiting")
             for wish in wishes:
                 if wish.set_running_or_notify_cancel():  # else nobody waits for the answer any more
-                    wish.set_result(self._face.snapshot)
+                    wish.set_result(self._shared_state.snapshot)
 
     def _save(self, always: bool = False) -> None:
         """A checkpoint of what is new, and the acknowledgement that it allows."""
@@ -325,20 +325,20 @@ class Trainer:
         sentence = self._intake.waiting_for() if phase == "waiting" else None
         if sentence and self._begun.tokens:
             sentence = f"{sentence}; {self._begun.tokens} tokens are learned from already"
-        if phase == "paused" and self._face.paused_for:
-            sentence = f"POST /resume, since {self._face.paused_for}"
-        if self._face.ready:
-            self._pulse.note_backlog(self._intake.backlog)
-        self._pulse.beat(phase, sentence)
+        if phase == "paused" and self._shared_state.paused_for:
+            sentence = f"POST /resume, since {self._shared_state.paused_for}"
+        if self._shared_state.ready:
+            self._heartbeat.note_backlog(self._intake.backlog)
+        self._heartbeat.beat(phase, sentence)
 
     def _beat_training(self) -> None:
-        self._pulse.beat("training")
+        self._heartbeat.beat("training")
 
     def _log(self, values: dict[str, float]) -> None:
         place = {"step": self.step, "version": self.version, "time": time.time()}
         values = {**place, **values, **self._watch.laps(values["tokens"])}
         self._metrics.stepped(values)
-        self._pulse.note(self.step, self.version, values)
+        self._heartbeat.note(self.step, self.version, values)
         logger.info(
             "step %d made version %d: reward %.3f, %d rows, %d tokens, |dlogprob| %.2g, gradient %.3g",
             self.step,

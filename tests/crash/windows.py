@@ -13,7 +13,7 @@ import msgspec
 from redis import Redis
 
 from tests.crash.system import CrashSystem
-from trainer_service.storage.checkpoint import CURRENT, STATE, State
+from trainer_service.storage.checkpoint import CURRENT, STATE, RunState
 
 Victim = Literal["gateway", "redis", "engine", "rollout_server", "trainer", "trainer rank 1"]
 LONGEST_WAIT_S = 30.0
@@ -87,7 +87,7 @@ def before_acknowledge(system: CrashSystem) -> None:
 def owed(system: CrashSystem) -> bool:
     """The newest checkpoint contains entries that nobody acknowledged; Redis takes writes again."""
     system.redis.client_unpause()
-    state = msgspec.json.decode((system.checkpoints / current(system) / STATE).read_bytes(), type=State)
+    state = msgspec.json.decode((system.checkpoints / current(system) / STATE).read_bytes(), type=RunState)
     pending = {entry["message_id"].decode() for entry in _pending(system.redis)}
     return any(entry_id in pending for entry_id in state.owed.entry_ids)
 

@@ -22,11 +22,11 @@ from rollout_queue.redis import keys
 from tests.gateway.conftest import ADMIN_KEY, Door, Stage, wait_until
 from tests.support.claimed import claimed_reader
 from tests.support.serving import serving
-from trainer_service.metrics import Metrics
+from trainer_service.metrics import TrainerMetrics
 from trainer_service.publishing.gateway_client import Gateway
 from trainer_service.publishing.publisher import Publisher
-from trainer_service.status.heartbeat import Pulse
-from trainer_service.status.shared_state import Face
+from trainer_service.status.heartbeat import Heartbeat
+from trainer_service.status.shared_state import SharedState
 from trainer_service.storage.policy_store import PolicyStore
 
 
@@ -298,10 +298,10 @@ class Trainer:
 def trainer(door: Door, tmp_path: Path) -> Iterator[Trainer]:
     stream = claimed_reader(door.redis)
     store = PolicyStore(tmp_path / "policies", tmp_path, keep=1000)
-    pulse, metrics = Pulse(stream, Face(), retry_s=0.01), Metrics(CollectorRegistry())
+    heartbeat, metrics = Heartbeat(stream, SharedState(), retry_s=0.01), TrainerMetrics(CollectorRegistry())
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
     with httpx.Client(base_url=door.url, headers=headers) as client:
-        yield Trainer(Publisher(store, Gateway(client, 10.0), stream, None, pulse, metrics))
+        yield Trainer(Publisher(store, Gateway(client, 10.0), stream, None, heartbeat, metrics))
 
 
 def locations(door: Door) -> dict[int, str]:

@@ -40,7 +40,7 @@ from rollout_queue.redis.scripts import reading as redis_reader_scripts
 from rollout_queue.redis.scripts import writing as redis_scripts
 from tests.queue.test_stream import turn as made_turn
 from tests.support.queue.protocol import CALM, CUTS, Killed, Knife, System
-from trainer_service.groups.settlement import Settlement
+from trainer_service.groups.settlement import Acknowledgement
 from trainer_service.intake import Intake
 from trainer_service.storage import checkpoint
 from trainer_service.storage import files as durable
@@ -182,21 +182,21 @@ class Protocol(RuleBasedStateMachine):
     @rule()
     def turn(self) -> None:
         before = self._learned_of_deleted()
-        self.system.trainer.turn()
+        self.system.trainer.run_once()
         assert self._learned_of_deleted() == before
 
     @rule()
     def save(self) -> None:
         """An operator wishes for a checkpoint."""
-        self.system.face.wish_checkpoint()
-        self.system.trainer.turn()
+        self.system.shared_state.request_checkpoint()
+        self.system.trainer.run_once()
 
     @rule(target=sessions, place=st.sampled_from(CUTS), busy=st.booleans())
     def kill(self, place: str, busy: bool) -> Any:
         """The trainer dies there, or between two turns where it does not come by."""
         names = self._play() if busy else []
         with suppress(Killed), self.knife.ready(place, _die):
-            self.system.trainer.turn()
+            self.system.trainer.run_once()
         self.system.start_trainer()
         return multiple(*names)
 
@@ -211,7 +211,7 @@ class Protocol(RuleBasedStateMachine):
     def lose_an_answer(self, place: str) -> None:
         """Redis has done it, and the connection broke."""
         with self.knife.ready(place, _break):
-            self.system.trainer.turn()
+            self.system.trainer.run_once()
 
     @rule(place=st.sampled_from(CALM), goes_on=st.booleans())
     def sleep_through_a_takeover(self, place: str, goes_on: bool) -> None:
@@ -222,14 +222,14 @@ class Protocol(RuleBasedStateMachine):
         def take_over() -> None:
             self.system.start_trainer()
             if goes_on:
-                self.system.trainer.turn()
+                self.system.trainer.run_once()
             after.append(self._seen_by_all())
 
         def sleep_and_go_on() -> None:
-            sleeper.turn()
+            sleeper.run_once()
             if not after:
                 take_over()
-            sleeper.turn()
+            sleeper.run_once()
 
         with pytest.raises(LeaseLost), self.knife.ready(place, take_over):
             sleep_and_go_on()
@@ -239,7 +239,7 @@ class Protocol(RuleBasedStateMachine):
     def delete_meanwhile(self, place: str, session_id: str) -> None:
         """A deletion that falls between two moves of the trainer."""
         with self.knife.ready(place, lambda: self._delete(session_id, False)):
-            self.system.trainer.turn()
+            self.system.trainer.run_once()
 
     @invariant()
     def holds(self) -> None:
@@ -315,8 +315,8 @@ class Protocol(RuleBasedStateMachine):
 
     def _train_all(self) -> None:
         for _ in range(4):
-            self.system.face.wish_checkpoint()
-            self.system.trainer.turn()
+            self.system.shared_state.request_checkpoint()
+            self.system.trainer.run_once()
 
     def _open(self, size: int, ttl_s: float) -> list[str]:
         """A group of that size; a session alone has none."""
@@ -465,7 +465,7 @@ def acknowledges_before_the_checkpoint(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_what_it_owes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Intake, "owed", property(lambda _: Settlement([], {}, [])))
+    patch.setattr(Intake, "owed", property(lambda _: Acknowledgement([], {}, [])))
 
 
 def appends_as_often_as_asked(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The REST face: where the trainer stands, its weights and ledger, and who may ask."""
+"""The REST API: where the trainer stands, its weights and ledger, and who may ask."""
 
 from pathlib import Path
 
@@ -9,20 +9,20 @@ from prometheus_client import CollectorRegistry
 from rollout_queue.contract.policy import STABLE
 from rollout_queue.http.keys import Keyring
 from trainer_service.app import create_app
-from trainer_service.status.shared_state import Face
-from trainer_service.storage.checkpoint import LedgerRow
+from trainer_service.status.shared_state import SharedState
+from trainer_service.storage.checkpoint import LedgerStep
 from trainer_service.storage.policy_store import PolicyStore
 
 ADMIN = {"authorization": "Bearer admin"}
 
 
 @pytest.fixture
-def face() -> Face:
-    return Face()
+def shared_state() -> SharedState:
+    return SharedState()
 
 
 @pytest.fixture
-def client(tmp_path: Path, face: Face) -> TestClient:
+def client(tmp_path: Path, shared_state: SharedState) -> TestClient:
     store = PolicyStore(tmp_path / "policies", tmp_path, keep=4)
     for version in (1, 2):
         store.path_of(version).mkdir()
@@ -31,14 +31,16 @@ def client(tmp_path: Path, face: Face) -> TestClient:
     (tmp_path / "secret").write_text("secret", encoding="utf-8")
     (store.path_of(1) / "link").symlink_to(tmp_path / "secret")
     rows = [
-        LedgerRow(step=s, version=s, durable=True, turns=[f"t{s}"], sessions=["s"], tokens=s)
+        LedgerStep(step=s, version=s, durable=True, turns=[f"t{s}"], sessions=["s"], tokens=s)
         for s in (1, 2, 3)
     ]
 
-    def ledger(since: int, limit: int) -> list[LedgerRow]:
+    def ledger(since: int, limit: int) -> list[LedgerStep]:
         return [row for row in rows if row.step > since][:limit]
 
-    return TestClient(create_app(face, ledger, store, Keyring(["client"], ["admin"]), CollectorRegistry()))
+    return TestClient(
+        create_app(shared_state, ledger, store, Keyring(["client"], ["admin"]), CollectorRegistry())
+    )
 
 
 @pytest.mark.parametrize("path", ["/status", "/ledger", "/weights", "/weights/1/manifest.json"])
@@ -51,9 +53,9 @@ def test_every_path_but_the_probes_needs_the_admin_key(client: TestClient, path:
         assert client.post(f"/{name}").status_code == 401
 
 
-def test_ready_means_that_the_stream_is_taken_up(client: TestClient, face: Face) -> None:
+def test_ready_means_that_the_stream_is_taken_up(client: TestClient, shared_state: SharedState) -> None:
     assert client.get("/ready").status_code == 503
-    face.ready = True
+    shared_state.ready = True
     assert client.get("/ready").status_code == 200
 
 
@@ -62,11 +64,11 @@ def test_status_has_the_fields_of_the_contract(client: TestClient) -> None:
     assert set(body) == {"state", "step", "version", "waiting_for", "metrics"}
 
 
-def test_pause_and_resume_reach_the_main_thread(client: TestClient, face: Face) -> None:
+def test_pause_and_resume_reach_the_main_thread(client: TestClient, shared_state: SharedState) -> None:
     client.post("/pause", headers=ADMIN)
-    assert face.paused
+    assert shared_state.paused
     client.post("/resume", headers=ADMIN)
-    assert not face.paused
+    assert not shared_state.paused
 
 
 @pytest.mark.parametrize(

@@ -152,17 +152,17 @@ def entry_of(redis: Redis, turn_id: str) -> tuple[bytes, bytes]:
 
 def test_a_healthy_run_adds_up(audited: Audited, agents: RedisAgents, tmp_path: Path) -> None:
     agents.group("a", [1.0, 0.0])
-    assert audited.rig.trainer.turn()
+    assert audited.rig.trainer.run_once()
     agents.group("b", [0.0, 1.0, 0.5])
-    assert audited.rig.trainer.turn()
+    assert audited.rig.trainer.run_once()
     agents.group("flat", [1.0, 1.0])
     failed = Verdict(code="failed", detail="the agent said so")
     agents.episode("failed", None, status="failed", verdict=failed)
-    assert not audited.rig.trainer.turn()
+    assert not audited.rig.trainer.run_once()
     audited.start()
     agents.episode("open", None)
     agents.episode("half", 1.0, ("c", 2))
-    audited.rig.trainer.turn()
+    audited.rig.trainer.run_once()
     agents.episode("late", None)
     heard = tmp_path / "heard.jsonl"
     heard.write_text(
@@ -190,10 +190,10 @@ def test_what_is_forgotten_still_adds_up(
     audited: Audited, agents: RedisAgents, redis: Redis, redis_url: str
 ) -> None:
     agents.group("a", [1.0, 0.0])
-    assert audited.rig.trainer.turn()
+    assert audited.rig.trainer.run_once()
     agents.group("flat", [1.0, 1.0])
     agents.episode("failed", None, status="failed", verdict=Verdict(code="failed", detail="so"))
-    assert not audited.rig.trainer.turn()
+    assert not audited.rig.trainer.run_once()
     agents.episode("open", None)
     assert asyncio.run(forget(redis_url)) == {"trained": 2, "zero_advantage": 2, "failed": 1}
     for later in ("b", "c"):
@@ -203,7 +203,7 @@ def test_what_is_forgotten_still_adds_up(
         assert totals["forgotten_sessions"] == 5
         assert totals["forgotten_trained"] == {"sessions": 2, "turns": 4, "tokens": 10}
         agents.group(later, [0.0, 1.0])
-        assert audited.start().trainer.turn(), "a trainer that starts again misses none of them"
+        assert audited.start().trainer.run_once(), "a trainer that starts again misses none of them"
     redis.hincrby(keys.FORGOTTEN, "turn:trained", 1)
     redis.hincrby(keys.VERDICTS, "turn:trained", 1)
     code, report = audited.audit()
@@ -224,7 +224,7 @@ def test_what_is_durable_and_not_yet_acknowledged_is_trained(audited: Audited, a
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(audited.rig.stream, "acknowledge", crash)
         with pytest.raises(Crash):
-            audited.rig.trainer.turn()
+            audited.rig.trainer.run_once()
     code, report = audited.audit()
     assert (code, report["findings"]) == (0, [])
     assert report["totals"]["fates"]["trained"] == {"sessions": 0, "turns": 4, "tokens": 10}
@@ -238,9 +238,9 @@ def test_a_crash_before_the_checkpoint_is_no_fault(audited: Audited, agents: Red
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer_service.storage.checkpoint.write_atomically", crash)
         with pytest.raises(Crash):
-            audited.rig.trainer.turn()
+            audited.rig.trainer.run_once()
     assert audited.audit()[0] == 0
-    assert audited.start().trainer.turn()
+    assert audited.start().trainer.run_once()
     code, report = audited.audit()
     assert (code, report["totals"]["ledger_steps"]) == (0, 1)
 
@@ -256,7 +256,7 @@ def test_an_acknowledgement_before_the_checkpoint_is_caught(audited: Audited, ag
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rig.checkpoints, "save", die_behind_the_acknowledgement)
         with pytest.raises(Crash):
-            rig.trainer.turn()
+            rig.trainer.run_once()
     audited.start()
     lost = {
         ("lost", "acknowledged_before_the_checkpoint", f"turn a-{i}-t{j}") for i in (0, 1) for j in (1, 2)
@@ -265,7 +265,7 @@ def test_an_acknowledgement_before_the_checkpoint_is_caught(audited: Audited, ag
     assert (code, found(report)) == (1, lost)
     assert "the durable ledger has no such step" in report["findings"][0]["sentence"]
     agents.group("b", [1.0, 0.0])
-    assert audited.rig.trainer.turn()
+    assert audited.rig.trainer.run_once()
     code, report = audited.audit()
     assert (code, found(report)) == (1, lost)
     assert "the durable ledger has that step without it" in report["findings"][0]["sentence"]
@@ -277,7 +277,7 @@ def test_a_duplicate_append_is_caught(audited: Audited, agents: RedisAgents, red
     redis.xadd(keys.STREAM, {keys.STREAM_FIELD: packed})
     code, report = audited.audit()
     assert (code, found(report)) == (1, {("duplicated", "appended_twice", "turn a-0-t2")})
-    assert audited.rig.trainer.turn()
+    assert audited.rig.trainer.run_once()
     assert audited.audit()[0] == 0, "the trainer knows an entry of the same turn again"
     redis.xadd(keys.STREAM, {keys.STREAM_FIELD: packed})
     code, report = audited.audit()
@@ -304,7 +304,7 @@ def test_a_dropped_turn_is_caught(audited: Audited, agents: RedisAgents, redis: 
     dropped = ("lost", "dropped", "turn a-0-t2")
     code, report = audited.audit()
     assert (code, found(report)) == (1, {dropped})
-    assert audited.rig.trainer.turn()
+    assert audited.rig.trainer.run_once()
     code, report = audited.audit()
     assert (code, found(report)) == (1, {dropped})
     assert "its session was judged without it: trained" in report["findings"][0]["sentence"]

@@ -161,7 +161,7 @@ def test_holes_between_trained_tokens_change_no_trained_token(holes: list[int]) 
 def test_more_epochs_move_further_and_clip(make_rig: MakeRig) -> None:
     rig = make_rig(algorithm={"epochs": 3}, optimizer={"lr": 0.05, "warmup_steps": 0}).start()
     rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.turn()
-    metrics = rig.face.snapshot.metrics
+    assert rig.trainer.run_once()
+    metrics = rig.shared_state.snapshot.metrics
     assert metrics["ppo/ratio_mean"] != 1.0
     assert metrics["ppo/clip_hi"] + metrics["ppo/clip_lo"] > 0

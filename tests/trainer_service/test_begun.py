@@ -11,7 +11,7 @@ from tests.support.trainer_service.rig import MakeRig, Rig
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.rows.rows import Row
 from trainer_service.step.step_request import StepRequest
-from trainer_service.storage.checkpoint import Checkpoints, State
+from trainer_service.storage.checkpoint import Checkpoints, RunState
 
 STAGES = [0, 1, 2, 3]
 SLOWLY = {"lr": 1e-3, "warmup_steps": 0, "max_grad_norm": 0.05}
@@ -111,7 +111,7 @@ def test_a_checkpoint_amid_a_step_leaves_it_alone(make_pupil: MakePupil, stage: 
     straight, saved = (make_pupil(zero_stage=stage, optimizer=SLOWLY) for _ in range(2))
     rows = grouped(1)
     saved.leader.accumulate(StepRequest(rows[:4], 0, saved.settings.algorithm))
-    Checkpoints(saved.root / "c", 2).save(saved.leader, State(step=0), [])
+    Checkpoints(saved.root / "c", 2).save(saved.leader, RunState(step=0), [])
     assert saved.leader.finite()
     assert saved.exported()
     told = saved.leader.optimise(StepRequest(rows[4:], 0, saved.settings.algorithm))
@@ -131,33 +131,33 @@ def test_the_trainer_learns_from_a_group_while_it_waits_for_another(make_rig: Ma
     rig, patient = early(make_rig), early(make_rig, "patient", streaming=False)
     for each in (rig, patient):
         each.agents.group("a", [1.0, 0.0])
-        assert not each.trainer.turn()
-        assert not each.trainer.turn()
-    said = rig.face.snapshot.waiting_for
+        assert not each.trainer.run_once()
+        assert not each.trainer.run_once()
+    said = rig.shared_state.snapshot.waiting_for
     assert said is not None
     assert said.endswith("; 6 tokens are learned from already")
     for each in (rig, patient):
         each.agents.group("b", [0.0, 1.0])
-        assert each.trainer.turn()
-    assert rig.face.snapshot.metrics["early_frac"] == 0.5
-    assert patient.face.snapshot.metrics["early_frac"] == 0.0
-    assert rig.face.snapshot.metrics["grad_norm"] == pytest.approx(
-        patient.face.snapshot.metrics["grad_norm"], rel=1e-5
+        assert each.trainer.run_once()
+    assert rig.shared_state.snapshot.metrics["early_frac"] == 0.5
+    assert patient.shared_state.snapshot.metrics["early_frac"] == 0.0
+    assert rig.shared_state.snapshot.metrics["grad_norm"] == pytest.approx(
+        patient.shared_state.snapshot.metrics["grad_norm"], rel=1e-5
     )
     assert differs_by(rig.weights(), patient.weights()) < 1e-6
     assert set(rig.session_codes().values()) == {"trained"}
-    assert rig.face.snapshot.metrics["tokens"] == 12
+    assert rig.shared_state.snapshot.metrics["tokens"] == 12
     rig.agents.group("c", [1.0, 0.0])
     rig.agents.group("d", [1.0, 0.0])
-    assert rig.trainer.turn()
-    assert rig.face.snapshot.metrics["early_frac"] == 0.0
+    assert rig.trainer.run_once()
+    assert rig.shared_state.snapshot.metrics["early_frac"] == 0.0
 
 
 def test_a_group_that_fills_no_pass_waits_for_others(make_rig: MakeRig) -> None:
     rig = early(make_rig, max_tokens=13)
     rig.agents.group("a", [1.0, 0.0])
-    assert not rig.trainer.turn()
-    said = rig.face.snapshot.waiting_for
+    assert not rig.trainer.run_once()
+    said = rig.shared_state.snapshot.waiting_for
     assert said is not None
     assert "learned" not in said
 
@@ -165,16 +165,16 @@ def test_a_group_that_fills_no_pass_waits_for_others(make_rig: MakeRig) -> None:
 def test_what_is_deleted_is_not_learned_though_it_was_begun(make_rig: MakeRig) -> None:
     rig, spared = early(make_rig), early(make_rig, "spared", streaming=False)
     rig.agents.group("a", [1.0, 0.0])
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     for session_id in ("a-0", "a-1"):
         rig.agents.delete(session_id)
     for each in (rig, spared):
         each.agents.group("b", [0.0, 1.0])
         each.agents.group("c", [1.0, 0.0])
-        while not each.trainer.turn():
+        while not each.trainer.run_once():
             pass
     assert differs_by(rig.weights(), spared.weights()) < 1e-6
-    assert rig.face.snapshot.metrics["tokens"] == 12
+    assert rig.shared_state.snapshot.metrics["tokens"] == 12
     assert {rig.session_codes()[session_id] for session_id in ("b-0", "b-1", "c-0", "c-1")} == {"trained"}
 
 
@@ -182,27 +182,27 @@ def test_a_second_reward_is_learned_though_its_group_was_begun(make_rig: MakeRig
     rig, patient = early(make_rig), early(make_rig, "patient", streaming=False)
     for each in (rig, patient):
         each.agents.group("a", [1.0, 0.0])
-        assert not each.trainer.turn()
+        assert not each.trainer.run_once()
         each.agents.reward("a-1", 3.0, key="later")
-        assert not each.trainer.turn()
-    said = rig.face.snapshot.waiting_for
+        assert not each.trainer.run_once()
+    said = rig.shared_state.snapshot.waiting_for
     assert said is not None
     assert "learned" not in said, "one change is enough"
     for each in (rig, patient):
         each.agents.group("b", [0.0, 1.0])
-        assert each.trainer.turn()
-    assert rig.face.snapshot.metrics == pytest.approx(
-        patient.face.snapshot.metrics | timings(rig), abs=1e-5, rel=1e-5
+        assert each.trainer.run_once()
+    assert rig.shared_state.snapshot.metrics == pytest.approx(
+        patient.shared_state.snapshot.metrics | timings(rig), abs=1e-5, rel=1e-5
     )
     assert differs_by(rig.weights(), patient.weights()) < 1e-6
     for group in ("c", "d"):
         rig.agents.group(group, [1.0, 0.0])
-        rig.trainer.turn()
-    assert rig.face.snapshot.metrics["early_frac"] == 0.5, "the next step begins early again"
+        rig.trainer.run_once()
+    assert rig.shared_state.snapshot.metrics["early_frac"] == 0.5, "the next step begins early again"
 
 
 def timings(rig: Rig) -> dict[str, float]:
-    values = rig.face.snapshot.metrics
+    values = rig.shared_state.snapshot.metrics
     return {
         name: value for name, value in values.items() if name.startswith(("seconds/", "tokens_per", "time"))
     }
@@ -211,11 +211,11 @@ def timings(rig: Rig) -> dict[str, float]:
 def test_what_was_begun_is_in_the_step_though_older_groups_come(make_rig: MakeRig) -> None:
     rig = early(make_rig, max_rows=4)
     rig.agents.group("a", [1.0, 0.0], at=300.0)
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     for older in ("b", "c"):
         rig.agents.group(older, [1.0, 0.0], at=200.0)
-    assert rig.trainer.turn()
-    assert rig.face.snapshot.metrics["early_frac"] == 0.5
+    assert rig.trainer.run_once()
+    assert rig.shared_state.snapshot.metrics["early_frac"] == 0.5
     codes = rig.session_codes()
     assert (codes["a-0"], codes["b-0"], codes["c-0"]) == ("trained", "trained", None)
 
@@ -223,12 +223,12 @@ def test_what_was_begun_is_in_the_step_though_older_groups_come(make_rig: MakeRi
 def test_a_group_that_was_begun_and_has_no_finite_gradient_is_found(make_rig: MakeRig) -> None:
     rig = early(make_rig)
     rig.agents.group("a", [1.0, 0.0], temperature=POISON)
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     rig.agents.group("b", [0.0, 1.0])
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     assert {rig.session_codes()[each] for each in ("a-0", "a-1")} == {"invalid"}
     rig.agents.group("c", [0.0, 1.0])
-    while not rig.trainer.turn():
+    while not rig.trainer.run_once():
         pass
     assert {rig.session_codes()[each] for each in ("b-0", "b-1", "c-0", "c-1")} == {"trained"}
 
@@ -237,11 +237,11 @@ def test_a_crash_amid_a_step_loses_and_repeats_nothing(make_rig: MakeRig) -> Non
     rig, spared = early(make_rig), early(make_rig, "spared", streaming=False)
     for each in (rig, spared):
         each.agents.group("a", [1.0, 0.0])
-        assert not each.trainer.turn()
+        assert not each.trainer.run_once()
     rig = rig.restart()
     for each in (rig, spared):
         each.agents.group("b", [0.0, 1.0])
-        while not each.trainer.turn():
+        while not each.trainer.run_once():
             pass
     assert differs_by(rig.weights(), spared.weights()) < 1e-6
     assert set(rig.session_codes().values()) == {"trained"}

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer_service.groups.settlement import Settlement
+from trainer_service.groups.settlement import Acknowledgement
 from trainer_service.model.layout import Layout
-from trainer_service.storage.checkpoint import CheckpointBroken, Checkpoints, LedgerRow, State
-from trainer_service.storage.files import owned
+from trainer_service.storage.checkpoint import CheckpointBroken, Checkpoints, LedgerStep, RunState
+from trainer_service.storage.files import lock_directory
 
 
 class Weights:
@@ -28,16 +28,22 @@ class Weights:
 def saved(checkpoints: Checkpoints, step: int) -> str:
     weights = Weights()
     weights.value = step
-    row = LedgerRow(
+    row = LedgerStep(
         step=step, version=step, durable=True, turns=[f"t{step}"], sessions=[f"s{step}"], tokens=3
     )
-    return checkpoints.save(weights, State(step=step, version=step, owed=Settlement(["1-0"], {}, [])), [row])
+    return checkpoints.save(
+        weights, RunState(step=step, version=step, owed=Acknowledgement(["1-0"], {}, [])), [row]
+    )
 
 
 def test_two_trainers_cannot_share_a_directory(tmp_path: Path) -> None:
-    with owned(tmp_path / "run"), pytest.raises(SystemExit, match="another trainer"), owned(tmp_path / "run"):
+    with (
+        lock_directory(tmp_path / "run"),
+        pytest.raises(SystemExit, match="another trainer"),
+        lock_directory(tmp_path / "run"),
+    ):
         pass
-    with owned(tmp_path / "run"):
+    with lock_directory(tmp_path / "run"):
         pass
 
 

@@ -24,8 +24,8 @@ def lesson(rig: Rig, name: str) -> dict[str, float]:
     for index, (first, value) in enumerate(((10, 1.0), (11, 0.0)) * 2):
         output = [first, 20, 21, 1]
         rig.agents.episode(f"{name}-{index}", value, output_ids=output, version=rig.trainer.version)
-    assert rig.trainer.turn()
-    return rig.face.snapshot.metrics
+    assert rig.trainer.run_once()
+    return rig.shared_state.snapshot.metrics
 
 
 @pytest.mark.parametrize("name", ["gae", "turn_gae"])
@@ -59,7 +59,7 @@ def test_a_restart_goes_on_with_the_same_critic(make_rig: MakeRig) -> None:
 def test_a_checkpoint_without_a_critic_is_not_taken_for_one_with(make_rig: MakeRig) -> None:
     rig = make_rig().start()
     rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     with pytest.raises(Exception, match="it was trained without trainer"):
         criticised(make_rig)
 

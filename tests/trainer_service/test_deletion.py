@@ -46,9 +46,9 @@ def test_a_group_goes_on_without_a_member_that_was_deleted(rig: Rig) -> None:
     rig.agents.episode("b", 0.0, group_id="g", size=3, output_ids=[12, 1])
     rig.agents.open("gone", "g", 3)
     rig.agents.call(turn("gone", "gone-t", group_id="g"))
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     rig.agents.delete("gone")
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert rig.session_codes() == {"a": "trained", "b": "trained"}
     assert not list(rig.stream.reclaim())
     assert rig.checkpoints.ledger(0, 10)[0].sessions == ["a", "b"]
@@ -58,11 +58,11 @@ def test_a_group_goes_on_without_a_member_that_was_deleted(rig: Rig) -> None:
 def test_a_member_that_was_deleted_before_its_group_trains_is_not_trained(rig: Rig) -> None:
     for session_id, value in (("a", 1.0), ("b", 0.0), ("gone", 5.0)):
         rig.agents.episode(session_id, value, group_id="g", size=4)
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     rig.agents.delete("gone")
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     rig.agents.episode("c", 0.5, group_id="g", size=4)
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert rig.checkpoints.ledger(0, 10)[0].sessions == ["a", "b", "c"]
     assert not list(rig.stream.reclaim())
 
@@ -70,28 +70,28 @@ def test_a_member_that_was_deleted_before_its_group_trains_is_not_trained(rig: R
 def test_a_batch_that_waits_for_more_rows_loses_what_was_deleted(make_rig: MakeRig) -> None:
     rig = make_rig(algorithm={"min_live_rows": 4}).start()
     rig.agents.group("g", [1.0, 0.0, 0.5])
-    assert not rig.trainer.turn()
-    assert "of which 2 are here" in rig.face.snapshot.waiting_for  # the third is the mean
+    assert not rig.trainer.run_once()
+    assert "of which 2 are here" in rig.shared_state.snapshot.waiting_for  # the third is the mean
     before = turns_in_memory("g-0")
     rig.agents.delete("g-0")
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     assert before > 0 == turns_in_memory("g-0")
     rig.agents.group("h", [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert rig.checkpoints.ledger(0, 10)[0].sessions == ["g-1", "g-2", "h-0", "h-1"]
 
 
 def test_a_deleted_member_still_counts_after_a_restart(rig: Rig) -> None:
     rig.agents.open("gone", "g", 3)
     rig.agents.call(turn("gone", "gone-t", group_id="g"))
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     rig.agents.delete("gone")
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     assert len(list(rig.stream.reclaim())) == 1
     rig = rig.restart()
     rig.agents.episode("a", 1.0, group_id="g", size=3)
     rig.agents.episode("b", 0.0, group_id="g", size=3, output_ids=[12, 1])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert not list(rig.stream.reclaim())
 
 
@@ -99,39 +99,39 @@ def test_a_deleted_member_still_counts_after_a_restart(rig: Rig) -> None:
 def test_a_deleted_session_that_compares_with_nobody_is_acknowledged(rig: Rig, group_id: str | None) -> None:
     rig.agents.open("alone", group_id, 1 if group_id else None)
     rig.agents.call(turn("alone", group_id=group_id))
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     rig.agents.delete("alone")
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     assert not list(rig.stream.reclaim())
 
 
 def test_the_deletion_of_an_unknown_session_is_acknowledged(rig: Rig) -> None:
     rig.stream._append(deletion("nobody", None, None))
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     assert not list(rig.stream.reclaim())
 
 
 def test_the_deletion_of_what_was_trained_changes_nothing_and_is_acknowledged(make_rig: MakeRig) -> None:
     rig = make_rig(checkpoint_every_steps=10).start()
     rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     rig.agents.delete("g-0")
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     rig.trainer._save()
     assert rig.session_codes() == {"g-1": "trained"}
     assert rig.checkpoints.ledger(0, 10)[0].sessions == ["g-0", "g-1"]
     assert not list(rig.stream.reclaim())
-    assert not rig.restart().trainer.turn()
+    assert not rig.restart().trainer.run_once()
 
 
 def test_a_step_that_died_with_a_deleted_member_is_made_again_without_it(make_rig: MakeRig) -> None:
     rig = make_rig(checkpoint_every_steps=10).start()
     rig.agents.group("g", [1.0, 0.0, 0.5])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     rig.agents.delete("g-0")
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     rig = rig.restart()
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     rig.trainer._save()
     assert rig.checkpoints.ledger(0, 10)[0].sessions == ["g-1", "g-2"]
     assert not list(rig.stream.reclaim())

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.trainer_service.rig import MakeRig, Rig
 from trainer_service.model.layout import Layout
-from trainer_service.storage.checkpoint import CheckpointBroken, Checkpoints, LedgerRow, State
+from trainer_service.storage.checkpoint import CheckpointBroken, Checkpoints, LedgerStep, RunState
 from trainer_service.storage.disk import DiskTrouble, Parted
 from trainer_service.storage.files import write_atomically
 
@@ -47,15 +47,15 @@ class Disk:
 
     def wait(self, patch: pytest.MonkeyPatch, pauses: int) -> None:
         """Let the trainer wait without time passing, and make room at the last of so many pauses."""
-        pulse = self.rig.trainer._pulse
+        heartbeat = self.rig.trainer._heartbeat
 
         def paused(seconds: float, phase: Any, sentence: str) -> None:
-            pulse.beat(phase, sentence)
-            self.said.append(self.rig.face.snapshot.waiting_for)
+            heartbeat.beat(phase, sentence)
+            self.said.append(self.rig.shared_state.snapshot.waiting_for)
             self.pauses_s.append(seconds)
             self.room = len(self.pauses_s) == pauses
 
-        patch.setattr(pulse, "_wait", paused)
+        patch.setattr(heartbeat, "_wait", paused)
 
 
 def half_a_shard(directory: Path, tag: str) -> None:
@@ -76,13 +76,13 @@ def test_a_checkpoint_waits_for_room_and_nothing_is_acknowledged_meanwhile(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     before = (rig.settings.checkpoint_dir / "CURRENT").read_text()
     disk = Disk(rig, full(number))
     disk.wait(monkeypatch, 4)
     monkeypatch.setattr(rig.policy, "save", disk.short(rig.policy.save, half_a_shard))
     seen: list[tuple[object, ...]] = []
-    beat = rig.trainer._pulse.beat
+    beat = rig.trainer._heartbeat.beat
 
     def watched(*arguments: Any) -> None:
         if disk.refused and not disk.room:
@@ -90,9 +90,9 @@ def test_a_checkpoint_waits_for_room_and_nothing_is_acknowledged_meanwhile(
             seen.append((current, tags(rig), len(list(rig.stream.reclaim()))))
         beat(*arguments)
 
-    monkeypatch.setattr(rig.trainer._pulse, "beat", watched)
+    monkeypatch.setattr(rig.trainer._heartbeat, "beat", watched)
     rig.agents.group("h", [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert seen
     assert set(map(repr, seen)) == {repr((before, [before], 6))}
     assert disk.pauses_s == [0.01, 0.02, 0.04, 0.08]
@@ -114,7 +114,7 @@ def test_a_version_waits_for_room_and_is_announced_when_it_is_whole(
     disk.wait(monkeypatch, 3)
     monkeypatch.setattr(rig.policy, "export", disk.short(rig.policy.export, half_an_export))
     rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert (
         disk.said
         == ["room on the disk for version 1, since version 1 could not be written: No space left on device"]
@@ -131,7 +131,7 @@ def test_while_a_version_waits_for_room_nothing_of_it_is_seen(
 ) -> None:
     monkeypatch.setattr(rig.policy, "export", Disk(rig).short(rig.policy.export, half_an_export))
     rig.agents.group("g", [1.0, 0.0])
-    rig.face.stop()
+    rig.shared_state.stop()
     rig.trainer.run()
     with pytest.raises(DiskTrouble):
         rig.store.write(1, 1, rig.policy.export)
@@ -146,18 +146,18 @@ def test_a_trainer_told_to_stop_while_its_disk_is_full_ends_in_order_and_loses_n
     disk = Disk(rig)
     monkeypatch.setattr(rig.policy, what, disk.short(getattr(rig.policy, what), half))
     rig.agents.group("g", [1.0, 0.0])
-    turn = rig.trainer.turn
+    turn = rig.trainer.run_once
 
     def last() -> bool:
-        rig.face.stop()
+        rig.shared_state.stop()
         return turn()
 
-    monkeypatch.setattr(rig.trainer, "turn", last)
+    monkeypatch.setattr(rig.trainer, "run_once", last)
     rig.trainer.run()  # raises nothing
     assert disk.refused
     assert len(list(rig.stream.reclaim())) == (6 if what == "save" else 0)
     again = rig.restart()
-    again.trainer.turn()
+    again.trainer.run_once()
     assert set(again.session_codes().values()) == {"trained"}
     assert [row.turns for row in again.checkpoints.ledger(0, 10)] == [["g-0-t", "g-1-t"]]
 
@@ -178,7 +178,7 @@ def test_no_number_is_given_out_that_could_not_be_written_down(
         "trainer_service.storage.checkpoint.write_atomically", disk.short(write_atomically, half)
     )
     rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert changed == [False, False]
     assert "room on the disk for the number of a version" in disk.said[0]
 
@@ -200,7 +200,7 @@ def test_an_error_that_is_not_the_disks_passes(rig: Rig, monkeypatch: pytest.Mon
     monkeypatch.setattr(rig.policy, "save", disk.short(rig.policy.save, half_a_shard))
     rig.agents.group("g", [1.0, 0.0])
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        rig.trainer.turn()
+        rig.trainer.run_once()
 
 
 def test_a_rank_that_could_not_write_is_not_waited_for(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_a_rank_that_could_not_write_is_not_waited_for(rig: Rig, monkeypatch: py
     monkeypatch.setattr(rig.policy, "save", disk.short(rig.policy.save, half_a_shard))
     rig.agents.group("g", [1.0, 0.0])
     with pytest.raises(Parted):
-        rig.trainer.turn()
+        rig.trainer.run_once()
     assert disk.refused == 1
 
 
@@ -219,15 +219,15 @@ def test_a_line_of_metrics_that_does_not_fit_is_left_out_whole(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     with monkeypatch.context() as patch:
         halved = SimpleNamespace(dumps=lambda _: "half a line")
         patch.setattr("trainer_service.sinks.json_lines.json", halved)
         patch.setattr("trainer_service.sinks.json_lines.len", lambda _: 1_000_000, raising=False)
         rig.agents.group("h", [1.0, 0.0])
-        assert rig.trainer.turn()
+        assert rig.trainer.run_once()
     rig.agents.group("i", [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     lines = (rig.root / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 3]
     assert rig.registry.get_sample_value("weir_trainer_sink_failures_total", {"sink": "jsonl"}) == 1
@@ -236,7 +236,7 @@ def test_a_line_of_metrics_that_does_not_fit_is_left_out_whole(
 def test_metrics_that_cannot_be_written_at_all_do_not_stop_the_training(rig: Rig) -> None:
     (rig.root / "metrics.jsonl").mkdir(parents=True)
     rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert set(rig.session_codes().values()) == {"trained"}
 
 
@@ -252,8 +252,8 @@ class Shards:
     def load(self, directory: Path, tag: str, layout: Layout | None) -> None: ...
 
 
-def row(step: int) -> LedgerRow:
-    return LedgerRow(step=step, version=step, durable=True, turns=[f"t{step}"], sessions=["s"], tokens=1)
+def row(step: int) -> LedgerStep:
+    return LedgerStep(step=step, version=step, durable=True, turns=[f"t{step}"], sessions=["s"], tokens=1)
 
 
 @pytest.mark.parametrize("at", ["_append", "sync_tree", "write_atomically"])
@@ -261,10 +261,10 @@ def test_whichever_write_of_a_checkpoint_fails_the_one_before_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     checkpoints = Checkpoints(tmp_path, 2)
-    first = checkpoints.save(Shards(), State(step=1, version=1), [row(1)])
+    first = checkpoints.save(Shards(), RunState(step=1, version=1), [row(1)])
     append = checkpoints._append
 
-    def half_a_row(rows: list[LedgerRow]) -> int:
+    def half_a_row(rows: list[LedgerStep]) -> int:
         append(rows)
         raise full()
 
@@ -277,10 +277,10 @@ def test_whichever_write_of_a_checkpoint_fails_the_one_before_stands(
         else:
             patch.setattr(f"trainer_service.storage.checkpoint.{at}", refused)
         with pytest.raises(DiskTrouble, match="No space left"):
-            checkpoints.save(Shards(), State(step=2, version=2), [row(2)])
+            checkpoints.save(Shards(), RunState(step=2, version=2), [row(2)])
     assert sorted(path.name for path in tmp_path.iterdir()) == [first, "CURRENT", "ledger.jsonl"]
     assert len((tmp_path / "ledger.jsonl").read_bytes().splitlines()) == 1
-    checkpoints.save(Shards(), State(step=2, version=2), [row(2)])
+    checkpoints.save(Shards(), RunState(step=2, version=2), [row(2)])
     assert [each.step for each in checkpoints.ledger(0, 10)] == [1, 2]
     restored = Checkpoints(tmp_path, 2).restore(Shards())
     assert restored is not None
@@ -291,7 +291,7 @@ def test_a_checkpoint_that_moved_and_could_not_be_synced_is_neither_undone_nor_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = Checkpoints(tmp_path, 2)
-    checkpoints.save(Shards(), State(step=1, version=1), [row(1)])
+    checkpoints.save(Shards(), RunState(step=1, version=1), [row(1)])
 
     def sync(directory: Path) -> None:
         if directory == tmp_path:
@@ -300,7 +300,7 @@ def test_a_checkpoint_that_moved_and_could_not_be_synced_is_neither_undone_nor_t
     with monkeypatch.context() as patch:
         patch.setattr("trainer_service.storage.files.sync_directory", sync)
         with pytest.raises(CheckpointBroken, match="could not be synced"):
-            checkpoints.save(Shards(), State(step=2, version=2), [row(2)])
+            checkpoints.save(Shards(), RunState(step=2, version=2), [row(2)])
     restored = Checkpoints(tmp_path, 2).restore(Shards())
     assert restored is not None
     assert restored.step == 2
@@ -313,7 +313,7 @@ def test_what_dead_processes_left_half_written_makes_room_for_the_next(make_rig:
     (rig.settings.policies_dir / "v00000007.tmp").mkdir()
     rig.start()
     rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert tags(rig) == ["00000004-step-00000001"]
     assert [path.name for path in rig.store.directory.iterdir()] == ["v00000001"]
 

@@ -25,13 +25,13 @@ def sample(rig: Rig, name: str, **labels: str) -> float | None:
 
 
 def told(rig: Rig) -> dict[str, float]:
-    metrics: dict[str, float] = rig.face.snapshot.status()["metrics"]
+    metrics: dict[str, float] = rig.shared_state.snapshot.status()["metrics"]
     return {name: value for name, value in metrics.items() if name.startswith("eval/")}
 
 
 def step(rig: Rig, group_id: str, version: int = 0) -> None:
     rig.agents.group(group_id, [1.0, 0.0], version=version)
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
 
 
 def test_what_sessions_say_of_a_version_is_told_at_the_step_that_made_it(make_rig: MakeRig) -> None:
@@ -41,7 +41,7 @@ def test_what_sessions_say_of_a_version_is_told_at_the_step_that_made_it(make_ri
     for number, value in enumerate([1.0, 0.5, 0.0]):
         evaluate(rig, f"e{number}", value, version=8)
     evaluate(rig, "first", 0.25, version=7)
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     assert told(rig) == {
         "eval/8/rewarded": 3, "eval/8/unrewarded": 0, "eval/8/failed": 0, "eval/8/reward": 0.5,
         "eval/7/rewarded": 1, "eval/7/unrewarded": 0, "eval/7/failed": 0, "eval/7/reward": 0.25,
@@ -62,7 +62,7 @@ def test_no_reward_is_not_0_and_a_failure_is_not_a_reward(rig: Rig) -> None:
     evaluate(rig, "b", None)
     evaluate(rig, "c", -1.0, status="failed")
     evaluate(rig, "d", 0.25, status="truncated")
-    rig.trainer.turn()
+    rig.trainer.run_once()
     assert told(rig) == {
         "eval/0/rewarded": 2, "eval/0/unrewarded": 1, "eval/0/failed": 1, "eval/0/reward": 0.5
     }  # fmt: skip
@@ -75,7 +75,7 @@ def test_no_reward_is_not_0_and_a_failure_is_not_a_reward(rig: Rig) -> None:
 
 def test_a_version_that_nobody_rewarded_has_no_reward(rig: Rig) -> None:
     evaluate(rig, "a", None)
-    rig.trainer.turn()
+    rig.trainer.run_once()
     assert told(rig) == {"eval/0/rewarded": 0, "eval/0/unrewarded": 1, "eval/0/failed": 0}
     assert sample(rig, "eval_reward", version="0") is None
 
@@ -95,7 +95,7 @@ def test_a_turn_that_asked_for_a_version_is_not_trained_and_its_session_is_evalu
         rig.agents.open(name, "g", 2)
         rig.agents.call(turn(name, f"{name}-t", policy="policy@3", version=3))
         rig.agents.finish(name, value)
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     assert rig.session_codes() == {"a": "not_for_training", "b": "not_for_training"}
     assert rig.stream.heads["a"].turn_verdicts["a-t"].code == "not_for_training"
     assert told(rig)["eval/3/reward"] == 0.5
@@ -108,7 +108,7 @@ def test_a_session_that_two_versions_sampled_counts_for_the_one_that_sampled_mor
     second = turn("a", "t2", version=5, output_ids=[11, 12, 1], parent_id="t1", context_ids=[5])
     rig.agents.call(first, second)
     rig.agents.finish("a", 1.0, train=False)
-    rig.trainer.turn()
+    rig.trainer.run_once()
     assert told(rig)["eval/5/rewarded"] == 1
     assert "eval/4/rewarded" not in told(rig)
 
@@ -117,7 +117,7 @@ def test_of_many_versions_the_last_ones_are_kept(rig: Rig, monkeypatch: pytest.M
     monkeypatch.setattr("trainer_service.groups.evaluation.VERSIONS_KEPT", 2)
     for version in range(4):
         evaluate(rig, f"e{version}", float(version) or None, version=version)
-        rig.trainer.turn()
+        rig.trainer.run_once()
     found = [sample(rig, "eval_reward", version=str(version)) for version in range(4)]
     assert found == [None, None, 2.0, 3.0]
     assert {name.split("/")[1] for name in told(rig)} == {"2", "3"}
@@ -130,7 +130,7 @@ def test_a_restart_goes_on_counting(rig: Rig) -> None:
     assert told(again)["eval/0/reward"] == sample(again, "eval_reward", version="0") == 1.0
     evaluate(again, "b", 0.0)
     evaluate(again, "c", 0.5, version=1)
-    again.trainer.turn()
+    again.trainer.run_once()
     assert told(again)["eval/0/reward"] == 0.5
     assert _places(rig.root / "metrics.eval.jsonl") == [(0, 0), (0, 0), (1, 1)]
 
@@ -155,7 +155,7 @@ def test_how_trained_turns_stand_to_their_conversation_is_counted(rig: Rig) -> N
         aborted = {"finish": "abort", "relation": "extends", "parent_id": f"{name}-t2"}
         rig.agents.call(turn(name, f"{name}-t5", context_ids=[9], **aborted))
         rig.agents.finish(name, value)
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     values = lines(rig.root / "metrics.jsonl")[0]
     assert [values[f"drift/{name}"] for name in ("clean", "realign", "fork")] == [2, 2, 2]
 
@@ -165,17 +165,17 @@ def test_scores_survive_a_clean_stop_after_the_last_step(
 ) -> None:
     rig = make_rig()
     rig.agents.group("g", [1.0, 0.0])
-    turn_of = rig.trainer.turn
+    turn_of = rig.trainer.run_once
 
     def until_it_is_evaluated() -> bool:
         made = turn_of()
         if made:
             evaluate(rig, "late", 1.0)
         elif told(rig):
-            rig.face.stop()
+            rig.shared_state.stop()
         return made
 
-    monkeypatch.setattr(rig.trainer, "turn", until_it_is_evaluated)
+    monkeypatch.setattr(rig.trainer, "run_once", until_it_is_evaluated)
     rig.trainer.run()
     assert told(rig)["eval/0/rewarded"] == 1
     assert told(rig.restart()) == told(rig)

@@ -97,16 +97,16 @@ def held(make_rig: MakeRig) -> Rig:
     """A trainer that a guard has paused: the made-up logprobs of the rig differ from the model's."""
     rig = make_rig(guards={"max_abs_logp": 1e-3}).start()
     rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     rig.agents.group("h", [1.0, 0.0])
-    rig.face.stop()  # so that a paused turn does not sleep
-    assert not rig.trainer.turn()
+    rig.shared_state.stop()  # so that a paused turn does not sleep
+    assert not rig.trainer.run_once()
     return rig
 
 
 def door(rig: Rig) -> TestClient:
     keyring = Keyring([], ["admin"])
-    app = create_app(rig.face, rig.checkpoints.ledger, rig.store, keyring, rig.registry)
+    app = create_app(rig.shared_state, rig.checkpoints.ledger, rig.store, keyring, rig.registry)
     return TestClient(app, headers={"authorization": "Bearer admin"})
 
 
@@ -133,15 +133,15 @@ def test_a_guard_pauses_behind_the_checkpoint_and_before_the_version_is_served(h
 
 def test_a_resume_serves_what_was_held_and_goes_on(held: Rig) -> None:
     door(held).post("/resume")
-    held.trainer.turn()
+    held.trainer.run_once()
     assert [body["version"] for body in held.gateway.announced] == [1]
     assert held.trainer.step == 2
-    assert held.face.paused, "what the next step shows is new evidence"
+    assert held.shared_state.paused, "what the next step shows is new evidence"
     assert sample(held, "guard_alarms_total", guard="max_abs_logp") == 2
     door(held).post("/resume")
-    held.trainer.turn()
+    held.trainer.run_once()
     assert [body["version"] for body in held.gateway.announced] == [1, 2]
-    assert held.face.snapshot.state == "waiting"
+    assert held.shared_state.snapshot.state == "waiting"
     assert sample(held, "paused") == 0
 
 
@@ -151,10 +151,10 @@ def test_a_reward_that_falls_to_nothing_pauses_though_no_group_makes_a_step(make
         rig.agents.group(name, [1.0, 1.0])
     for name in ("c", "d"):
         rig.agents.group(name, [0.0, 0.0])
-    rig.face.stop()
-    assert not rig.trainer.turn()
-    rig.trainer.turn()
-    assert rig.face.paused
+    rig.shared_state.stop()
+    assert not rig.trainer.run_once()
+    rig.trainer.run_once()
+    assert rig.shared_state.paused
     assert rig.trainer.step == 0
     said = door(rig).get("/status").json()["waiting_for"]
     assert said.startswith("POST /resume, since the mean reward of the last 2 groups is 0, and was 1 at best")
@@ -162,7 +162,7 @@ def test_a_reward_that_falls_to_nothing_pauses_though_no_group_makes_a_step(make
     assert {rig.session_codes()[name] for name in ("a-0", "c-0", "d-1")} == {"zero_advantage"}
     door(rig).post("/resume")
     rig.agents.group("e", [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert [body["version"] for body in rig.gateway.announced] == [1], "there was nothing new before"
 
 
@@ -170,12 +170,12 @@ def collapsed(make_rig: MakeRig, **settings: Any) -> Rig:
     """Version 0 did well, and the newest, 1, did not: rewards have paused the training."""
     rig = make_rig(guards={"reward_groups": 2}, **settings).start()
     rig.agents.group("a", [1.0, 0.5])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     for name, reward, version in (("b", 0.75, 0), ("c", 0.0, 1), ("d", 0.0, 1)):
         rig.agents.group(name, [reward, reward], version=version)
-    rig.face.stop()
-    assert not rig.trainer.turn()
-    assert rig.face.paused
+    rig.shared_state.stop()
+    assert not rig.trainer.run_once()
+    assert rig.shared_state.paused
     return rig
 
 
@@ -187,23 +187,23 @@ def test_a_resume_serves_the_newest_version_though_it_was_served_before(
     rig = collapsed(make_rig, publish_every_steps=publish_every_steps)
     assert rig.gateway.served == 0
     door(rig).post("/resume")
-    rig.trainer.turn()
+    rig.trainer.run_once()
     assert rig.gateway.served == rig.trainer.version == 1
 
 
 def test_what_a_guard_held_stays_held_over_a_restart(make_rig: MakeRig) -> None:
     rig = collapsed(make_rig).restart()
-    rig.face.stop()
-    assert not rig.trainer.turn()
+    rig.shared_state.stop()
+    assert not rig.trainer.run_once()
     assert rig.gateway.served == 0
     said = door(rig).get("/status").json()
     assert said["state"] == "paused"
     assert said["waiting_for"].startswith("POST /resume, since the mean reward of the last 2 groups is 0")
     again = rig.restart()
     door(again).post("/resume")
-    again.trainer.turn()
+    again.trainer.run_once()
     assert again.gateway.served == 1
-    assert not again.restart().face.paused
+    assert not again.restart().shared_state.paused
 
 
 def test_a_group_that_waits_for_its_step_is_heard_of_once(make_rig: MakeRig) -> None:
@@ -212,13 +212,13 @@ def test_a_group_that_waits_for_its_step_is_heard_of_once(make_rig: MakeRig) -> 
     for name, rewards in (("a", good), ("b", bad)):
         rig.agents.group(name, rewards)
         for _ in range(3):
-            rig.trainer.turn()
-    assert not rig.face.paused
+            rig.trainer.run_once()
+    assert not rig.shared_state.paused
     for name, rewards in (("c", good), ("d", good), ("e", bad), ("f", bad)):
         rig.agents.group(name, rewards)
-        rig.trainer.turn()
-    assert rig.face.paused
-    assert "is 0.125, and was 0.75 at best" in str(rig.face.paused_for)
+        rig.trainer.run_once()
+    assert rig.shared_state.paused
+    assert "is 0.125, and was 0.75 at best" in str(rig.shared_state.paused_for)
 
 
 def test_a_group_that_goes_without_its_stragglers_is_heard_of_once_however_much_is_to_be_read(
@@ -233,11 +233,11 @@ def test_a_group_that_goes_without_its_stragglers_is_heard_of_once_however_much_
         monkeypatch.setattr("trainer_service.intake.READ_COUNT", count)
         rig.agents.open(f"other-{number}")
         rig.agents.call(turn(f"other-{number}", f"other-{number}-t"))
-        rig.trainer.turn()
+        rig.trainer.run_once()
     for name, reward in (("b", 1.0), ("c", 0.0), ("d", 0.0)):
         rig.agents.group(name, [reward, reward])
-    rig.trainer.turn()
-    assert " in 8 sessions, and is served" in str(rig.face.paused_for)
+    rig.trainer.run_once()
+    assert " in 8 sessions, and is served" in str(rig.shared_state.paused_for)
 
 
 def test_evaluations_say_nothing_of_the_training(make_rig: MakeRig) -> None:
@@ -248,8 +248,8 @@ def test_evaluations_say_nothing_of_the_training(make_rig: MakeRig) -> None:
         rig.agents.open(f"p{number}")
         rig.agents.call(turn(f"p{number}", f"p{number}-t", policy="policy@0"))
         rig.agents.finish(f"p{number}", reward)
-        rig.trainer.turn()
-    assert not rig.face.paused
+        rig.trainer.run_once()
+    assert not rig.shared_state.paused
     assert set(rig.session_codes().values()) == {"not_for_training"}
 
 
@@ -261,13 +261,13 @@ def served_by(make_rig: MakeRig, *rewards: tuple[float, float], **settings: Any)
         for number in range(9):
             rig.agents.group(f"v{version}-{number}", [sum(values) / 2] * 2, version=version)
         rig.agents.group(f"v{version}", values, version=version)
-        assert rig.trainer.turn()
-    assert not rig.face.paused
+        assert rig.trainer.run_once()
+    assert not rig.shared_state.paused
     assert [body["version"] for body in rig.gateway.announced] == [*range(1, len(rewards) + 1)]
     rig.agents.group("strange", [1.0, 0.0], version=len(rewards), logprobs=[-400.0] * 3)
-    assert rig.trainer.turn()
-    rig.face.stop()  # so that a paused turn does not sleep
-    assert not rig.trainer.turn()
+    assert rig.trainer.run_once()
+    rig.shared_state.stop()  # so that a paused turn does not sleep
+    assert not rig.trainer.run_once()
     return rig
 
 
@@ -280,7 +280,7 @@ def test_an_alarm_has_the_fleet_serve_the_version_that_did_best_whose_files_were
     said = door(rig).get("/status").json()["waiting_for"]
     assert said.endswith("; version 1 did best, 0.9 in 20 sessions, and is served")
     door(rig).post("/resume")
-    rig.trainer.turn()
+    rig.trainer.run_once()
     assert rig.gateway.served == 6
 
 
@@ -299,10 +299,10 @@ def test_a_version_that_the_gateway_does_not_know_stops_nothing(
 ) -> None:
     rig = make_rig(guards={"max_abs_logp": 1e-3}, initial_version=7).start()
     rig.agents.group("g", [1.0, 0.0], version=7)
-    assert rig.trainer.turn()
-    assert rig.face.paused
+    assert rig.trainer.run_once()
+    assert rig.shared_state.paused
     assert "the fleet goes on with what it serves: no policy has version 7" in caplog.text
-    assert "is served" not in str(rig.face.paused_for)
+    assert "is served" not in str(rig.shared_state.paused_for)
 
 
 def test_where_no_server_goes_back_nobody_says_so(make_rig: MakeRig) -> None:
@@ -310,9 +310,9 @@ def test_where_no_server_goes_back_nobody_says_so(make_rig: MakeRig) -> None:
     rig.gateway.versions.append(3)  # so that not 0 is served
     rig.gateway.server_ok = False
     rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.turn()
-    assert rig.face.paused
-    assert "is served" not in str(rig.face.paused_for)
+    assert rig.trainer.run_once()
+    assert rig.shared_state.paused
+    assert "is served" not in str(rig.shared_state.paused_for)
 
 
 def test_a_gateway_that_is_away_is_waited_for(make_rig: MakeRig) -> None:
@@ -320,33 +320,33 @@ def test_a_gateway_that_is_away_is_waited_for(make_rig: MakeRig) -> None:
     rig.agents.group("g", [1.0, 0.0])
     rig.gateway.versions.append(3)  # so that not 0 is served
     rig.gateway.refusals = 2
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert rig.gateway.rolled_back_to == 0
 
 
 def test_an_operators_pause_says_so_and_holds_no_version_back(make_rig: MakeRig) -> None:
     rig = make_rig().start()
     rig.agents.group("g", [1.0, 0.0])
-    rig.face.pause()
-    rig.face.stop()
-    assert not rig.trainer.turn()
-    assert rig.face.snapshot.waiting_for == "POST /resume"
-    rig.face.resume()
-    assert rig.trainer.turn()
+    rig.shared_state.pause()
+    rig.shared_state.stop()
+    assert not rig.trainer.run_once()
+    assert rig.shared_state.snapshot.waiting_for == "POST /resume"
+    rig.shared_state.resume()
+    assert rig.trainer.run_once()
     assert [body["version"] for body in rig.gateway.announced] == [1]
 
 
 def test_a_restart_serves_nothing_that_a_guard_withheld(held: Rig) -> None:
     again = held.restart()
-    assert again.face.paused
+    assert again.shared_state.paused
     assert not again.gateway.announced
     door(again).post("/resume")
-    assert again.trainer.turn()
+    assert again.trainer.run_once()
     assert [body["version"] for body in again.gateway.announced] == [1]
     assert again.trainer.step == 2
 
 
 def test_a_restart_is_a_resume_of_what_an_operator_paused(make_rig: MakeRig) -> None:
     rig = make_rig().start()
-    rig.face.pause()
-    assert not rig.restart().face.paused
+    rig.shared_state.pause()
+    assert not rig.restart().shared_state.paused

@@ -17,7 +17,7 @@ from rollout_queue.redis.reader import RedisReader
 from tests.support.trainer_service.rig import MakeRig, Rig, turn
 from trainer_service.__main__ import REDIS_TIMEOUT_S, connect
 from trainer_service.groups.assemble import Group
-from trainer_service.groups.settlement import Judged, judge
+from trainer_service.groups.settlement import ScreenedGroup, judge
 from trainer_service.intake import BLOCK_S
 
 
@@ -25,7 +25,7 @@ from trainer_service.intake import BLOCK_S
 def test_a_reward_beyond_all_measure_ends_its_session_and_not_the_trainer(rig: Rig, huge: float) -> None:
     for index, value in enumerate([huge, huge, 1.0, 0.0]):
         rig.agents.episode(f"g-{index}", value, group_id="g", size=4, output_ids=[10 + index, 1])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert list(rig.session_codes().values()) == ["invalid", "invalid", "trained", "trained"]
 
 
@@ -34,14 +34,14 @@ def test_rewards_that_add_up_to_infinity_end_their_session(rig: Rig) -> None:
     rig.agents.call(turn("s"))
     rig.agents.reward("s", 1.7e308, key="k1")
     rig.agents.finish("s", 1.7e308)
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     assert rig.session_codes() == {"s": "invalid"}
 
 
 def test_a_reason_in_an_agents_words_does_not_expire_its_session(rig: Rig) -> None:
     for session_id, value in (("a", 1.0), ("b", 0.0)):
         rig.agents.episode(session_id, value, group_id="g", size=2, reason="expired")
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert rig.session_codes() == {"a": "trained", "b": "trained"}
 
 
@@ -49,7 +49,7 @@ def test_an_overdue_group_goes_on_without_the_members_that_never_came(make_rig: 
     rig = make_rig(algorithm={"group_wait_s": 1.0}).start()
     rig.agents.episode("a", 1.0, group_id="g", size=3)
     rig.agents.episode("b", 0.0, group_id="g", size=3, output_ids=[12, 1])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert rig.session_codes() == {"a": "trained", "b": "trained"}
 
 
@@ -58,9 +58,9 @@ def test_a_backlog_parts_no_group(make_rig: MakeRig, monkeypatch: pytest.MonkeyP
     rig = make_rig(algorithm={"group_wait_s": 1.0}).start()
     rig.agents.episode("a", 1.0, group_id="g", size=2)
     rig.agents.episode("b", 0.0, group_id="g", size=2, output_ids=[12, 1])
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     assert rig.session_codes() == {"a": None, "b": None}
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert rig.session_codes() == {"a": "trained", "b": "trained"}
 
 
@@ -69,7 +69,7 @@ def test_after_an_outage_groups_are_judged_when_their_turn_comes(
 ) -> None:
     judged: list[str] = []
 
-    def noting(group: Group, *given: Any) -> Judged:
+    def noting(group: Group, *given: Any) -> ScreenedGroup:
         judged.append(group.group_id)
         return judge(group, *given)
 
@@ -77,7 +77,7 @@ def test_after_an_outage_groups_are_judged_when_their_turn_comes(
     rig = make_rig(algorithm={"max_rows": 4, "max_staleness": 1}).start()
     for number in range(12):
         rig.agents.group(f"g{number:02}", [1.0, 0.0])
-    assert [rig.trainer.turn() for _ in range(3)] == [True, True, False]
+    assert [rig.trainer.run_once() for _ in range(3)] == [True, True, False]
     assert list(rig.session_codes().values()) == ["trained"] * 8 + ["stale"] * 16
     steps = [judged[:3], judged[3:6], judged[6:]]
     assert [len(step) for step in steps] == [3, 3, 8], "what a step takes, and one that it does not"
@@ -97,7 +97,7 @@ def test_many_groups_that_end_at_once_are_acknowledged_so_many_at_a_time(
     monkeypatch.setattr(rig.stream, "acknowledge", noting)
     for number in range(5):
         rig.agents.group(f"g{number}", [1.0, 1.0])
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     assert acknowledged == [4, 4, 2]
     assert list(rig.session_codes().values()) == ["zero_advantage"] * 10
 
@@ -106,7 +106,7 @@ def test_a_group_that_is_too_old_is_not_counted_as_one_of_equal_rewards(make_rig
     rig = make_rig(initial_version=9).start()
     rig.agents.group("old", [1.0, 0.0], version=0)
     rig.agents.group("new", [1.0, 0.0], version=9)
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     values = json.loads((rig.root / "metrics.jsonl").read_text())
     assert (values["group/live"], values["group/zero_var"], values["group/dropped"]) == (1, 0, 2)
 
@@ -151,7 +151,7 @@ def test_what_redis_delivered_into_a_broken_connection_is_taken_up(rig: Rig) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rig.stream, "read", lost)
-        assert rig.trainer.turn()
+        assert rig.trainer.run_once()
     assert set(rig.session_codes().values()) == {"trained"}
 
 
@@ -162,7 +162,7 @@ def test_a_sessions_rewards_add_up_and_a_repeated_turn_counts_once(rig: Rig) -> 
     rig.agents.reward("a", 0.5, key="k2")
     rig.agents.finish("a", 0.25)
     rig.agents.episode("b", 0.0, group_id="g", size=2, output_ids=[12, 1])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     values = json.loads((rig.root / "metrics.jsonl").read_text())
     assert values["reward_mean"] == 0.5
     assert (values["rows"], values["tokens"]) == (2, 5)
@@ -173,13 +173,13 @@ def test_a_session_made_not_for_training_ends_so(rig: Rig) -> None:
     asyncio.run(rig.stream.open_session(SessionSpec(session_id="s", train=False, created_at=100.0)))
     rig.agents.call(turn("s"))
     rig.agents.finish("s", train=False)
-    rig.trainer.turn()
+    rig.trainer.run_once()
     assert rig.session_codes() == {"s": "not_for_training"}
 
 
 def test_a_token_id_outside_the_vocabulary_makes_a_session_invalid(rig: Rig) -> None:
     rig.agents.episode("s", 1.0, output_ids=[64, 1])
-    rig.trainer.turn()
+    rig.trainer.run_once()
     assert rig.session_codes() == {"s": "invalid"}
 
 
@@ -187,23 +187,23 @@ def test_a_session_that_expires_waiting_for_its_reward_is_closed(rig: Rig) -> No
     rig.agents.open("s")
     rig.agents.call(turn("s"))
     rig.agents.finish("s")
-    rig.trainer.turn()
+    rig.trainer.run_once()
     assert len(list(rig.stream.reclaim())) == 2
     asyncio.run(rig.stream.expire(now=1e13, limit=10))
-    rig.trainer.turn()
+    rig.trainer.run_once()
     assert rig.session_codes() == {"s": "expired"}
     assert not list(rig.stream.reclaim())
 
 
 def test_what_comes_after_a_session_was_settled_is_acknowledged_and_trains_nothing(rig: Rig) -> None:
     rig.agents.group("g", [1.0, 0.0])
-    rig.trainer.turn()
+    rig.trainer.run_once()
     rig.stream._append(turn("g-0", "late", output_ids=[30, 1]))
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     assert not list(rig.stream.reclaim())
     again = rig.restart()
     again.stream._append(turn("g-0", "later", output_ids=[30, 1]))
-    assert not again.trainer.turn()
+    assert not again.trainer.run_once()
     assert not list(again.stream.reclaim())
 
 
@@ -218,7 +218,7 @@ def test_turns_that_are_not_trained_say_why(rig: Rig) -> None:
             turn(session_id, "again", **asked, attempt=1, started_at=110.0),
         )
         rig.agents.finish(session_id, value)
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     codes = {turn_id: verdict.code for turn_id, verdict in rig.stream.heads["a"].turn_verdicts.items()}
     assert codes == {"kept": "trained", "gone": "aborted", "first": "orphan_retry", "again": "trained"}
     assert sorted(rig.checkpoints.ledger(0, 1)[0].turns) == ["again", "again", "kept", "kept"]
@@ -238,12 +238,12 @@ def test_an_orphan_is_not_trained_though_it_was_read_before_its_retry(
     for name in order:
         for session_id in ("a", "b"):
             rig.agents.call(turn(session_id, name, request_digest="d", **attempts[name]))
-        assert not rig.trainer.turn()
+        assert not rig.trainer.run_once()
         if restarted:
             rig = rig.restart()
     for session_id, value in (("a", 1.0), ("b", 0.0)):
         rig.agents.finish(session_id, value)
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     codes = {turn_id: verdict.code for turn_id, verdict in rig.stream.heads["a"].turn_verdicts.items()}
     assert codes == {"first": "orphan_retry", "again": "trained"}
     assert sorted(rig.checkpoints.ledger(0, 1)[0].turns) == ["again", "again"]

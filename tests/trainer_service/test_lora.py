@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from tests.support.trainer_service.random_rows import MakePupil, Pupil, differs_by, random_rows
 from trainer_service.rows.rows import MicroBatch, micro_batches
-from trainer_service.storage.checkpoint import Checkpoints, State
+from trainer_service.storage.checkpoint import Checkpoints, RunState
 
 LORA = {"rank": 4, "alpha": 8.0}
 
@@ -31,7 +31,7 @@ def test_only_adapters_learn_and_the_merged_model_says_what_the_policy_says(
     base = base_weights(pupil)
     for seed in range(2):
         pupil.learn(seed)
-    Checkpoints(tmp_path / "c", 2).save(pupil.leader, State(step=2), [])
+    Checkpoints(tmp_path / "c", 2).save(pupil.leader, RunState(step=2), [])
     merged = pupil.exported()
     after = base_weights(pupil)
     assert all(torch.equal(after[name], tensor) for name, tensor in base.items())
@@ -51,7 +51,7 @@ def test_peft_reads_the_adapter_of_a_checkpoint(
 
     pupil = make_pupil(lora={**LORA, "target_modules": ["q_proj", "down_proj"]})
     pupil.learn(1)
-    tag = Checkpoints(tmp_path / "c", 2).save(pupil.leader, State(step=1), [])
+    tag = Checkpoints(tmp_path / "c", 2).save(pupil.leader, RunState(step=1), [])
     base = AutoModelForCausalLM.from_pretrained(model_path)
     merged = PeftModel.from_pretrained(base, tmp_path / "c" / tag / "adapter").merge_and_unload()
     assert (
@@ -64,7 +64,7 @@ def test_peft_reads_the_adapter_of_a_checkpoint(
 def test_adapters_go_on_bitwise_after_a_restore(make_pupil: MakePupil, tmp_path: Path, stage: int) -> None:
     straight = make_pupil(zero_stage=stage, lora=LORA)
     straight.learn(1)
-    Checkpoints(tmp_path / "c", 2).save(straight.leader, State(step=1), [])
+    Checkpoints(tmp_path / "c", 2).save(straight.leader, RunState(step=1), [])
     resumed = make_pupil(zero_stage=stage, lora=LORA)
     Checkpoints(tmp_path / "c", 2).restore(resumed.leader)
     assert straight.learn(2) == resumed.learn(2)
@@ -74,7 +74,7 @@ def test_adapters_go_on_bitwise_after_a_restore(make_pupil: MakePupil, tmp_path:
 def test_adapters_are_converted_for_another_stage(make_pupil: MakePupil, tmp_path: Path) -> None:
     before = make_pupil(zero_stage=1, lora=LORA)
     before.learn(1)
-    Checkpoints(tmp_path / "c", 2).save(before.leader, State(step=1), [])
+    Checkpoints(tmp_path / "c", 2).save(before.leader, RunState(step=1), [])
     after = make_pupil(zero_stage=3, lora=LORA)
     Checkpoints(tmp_path / "c", 2).restore(after.leader)
     assert differs_by(before.exported(), after.exported()) == 0
@@ -93,7 +93,7 @@ def test_the_reference_is_the_base_model_also_after_training_and_a_restore(
         untrained, _ = make_pupil().policy.logprobs(a_batch())
     pupil = make_pupil(**given)
     pupil.learn(1)
-    Checkpoints(tmp_path / "c", 2).save(pupil.leader, State(step=1), [])
+    Checkpoints(tmp_path / "c", 2).save(pupil.leader, RunState(step=1), [])
     again = make_pupil(**given)
     Checkpoints(tmp_path / "c", 2).restore(again.leader)
     for each in (pupil, again):

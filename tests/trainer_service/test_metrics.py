@@ -33,7 +33,7 @@ def test_a_step_with_a_critic_has_the_names_of_the_document_as_well(make_rig: Ma
 
 def test_an_evaluation_has_the_names_of_the_document(rig: Rig) -> None:
     evaluate(rig, "a", 1.0)
-    rig.trainer.turn()
+    rig.trainer.run_once()
     (line,) = lines(rig.root / "metrics.eval.jsonl")
     assert set(line) == {"step", "version", "time", *documented("Evaluation")}
 

@@ -51,7 +51,7 @@ def test_a_fresh_rollout_has_the_engines_logprobs_and_ratio_one(
             *(turn(session_id, **fields) for fields in sampled(rig, session_id, seed, temperature))
         )
         rig.agents.finish(session_id, value)
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     metrics = json.loads((rig.root / "metrics.jsonl").read_text())
     assert metrics["mismatch/abs_logp"] < 1e-5
     assert metrics["mismatch/ess"] == pytest.approx(1, abs=1e-4)
@@ -89,7 +89,7 @@ def test_a_step_does_not_depend_on_how_its_rows_are_packed(make_rig: MakeRig) ->
             f"run-{max_tokens}", algorithm=packed, optimizer={"lr": 1e-3, "warmup_steps": 0}
         ).start()
         rig.agents.group("g", [1.0, 0.0, 0.5])
-        assert rig.trainer.turn()
+        assert rig.trainer.run_once()
         made.append(rig.weights())
     for name, tensor in made[0].items():
         assert torch.allclose(tensor, made[1][name], atol=5e-5), name
@@ -97,7 +97,7 @@ def test_a_step_does_not_depend_on_how_its_rows_are_packed(make_rig: MakeRig) ->
 
 def test_a_published_version_is_whole_and_proves_itself(rig: Rig, model_path: Path) -> None:
     rig.agents.group("g", [1.0, 0.0])
-    rig.trainer.turn()
+    rig.trainer.run_once()
     (announced,) = rig.gateway.announced
     directory = rig.store.path_of(1)
     assert announced["location"] == directory.as_uri()
@@ -129,7 +129,7 @@ def test_a_bfloat16_model_is_trained_in_float32_and_published_in_bfloat16(
     AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).save_pretrained(half)
     rig = make_rig(model_path=half).start()
     rig.agents.group("g", [1.0, 0.0])
-    rig.trainer.turn()
+    rig.trainer.run_once()
     assert rig.weights()["model.norm.weight"].dtype == torch.float32
     exported = load_file(rig.store.path_of(1) / "model.safetensors")
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
@@ -138,7 +138,7 @@ def test_a_bfloat16_model_is_trained_in_float32_and_published_in_bfloat16(
 def test_a_policy_in_bfloat16_trains(make_rig: MakeRig) -> None:
     rig = make_rig(dtype="bfloat16").start()
     rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     again = rig.restart()
     assert all(torch.equal(t, again.weights()[name]) for name, t in rig.weights().items())
 
@@ -147,7 +147,7 @@ def test_old_versions_and_checkpoints_are_removed(make_rig: MakeRig) -> None:
     rig = make_rig(keep_policies=2, keep_checkpoints=2).start()
     for group_id in "abcd":
         rig.agents.group(group_id, [1.0, 0.0])
-        assert rig.trainer.turn()
+        assert rig.trainer.run_once()
     assert rig.store.versions() == [3, 4]
     assert len([path for path in (rig.root / "checkpoints").iterdir() if path.is_dir()]) == 2
     assert rig.restart().trainer.step == 4
@@ -162,7 +162,7 @@ def test_a_version_holds_no_file_that_a_rollout_server_refuses(
         (odd / name).write_text("#", encoding="utf-8")
     rig = make_rig(model_path=odd).start()
     rig.agents.group("g", [1.0, 0.0])
-    rig.trainer.turn()
+    rig.trainer.run_once()
     published = {path.name for path in rig.store.path_of(1).iterdir()}
     assert published == {path.name for path in model_path.iterdir()} | {MANIFEST, STABLE}
 
@@ -173,14 +173,14 @@ def test_a_half_written_version_is_written_again(rig: Rig) -> None:
     (leftover / "model.safetensors").write_bytes(b"half")
     assert rig.store.versions() == []
     rig.agents.group("g", [1.0, 0.0])
-    rig.trainer.turn()
+    rig.trainer.run_once()
     assert load_file(leftover / "model.safetensors")
 
 
 def test_a_checkpoint_brings_back_the_random_generators(rig: Rig) -> None:
     torch.rand(5)  # away from the seed, which a restart sets too
     rig.agents.group("g", [1.0, 0.0])
-    rig.trainer.turn()
+    rig.trainer.run_once()
     expected = torch.rand(3)
     again = rig.restart()
     assert torch.equal(torch.rand(3), expected)

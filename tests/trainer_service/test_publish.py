@@ -9,7 +9,7 @@ from trainer_service.status.heartbeat import Stopped
 def test_a_gateway_that_is_away_is_asked_again_and_loses_nothing(rig: Rig) -> None:
     rig.gateway.refusals = 3
     rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert [body["version"] for body in rig.gateway.announced] == [1]
     assert set(rig.session_codes().values()) == {"trained"}
 
@@ -17,27 +17,27 @@ def test_a_gateway_that_is_away_is_asked_again_and_loses_nothing(rig: Rig) -> No
 def test_a_trainer_told_to_stop_while_the_gateway_is_away_publishes_after_its_restart(rig: Rig) -> None:
     rig.gateway.refusals = 10**6
     rig.agents.group("g", [1.0, 0.0])
-    rig.face.stop()
+    rig.shared_state.stop()
     with pytest.raises(Stopped):
-        rig.trainer.turn()
+        rig.trainer.run_once()
     assert rig.session_codes()["g-0"] == "trained", "a durable checkpoint contains it"
     rig.gateway.refusals = 0
     again = rig.restart()
     assert [body["version"] for body in rig.gateway.announced] == [1]
-    assert not again.trainer.turn()
+    assert not again.trainer.run_once()
 
 
 def test_an_answer_in_a_proxys_words_is_asked_for_again(rig: Rig) -> None:
     rig.gateway.nonsense = 2  # to the question for the newest version, and to the announcement
     rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert [body["version"] for body in rig.gateway.announced] == [1]
 
 
 def test_the_number_of_a_version_is_beyond_the_gateways(rig: Rig) -> None:
     rig.gateway.versions.append(41)
     rig.agents.group("g", [1.0, 0.0])
-    rig.trainer.turn()
+    rig.trainer.run_once()
     assert rig.trainer.version == 42
     assert rig.gateway.announced[0]["version"] == 42
 
@@ -46,7 +46,7 @@ def test_a_version_that_no_server_took_does_not_stop_the_next(rig: Rig) -> None:
     rig.gateway.server_ok = False
     for group_id in ("g", "h"):
         rig.agents.group(group_id, [1.0, 0.0])
-        assert rig.trainer.turn()
+        assert rig.trainer.run_once()
     assert [body["version"] for body in rig.gateway.announced] == [1, 2]
     assert set(rig.session_codes().values()) == {"trained"}
 
@@ -54,7 +54,7 @@ def test_a_version_that_no_server_took_does_not_stop_the_next(rig: Rig) -> None:
 def test_a_number_that_somebody_took_stays_unpublished(rig: Rig) -> None:
     rig.gateway.conflict = True
     rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert set(rig.session_codes().values()) == {"trained"}
 
 
@@ -65,7 +65,7 @@ def published(make_rig: MakeRig, **gateway: object) -> list[int]:
         setattr(rig.gateway, name, value)
     for index in range(5):
         rig.agents.group(f"g{index}", [1.0, 0.0])
-        assert rig.trainer.turn()
+        assert rig.trainer.run_once()
     return rig.store.versions()
 
 

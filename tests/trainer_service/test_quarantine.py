@@ -43,7 +43,7 @@ def test_the_group_to_blame_ends_invalid_and_the_others_train(make_rig: MakeRig)
     rig.agents.group("a", [1.0, 0.0])
     rig.agents.group("poison", [1.0, 0.0], temperature=POISON)
     rig.agents.group("b", [1.0, 0.0])
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     codes = rig.session_codes()
     assert (codes["poison-0"], codes["poison-1"], codes["a-0"], codes["b-0"]) == ("invalid",) * 2 + (
         None,
@@ -53,7 +53,7 @@ def test_the_group_to_blame_ends_invalid_and_the_others_train(make_rig: MakeRig)
     assert verdict.detail == "its gradient is not finite at version 0"
     assert rig.stream.heads["poison-0"].turn_verdicts["poison-0-t"] == verdict
     rig.agents.group("c", [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert rig.session_codes() == codes | dict.fromkeys(("a-0", "a-1", "b-0", "b-1", "c-0", "c-1"), "trained")
     assert not list(rig.stream.reclaim())
 
@@ -65,24 +65,24 @@ def test_weights_and_optimizer_are_bitwise_what_they_are_without_that_group(
     spared, struck = (make_rig(name, dtype=dtype).start() for name in ("spared", "struck"))
     for rig in (spared, struck):
         rig.agents.group("a", [1.0, 0.0])
-        assert rig.trainer.turn()
+        assert rig.trainer.run_once()
     before = struck.weights(), optimizer_state(struck)
     struck.agents.group("poison", [1.0, 0.0], temperature=POISON)
-    assert not struck.trainer.turn()
+    assert not struck.trainer.run_once()
     assert same(before[0], struck.weights())
     assert same(before[1], optimizer_state(struck))
     for rig in (spared, struck):
         rig.agents.group("b", [0.0, 1.0, 1.0])
-        assert rig.trainer.turn()
+        assert rig.trainer.run_once()
     assert same(spared.weights(), struck.weights())
     assert same(optimizer_state(spared), optimizer_state(struck))
 
 
 def test_a_restart_does_not_meet_the_batch_again(rig: Rig) -> None:
     rig.agents.group("poison", [1.0, 0.0], temperature=POISON)
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     rig = rig.restart()
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     assert rig.stream.counts["session:invalid"] == 2
     assert rig.trainer.step == 0
 
@@ -95,11 +95,11 @@ def test_a_later_epoch_that_fails_ends_the_run_and_the_group(make_rig: MakeRig) 
         patch.setattr(rig.policy, "step", lambda scale=1.0: next(norms))
         rig.agents.group("g", [1.0, 0.0])
         with pytest.raises(Diverged, match="epoch 2"):
-            rig.trainer.turn()
+            rig.trainer.run_once()
     assert set(rig.session_codes().values()) == {"invalid"}
     rig = rig.restart()
     rig.agents.group("h", [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert rig.session_codes()["h-0"] == "trained"
 
 
@@ -108,9 +108,9 @@ def test_weights_that_are_spoilt_already_blame_no_group(rig: Rig) -> None:
         next(rig.policy._engine.module.parameters()).fill_(float("nan"))
     rig.agents.group("g", [1.0, 0.0])
     with pytest.raises(Diverged, match="the weights are not finite"):
-        rig.trainer.turn()
+        rig.trainer.run_once()
     assert rig.session_codes() == {"g-0": None, "g-1": None}
-    assert rig.restart().trainer.turn()
+    assert rig.restart().trainer.run_once()
 
 
 @pytest.mark.parametrize(

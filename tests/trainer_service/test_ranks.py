@@ -19,7 +19,7 @@ from tests.support.trainer_service.random_rows import POISON, MakePupil, differs
 from trainer_service.rows.rows import Row
 from trainer_service.settings import TrainerSettings
 from trainer_service.step.step_request import StepRequest
-from trainer_service.storage.checkpoint import Checkpoints, State
+from trainer_service.storage.checkpoint import Checkpoints, RunState
 from weir.stack.services import launcher as launcher_of
 
 Steps = Sequence[Sequence[Row]]
@@ -111,7 +111,7 @@ def test_a_checkpoint_goes_on_with_fewer_and_with_more_ranks(
     checkpoints.restore(other.leader)
     assert differs_by(other.exported(), two) == 0
     other.leader.optimise(StepRequest(steps[1], 0, other.settings.algorithm))
-    checkpoints.save(other.leader, State(step=2), [])
+    checkpoints.save(other.leader, RunState(step=2), [])
     two, _, _ = learned(give(tmp_path / "run", other.settings, steps))
     for each in steps:
         one.leader.optimise(StepRequest(each, 0, one.settings.algorithm))

@@ -88,10 +88,10 @@ def test_every_advantage_trains(name: str, make_rig: MakeRig) -> None:
     before = rig.weights()
     task(rig, "g", [1.0, 0.0, 0.5])
     task(rig, "h", [0.0, 1.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert set(rig.session_codes().values()) == {"trained"}
     assert moved(rig, before)
-    metrics = rig.face.snapshot.metrics
+    metrics = rig.shared_state.snapshot.metrics
     assert metrics["adv/std"] > 0
     assert all(math.isfinite(value) for value in metrics.values())
 
@@ -101,7 +101,7 @@ def test_every_loss_trains(name: str, make_rig: MakeRig) -> None:
     rig = make_rig(algorithm={"loss": LOSSES[name], "epochs": 2}).start()
     before = rig.weights()
     task(rig, "g", [1.0, 0.0, 0.5])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert moved(rig, before)
 
 
@@ -142,7 +142,7 @@ def test_every_preset_trains_five_steps_without_a_warning(
         for step in range(5):
             task(rig, f"g{step}", [1.0, 0.0, 0.5])
             before = rig.weights()
-            assert rig.trainer.turn()
+            assert rig.trainer.run_once()
             assert moved(rig, before)
     assert rig.trainer.step == 5
     assert set(rig.session_codes().values()) == {"trained"}
@@ -157,8 +157,8 @@ def test_distillation_moves_towards_the_teacher(make_rig: MakeRig) -> None:
     for step in range(5):
         rig.agents.episode(f"s{step}", 0.0)
         rig.agents.episode(f"r{step}", 0.0)
-        assert rig.trainer.turn()
-        losses.append(rig.face.snapshot.metrics["mismatch/train_ppl"])
+        assert rig.trainer.run_once()
+        losses.append(rig.shared_state.snapshot.metrics["mismatch/train_ppl"])
     assert losses[-1] < losses[0]
     assert set(rig.session_codes().values()) == {"trained"}
     assert master.asked[0]["logprob_start_len"] == 2  # one before the first sampled token
@@ -167,7 +167,7 @@ def test_distillation_moves_towards_the_teacher(make_rig: MakeRig) -> None:
 def test_a_teacher_that_is_away_is_waited_for(make_rig: MakeRig) -> None:
     rig = pupil(make_rig, Master(away=3))
     rig.agents.group("g", [0.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
 
 
 def test_a_session_that_the_teacher_refuses_ends_alone(make_rig: MakeRig) -> None:
@@ -175,7 +175,7 @@ def test_a_session_that_the_teacher_refuses_ends_alone(make_rig: MakeRig) -> Non
     rig.agents.episode("bad", 0.0, output_ids=[63, 1])
     rig.agents.episode("worse", 0.0, group_id="h", size=2, output_ids=[63, 2])
     rig.agents.episode("well", 0.0, group_id="h", size=2, output_ids=[5, 1])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert rig.session_codes() == {"bad": "invalid", "worse": "invalid", "well": "trained"}
     verdict = rig.stream.heads["worse"].verdict
     assert verdict is not None
@@ -199,14 +199,14 @@ def test_a_teacher_that_talks_nonsense_stops_no_trainer(nonsense: Any, make_rig:
     rig.start()
     rig.agents.episode("a", 0.0)
     while not rig.session_codes()["a"]:
-        rig.trainer.turn()
+        rig.trainer.run_once()
     assert rig.session_codes()["a"] == ("invalid" if isinstance(nonsense, list) else "trained")
 
 
 def test_a_reward_that_a_formula_cannot_take_costs_its_session_alone(make_rig: MakeRig) -> None:
     rig = make_rig(algorithm={"advantage": "maxrl"}).start()
     rig.agents.group("g", [1.0, -1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert rig.session_codes() == {"g-0": "trained", "g-1": "invalid", "g-2": "trained"}
     verdict = rig.stream.heads["g-1"].verdict
     assert verdict is not None
@@ -225,7 +225,7 @@ def test_rewards_that_only_their_sum_tames_stop_no_trainer(make_rig: MakeRig) ->
     rig.agents.finish("bad")
     task(rig, "g", [1.0, 0.0])
     with contextlib.suppress(AssertionError):
-        assert rig.trainer.turn()
+        assert rig.trainer.run_once()
     assert rig.session_codes()["bad"] == "invalid"
 
 
@@ -233,7 +233,7 @@ def test_a_group_in_which_nobody_has_an_advantage_ends_at_once(make_rig: MakeRig
     """Two are best, so neither made the difference (pass@k)."""
     rig = make_rig(algorithm={"advantage": "passk"}).start()
     rig.agents.group("g", [1.0, 1.0, 0.0])
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     assert set(rig.session_codes().values()) == {"zero_advantage"}
 
 
@@ -267,8 +267,8 @@ def test_the_reference_stays_what_the_model_was_before_any_training(make_rig: Ma
     said = []
     for step in range(3):
         task(rig, f"g{step}", [1.0, 0.0, 0.5])
-        assert rig.trainer.turn()
-        said.append(rig.face.snapshot.metrics["kl/reference"])
+        assert rig.trainer.run_once()
+        said.append(rig.shared_state.snapshot.metrics["kl/reference"])
         rig = rig.restart()
     assert said[0] == 0.0
     assert 0.0 < said[1] < said[2]
@@ -279,8 +279,8 @@ def test_a_guess_of_what_the_step_begins_with_hides_no_mismatch(make_rig: MakeRi
     for preset in ("default", "areal"):
         rig = make_rig(preset, algorithm={"preset": preset, "masks": []}).start()
         rig.agents.group("g", [1.0, 0.0])
-        assert rig.trainer.turn()
-        said.append(rig.face.snapshot.metrics["mismatch/abs_logp"])
+        assert rig.trainer.run_once()
+        said.append(rig.shared_state.snapshot.metrics["mismatch/abs_logp"])
     assert said[0] == pytest.approx(said[1])
     assert said[0] > 0.01
 
@@ -289,17 +289,17 @@ def test_a_lone_session_is_worth_its_reward_above_its_agents_average(make_rig: M
     """And the average is of the checkpoint: a restart goes on with it."""
     rig = make_rig(algorithm={"advantage": {"name": "rae", "decay": 0.5}, "min_live_rows": 1}).start()
     rig.agents.episode("a", 1.0)
-    assert rig.trainer.turn()
-    assert rig.face.snapshot.metrics["adv/mean"] == pytest.approx(1.0)
+    assert rig.trainer.run_once()
+    assert rig.shared_state.snapshot.metrics["adv/mean"] == pytest.approx(1.0)
     again = rig.restart()
     again.agents.episode("b", 1.0)
-    assert again.trainer.turn()
-    assert again.face.snapshot.metrics["adv/mean"] == pytest.approx(0.5)
+    assert again.trainer.run_once()
+    assert again.shared_state.snapshot.metrics["adv/mean"] == pytest.approx(0.5)
 
 
 def test_a_lone_session_is_compared_with_nobody(rig: Rig) -> None:
     rig.agents.episode("a", 1.0)
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     assert rig.session_codes() == {"a": "zero_advantage"}
 
 
@@ -325,7 +325,7 @@ def advantages_of(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[float]:
         return policy_loss(tokens, *rest)
 
     monkeypatch.setattr("trainer_service.step.optimizer_step.policy_loss", spied)
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     return seen
 
 
@@ -381,8 +381,8 @@ def test_micro_batches_change_nothing(algorithm: dict[str, Any], make_rig: MakeR
         ).start()
         task(rig, "g", [1.0, 0.0, 0.5])
         task(rig, "h", [0.0, 1.0])
-        assert rig.trainer.turn()
-        ends.append((rig.weights(), rig.face.snapshot.metrics))
+        assert rig.trainer.run_once()
+        ends.append((rig.weights(), rig.shared_state.snapshot.metrics))
     (one, said), (other, also_said) = ends
     # Adam divides by the gradient's own size, which grows rounding where it is nearly 0.
     assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-5
@@ -395,7 +395,7 @@ def test_a_penalty_for_length_makes_equal_rewards_worth_comparing(make_rig: Make
     rig = make_rig(algorithm={"shaping": shaping}).start()
     for index in range(2):
         rig.agents.episode(f"s{index}", 1.0, group_id="g", size=2, output_ids=[10] * (1 + 3 * index) + [1])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
 
 
 def test_truncated_sessions_train_only_if_configured(make_rig: MakeRig) -> None:
@@ -407,7 +407,7 @@ def test_truncated_sessions_train_only_if_configured(make_rig: MakeRig) -> None:
         rig.agents.finish("cut", 1.0, status="truncated")
         rig.agents.episode("x", 1.0, group_id="h", size=3, output_ids=[12, 1])
         rig.agents.episode("y", 0.5, group_id="h", size=3, output_ids=[13, 1])
-        assert rig.trainer.turn()
+        assert rig.trainer.run_once()
         assert rig.session_codes()["cut"] == codes
 
 

@@ -93,7 +93,7 @@ def test_what_a_durable_step_contains_is_not_trained_again(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(system.rig.stream, "acknowledge", noting)
-        assert system.rig.trainer.turn()
+        assert system.rig.trainer.run_once()
     assert system.codes() == {"a-0": "trained", "a-1": "trained"}
 
     system.back_to(delivered if forgotten == "the acknowledgement" else appended)
@@ -101,9 +101,9 @@ def test_what_a_durable_step_contains_is_not_trained_again(
     if restarted:
         system.start()
     for _ in range(3):
-        assert not system.rig.trainer.turn()
+        assert not system.rig.trainer.run_once()
     system.agents.group("b", [1.0, 0.0])
-    assert system.rig.trainer.turn()
+    assert system.rig.trainer.run_once()
     assert system.trained() == [["a-0", "a-1"], ["b-0", "b-1"]]
     assert system.codes() == dict.fromkeys(("a-0", "a-1", "b-0", "b-1"), "trained")
     assert system.audit().findings == ()
@@ -114,13 +114,13 @@ def test_turns_that_redis_forgot_stay_trained_and_the_audit_names_them(system: R
     system.agents.group("a", [1.0, 0.0])
     kept = system.redis.written
     system.agents.group("b", [1.0, 0.0])
-    assert system.rig.trainer.turn()
+    assert system.rig.trainer.run_once()
     assert system.trained() == [["a-0", "a-1", "b-0", "b-1"]]
     system.back_to(kept)
     system.start()
-    assert not system.rig.trainer.turn()
+    assert not system.rig.trainer.run_once()
     system.agents.group("c", [1.0, 0.0])
-    assert system.rig.trainer.turn()
+    assert system.rig.trainer.run_once()
     assert system.trained() == [["a-0", "a-1", "b-0", "b-1"], ["c-0", "c-1"]]
     (finding,) = system.audit().findings
     assert (finding.kind, finding.rule, finding.subject) == ("unexplained", "unknown_turns", "step 1")
@@ -144,7 +144,7 @@ def test_entries_whose_answer_was_lost_with_its_connection_are_taken_up(
         return answer
 
     monkeypatch.setattr(Connection, "read_response", losing)
-    trained = [system.rig.trainer.turn() for _ in range(3)]
+    trained = [system.rig.trainer.run_once() for _ in range(3)]
     ((read_of_stream,),) = (answer.values() for answer in lost[0])
     assert len(read_of_stream) == 8, "the entries of both sessions"
     assert trained.count(True) == 1
@@ -174,12 +174,12 @@ def test_an_acknowledgement_whose_answer_was_lost_is_said_and_made_again(
     system.rig.stream.acknowledge([], Verdicts({}, {}))  # so that Redis knows the script
     monkeypatch.setattr(Connection, "send_command", noting)
     monkeypatch.setattr(Connection, "read_response", losing)
-    assert system.rig.trainer.turn()
+    assert system.rig.trainer.run_once()
     assert sent.count(script) == 2
     said = [record.getMessage() for record in caplog.records if "the network broke" in record.getMessage()]
     assert said == ["waiting for the stream to answer, since Redis: the network broke; again in 0.01 s"]
     counts: Any = system.redis.client.hgetall(keys.VERDICTS)
     assert counts == {b"session:trained": b"2", b"turn:trained": b"4"}
     assert system.trained() == [["a-0", "a-1"]]
-    assert not system.rig.trainer.turn()
+    assert not system.rig.trainer.run_once()
     assert system.audit().findings == ()

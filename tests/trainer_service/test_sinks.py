@@ -16,7 +16,7 @@ from tensorboardX.record_writer import masked_crc32c
 
 from tests.support.serving import free_port
 from tests.support.trainer_service.rig import MakeRig, Rig
-from trainer_service.metrics import Metrics
+from trainer_service.metrics import TrainerMetrics
 from trainer_service.settings import TrainerSettings
 from trainer_service.sinks import weights_and_biases
 from trainer_service.sinks.chosen import chosen_sinks
@@ -56,7 +56,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def step(rig: Rig, group_id: str) -> None:
     rig.agents.group(group_id, [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
 
 
 def test_a_step_is_a_line_and_a_point_of_every_curve(rig: Rig) -> None:
@@ -77,7 +77,7 @@ def test_steps_that_a_restart_makes_again_replace_those_that_were_lost(make_rig:
     again = rig.restart()  # step 3 was in no checkpoint: its group is trained again, after another one
     assert again.trainer.step == 2
     again.agents.group("d", [0.25, 0.75])
-    assert again.trainer.turn()
+    assert again.trainer.run_once()
     step(again, "e")
     found = curve(rig.root / "tensorboard", "version")
     assert [at for at, _ in found] == [1, 2, 3, 4]
@@ -105,7 +105,7 @@ def test_without_a_file_of_metrics_there_is_none_beside_it(model_path: Path) -> 
 def test_a_point_that_the_disk_does_not_take_is_left_out_whole(tmp_path: Path) -> None:
     """And what follows is read: a torn record would hide the rest of its file."""
     registry = CollectorRegistry()
-    metrics = Metrics(registry, [TensorBoard(tmp_path)])
+    metrics = TrainerMetrics(registry, [TensorBoard(tmp_path)])
     metrics.stepped(point(1))
     with pytest.MonkeyPatch.context() as patch:
 

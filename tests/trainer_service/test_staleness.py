@@ -30,7 +30,7 @@ def test_one_old_token_drops_its_rollout(make_rig: MakeRig) -> None:
     rig = aged(make_rig, "drop")
     episode(rig, "a", 1.0, [2, 5, 5])
     episode(rig, "b", 0.0, [5, 5, 5])
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     assert rig.session_codes() == {"a": "stale", "b": "zero_advantage"}
 
 
@@ -38,8 +38,8 @@ def test_masked_tokens_teach_nothing_and_the_newer_ones_do(make_rig: MakeRig) ->
     rig = aged(make_rig, "mask")
     episode(rig, "a", 1.0, [2, 2, 5])
     episode(rig, "b", 0.0, [5, 5, 5])
-    assert rig.trainer.turn()
-    metrics = rig.face.snapshot.metrics
+    assert rig.trainer.run_once()
+    metrics = rig.shared_state.snapshot.metrics
     assert metrics["staleness/masked_frac"] == pytest.approx(2 / 6)
     assert metrics["is/masked_frac"] == pytest.approx(2 / 6)
     assert rig.session_codes() == {"a": "trained", "b": "trained"}
@@ -49,7 +49,7 @@ def test_a_rollout_of_which_every_token_is_masked_is_stale(make_rig: MakeRig) ->
     rig = aged(make_rig, "mask")
     episode(rig, "a", 1.0, [2, 1, 2])
     episode(rig, "b", 0.0, [5, 5, 5])
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     assert rig.session_codes()["a"] == "stale"
 
 
@@ -57,9 +57,9 @@ def test_corrected_tokens_are_trained_however_old(make_rig: MakeRig) -> None:
     rig = aged(make_rig, "correct")
     episode(rig, "a", 1.0, [1, 1, 1])
     episode(rig, "b", 0.0, [5, 5, 5])
-    assert rig.trainer.turn()
-    assert rig.face.snapshot.metrics["staleness/total_max"] == 4.0
-    assert rig.face.snapshot.metrics["staleness/masked_frac"] == 0.0
+    assert rig.trainer.run_once()
+    assert rig.shared_state.snapshot.metrics["staleness/total_max"] == 4.0
+    assert rig.shared_state.snapshot.metrics["staleness/masked_frac"] == 0.0
 
 
 def test_a_step_waits_for_the_rollouts_that_it_would_make_too_old(make_rig: MakeRig) -> None:
@@ -68,11 +68,13 @@ def test_a_step_waits_for_the_rollouts_that_it_would_make_too_old(make_rig: Make
     rig.agents.call(turn("late", "late-t", output_ids=[10, 11], version=3))
     episode(rig, "a", 1.0, [5])
     episode(rig, "b", 0.0, [5])
-    assert not rig.trainer.turn()
-    assert rig.face.snapshot.waiting_for.startswith("1 sessions under way, which the next step would make")
+    assert not rig.trainer.run_once()
+    assert rig.shared_state.snapshot.waiting_for.startswith(
+        "1 sessions under way, which the next step would make"
+    )
     rig.agents.finish("late", 1.0)
     rig.agents.episode("later", 0.0, group_id="late", size=2, version=5, output_ids=[12, 1])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert set(rig.session_codes().values()) == {"trained"}
 
 
@@ -82,7 +84,7 @@ def test_a_rollout_that_stays_young_enough_delays_no_step(make_rig: MakeRig) -> 
     rig.agents.call(turn("late", "late-t", output_ids=[10, 11], version=4))
     episode(rig, "a", 1.0, [5])
     episode(rig, "b", 0.0, [5])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
 
 
 def test_nothing_waits_for_what_no_waiting_saves(make_rig: MakeRig) -> None:
@@ -94,7 +96,7 @@ def test_nothing_waits_for_what_no_waiting_saves(make_rig: MakeRig) -> None:
     rig.agents.finish("poor")
     episode(rig, "a", 1.0, [5])
     episode(rig, "b", 0.0, [5])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
 
 
 def test_a_masked_token_condemns_no_newer_one(make_rig: MakeRig) -> None:
@@ -105,8 +107,8 @@ def test_a_masked_token_condemns_no_newer_one(make_rig: MakeRig) -> None:
     rig.agents.call(turn("a", "a-t", output_ids=[10, 11, 12], versions=spans, logprobs=[-60.0, -4.0, -4.0]))
     rig.agents.finish("a", 1.0)
     episode(rig, "b", 0.0, [5, 5, 5])
-    assert rig.trainer.turn()
-    assert rig.face.snapshot.metrics["is/masked_frac"] == pytest.approx(1 / 6)
+    assert rig.trainer.run_once()
+    assert rig.shared_state.snapshot.metrics["is/masked_frac"] == pytest.approx(1 / 6)
 
 
 def test_without_staleness_training_is_synchronous(make_rig: MakeRig) -> None:
@@ -116,9 +118,9 @@ def test_without_staleness_training_is_synchronous(make_rig: MakeRig) -> None:
     rig.agents.call(turn("late", "late-t", output_ids=[10, 11], version=5))
     episode(rig, "a", 1.0, [5])
     episode(rig, "b", 0.0, [5])
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     rig.agents.finish("late", status="failed")
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
 
 
 @pytest.mark.parametrize(
@@ -138,14 +140,14 @@ def test_auto_masks_after_a_step_that_measured_badly(make_rig: MakeRig) -> None:
     rig = aged(make_rig, "auto", auto_min_ess=0.99, auto_max_kl=100.0)
     episode(rig, "a", 1.0, [1, 1, 1])
     episode(rig, "b", 0.0, [5, 5, 5])
-    assert rig.trainer.turn()
-    assert rig.face.snapshot.metrics["mismatch/ess"] < 0.99
+    assert rig.trainer.run_once()
+    assert rig.shared_state.snapshot.metrics["mismatch/ess"] < 0.99
     for name, versions in (("c", [1, 1]), ("d", [6, 6])):
         rig.agents.open(name, "h", 2)
         spans = tuple(Span(version, place, place + 1) for place, version in enumerate(versions))
         rig.agents.call(turn(name, f"{name}-t", output_ids=[20, 21], versions=spans))
         rig.agents.finish(name, float(name == "c"))
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     assert rig.session_codes()["c"] == "stale"
 
 

@@ -3,48 +3,48 @@
 from math import isclose
 from random import Random
 
-from trainer_service.groups.version_scores import Standings
+from trainer_service.groups.version_scores import VersionScores
 
 
-def standings(**rewards: list[float]) -> Standings:
+def version_scores(**rewards: list[float]) -> VersionScores:
     """By version, as `v1`."""
-    made = Standings()
+    made = VersionScores()
     for name, values in rewards.items():
         for value in values:
             made.add(int(name[1:]), value)
     return made
 
 
-def best(known: Standings, servable: list[int]) -> tuple[int, int, float] | None:
+def best(known: VersionScores, servable: list[int]) -> tuple[int, int, float] | None:
     """With a mean that can be written down."""
     found = known.best(servable)
     return None if found is None else (found.version, found.sessions, round(found.reward, 9))
 
 
 def test_the_best_is_the_highest_mean_that_enough_sessions_prove() -> None:
-    known = standings(v1=[0.0, 1.0] * 50, v2=[1.0] * 90 + [0.0] * 10, v3=[1.0] * 4, v4=[0.0] * 100)
+    known = version_scores(v1=[0.0, 1.0] * 50, v2=[1.0] * 90 + [0.0] * 10, v3=[1.0] * 4, v4=[0.0] * 100)
     assert best(known, [1, 2, 3, 4, 5]) == (2, 100, 0.9)
     assert best(known, [1, 3, 4, 5]) == (3, 4, 1.0), "less proof, but nothing else comes near"
     assert best(known, [1, 4]) == (1, 100, 0.5)
     assert known.best([5]) is None
-    assert Standings().best([1]) is None
+    assert VersionScores().best([1]) is None
 
 
 def test_of_equals_the_newest_is_the_best() -> None:
-    assert best(standings(v1=[1.0] * 8, v2=[1.0] * 8), [2, 1]) == (2, 8, 1.0)
+    assert best(version_scores(v1=[1.0] * 8, v2=[1.0] * 8), [2, 1]) == (2, 8, 1.0)
 
 
 def test_means_are_right_far_from_zero() -> None:
     random = Random(0)
     values = [1e6 + random.random() for _ in range(1000)]
-    found = standings(v1=values).best([1])
+    found = version_scores(v1=values).best([1])
     assert found is not None
     assert isclose(found.reward, sum(values) / 1000, rel_tol=1e-12)
-    assert best(standings(v1=values, v2=[1e6 + 0.9] * 500), [1, 2]) == (2, 500, 1e6 + 0.9)
+    assert best(version_scores(v1=values, v2=[1e6 + 0.9] * 500), [1, 2]) == (2, 500, 1e6 + 0.9)
 
 
 def test_what_can_be_served_no_more_is_forgotten() -> None:
-    known = standings(v1=[1.0], v2=[0.5], v3=[0.1])
+    known = version_scores(v1=[1.0], v2=[0.5], v3=[0.1])
     assert best(known, [2, 3]) == (2, 1, 0.5)
     assert best(known, [1, 3]) == (3, 1, 0.1)
     known.add(1, 0.7)

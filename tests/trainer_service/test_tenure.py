@@ -14,8 +14,8 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.holder import Holder
 from rollout_queue.redis.lease import Lease
 from tests.support.trainer_service.rig import MakeRig
-from trainer_service.status.lease_holder import tenure
-from trainer_service.status.shared_state import Face
+from trainer_service.status.lease_holder import keep_lease
+from trainer_service.status.shared_state import SharedState
 
 RETRY_S = 0.01
 
@@ -34,7 +34,7 @@ def leave_a_lease(redis: Redis, lease_s: float) -> None:
 
 
 def test_a_lease_is_renewed_as_long_as_it_is_held_and_then_let_go(redis: Redis) -> None:
-    with tenure(Lease(redis, 0.3), Face(), RETRY_S) as held:
+    with keep_lease(Lease(redis, 0.3), SharedState(), RETRY_S) as held:
         assert held
         time.sleep(0.6)
         assert redis.exists(keys.LEASE)
@@ -46,7 +46,7 @@ def test_who_succeeds_a_trainer_that_crashed_elsewhere_waits_until_its_lease_run
 ) -> None:
     leave_a_lease(redis, 1.0)
     started = time.monotonic()
-    with tenure(Lease(redis, 0.3), Face(), RETRY_S) as held:
+    with keep_lease(Lease(redis, 0.3), SharedState(), RETRY_S) as held:
         assert held
         assert 0.9 < time.monotonic() - started < 5
     assert f"{keys.LEASE} is of far:7, since 20" in caplog.text
@@ -65,7 +65,7 @@ def test_who_finds_a_trainer_that_lives_refuses(redis: Redis) -> None:
     other = Thread(target=renew)
     other.start()
     try:
-        with pytest.raises(SystemExit) as refused, tenure(Lease(redis, 30.0), Face(), RETRY_S):
+        with pytest.raises(SystemExit) as refused, keep_lease(Lease(redis, 30.0), SharedState(), RETRY_S):
             pass
     finally:
         ended = True
@@ -80,7 +80,10 @@ def test_of_two_who_wait_for_one_lease_one_refuses(redis: Redis) -> None:
 
     def begin() -> None:
         with suppress(SystemExit):
-            with Redis.from_url(redis_url) as own, tenure(Lease(own, 3.0), Face(), RETRY_S) as held:
+            with (
+                Redis.from_url(redis_url) as own,
+                keep_lease(Lease(own, 3.0), SharedState(), RETRY_S) as held,
+            ):
                 ends.append(held)
                 time.sleep(2)
             return
@@ -98,22 +101,22 @@ def test_of_two_who_wait_for_one_lease_one_refuses(redis: Redis) -> None:
 
 def test_who_is_told_to_stop_waits_no_longer(redis: Redis) -> None:
     leave_a_lease(redis, 1000.0)
-    face = Face()
-    waiting = Timer(0.2, face.stop)
+    shared_state = SharedState()
+    waiting = Timer(0.2, shared_state.stop)
     waiting.start()
-    with tenure(Lease(redis, 30.0), face, RETRY_S) as held:
+    with keep_lease(Lease(redis, 30.0), shared_state, RETRY_S) as held:
         assert not held
     waiting.join()
     assert redis.exists(keys.LEASE)
 
 
 def test_a_redis_that_is_away_is_waited_for() -> None:
-    face = Face()
-    waiting = Timer(0.2, face.stop)
+    shared_state = SharedState()
+    waiting = Timer(0.2, shared_state.stop)
     waiting.start()
     with (
         Redis.from_url("redis://127.0.0.1:1/0") as nobody,
-        tenure(Lease(nobody, 30.0), face, RETRY_S) as held,
+        keep_lease(Lease(nobody, 30.0), shared_state, RETRY_S) as held,
     ):
         assert not held
     waiting.join()
@@ -143,7 +146,7 @@ def test_who_has_lost_the_stream_writes_no_checkpoint_and_publishes_nothing(
 
 def test_a_paused_trainer_hears_too_that_it_is_none_any_more(make_rig: MakeRig) -> None:
     rig = make_rig().start()
-    rig.face.pause()
+    rig.shared_state.pause()
     rig.stream.taken_over = True
     with pytest.raises(LeaseLost):
         rig.trainer.run()

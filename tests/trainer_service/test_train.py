@@ -36,10 +36,10 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 def test_a_group_trains_when_its_last_member_ends(rig: Rig) -> None:
     rig.agents.episode("a", 1.0, group_id="g", size=2)
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     assert rig.session_codes() == {"a": None}
     rig.agents.episode("b", 0.0, group_id="g", size=2, output_ids=[12, 1])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert rig.session_codes() == {"a": "trained", "b": "trained"}
     verdict = rig.stream.heads["a"].verdict
     assert verdict is not None
@@ -52,7 +52,7 @@ def test_training_makes_rewarded_tokens_likelier(make_rig: MakeRig) -> None:
     rig = make_rig(optimizer={"lr": 1e-3, "warmup_steps": 0}).start()
     before = rig.weights()
     rig.agents.group("g", [1.0, 0.0])
-    rig.trainer.turn()
+    rig.trainer.run_once()
     assert not same(before, rig.weights())
     rewarded, unrewarded = (_last_logprob(rig, [2, 3, 4, 10 + i]) for i in range(2))
     assert rewarded > unrewarded + 0.01
@@ -79,7 +79,7 @@ def test_nothing_is_acknowledged_before_its_checkpoint(rig: Rig, monkeypatch: py
     monkeypatch.setattr(rig.checkpoints, "save", saving)
     monkeypatch.setattr(rig.stream, "acknowledge", acknowledging)
     rig.agents.group("g", [1.0, 0.0])
-    rig.trainer.turn()
+    rig.trainer.run_once()
     assert events == ["checkpoint", "acknowledge"]
 
 
@@ -89,11 +89,11 @@ def test_a_crash_after_the_checkpoint_trains_nothing_twice(make_rig: MakeRig) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rig.stream, "acknowledge", crash)
         with pytest.raises(Crash):
-            rig.trainer.turn()
+            rig.trainer.run_once()
     trained = rig.weights()
     assert len(list(rig.stream.reclaim())) == 6
     again = rig.restart()
-    assert not again.trainer.turn()
+    assert not again.trainer.run_once()
     assert same(trained, again.weights())
     assert (again.trainer.step, again.trainer.version) == (1, 1)
     assert set(again.session_codes().values()) == {"trained"}
@@ -104,7 +104,7 @@ def test_a_crash_after_the_checkpoint_trains_nothing_twice(make_rig: MakeRig) ->
 def test_a_crash_after_the_acknowledgement_counts_nothing_twice(make_rig: MakeRig) -> None:
     rig = make_rig().start()
     rig.agents.group("g", [1.0, 0.0])
-    rig.trainer.turn()
+    rig.trainer.run_once()
     rig.restart()
     assert rig.stream.counts["session:trained"] == 2
 
@@ -112,18 +112,18 @@ def test_a_crash_after_the_acknowledgement_counts_nothing_twice(make_rig: MakeRi
 def test_a_crash_before_the_checkpoint_trains_again_from_the_old_weights(make_rig: MakeRig) -> None:
     rig = make_rig().start()
     rig.agents.group("g", [1.0, 0.0])
-    rig.trainer.turn()
+    rig.trainer.run_once()
     durable = rig.weights()
     rig.agents.group("h", [0.0, 1.0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer_service.storage.checkpoint.write_atomically", crash_at_current)
         with pytest.raises(Crash):
-            rig.trainer.turn()
+            rig.trainer.run_once()
     assert rig.session_codes()["h-0"] is None
     lost = rig.weights()
     again = rig.restart()
     assert same(durable, again.weights())
-    assert again.trainer.turn()
+    assert again.trainer.run_once()
     assert same(lost, again.weights())
     assert again.session_codes()["h-0"] == "trained"
     assert [(row.step, row.turns) for row in again.checkpoints.ledger(0, 10)] == [
@@ -137,9 +137,9 @@ def test_a_restored_run_ends_bitwise_where_an_uninterrupted_one_does(make_rig: M
     straight, broken = make_rig("straight").start(), make_rig("broken").start()
     for group_id, values in groups.items():
         straight.agents.group(group_id, values)
-        straight.trainer.turn()
+        straight.trainer.run_once()
         broken.agents.group(group_id, values)
-        broken.trainer.turn()
+        broken.trainer.run_once()
         broken = broken.restart()
     assert straight.trainer.step == broken.trainer.step == 3
     assert same(straight.weights(), broken.weights())
@@ -148,7 +148,7 @@ def test_a_restored_run_ends_bitwise_where_an_uninterrupted_one_does(make_rig: M
 def test_equal_rewards_and_single_rollouts_end_with_zero_advantage(rig: Rig) -> None:
     rig.agents.group("g", [1.0, 1.0])
     rig.agents.episode("alone", 1.0)
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     assert set(rig.session_codes().values()) == {"zero_advantage"}
     alone = rig.stream.heads["alone"].verdict
     assert alone is not None
@@ -160,7 +160,7 @@ def test_rollouts_of_a_version_too_old_are_stale(make_rig: MakeRig) -> None:
     rig = make_rig(initial_version=9, algorithm={"max_staleness": 8}).start()
     rig.agents.group("old", [1.0, 0.0], version=0)
     rig.agents.group("edge", [1.0, 0.0], version=1)
-    rig.trainer.turn()
+    rig.trainer.run_once()
     codes = rig.session_codes()
     assert (codes["old-0"], codes["edge-0"]) == ("stale", "trained")
 
@@ -173,7 +173,7 @@ def test_a_group_goes_on_without_members_that_failed(rig: Rig) -> None:
     rig.agents.open("d", "g", 4)
     rig.agents.call(turn("d", "d-t"))
     rig.agents.finish("d", status="truncated")
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert rig.session_codes() == {"a": "trained", "b": "trained", "c": None, "d": "truncated"}
     assert not list(rig.stream.reclaim())
 
@@ -181,11 +181,11 @@ def test_a_group_goes_on_without_members_that_failed(rig: Rig) -> None:
 def test_an_ended_member_still_counts_after_a_restart(rig: Rig) -> None:
     rig.agents.open("c", "g", 3)
     rig.agents.finish("c", status="failed")
-    assert not rig.trainer.turn()
+    assert not rig.trainer.run_once()
     rig = rig.restart()
     rig.agents.episode("a", 1.0, group_id="g", size=3)
     rig.agents.episode("b", 0.0, group_id="g", size=3, output_ids=[12, 1])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
 
 
 def test_sessions_wait_until_enough_rows_have_an_advantage(
@@ -194,38 +194,38 @@ def test_sessions_wait_until_enough_rows_have_an_advantage(
     monkeypatch.setattr("trainer_service.status.heartbeat.REPORT_EVERY_S", 0.0)
     rig = make_rig(algorithm={"min_live_rows": 4}).start()
     rig.agents.group("g", [1.0, 0.0])
-    assert not rig.trainer.turn()
-    assert "4 rows with an advantage, of which 2 are here" in rig.face.snapshot.waiting_for
-    assert rig.stream.trainer["waiting_for"] == rig.face.snapshot.waiting_for
+    assert not rig.trainer.run_once()
+    assert "4 rows with an advantage, of which 2 are here" in rig.shared_state.snapshot.waiting_for
+    assert rig.stream.trainer["waiting_for"] == rig.shared_state.snapshot.waiting_for
     rig.agents.group("h", [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert set(rig.session_codes().values()) == {"trained"}
 
 
 def test_a_silent_stream_lets_the_last_rows_go(make_rig: MakeRig) -> None:
     rig = make_rig(algorithm={"min_live_rows": 100, "flush_after_s": 0.05}).start()
     rig.agents.group("g", [1.0, 0.0])
-    assert not rig.trainer.turn()
-    rig.face.sleep(0.06)
-    assert rig.trainer.turn()
+    assert not rig.trainer.run_once()
+    rig.shared_state.sleep(0.06)
+    assert rig.trainer.run_once()
 
 
 def test_a_paused_trainer_makes_no_step(rig: Rig) -> None:
     rig.agents.group("g", [1.0, 0.0])
-    rig.face.pause()
-    assert not rig.trainer.turn()
-    assert rig.face.snapshot.state == "paused"
-    rig.face.resume()
-    assert rig.trainer.turn()
+    rig.shared_state.pause()
+    assert not rig.trainer.run_once()
+    assert rig.shared_state.snapshot.state == "paused"
+    rig.shared_state.resume()
+    assert rig.trainer.run_once()
 
 
 def test_a_wished_checkpoint_makes_undurable_steps_durable(make_rig: MakeRig) -> None:
     rig = make_rig(checkpoint_every_steps=10).start()
     rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert rig.session_codes()["g-0"] is None
-    wish = rig.face.wish_checkpoint()
-    rig.trainer.turn()
+    wish = rig.shared_state.request_checkpoint()
+    rig.trainer.run_once()
     assert wish.result(0).step == 1
     assert rig.session_codes()["g-0"] == "trained"
     assert [row.step for row in rig.checkpoints.ledger(0, 10)] == [1]
@@ -234,9 +234,9 @@ def test_a_wished_checkpoint_makes_undurable_steps_durable(make_rig: MakeRig) ->
 def test_a_wish_that_nobody_waits_for_any_more_is_granted_all_the_same(make_rig: MakeRig) -> None:
     rig = make_rig(checkpoint_every_steps=10).start()
     rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.turn()
-    rig.face.wish_checkpoint().cancel()  # as the HTTP thread does when its caller has waited too long
-    assert not rig.trainer.turn()
+    assert rig.trainer.run_once()
+    rig.shared_state.request_checkpoint().cancel()  # as the HTTP thread does after its timeout
+    assert not rig.trainer.run_once()
     assert rig.session_codes()["g-0"] == "trained"
 
 
@@ -248,20 +248,20 @@ def test_a_gradient_that_diverges_in_a_later_epoch_ends_the_run(
     monkeypatch.setattr(rig.policy, "step", lambda scale=1.0: next(norms))
     rig.agents.group("g", [1.0, 0.0])
     with pytest.raises(Diverged):
-        rig.trainer.turn()
+        rig.trainer.run_once()
     assert rig.checkpoints.ledger(0, 10) == []
 
 
 def test_the_end_of_a_run_leaves_a_checkpoint_of_every_step(make_rig: MakeRig) -> None:
     rig = make_rig(checkpoint_every_steps=10)
     rig.agents.group("g", [1.0, 0.0])
-    turn_of_the_loop = rig.trainer.turn
+    turn_of_the_loop = rig.trainer.run_once
 
     def last() -> bool:
-        rig.face.stop()
+        rig.shared_state.stop()
         return turn_of_the_loop()
 
-    rig.trainer.turn = last  # type: ignore[method-assign]
+    rig.trainer.run_once = last  # type: ignore[method-assign]
     rig.trainer.run()
     assert set(rig.session_codes().values()) == {"trained"}
     assert rig.restart().trainer.step == 1
@@ -269,7 +269,7 @@ def test_the_end_of_a_run_leaves_a_checkpoint_of_every_step(make_rig: MakeRig) -
 
 def test_a_trainer_says_where_it_stands_after_a_step(rig: Rig) -> None:
     rig.agents.group("g", [1.0, 0.0])
-    rig.trainer.turn()
+    rig.trainer.run_once()
     said = rig.stream.trainer
     assert (said["state"], said["step"], said["version"]) == ("waiting", 1, 1)
     assert json.loads(str(said["metrics"]))["reward_mean"] == 0.5
@@ -282,14 +282,14 @@ def test_a_restart_goes_on_at_the_rate_that_is_set_now(make_rig: MakeRig, zero_s
     """An operator may lower it after an alarm; a rate of 0 leaves every weight as it is."""
     rig = make_rig(zero_stage=zero_stage).start()
     rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     before = published(rig)
     rig.settings = rig.settings.model_copy(
         update={"optimizer": rig.settings.optimizer.model_copy(update={"lr": 0.0})}
     )
     again = rig.restart()
     again.agents.group("h", [1.0, 0.0], version=1)
-    assert again.trainer.turn()
+    assert again.trainer.run_once()
     assert published(again) == before
 
 
@@ -303,11 +303,11 @@ def published(rig: Rig) -> bytes:
 def test_a_step_is_told_though_its_version_waits_for_a_gateway(make_rig: MakeRig) -> None:
     rig = make_rig().start()
     rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     rig.gateway.away = True
     rig.agents.group("h", [1.0, 0.0], version=1)
-    rig.face.stop()
+    rig.shared_state.stop()
     with pytest.raises(Stopped):
-        rig.trainer.turn()
+        rig.trainer.run_once()
     told = (rig.root / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in told] == [1, 2]

@@ -15,7 +15,7 @@ def forget_policies(rig: Rig) -> None:
 
 def train(rig: Rig, group_id: str) -> int:
     rig.agents.group(group_id, [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     return rig.trainer.version
 
 
@@ -25,7 +25,7 @@ def test_a_number_whose_weights_were_lost_in_a_crash_is_not_used_again(make_rig:
     lost = [train(rig, "g"), train(rig, "h")]
     rig = rig.restart()
     assert rig.trainer.version == 0
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert lost == [1, 2]
     assert rig.trainer.version == 3
 
@@ -37,7 +37,7 @@ def test_a_number_that_was_published_before_its_checkpoint_is_not_used_again(mak
     forget_policies(rig)
     rig.gateway.versions = [0]
     rig = rig.restart()
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     assert [body["version"] for body in rig.gateway.announced] == [1, 2]
 
 
@@ -75,13 +75,13 @@ def test_the_first_number_of_a_process_waits_for_the_gateway_and_nothing_is_trai
     rig.gateway.away = True
     rig.agents.group("h", [1.0, 0.0])
     before = rig.weights()
-    rig.face.stop()
+    rig.shared_state.stop()
     with pytest.raises(Stopped):
-        rig.trainer.turn()
+        rig.trainer.run_once()
     assert all(bool((before[name] == now).all()) for name, now in rig.weights().items())
     assert len(list(rig.stream.reclaim())) == 6
     rig.gateway.away = False
-    assert rig.restart().trainer.turn()
+    assert rig.restart().trainer.run_once()
     assert [body["version"] for body in rig.gateway.announced] == [1, 2]
 
 
@@ -101,10 +101,10 @@ def test_a_trainer_that_waits_for_the_gateways_numbers_says_so(
     said: list[str] = []
 
     def sleep(_seconds: float) -> None:
-        said.append(rig.face.snapshot.waiting_for)
+        said.append(rig.shared_state.snapshot.waiting_for)
         rig.gateway.away = False
 
-    monkeypatch.setattr(rig.face, "sleep", sleep)
+    monkeypatch.setattr(rig.shared_state, "sleep", sleep)
     assert train(rig, "g") == 1
     assert said[0].startswith("the gateway to say which versions it knows, since ConnectError")
 
@@ -122,9 +122,9 @@ def test_a_crash_between_step_and_publish_publishes_the_same_weights_under_their
     rig = make_rig().start()
     rig.gateway.refusals = 10**6
     rig.agents.group("g", [1.0, 0.0])
-    rig.face.stop()
+    rig.shared_state.stop()
     with pytest.raises(Stopped):
-        rig.trainer.turn()
+        rig.trainer.run_once()
     made = rig.weights()
     rig.gateway.refusals = 0
     rig = rig.restart()

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tests.support.trainer_service.random_rows import POISON, MakePupil, differs_by, random_rows
 from trainer_service.model.layout import LayoutRefused
 from trainer_service.step.step_request import StepRequest
-from trainer_service.storage.checkpoint import Checkpoints, State
+from trainer_service.storage.checkpoint import Checkpoints, RunState
 
 STAGES = [0, 1, 2, 3]
 SLOWLY = {"lr": 1e-3, "warmup_steps": 0}
@@ -84,7 +84,7 @@ def test_what_saves_memory_changes_no_weight(make_pupil: MakePupil, stage: int, 
 def test_a_checkpoint_goes_on_bitwise(make_pupil: MakePupil, tmp_path: Path, stage: int) -> None:
     straight = make_pupil(zero_stage=stage, optimizer=SCHEDULE)
     straight.learn(1)
-    Checkpoints(tmp_path / "c", 2).save(straight.leader, State(step=1), [])
+    Checkpoints(tmp_path / "c", 2).save(straight.leader, RunState(step=1), [])
     resumed = make_pupil(zero_stage=stage, optimizer=SCHEDULE)
     Checkpoints(tmp_path / "c", 2).restore(resumed.leader)
     assert differs_by(straight.exported(), resumed.exported()) == 0
@@ -102,7 +102,7 @@ def test_a_checkpoint_of_another_stage_is_converted(
 ) -> None:
     before = make_pupil(zero_stage=saved, optimizer=SCHEDULE)
     before.learn(1)
-    tag = Checkpoints(tmp_path / "c", 2).save(before.leader, State(step=1), [])
+    tag = Checkpoints(tmp_path / "c", 2).save(before.leader, RunState(step=1), [])
     files = sorted((path, path.read_bytes()) for path in (tmp_path / "c" / tag).rglob("*") if path.is_file())
     after = make_pupil(zero_stage=read, optimizer=SCHEDULE)
     Checkpoints(tmp_path / "c", 2).restore(after.leader)
@@ -125,7 +125,7 @@ def test_a_checkpoint_of_another_stage_is_converted(
 def test_a_checkpoint_that_cannot_be_converted_is_refused_with_a_sentence(
     make_pupil: MakePupil, tmp_path: Path, given: dict[str, object], sentence: str
 ) -> None:
-    Checkpoints(tmp_path / "c", 2).save(make_pupil().leader, State(step=1), [])
+    Checkpoints(tmp_path / "c", 2).save(make_pupil().leader, RunState(step=1), [])
     with pytest.raises(LayoutRefused, match=sentence):
         Checkpoints(tmp_path / "c", 2).restore(make_pupil(**given).leader)
 
@@ -138,7 +138,7 @@ def test_a_checkpoint_can_be_served_as_it_is(
 
     pupil = make_pupil(zero_stage=stage)
     pupil.learn(1)
-    tag = Checkpoints(tmp_path / "c", 2).save(pupil.leader, State(step=1), [])
+    tag = Checkpoints(tmp_path / "c", 2).save(pupil.leader, RunState(step=1), [])
     served = tmp_path / "c" / tag / "model"
     assert {path.name for path in served.iterdir()} == {path.name for path in model_path.iterdir()}
     assert differs_by(load_file(served / "model.safetensors"), pupil.exported()) == 0
@@ -151,5 +151,5 @@ def test_a_checkpoint_can_be_served_as_it_is(
 
 def test_a_checkpoint_without_a_served_copy(make_pupil: MakePupil, tmp_path: Path) -> None:
     pupil = make_pupil(checkpoint_hf=False)
-    tag = Checkpoints(tmp_path / "c", 2).save(pupil.leader, State(step=1), [])
+    tag = Checkpoints(tmp_path / "c", 2).save(pupil.leader, RunState(step=1), [])
     assert not (tmp_path / "c" / tag / "model").exists()

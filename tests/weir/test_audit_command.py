@@ -27,8 +27,8 @@ from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.serving import free_port
 from trainer_service.app import HttpThread, create_app
-from trainer_service.status.shared_state import Face
-from trainer_service.storage.checkpoint import LedgerRow
+from trainer_service.status.shared_state import SharedState
+from trainer_service.storage.checkpoint import LedgerStep
 from trainer_service.storage.policy_store import PolicyStore
 from weir.__main__ import app
 from weir.audit.audit import audit
@@ -101,7 +101,7 @@ def put_turns(redis: Redis, session_id: str, turns: Sequence[Turn], **terms: Any
     return bytes(entry_id)
 
 
-def file_ledger(directory: Path, rows: Sequence[LedgerRow], durable: int) -> list[bytes]:
+def file_ledger(directory: Path, rows: Sequence[LedgerStep], durable: int) -> list[bytes]:
     """A checkpoint that contains the first `durable` rows; returns all lines."""
     lines = [msgspec.json.encode(row) + b"\n" for row in rows]
     (directory / "ledger.jsonl").write_bytes(b"".join(lines))
@@ -148,32 +148,32 @@ def test_answers_that_are_cut_or_strange_are_refused(sources: Sources, tmp_path:
         assert invoked(sources, "--answers", str(file))[0] == 2
 
 
-def rows(count: int) -> list[LedgerRow]:
-    return [LedgerRow(step, step, True, [f"t{step}"], [f"s{step}"], 3) for step in range(1, count + 1)]
+def rows(count: int) -> list[LedgerStep]:
+    return [LedgerStep(step, step, True, [f"t{step}"], [f"s{step}"], 3) for step in range(1, count + 1)]
 
 
 @pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[tuple[str, Face]]:
+def trainer(tmp_path: Path) -> Iterator[tuple[str, SharedState]]:
     """A trainer's HTTP face with more rows than a page has."""
     held = rows(2500)
 
-    def ledger(since: int, limit: int) -> list[LedgerRow]:
+    def ledger(since: int, limit: int) -> list[LedgerStep]:
         return [row for row in held if row.step > since][:limit]
 
-    face = Face()
+    shared_state = SharedState()
     store = PolicyStore(tmp_path / "policies", tmp_path, 2)
-    served = create_app(face, ledger, store, Keyring(["client"], ["admin"]), CollectorRegistry())
+    served = create_app(shared_state, ledger, store, Keyring(["client"], ["admin"]), CollectorRegistry())
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with HttpThread(served, "127.0.0.1", port):
         while http_ready(url)() == "it does not answer yet":
             time.sleep(0.01)
-        yield url, face
+        yield url, shared_state
 
 
-def test_the_whole_ledger_is_read_page_by_page_with_the_admins_key(trainer: tuple[str, Face]) -> None:
-    url, face = trainer
-    face.ready = True
+def test_the_whole_ledger_is_read_page_by_page_with_the_admins_key(trainer: tuple[str, SharedState]) -> None:
+    url, shared_state = trainer
+    shared_state.ready = True
     ledger = read_ledger(url, "admin", None)
     assert [row.step for row in ledger.rows] == list(range(1, 2501))
     assert (ledger.source, ledger.remark) == (f"{url}/ledger", None)
@@ -182,7 +182,7 @@ def test_the_whole_ledger_is_read_page_by_page_with_the_admins_key(trainer: tupl
 
 
 def test_a_trainer_that_has_not_restored_is_not_asked_for_its_ledger(
-    trainer: tuple[str, Face], tmp_path: Path
+    trainer: tuple[str, SharedState], tmp_path: Path
 ) -> None:
     """It would say that nothing was ever trained."""
     url, _ = trainer
@@ -208,7 +208,7 @@ def test_what_may_never_be_trained_is_caught_in_the_ledger(sources: Sources, red
     put_turns(redis, "s1", turns)
     put_turns(redis, "s2", [turn_of("s2")], train=False)
     trained = [*(turn.turn_id for turn in turns), "s2-t0"]
-    row = LedgerRow(1, 1, True, trained, ["s1", "s2"], 15)
+    row = LedgerStep(1, 1, True, trained, ["s1", "s2"], 15)
     assert sources.checkpoint_dir is not None
     file_ledger(sources.checkpoint_dir, [row], durable=1)
     sentences = [finding.sentence for finding in audit(sources).findings]

@@ -1,6 +1,6 @@
 """How versions do in sessions that are never trained: opened with `train: false`, or pinned to a version.
 
-Session ─ evaluation_of ─▶ Evaluation ─▶ Evaluations.add ─▶ Scores, by version
+Session ─ evaluation_of ─▶ Evaluation ─▶ Evaluations.add ─▶ EvaluationScore, by version
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ class Evaluation:
     failed: bool
 
 
-class Scores(msgspec.Struct, frozen=True):
+class EvaluationScore(msgspec.Struct, frozen=True):
     """What is known of one version."""
 
     version: int
@@ -51,7 +51,7 @@ class Scores(msgspec.Struct, frozen=True):
         counts = {f"eval/{end}": getattr(self, end) for end in ENDS}
         return counts | ({"eval/reward": self.reward} if self.rewarded else {})
 
-    def with_(self, evaluation: Evaluation) -> "Scores":
+    def with_(self, evaluation: Evaluation) -> "EvaluationScore":
         if evaluation.failed:
             return msgspec.structs.replace(self, failed=self.failed + 1)
         if evaluation.reward is None:
@@ -60,10 +60,10 @@ class Scores(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, rewarded=self.rewarded + 1, total=total)
 
 
-class Kept(msgspec.Struct, frozen=True):
+class EvaluationState(msgspec.Struct, frozen=True):
     """What a checkpoint holds of it."""
 
-    scores: list[Scores] = []
+    scores: list[EvaluationScore] = []
     """The version that was evaluated last comes last."""
     steps: dict[int, int] = {}
     """Which step made a version."""
@@ -72,14 +72,14 @@ class Kept(msgspec.Struct, frozen=True):
 class Evaluations:
     """The scores of the versions that were evaluated last, and the steps that made them."""
 
-    def __init__(self, kept: Kept | None = None) -> None:
-        kept = kept or Kept()
+    def __init__(self, kept: EvaluationState | None = None) -> None:
+        kept = kept or EvaluationState()
         self._scores = {each.version: each for each in kept.scores}
         self._steps = dict(kept.steps)
 
     @property
-    def kept(self) -> Kept:
-        return Kept(list(self._scores.values()), dict(self._steps))
+    def kept(self) -> EvaluationState:
+        return EvaluationState(list(self._scores.values()), dict(self._steps))
 
     def made(self, version: int, step: int) -> None:
         self._steps[version] = step
@@ -90,12 +90,12 @@ class Evaluations:
         """The step that made a version, or the last before it; 0 of one that no known step made."""
         return max((step for made, step in self._steps.items() if made <= version), default=0)
 
-    def add(self, evaluations: Iterable[Evaluation]) -> list[Scores]:
+    def add(self, evaluations: Iterable[Evaluation]) -> list[EvaluationScore]:
         """Count sessions; returns the scores that this changed. One that sampled nothing is of no version."""
-        changed: dict[int, Scores] = {}
+        changed: dict[int, EvaluationScore] = {}
         for each in evaluations:
             if each.version is not None:
-                before = self._scores.pop(each.version, Scores(each.version))
+                before = self._scores.pop(each.version, EvaluationScore(each.version))
                 self._scores[each.version] = changed[each.version] = before.with_(each)
         return list(changed.values())
 

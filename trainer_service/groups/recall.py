@@ -1,10 +1,9 @@
-"""What a trainer before this one had finished with, told by the verdicts that it left in Redis.
+"""What an earlier trainer process has finished with, read from the verdicts that it left in Redis.
 
-a session or a group that is new here ─▶ recalled ─┬─ settled: what still comes of the session changes nothing
-                                                   └─ gone: the group went, and its other members are late
+    ids of new sessions and groups ─▶ read_finished ─▶ FinishedEarlier(settled, gone)
 
-A checkpoint says the same of everything before it. Verdicts that end a group without a step come between two
-checkpoints, and may be the last thing that a trainer did.
+A checkpoint holds the same for everything before it. A group that ends without a step gets its verdicts
+between two checkpoints, and those may be the last thing that a trainer writes before it dies.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,20 +16,24 @@ OF_GATEWAYS = frozenset({*CLOSING, "deleted"})
 """A session that ended so counts in its group until that goes."""
 
 
-class Recalled(NamedTuple):
+class FinishedEarlier(NamedTuple):
     settled: frozenset[str]
     """Sessions."""
     gone: frozenset[str]
     """Groups."""
 
 
-def recalled(stream: StreamReader, session_ids: Collection[str], group_ids: Collection[str]) -> Recalled:
+def read_finished(
+    stream: StreamReader, session_ids: Collection[str], group_ids: Collection[str]
+) -> FinishedEarlier:
     """Raises StorageUnavailable. What has no head and no tombstone is taken for new."""
     rolls = stream.rolls(group_ids)
     asked = (roll.members for roll in rolls.values() if roll.size is not None and not roll.forgotten)
     codes = stream.verdict_codes({*session_ids}.union(*asked))
     settled = frozenset(each for each in session_ids if _settled(codes.get(each)))
-    return Recalled(settled, frozenset(group_id for group_id, roll in rolls.items() if _gone(roll, codes)))
+    return FinishedEarlier(
+        settled, frozenset(group_id for group_id, roll in rolls.items() if _gone(roll, codes))
+    )
 
 
 def _settled(code: str | None) -> bool:

@@ -1,7 +1,7 @@
 """What becomes of a group: which entries it frees, and the verdict of each session and turn.
 
-Group ─ judge ─▶ Judged ── silent ──▶ Settlement (stale, zero_advantage, …)   acknowledged at once
-                       └─ live ────▶ rows ─▶ step ─▶ Settlement (trained)     …after the checkpoint
+Group ─ judge ─▶ ScreenedGroup ── silent ──▶ Acknowledgement (stale, zero_advantage, …)   acknowledged at once
+                       └─ live ────▶ rows ─▶ step ─▶ Acknowledgement (trained)     …after the checkpoint
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,18 +20,18 @@ from trainer_service.rows.rows import Row, rows_of
 from trainer_service.rows.turns import exclusions
 
 
-class TurnVerdict(msgspec.Struct, frozen=True):
+class AcknowledgedTurn(msgspec.Struct, frozen=True):
     session_id: str
     turn_id: str
     verdict: Verdict
 
 
-class Settlement(msgspec.Struct, frozen=True):
+class Acknowledgement(msgspec.Struct, frozen=True):
     """Entries that nothing needs any more, and what became of what they told. Survives in a checkpoint."""
 
     entry_ids: list[str]
     sessions: dict[str, Verdict]
-    turns: list[TurnVerdict]
+    turns: list[AcknowledgedTurn]
 
     @property
     def verdicts(self) -> Verdicts:
@@ -39,10 +39,10 @@ class Settlement(msgspec.Struct, frozen=True):
         return Verdicts(self.sessions, by_turn)
 
     @classmethod
-    def joined(cls, parts: Iterable["Settlement"]) -> "Settlement":
+    def joined(cls, parts: Iterable["Acknowledgement"]) -> "Acknowledgement":
         entry_ids: list[str] = []
         sessions: dict[str, Verdict] = {}
-        turns: list[TurnVerdict] = []
+        turns: list[AcknowledgedTurn] = []
         for part in parts:
             entry_ids += part.entry_ids
             sessions |= part.sessions
@@ -51,7 +51,7 @@ class Settlement(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Judged:
+class ScreenedGroup:
     """A complete group, the rows that it trains, and the verdicts of the members that it does not."""
 
     group: Group
@@ -68,7 +68,7 @@ class Judged:
     """Why nothing of the group is trained; None when its rows are."""
 
 
-def judge(group: Group, version: int, algorithm: AlgorithmSettings) -> Judged:
+def judge(group: Group, version: int, algorithm: AlgorithmSettings) -> ScreenedGroup:
     """Look at a group under the present version: who is stale, who compares with whom, what is trained."""
     untrained: list[tuple[Member, Verdict | None]] = []
     able: dict[str, Member] = {}
@@ -101,7 +101,7 @@ def judge(group: Group, version: int, algorithm: AlgorithmSettings) -> Judged:
         for session_id, member in able.items()
         for row in _rows(member, trainable[session_id], name, shaped[session_id])
     )
-    return Judged(
+    return ScreenedGroup(
         group=group,
         rows=rows,
         rollouts=found.rollouts if able else (),
@@ -112,12 +112,12 @@ def judge(group: Group, version: int, algorithm: AlgorithmSettings) -> Judged:
     )
 
 
-def settle(judged: Judged, step: int | None = None, version: int | None = None) -> Settlement:
+def settle(judged: ScreenedGroup, step: int | None = None, version: int | None = None) -> Acknowledgement:
     """The end of every member: trained by `step` into `version`, or not trained and why."""
     trained = Verdict(code="trained", step=step, version=version)
     untrained = {member.session_id: verdict for member, verdict in judged.untrained}
     sessions: dict[str, Verdict] = {}
-    turns: list[TurnVerdict] = []
+    turns: list[AcknowledgedTurn] = []
     for member in judged.group.members:
         verdict = untrained.get(member.session_id, trained)
         if verdict is None:  # the gateway closed that session with a verdict of its own
@@ -125,14 +125,14 @@ def settle(judged: Judged, step: int | None = None, version: int | None = None) 
         sessions[member.session_id] = verdict
         own = exclusions(member.turns)
         turns += [
-            TurnVerdict(member.session_id, turn.turn_id, own.get(turn.turn_id) or _of(turn, verdict))
+            AcknowledgedTurn(member.session_id, turn.turn_id, own.get(turn.turn_id) or _of(turn, verdict))
             for turn in member.turns
         ]
     entry_ids = [entry_id for member in judged.group.members for entry_id in member.entry_ids]
-    return Settlement(entry_ids, sessions, turns)
+    return Acknowledgement(entry_ids, sessions, turns)
 
 
-def refused(judged: Judged, verdict: Verdict) -> Judged:
+def refused(judged: ScreenedGroup, verdict: Verdict) -> ScreenedGroup:
     """The same group, none of which is trained: whoever would have been gets `verdict`."""
     untrained = {member.session_id for member, _ in judged.untrained}
     others = tuple((m, verdict) for m in judged.group.members if m.session_id not in untrained)
@@ -146,7 +146,7 @@ def refused(judged: Judged, verdict: Verdict) -> Judged:
     )
 
 
-def without(judged: Judged, reasons: Mapping[str, str]) -> Judged:
+def without(judged: ScreenedGroup, reasons: Mapping[str, str]) -> ScreenedGroup:
     """The same group without the sessions that a teacher refuses, which end as invalid."""
     leaving = [member for member in judged.group.members if member.session_id in reasons]
     rows = tuple(row for row in judged.rows if row.session_id not in reasons)
@@ -215,19 +215,19 @@ def _reward(member: Member) -> float:
 class Batch(NamedTuple):
     """Live groups, oldest first."""
 
-    groups: list[Judged]
+    groups: list[ScreenedGroup]
     full: bool
     """Whether they make a step; else it waits for more."""
 
 
-def select(judged: Iterable[Judged], algorithm: AlgorithmSettings, flush: bool) -> Batch:
+def select(judged: Iterable[ScreenedGroup], algorithm: AlgorithmSettings, flush: bool) -> Batch:
     """Of live groups, those of the next step: it is full once enough rows have an advantage, or when told to
     go with what there is.
 
     `max_rows` bounds the step once it has enough; a group is never split. Takes no more than one group that
     the step does not: the others are judged when their turn comes.
     """
-    chosen: list[Judged] = []
+    chosen: list[ScreenedGroup] = []
     rows = live = 0
     for group in judged:
         if live >= algorithm.min_live_rows and rows + len(group.rows) > algorithm.max_rows:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from trainer_service.groups.assemble import Member
-from trainer_service.groups.settlement import Judged
+from trainer_service.groups.settlement import ScreenedGroup
 from trainer_service.rows.rows import Row
 from trainer_service.rows.turns import exclusions
 
@@ -20,7 +20,7 @@ class Tally:
         self._truncated = 0
         self._drift = Counter[str]()
 
-    def add(self, judged: Judged) -> None:
+    def add(self, judged: ScreenedGroup) -> None:
         """Sessions of evaluation are counted by version, and not here."""
         members = [member for member in judged.group.members if member.evaluation is None]
         if not members:
@@ -39,7 +39,7 @@ class Tally:
         self._dropped += len(verdicts) - compared
         self._truncated += sum(verdict is not None and verdict.code == "truncated" for verdict in verdicts)
 
-    def _count_turns(self, judged: Judged, members: Sequence[Member]) -> None:
+    def _count_turns(self, judged: ScreenedGroup, members: Sequence[Member]) -> None:
         """How the trained turns stand to the conversation before them; roots and retries are not counted."""
         untrained = {member.session_id for member, _ in judged.untrained}
         for member in members:

@@ -12,14 +12,14 @@ from typing import Any
 
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.stream import StreamReader
-from trainer_service.metrics import Metrics
+from trainer_service.metrics import TrainerMetrics
 from trainer_service.publishing.gateway_client import (
     Gateway,
     GatewayUnavailable,
     VersionTaken,
     VersionUnknown,
 )
-from trainer_service.status.heartbeat import REPORT_EVERY_S, Pulse
+from trainer_service.status.heartbeat import REPORT_EVERY_S, Heartbeat
 from trainer_service.storage.disk import DiskTrouble
 from trainer_service.storage.policy_store import PolicyStore, manifest_sha256
 
@@ -38,12 +38,12 @@ class Publisher:
         gateway: Gateway,
         stream: StreamReader,
         publish_url: str | None,
-        pulse: Pulse,
-        metrics: Metrics,
+        heartbeat: Heartbeat,
+        metrics: TrainerMetrics,
     ) -> None:
         self._store, self._gateway, self._stream = store, gateway, stream
         self._publish_url = publish_url
-        self._pulse, self._metrics = pulse, metrics
+        self._heartbeat, self._metrics = heartbeat, metrics
         self._known: int | None = None
         """The newest version that the gateway knew when it was asked last; None before the first answer."""
 
@@ -54,7 +54,7 @@ class Publisher:
         it is waited for. Later it may be away: whoever reserves a number hears of those that it gave.
         """
         if self._known is None:
-            self._known = self._pulse.patiently(
+            self._known = self._heartbeat.retry(
                 self._gateway.newest_version,
                 GatewayUnavailable,
                 "waiting",
@@ -72,7 +72,7 @@ class Publisher:
 
         Returns the highest that somebody had before; it is ours where that is lower. May raise Stopped.
         """
-        return self._pulse.patiently(
+        return self._heartbeat.retry(
             lambda: self._stream.reserve(version, self._location(version)), StorageUnavailable, "waiting"
         )
 
@@ -84,7 +84,7 @@ class Publisher:
 
         Servers that fail, and a number that went by, are logged: the next version mends both.
         """
-        path = self._pulse.patiently(
+        path = self._heartbeat.retry(
             lambda: self._write(version, step, export),
             DiskTrouble,
             "publishing",
@@ -108,9 +108,9 @@ class Publisher:
     def roll_back(self, version: int) -> bool:
         """Have the fleet serve an older version again. Waits for the gateway as long as it is away; raises
         Stopped then. Returns whether it is served; what fails is logged."""
-        self._pulse.confirm()
+        self._heartbeat.confirm()
         try:
-            if self._pulse.patiently(lambda: self._gateway.serves(version), GatewayUnavailable, "publishing"):
+            if self._heartbeat.retry(lambda: self._gateway.serves(version), GatewayUnavailable, "publishing"):
                 return True
             results = self._pushed(lambda: self._gateway.roll_back(version))
         except VersionUnknown as error:
@@ -122,7 +122,7 @@ class Publisher:
     def resume(self, version: int, step: int, export: Callable[[Path], None]) -> None:
         """After a restart: publish what was made and perhaps not announced. A version that the gateway
         knows stays as it is, since somebody may have rolled back from it."""
-        newest = self._pulse.patiently(self._gateway.newest_version, GatewayUnavailable, "publishing")
+        newest = self._heartbeat.retry(self._gateway.newest_version, GatewayUnavailable, "publishing")
         if newest < version:
             self.publish(version, step, export)
 
@@ -133,7 +133,7 @@ class Publisher:
         return self._store.path_of(version).resolve().as_uri()
 
     def _write(self, version: int, step: int, export: Callable[[Path], None]) -> Path:
-        self._pulse.confirm()
+        self._heartbeat.confirm()
         try:
             return self._store.write(version, step, export)
         except DiskTrouble:
@@ -158,9 +158,9 @@ class Publisher:
                     try:
                         return push.result(REPORT_EVERY_S)
                     except NotYet:
-                        self._pulse.beat("publishing")
+                        self._heartbeat.beat("publishing")
 
-        return self._pulse.patiently(pushed, GatewayUnavailable, "publishing")
+        return self._heartbeat.retry(pushed, GatewayUnavailable, "publishing")
 
     def _account(self, version: int, results: Results) -> None:
         for result in results:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.stream import StreamReader
-from trainer_service.status.shared_state import Backlog, Face, Phase
+from trainer_service.status.shared_state import Backlog, Phase, SharedState
 
 logger = logging.getLogger(__name__)
 
@@ -23,34 +23,36 @@ class Stopped(Exception):
     """The trainer was told to stop while it waited for somebody. Nothing is half done."""
 
 
-class Pulse:
+class Heartbeat:
     """Beats on the main thread: often, and cheaply, since most beats only look at the clock."""
 
-    def __init__(self, stream: StreamReader, face: Face, retry_s: float) -> None:
-        self._stream, self._face = stream, face
+    def __init__(self, stream: StreamReader, shared_state: SharedState, retry_s: float) -> None:
+        self._stream, self._shared_state = stream, shared_state
         self._retry_s = retry_s
         self._reported_at = 0.0
 
     def note(self, step: int, version: int, metrics: dict[str, float] | None = None) -> None:
         """What the next beats carry."""
-        before = self._face.snapshot
-        self._face.snapshot = replace(
+        before = self._shared_state.snapshot
+        self._shared_state.snapshot = replace(
             before, step=step, version=version, metrics=before.metrics if metrics is None else metrics
         )
         self._reported_at = 0.0
 
     def note_evaluations(self, evaluations: dict[str, float]) -> None:
-        self._face.snapshot = replace(self._face.snapshot, evaluations=evaluations)
+        self._shared_state.snapshot = replace(self._shared_state.snapshot, evaluations=evaluations)
         self._reported_at = 0.0
 
     def note_backlog(self, backlog: Backlog) -> None:
-        self._face.snapshot = replace(self._face.snapshot, backlog=backlog)
+        self._shared_state.snapshot = replace(self._shared_state.snapshot, backlog=backlog)
 
     def beat(self, phase: Phase, waiting_for: str | None = None) -> None:
         """Say what the trainer does. Without a sentence, the one for the phase."""
-        before = self._face.snapshot
+        before = self._shared_state.snapshot
         sentence = waiting_for or _SENTENCES[phase]
-        self._face.snapshot = replace(before, state=phase, waiting_for=sentence, last_seen=time.time())
+        self._shared_state.snapshot = replace(
+            before, state=phase, waiting_for=sentence, last_seen=time.time()
+        )
         now = time.monotonic()
         if now - self._reported_at >= REPORT_EVERY_S or phase != before.state:
             self._reported_at = now
@@ -63,7 +65,7 @@ class Pulse:
         except StorageUnavailable as error:
             logger.warning("not confirmed: %s", error)
 
-    def patiently(
+    def retry(
         self, call: Callable[[], Reply], failure: type[Exception], phase: Phase, what: str | None = None
     ) -> Reply:
         """Ask until there is an answer, with longer and longer pauses. Raises Stopped when told to stop.
@@ -83,13 +85,13 @@ class Pulse:
     def _wait(self, seconds: float, phase: Phase, sentence: str) -> None:
         until = time.monotonic() + seconds
         while (left_s := until - time.monotonic()) > 0:
-            if self._face.stopping:
+            if self._shared_state.stopping:
                 raise Stopped
             self.beat(phase, sentence)
-            self._face.sleep(min(left_s, REPORT_EVERY_S))
+            self._shared_state.sleep(min(left_s, REPORT_EVERY_S))
 
     def _report(self) -> None:
-        shot = self._face.snapshot
+        shot = self._shared_state.snapshot
         report: dict[str, str | int | float] = {
             "state": shot.state,
             "step": shot.step,

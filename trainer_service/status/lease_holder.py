@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from rollout_queue.contract.errors import LeaseLost, StorageUnavailable
 from rollout_queue.redis import keys
 from rollout_queue.redis.lease import Lease
-from trainer_service.status.shared_state import Face
+from trainer_service.status.shared_state import SharedState
 
 logger = logging.getLogger(__name__)
 
@@ -19,12 +19,12 @@ ROUNDING_S = 0.05
 
 
 @contextmanager
-def tenure(lease: Lease, face: Face, retry_s: float) -> Iterator[bool]:
+def keep_lease(lease: Lease, shared_state: SharedState, retry_s: float) -> Iterator[bool]:
     """Hold the lease inside the block, renewed by a thread; False when told to stop before it was had.
 
     Raises SystemExit when another trainer lives.
     """
-    if not _claimed(lease, face, retry_s):
+    if not _claimed(lease, shared_state, retry_s):
         yield False
         return
     logger.info("holds %s as %s", keys.LEASE, lease.holder)
@@ -40,16 +40,16 @@ def tenure(lease: Lease, face: Face, retry_s: float) -> Iterator[bool]:
             lease.release()
 
 
-def _claimed(lease: Lease, face: Face, retry_s: float) -> bool:
+def _claimed(lease: Lease, shared_state: SharedState, retry_s: float) -> bool:
     """False when told to stop. A lease that nobody renews is of a trainer that crashed."""
     runs_out_s: float | None = None
-    while not face.stopping:
+    while not shared_state.stopping:
         asked_s = time.monotonic()
         try:
             held = lease.claim()
         except StorageUnavailable as error:
             logger.warning("%s; again in %g s", error, retry_s)
-            face.sleep(retry_s)
+            shared_state.sleep(retry_s)
             continue
         if held is None:
             return True
@@ -60,7 +60,7 @@ def _claimed(lease: Lease, face: Face, retry_s: float) -> bool:
             )
         elif asked_s + held.left_s > runs_out_s + ROUNDING_S:
             raise SystemExit(f"another trainer holds {keys.LEASE}: {held.by}")
-        face.sleep(min(ASK_EVERY_S, held.left_s + 0.01))
+        shared_state.sleep(min(ASK_EVERY_S, held.left_s + 0.01))
     return False
 
 

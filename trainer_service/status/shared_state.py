@@ -51,7 +51,7 @@ class Snapshot:
         }
 
 
-class Face:
+class SharedState:
     """The one object that both threads touch."""
 
     def __init__(self) -> None:
@@ -102,13 +102,13 @@ class Face:
         """Sleeps shorter when the trainer is told to stop."""
         self._stopping.wait(seconds)
 
-    def wish_checkpoint(self) -> "Future[Snapshot]":
+    def request_checkpoint(self) -> "Future[Snapshot]":
         wish: Future[Snapshot] = Future()
         with self._lock:
             self._wished.append(wish)
         return wish
 
-    def checkpoint_wishes(self) -> "list[Future[Snapshot]]":
+    def take_checkpoint_requests(self) -> "list[Future[Snapshot]]":
         with self._lock:
             wishes, self._wished = self._wished, []
         return wishes

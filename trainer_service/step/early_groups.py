@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from trainer_service.algorithms.settings import AlgorithmSettings
-from trainer_service.groups.settlement import Judged
+from trainer_service.groups.settlement import ScreenedGroup
 from trainer_service.rows.rows import Row, micro_batches
 from trainer_service.step.ranks import Leader
 from trainer_service.step.step_request import StepRequest
@@ -32,14 +32,14 @@ class Begun:
     def group_ids(self) -> Collection[str]:
         return self._lessons.values()
 
-    def drop_if_changed(self, groups: Sequence[Judged]) -> None:
+    def drop_if_changed(self, groups: Sequence[ScreenedGroup]) -> None:
         """Forget all of it where a group that is in it is not among `groups` any more, or teaches something
         else: one was deleted, or rewarded again."""
         if not self._lessons.keys() <= {_lesson(judged) for judged in groups}:
             self._policy.forget()
             self._lessons, self._changes, self.tokens = {}, True, 0
 
-    def left(self, groups: Sequence[Judged]) -> list[Judged]:
+    def left(self, groups: Sequence[ScreenedGroup]) -> list[ScreenedGroup]:
         """Those that are still to be learned from."""
         return [judged for judged in groups if _lesson(judged) not in self._lessons]
 
@@ -50,13 +50,13 @@ class Begun:
             return False
         return len(list(micro_batches(rows, algorithm.max_tokens))) >= ranks
 
-    def learn(self, groups: Sequence[Judged], request: StepRequest) -> None:
+    def learn(self, groups: Sequence[ScreenedGroup], request: StepRequest) -> None:
         """The rows of the request are those of `groups`, with their advantages."""
         self._policy.accumulate(request)
         self._lessons |= {_lesson(judged): judged.group.group_id for judged in groups}
         self.tokens += sum(row.trained_tokens for row in request.rows)
 
-    def step(self, groups: Sequence[Judged], request: StepRequest) -> dict[str, float]:
+    def step(self, groups: Sequence[ScreenedGroup], request: StepRequest) -> dict[str, float]:
         """Learn from the rest of a step's groups, and make the step. The rows of the request are those of all
         `groups`. Returns the step's metrics."""
         self.drop_if_changed(groups)
@@ -67,7 +67,7 @@ class Begun:
         return self._policy.optimise(request.with_rows(others)) | {"early_frac": early}
 
 
-def _lesson(judged: Judged) -> Lesson:
+def _lesson(judged: ScreenedGroup) -> Lesson:
     rollouts = tuple(
         (rollout.rollout_id, rollout.reward, *sorted(rollout.parts.items())) for rollout in judged.rollouts
     )

@@ -22,8 +22,8 @@ from typing import Protocol
 
 import msgspec
 
-from trainer_service.groups.evaluation import Kept
-from trainer_service.groups.settlement import Settlement
+from trainer_service.groups.evaluation import EvaluationState
+from trainer_service.groups.settlement import Acknowledgement
 from trainer_service.model import universal
 from trainer_service.model.layout import Layout
 from trainer_service.storage.disk import written
@@ -44,7 +44,7 @@ class CheckpointBroken(Exception):
     """CURRENT names a checkpoint that is not whole. Nothing is loaded in its place without being told."""
 
 
-class Weights(Protocol):
+class ShardedWeights(Protocol):
     """Who writes and reads the shards."""
 
     @property
@@ -55,7 +55,7 @@ class Weights(Protocol):
     def load(self, directory: Path, tag: str, layout: Layout | None) -> None: ...
 
 
-class LedgerRow(msgspec.Struct, frozen=True):
+class LedgerStep(msgspec.Struct, frozen=True):
     """What one optimizer step trained."""
 
     step: int
@@ -66,12 +66,12 @@ class LedgerRow(msgspec.Struct, frozen=True):
     tokens: int
 
 
-class State(msgspec.Struct, frozen=True):
+class RunState(msgspec.Struct, frozen=True):
     """What a checkpoint holds beside the weights."""
 
     step: int = 0
     version: int = 0
-    owed: Settlement = Settlement([], {}, [])
+    owed: Acknowledgement = Acknowledgement([], {}, [])
     """Trained by these weights and not acknowledged when they were saved: never to be trained again."""
     settled: list[str] = []
     """Sessions that have ended, the newest last."""
@@ -79,7 +79,7 @@ class State(msgspec.Struct, frozen=True):
     """Groups that went on without some of their members, and with how many."""
     baselines: dict[str, float] = {}
     """What each agent earned before, where that is what its rollouts are compared with."""
-    evaluations: Kept = Kept()
+    evaluations: EvaluationState = EvaluationState()
     """How versions did in sessions that are not trained."""
     ledger_bytes: int = 0
     files: dict[str, int] = {}
@@ -97,7 +97,7 @@ class Checkpoints:
         self._ledger_bytes = 0
         directory.mkdir(parents=True, exist_ok=True)
 
-    def save(self, weights: Weights, state: State, rows: list[LedgerRow]) -> str:
+    def save(self, weights: ShardedWeights, state: RunState, rows: list[LedgerStep]) -> str:
         """Make everything durable; returns the tag. `rows` are the steps since the last checkpoint.
 
         Raises DiskTrouble where the disk refuses: CURRENT is what it was, and the attempt has left nothing.
@@ -110,7 +110,7 @@ class Checkpoints:
         self._prune(tag)
         return tag
 
-    def _write(self, weights: Weights, state: State, rows: list[LedgerRow], tag: str) -> int:
+    def _write(self, weights: ShardedWeights, state: RunState, rows: list[LedgerStep], tag: str) -> int:
         weights.save(self._directory, tag)
         shards = self._directory / tag
         ledger_bytes = self._append(rows)
@@ -143,7 +143,7 @@ class Checkpoints:
             if not (self._directory / tag / STATE).exists():
                 shutil.rmtree(self._directory / tag, ignore_errors=True)
 
-    def restore(self, weights: Weights) -> State | None:
+    def restore(self, weights: ShardedWeights) -> RunState | None:
         """Load what CURRENT names; None in a run without a checkpoint. Raises CheckpointBroken."""
         current = self._directory / CURRENT
         if not current.exists():
@@ -184,9 +184,9 @@ class Checkpoints:
         (self._directory / HELD).unlink(missing_ok=True)
         sync_directory(self._directory)
 
-    def ledger(self, since: int, limit: int) -> list[LedgerRow]:
+    def ledger(self, since: int, limit: int) -> list[LedgerStep]:
         """Rows of steps > `since` that a durable checkpoint contains, oldest first."""
-        rows: list[LedgerRow] = []
+        rows: list[LedgerStep] = []
         for row in self._rows():
             if row.step > since:
                 rows.append(row)
@@ -194,7 +194,7 @@ class Checkpoints:
                 break
         return rows
 
-    def _rows(self) -> Iterator[LedgerRow]:
+    def _rows(self) -> Iterator[LedgerStep]:
         path = self._directory / LEDGER
         left = self._ledger_bytes
         if not path.exists():
@@ -204,9 +204,9 @@ class Checkpoints:
                 left -= len(line)
                 if left < 0:
                     return
-                yield msgspec.json.decode(line, type=LedgerRow)
+                yield msgspec.json.decode(line, type=LedgerStep)
 
-    def _append(self, rows: list[LedgerRow]) -> int:
+    def _append(self, rows: list[LedgerStep]) -> int:
         """What lies beyond the durable length was written by a process that died before CURRENT moved."""
         path = self._directory / LEDGER
         path.touch()
@@ -218,10 +218,10 @@ class Checkpoints:
             os.fsync(file.fileno())
             return file.tell()
 
-    def _read(self, tag: str) -> State:
+    def _read(self, tag: str) -> RunState:
         directory = self._directory / tag
         try:
-            state = msgspec.json.decode((directory / STATE).read_bytes(), type=State)
+            state = msgspec.json.decode((directory / STATE).read_bytes(), type=RunState)
         except (OSError, msgspec.DecodeError) as error:
             raise CheckpointBroken(f"checkpoint {tag}: {error}") from error
         for name, size in state.files.items():

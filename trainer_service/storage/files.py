@@ -22,7 +22,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def owned(directory: Path) -> Iterator[None]:
+def lock_directory(directory: Path) -> Iterator[None]:
     """Hold `directory` for this process alone; the kernel lets go when the process dies, however it dies.
 
     Raises SystemExit when another holds it: two trainers would read one stream and move one CURRENT.

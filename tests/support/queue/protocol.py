@@ -27,15 +27,15 @@ from rollout_queue.redis.writer import RedisWriter
 from tests.support.trainer_service.rig import FakeGateway
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.intake import Intake
-from trainer_service.metrics import Metrics
+from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.layout import Layout
 from trainer_service.publishing.gateway_client import Gateway
 from trainer_service.publishing.publisher import Publisher
 from trainer_service.rows.rows import Row
 from trainer_service.settings import TrainerSettings
-from trainer_service.status.heartbeat import Pulse
-from trainer_service.status.shared_state import Face
-from trainer_service.storage.checkpoint import CURRENT, Checkpoints, LedgerRow, State
+from trainer_service.status.heartbeat import Heartbeat
+from trainer_service.status.shared_state import SharedState
+from trainer_service.storage.checkpoint import CURRENT, Checkpoints, LedgerStep, RunState
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.train import Trainer
 
@@ -151,7 +151,7 @@ class CutCheckpoints(Checkpoints):
 
     knife: Knife
 
-    def save(self, weights: Any, state: State, rows: list[LedgerRow]) -> str:
+    def save(self, weights: Any, state: RunState, rows: list[LedgerStep]) -> str:
         tag = super().save(weights, state, rows)
         self.knife.at("CURRENT: done")
         return tag
@@ -203,23 +203,27 @@ class System:
         stream = CutReader(self.redis, lease.token)
         checkpoints = CutCheckpoints(self.settings.checkpoint_dir, self.settings.keep_checkpoints)
         stream.knife = checkpoints.knife = self.knife
-        self.weights, self.face, metrics = Weights(self.knife), Face(), Metrics(CollectorRegistry())
-        pulse = Pulse(stream, self.face, self.settings.retry_s)
+        self.weights, self.shared_state, metrics = (
+            Weights(self.knife),
+            SharedState(),
+            TrainerMetrics(CollectorRegistry()),
+        )
+        heartbeat = Heartbeat(stream, self.shared_state, self.settings.retry_s)
         store = PolicyStore(self.settings.policies_dir, self.folder, self.settings.keep_policies)
         gateway = Gateway(self._client, self.settings.push_timeout_s)
         self.trainer = Trainer(
             settings=self.settings.model_copy(update={"algorithm": algorithm}),
             policy=self.weights,  # type: ignore[arg-type]
-            intake=Intake(stream, algorithm, Weights.vocab_size, pulse, metrics),
+            intake=Intake(stream, algorithm, Weights.vocab_size, heartbeat, metrics),
             checkpoints=checkpoints,
-            publisher=Publisher(store, gateway, stream, None, pulse, metrics),
+            publisher=Publisher(store, gateway, stream, None, heartbeat, metrics),
             metrics=metrics,
-            face=self.face,
-            pulse=pulse,
+            shared_state=self.shared_state,
+            heartbeat=heartbeat,
         )
         self.trainer.start()
 
-    def durable(self) -> tuple[list[str], list[LedgerRow]]:
+    def durable(self) -> tuple[list[str], list[LedgerStep]]:
         """What a trainer that starts now has in its weights, and what the ledger says of them."""
         directory = self.settings.checkpoint_dir
         if not (directory / CURRENT).exists():

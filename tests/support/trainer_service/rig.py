@@ -14,14 +14,14 @@ from rollout_queue.contract.records import Outcome, Reward, Sampling, SessionSpe
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.memory import MemoryStream
 from trainer_service.intake import Intake
-from trainer_service.metrics import Metrics
+from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.policy import Policy
 from trainer_service.publishing.gateway_client import Gateway
 from trainer_service.publishing.publisher import Publisher
 from trainer_service.settings import TrainerSettings
 from trainer_service.sinks.chosen import chosen_sinks
-from trainer_service.status.heartbeat import Pulse
-from trainer_service.status.shared_state import Face
+from trainer_service.status.heartbeat import Heartbeat
+from trainer_service.status.shared_state import SharedState
 from trainer_service.step.ranks import Leader
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.policy_store import PolicyStore
@@ -173,14 +173,14 @@ class Rig:
     settings: TrainerSettings
     stream: MemoryStream
     gateway: FakeGateway
-    face: Face = field(default_factory=Face)
+    shared_state: SharedState = field(default_factory=SharedState)
 
     def __post_init__(self) -> None:
         self.agents = Agents(self.stream)
         self.registry = CollectorRegistry()
-        metrics = Metrics(self.registry, chosen_sinks(self.settings))
+        metrics = TrainerMetrics(self.registry, chosen_sinks(self.settings))
         client = httpx.Client(base_url="http://gateway", transport=httpx.MockTransport(self.gateway))
-        pulse = Pulse(self.stream, self.face, self.settings.retry_s)
+        heartbeat = Heartbeat(self.stream, self.shared_state, self.settings.retry_s)
         self.policy = Policy(self.settings)
         self.checkpoints = Checkpoints(self.settings.checkpoint_dir, self.settings.keep_checkpoints)
         self.store = PolicyStore(
@@ -190,12 +190,12 @@ class Rig:
         self.trainer = Trainer(
             settings=self.settings,
             policy=Leader(self.policy),
-            intake=Intake(self.stream, self.settings.algorithm, self.policy.vocab_size, pulse, metrics),
+            intake=Intake(self.stream, self.settings.algorithm, self.policy.vocab_size, heartbeat, metrics),
             checkpoints=self.checkpoints,
-            publisher=Publisher(self.store, api, self.stream, self.settings.publish_url, pulse, metrics),
+            publisher=Publisher(self.store, api, self.stream, self.settings.publish_url, heartbeat, metrics),
             metrics=metrics,
-            face=self.face,
-            pulse=pulse,
+            shared_state=self.shared_state,
+            heartbeat=heartbeat,
         )
 
     def start(self) -> "Rig":

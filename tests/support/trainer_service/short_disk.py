@@ -36,7 +36,7 @@ def main(root: Path, model_path: Path) -> None:
     rig = Rig(root, settings, MemoryStream(), FakeGateway())
     rig.start()
     rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     room_comes_after(rig, PAUSES)
     save = rig.checkpoints.save
 
@@ -48,7 +48,7 @@ def main(root: Path, model_path: Path) -> None:
     rig.checkpoints.save = save_and_fill_the_disk_again  # type: ignore[assignment]
     rig.agents.group("h", [1.0, 0.0])
     limit(SHORT)
-    assert rig.trainer.turn()
+    assert rig.trainer.run_once()
     report(rig, "the end")
 
 
@@ -60,17 +60,17 @@ def room_comes_after(rig: Rig, pauses: int) -> None:
         nonlocal slept
         slept += 1
         if slept % pauses == 0:
-            report(rig, rig.face.snapshot.waiting_for)
+            report(rig, rig.shared_state.snapshot.waiting_for)
             limit(resource.RLIM_INFINITY)
 
-    rig.face.sleep = sleep  # type: ignore[method-assign, assignment]
-    rig.trainer._pulse._wait = _one_pause(rig)  # type: ignore[method-assign]
+    rig.shared_state.sleep = sleep  # type: ignore[method-assign, assignment]
+    rig.trainer._heartbeat._wait = _one_pause(rig)  # type: ignore[method-assign]
 
 
 def _one_pause(rig: Rig) -> Callable[..., None]:
     def wait(seconds: float, phase: str, sentence: str) -> None:
-        rig.trainer._pulse.beat(phase, sentence)  # type: ignore[arg-type]
-        rig.face.sleep(seconds)
+        rig.trainer._heartbeat.beat(phase, sentence)  # type: ignore[arg-type]
+        rig.shared_state.sleep(seconds)
 
     return wait
 
@@ -83,7 +83,7 @@ def report(rig: Rig, waiting_for: str) -> None:
     checkpoints, policies = rig.settings.checkpoint_dir, rig.settings.policies_dir
     seen = {
         "waiting_for": waiting_for,
-        "state": rig.face.snapshot.state,
+        "state": rig.shared_state.snapshot.state,
         "checkpoints": sorted(path.name for path in checkpoints.iterdir() if path.is_dir()),
         "current": (checkpoints / "CURRENT").read_text(encoding="utf-8"),
         "ledger": len(rig.checkpoints.ledger(0, 10)),

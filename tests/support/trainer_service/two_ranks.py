@@ -13,7 +13,7 @@ from pathlib import Path
 from trainer_service.model.policy import Policy
 from trainer_service.step.ranks import Leader, follow, own_rank
 from trainer_service.step.step_request import StepRequest
-from trainer_service.storage.checkpoint import Checkpoints, State
+from trainer_service.storage.checkpoint import Checkpoints, RunState
 
 
 def main(folder: Path) -> None:
@@ -24,7 +24,7 @@ def main(folder: Path) -> None:
         return
     leader = Leader(policy)
     checkpoints = Checkpoints(folder / "checkpoints", 2)
-    done = (checkpoints.restore(leader) or State()).step
+    done = (checkpoints.restore(leader) or RunState()).step
     told = []
     for step, rows in enumerate(steps[done:], done + 1):
         half = len(rows) // 2 if in_parts else 0
@@ -33,7 +33,7 @@ def main(folder: Path) -> None:
             leader.forget()
             leader.accumulate(StepRequest(rows[:half], 0, settings.algorithm))
         told.append(leader.optimise(StepRequest(rows[half:], 0, settings.algorithm)))
-        checkpoints.save(leader, State(step=step), [])
+        checkpoints.save(leader, RunState(step=step), [])
     sound = [leader.sound(StepRequest(rows, 0, settings.algorithm)) for rows in probes]
     finite = leader.finite()
     leader.export(folder / "weights.safetensors")

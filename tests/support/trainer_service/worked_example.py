@@ -26,7 +26,7 @@ from trainer_service.algorithms.step import step_statistics
 from trainer_service.algorithms.tokens import Tokens
 from trainer_service.groups.assemble import Assembler, Rules
 from trainer_service.groups.comparison import scored
-from trainer_service.groups.settlement import Judged, Settlement, judge, settle
+from trainer_service.groups.settlement import Acknowledgement, ScreenedGroup, judge, settle
 from trainer_service.rows.rows import MicroBatch, Row, micro_batches
 from trainer_service.step.optimizer_step import Optimisation, counts_of
 from trainer_service.step.step_request import StepRequest
@@ -175,7 +175,7 @@ class Example:
         return made
 
     @cached_property
-    def judged(self) -> dict[str, Judged]:
+    def judged(self) -> dict[str, ScreenedGroup]:
         rules = Rules(VOCABULARY, self.algorithm.shaping.truncated != "mask", self.algorithm.group_wait_s)
         assembler = Assembler(rules)
         assembler.add(Entry(f"{at}-0", record) for at, record in enumerate(self.records))
@@ -183,9 +183,11 @@ class Example:
         return {group.group_id: judge(group, VERSION, self.algorithm) for group in groups}
 
     @property
-    def settled(self) -> Settlement:
+    def settled(self) -> Acknowledgement:
         live = {False: (1, VERSION + 1), True: (None, None)}
-        return Settlement.joined(settle(each, *live[bool(each.silence)]) for each in self.judged.values())
+        return Acknowledgement.joined(
+            settle(each, *live[bool(each.silence)]) for each in self.judged.values()
+        )
 
     @cached_property
     def rows(self) -> list[Row]:

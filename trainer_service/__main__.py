@@ -22,7 +22,7 @@ from trainer_service.app import HttpThread, create_app
 from trainer_service.intake import Intake
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.policy import Policy
-from trainer_service.publishing.gateway_client import Gateway
+from trainer_service.publishing.gateway_client import GatewayClient
 from trainer_service.publishing.publisher import Publisher
 from trainer_service.settings import TrainerSettings
 from trainer_service.sinks.chosen import chosen_sinks
@@ -104,7 +104,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
                 policy.close()
                 return
             heartbeat = Heartbeat(stream, shared_state, settings.retry_s)
-            gateway = Gateway(client, settings.push_timeout_s)
+            gateway = GatewayClient(client, settings.push_timeout_s)
             teacher = Teacher(settings.teacher) if settings.teacher else None
             Trainer(
                 settings=settings,

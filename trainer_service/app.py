@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import uvicorn
@@ -21,6 +20,7 @@ from rollout_queue.http.errors import ApiError, RequestIds, install_error_handle
 from rollout_queue.http.keys import Keyring
 from rollout_queue.http.probes import probes
 from rollout_queue.http.server import KEEP_ALIVE_S
+from rollout_queue.protocol.trainer import TrainerReport
 from trainer_service.model.huggingface import FILE_NAME
 from trainer_service.status.shared_state import SharedState
 from trainer_service.storage.checkpoint import LedgerStep
@@ -28,6 +28,8 @@ from trainer_service.storage.policy_store import PolicyStore
 
 LEDGER_LIMIT = 1000
 SILENT_AFTER_S = 60.0
+STATUS = {"state", "step", "version", "waiting_for", "metrics"}
+"""What `GET /status` tells of the trainer's report."""
 
 Ledger = Callable[[int, int], Sequence[LedgerStep]]
 """Rows of durable steps beyond the first argument, at most as many as the second says."""
@@ -58,9 +60,10 @@ def create_app(
 def _control(shared_state: SharedState) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/status")
-    async def status() -> JSONResponse:
-        return JSONResponse(_finite(shared_state.snapshot.status()))
+    @router.get("/status", response_model_include=STATUS)
+    async def status() -> TrainerReport:
+        """What is not finite is null: JSON has no NaN."""
+        return shared_state.snapshot.report()
 
     @router.post("/pause")
     async def pause() -> JSONResponse:
@@ -128,15 +131,6 @@ def _published_file(store: PolicyStore, version: int, name: str) -> Path:
                 if path.name == name and path.is_file() and not path.is_symlink():
                     return path
     raise ApiError(404, f"version {version} has no file of that name")
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return None
-    return value
 
 
 class HttpThread:

@@ -1,10 +1,9 @@
 """How much is waiting downstream, as Redis and the trainer last said: read now and then, never per call."""
 
-from typing import Any
-
 import msgspec
 from redis.asyncio import Redis
 
+from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.retention import forgotten_sessions
@@ -12,7 +11,7 @@ from rollout_queue.redis.retention import forgotten_sessions
 TRAINER_FIELDS = ("version", "rollouts_waiting", "rollouts_owed", "rollouts_per_step", "last_seen")
 
 
-class Trainer(msgspec.Struct, frozen=True, kw_only=True):
+class TrainerBacklog(msgspec.Struct, frozen=True, kw_only=True):
     """What the trainer said of itself, as far as it concerns who may come in."""
 
     version: int
@@ -33,7 +32,7 @@ class Pressure(msgspec.Struct, frozen=True, kw_only=True):
     """0 for a Redis without `maxmemory`."""
     sessions: int = 0
     """Ever opened."""
-    trainer: Trainer | None = None
+    trainer: TrainerBacklog | None = None
     """None until one has reported."""
 
 
@@ -51,16 +50,16 @@ async def read_pressure(redis: Redis) -> Pressure:
         used_bytes=memory.get("used_memory", 0),
         max_bytes=memory.get("maxmemory", 0),
         sessions=sessions + forgotten_sessions(forgotten),
-        trainer=_trainer(said),
+        trainer=_backlog(said),
     )
 
 
-def _trainer(said: list[bytes | None]) -> Trainer | None:
+def _backlog(said: list[bytes | None]) -> TrainerBacklog | None:
     """None also for a trainer that says less than is needed, such as one of an older build."""
-    fields: dict[str, Any] = {
-        name: value.decode() for name, value in zip(TRAINER_FIELDS, said, strict=True) if value is not None
+    fields = {
+        name.encode(): value for name, value in zip(TRAINER_FIELDS, said, strict=True) if value is not None
     }
     try:
-        return msgspec.convert(fields, Trainer, strict=False)
+        return msgspec.convert(TrainerReport.of(fields), TrainerBacklog, from_attributes=True)
     except msgspec.ValidationError:
         return None

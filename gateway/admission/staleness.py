@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from gateway.admission.limits import UNKNOWN_S, Trend, guess, limit_reached
-from gateway.admission.pressure import Trainer
+from gateway.admission.pressure import TrainerBacklog
 from gateway.errors import LimitReached
 
 
@@ -17,7 +17,7 @@ class StalenessBudget:
     """The budget of versions, with what the trainer last said."""
 
     versions: int
-    trainer: Trainer
+    trainer: TrainerBacklog
     serving: int
     """The version that would sample the session."""
 

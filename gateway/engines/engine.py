@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from gateway.engines.transport import (
     ReadTimedOut,
 )
 from gateway.errors import EngineFault
+from rollout_queue.protocol.message import ServiceMessage
 
 logger = logging.getLogger(__name__)
 
@@ -103,20 +104,22 @@ class EngineClient:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             logger.warning("generation %s is not aborted: %s", rid, error)
 
-    async def get_json(self, url: str, timeout_s: float, headers: dict[str, str] | None = None) -> Any:
-        """GET of a control path. Raises aiohttp.ClientError or TimeoutError."""
+    async def get(self, url: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> bytes:
+        """GET of a control path: the body. Raises aiohttp.ClientError or TimeoutError."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         async with self._control.get(url, timeout=timeout, headers=headers) as response:
             response.raise_for_status()
-            return await response.json(content_type=None)
+            return await response.read()
 
-    async def post_json(
-        self, url: str, body: Any, timeout_s: float, headers: dict[str, str] | None = None
-    ) -> tuple[int, Any]:
-        """POST to a control path: its status and JSON. Raises aiohttp.ClientError or TimeoutError."""
+    async def post(
+        self, url: str, message: ServiceMessage, timeout_s: float, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, bytes]:
+        """POST to a control path: the status and the body. Raises aiohttp.ClientError or TimeoutError."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
-        async with self._control.post(url, json=body, timeout=timeout, headers=headers) as response:
-            return response.status, await response.json(content_type=None)
+        async with self._control.post(
+            url, json=message.model_dump(), timeout=timeout, headers=headers
+        ) as response:
+            return response.status, await response.read()
 
 
 class Answering:

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -22,6 +21,7 @@ from gateway.engines.placement import place_call
 from gateway.engines.stream import version_number
 from gateway.errors import NoServer, StateConflict
 from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.protocol.status import ServerShape, ServerStatus
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 
@@ -39,13 +39,6 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     engine_url: str
     url: str | None = None
     registered_at: float = 0.0
-
-
-class Status(msgspec.Struct, frozen=True):
-    """What a rollout server says at `/status`, as far as the fleet needs it."""
-
-    state: str
-    version: int | None
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -86,18 +79,18 @@ class RolloutServer:
         if trial:
             self.breaker.leave()
 
-    def report(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "url": self.registration.url,
-            "engine_url": self.registration.engine_url,
-            "state": "draining" if self.held else self.state,
-            "version": self.version,
-            "in_flight": self.in_flight,
-            "breaker": self.breaker.state,
-            "last_seen": self.seen_at or None,
-            "error": self.error,
-        }
+    def report(self) -> ServerShape:
+        return ServerShape(
+            id=self.id,
+            url=self.registration.url,
+            engine_url=self.registration.engine_url,
+            state="draining" if self.held else self.state,
+            version=self.version,
+            in_flight=self.in_flight,
+            breaker=self.breaker.state,
+            last_seen=self.seen_at or None,
+            error=self.error,
+        )
 
 
 @dataclass
@@ -221,14 +214,12 @@ class Fleet:
         registration, was_ready = server.registration, server.state == "ready"
         try:
             if registration.url is None:
-                said = await self.engine.get_json(f"{registration.engine_url}/model_info", STATUS_TIMEOUT_S)
-                info = msgspec.convert(said, ModelInfo)
+                body = await self.engine.get(f"{registration.engine_url}/model_info", STATUS_TIMEOUT_S)
+                info = msgspec.json.decode(body, type=ModelInfo)
                 server.state, server.version = "ready", version_number(info.weight_version)
             else:
-                said = await self.engine.get_json(
-                    f"{registration.url}/status", STATUS_TIMEOUT_S, self.headers
-                )
-                status = msgspec.convert(said, Status)
+                body = await self.engine.get(f"{registration.url}/status", STATUS_TIMEOUT_S, self.headers)
+                status = ServerStatus.read(body)
                 server.state, server.version = status.state, status.version
             server.seen_at, server.error, server.late = time.time(), None, 0
         except TimeoutError:
@@ -236,7 +227,7 @@ class Fleet:
             server.error = f"no answer in {STATUS_TIMEOUT_S:g} s, {server.late} times in a row"
             if server.late >= LATE_ANSWERS:
                 server.state = "dead"
-        except (aiohttp.ClientError, OSError, ValueError, msgspec.ValidationError) as error:
+        except (aiohttp.ClientError, OSError, ValueError, msgspec.DecodeError) as error:
             server.state, server.error = "dead", f"{type(error).__name__}: {error}"
         if server.state == "ready" and not was_ready:
             server.breaker.try_soon()

@@ -7,15 +7,21 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import NamedTuple
 
 import aiohttp
 import msgspec
+from pydantic import ValidationError
 from redis.asyncio import Redis
 
 from gateway.engines.fleet import Fleet, RolloutServer
 from gateway.errors import ObjectNotFound, StateConflict
 from rollout_queue.contract.policy import PolicyRecord
+from rollout_queue.protocol.errors import error_message
+from rollout_queue.protocol.message import MalformedMessage, first_fault
+from rollout_queue.protocol.policies import PushResult
+from rollout_queue.protocol.reload import ReloadBody, Reloaded
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 
@@ -49,23 +55,8 @@ return former
 """
 
 
-class PushResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one server made of a push."""
-
-    server: str
-    ok: bool
-    version_served: int | None = None
-    paused_s: float | None = None
-    total_s: float
-    error: str | None = None
-
-
-class Reloaded(msgspec.Struct, frozen=True):
-    """What a rollout server answers to `/reload`."""
-
-    ok: bool
-    version: int
-    paused_s: float | None = None
+class ReloadRefused(Exception):
+    """A server did not take a version, or did not prove that it did; the text says why."""
 
 
 class Reserved(NamedTuple):
@@ -175,39 +166,51 @@ class Policies:
         if server.registration.url is None:
             error = "a bare engine takes no policy: put a rollout server in front of it"
             return PushResult(server=server.id, ok=False, total_s=0.0, error=error)
-        body = {
-            "version": record.version,
-            "location": record.location,
-            "manifest_sha256": record.manifest_sha256,
-            "force": force,
-        }
         server.pushing = True
         try:
-            status, reply = await self._fleet.engine.post_json(
-                f"{server.registration.url}/reload", body, self._push_timeout_s, self._fleet.headers
-            )
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            served = await self._reloaded(f"{server.registration.url}/reload", record, force)
+        except ReloadRefused as refusal:
             total_s = time.monotonic() - started
-            return PushResult(
-                server=server.id, ok=False, total_s=total_s, error=f"{type(error).__name__}: {error}"
-            )
+            return PushResult(server=server.id, ok=False, total_s=total_s, error=str(refusal))
         finally:
             server.pushing = False
-        total_s = time.monotonic() - started
-        served = _reloaded(reply) if status == 200 else None
-        if served is None or not served.ok or served.version != record.version:
-            return PushResult(server=server.id, ok=False, total_s=total_s, error=_message(reply))
         server.version = served.version
         return PushResult(
             server=server.id,
             ok=True,
             version_served=served.version,
             paused_s=served.paused_s,
-            total_s=total_s,
+            total_s=time.monotonic() - started,
         )
+
+    async def _reloaded(self, url: str, record: PolicyRecord, force: bool) -> Reloaded:
+        """Raises ReloadRefused unless the server answers that it serves this version."""
+        try:
+            asked = ReloadBody(
+                version=record.version,
+                location=record.location,
+                manifest_sha256=record.manifest_sha256,
+                force=force,
+            )
+            headers = self._fleet.headers
+            status, body = await self._fleet.engine.post(url, asked, self._push_timeout_s, headers)
+        except ValidationError as error:
+            raise ReloadRefused(first_fault(error)) from error
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise ReloadRefused(f"{type(error).__name__}: {error}") from error
+        return _proof(status, body, record.version)
 
     async def _store(self, record: PolicyRecord) -> None:
         await stored(self._redis.eval(KEEP, 1, keys.POLICIES, str(record.version), _packed(record)))
+
+
+def _proof(status: int, body: bytes, version: int) -> Reloaded:
+    """A server's answer that it serves the version. Raises ReloadRefused for any other answer."""
+    with suppress(MalformedMessage):
+        served = Reloaded.read(body)
+        if status == 200 and served.ok and served.version == version:
+            return served
+    raise ReloadRefused(error_message(body))
 
 
 def status_of(results: Sequence[PushResult]) -> int:
@@ -251,15 +254,3 @@ def _reserved(raw: Mapping[bytes, bytes]) -> Reserved:
 
 def _packed(record: PolicyRecord) -> str:
     return msgspec.json.encode(record).decode()
-
-
-def _reloaded(reply: Any) -> Reloaded | None:
-    try:
-        return msgspec.convert(reply, Reloaded)
-    except msgspec.ValidationError:
-        return None
-
-
-def _message(reply: Any) -> str:
-    error = reply.get("error") if isinstance(reply, dict) else None
-    return str(error.get("message", error)) if isinstance(error, dict) else str(reply)

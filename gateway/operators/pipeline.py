@@ -22,6 +22,7 @@ from gateway.collaborators import collaborators
 from gateway.operators.words import count, span
 from gateway.rest.shapes import PipelineReport
 from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.retention import forgotten_sessions
@@ -54,7 +55,7 @@ class Queue(NamedTuple):
     delivered: int
     """Entries that the trainer has read and not acknowledged."""
     dead: int
-    trainer: Mapping[str, str]
+    trainer: TrainerReport
 
     @property
     def past_expiry(self) -> int:
@@ -144,7 +145,7 @@ async def _queue(redis: Redis) -> Queue:
         entries=entries,
         delivered=0 if isinstance(pending, Exception) else pending["pending"],  # no trainer has come yet
         dead=dead,
-        trainer={name.decode(): value.decode() for name, value in trainer.items()},
+        trainer=TrainerReport.of(trainer),
     )
 
 
@@ -202,7 +203,7 @@ def _report(look: Look) -> dict[str, Any]:
         "forgotten": queue.forgotten,
         "groups": [_group(group) for group in waiting[:GROUPS_TOLD]],
         "groups_waiting": len(waiting),
-        "trainer": queue.trainer.get("waiting_for"),
+        "trainer": queue.trainer.waiting_for,
         "sentences": list(_sentences(look, waiting)),
     }
 
@@ -286,11 +287,11 @@ def _of_the_trainer(look: Look) -> Iterator[str]:
         )
     if queue.dead:
         yield f"{count(queue.dead, 'record')} that no build can read in {keys.DEAD_LETTERS}"
-    if "last_seen" not in said:
+    if said.last_seen is None:
         yield "no trainer has reported yet: nothing is trained before one does"
         return
-    heard = span(look.now - float(said["last_seen"]))
+    heard = span(look.now - said.last_seen)
     yield (
-        f"the trainer, at step {said.get('step')} and version {said.get('version')}, is {said.get('state')} "
-        f"and waits for {said.get('waiting_for')}; it said so {heard} ago"
+        f"the trainer, at step {said.step} and version {said.version}, is {said.state} "
+        f"and waits for {said.waiting_for}; it said so {heard} ago"
     )

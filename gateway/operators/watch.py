@@ -7,8 +7,8 @@ how they end lately; it reads them with every poll, and looks at no session.
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from redis.asyncio import Redis
 
@@ -16,6 +16,7 @@ from gateway.admission.pressure import Pressure
 from gateway.operators.words import count, span
 from gateway.settings import LimitSettings, WarningSettings
 from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 
@@ -83,7 +84,7 @@ class Watch:
             self._seen.popleft()
 
     def warnings(
-        self, trainer: Mapping[str, Any], pressure: Pressure, dead: int, last_error: str | None
+        self, trainer: TrainerReport, pressure: Pressure, dead: int, last_error: str | None
     ) -> Iterator[str]:
         """`trainer` is what that said of itself; `dead` and `last_error` are of the dead letters."""
         yield from self._of_the_trainer(trainer)
@@ -97,14 +98,13 @@ class Watch:
                 f"{last_error}"
             )
 
-    def _of_the_trainer(self, trainer: Mapping[str, Any]) -> Iterator[str]:
-        last_seen = trainer.get("last_seen")
-        if last_seen is None:
+    def _of_the_trainer(self, trainer: TrainerReport) -> Iterator[str]:
+        if trainer.last_seen is None:
             yield "no trainer has reported yet"
-        elif (silent_s := time.time() - float(last_seen)) > self._settings.trainer_silent_s:
+        elif (silent_s := time.time() - trainer.last_seen) > self._settings.trainer_silent_s:
             yield f"the trainer has been silent for {silent_s:.0f} s"
-        elif trainer.get("state") == "paused":
-            yield f"the trainer is paused and waits for {trainer.get('waiting_for')}"
+        elif trainer.state == "paused":
+            yield f"the trainer is paused and waits for {trainer.waiting_for}"
 
     def _of_silence(self, now: Seen) -> Iterator[str]:
         quiet_s, ended = time.time() - self._stalled.at, _between(self._stalled, now)

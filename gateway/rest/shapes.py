@@ -179,61 +179,9 @@ class ModelList(TypedDict):
     data: list[Model]
 
 
-class Page(TypedDict):
-    """The envelope of every list."""
-
-    data: list[dict[str, Any]]
-    next_cursor: str | None
-
-
-class ServerShape(TypedDict):
-    """A rollout server as this gateway sees it."""
-
-    id: str
-    url: str | None
-    engine_url: str
-    state: str
-    version: int | None
-    in_flight: int
-    breaker: str
-    last_seen: float | None
-    error: str | None
-
-
-class Registered(TypedDict):
-    id: str
-    policy: dict[str, Any] | None
-
-
 class Removed(TypedDict):
     id: str
     removed: bool
-
-
-class PushShape(TypedDict):
-    """What one server made of a push."""
-
-    server: str
-    ok: bool
-    version_served: int | None
-    paused_s: float | None
-    total_s: float
-    error: str | None
-
-
-class Pushed(TypedDict):
-    version: int
-    results: list[PushShape]
-
-
-class SystemStatus(TypedDict):
-    """One page of truth."""
-
-    rollout_servers: list[ServerShape]
-    policy: dict[str, int | None]
-    trainer: dict[str, Any]
-    queue: dict[str, Any]
-    warnings: list[str]
 
 
 class GroupShape(TypedDict):

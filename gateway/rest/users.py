@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse, Response
 from gateway.collaborators import collaborators
 from gateway.rest.admin import admins_only
 from gateway.rest.shapes import DeletedUser
-from gateway.sessions.sessions import Id
+from rollout_queue.protocol.ids import Id
 
 router = APIRouter(prefix="/admin/users", tags=["admin"], dependencies=[Depends(admins_only)])
 

@@ -20,11 +20,12 @@ from gateway.errors import InvalidRequest, NotPermitted, ObjectNotFound, StateCo
 from gateway.generations.generation import Call
 from gateway.language.render import Message
 from gateway.sessions.identity import Caller
-from gateway.sessions.sessions import ID, SessionBody, Sessions
+from gateway.sessions.sessions import SessionBody, Sessions
 from gateway.sessions.user_names import CLAUDE_CODE
 from rollout_queue.contract.errors import UserDeleted
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.stream import StreamWriter
+from rollout_queue.protocol.ids import ID
 
 NAMES = (
     "x-session-id",

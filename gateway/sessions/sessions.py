@@ -5,7 +5,6 @@ GET  /sessions/{id}     ──▶ the whole episode: every turn, its tokens on r
 DELETE …                ──▶ nothing of it is left, but that it was there
 """
 
-import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -42,17 +41,7 @@ from rollout_queue.contract.records import (
     Verdict,
 )
 from rollout_queue.contract.stream import StreamWriter
-
-ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._:@~=+-]{1,200}")
-
-
-def _id(value: str) -> str:
-    if not ID.fullmatch(value):
-        raise ValueError("an id is 1 to 200 of A-Z a-z 0-9 . _ : @ ~ = + - and neither . nor ..")
-    return value
-
-
-Id = Annotated[str, AfterValidator(_id)]
+from rollout_queue.protocol.ids import ID, Id
 
 
 def _storable(value: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.sessions.sessions import ID
+from rollout_queue.protocol.ids import ID
 
 CLAUDE_CODE = re.compile(r"user_.*_session_([0-9a-f-]{36})")
 """What Claude Code writes into `metadata.user_id`: an installation and a session, and nobody by name."""

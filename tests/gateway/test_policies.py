@@ -23,7 +23,7 @@ from tests.gateway.conftest import ADMIN_KEY, Door, Stage, wait_until
 from tests.support.claimed import claimed_reader
 from tests.support.serving import serving
 from trainer_service.metrics import TrainerMetrics
-from trainer_service.publishing.gateway_client import Gateway
+from trainer_service.publishing.gateway_client import GatewayClient
 from trainer_service.publishing.publisher import Publisher
 from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.status.shared_state import SharedState
@@ -134,14 +134,14 @@ def test_registration_makes_the_first_version_known(door: Door, servers: list[Fa
 
 
 def test_a_push_reaches_every_server_and_reports_each(door: Door, servers: list[FakeRolloutServer]) -> None:
-    reply = publish(door, 3, manifest_sha256="ab", step=9)
+    reply = publish(door, 3, manifest_sha256=64 * "a", step=9)
     assert reply.status_code == 200
     assert [(r["server"], r["ok"], r["version_served"]) for r in reply.json()["results"]] == [
         ("r0", True, 3),
         ("r1", True, 3),
     ]
     assert servers[1].reloads == [
-        {"version": 3, "location": "file:///policies/3", "manifest_sha256": "ab", "force": False}
+        {"version": 3, "location": "file:///policies/3", "manifest_sha256": 64 * "a", "force": False}
     ]
     assert door.get("/admin/status", key=ADMIN_KEY).json()["policy"]["serving"] == 3
 
@@ -262,11 +262,11 @@ def test_a_rollback_serves_the_old_version_under_its_own_number(
 
 
 def test_a_server_that_joins_hears_the_current_policy(door: Door, servers: list[FakeRolloutServer]) -> None:
-    publish(door, 2, manifest_sha256="cd")
+    publish(door, 2, manifest_sha256=64 * "c")
     late = FakeRolloutServer()
     with serving(late.app()) as url:
         told = register(door, "late", url, url)["policy"]
-    assert (told["version"], told["location"], told["manifest_sha256"]) == (2, "file:///policies/2", "cd")
+    assert (told["version"], told["location"], told["manifest_sha256"]) == (2, "file:///policies/2", 64 * "c")
 
 
 # A trainer that publishes, and somebody who does by hand
@@ -301,7 +301,7 @@ def trainer(door: Door, tmp_path: Path) -> Iterator[Trainer]:
     heartbeat, metrics = Heartbeat(stream, SharedState(), retry_s=0.01), TrainerMetrics(CollectorRegistry())
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
     with httpx.Client(base_url=door.url, headers=headers) as client:
-        yield Trainer(Publisher(store, Gateway(client, 10.0), stream, None, heartbeat, metrics))
+        yield Trainer(Publisher(store, GatewayClient(client, 10.0), stream, None, heartbeat, metrics))
 
 
 def locations(door: Door) -> dict[int, str]:

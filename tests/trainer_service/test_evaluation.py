@@ -25,7 +25,7 @@ def sample(rig: Rig, name: str, **labels: str) -> float | None:
 
 
 def told(rig: Rig) -> dict[str, float]:
-    metrics: dict[str, float] = rig.shared_state.snapshot.status()["metrics"]
+    metrics: dict[str, float] = rig.shared_state.snapshot.metrics | rig.shared_state.snapshot.evaluations
     return {name: value for name, value in metrics.items() if name.startswith("eval/")}
 
 

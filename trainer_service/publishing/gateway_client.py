@@ -1,10 +1,15 @@
 """The operator's side of the gateway, as far as publishing needs it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar
 
 import httpx
+
+from rollout_queue.protocol.errors import error_message
+from rollout_queue.protocol.message import MalformedMessage, ServiceMessage
+from rollout_queue.protocol.policies import PolicyBody, PolicyPage, Pushed, PushResult, RollbackBody
+from rollout_queue.protocol.status import PolicyStatus
+
+Reply = TypeVar("Reply", bound=ServiceMessage)
 
 
 class GatewayUnavailable(Exception):
@@ -19,7 +24,7 @@ class VersionUnknown(Exception):
     """The gateway knows no policy by that number."""
 
 
-class Gateway:
+class GatewayClient:
     """The operator's side of the gateway, as far as publishing needs it."""
 
     def __init__(self, client: httpx.Client, push_timeout_s: float) -> None:
@@ -29,8 +34,7 @@ class Gateway:
     def newest_version(self) -> int:
         """The highest number that the gateway knows, 0 without any. Raises GatewayUnavailable."""
         reply = self._call("GET", "/admin/policies", timeout_s=10.0)
-        with _understood(reply):
-            return max((int(policy["version"]) for policy in reply.json()["data"]), default=0)
+        return max((policy.version for policy in _read(PolicyPage, reply).data), default=0)
 
     def oldest_needed(self) -> int | None:
         """The version that the fleet serves, or the one it is to serve, whichever is older; None without
@@ -44,60 +48,49 @@ class Gateway:
     def _named(self) -> list[int]:
         """The version that is served, and the one that is to be, as far as there are any."""
         reply = self._call("GET", "/admin/status", timeout_s=10.0)
-        with _understood(reply):
-            policy = reply.json()["policy"]
-            return [int(version) for version in (policy["serving"], policy["target"]) if version is not None]
+        policy = _read(PolicyStatus, reply).policy
+        return [version for version in (policy.serving, policy.target) if version is not None]
 
-    def announce(self, version: int, location: str, manifest_sha256: str, step: int) -> list[dict[str, Any]]:
+    def announce(
+        self, version: int, location: str, manifest_sha256: str, step: int
+    ) -> tuple[PushResult, ...]:
         """Have a version pushed to every server; returns one result per server.
 
         Raises GatewayUnavailable, or VersionTaken when the number cannot be used.
         """
-        body = {"version": version, "location": location, "manifest_sha256": manifest_sha256, "step": step}
+        body = PolicyBody(version=version, location=location, manifest_sha256=manifest_sha256, step=step)
         reply = self._call("POST", "/admin/policies", self._push_timeout_s, body)
         if reply.status_code == 409:
-            raise VersionTaken(_sentence(reply))
-        return _results(reply)
+            raise VersionTaken(error_message(reply.content))
+        return _read(Pushed, reply).results
 
-    def roll_back(self, version: int) -> list[dict[str, Any]]:
+    def roll_back(self, version: int) -> tuple[PushResult, ...]:
         """Have a known version pushed to every server again, under its own number; one result per server.
 
         Raises GatewayUnavailable, or VersionUnknown.
         """
-        reply = self._call("POST", "/admin/policies/rollback", self._push_timeout_s, {"to": version})
+        body = RollbackBody(to=version)
+        reply = self._call("POST", "/admin/policies/rollback", self._push_timeout_s, body)
         if reply.status_code == 404:
-            raise VersionUnknown(_sentence(reply))
-        return _results(reply)
+            raise VersionUnknown(error_message(reply.content))
+        return _read(Pushed, reply).results
 
-    def _call(self, method: str, path: str, timeout_s: float, body: object = None) -> httpx.Response:
+    def _call(
+        self, method: str, path: str, timeout_s: float, body: ServiceMessage | None = None
+    ) -> httpx.Response:
+        json = None if body is None else body.model_dump()
         try:
-            reply = self._client.request(method, path, json=body, timeout=timeout_s)
+            reply = self._client.request(method, path, json=json, timeout=timeout_s)
         except httpx.HTTPError as error:
             raise GatewayUnavailable(f"{type(error).__name__}: {error}") from error
         if reply.status_code not in (200, 207, 404, 409):
-            raise GatewayUnavailable(f"HTTP {reply.status_code}: {_sentence(reply)}")
+            raise GatewayUnavailable(f"HTTP {reply.status_code}: {error_message(reply.content)}")
         return reply
 
 
-def _results(reply: httpx.Response) -> list[dict[str, Any]]:
-    with _understood(reply):
-        return [
-            {"server": r["server"], "ok": bool(r["ok"]), "error": r.get("error")}
-            for r in reply.json()["results"]
-        ]
-
-
-@contextmanager
-def _understood(reply: httpx.Response) -> Iterator[None]:
+def _read(message: type[Reply], reply: httpx.Response) -> Reply:
     """Raises GatewayUnavailable for an answer in other words than the gateway's: a proxy's, most likely."""
     try:
-        yield
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return message.read(reply.content)
+    except MalformedMessage as error:
         raise GatewayUnavailable(f"HTTP {reply.status_code}, not understood: {reply.text[:200]}") from error
-
-
-def _sentence(reply: httpx.Response) -> str:
-    try:
-        return str(reply.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return reply.text[:200]

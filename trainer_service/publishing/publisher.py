@@ -8,13 +8,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from pathlib import Path
-from typing import Any
 
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.stream import StreamReader
+from rollout_queue.protocol.policies import PushResult
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.publishing.gateway_client import (
-    Gateway,
+    GatewayClient,
     GatewayUnavailable,
     VersionTaken,
     VersionUnknown,
@@ -25,7 +25,7 @@ from trainer_service.storage.policy_store import PolicyStore, manifest_sha256
 
 logger = logging.getLogger(__name__)
 
-Results = list[dict[str, Any]]
+Results = tuple[PushResult, ...]
 """Of a push: one per server."""
 
 
@@ -35,7 +35,7 @@ class Publisher:
     def __init__(
         self,
         store: PolicyStore,
-        gateway: Gateway,
+        gateway: GatewayClient,
         stream: StreamReader,
         publish_url: str | None,
         heartbeat: Heartbeat,
@@ -117,7 +117,7 @@ class Publisher:
             logger.error("the fleet goes on with what it serves: %s", error)
             return False
         self._account(version, results)
-        return any(result["ok"] for result in results)
+        return any(result.ok for result in results)
 
     def resume(self, version: int, step: int, export: Callable[[Path], None]) -> None:
         """After a restart: publish what was made and perhaps not announced. A version that the gateway
@@ -164,12 +164,10 @@ class Publisher:
 
     def _account(self, version: int, results: Results) -> None:
         for result in results:
-            self._metrics.pushed(bool(result["ok"]))
-            if not result["ok"]:
-                logger.error(
-                    "server %s did not take version %d: %s", result["server"], version, result["error"]
-                )
-        if results and not any(result["ok"] for result in results):
+            self._metrics.pushed(result.ok)
+            if not result.ok:
+                logger.error("server %s did not take version %d: %s", result.server, version, result.error)
+        if results and not any(result.ok for result in results):
             logger.error("no server took version %d", version)
         else:
-            logger.info("version %d is served by %d servers", version, sum(bool(r["ok"]) for r in results))
+            logger.info("version %d is served by %d servers", version, sum(result.ok for result in results))

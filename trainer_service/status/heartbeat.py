@@ -1,6 +1,5 @@
 """The trainer's sign of life: what it does and waits for, told to the HTTP thread and to the gateways."""
 
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -91,23 +90,8 @@ class Heartbeat:
             self._shared_state.sleep(min(left_s, REPORT_EVERY_S))
 
     def _report(self) -> None:
-        shot = self._shared_state.snapshot
-        report: dict[str, str | int | float] = {
-            "state": shot.state,
-            "step": shot.step,
-            "version": shot.version,
-            "waiting_for": shot.waiting_for,
-            "last_seen": shot.last_seen,
-            "metrics": json.dumps(shot.metrics | shot.evaluations),
-        }
-        if shot.backlog is not None:
-            report |= {
-                "rollouts_waiting": shot.backlog.waiting,
-                "rollouts_owed": shot.backlog.owed,
-                "rollouts_per_step": shot.backlog.per_step,
-            }
         try:
-            self._stream.report(report)
+            self._stream.report(self._shared_state.snapshot.report().fields())
         except StorageUnavailable as error:
             logger.warning("not reported: %s", error)
 

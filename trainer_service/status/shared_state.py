@@ -8,7 +8,9 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
+
+from rollout_queue.protocol.trainer import TrainerReport
 
 Phase = Literal["waiting", "training", "publishing", "paused"]
 
@@ -41,14 +43,20 @@ class Snapshot:
     """None until the stream is taken up."""
     last_seen: float = field(default_factory=time.time)
 
-    def status(self) -> dict[str, Any]:
-        return {
-            "state": self.state,
-            "step": self.step,
-            "version": self.version,
-            "waiting_for": self.waiting_for,
-            "metrics": self.metrics | self.evaluations,
-        }
+    def report(self) -> TrainerReport:
+        """As gateways and operators read it."""
+        backlog = self.backlog
+        return TrainerReport(
+            state=self.state,
+            step=self.step,
+            version=self.version,
+            waiting_for=self.waiting_for,
+            last_seen=self.last_seen,
+            metrics=self.metrics | self.evaluations,
+            rollouts_waiting=backlog.waiting if backlog else None,
+            rollouts_owed=backlog.owed if backlog else None,
+            rollouts_per_step=backlog.per_step if backlog else None,
+        )
 
 
 class SharedState:

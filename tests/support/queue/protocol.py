@@ -29,7 +29,7 @@ from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.intake import Intake
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.layout import Layout
-from trainer_service.publishing.gateway_client import Gateway
+from trainer_service.publishing.gateway_client import GatewayClient
 from trainer_service.publishing.publisher import Publisher
 from trainer_service.rows.rows import Row
 from trainer_service.settings import TrainerSettings
@@ -210,7 +210,7 @@ class System:
         )
         heartbeat = Heartbeat(stream, self.shared_state, self.settings.retry_s)
         store = PolicyStore(self.settings.policies_dir, self.folder, self.settings.keep_policies)
-        gateway = Gateway(self._client, self.settings.push_timeout_s)
+        gateway = GatewayClient(self._client, self.settings.push_timeout_s)
         self.trainer = Trainer(
             settings=self.settings.model_copy(update={"algorithm": algorithm}),
             policy=self.weights,  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from rollout_queue.memory import MemoryStream
 from trainer_service.intake import Intake
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.policy import Policy
-from trainer_service.publishing.gateway_client import Gateway
+from trainer_service.publishing.gateway_client import GatewayClient
 from trainer_service.publishing.publisher import Publisher
 from trainer_service.settings import TrainerSettings
 from trainer_service.sinks.chosen import chosen_sinks
@@ -92,7 +92,13 @@ class FakeGateway:
 
     def _pushed(self, version: int) -> httpx.Response:
         error = None if self.server_ok else "broken"
-        result = {"server": "r0", "ok": self.server_ok, "version_served": version, "error": error}
+        result = {
+            "server": "r0",
+            "ok": self.server_ok,
+            "version_served": version,
+            "total_s": 0.1,
+            "error": error,
+        }
         return httpx.Response(200 if self.server_ok else 207, json={"version": version, "results": [result]})
 
 
@@ -186,7 +192,7 @@ class Rig:
         self.store = PolicyStore(
             self.settings.policies_dir, self.settings.model_path, self.settings.keep_policies
         )
-        api = Gateway(client, self.settings.push_timeout_s)
+        api = GatewayClient(client, self.settings.push_timeout_s)
         self.trainer = Trainer(
             settings=self.settings,
             policy=Leader(self.policy),

@@ -1,0 +1,28 @@
+"""The body of every answer that is an error."""
+
+from rollout_queue.protocol.message import MalformedMessage, ServiceMessage
+
+QUOTED_CHARACTERS = 200
+
+
+class ErrorDetail(ServiceMessage):
+    """What went wrong: `type` follows from the status, `param` names the field at fault."""
+
+    message: str
+    type: str | None = None
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(ServiceMessage):
+    """An answer that is an error."""
+
+    error: ErrorDetail
+
+
+def error_message(body: bytes) -> str:
+    """What went wrong; the beginning of the body where that is no error of ours, but a proxy's."""
+    try:
+        return ErrorBody.read(body).error.message
+    except MalformedMessage:
+        return body.decode(errors="replace")[:QUOTED_CHARACTERS]

@@ -1,0 +1,71 @@
+"""Publishing policies: trainer ─▶ gateway, `/admin/policies` and `/admin/policies/rollback`.
+
+trainer ── PolicyBody, RollbackBody ──▶ gateway ── ReloadBody ──▶ every rollout server
+trainer ◀── Pushed: one PushResult per server ── gateway
+"""
+
+from pydantic import ConfigDict, Field
+
+from rollout_queue.protocol.message import ServiceMessage
+
+LARGEST = 2**53
+"""Below it, a number is the same one in every JSON reader."""
+
+
+class PolicyBody(ServiceMessage):
+    """A version to publish. Without a number, the gateway gives the next free one."""
+
+    # With any bound, pydantic looks into strings and refuses half a surrogate pair, which nothing can store.
+    model_config = ConfigDict(extra="forbid", str_min_length=0)
+
+    version: int | None = Field(None, ge=0, lt=LARGEST)
+    location: str
+    """A URL under which each file of the version has its name."""
+    manifest_sha256: str | None = None
+    step: int | None = Field(None, ge=0, lt=LARGEST)
+    """The optimizer step that made it."""
+
+
+class RollbackBody(ServiceMessage):
+    """The known version that the fleet is to serve again, under its own number."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    to: int = Field(ge=0, lt=LARGEST)
+
+
+class PushResult(ServiceMessage):
+    """What one server made of a push."""
+
+    server: str
+    ok: bool
+    version_served: int | None = None
+    paused_s: float | None = None
+    total_s: float
+    error: str | None = None
+
+
+class Pushed(ServiceMessage):
+    """What became of a push, server by server."""
+
+    version: int
+    results: tuple[PushResult, ...]
+
+
+class PolicyVersion(ServiceMessage):
+    """A version that the gateway knows; `location` is null for the one that the engines started with."""
+
+    version: int
+    location: str | None = None
+    manifest_sha256: str | None = None
+    step: int | None = None
+    created_at: float | None = None
+    state: str | None = None
+    """published, serving, failed or retired."""
+
+
+class PolicyPage(ServiceMessage):
+    """Every known version, ascending."""
+
+    data: tuple[PolicyVersion, ...]
+    next_cursor: str | None = None

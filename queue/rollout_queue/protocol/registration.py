@@ -1,0 +1,22 @@
+"""Registration: rollout server ─▶ gateway, `POST /admin/rollout_servers`, every few seconds."""
+
+from pydantic import Field
+
+from rollout_queue.protocol.ids import Id
+from rollout_queue.protocol.message import ServiceMessage
+from rollout_queue.protocol.policies import PolicyVersion
+
+
+class ServerBody(ServiceMessage):
+    """A rollout server says where it, and its engine, can be reached."""
+
+    url: str = Field(pattern=r"^https?://")
+    engine_url: str = Field(pattern=r"^https?://")
+    id: Id
+
+
+class Registered(ServiceMessage):
+    """The gateway's answer: the policy that the fleet serves, null before the first."""
+
+    id: str
+    policy: PolicyVersion | None = None

@@ -1,0 +1,73 @@
+"""The state of one rollout server (its `GET /status`) and of the whole (the gateway's `/admin/status`)."""
+
+from collections.abc import Mapping
+
+from rollout_queue.protocol.message import ServiceMessage
+from rollout_queue.protocol.trainer import TrainerReport
+
+
+class ServerStatus(ServiceMessage):
+    """What a rollout server says of itself: rollout server ─▶ gateway, `GET /status`."""
+
+    state: str
+    """starting, loading, ready, draining or dead."""
+    version: int | None
+    manifest_sha256: str | None = None
+    engine_url: str | None = None
+    restarts: int = 0
+    running: int = 0
+    """Requests in the engine."""
+    waiting: int = 0
+
+
+class ServerShape(ServiceMessage):
+    """A rollout server as this gateway sees it."""
+
+    id: str
+    url: str | None
+    engine_url: str
+    state: str
+    version: int | None
+    in_flight: int
+    breaker: str
+    last_seen: float | None
+    error: str | None
+
+
+class ServerPage(ServiceMessage):
+    """Every rollout server that the gateway knows."""
+
+    data: tuple[ServerShape, ...]
+    next_cursor: str | None = None
+
+
+class FleetPolicy(ServiceMessage):
+    """The version that the fleet serves, and the one of the push that goes on or went last."""
+
+    serving: int | None
+    target: int | None
+
+
+class QueueReport(ServiceMessage):
+    """How much there is in Redis."""
+
+    stream_length: int
+    sessions: int
+    unfinished_sessions: int
+    verdicts: Mapping[str, int]
+    dead_letters: int
+
+
+class PolicyStatus(ServiceMessage):
+    """The part of `GET /admin/status` that the trainer reads."""
+
+    policy: FleetPolicy
+
+
+class SystemStatus(PolicyStatus):
+    """One page of truth."""
+
+    rollout_servers: tuple[ServerShape, ...]
+    trainer: TrainerReport
+    queue: QueueReport
+    warnings: tuple[str, ...]

@@ -1,0 +1,62 @@
+"""What the trainer says of itself: to the gateways, as a Redis hash, and on its own `GET /status`.
+
+trainer ── TrainerReport.fields ──▶ Redis ──▶ TrainerReport.of ── gateway ──▶ `GET /admin/status`
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Self
+
+from pydantic import ConfigDict, JsonValue, ValidationError
+
+from rollout_queue.protocol.message import ServiceMessage
+
+TEXTS = frozenset({"state", "waiting_for"})
+
+
+class TrainerReport(ServiceMessage):
+    """Where the trainer stands. A field that it has not reported, or not in this form, is None."""
+
+    # The operator's page shows whatever a newer trainer reports.
+    model_config = ConfigDict(extra="allow", json_schema_serialization_defaults_required=False)
+
+    state: str | None = None
+    """waiting, training, publishing or paused."""
+    step: int | None = None
+    version: int | None = None
+    waiting_for: str | None = None
+    last_seen: float | None = None
+    """Unix time."""
+    metrics: Mapping[str, float | None] | None = None
+    """Of the last step and the last evaluation."""
+    rollouts_waiting: int | None = None
+    """Sessions that have ended, and are in no step yet."""
+    rollouts_owed: int | None = None
+    """Sessions that the weights contain, and no checkpoint yet."""
+    rollouts_per_step: float | None = None
+    """Rewarded rollouts that a step uses up."""
+
+    def fields(self) -> dict[str, str]:
+        """As fields of a Redis hash: texts as they are, everything else as JSON."""
+        given = self.model_dump(exclude_none=True)
+        return {name: value if name in TEXTS else json.dumps(value) for name, value in given.items()}
+
+    @classmethod
+    def of(cls, fields: Mapping[bytes, bytes]) -> Self:
+        """Read back what `fields` gave; fields of another form are left out."""
+        said = {name.decode(): _value(name.decode(), value.decode()) for name, value in fields.items()}
+        try:
+            return cls.model_validate(said)
+        except ValidationError as error:
+            wrong = {fault["loc"][0] for fault in error.errors(include_url=False)}
+            return cls.model_validate({name: value for name, value in said.items() if name not in wrong})
+
+
+def _value(name: str, text: str) -> JsonValue:
+    if name in TEXTS:
+        return text
+    try:
+        value: JsonValue = json.loads(text)
+    except ValueError:
+        return text
+    return value

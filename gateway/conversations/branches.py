@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from gateway.conversations.digests import Digest
-from gateway.language.transcript import Message
+from gateway.language.chat_messages import Message
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Turn
 from rollout_queue.contract.tokens import TokenIds

@@ -12,7 +12,7 @@ import msgspec
 
 from gateway.conversations.branches import Reason, deepest, live_turns, why_forked
 from gateway.conversations.digests import chain, continuation_digests, extend
-from gateway.language.render import Answer, ChatRenderer, Message, Tool
+from gateway.language.render import ChatRenderer, Message, ParsedAnswer, Tool
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Relation, Turn
 from rollout_queue.contract.tokens import TokenIds
@@ -37,7 +37,7 @@ class Prompt(msgspec.Struct, frozen=True):
     digest: bytes
 
 
-def reply_message(answer: Answer) -> Message:
+def reply_message(answer: ParsedAnswer) -> Message:
     """The answer as the message that the client will send back."""
     calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in answer.tool_calls]
     return {"role": "assistant", "content": answer.content, "tool_calls": calls}

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.language.transcript import ROLES, Message, Tool, text_of
+from gateway.language.chat_messages import ROLES, Message, Tool, text_of
 
 TALK, PART = 16, 8
 """Bytes of a digest: of the messages, of the system prompt, of the tools."""

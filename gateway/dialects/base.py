@@ -12,7 +12,7 @@ from gateway.collaborators import Collaborators
 from gateway.edge.request import Arrival
 from gateway.generations.generation import Call, Generation
 from gateway.language.deltas import Delta
-from gateway.language.render import Answer
+from gateway.language.render import ParsedAnswer
 from gateway.sessions.identity import Caller
 from rollout_queue.contract.records import Turn
 from rollout_queue.http.errors import ApiError
@@ -23,7 +23,7 @@ class Answered(NamedTuple):
 
     generation: Generation
     turn: Turn
-    answer: Answer
+    answer: ParsedAnswer
 
 
 class Events(Protocol):

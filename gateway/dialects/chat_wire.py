@@ -9,7 +9,7 @@ from gateway.dialects.base import Answered
 from gateway.dialects.wire import HEARTBEAT, event, usage_of
 from gateway.generations.generation import Generation
 from gateway.language.deltas import Delta
-from gateway.language.render import Answer, ChatRenderer, ToolCall
+from gateway.language.render import ChatRenderer, ParsedAnswer, ToolCall
 from rollout_queue.http.errors import ApiError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class ChatTelling:
             reply["prompt_token_ids"] = generations[0].prompt.prompt_ids.tolist()
         return _encode(reply)
 
-    def _choice(self, index: int, generation: Generation, turn: Any, answer: Answer) -> dict[str, Any]:
+    def _choice(self, index: int, generation: Generation, turn: Any, answer: ParsedAnswer) -> dict[str, Any]:
         logprobs = logprobs_of(self._renderer, generation, 0) if self._body.logprobs else None
         choice = {"index": index, "message": message_of(answer), "logprobs": logprobs}
         choice["finish_reason"] = turn.finish
@@ -52,7 +52,7 @@ class ChatTelling:
         return ChatEvents(self._renderer, self._body, self._model, generations)
 
 
-def message_of(answer: Answer) -> dict[str, Any]:
+def message_of(answer: ParsedAnswer) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
     if answer.reasoning is not None:
         message["reasoning_content"] = answer.reasoning

@@ -20,7 +20,7 @@ from gateway.edge.request import Arrival
 from gateway.edge.retries import Flight, attempt_of, request_digest
 from gateway.engines.stream import Piece
 from gateway.generations.generation import Generation, tokens_of
-from gateway.language.deltas import AnswerStream, PlainStream
+from gateway.language.deltas import AnswerStream, RawTextStream
 from gateway.rest.models import pinned_version
 from gateway.sessions.belonging import HEADERS
 from gateway.sessions.identity import Caller
@@ -129,10 +129,10 @@ async def _stream(gateway: Collaborators, ask: Ask, generations: Sequence[Genera
         await reply.close(events.failing(ApiError(500, "internal error")))
 
 
-def _reading(gateway: Collaborators, generation: Generation) -> AnswerStream | PlainStream:
+def _reading(gateway: Collaborators, generation: Generation) -> AnswerStream | RawTextStream:
     call = generation.call
     if call.prompt_ids is not None:
-        return PlainStream(gateway.renderer, call.stop)
+        return RawTextStream(gateway.renderer, call.stop)
     prompt_ids = generation.prompt.prompt_ids
     return AnswerStream(gateway.renderer, call.tools, generation.turn_id, call.stop, prompt_ids)
 

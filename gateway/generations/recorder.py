@@ -12,8 +12,8 @@ from typing import Any
 from gateway.conversations.conversation import extend, reply_message
 from gateway.errors import EngineFault, StateConflict
 from gateway.generations.generation import Generation
-from gateway.language.plain import PlainAnswers
-from gateway.language.render import Answer, ChatRenderer
+from gateway.language.fast_parse import FastParser
+from gateway.language.render import ChatRenderer, ParsedAnswer
 from gateway.metrics import Metrics
 from gateway.settings import GatewaySettings
 from rollout_queue.contract.errors import InvalidRecord, QueueError, SessionClosed
@@ -32,12 +32,12 @@ class Recorder:
     ) -> None:
         self._settings = settings
         self._renderer = renderer
-        self._plain = PlainAnswers(renderer)
+        self._plain = FastParser(renderer)
         self._writer = writer
         self._metrics = metrics
         self._unfinished: set[asyncio.Task[None]] = set()
 
-    async def record(self, generation: Generation) -> tuple[Turn, Answer]:
+    async def record(self, generation: Generation) -> tuple[Turn, ParsedAnswer]:
         """Append the turn, as soon as somebody listens; when this returns, it is in Redis.
 
         Raises StorageUnavailable when it cannot be stored, EngineFault when the engine's answer contradicts
@@ -112,11 +112,11 @@ class Recorder:
         task.add_done_callback(self._unfinished.discard)
         return task
 
-    def _answer(self, generation: Generation) -> Answer:
+    def _answer(self, generation: Generation) -> ParsedAnswer:
         call, ids = generation.call, generation.ids
         if call.prompt_ids is not None:
             ended = bool(ids) and ids[-1] in self._renderer.stop_ids
-            answer = Answer(self._renderer.text_of(ids[:-1] if ended else ids))
+            answer = ParsedAnswer(self._renderer.text_of(ids[:-1] if ended else ids))
         else:
             prompt_ids = generation.prompt.prompt_ids
             answer = self._plain.read(ids, prompt_ids) or self._renderer.parse(
@@ -127,4 +127,4 @@ class Recorder:
         content = answer.content.partition(generation.matched)[0]
         if call.prompt_ids is None:
             content = content.rstrip()
-        return Answer(content, answer.reasoning, answer.tool_calls)
+        return ParsedAnswer(content, answer.reasoning, answer.tool_calls)

@@ -35,14 +35,14 @@ GAP: Format = {"type": "regex", "pattern": r"\n{0,3}"}
 """Templates differ in the blank lines around a thought."""
 
 Thought = Literal["open", "possible", "over"]
-Kind = Literal["", "tool_choice", "json_object", "json_schema", "parallel_tool_calls"]
+ConstraintKind = Literal["", "tool_choice", "json_object", "json_schema", "parallel_tool_calls"]
 
 
 @dataclass(frozen=True)
 class Constraint:
     """What one answer is held to."""
 
-    kind: Kind = ""
+    kind: ConstraintKind = ""
     parameters: Mapping[str, str] = field(default_factory=dict)
     """In SGLang's names; empty where the answer is free."""
 
@@ -134,7 +134,7 @@ def _name_of(tool_choice: str | Mapping[str, Any] | None) -> str:
     raise InvalidRequest("tool_choice: auto, none, required, or a function by its name", param="tool_choice")
 
 
-def _format_of(response_format: Mapping[str, Any] | None, param: str) -> tuple[Kind, Any]:
+def _format_of(response_format: Mapping[str, Any] | None, param: str) -> tuple[ConstraintKind, Any]:
     """What kind of JSON a format asks for, and its schema. Raises InvalidRequest for what is no format."""
     kind = "text" if response_format is None else response_format.get("type")
     if response_format is None or kind == "text":
@@ -192,7 +192,7 @@ def _where_it_thinks(renderer: ChatRenderer) -> Thought:
     return "over" if prompt.rstrip().endswith("</think>") else "possible"
 
 
-def _held(kind: Kind, param: str, form: Format) -> Constraint:
+def _held(kind: ConstraintKind, param: str, form: Format) -> Constraint:
     tag = msgspec.json.encode({"type": "structural_tag", "format": form})
     check_size(tag, param)
     return Constraint(kind, {"structural_tag": tag.decode()})

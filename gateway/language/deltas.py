@@ -8,9 +8,9 @@ control token (`</think>`, `<tool_call>`), or at a mark that the family spells a
 
 import msgspec
 
-from gateway.language.certain_text import Channel, TextDecoder
-from gateway.language.regions import Reader, Reading, Region, markup_of
-from gateway.language.render import Answer, ChatRenderer, Tool, ToolCall
+from gateway.language.partial_parse import PartialParse, PartialParser, Region, markup_of
+from gateway.language.render import ChatRenderer, ParsedAnswer, Tool, ToolCall
+from gateway.language.streamed_text import IncrementalDetokenizer, StreamedText
 from rollout_queue.contract.tokens import TokenIds
 
 
@@ -37,10 +37,10 @@ class AnswerStream:
         self._markup = markup = markup_of(renderer)
         self._backend = renderer.tokenizer.backend
         self._stop_ids = frozenset(renderer.stop_ids)
-        self._reader = Reader(renderer, tools, turn_id, prompt_ids)
-        self._decoder = TextDecoder(self._backend, markup.byte_ids)
-        self._content = Channel((*stop, *markup.ends), markup.marks, "{" if markup.bare_calls else "")
-        self._reasoning = Channel((), markup.marks)
+        self._reader = PartialParser(renderer, tools, turn_id, prompt_ids)
+        self._decoder = IncrementalDetokenizer(self._backend, markup.byte_ids)
+        self._content = StreamedText((*stop, *markup.ends), markup.marks, "{" if markup.bare_calls else "")
+        self._reasoning = StreamedText((), markup.marks)
         self._ids: list[int] = []
         self._region: Region | None = None
         self._begun = False
@@ -60,7 +60,7 @@ class AnswerStream:
         self._ids += ids
         return deltas + self._flow(ids)
 
-    def finish(self, answer: Answer) -> list[Delta]:
+    def finish(self, answer: ParsedAnswer) -> list[Delta]:
         """What is left to send of the final answer."""
         deltas = _texts(self._reasoning.rest(answer.reasoning or ""), self._content.rest(answer.content))
         return deltas + self._missing(answer.tool_calls)
@@ -72,7 +72,7 @@ class AnswerStream:
     def _at_control(self, ids: list[int]) -> list[Delta]:
         """The last of these ids may begin another region."""
         control_id = ids[-1]
-        self._decoder = TextDecoder(self._backend, self._markup.byte_ids)
+        self._decoder = IncrementalDetokenizer(self._backend, self._markup.byte_ids)
         if control_id in self._stop_ids:
             self._region = None  # the end is near, and says the rest
             return []
@@ -100,7 +100,7 @@ class AnswerStream:
         certain = channel.release()
         return _texts("", certain) if channel is self._content else _texts(certain, "")
 
-    def _turn(self, reading: Reading) -> list[Delta]:
+    def _turn(self, reading: PartialParse) -> list[Delta]:
         """Go on in the region that is open now."""
         self._region = reading.region
         same = self._content.restart(reading.content) and self._reasoning.restart(reading.reasoning)
@@ -110,7 +110,7 @@ class AnswerStream:
         deltas = _texts(self._reasoning.release(), self._content.release())
         return deltas + self._missing(reading.tool_calls)
 
-    def _channel(self) -> Channel:
+    def _channel(self) -> StreamedText:
         return self._content if self._region == "content" else self._reasoning
 
     def _missing(self, calls: tuple[ToolCall, ...]) -> list[Delta]:
@@ -119,13 +119,13 @@ class AnswerStream:
         return [Delta(tool_call=calls[index], index=index) for index in range(sent, len(calls))]
 
 
-class PlainStream:
+class RawTextStream:
     """The deltas of an answer without a chat template: its text as it is."""
 
     def __init__(self, renderer: ChatRenderer, stop: list[str]) -> None:
         self._stop_ids = frozenset(renderer.stop_ids)
-        self._decoder = TextDecoder(renderer.tokenizer.backend, markup_of(renderer).byte_ids)
-        self._content = Channel(tuple(stop), as_it_is=True)
+        self._decoder = IncrementalDetokenizer(renderer.tokenizer.backend, markup_of(renderer).byte_ids)
+        self._content = StreamedText(tuple(stop), as_it_is=True)
         self._last: list[int] = []
 
     def feed(self, ids: list[int]) -> list[Delta]:
@@ -137,7 +137,7 @@ class PlainStream:
         self._content.add(self._decoder.step(ids[:count]))
         return _texts("", self._content.release())
 
-    def finish(self, answer: Answer) -> list[Delta]:
+    def finish(self, answer: ParsedAnswer) -> list[Delta]:
         """What is left to send of the final answer."""
         return _texts("", self._content.rest(answer.content))
 

@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 from renderers import ToolCallParseStatus, create_renderer
 
+from gateway.language.chat_messages import Message, MessageNormalizer, Tool
+from gateway.language.example_conversation import EXAMPLE_MESSAGES, EXAMPLE_TOOL
 from gateway.language.families import Thinking, configuration, family_of
-from gateway.language.specimen import SPECIMEN, SPECIMEN_TOOL
 from gateway.language.tokenizer import BareTokenizer
-from gateway.language.transcript import Message, Tool, Transcript
 from rollout_queue.contract.tokens import TokenIds
 
-__all__ = ["Answer", "ChatRenderer", "Message", "Tool", "ToolCall", "arguments_text"]
+__all__ = ["ChatRenderer", "Message", "ParsedAnswer", "Tool", "ToolCall", "arguments_text"]
 
 PROMPT_TAIL = 128
 """How much of a prompt's end says where an answer begins: in a thought, or in the open."""
@@ -37,7 +37,7 @@ class ToolCall(msgspec.Struct, frozen=True):
     arguments: str
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ParsedAnswer(msgspec.Struct, frozen=True):
     """A sampled answer as an agent reads it."""
 
     content: str
@@ -71,9 +71,9 @@ class ChatRenderer:
                 f"gateway.renderer {self.family.name!r} does not fit the model: {error}"
             ) from error
         self.stop_ids: list[int] = self._renderer.get_stop_token_ids()
-        plain = Transcript(self.family, str, str).whole(SPECIMEN, [SPECIMEN_TOOL])
-        written = self._renderer.render_ids(plain, tools=[SPECIMEN_TOOL], add_generation_prompt=True)
-        self._transcript = Transcript(
+        plain = MessageNormalizer(self.family, str, str).whole(EXAMPLE_MESSAGES, [EXAMPLE_TOOL])
+        written = self._renderer.render_ids(plain, tools=[EXAMPLE_TOOL], add_generation_prompt=True)
+        self._transcript = MessageNormalizer(
             self.family, self.tokenizer.control(written).cut, self.tokenizer.frame(self.stop_ids).cut
         )
 
@@ -124,7 +124,7 @@ class ChatRenderer:
         *,
         partial: bool = False,
         prompt_ids: TokenIds | None = None,
-    ) -> Answer:
+    ) -> ParsedAnswer:
         """What the sampled ids say. A call that cannot be parsed stays in the content, as it was written;
         in a `partial` answer it may still become one, and is left out. Some templates open a thought in the
         prompt: an answer that was cut inside of it is known for a thought by `prompt_ids` alone."""
@@ -132,7 +132,7 @@ class ChatRenderer:
         try:
             parsed = self._renderer.parse_response(list(output_ids), tools=_listed(tools), prompt_ids=prompt)
         except UNREADABLE:
-            return Answer(
+            return ParsedAnswer(
                 self.text_of([token_id for token_id in output_ids if token_id not in self.stop_ids])
             )
         calls: list[ToolCall] = []
@@ -146,7 +146,7 @@ class ChatRenderer:
         # Parsers differ in the outer whitespace that they leave, and a stream has dropped it already.
         content = "\n".join(part for part in (parsed.content.strip(), *broken) if part)
         reasoning = parsed.reasoning_content
-        return Answer(content, reasoning.strip() if reasoning else reasoning, tuple(calls))
+        return ParsedAnswer(content, reasoning.strip() if reasoning else reasoning, tuple(calls))
 
     def text_of(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids))

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer
 from tokenizers.models import BPE, Unigram
 
-from gateway.language.spelling import Spellings, pieces
+from gateway.language.control_tokens import ControlTokenEscaper, split_at_cuts
 
 THOUGHTS = ("<think>", "</think>")
 """Marks that open and close a thought, also where a template asks for neither."""
@@ -62,7 +62,7 @@ class BareTokenizer:
             return self.backend.token_to_id(tokens)
         return [self.backend.token_to_id(token) for token in tokens]
 
-    def control(self, written: Iterable[int]) -> Spellings:
+    def control(self, written: Iterable[int]) -> ControlTokenEscaper:
         """The tokens that control: the special ones, those that the template asked for when it was made, and
         the `written` ones that it puts between messages.
 
@@ -70,20 +70,22 @@ class BareTokenizer:
         """
         self._listening = False
         seen = frozenset(written)
-        return Spellings(
+        return ControlTokenEscaper(
             token.content
             for token_id, token in self._added.items()
             if token.special or token.content in self._asked or (token_id in seen and token.content.strip())
         )
 
-    def frame(self, stop_ids: Iterable[int]) -> Spellings:
+    def frame(self, stop_ids: Iterable[int]) -> ControlTokenEscaper:
         """The tokens that no answer contains: those that end one, and the special ones."""
         stops = frozenset(stop_ids)
-        return Spellings(t.content for index, t in self._added.items() if t.special or index in stops)
+        return ControlTokenEscaper(
+            t.content for index, t in self._added.items() if t.special or index in stops
+        )
 
     def _ids(self, text: str, add_special_tokens: bool = False) -> "array[int]":
         ids = array("i")
-        for piece in pieces(text):
+        for piece in split_at_cuts(text):
             try:
                 encoding = self._encoding(piece, add_special_tokens)
             except TypeError:  # half of a surrogate pair, as the JSON of a call may spell one

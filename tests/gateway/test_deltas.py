@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from renderers.parsing import parse_gpt_oss
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from gateway.language.certain_text import TextDecoder
-from gateway.language.deltas import AnswerStream, Delta, PlainStream
-from gateway.language.render import Answer, ChatRenderer
+from gateway.language.deltas import AnswerStream, Delta, RawTextStream
+from gateway.language.render import ChatRenderer, ParsedAnswer
+from gateway.language.streamed_text import IncrementalDetokenizer
 from rollout_queue.contract.tokens import TokenIds
 from tests.support.gateway.families_models import make_model
 
@@ -136,20 +136,20 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
     return ChatRenderer(make_model(tmp_path_factory.mktemp("qwen") / "model", "qwen3"), "qwen3")
 
 
-def told(deltas: Sequence[Delta]) -> Answer:
+def told(deltas: Sequence[Delta]) -> ParsedAnswer:
     """What a client puts together."""
     calls = [delta for delta in deltas if delta.tool_call is not None]
     assert [delta.index for delta in calls] == list(range(len(calls)))
-    return Answer(
+    return ParsedAnswer(
         "".join(delta.content for delta in deltas),
         "".join(delta.reasoning for delta in deltas),
         tuple(delta.tool_call for delta in calls if delta.tool_call is not None),
     )
 
 
-def plain(answer: Answer) -> Answer:
+def plain(answer: ParsedAnswer) -> ParsedAnswer:
     """Without the space around its texts, which some families leave and some take away."""
-    return Answer(answer.content.strip(), (answer.reasoning or "").strip(), answer.tool_calls)
+    return ParsedAnswer(answer.content.strip(), (answer.reasoning or "").strip(), answer.tool_calls)
 
 
 def cut(ids: list[int], cuts: list[int]) -> list[list[int]]:
@@ -223,7 +223,7 @@ def test_nothing_is_told_from_a_stop_string_on(qwen: ChatRenderer) -> None:
         answer = qwen.parse(ids, None, "t")
         if matched is not None:
             content = answer.content.partition(matched)[0].rstrip()
-            answer = Answer(content, answer.reasoning, answer.tool_calls)
+            answer = ParsedAnswer(content, answer.reasoning, answer.tool_calls)
         stream = AnswerStream(qwen, None, "t", stop)
         deltas = [delta for piece in cut(ids, cuts) for delta in stream.feed(piece)]
         assert plain(told(deltas + stream.finish(answer))) == plain(answer)
@@ -285,9 +285,9 @@ def test_a_broken_call_ends_as_the_text_that_it_is(qwen: ChatRenderer) -> None:
     ids = qwen.tokenizer.encode("Look: <tool_call>\n{broken\n</tool_call> <tool_call>\n{open")
     stream = AnswerStream(qwen, None, "t", [])
     early = told(fed(stream, ids))
-    assert early == Answer("Look:", "")
+    assert early == ParsedAnswer("Look:", "")
     late = told(stream.finish(qwen.parse(ids, None, "t")))
-    assert late == Answer("\n{broken\n{open", "")
+    assert late == ParsedAnswer("\n{broken\n{open", "")
 
 
 @pytest.mark.parametrize("tokens", [64, 2048])
@@ -297,7 +297,7 @@ def test_parses_are_as_many_as_control_tokens(
     parses = 0
     parse = qwen.parse
 
-    def counted(*given: Any, **more: Any) -> Answer:
+    def counted(*given: Any, **more: Any) -> ParsedAnswer:
         nonlocal parses
         parses += 1
         return parse(*given, **more)
@@ -339,7 +339,7 @@ def test_pieces_decode_as_the_whole(qwen: ChatRenderer, kind: str) -> None:
     @given(pieces, CUTS)
     def holds(pieces: list[list[int]], cuts: list[int]) -> None:
         ids = [token for piece in pieces for token in piece]
-        decoder = TextDecoder(backend, byte_ids)
+        decoder = IncrementalDetokenizer(backend, byte_ids)
         text = "".join(decoder.step(piece) for piece in cut(ids, cuts))
         whole = backend.decode(ids, skip_special_tokens=False)
         assert whole.startswith(text)
@@ -355,8 +355,8 @@ def test_text_without_a_template_is_told_as_it_is(qwen: ChatRenderer) -> None:
     @settings(max_examples=300, deadline=None)
     @given(answers(qwen, SAYINGS["qwen3"]), CUTS, st.booleans())
     def holds(ids: list[int], cuts: list[int], ended: bool) -> None:
-        answer = Answer(qwen.text_of(ids))
-        stream = PlainStream(qwen, [])
+        answer = ParsedAnswer(qwen.text_of(ids))
+        stream = RawTextStream(qwen, [])
         sampled = ids + qwen.stop_ids[:1] if ended else ids
         deltas = [delta for piece in cut(sampled, cuts) for delta in stream.feed(piece)]
         assert told(deltas + stream.finish(answer)).content == answer.content

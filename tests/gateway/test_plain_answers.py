@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.language.plain import PlainAnswers
-from gateway.language.regions import markup_of
-from gateway.language.render import Answer, ChatRenderer
+from gateway.language.fast_parse import FastParser
+from gateway.language.partial_parse import markup_of
+from gateway.language.render import ChatRenderer, ParsedAnswer
 from tests.gateway.test_deltas import TEXTS
 from tests.support.gateway.families_agent import renderer_of
 from tests.support.gateway.families_models import CONTROL_TOKENS
@@ -28,9 +28,9 @@ def renderer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_it_says_what_the_parser_says(renderer: ChatRenderer, text: str, ends: bool) -> None:
     prompt = renderer.render([{"role": "user", "content": "hi"}], None)
     ids = renderer.tokenizer.encode(text) + ([renderer.stop_ids[0]] if ends else [])
-    read = PlainAnswers(renderer).read(ids, prompt)
+    read = FastParser(renderer).read(ids, prompt)
     parsed = renderer.parse(ids, None, "t", prompt_ids=prompt)
-    assert read is None or read == Answer(parsed.content, parsed.reasoning or None, parsed.tool_calls)
+    assert read is None or read == ParsedAnswer(parsed.content, parsed.reasoning or None, parsed.tool_calls)
 
 
 def test_it_is_not_asked_in_vain(renderer: ChatRenderer) -> None:
@@ -40,4 +40,4 @@ def test_it_is_not_asked_in_vain(renderer: ChatRenderer) -> None:
     opened = renderer.text_of(prompt).rstrip().endswith(("<think>", "<|channel>thought"))
     opened |= markup_of(renderer).late_calls  # where any text may turn out to be a call's name
     if not opened and renderer.parse(ids, None, "t", prompt_ids=prompt).content == "It is sunny.":
-        assert PlainAnswers(renderer).read(ids, prompt) == Answer("It is sunny.")
+        assert FastParser(renderer).read(ids, prompt) == ParsedAnswer("It is sunny.")

@@ -8,7 +8,7 @@ from typing import Any
 
 from gateway.conversations.conversation import Prompt, extend, place, reply_message
 from gateway.language.families import Thinking
-from gateway.language.render import Answer, ChatRenderer, Message, Tool
+from gateway.language.render import ChatRenderer, Message, ParsedAnswer, Tool
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Finish, SessionSpec, Span, Turn
 from rollout_queue.contract.tokens import Logprobs, TokenIds
@@ -90,7 +90,9 @@ class Agent:
         check(self.head, prompt)
         return prompt
 
-    def answer(self, prompt: Prompt, ids: Sequence[int], finish: Finish = "stop") -> tuple[Turn, Answer]:
+    def answer(
+        self, prompt: Prompt, ids: Sequence[int], finish: Finish = "stop"
+    ) -> tuple[Turn, ParsedAnswer]:
         """The engine sampled these ids: they are in the record, and the agent reads what they say."""
         turn_id = f"turn{len(self.head.turns)}"
         read = self.renderer.parse(ids, self.tools, turn_id, prompt_ids=prompt.prompt_ids)
@@ -121,7 +123,7 @@ class Agent:
         return turn
 
 
-def as_sent_back(read: Answer, reasoning: bool = False) -> Message:
+def as_sent_back(read: ParsedAnswer, reasoning: bool = False) -> Message:
     """An answer as OpenAI's clients return it in the next call."""
     calls = [call(made.arguments, made.call_id, made.name) for made in read.tool_calls]
     message = told(read.content or None, *calls)

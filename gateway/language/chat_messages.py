@@ -36,7 +36,7 @@ def _text(part: Mapping[str, Any]) -> str:
     return part.get("text") or part.get("refusal") or ""
 
 
-class Transcript:
+class MessageNormalizer:
     """Turns messages into what one family's template takes."""
 
     def __init__(

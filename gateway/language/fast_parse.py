@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from gateway.language.regions import Reader, markup_of
-from gateway.language.render import Answer, ChatRenderer
+from gateway.language.partial_parse import PartialParser, markup_of
+from gateway.language.render import ChatRenderer, ParsedAnswer
 from rollout_queue.contract.tokens import TokenIds
 
 OPENINGS = 256
@@ -11,7 +11,7 @@ LONGEST_OPENING = 16
 """Tokens from a prompt's last control token to its end: `<|im_start|>assistant\\n` and the like."""
 
 
-class PlainAnswers:
+class FastParser:
     """Says what an answer says where that is its text and nothing else."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
@@ -22,7 +22,7 @@ class PlainAnswers:
         """By how a prompt ends: whether its answer begins with content, not inside of a thought. A template
         has few such ends; where it has many, they hold text of users, and are not worth remembering."""
 
-    def read(self, ids: Sequence[int], prompt_ids: TokenIds) -> Answer | None:
+    def read(self, ids: Sequence[int], prompt_ids: TokenIds) -> ParsedAnswer | None:
         """The answer; None where only the parser knows."""
         said = ids[:-1] if ids and ids[-1] in self._stop_ids else ids
         if not self._markup.control_ids.isdisjoint(said) or not self._begins_with_content(prompt_ids):
@@ -32,7 +32,7 @@ class PlainAnswers:
             return None
         if any(mark in text for mark in self._markup.marks + self._markup.ends):
             return None
-        return Answer(text)
+        return ParsedAnswer(text)
 
     def _begins_with_content(self, prompt_ids: TokenIds) -> bool:
         tail = prompt_ids[-LONGEST_OPENING:].tolist()
@@ -43,7 +43,7 @@ class PlainAnswers:
         opening = tuple(tail[start:])
         known = self._opens_content.get(opening)
         if known is None:
-            reading = Reader(self._renderer, None, "", prompt_ids).read(())
+            reading = PartialParser(self._renderer, None, "", prompt_ids).read(())
             known = reading.region == "content" and not reading.reasoning
             if len(self._opens_content) < OPENINGS:
                 self._opens_content[opening] = known

@@ -1,8 +1,8 @@
 """A conversation that has one of everything: what a template writes around it are its control tokens."""
 
-from gateway.language.transcript import Message, Tool
+from gateway.language.chat_messages import Message, Tool
 
-SPECIMEN_TOOL: Tool = {
+EXAMPLE_TOOL: Tool = {
     "type": "function",
     "function": {
         "name": "look",
@@ -10,7 +10,7 @@ SPECIMEN_TOOL: Tool = {
         "parameters": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]},
     },
 }
-SPECIMEN: list[Message] = [
+EXAMPLE_MESSAGES: list[Message] = [
     {"role": "system", "content": "help"},
     {"role": "user", "content": "look"},
     {

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Literal
 from uuid import uuid4
 
-from gateway.language.render import Answer, ChatRenderer, Tool, ToolCall
+from gateway.language.render import ChatRenderer, ParsedAnswer, Tool, ToolCall
 from rollout_queue.contract.tokens import TokenIds
 
 PROBE = f"p{uuid4().hex}"
@@ -100,7 +100,7 @@ def _frames(text: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Reading:
+class PartialParse:
     """What the ids so far say, and what the next one would add to."""
 
     region: Region | None
@@ -110,7 +110,7 @@ class Reading:
     """Those that no later token can take back."""
 
 
-class Reader:
+class PartialParser:
     """Asks a renderer's parser about one answer."""
 
     def __init__(
@@ -127,7 +127,7 @@ class Reader:
         self._markup = markup_of(renderer)
         self._calls: tuple[ToolCall, ...] = ()
 
-    def read(self, ids: Sequence[int]) -> Reading:
+    def read(self, ids: Sequence[int]) -> PartialParse:
         """Parse the answer so far."""
         probe, probed = self._markup.probe, [*ids, *self._markup.probe_ids]
         answer = self._parse(probed)
@@ -146,9 +146,9 @@ class Reader:
                 reasoning = _shared(reasoning, later.reasoning or "")
             if later.tool_calls == answer.tool_calls:
                 self._calls = answer.tool_calls
-        return Reading(region, content, reasoning, self._calls)
+        return PartialParse(region, content, reasoning, self._calls)
 
-    def _parse(self, ids: list[int]) -> Answer:
+    def _parse(self, ids: list[int]) -> ParsedAnswer:
         return self._renderer.parse(
             ids, self._tools, self._turn_id, partial=True, prompt_ids=self._prompt_ids
         )

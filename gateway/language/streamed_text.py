@@ -1,6 +1,6 @@
 """Text as far as no later token can change it: half a character, the beginning of a stop string, space wait.
 
-token ids ──TextDecoder──▶ whole characters ──Channel──▶ what a client may read already
+token ids ──IncrementalDetokenizer──▶ whole characters ──StreamedText──▶ what a client may read already
 """
 
 from tokenizers import Tokenizer, decoders
@@ -10,7 +10,7 @@ LONGEST_CHARACTER = 4
 """Bytes of a character in UTF-8, and so the most tokens that one can be spread over."""
 
 
-class TextDecoder:
+class IncrementalDetokenizer:
     """Ids to text piece by piece; the pieces add up to the decoding of all ids at once."""
 
     def __init__(self, backend: Tokenizer, byte_ids: frozenset[int]) -> None:
@@ -48,7 +48,7 @@ class TextDecoder:
         return text
 
 
-class Channel:
+class StreamedText:
     """One text of an answer on its way to a client: what was sent, and what waits behind it."""
 
     def __init__(

@@ -17,12 +17,12 @@ OPENING = 4
 _CUTS = re.compile(f"(?<!{CUT}){CUT}(?!{CUT})")
 
 
-def pieces(text: str) -> list[str]:
+def split_at_cuts(text: str) -> list[str]:
     """The text between the cuts."""
     return [piece.replace(CUT * 2, CUT) for piece in _CUTS.split(text)] if CUT in text else [text]
 
 
-class Spellings:
+class ControlTokenEscaper:
     """Finds the spellings of some control tokens; quick also for thousands of tokens and long texts."""
 
     def __init__(self, tokens: Iterable[str]) -> None:

@@ -1,9 +1,10 @@
-"""How each chat template writes a call of a tool, as a grammar in xgrammar's structural tags.
+"""How each chat template writes a tool call, as a grammar in xgrammar's structural tags.
 
     family ──▶ CallSyntax ──▶ calls(tools) ──▶ {"type": "sequence", "elements": [...]}
 
-The forms are those of the renderers' own templates: what the grammar lets through, the renderer reads. A
-marker that the tokenizer has as one token is asked for by its id: spelled in letters, it would be no marker.
+The forms are those of the renderers' own templates, so the renderer can parse whatever the grammar permits. A
+marker that is one token of the tokenizer is required by its id: the same letters in several tokens would not
+be a marker to the parser.
 """
 
 import json
@@ -18,36 +19,36 @@ from gateway.language.render import ChatRenderer, Tool
 Format = dict[str, Any]
 
 MAX_WHITESPACE = 16
-"""In a row, inside of JSON: enough for an indented answer, and an end to a model that falls into blanks."""
+"""In a row, inside JSON: enough for indentation, and a bound for a model that repeats white space."""
 MARKER = re.compile(r"(<[^<>\s]+>)")
 
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """One call is `begin` with the name in it, the arguments in `style`, `end`; all calls lie in `around`."""
+    """One call is `begin`, the arguments in `style`, then `end`; all calls together lie between `around`."""
 
     begin: str
-    """`{name}` stands for the name, `{quoted}` for the name as a JSON string, `{number}` for any number."""
+    """Contains `{name}`, or `{quoted}` for the name as a JSON string, and maybe `{number}` for any number."""
     end: str
     style: Literal["json", "qwen_xml", "glm_xml", "minimax_xml"] = "json"
     separator: str = ""
     around: tuple[str, str] = ("", "")
     opener: str | None = None
-    """The token that every call begins with, and nothing else; None where there is no such token."""
+    """The token with which every call begins, and nothing else does; None if there is no such token."""
     parallel: bool = True
-    """Knows several calls in one answer."""
+    """The template can have several calls in one answer."""
 
     def calls(self, renderer: ChatRenderer, tools: Sequence[Tool], *, parallel: bool) -> Format:
-        """One call of one of the tools, or with `parallel` one or more of them."""
+        """A call of one of the tools; with `parallel`, one or more such calls."""
         call = either([self._call(renderer, tool) for tool in tools])
-        elements = [*spelled(renderer, self.around[0]), call]
+        elements = [*literal(renderer, self.around[0]), call]
         if parallel and self.parallel:
-            more = sequence([*spelled(renderer, self.separator), call])
+            more = sequence([*literal(renderer, self.separator), call])
             elements.append({"type": "star", "content": more})
-        return sequence([*elements, *spelled(renderer, self.around[1])])
+        return sequence([*elements, *literal(renderer, self.around[1])])
 
     def at_most_one(self, renderer: ChatRenderer, tools: Sequence[Tool]) -> Format:
-        """Anything, but no second call: nothing that the model would say otherwise is forbidden."""
+        """Any answer without a second call."""
         opener = id_of(renderer, self.opener or self.around[0].strip())
         rest: Format = {"type": "any_tokens", "exclude_tokens": [opener]}
         after = (
@@ -59,11 +60,11 @@ class CallSyntax:
         name = tool["function"]["name"]
         begin = self.begin.replace("{name}", name).replace("{quoted}", json.dumps(name))
         numbered = begin.partition("{number}")
-        elements = list(spelled(renderer, numbered[0]))
+        elements = list(literal(renderer, numbered[0]))
         if numbered[1]:
-            elements += [{"type": "regex", "pattern": r"\d+"}, *spelled(renderer, numbered[2])]
+            elements += [{"type": "regex", "pattern": r"\d+"}, *literal(renderer, numbered[2])]
         arguments = json_format(arguments_of(tool), self.style)
-        return sequence([*elements, arguments, *spelled(renderer, self.end)])
+        return sequence([*elements, arguments, *literal(renderer, self.end)])
 
 
 HERMES = CallSyntax(
@@ -113,11 +114,11 @@ SYNTAX_OF_FAMILY: dict[str, CallSyntax] = {
     "minimax-m2": MINIMAX,
     "llama-3": LLAMA,
 }
-"""The others frame every answer in control tokens of their own, and are not constrained."""
+"""The other families wrap every answer in control tokens of their own, and cannot be constrained."""
 
 
 def arguments_of(tool: Tool) -> Any:
-    """The schema of a tool's arguments, which are an object in any case."""
+    """The schema of a tool's arguments, which are always an object."""
     schema = tool["function"].get("parameters")
     if not isinstance(schema, dict):
         return {"type": "object"}
@@ -126,6 +127,7 @@ def arguments_of(tool: Tool) -> Any:
 
 
 def json_format(schema: Any, style: str = "json") -> Format:
+    """JSON of the schema, written in a template's style."""
     return {
         "type": "json_schema",
         "json_schema": schema,
@@ -134,8 +136,8 @@ def json_format(schema: Any, style: str = "json") -> Format:
     }
 
 
-def spelled(renderer: ChatRenderer, text: str) -> Iterator[Format]:
-    """A text, piece by piece: markers by their ids, the rest in letters."""
+def literal(renderer: ChatRenderer, text: str) -> Iterator[Format]:
+    """The formats of a fixed text: markers by their token ids, the rest as strings."""
     tokenizer = renderer.tokenizer
     for piece in filter(None, MARKER.split(text)):
         token_id = tokenizer.backend.token_to_id(piece)
@@ -146,10 +148,10 @@ def spelled(renderer: ChatRenderer, text: str) -> Iterator[Format]:
 
 
 def id_of(renderer: ChatRenderer, marker: str) -> int:
-    """Raises InvalidRequest for a model that has not got its family's marker."""
+    """Raises InvalidRequest for a model whose tokenizer lacks its family's marker."""
     token_id = renderer.tokenizer.backend.token_to_id(marker)
     if token_id is None:
-        raise InvalidRequest(f"the model's tokenizer has no token {marker!r} to hold an answer to")
+        raise InvalidRequest(f"a constrained answer needs the token {marker!r}, which the tokenizer lacks")
     return token_id
 
 

@@ -1,10 +1,10 @@
-"""What an answer must look like, from OpenAI's words to the engine's grammar.
+"""Builds the grammar to which an answer is constrained, from the fields of a request.
 
 tool_choice, parallel_tool_calls, response_format ──constraint_of──▶ a `structural_tag` of SGLang's
 
-The engine masks what the grammar forbids *before* the softmax: a recorded logprob is of the masked
-distribution, 0.0 for a token without alternative. It is what the token was sampled from, and not what the
-policy would have said freely; so each turn's `sampling.used` names its constraint.
+The engine masks the tokens that the grammar forbids *before* the softmax. A recorded logprob is therefore of
+the masked distribution, from which the token was sampled: 0.0 for a token without alternative. It is not the
+logprob of the unconstrained policy; `sampling.used` of each turn names its constraint.
 """
 
 import re
@@ -32,23 +32,24 @@ from gateway.language.schema import check_schema, check_size
 MAX_BIASES = 1024
 NAME = re.compile(r"[\w.:/-]{1,128}")
 GAP: Format = {"type": "regex", "pattern": r"\n{0,3}"}
-"""Templates differ in the blank lines around a thought."""
+"""Templates differ in the blank lines around reasoning."""
 
-Thought = Literal["open", "possible", "over"]
+ReasoningState = Literal["open", "possible", "over"]
+"""Whether a prompt ends inside reasoning, before possible reasoning, or after it."""
 ConstraintKind = Literal["", "tool_choice", "json_object", "json_schema", "parallel_tool_calls"]
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """What one answer is held to."""
+    """What one answer is constrained to."""
 
     kind: ConstraintKind = ""
     parameters: Mapping[str, str] = field(default_factory=dict)
-    """In SGLang's names; empty where the answer is free."""
+    """In SGLang's names; empty if the answer is not constrained."""
 
     @property
     def asked(self) -> dict[str, str]:
-        """What the turn's record says of it."""
+        """What the record of the turn says about it."""
         return {"constraint": self.kind} if self.kind else {}
 
 
@@ -61,11 +62,11 @@ def constraint_of(
     *,
     format_param: str = "response_format",
 ) -> Constraint:
-    """What the answer to a call is held to.
+    """The constraint of the answer to a call.
 
     `tool_choice` and `response_format` are as in Chat Completions or as in Responses; `format_param` is what
-    the caller's dialect calls the latter. A thought of the model's stays possible wherever its template has
-    one. Raises InvalidRequest for a request that contradicts itself, that no engine could keep, or that the
+    the caller's dialect calls the latter. The model may still reason first where its template permits that.
+    Raises InvalidRequest for a request that contradicts itself, that no engine could enforce, or that the
     model's family does not support.
     """
     must_call = tool_choice not in (None, "auto", "none")
@@ -77,7 +78,7 @@ def constraint_of(
     elif not kind and single and callable_tools:
         kind = "parallel_tool_calls"
     if not kind or (kind == "parallel_tool_calls" and renderer.family.name not in SYNTAX_OF_FAMILY):
-        return Constraint()  # one call at a time is a wish, not worth a 400 where its grammar is not known
+        return Constraint()  # one call at a time is best effort: no error where the grammar is not known
     param = kind if schema is None else format_param
     syntax = _syntax_of(renderer, param)
     for tool in callable_tools:
@@ -85,21 +86,21 @@ def constraint_of(
     if kind == "parallel_tool_calls":
         if not syntax.parallel:
             return Constraint()
-        return _held(kind, param, syntax.at_most_one(renderer, callable_tools))
+        return _constrained_to(kind, param, syntax.at_most_one(renderer, callable_tools))
     single = single or isinstance(tool_choice, Mapping)
     answers = [syntax.calls(renderer, callable_tools, parallel=not single)] if callable_tools else []
     if schema is not None:
         answers.append(json_format(schema))
-    return _held(kind, param, sequence([*_thought(renderer), GAP, either(answers)]))
+    return _constrained_to(kind, param, sequence([*_reasoning(renderer), GAP, either(answers)]))
 
 
 def biases_of(logit_bias: Mapping[str, float], vocab_size: int) -> dict[str, float]:
-    """OpenAI's `logit_bias`, checked: an engine must never meet an id that is none."""
+    """OpenAI's `logit_bias`, by token id. Raises InvalidRequest for an id outside the vocabulary."""
     if len(logit_bias) > MAX_BIASES:
         raise InvalidRequest(f"logit_bias: at most {MAX_BIASES} tokens", param="logit_bias")
     for token_id, bias in logit_bias.items():
         if not (token_id.isascii() and token_id.isdecimal() and len(token_id) < 10):
-            raise InvalidRequest(f"logit_bias: {token_id[:32]!r} is no token id", param="logit_bias")
+            raise InvalidRequest(f"logit_bias: {token_id[:32]!r} is not a token id", param="logit_bias")
         if int(token_id) >= vocab_size:
             message = f"logit_bias: token id {token_id} lies outside the vocabulary of {vocab_size}"
             raise InvalidRequest(message, param="logit_bias")
@@ -109,7 +110,7 @@ def biases_of(logit_bias: Mapping[str, float], vocab_size: int) -> dict[str, flo
 
 
 def _callable(tools: Sequence[Tool], tool_choice: str | Mapping[str, Any] | None) -> Sequence[Tool]:
-    """The tools that may be called. Raises InvalidRequest for a choice that is none, or leaves none."""
+    """The tools that may be called. Raises InvalidRequest for an unknown choice, or an unknown tool."""
     if tool_choice == "none":
         return ()
     if tool_choice in (None, "auto"):
@@ -135,7 +136,7 @@ def _name_of(tool_choice: str | Mapping[str, Any] | None) -> str:
 
 
 def _format_of(response_format: Mapping[str, Any] | None, param: str) -> tuple[ConstraintKind, Any]:
-    """What kind of JSON a format asks for, and its schema. Raises InvalidRequest for what is no format."""
+    """What kind of JSON a format asks for, and its schema. Raises InvalidRequest for an unknown format."""
     kind = "text" if response_format is None else response_format.get("type")
     if response_format is None or kind == "text":
         return "", None
@@ -154,7 +155,7 @@ def _format_of(response_format: Mapping[str, Any] | None, param: str) -> tuple[C
 def _syntax_of(renderer: ChatRenderer, param: str) -> CallSyntax:
     syntax = SYNTAX_OF_FAMILY.get(renderer.family.name)
     if syntax is None:
-        message = f"{param}: how to hold a model of the family {renderer.family.name!r} to it is not known"
+        message = f"{param}: answers of the model family {renderer.family.name!r} cannot be constrained"
         raise InvalidRequest(message, param=param)
     return syntax
 
@@ -163,27 +164,26 @@ def _check_tool(tool: Tool) -> None:
     function = tool["function"]
     name = function.get("name")
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
-        raise InvalidRequest(f"tools: {str(name)[:140]!r} cannot be held to, as a name", param="tools")
+        raise InvalidRequest(f"tools: {str(name)[:140]!r} is not a name that can be enforced", param="tools")
     if (schema := function.get("parameters")) is not None:
         if not isinstance(schema, dict):
-            raise InvalidRequest(f"tools: the parameters of {name} are no JSON schema", param="tools")
+            raise InvalidRequest(f"tools: the parameters of {name} are not a JSON schema", param="tools")
         check_schema(schema, "tools", strict=function.get("strict") is True)
 
 
-def _thought(renderer: ChatRenderer) -> list[Format]:
-    where = _where_it_thinks(renderer)
-    if where == "over":
+def _reasoning(renderer: ChatRenderer) -> list[Format]:
+    state = _reasoning_state(renderer)
+    if state == "over":
         return []
     begin, end = (id_of(renderer, mark) for mark in ("<think>", "</think>"))
     inside: Format = {"type": "any_tokens", "exclude_tokens": [begin, end, *renderer.stop_ids]}
-    if where == "open":
+    if state == "open":
         return [sequence([inside, token(end)])]
     return [GAP, {"type": "optional", "content": sequence([token(begin), inside, token(end)])}]
 
 
 @lru_cache(maxsize=64)
-def _where_it_thinks(renderer: ChatRenderer) -> Thought:
-    """Whether the prompt ends in a thought, before a possible one, or behind it."""
+def _reasoning_state(renderer: ChatRenderer) -> ReasoningState:
     if renderer.tokenizer.backend.token_to_id("</think>") is None:
         return "over"
     prompt = renderer.text_of(renderer.render([{"role": "user", "content": "hi"}], None)[-16:].tolist())
@@ -192,7 +192,7 @@ def _where_it_thinks(renderer: ChatRenderer) -> Thought:
     return "over" if prompt.rstrip().endswith("</think>") else "possible"
 
 
-def _held(kind: ConstraintKind, param: str, form: Format) -> Constraint:
+def _constrained_to(kind: ConstraintKind, param: str, form: Format) -> Constraint:
     tag = msgspec.json.encode({"type": "structural_tag", "format": form})
     check_size(tag, param)
     return Constraint(kind, {"structural_tag": tag.decode()})

@@ -1,4 +1,4 @@
-"""A conversation that has one of everything: what a template writes around it are its control tokens."""
+"""An example with every kind of message: rendering it shows which control tokens a template uses."""
 
 from gateway.language.chat_messages import Message, Tool
 

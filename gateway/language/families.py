@@ -1,4 +1,4 @@
-"""Which chat template a model speaks, and what that template can and cannot take.
+"""Which chat template a model has, and what that template accepts.
 
 config.json, or the name in the settings ──▶ Family ──▶ configuration of the library `renderers`
 """
@@ -27,7 +27,7 @@ FAMILY_OF_MODEL_TYPE = {
     "minimax_m2": "minimax-m2",
     "glm_moe_dsa": "glm-5",
 }
-"""Only where the type says it. `deepseek_v3` and `glm4_moe` have several templates: those must be named."""
+"""Types with exactly one template. `deepseek_v3` and `glm4_moe` have several: the settings must name one."""
 
 KEEPS_THINKING: dict[str, dict[str, Any]] = {
     "qwen3.6": {"preserve_thinking": True},
@@ -44,26 +44,26 @@ KEEPS_THINKING: dict[str, dict[str, Any]] = {
     "deepseek-v4": {"drop_thinking": False},
     "gpt-oss": {"auto_drop_analysis": False},
 }
-"""The switch by which a template itself keeps past reasoning, where it has one."""
+"""The option of a template that keeps reasoning of earlier turns, where the template has one."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A chat template by its name in `renderers`, with what its author left out."""
+    """A chat template, by its name in the library `renderers`, and what it does not support."""
 
     name: str
     late_system: bool = True
-    """Takes a system message after the first place, and renders it."""
+    """Renders a system message also after the first position."""
     opening_user: Literal["never", "always", "with_tools"] = "never"
-    """When it refuses a conversation that does not open with a user's message."""
+    """When it refuses a conversation that does not begin with a user message."""
     parallel_calls: bool = True
-    """Takes several calls, and text beside them, in one message."""
+    """Renders a message with several calls, and with text next to the calls."""
     raw_arguments: bool = False
-    """Renders the text of a call's arguments as it is; others render an object, and lose all else."""
+    """Renders the arguments of a call as the given text; others render an object and drop all else."""
     loose_results: bool = True
-    """Takes a tool's result that answers no call."""
+    """Renders a tool's result that answers no call."""
     named_results: bool = False
-    """Wants the tool's name on each result, which OpenAI's contract leaves out."""
+    """Needs the tool's name in each result, which OpenAI's API does not have."""
 
 
 FAMILIES = {
@@ -86,9 +86,9 @@ FAMILIES = {
 
 
 def family_of(name: str, model_path: Path, model_type: str) -> Family:
-    """The family that is named, or with `auto` the one of the model: by its directory's name, else its type.
+    """The family by its name; for `auto` by the model's directory name, else by its type.
 
-    Raises SystemExit for a name that is none, and for a model that does not say.
+    Raises SystemExit for an unknown name, and for a model whose family is not known.
     """
     if name == "auto":
         by_model = {model.rpartition("/")[2]: family for model, family in MODEL_RENDERER_MAP.items()}
@@ -102,8 +102,8 @@ def family_of(name: str, model_path: Path, model_type: str) -> Family:
 
 
 def configuration(family: Family, thinking: Thinking) -> Any:
-    """What `renderers` is told: the template as it is, or with every past thought kept."""
-    as_is = config_from_name(family.name)
-    if thinking == "template" or as_is is None:
-        return as_is
-    return type(as_is)(thinking_retention="all", **KEEPS_THINKING.get(family.name, {}))
+    """The configuration for `renderers`: the template's own, or one that keeps all earlier reasoning."""
+    own = config_from_name(family.name)
+    if thinking == "template" or own is None:
+        return own
+    return type(own)(thinking_retention="all", **KEEPS_THINKING.get(family.name, {}))

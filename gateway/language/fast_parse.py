@@ -1,4 +1,4 @@
-"""Answers without any markup, read without the renderer's parser, the dearest step of a short one."""
+"""Reads answers without markup without the renderer's parser, whose call costs most for a short answer."""
 
 from collections.abc import Sequence
 
@@ -6,45 +6,45 @@ from gateway.language.partial_parse import PartialParser, markup_of
 from gateway.language.render import ChatRenderer, ParsedAnswer
 from rollout_queue.contract.tokens import TokenIds
 
-OPENINGS = 256
-LONGEST_OPENING = 16
+MAX_KNOWN_ENDS = 256
+LONGEST_END = 16
 """Tokens from a prompt's last control token to its end: `<|im_start|>assistant\\n` and the like."""
 
 
 class FastParser:
-    """Says what an answer says where that is its text and nothing else."""
+    """Reads an answer that is plain content: no reasoning, no tool call."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer
         self._markup = markup_of(renderer)
         self._stop_ids = frozenset(renderer.stop_ids)
-        self._opens_content: dict[tuple[int, ...], bool] = {}
-        """By how a prompt ends: whether its answer begins with content, not inside of a thought. A template
-        has few such ends; where it has many, they hold text of users, and are not worth remembering."""
+        self._content_first: dict[tuple[int, ...], bool] = {}
+        """By the end of a prompt: whether its answer begins with content, and not inside reasoning. Templates
+        have few such ends; where there are many, they contain text of users and are not worth keeping."""
 
     def read(self, ids: Sequence[int], prompt_ids: TokenIds) -> ParsedAnswer | None:
-        """The answer; None where only the parser knows."""
-        said = ids[:-1] if ids and ids[-1] in self._stop_ids else ids
-        if not self._markup.control_ids.isdisjoint(said) or not self._begins_with_content(prompt_ids):
+        """The answer; None where the renderer's parser has to read it."""
+        text_ids = ids[:-1] if ids and ids[-1] in self._stop_ids else ids
+        if not self._markup.control_ids.isdisjoint(text_ids) or not self._begins_with_content(prompt_ids):
             return None
-        text = self._renderer.text_of(said).strip()
+        text = self._renderer.text_of(text_ids).strip()
         if self._markup.bare_calls and text.startswith("{"):
             return None
-        if any(mark in text for mark in self._markup.marks + self._markup.ends):
+        if any(tag in text for tag in self._markup.tags + self._markup.ends):
             return None
         return ParsedAnswer(text)
 
     def _begins_with_content(self, prompt_ids: TokenIds) -> bool:
-        tail = prompt_ids[-LONGEST_OPENING:].tolist()
+        tail = prompt_ids[-LONGEST_END:].tolist()
         control = self._markup.control_ids
         start = next((at for at in range(len(tail) - 1, -1, -1) if tail[at] in control), None)
         if start is None:
             return False
-        opening = tuple(tail[start:])
-        known = self._opens_content.get(opening)
+        end = tuple(tail[start:])
+        known = self._content_first.get(end)
         if known is None:
-            reading = PartialParser(self._renderer, None, "", prompt_ids).read(())
-            known = reading.region == "content" and not reading.reasoning
-            if len(self._opens_content) < OPENINGS:
-                self._opens_content[opening] = known
+            parse = PartialParser(self._renderer, None, "", prompt_ids).parse(())
+            known = parse.region == "content" and not parse.reasoning
+            if len(self._content_first) < MAX_KNOWN_ENDS:
+                self._content_first[end] = known
         return known

@@ -1,7 +1,7 @@
-"""Where in an answer the next token falls: its content, its reasoning, or what is no text, like a tool call.
+"""Finds the region of an unfinished answer to which the next token belongs: content, reasoning, or neither.
 
-Only the renderer's parser knows the grammar of its family. It is asked: the ids so far are parsed with a
-probe behind them, a text that no model says, and where the probe turns up, the next token would.
+Only the renderer's parser knows the grammar of its chat template. So the ids so far are parsed with a probe
+appended, a random text that no model writes: the next token belongs where the probe appears.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from rollout_queue.contract.tokens import TokenIds
 
 PROBE = f"p{uuid4().hex}"
 LATE_CALL = "<|content_invoke_tool_json|>"
-"""What makes text before it a call's name (Inkling)."""
+"""Turns the text before it into the name of a call (Inkling)."""
 LATER_TOKENS = ("<channel|>", LATE_CALL, "<|tool_calls_section_begin|>", "<|tool_call_begin|>")
-"""Like `</think>`, these may change what was read before: a call in a thought that is closed behind it, a
-second thought, a call that was spelled as text."""
+"""Like `</think>`, these may change how earlier text is parsed: a call inside reasoning that is closed after
+it, a second reasoning block, a call that was written as text."""
 INNER_TOKENS = frozenset(
     (
         *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call_argument_begin|>", '<|"|>'),
@@ -26,8 +26,8 @@ INNER_TOKENS = frozenset(
         *("<arg_value:opensource>", "</arg_value:opensource>", "<｜tool▁sep｜>"),  # noqa: RUF001
     )
 )
-"""Inside a call these open and close nothing, and need no parse."""
-TEXT_MARKS = {
+"""Inside a call these begin and end no region, so that no parse is needed."""
+TEXT_TAGS = {
     "<think>": "",
     "</think>": "",
     "thought\n": "<|channel>",
@@ -39,45 +39,50 @@ TEXT_MARKS = {
         "｜DSML｜",  # noqa: RUF001
     ),
 }
-"""What some families spell in ordinary tokens, and the token that tells such a family."""
+"""Tags that some families write in ordinary tokens, each with a control token that only such families have;
+"" for a tag that is written so wherever it is not a control token itself."""
 TEXT_SECTIONS = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
-"""Text that becomes a tool call once, much later, its section is closed (Kimi)."""
+"""Text after one of these becomes a tool call when, much later, the section is closed (Kimi)."""
 BARE_CALL = '{"name": "f", "parameters": {}}'
-"""Families without marks (Llama 3) read an answer that is nothing but such an object as a call."""
+"""Families without tags for calls (Llama 3) parse an answer that is nothing but such an object as a call."""
 
 Region = Literal["content", "reasoning"]
 
 
 @dataclass(frozen=True)
 class Markup:
-    """What of a family's vocabulary structures an answer."""
+    """The tokens and texts by which a chat template structures an answer."""
 
     control_ids: frozenset[int]
-    """Where such a token comes, another region may begin."""
+    """At such a token another region may begin."""
     inner_ids: frozenset[int]
     frames: dict[int, str]
-    """Tokens that frame a whole turn. Within an answer they are misplaced, and how they read may change."""
+    """Tokens that frame a whole message, by id. They do not belong into an answer, and tokens that follow may
+    change how they are parsed."""
     byte_ids: frozenset[int]
-    marks: tuple[str, ...]
-    """Text that may open or close a region."""
+    """Tokens `<0x00>` to `<0xFF>`, each for one byte."""
+    tags: tuple[str, ...]
+    """Texts that may begin or end a region."""
     ends: tuple[str, ...]
-    """Text from which on nothing is certain."""
+    """Texts from which on the parse may change until the end of the answer."""
     bare_calls: bool
+    """An answer that is one JSON object is parsed as a call."""
     late_calls: bool
+    """The family has the token LATE_CALL."""
     probe_ids: list[int]
     probe: str
     later_ids: list[int]
-    """Tokens that could still make the text before them something else."""
+    """Tokens that may change how the text before them is parsed."""
 
 
 @lru_cache(maxsize=8)
 def markup_of(renderer: ChatRenderer) -> Markup:
-    """Found once for a renderer: by its vocabulary, and by asking its parser."""
+    """The markup of a renderer's template, from its vocabulary and from what its parser does; cached."""
     backend, encode = renderer.tokenizer.backend, renderer.tokenizer.encode
     added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
-    control = {i: text for i, text in added.items() if any(mark in text for mark in "<>[]|｜")}  # noqa: RUF001
-    atomic = set(control.values())
-    # The first token of a text may swallow a space; the others stand as they are.
+    control = {i: text for i, text in added.items() if any(character in text for character in "<>[]|｜")}  # noqa: RUF001
+    single_tokens = set(control.values())
+    # The first token of a text may decode without its leading space; the others decode as they are.
     first, *probe_ids = encode(PROBE)
     bytes_ = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
     return Markup(
@@ -85,33 +90,36 @@ def markup_of(renderer: ChatRenderer) -> Markup:
         inner_ids=frozenset(i for i, text in control.items() if text in INNER_TOKENS),
         frames={i: text for i, text in control.items() if _frames(text)},
         byte_ids=frozenset(i for i in bytes_ if i is not None),
-        marks=tuple(m for m, of in TEXT_MARKS.items() if (of in atomic if of else m not in atomic)),
-        ends=TEXT_SECTIONS if TEXT_SECTIONS[0] in atomic else (),
+        tags=tuple(
+            tag for tag, of in TEXT_TAGS.items() if (of in single_tokens if of else tag not in single_tokens)
+        ),
+        ends=TEXT_SECTIONS if TEXT_SECTIONS[0] in single_tokens else (),
         bare_calls=bool(renderer.parse(encode(BARE_CALL), None, "").tool_calls),
-        late_calls=LATE_CALL in atomic,
+        late_calls=LATE_CALL in single_tokens,
         probe_ids=probe_ids,
         probe=PROBE.removeprefix(renderer.text_of([first])),
-        later_ids=encode("</think>" + "".join(token for token in LATER_TOKENS if token in atomic)),
+        later_ids=encode("</think>" + "".join(token for token in LATER_TOKENS if token in single_tokens)),
     )
 
 
 def _frames(text: str) -> bool:
-    return "assistant" in text or any(mark in text for mark in "[]|｜〈")  # noqa: RUF001
+    return "assistant" in text or any(character in text for character in "[]|｜〈")  # noqa: RUF001
 
 
 @dataclass(frozen=True)
 class PartialParse:
-    """What the ids so far say, and what the next one would add to."""
+    """The parse of the ids so far."""
 
     region: Region | None
+    """To which the next token belongs; None inside a tool call, or where it is not known."""
     content: str
     reasoning: str
     tool_calls: tuple[ToolCall, ...]
-    """Those that no later token can take back."""
+    """Calls that no later token can change."""
 
 
 class PartialParser:
-    """Asks a renderer's parser about one answer."""
+    """Parses one answer as it grows."""
 
     def __init__(
         self,
@@ -127,10 +135,10 @@ class PartialParser:
         self._markup = markup_of(renderer)
         self._calls: tuple[ToolCall, ...] = ()
 
-    def read(self, ids: Sequence[int]) -> PartialParse:
+    def parse(self, ids: Sequence[int]) -> PartialParse:
         """Parse the answer so far."""
         probe, probed = self._markup.probe, [*ids, *self._markup.probe_ids]
-        answer = self._parse(probed)
+        answer = self._answer(probed)
         content, reasoning = answer.content, answer.reasoning or ""
         region: Region | None = None
         if content.endswith(probe):
@@ -139,22 +147,21 @@ class PartialParser:
             region, reasoning = "reasoning", reasoning[: -len(probe)]
         called = len(answer.tool_calls) > len(self._calls)
         if called or region == "reasoning" or (region == "content" and self._markup.late_calls):
-            later = self._parse([*probed, *self._markup.later_ids])
+            later = self._answer([*probed, *self._markup.later_ids])
             if region is not None and probe not in (getattr(later, region) or ""):
                 region = None
-                content = _shared(content, later.content)
-                reasoning = _shared(reasoning, later.reasoning or "")
+                content = _common_prefix(content, later.content)
+                reasoning = _common_prefix(reasoning, later.reasoning or "")
             if later.tool_calls == answer.tool_calls:
                 self._calls = answer.tool_calls
         return PartialParse(region, content, reasoning, self._calls)
 
-    def _parse(self, ids: list[int]) -> ParsedAnswer:
+    def _answer(self, ids: list[int]) -> ParsedAnswer:
         return self._renderer.parse(
             ids, self._tools, self._turn_id, partial=True, prompt_ids=self._prompt_ids
         )
 
 
-def _shared(one: str, other: str) -> str:
-    """How both begin."""
+def _common_prefix(one: str, other: str) -> str:
     pairs = enumerate(zip(one, other, strict=False))
     return one[: next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))]

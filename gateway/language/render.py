@@ -1,7 +1,7 @@
-"""Messages to token ids and ids to messages: the only place where text becomes tokens.
+"""Renders messages as token ids, and parses token ids as answers: the only place where text becomes tokens.
 
 messages ──render──▶ prompt ids                                      first call of a conversation
-parent's ids + new messages ──bridge──▶ the ids that those add       every call that continues one
+parent's ids + new messages ──bridge──▶ ids that the messages add    every call that continues a conversation
 output ids ──parse──▶ content, reasoning, tool calls
 """
 
@@ -23,14 +23,14 @@ from rollout_queue.contract.tokens import TokenIds
 __all__ = ["ChatRenderer", "Message", "ParsedAnswer", "Tool", "ToolCall", "arguments_text"]
 
 PROMPT_TAIL = 128
-"""How much of a prompt's end says where an answer begins: in a thought, or in the open."""
+"""Tokens at the end of a prompt that tell whether its answer begins inside reasoning."""
 
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
-"""What the library raises over messages, or an answer, that it cannot read: ten thousand brackets, say."""
+"""What the library raises for messages or answers that it cannot read, such as 10 000 nested brackets."""
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A tool call as the model made it; `arguments` is the JSON text, also when it is not valid JSON."""
+    """A tool call as the model wrote it; `arguments` is the text, which may be invalid JSON."""
 
     call_id: str
     name: str
@@ -38,7 +38,7 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class ParsedAnswer(msgspec.Struct, frozen=True):
-    """A sampled answer as an agent reads it."""
+    """A sampled answer, parsed into what an agent reads."""
 
     content: str
     reasoning: str | None = None
@@ -55,7 +55,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
 
 class ChatRenderer:
-    """The chat template of one model. Pure: the same messages give the same ids, as long as it is `today`."""
+    """The chat template of one model. The same messages give the same ids, unless the date changes."""
 
     def __init__(self, model_path: Path, family: str = "auto", thinking: Thinking = "template") -> None:
         self.config = msgspec.json.decode((model_path / "config.json").read_bytes(), type=ModelConfig)
@@ -66,32 +66,34 @@ class ChatRenderer:
         self._made_on = self.today()
         try:
             self._renderer = create_renderer(self.tokenizer, self._configuration)
-        except AssertionError as error:  # so the library says that the tokenizer lacks a control token
+        except AssertionError as error:  # the tokenizer lacks a control token
             raise SystemExit(
                 f"gateway.renderer {self.family.name!r} does not fit the model: {error}"
             ) from error
         self.stop_ids: list[int] = self._renderer.get_stop_token_ids()
-        plain = MessageNormalizer(self.family, str, str).whole(EXAMPLE_MESSAGES, [EXAMPLE_TOOL])
-        written = self._renderer.render_ids(plain, tools=[EXAMPLE_TOOL], add_generation_prompt=True)
-        self._transcript = MessageNormalizer(
+        example = MessageNormalizer(self.family, str, str).conversation(EXAMPLE_MESSAGES, [EXAMPLE_TOOL])
+        written = self._renderer.render_ids(example, tools=[EXAMPLE_TOOL], add_generation_prompt=True)
+        self._normalizer = MessageNormalizer(
             self.family, self.tokenizer.control(written).cut, self.tokenizer.frame(self.stop_ids).cut
         )
 
     def today(self) -> str:
-        """The day that this machine's clock says, as does a template that puts the date into its prompt."""
+        """The local date, which some templates write into the prompt."""
         return time.strftime("%Y-%m-%d")
 
     def forget(self) -> None:
-        """Remember no text any more."""
+        """Empty the caches."""
         self.tokenizer.forget()
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> TokenIds:
-        """The prompt of a conversation that begins here, up to where the assistant starts to speak."""
-        if (today := self.today()) != self._made_on:  # the library asks for the date when it makes a renderer
+        """The prompt of a whole conversation, up to where the assistant's answer begins."""
+        if (today := self.today()) != self._made_on:  # the library reads the date when it makes a renderer
             self._renderer = create_renderer(self.tokenizer, self._configuration)
             self._made_on = today
-        taken = self._transcript.whole(messages, tools)
-        return TokenIds(self._renderer.render_ids(taken, tools=_listed(tools), add_generation_prompt=True))
+        normalized = self._normalizer.conversation(messages, tools)
+        return TokenIds(
+            self._renderer.render_ids(normalized, tools=_listed(tools), add_generation_prompt=True)
+        )
 
     def bridge(
         self,
@@ -101,14 +103,15 @@ class ChatRenderer:
         tools: Sequence[Tool] | None,
         before: Sequence[Message] = (),
     ) -> TokenIds | None:
-        """The ids that `new_messages`, which follow those `before`, add after a turn as it was sampled.
+        """The ids that `new_messages` add after a sampled turn; the messages `before` precede them.
 
-        None where the template would rewrite what was before. Of the prompt only the end matters.
+        None if the template would render the earlier conversation differently. Of `prompt_ids`, only the end
+        is used.
         """
-        taken = self._transcript.tail(new_messages, before)
+        normalized = self._normalizer.continuation(new_messages, before)
         prompt, output = prompt_ids[-PROMPT_TAIL:].tolist(), output_ids.tolist()
         try:
-            bridged = self._renderer.bridge_to_next_turn(prompt, output, taken, tools=_listed(tools))
+            bridged = self._renderer.bridge_to_next_turn(prompt, output, normalized, tools=_listed(tools))
         except UNREADABLE:
             return None
         known = prompt + output
@@ -125,9 +128,12 @@ class ChatRenderer:
         partial: bool = False,
         prompt_ids: TokenIds | None = None,
     ) -> ParsedAnswer:
-        """What the sampled ids say. A call that cannot be parsed stays in the content, as it was written;
-        in a `partial` answer it may still become one, and is left out. Some templates open a thought in the
-        prompt: an answer that was cut inside of it is known for a thought by `prompt_ids` alone."""
+        """Parse the sampled ids.
+
+        A call that cannot be parsed stays in the content as it was written; in a `partial` answer, where it
+        may still become a call, it is left out. Some templates begin the reasoning in the prompt: if such an
+        answer was cut off, only `prompt_ids` tells that it is reasoning.
+        """
         prompt = None if prompt_ids is None else prompt_ids[-PROMPT_TAIL:].tolist()
         try:
             parsed = self._renderer.parse_response(list(output_ids), tools=_listed(tools), prompt_ids=prompt)
@@ -143,7 +149,7 @@ class ChatRenderer:
                 calls.append(ToolCall(call_id, _encodable(call.name), arguments_text(call.arguments)))
             elif not partial:
                 broken.append(call.raw)
-        # Parsers differ in the outer whitespace that they leave, and a stream has dropped it already.
+        # Parsers differ in the outer whitespace that they keep; streams do not send it.
         content = "\n".join(part for part in (parsed.content.strip(), *broken) if part)
         reasoning = parsed.reasoning_content
         return ParsedAnswer(content, reasoning.strip() if reasoning else reasoning, tuple(calls))
@@ -153,7 +159,7 @@ class ChatRenderer:
 
 
 def arguments_text(arguments: dict[str, Any] | str | None) -> str:
-    """As templates write them, so that a history rendered anew has the tokens that were sampled."""
+    """Arguments as templates write them, so that rendering the history again gives the sampled tokens."""
     if isinstance(arguments, str):
         return _encodable(arguments)
     try:
@@ -161,13 +167,13 @@ def arguments_text(arguments: dict[str, Any] | str | None) -> str:
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair
         return json.dumps(arguments)
-    except (ValueError, RecursionError):  # a number beyond all bounds, which JSON has no word for
+    except (ValueError, RecursionError):  # infinity, which JSON cannot express
         return msgspec.json.encode(arguments).decode()
     return text
 
 
 def _encodable(text: str) -> str:
-    """Half of a surrogate pair, which no wire carries, as its escape."""
+    """The text with unpaired surrogates escaped, which UTF-8 cannot encode."""
     return text.encode(errors="backslashreplace").decode()
 
 

@@ -1,4 +1,4 @@
-"""Which JSON schemas an engine may be given to compile: no monster, no riddle, no promise that it breaks."""
+"""Checks that an engine can compile a JSON schema in bounded time, and enforce it if it is `strict`."""
 
 import math
 import re
@@ -11,16 +11,16 @@ import msgspec
 from gateway.errors import InvalidRequest
 
 MAX_BYTES = 64 * 1024
-"""An engine compiles so much in about a second; beyond, the time grows with the square, and without limit."""
+"""An engine compiles a schema of this size in about a second; the time grows with the square of the size."""
 MAX_DEPTH = 64
-"""Levels of the schema's own JSON. xgrammar compiles 60 nested objects at once, 480 in forty seconds."""
+"""Levels of the schema's own JSON. xgrammar compiles 60 nested objects at once, and 480 in forty seconds."""
 MAX_PARTS = 1000
-"""Schemas in one schema, its properties among them."""
+"""Schemas inside one schema, its properties included."""
 MAX_PATTERN = 512
 MAX_QUANTIFIERS = 64
 MAX_REPEATS = 10_000
-"""Of a pattern: its characters, how often it repeats anything, and the product of its counts. A compiler
-that unrolls `(.{0,1000}){0,1000}` cannot be stopped: it holds a core of the engine until that restarts."""
+"""Limits of a pattern: its characters, its quantifiers, and the product of its counts. A compiler that
+unrolls `(.{0,1000}){0,1000}` cannot be stopped: it occupies a core of the engine until that restarts."""
 QUANTIFIER = re.compile(r"[*+?]|\{(\d*)(?:,(\d*))?\}")
 UNENFORCED = frozenset(
     {
@@ -28,44 +28,49 @@ UNENFORCED = frozenset(
         *("if", "then", "else", "multipleOf", "not", "uniqueItems"),
     }
 )
-"""Keywords that xgrammar reads over, as it does `allOf` of several. Not `strict`, that is best effort."""
+"""Keywords that xgrammar ignores, as it does `allOf` of several. A schema that is `strict` may not have them;
+any other is enforced as far as possible."""
 BRANCHES = ("allOf", "anyOf", "oneOf")
 NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-"""Below these, keys are names and not keywords."""
+"""The keys of their values are names, not keywords."""
 VALUES = frozenset({"enum", "const", "default", "examples"})
-"""Below these lie values and no schemas."""
+"""Their values are not schemas."""
 
 
 def check_schema(schema: dict[str, Any], param: str, *, strict: bool) -> None:
-    """Raises InvalidRequest for a schema that an engine could not keep, or not compile in time.
+    """Raises InvalidRequest for a schema that an engine cannot enforce, or cannot compile in bounded time.
 
-    What is wrong in any other way the engine itself refuses with a 400.
+    A schema that is invalid in any other way is refused by the engine.
     """
     if _deeper_than(schema, MAX_DEPTH):
-        raise InvalidRequest(f"{param}: a JSON schema of more than {MAX_DEPTH} levels", param=param)
+        raise InvalidRequest(
+            f"{param}: a JSON schema may not nest deeper than {MAX_DEPTH} levels", param=param
+        )
     check_size(msgspec.json.encode(schema), param)
     parts = list(_parts(schema))
     if len(parts) > MAX_PARTS:
-        raise InvalidRequest(f"{param}: a JSON schema of more than {MAX_PARTS} parts", param=param)
+        raise InvalidRequest(f"{param}: a JSON schema may not have more than {MAX_PARTS} parts", param=param)
     for part in parts:
         for pattern in _patterns(part):
             _check_pattern(pattern, param)
         if strict and (ignored := _unenforced(part)):
             raise InvalidRequest(
-                f"{param}: {', '.join(ignored)} cannot be enforced, as strict asks", param=param
+                f"{param}: {', '.join(ignored)} cannot be enforced, as strict requires", param=param
             )
         reference = part.get("$ref")
         if reference is not None and not (isinstance(reference, str) and reference.startswith("#")):
-            raise InvalidRequest(f"{param}: $ref {str(reference)[:80]!r} leads elsewhere", param=param)
-    if _runs_in_circles(schema):
-        raise InvalidRequest(f"{param}: a $ref leads back to itself, and to nothing else", param=param)
+            raise InvalidRequest(
+                f"{param}: $ref {str(reference)[:80]!r} refers to another document", param=param
+            )
+    if _has_circular_reference(schema):
+        raise InvalidRequest(f"{param}: a $ref leads back to itself only", param=param)
 
 
 def check_size(encoded: bytes, param: str) -> None:
-    """Raises InvalidRequest for more than an engine compiles in reasonable time."""
+    """Raises InvalidRequest for a grammar that an engine does not compile in bounded time."""
     if len(encoded) > MAX_BYTES:
-        size = f"{len(encoded)} bytes, and at most {MAX_BYTES}"
-        raise InvalidRequest(f"{param}: too much to hold an answer to: {size}", param=param)
+        message = f"{param}: the constraint has {len(encoded)} bytes; at most {MAX_BYTES} can be compiled"
+        raise InvalidRequest(message, param=param)
 
 
 def _deeper_than(value: Any, levels: int) -> bool:
@@ -111,7 +116,7 @@ def _check_pattern(pattern: str, param: str) -> None:
     ]
     product = math.prod(max(1, int(count or 1)) for count in counts)
     if len(pattern) > MAX_PATTERN or len(counts) > MAX_QUANTIFIERS or product > MAX_REPEATS:
-        raise InvalidRequest(f"{param}: the pattern {pattern[:80]!r} is too much to compile", param=param)
+        raise InvalidRequest(f"{param}: the pattern {pattern[:80]!r} is too complex to compile", param=param)
 
 
 def _unenforced(part: dict[str, Any]) -> list[str]:
@@ -119,23 +124,23 @@ def _unenforced(part: dict[str, Any]) -> list[str]:
     return [*several, *sorted(UNENFORCED & part.keys())]
 
 
-def _runs_in_circles(root: dict[str, Any]) -> bool:
-    """Some part asks for itself before it asks for anything else: the engine would find no token for it."""
-    onwards: dict[int, list[int]] = {}
+def _has_circular_reference(root: dict[str, Any]) -> bool:
+    """Whether some part requires itself before any token: the engine would find no token to permit."""
+    required_first: dict[int, list[int]] = {}
     for part in _parts(root):
-        ways = [each for key in BRANCHES if isinstance(part.get(key), list) for each in part[key]]
+        targets = [each for key in BRANCHES if isinstance(part.get(key), list) for each in part[key]]
         if "$ref" in part:
-            ways.append(_resolved(root, part["$ref"]))
-        onwards[id(part)] = [id(way) for way in ways if isinstance(way, dict)]
+            targets.append(_resolved(root, part["$ref"]))
+        required_first[id(part)] = [id(target) for target in targets if isinstance(target, dict)]
     try:
-        TopologicalSorter(onwards).prepare()
+        TopologicalSorter(required_first).prepare()
     except CycleError:
         return True
     return False
 
 
 def _resolved(root: Any, reference: Any) -> Any:
-    """What a `#/a/b` leads to, or None."""
+    """What a reference `#/a/b` points to, or None."""
     found = root
     for step in str(reference).lstrip("#").split("/")[1:]:
         key = step.replace("~1", "/").replace("~0", "~")

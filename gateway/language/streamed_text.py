@@ -1,144 +1,144 @@
-"""Text as far as no later token can change it: half a character, the beginning of a stop string, space wait.
+"""Turns token ids into text that can be streamed: text is sent only once no later token can change it.
 
-token ids ──IncrementalDetokenizer──▶ whole characters ──StreamedText──▶ what a client may read already
+token ids ──IncrementalDetokenizer──▶ whole characters ──StreamedText──▶ text that is safe to send
+
+Held back are incomplete characters, the possible beginning of a stop string or of a tag, and trailing space.
 """
 
 from tokenizers import Tokenizer, decoders
 
 REPLACEMENT = "\ufffd"
 LONGEST_CHARACTER = 4
-"""Bytes of a character in UTF-8, and so the most tokens that one can be spread over."""
+"""Bytes of a character in UTF-8, and so the most tokens that one character can span."""
 
 
 class IncrementalDetokenizer:
-    """Ids to text piece by piece; the pieces add up to the decoding of all ids at once."""
+    """Decodes ids step by step; the texts of all steps add up to the decoding of all ids at once."""
 
     def __init__(self, backend: Tokenizer, byte_ids: frozenset[int]) -> None:
         self._backend = backend
         self._byte_ids = byte_ids
-        # Byte-level tokens are their bytes, wherever they stand; others may read differently at the start.
-        self._looks_back = not isinstance(backend.decoder, decoders.ByteLevel)
-        self._before: list[int] = []
-        self._before_length = 0
+        # A byte-level token decodes to the same bytes everywhere; others may differ at the start of a text.
+        self._needs_context = not isinstance(backend.decoder, decoders.ByteLevel)
+        self._context: list[int] = []
+        self._context_length = 0
         self.held: list[int] = []
-        """Ids whose text is not certain yet."""
+        """Ids whose text may still change."""
 
     def step(self, ids: list[int]) -> str:
-        """The text that these ids make certain."""
+        """The text that these ids complete."""
         self.held = held = self.held + ids
         if not held or held[-1] in self._byte_ids:
-            return ""  # a run of byte tokens is valid or not as a whole
+            return ""  # whether a run of byte tokens is valid UTF-8 is known at its end
         text = self._decode(held)
         if not text.endswith(REPLACEMENT):
             return self._release(text, len(held))
         for count in range(1, min(LONGEST_CHARACTER, len(held) - 1) + 1):
             head, tail = self._decode(held[:-count]), self._backend.decode(held[-count:], False)
-            if head + tail == text:  # no character lies across the cut
+            if head + tail == text:  # no character spans the cut
                 return self._release(head, len(held) - count)
         return ""
 
     def _decode(self, ids: list[int]) -> str:
-        return self._backend.decode(self._before + ids, False)[self._before_length :]
+        return self._backend.decode(self._context + ids, False)[self._context_length :]
 
     def _release(self, text: str, count: int) -> str:
-        if self._looks_back:
-            self._before = self.held[count - 1 : count]
-            self._before_length = len(self._backend.decode(self._before, False))
+        if self._needs_context:
+            self._context = self.held[count - 1 : count]
+            self._context_length = len(self._backend.decode(self._context, False))
         self.held = self.held[count:]
         return text
 
 
 class StreamedText:
-    """One text of an answer on its way to a client: what was sent, and what waits behind it."""
+    """One text of an answer, content or reasoning: what was sent to the client, and what is held back."""
 
     def __init__(
         self,
         ends: tuple[str, ...],
-        marks: tuple[str, ...] = (),
-        opening: str = "",
+        tags: tuple[str, ...] = (),
+        deferred_prefix: str = "",
         *,
-        as_it_is: bool = False,
+        keep_leading_space: bool = False,
     ) -> None:
         self._ends = ends
-        """Nothing from one of these on is sent before the answer's end."""
-        self._marks = marks
-        """These may turn out to be no text at all."""
-        self._opening = opening
-        """A text that begins with this is sent at the answer's end."""
-        self._as_it_is = as_it_is
-        """Space at the start belongs to the text."""
+        """The text from one of these on is sent at the end of the answer only."""
+        self._tags = tags
+        """Strings that the parser may remove from the text, such as `<think>`."""
+        self._deferred_prefix = deferred_prefix
+        """A text that begins with this is sent at the end of the answer only."""
+        self._keep_leading_space = keep_leading_space
         self._sent: list[str] = []
-        self._waiting = ""
+        self._held = ""
         self._ended = False
-        self._torn = False
-        """Whether the text broke off within what may be a character: its other part may come behind a tool
-        call, and only the answer's end knows what both are."""
+        self._broken_character = False
+        """The text broke off within what may be a character. The rest of it may follow after a tool call, so
+        that only the whole answer tells which character it is."""
 
     @property
     def sent(self) -> str:
         return "".join(self._sent)
 
     def add(self, text: str) -> bool:
-        """Let text wait. True when a mark is complete with it."""
-        self._ended = self._ended or self._torn
+        """Append text, held back until `release`. Returns whether it completes a tag."""
+        self._ended = self._ended or self._broken_character
         if self._ended:
             return False
-        before = len(self._waiting)
-        self._waiting += text
-        return any(self._waiting.find(mark, max(0, before - len(mark) + 1)) >= 0 for mark in self._marks)
+        before = len(self._held)
+        self._held += text
+        return any(self._held.find(tag, max(0, before - len(tag) + 1)) >= 0 for tag in self._tags)
 
     def end_at(self, end: str) -> None:
-        """From now on nothing from `end` on is certain."""
+        """From now on, hold back the text from `end` on."""
         if end not in self._ends:
             self._ends = (*self._ends, end)
 
     def restart(self, whole: str) -> bool:
-        """All the text so far is `whole`. False when that is not what was sent, and nothing is changed."""
+        """Set the text so far to `whole`. If that contradicts what was sent, change nothing, return False."""
         whole, sent = self._begin(whole), self.sent
         if not whole.startswith(sent):
             return False
-        self._waiting, self._ended = whole[len(sent) :], False
-        self._torn = self._waiting.rstrip().endswith(REPLACEMENT)
+        self._held, self._ended = whole[len(sent) :], False
+        self._broken_character = self._held.rstrip().endswith(REPLACEMENT)
         return True
 
     def release(self) -> str:
-        """What is certain of the waiting text; it counts as sent."""
-        text = self._waiting if self._sent else self._begin(self._waiting)
-        end = self._end_of(text)
-        certain = _settled(text[:end])
-        self._waiting = text[len(certain) :]
-        if certain:
-            self._sent.append(certain)
-        return certain
+        """The part of the held text that can be sent now; it counts as sent."""
+        text = self._held if self._sent else self._begin(self._held)
+        safe = _without_open_end(text[: self._safe_length(text)])
+        self._held = text[len(safe) :]
+        if safe:
+            self._sent.append(safe)
+        return safe
 
     def rest(self, whole: str) -> str:
-        """What the client still misses of the final text."""
-        return self._waiting if self.restart(whole) else ""
+        """The part of the final text that was not sent yet."""
+        return self._held if self.restart(whole) else ""
 
     def _begin(self, text: str) -> str:
-        return text if self._as_it_is else text.lstrip()
+        return text if self._keep_leading_space else text.lstrip()
 
-    def _end_of(self, text: str) -> int:
-        if self._opening and not self._sent and text.startswith(self._opening):
+    def _safe_length(self, text: str) -> int:
+        if self._deferred_prefix and not self._sent and text.startswith(self._deferred_prefix):
             self._ended = True
             return 0
         for end in self._ends:
             at = text.find(end)
             if at >= 0:
                 self._ended, text = True, text[:at]
-        return min((_begun(text, mark) for mark in self._ends + self._marks), default=len(text))
+        return min((_start_of_partial(text, tag) for tag in self._ends + self._tags), default=len(text))
 
 
-def _begun(text: str, mark: str) -> int:
-    """Where the end of `text` begins `mark`; the length of `text` where it does not."""
-    at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
-    while at >= 0 and not mark.startswith(text[at:]):
-        at = text.find(mark[0], at + 1)
+def _start_of_partial(text: str, tag: str) -> int:
+    """Where a beginning of `tag` starts at the end of `text`; the length of `text` if there is none."""
+    at = text.find(tag[0], max(0, len(text) - len(tag) + 1))
+    while at >= 0 and not tag.startswith(text[at:]):
+        at = text.find(tag[0], at + 1)
     return len(text) if at < 0 else at
 
 
-def _settled(text: str) -> str:
-    """Without space at its end, and without what may be a part of a character."""
+def _without_open_end(text: str) -> str:
+    """The text without trailing space, and without what may be a part of a character."""
     text = text.rstrip()
     while text.endswith(REPLACEMENT):
         text = text.rstrip(REPLACEMENT).rstrip()

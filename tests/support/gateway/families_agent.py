@@ -54,11 +54,11 @@ def sampled(renderer: ChatRenderer, prompt_ids: TokenIds, said: Message) -> list
     They are found where the template itself puts them; what a template opens in the prompt is closed first.
     """
     tools = [TOOL]
-    inner, transcript = renderer._renderer, renderer._transcript
-    before = transcript.whole([user(MARK)], tools)
+    inner, normalizer = renderer._renderer, renderer._normalizer
+    before = normalizer.conversation([user(MARK)], tools)
     asked = inner.render_ids(before, tools=tools, add_generation_prompt=True)
     for message in (said, {key: value for key, value in said.items() if key != "reasoning_content"}):
-        after = inner.render_ids([*before, *transcript.tail([message], [user(MARK)])], tools=tools)
+        after = inner.render_ids([*before, *normalizer.continuation([message], [user(MARK)])], tools=tools)
         shared = next((i for i, (a, b) in enumerate(zip(asked, after, strict=False)) if a != b), len(asked))
         if shared == len(asked):
             ids = after[shared:]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from gateway.engines.answer import PartialAnswer, SampleRequest
 from gateway.engines.engine import EngineClient
-from gateway.engines.fleet import Fleet, RolloutServer
+from gateway.engines.fleet import Fleet, FleetServer
 from gateway.engines.stream import Piece
 from gateway.errors import EngineFault, RequestRefused
 from gateway.metrics import Metrics
@@ -103,7 +103,7 @@ class Sampler:
                 avoid, wait_s = "" if stale else server.id, patience.left_s()
 
     async def _attempt(
-        self, answer: PartialAnswer, server: RolloutServer, patience: Patience, hear: Hear
+        self, answer: PartialAnswer, server: FleetServer, patience: Patience, hear: Hear
     ) -> None:
         """What one engine adds. Raises EngineFault where it ends before the answer does."""
         request, url = answer.request(server.id), server.registration.engine_url
@@ -138,7 +138,7 @@ class Sampler:
             await self._abort(url, request.rid)
 
     async def _learn(
-        self, fault: EngineFault, answer: PartialAnswer, server: RolloutServer, stale: bool
+        self, fault: EngineFault, answer: PartialAnswer, server: FleetServer, stale: bool
     ) -> None:
         """The next calls need not make this one's experience."""
         if fault.reason in ("stalled", "nonsense"):
@@ -149,7 +149,7 @@ class Sampler:
             self.metrics.breakers.labels(server.id).set(server.breaker.state != "closed")
 
     async def _wait(
-        self, fault: EngineFault, answer: PartialAnswer, server: RolloutServer, patience: Patience
+        self, fault: EngineFault, answer: PartialAnswer, server: FleetServer, patience: Patience
     ) -> None:
         """Until it is worth another try. Raises EngineFault when it is not."""
         try:
@@ -171,7 +171,7 @@ class Sampler:
         )
         await asyncio.sleep(backoff_s)
 
-    def _works(self, server: RolloutServer) -> None:
+    def _works(self, server: FleetServer) -> None:
         if server.breaker.failures:
             self.fleet.works(server)
             self.metrics.breakers.labels(server.id).set(0)

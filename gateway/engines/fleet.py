@@ -48,7 +48,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class RolloutServer:
+class FleetServer:
     """One server of the fleet, as this gateway sees it."""
 
     registration: Registration
@@ -101,14 +101,14 @@ class Fleet:
     engine: EngineClient
     admin_key: str | None
     bare_engines: list[str] = field(default_factory=list)
-    servers: dict[str, RolloutServer] = field(default_factory=dict)
+    servers: dict[str, FleetServer] = field(default_factory=dict)
     serving: int | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         for index, url in enumerate(self.bare_engines):
             registration = Registration(id=f"engine-{index}", engine_url=url.rstrip("/"))
-            self.servers[registration.id] = RolloutServer(registration)
+            self.servers[registration.id] = FleetServer(registration)
         self._own = frozenset(self.servers)
 
     @property
@@ -117,7 +117,7 @@ class Fleet:
 
     # Who is there
 
-    async def register(self, registration: Registration) -> RolloutServer:
+    async def register(self, registration: Registration) -> FleetServer:
         """Take up a server, or hear again from one that is known.
 
         Raises StateConflict for the name of a bare engine, StorageUnavailable.
@@ -136,7 +136,7 @@ class Fleet:
         await stored(self.redis.srem(keys.HELD, server_id))
         return self.servers.pop(server_id, None) is not None or bool(removed)
 
-    async def hold(self, server_id: str, held: bool) -> RolloutServer | None:
+    async def hold(self, server_id: str, held: bool) -> FleetServer | None:
         """Take a server out of rotation, or back, at every gateway. None for a server that is not known."""
         server = self.servers.get(server_id)
         if server is not None:
@@ -166,7 +166,7 @@ class Fleet:
         """End the questions that are still out."""
         await drain([server.asking for server in self.servers.values() if server.asking is not None])
 
-    def _asked(self, server: RolloutServer) -> asyncio.Task[None]:
+    def _asked(self, server: FleetServer) -> asyncio.Task[None]:
         """One question at a time to each server."""
         if server.asking is None or server.asking.done():
             server.asking = asyncio.create_task(self._ask(server))
@@ -201,15 +201,15 @@ class Fleet:
                 del self.servers[server_id]
             server.held = server_id.encode() in held
 
-    def _take_up(self, registration: Registration) -> RolloutServer:
+    def _take_up(self, registration: Registration) -> FleetServer:
         server = self.servers.get(registration.id)
         if server is None or server.registration.engine_url != registration.engine_url:
-            server = self.servers[registration.id] = RolloutServer(registration)
+            server = self.servers[registration.id] = FleetServer(registration)
         else:
             server.registration = registration
         return server
 
-    async def _ask(self, server: RolloutServer) -> None:
+    async def _ask(self, server: FleetServer) -> None:
         """How it is. Never by the engine's /health, which generates, and fails while it is paused."""
         registration, was_ready = server.registration, server.state == "ready"
         try:
@@ -234,7 +234,7 @@ class Fleet:
 
     # Who takes the next call
 
-    def _candidates(self, version: int | None, avoid: str) -> list[RolloutServer]:
+    def _candidates(self, version: int | None, avoid: str) -> list[FleetServer]:
         """The best there are: better one that loads, and keeps its calls waiting, than nobody."""
         able = [
             server
@@ -248,13 +248,13 @@ class Fleet:
         able = [server for server in able if server.id != avoid] or able
         return [server for server in able if server.state == "ready" and not server.pushing] or able
 
-    def _serves(self, server: RolloutServer, version: int | None) -> bool:
+    def _serves(self, server: FleetServer, version: int | None) -> bool:
         if version is not None:
             return server.version == version
         # Nobody pushes to a bare engine: it serves what it serves.
         return self.serving is None or server.version == self.serving or server.registration.url is None
 
-    def choose(self, session_id: str, version: int | None = None, avoid: str = "") -> RolloutServer | None:
+    def choose(self, session_id: str, version: int | None = None, avoid: str = "") -> FleetServer | None:
         """Who takes a call now; not the server that is to be avoided, where there is another."""
         return place_call(self._candidates(version, avoid), session_id)
 
@@ -264,7 +264,7 @@ class Fleet:
 
     async def acquire(
         self, session_id: str, version: int | None, wait_s: float, avoid: str = ""
-    ) -> RolloutServer:
+    ) -> FleetServer:
         """Choose, waiting for a server to come into rotation. Raises NoServer when none does."""
         deadline = time.monotonic() + wait_s
         while True:
@@ -289,7 +289,7 @@ class Fleet:
         )
         return f"no engine can serve version {self.serving}: {states}"
 
-    def works(self, server: RolloutServer) -> None:
+    def works(self, server: FleetServer) -> None:
         """A call got tokens from it."""
         server.breaker.succeeded()
         self._tell_waiting()

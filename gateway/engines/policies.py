@@ -15,7 +15,7 @@ import msgspec
 from pydantic import ValidationError
 from redis.asyncio import Redis
 
-from gateway.engines.fleet import Fleet, RolloutServer
+from gateway.engines.fleet import Fleet, FleetServer
 from gateway.errors import ObjectNotFound, StateConflict
 from rollout_queue.contract.policy import PolicyRecord
 from rollout_queue.protocol.errors import error_message
@@ -161,7 +161,7 @@ class Policies:
             if former is not None and each.version == int(former) != record.version:
                 await self._store(msgspec.structs.replace(each, state="retired"))
 
-    async def _reload(self, server: RolloutServer, record: PolicyRecord, force: bool) -> PushResult:
+    async def _reload(self, server: FleetServer, record: PolicyRecord, force: bool) -> PushResult:
         started = time.monotonic()
         if server.registration.url is None:
             error = "a bare engine takes no policy: put a rollout server in front of it"

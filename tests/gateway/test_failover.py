@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from gateway.edge.errors import api_error
 from gateway.engines.engine import EngineClient, EngineHttpName, transport_of
 from gateway.engines.failover import Sampler, SampleRequest
-from gateway.engines.fleet import Fleet, RolloutServer
+from gateway.engines.fleet import Fleet, FleetServer
 from gateway.engines.stream import Piece
 from gateway.errors import GatewayError
 from gateway.metrics import Metrics
@@ -378,7 +378,7 @@ async def test_an_answer_waits_for_the_only_engine_to_come_back(scene: Scene) ->
     assert server.breaker.state == "closed"
 
 
-def move(server: RolloutServer, url: str) -> None:
+def move(server: FleetServer, url: str) -> None:
     server.registration = structs.replace(server.registration, engine_url=url)
 
 

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from gateway.engines import breaker as breakers
 from gateway.engines.breaker import Breaker
 from gateway.engines.engine import EngineClient
-from gateway.engines.fleet import Fleet, Registration, RolloutServer
+from gateway.engines.fleet import Fleet, FleetServer, Registration
 from gateway.engines.httptools_transport import HttptoolsTransport
 from gateway.engines.placement import place_call
 from gateway.errors import NoServer
@@ -103,9 +103,9 @@ async def fleet(redis_url: str) -> AsyncIterator[Fleet]:
     await redis.aclose()
 
 
-def add(fleet: Fleet, name: str, url: str = "http://127.0.0.1:1") -> RolloutServer:
+def add(fleet: Fleet, name: str, url: str = "http://127.0.0.1:1") -> FleetServer:
     registration = Registration(id=name, url=url, engine_url=url)
-    server = fleet.servers[name] = RolloutServer(registration, state="ready", version=1)
+    server = fleet.servers[name] = FleetServer(registration, state="ready", version=1)
     return server
 
 

@@ -1,1 +1,1 @@
-"""Keeps one SGLang engine alive and right: launch, watch, reload."""
+"""Runs one SGLang engine: starts it, watches it, and loads the policy versions that the fleet serves."""

@@ -18,11 +18,11 @@ from rollout_server.weights.safetensors_file import BrokenWeights
 from rollout_server.weights.verify import ExpectedModel
 
 LAST_ANSWERS_S = 3.0
-"""For its own calls, once the engine has drained: a status is quick, and a reload is no use any more."""
+"""How long this server's own calls may take once the engine has drained; a reload is useless by then."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="rollout_server", description="Keeps one SGLang engine.")
+    parser = argparse.ArgumentParser(prog="rollout_server", description="Runs one SGLang engine.")
     parser.add_argument("--config", metavar="FILE", help="weir.yaml; wins over WEIR_CONFIG")
     arguments = parser.parse_args()
     if arguments.config:
@@ -47,11 +47,11 @@ def _settings() -> RolloutServerSettings:
 
 
 def _refuse_what_cannot_work(settings: RolloutServerSettings) -> None:
-    """One clear sentence now is better than an engine that dies again and again."""
+    """End with one sentence where the engine would fail at every start."""
     try:
         ExpectedModel.of(settings.model_path)
     except (BrokenWeights, OSError) as error:
-        raise SystemExit(f"rollout_server.model_path is no servable model: {error}") from error
+        raise SystemExit(f"rollout_server.model_path is not a model that can be served: {error}") from error
     for host, port, field in (
         (settings.host, settings.port, "port"),
         (settings.engine_host, settings.engine_port, "engine_port"),

@@ -1,30 +1,19 @@
-"""The rollout server's HTTP face: change the weights, ask for the state, take it out of rotation."""
+"""The rollout server's HTTP routes: load a version, report the state, leave rotation and come back."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI
-from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
 
-from rollout_queue.http.errors import RequestIds, install_error_handlers
+from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
 from rollout_queue.http.keys import Keyring
 from rollout_queue.http.probes import probes
-from rollout_server.reload import Wanted
+from rollout_queue.protocol.reload import ReloadBody, Reloaded, ReloadSeconds
+from rollout_queue.protocol.status import ServerStatus
+from rollout_server.errors import ReloadError
 from rollout_server.server import RolloutServer
-
-
-class ReloadBody(BaseModel):
-    """Which version to serve, and where its files are; null for the version that the engine started with."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    version: int = Field(ge=0, lt=2**63, strict=True)
-    location: str | None = Field(None, max_length=4096)
-    manifest_sha256: str | None = Field(None, pattern="^[0-9a-fA-F]{64}$")
-    force: bool = False
-    """Serve it although it is lower than what is served, or the same number with other content."""
+from rollout_server.weights.policy import WantedPolicy
 
 
 def create_app(server: RolloutServer, keyring: Keyring) -> FastAPI:
@@ -37,6 +26,7 @@ def create_app(server: RolloutServer, keyring: Keyring) -> FastAPI:
     app = FastAPI(title="Weir rollout server", lifespan=lifespan)
     app.add_middleware(RequestIds)
     install_error_handlers(app)
+    app.add_exception_handler(ReloadError, _refused)
     app.include_router(probes(server.unready_because, server.metrics.registry))
     app.include_router(_operations(server), dependencies=[Depends(keyring.require_admin)])
     return app
@@ -47,41 +37,48 @@ def _operations(server: RolloutServer) -> APIRouter:
 
     @router.post("/reload")
     async def reload(body: ReloadBody) -> JSONResponse:
-        """Fetch, verify and load a version; the old one goes on serving whatever goes wrong."""
-        wanted = Wanted(body.version, body.location, body.manifest_sha256)
+        """Fetch, verify and load a version; whatever fails, the former version is served."""
+        wanted = WantedPolicy(body.version, body.location, body.manifest_sha256)
         seconds = await server.reloader.reload(wanted, force=body.force)
-        parts = {"fetch": seconds.fetch, "verify": seconds.verify, "load": seconds.load}
-        answer = {"ok": True, "version": body.version, "seconds": parts, "paused_s": seconds.paused}
-        return JSONResponse(answer)
+        parts = ReloadSeconds(fetch=seconds.fetch, verify=seconds.verify, load=seconds.load)
+        answer = Reloaded(ok=True, version=body.version, seconds=parts, paused_s=seconds.paused)
+        return JSONResponse(answer.model_dump())
 
     @router.get("/status")
     async def status() -> JSONResponse:
-        return JSONResponse(await _status(server))
+        return await _status(server)
 
     @router.post("/drain")
     async def drain() -> JSONResponse:
-        """Leave rotation; what runs goes on."""
+        """Leave rotation; requests that run go on."""
         server.engine.draining = True
-        return JSONResponse(await _status(server))
+        return await _status(server)
 
     @router.post("/resume")
     async def resume() -> JSONResponse:
         """Come back into rotation."""
         server.engine.draining = False
-        return JSONResponse(await _status(server))
+        return await _status(server)
 
     return router
 
 
-async def _status(server: RolloutServer) -> dict[str, Any]:
+async def _status(server: RolloutServer) -> JSONResponse:
     running, waiting = await server.load_counts()
     engine = server.engine
-    return {
-        "state": engine.state,
-        "version": engine.policy.version,
-        "manifest_sha256": engine.policy.manifest_sha256,
-        "engine_url": server.engine_url,
-        "restarts": engine.restarts,
-        "running": running,
-        "waiting": waiting,
-    }
+    status = ServerStatus(
+        state=engine.state.value,
+        version=engine.policy.version,
+        manifest_sha256=engine.policy.manifest_sha256,
+        engine_url=server.engine_url,
+        restarts=engine.restarts,
+        running=running,
+        waiting=waiting,
+    )
+    return JSONResponse(status.model_dump())
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ReloadError)  # noqa: S101 - registered for this class alone
+    answer = ApiError(error.status, str(error), type=error.type, param=error.param, code=error.code)
+    return answer.response()

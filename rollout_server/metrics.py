@@ -1,4 +1,4 @@
-"""What Prometheus reads from a rollout server."""
+"""The metrics that Prometheus reads from a rollout server."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,15 +6,14 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from rollout_queue.http.errors import ApiError
-from rollout_server.engine.engine import Engine
-from rollout_server.weights.policy import State
+from rollout_server.engine.engine import Engine, ServerState
+from rollout_server.errors import ReloadError
 
 RELOAD_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
 
 
-class Metrics:
-    """One registry per server, so that two of them live in one process of tests."""
+class RolloutMetrics:
+    """One registry per server, because tests run two servers in one process."""
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
@@ -23,7 +22,7 @@ class Metrics:
         states = Gauge(
             "weir_rollout_state", "1 for the state that the server is in", ["state"], registry=self.registry
         )
-        for state in State:
+        for state in ServerState:
             states.labels(state.value).set_function(partial(_is_in, engine, state))
         self._reload_seconds = Histogram(
             "weir_rollout_reload_seconds",
@@ -40,10 +39,10 @@ class Metrics:
 
     @contextmanager
     def reload(self) -> Iterator[None]:
-        """Counts one reload where it fails."""
+        """Counts one reload if it fails."""
         try:
             yield
-        except ApiError as error:
+        except ReloadError as error:
             self._failures.labels(str(error.status)).inc()
             raise
 
@@ -55,5 +54,5 @@ class Metrics:
         Gauge(f"weir_rollout_{name}", help_text, registry=self.registry).set_function(value)
 
 
-def _is_in(engine: Engine, state: State) -> float:
+def _is_in(engine: Engine, state: ServerState) -> float:
     return float(engine.state is state)

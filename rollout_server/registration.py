@@ -1,57 +1,57 @@
-"""The rollout server's line to the gateway: "I am here", and back: which policy the fleet serves.
+"""Registers this server with the gateway, and learns from the answer which policy the fleet serves.
 
 server ── POST /admin/rollout_servers, every few seconds ──▶ gateway
-server ◀── {"id", "policy": {"version", "location", "manifest_sha256"} | null} ── gateway
+server ◀── the policy that the fleet serves, or null ── gateway
 """
 
 import logging
 
 import httpx
-import msgspec
+from pydantic import ValidationError
 
-from rollout_server.reload import Wanted
+from rollout_queue.protocol.message import MalformedMessage, first_fault
+from rollout_queue.protocol.registration import Registered, ServerBody
 from rollout_server.settings import RolloutServerSettings
+from rollout_server.weights.policy import WantedPolicy
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 10.0
 
 
-class Registered(msgspec.Struct, frozen=True):
-    """The gateway's reply."""
-
-    id: str
-    policy: Wanted | None = None
-
-
-class Registration:
-    """Registers again and again, so that a gateway that lost its memory learns of us by itself."""
+class RegistrationClient:
+    """Registers again and again, because a gateway may have lost its registrations."""
 
     def __init__(self, settings: RolloutServerSettings, client: httpx.AsyncClient) -> None:
         self._settings = settings
         self._client = client
         self.reached = True
-        """Whether the gateway took the last registration."""
+        """Whether the gateway accepted the last registration."""
 
-    async def announce(self) -> Wanted | None:
-        """The policy that the fleet serves, if the gateway answers and there is one to fetch."""
-        settings = self._settings
-        if settings.gateway_url is None:
+    async def announce(self) -> WantedPolicy | None:
+        """Register once. Returns the policy that the fleet serves; None where the gateway does not answer,
+        or names no policy with a location."""
+        if self._settings.gateway_url is None:
             return None
-        body = {"url": settings.url, "engine_url": settings.engine_url, "id": settings.id}
-        headers = {"authorization": f"Bearer {settings.admin_keys[0]}"} if settings.admin_keys else {}
-        url = f"{settings.gateway_url}/admin/rollout_servers"
         try:
-            response = await self._client.post(url, json=body, headers=headers, timeout=TIMEOUT_S)
-            response.raise_for_status()
-            registered = msgspec.json.decode(response.content, type=Registered)
-        except (httpx.HTTPError, msgspec.DecodeError) as error:
-            if self.reached:  # once per outage, not once per heartbeat
-                logger.warning("the gateway does not register us: %s", error or repr(error))
+            registered = await self._register(f"{self._settings.gateway_url}/admin/rollout_servers")
+        except (httpx.HTTPError, ValidationError, MalformedMessage) as error:
+            if self.reached:  # once per outage, not once per registration
+                reason = first_fault(error) if isinstance(error, ValidationError) else str(error)
+                logger.warning("the gateway does not register this server: %s", reason or repr(error))
             self.reached = False
             return None
         if not self.reached:
-            logger.info("the gateway registers us again")
+            logger.info("the gateway registers this server again")
         self.reached = True
         policy = registered.policy
-        return policy if policy is not None and policy.location is not None else None
+        if policy is None or policy.location is None:
+            return None
+        return WantedPolicy(policy.version, policy.location, policy.manifest_sha256)
+
+    async def _register(self, url: str) -> Registered:
+        settings = self._settings
+        body = ServerBody(url=settings.url, engine_url=settings.engine_url, id=settings.id)
+        headers = {"authorization": f"Bearer {settings.admin_keys[0]}"} if settings.admin_keys else {}
+        response = await self._client.post(url, json=body.model_dump(), headers=headers, timeout=TIMEOUT_S)
+        return Registered.read(response.raise_for_status().content)

@@ -1,7 +1,9 @@
-"""A change of weights as a transaction: files are proved before anything pauses, the engine after it.
+"""Loads a version into the engine as a transaction: it is served whole, or the former version stays.
 
-POST /reload ─▶ allowed? newer? ─▶ fetch ─▶ verify ─▶ pause ─▶ load ─▶ prove ─▶ resume ─▶ seconds
-                 400      409        503      422     └─ fails: kill, boot the old version ─▶ 503
+The files are verified before the engine pauses, and the engine proves what it loaded before it resumes.
+
+allowed? newer? ─▶ fetch ─▶ verify ─▶ pause ─▶ load ─▶ prove ─▶ resume ─▶ seconds
+   400      409      503      422     └─ fails: kill the engine, boot the former version ─▶ 503
 """
 
 import asyncio
@@ -14,26 +16,24 @@ from time import monotonic
 import msgspec
 
 from rollout_queue.contract.policy import MANIFEST
-from rollout_queue.http.errors import ApiError
-from rollout_server.engine.client import EngineFailed
+from rollout_server.engine.control import EngineFailed
 from rollout_server.engine.engine import Engine
-from rollout_server.metrics import Metrics
+from rollout_server.errors import (
+    EngineUnavailable,
+    LocationRefused,
+    VersionRefused,
+    WeightsRefused,
+    WeightsUnavailable,
+)
+from rollout_server.metrics import RolloutMetrics
 from rollout_server.settings import RolloutServerSettings
 from rollout_server.weights.fetch import Fetcher, WeightsStore, manifest_digest
-from rollout_server.weights.locations import FileLocation, HttpLocation, NotAllowed, parse_location
-from rollout_server.weights.policy import Policy
+from rollout_server.weights.locations import FileLocation, HttpLocation, parse_location
+from rollout_server.weights.policy import LocalPolicy, WantedPolicy
 from rollout_server.weights.safetensors_file import BrokenWeights, weights_differ
 from rollout_server.weights.verify import read_manifest
 
 logger = logging.getLogger(__name__)
-
-
-class Wanted(msgspec.Struct, frozen=True):
-    """A version that somebody asks for. Only the initial one has no location."""
-
-    version: int
-    location: str | None = None
-    manifest_sha256: str | None = None
 
 
 class Seconds(msgspec.Struct):
@@ -54,7 +54,7 @@ class Reloader:
         engine: Engine,
         store: WeightsStore,
         fetcher: Fetcher,
-        metrics: Metrics,
+        metrics: RolloutMetrics,
         *,
         float32_engine: bool,
     ) -> None:
@@ -67,14 +67,14 @@ class Reloader:
         self._initial = engine.policy
         self._swap = asyncio.Lock()
         self._fetch = asyncio.Lock()
-        """Apart from `_swap`: a dead engine fetches what it boots into while a reload waits for it."""
+        """Apart from `_swap`: a dead engine fetches the version it boots into while a reload waits for it."""
 
     async def reload(
-        self, wanted: Wanted, *, force: bool = False, instead_of: Policy | None = None
+        self, wanted: WantedPolicy, *, force: bool = False, instead_of: LocalPolicy | None = None
     ) -> Seconds:
-        """Serve `wanted`, or raise ApiError while the old version goes on serving.
+        """Serve `wanted`. Raises ReloadError where the former version goes on.
 
-        With `instead_of` nothing happens if another version was loaded while this call waited its turn.
+        With `instead_of`, nothing is loaded if another version was loaded while this call waited its turn.
         """
         place = self._place(wanted)
         async with self._swap:
@@ -83,34 +83,37 @@ class Reloader:
             with self._metrics.reload():
                 return await self._reload(wanted, place, force)
 
-    async def prepare(self, wanted: Wanted, seconds: Seconds | None = None) -> Policy:
-        """Fetch and verify, without touching the engine; what is here already is verified again and used."""
+    async def prepare(self, wanted: WantedPolicy, seconds: Seconds | None = None) -> LocalPolicy:
+        """Fetch and verify, without touching the engine. Files that are here already are verified again.
+
+        Raises ReloadError.
+        """
         seconds = seconds or Seconds()
         place = self._place(wanted)
         if place is None:
             return self._initial
         async with self._fetch:
-            with _as_api_errors(wanted.version):
+            with _as_reload_errors(wanted.version):
                 return await self._prepare(wanted, place, seconds)
 
     async def _reload(
-        self, wanted: Wanted, place: FileLocation | HttpLocation | None, force: bool
+        self, wanted: WantedPolicy, place: FileLocation | HttpLocation | None, force: bool
     ) -> Seconds:
         served, seconds = self._engine.policy, Seconds()
         if wanted.version < served.version and not force:
-            raise ApiError(409, f"version {wanted.version} is lower than {served.version}, which is served")
+            raise VersionRefused(f"version {wanted.version} is lower than {served.version}, which is served")
         if wanted.version == served.version and await self._is_same(wanted, place, served):
             await self._until_serving()
             return seconds
         if wanted.version == served.version and not force:
-            raise ApiError(409, f"version {wanted.version} is served already, with other content")
+            raise VersionRefused(f"version {wanted.version} is served already, with other content")
         policy = await self.prepare(wanted, seconds)
         await self._until_serving()
-        if self._engine.policy != policy:  # an engine that was dead may have booted right into it
+        if self._engine.policy != policy:  # an engine that was dead may have booted into it
             await self._load(policy, seconds)
         return seconds
 
-    async def _load(self, policy: Policy, seconds: Seconds) -> None:
+    async def _load(self, policy: LocalPolicy, seconds: Seconds) -> None:
         former, client = self._engine.policy, self._engine.client
         other = await asyncio.to_thread(
             weights_differ, policy.directory, former.directory, float32_engine=self._float32_engine
@@ -127,24 +130,31 @@ class Reloader:
                 seconds.paused = monotonic() - paused_s
                 self._engine.serve(policy)
         except EngineFailed as error:
-            logger.error("version %d: %s; the engine restarts on %d", policy.version, error, former.version)
-            raise ApiError(503, f"version {policy.version} was not loaded: {error}") from error
+            logger.error(
+                "version %d was not loaded: %s; the engine starts again with version %d",
+                policy.version,
+                error,
+                former.version,
+            )
+            raise EngineUnavailable(f"version {policy.version} was not loaded: {error}") from error
         whole_s = seconds.fetch + seconds.verify + seconds.load
         self._metrics.loaded(whole_s, seconds.paused)
         self._store.keep_only({policy.directory, former.directory})
         logger.info("version %d replaces %d: paused %.3f s", policy.version, former.version, seconds.paused)
 
     async def _is_same(
-        self, wanted: Wanted, place: FileLocation | HttpLocation | None, served: Policy
+        self, wanted: WantedPolicy, place: FileLocation | HttpLocation | None, served: LocalPolicy
     ) -> bool:
         if place is None or served.manifest_sha256 is None:
             return place is None and served == self._initial
         if wanted.manifest_sha256 is not None:
             return wanted.manifest_sha256.lower() == served.manifest_sha256
-        with _as_api_errors(wanted.version):
+        with _as_reload_errors(wanted.version):
             return manifest_digest(await self._fetcher.manifest(place)) == served.manifest_sha256
 
-    async def _prepare(self, wanted: Wanted, place: FileLocation | HttpLocation, seconds: Seconds) -> Policy:
+    async def _prepare(
+        self, wanted: WantedPolicy, place: FileLocation | HttpLocation, seconds: Seconds
+    ) -> LocalPolicy:
         announced = wanted.manifest_sha256.lower() if wanted.manifest_sha256 else None
         if announced and (kept := await self._kept(wanted.version, announced, seconds)):
             return kept
@@ -167,10 +177,10 @@ class Reloader:
             self._store.commit(part, target)
         finally:
             shutil.rmtree(part, ignore_errors=True)
-        return Policy(wanted.version, target, digest)
+        return LocalPolicy(wanted.version, target, digest)
 
-    async def _kept(self, version: int, digest: str, seconds: Seconds) -> Policy | None:
-        """The same content, if an earlier push left it here whole."""
+    async def _kept(self, version: int, digest: str, seconds: Seconds) -> LocalPolicy | None:
+        """The same content, if an earlier reload left it here whole."""
         target = self._store.path_of(version, digest)
         began_s = monotonic()
         try:
@@ -178,32 +188,27 @@ class Reloader:
         except BrokenWeights:
             return None
         seconds.verify = monotonic() - began_s
-        return Policy(version, target, digest)
+        return LocalPolicy(version, target, digest)
 
-    def _place(self, wanted: Wanted) -> FileLocation | HttpLocation | None:
+    def _place(self, wanted: WantedPolicy) -> FileLocation | HttpLocation | None:
         if wanted.location is None:
             if wanted.version != self._initial.version:
-                raise ApiError(400, f"version {wanted.version} needs a location", param="location")
+                raise LocationRefused(f"version {wanted.version} needs a location")
             return None
-        try:
-            return parse_location(wanted.location, self._settings.allowed_locations)
-        except NotAllowed as error:
-            raise ApiError(400, str(error), param="location") from error
+        return parse_location(wanted.location, self._settings.allowed_locations)
 
     async def _until_serving(self) -> None:
         try:
             await self._engine.wait_until_serving(self._settings.engine_wait_s)
         except EngineFailed as error:
-            raise ApiError(503, str(error)) from error
+            raise EngineUnavailable(str(error)) from error
 
 
 @contextmanager
-def _as_api_errors(version: int) -> Iterator[None]:
+def _as_reload_errors(version: int) -> Iterator[None]:
     try:
         yield
-    except NotAllowed as error:
-        raise ApiError(400, str(error), param="location") from error
     except BrokenWeights as error:
-        raise ApiError(422, f"version {version}: {error}", code="broken_weights") from error
+        raise WeightsRefused(f"version {version}: {error}") from error
     except OSError as error:
-        raise ApiError(503, f"version {version}: {error}", type="storage_unavailable") from error
+        raise WeightsUnavailable(f"version {version}: {error}") from error

@@ -1,4 +1,4 @@
-"""The section `rollout_server` of the configuration, every default in one place."""
+"""The section `rollout_server` of the configuration, with every default."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ Device = Literal["cpu", "cuda"]
 
 
 class RolloutServerSettings(ServiceSettings):
-    """One rollout server and the one engine that it keeps."""
+    """One rollout server and its engine."""
 
     section: ClassVar[str] = "rollout_server"
 
@@ -24,10 +24,10 @@ class RolloutServerSettings(ServiceSettings):
     """Where the gateway reaches this server; null means http://host:port."""
     admin_keys: CommaSeparated = []
     gateway_url: str | None = None
-    """Where to register; null for a server that stands alone."""
+    """Where to register; null for a server without a gateway."""
     register_every_s: float = 5.0
     settle_s: float = 60.0
-    """How long after a reload the gateway may still name the older version: its push to the fleet runs on."""
+    """How long after a reload the gateway may still name the older version: its push to the fleet goes on."""
 
     model_path: Path
     """The Hugging Face directory that the engine starts with, known as `initial_version`."""
@@ -42,13 +42,13 @@ class RolloutServerSettings(ServiceSettings):
     engine_python: str = sys.executable
     """The Python that has SGLang installed; on a CPU-only machine that is an environment of its own."""
     engine_host: str = "127.0.0.1"
-    """SGLang asks nobody for a key here, so bind another address in a closed network only."""
+    """SGLang asks for no key here, so bind another address only in a closed network."""
     engine_port: int = 30000
     engine_public_url: str | None = None
     """Where the gateway reaches the engine; null means http://engine_host:engine_port."""
     engine_device: Literal["auto", "cpu", "cuda"] = "auto"
     engine_args: list[str] = []
-    """Appended to SGLang's command line as they are, and so win over ours."""
+    """Appended to SGLang's command line, so they override the arguments of this service."""
     engine_log: Path | None = None
     """Null means run/logs/<id>-engine.log; the log before the last start is kept beside it, as `.1`."""
     dtype: str | None = None
@@ -62,13 +62,13 @@ class RolloutServerSettings(ServiceSettings):
     load_timeout_s: float = 600.0
     control_timeout_s: float = 30.0
     fetch_timeout_s: float = 60.0
-    """Without a byte for so long, a download has failed."""
+    """A download that brings no byte for so long has failed."""
     engine_wait_s: float = 60.0
     """How long a reload waits for an engine that is just starting."""
     hang_timeout_s: float = 120.0
-    """An engine that answers nothing for so long is killed and started again."""
+    """An engine that does not answer for so long is killed and started again."""
     restart_backoff_s: float = 0.5
-    """After the first death; doubles with each further one, up to half a minute."""
+    """The pause before the second start; it doubles with each further one, up to 30 s."""
     drain_timeout_s: float = 30.0
     stop_timeout_s: float = 10.0
 
@@ -83,12 +83,12 @@ class RolloutServerSettings(ServiceSettings):
 
     @property
     def engine_url(self) -> str:
-        """What others call."""
+        """The engine's address for the gateway."""
         return self.engine_public_url or self.engine_control_url
 
     @property
     def engine_control_url(self) -> str:
-        """What this server itself calls: always this machine."""
+        """The engine's address for this server, which is always on the same machine."""
         return f"http://{_reachable(self.engine_host)}:{self.engine_port}"
 
     @property

@@ -1,4 +1,4 @@
-"""How SGLang is started: pure functions from settings to a command line and an environment."""
+"""SGLang's command line and environment, as pure functions of the settings."""
 
 import os
 import shutil
@@ -10,13 +10,13 @@ from typing import Literal
 from rollout_server.settings import Device, RolloutServerSettings
 
 SHIM = Path(__file__).parent / "shim"
-"""On the engine's path on CPU only: with a GPU the real kernels must be found."""
+"""Stand-ins for modules that need CUDA: on the engine's path on CPU only, since a GPU needs the real ones."""
 CPU_MAX_TOTAL_TOKENS = 65536
 CPU_MAX_RUNNING_REQUESTS = 64
 
 
 def find_device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
-    """`auto` is CUDA where nvidia-smi lists a GPU, else CPU."""
+    """`auto` is CUDA if nvidia-smi lists a GPU, else CPU."""
     if wanted != "auto":
         return wanted
     nvidia_smi = shutil.which("nvidia-smi")
@@ -29,12 +29,12 @@ def find_device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
 def engine_command(
     settings: RolloutServerSettings, device: Device, model_path: Path, version: int
 ) -> list[str]:
-    """SGLang's command line; it boots right into `version`, so no reload follows a restart."""
+    """SGLang's command line. It starts with the weights of `version`, so a restart needs no reload."""
     command = [settings.engine_python, "-m", "sglang.launch_server"]
     command += ["--model-path", str(model_path), "--weight-version", str(version)]
     command += ["--host", settings.engine_host, "--port", str(settings.engine_port)]
     command += ["--random-seed", str(settings.random_seed)]
-    # Chunks that carry only what is new: a long answer costs O(tokens) on the wire, not O(tokens²).
+    # Each chunk carries only the new tokens: an answer costs O(tokens) on the wire, not O(tokens²).
     command += ["--incremental-streaming-output", "--sleep-on-idle", "--log-level-http", "warning"]
     command += _cpu(settings) if device == "cpu" else _cuda(settings)
     if settings.context_length is not None:
@@ -49,13 +49,13 @@ def engine_dtype(settings: RolloutServerSettings, device: Device) -> str:
 def engine_environment(
     settings: RolloutServerSettings, device: Device, inherited: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """What SGLang sees: ours without the service's own keys, offline, and the stand-in on CPU."""
+    """This process's environment without Weir's keys, with SGLang offline, and with the stand-ins on CPU."""
     environment = {name: value for name, value in inherited.items() if not name.startswith("WEIR_")}
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    # It leads to the service's packages, and the engine has others of the same names.
+    # PYTHONPATH names this service's packages; the engine has other versions of them.
     environment.pop("PYTHONPATH", None)
     if device == "cpu":
-        # More OpenMP threads than free cores make the engine spin, up to a hundred times slower.
+        # With more OpenMP threads than free cores, the engine is up to a hundred times slower.
         environment |= {"OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(SHIM)}
     return environment
 
@@ -67,7 +67,7 @@ def _cpu(settings: RolloutServerSettings) -> list[str]:
         *("--mem-fraction-static", "0.5"),
         *("--max-total-tokens", str(settings.max_total_tokens or CPU_MAX_TOTAL_TOKENS)),
         *("--max-running-requests", str(settings.max_running_requests or CPU_MAX_RUNNING_REQUESTS)),
-        # Nothing is compiled here, so warming up buys nothing and costs a second of every boot.
+        # Nothing is compiled on CPU, so a warm-up only costs a second of every boot.
         "--skip-server-warmup",
     ]
 

@@ -1,4 +1,4 @@
-"""The control calls to one SGLang server: what it serves, pause, load, resume. Every answer is checked."""
+"""The control calls to one SGLang server: version, checksum, pause, load, resume. Every answer is checked."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import httpx
 
 
 class EngineFailed(Exception):
-    """The engine did not do, or did not prove, what it was asked; it says which call and why."""
+    """The engine died, or a call to it failed. The text names the call and the reason."""
 
 
-class EngineClient:
-    """Speaks to one engine. `control_timeout_s` bounds the quick calls, `load_timeout_s` a load."""
+class EngineControl:
+    """Calls one engine. `control_timeout_s` bounds the quick calls, `load_timeout_s` loads and checksums."""
 
     def __init__(self, client: httpx.AsyncClient, *, control_timeout_s: float, load_timeout_s: float) -> None:
         self._client = client
@@ -18,18 +18,18 @@ class EngineClient:
         self._load_timeout_s = load_timeout_s
 
     async def is_ready(self) -> bool:
-        """Up and not paused. /health is no probe: it generates a token, and fails while paused."""
+        """Whether it runs and is not paused. /health generates a token, and fails while paused."""
         return await self._answers("/ready")
 
     async def is_alive(self) -> bool:
-        """Up, paused or not."""
+        """Whether it runs, paused or not."""
         return await self._answers("/ping")
 
     async def version(self) -> str:
         return str((await self._call("GET", "/model_info")).get("weight_version"))
 
     async def checksum(self) -> str:
-        """Of all weights as they lie in the engine's memory."""
+        """Of all weights in the engine's memory."""
         answer = await self._call("POST", "/weights_checker", {"action": "checksum"}, self._load_timeout_s)
         checksum = answer.get("per_engine_checksum")
         if not answer.get("success") or not isinstance(checksum, str):
@@ -37,7 +37,7 @@ class EngineClient:
         return checksum
 
     async def pause(self) -> None:
-        # `retract` puts running requests back with their tokens; they resume under the new weights.
+        # `retract` puts running requests back in the queue; they go on with the new weights.
         await self._call("POST", "/pause_generation", {"mode": "retract"})
 
     async def resume(self) -> None:

@@ -1,4 +1,4 @@
-"""Keeps one SGLang engine alive and right: starts it, watches it, starts it again when it dies.
+"""Keeps one SGLang engine running: starts it, watches it, and starts it again when it dies.
 
 choose policy ─▶ start ─▶ ready? ─▶ prove ─▶ serve … dies ─▶ kill the group, back off ─┐
       └────────────────────────────────────────────────────────────────────────────────┘
@@ -8,90 +8,105 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from enum import StrEnum
 from time import monotonic
 from typing import Protocol
 
-from rollout_server.engine.client import EngineClient, EngineFailed
+from rollout_server.engine.control import EngineControl, EngineFailed
 from rollout_server.settings import RolloutServerSettings
-from rollout_server.weights.policy import Policy, State
+from rollout_server.weights.policy import LocalPolicy
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 WATCH_S = 5.0
-HEARD_WITHIN_S = 1.0
-"""So soon every gateway has asked how this server is."""
+POLLED_WITHIN_S = 1.0
+"""Every gateway polls `/status` at least so often."""
 MAX_BACKOFF_S = 30.0
 
 
-class Process(Protocol):
-    """What the keeper needs of an operating-system process."""
+class ServerState(StrEnum):
+    """The state of a rollout server, as `/status` gives it."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+class ProcessHandle(Protocol):
+    """What `Engine` needs of an operating-system process."""
 
     @property
     def exited(self) -> bool: ...
     async def wait(self) -> int: ...
     async def kill(self) -> None: ...
     async def stop(self) -> None: ...
-    def last_words(self) -> str: ...
+    def log_tail(self) -> str: ...
 
 
-StartProcess = Callable[[Policy], Awaitable[Process]]
-ChoosePolicy = Callable[[Policy], Awaitable[Policy]]
-"""From what was served last to what the next start serves; never raises."""
+StartProcess = Callable[[LocalPolicy], Awaitable[ProcessHandle]]
+ChoosePolicy = Callable[[LocalPolicy], Awaitable[LocalPolicy]]
+"""Returns the policy of the next start, given the last one; never raises."""
 
 
 class Engine:
     """One engine and the policy that it must serve, over all of its restarts."""
 
     def __init__(
-        self, settings: RolloutServerSettings, client: EngineClient, initial: Policy, start: StartProcess
+        self,
+        settings: RolloutServerSettings,
+        client: EngineControl,
+        initial: LocalPolicy,
+        start: StartProcess,
     ) -> None:
         self.client = client
         self.policy = initial
         self.restarts = 0
         self.draining = False
         self.awaited_version: int | None = None
-        """What the gateway wants served while this server could not fetch it yet."""
+        """The version that the fleet serves, while this server has not loaded it."""
         self.policy_since_s = monotonic()
         self._settings = settings
         self._start = start
-        self._phase = State.STARTING
+        self._phase = ServerState.STARTING
         self._changed = asyncio.Condition()
-        self._process: Process | None = None
-        self._checksums: dict[Policy, str] = {}
+        self._process: ProcessHandle | None = None
+        self._checksums: dict[LocalPolicy, str] = {}
         self._closing = False
 
     @property
-    def state(self) -> State:
-        if self._phase not in (State.READY, State.LOADING):
+    def state(self) -> ServerState:
+        if self._phase not in (ServerState.READY, ServerState.LOADING):
             return self._phase
         if self.draining or self._closing:
-            return State.DRAINING
-        return State.LOADING if self.awaited_version is not None else self._phase
+            return ServerState.DRAINING
+        return ServerState.LOADING if self.awaited_version is not None else self._phase
 
     @property
     def serving(self) -> bool:
-        """The engine answers with `policy`, whether or not it is in rotation."""
-        return self._phase is State.READY
+        """Whether the engine answers with `policy`, in rotation or not."""
+        return self._phase is ServerState.READY
 
     async def run(self, choose: ChoosePolicy) -> None:
         """Keep an engine running until `close`."""
         backoff_s = self._settings.restart_backoff_s
         while not self._closing:
-            await self._become(State.STARTING)
+            await self._become(ServerState.STARTING)
             self.policy = await choose(self.policy)
             ready_at_s = None
             try:
                 async with self._started(self.policy) as process:
                     await self._prove_boot(process)
                     ready_at_s = monotonic()
-                    await self._become(State.READY)
+                    await self._become(ServerState.READY)
                     await self._watch(process)
             except EngineFailed as error:
                 if self._closing:
                     return
                 logger.error("engine failed: %s", error)
-            await self._become(State.DEAD)
+            await self._become(ServerState.DEAD)
             self.restarts += 1
             if ready_at_s is not None and monotonic() - ready_at_s > MAX_BACKOFF_S:
                 backoff_s = self._settings.restart_backoff_s
@@ -111,24 +126,27 @@ class Engine:
 
     @asynccontextmanager
     async def swapping(self) -> AsyncIterator[None]:
-        """Out of rotation while the block runs. If it fails, the engine is killed and boots into `policy`.
+        """Out of rotation while the block runs; if that fails, the engine is killed and boots into `policy`.
 
-        It stays paused until then: what an untrusted engine samples must not reach anybody.
+        Until then it stays paused: no client may get tokens of unproved weights.
         """
         process = self._process
         if not self.serving or process is None:
             raise EngineFailed(f"the engine is {self._phase}")
-        await self._become(State.LOADING)
+        await self._become(ServerState.LOADING)
         try:
             yield
         except BaseException:
             await process.kill()
             raise
-        if self._phase is State.LOADING:
-            await self._become(State.READY)
+        if self._phase is ServerState.LOADING:
+            await self._become(ServerState.READY)
 
-    async def prove(self, policy: Policy, *, differs_from: Policy | None = None) -> None:
-        """Raises EngineFailed unless the engine says and shows that it serves `policy`."""
+    async def prove(self, policy: LocalPolicy, *, differs_from: LocalPolicy | None = None) -> None:
+        """Raises EngineFailed unless version and checksum of the engine's weights are those of `policy`.
+
+        They must differ from those of `differs_from`.
+        """
         version = await self.client.version()
         if version != str(policy.version):
             raise EngineFailed(f"the engine serves version {version}, not {policy.version}")
@@ -140,77 +158,79 @@ class Engine:
             raise EngineFailed(f"the weights of version {differs_from.version} are still in the engine")
         self._checksums[policy] = checksum
 
-    def serve(self, policy: Policy) -> None:
-        """From now on this is what the engine serves and boots into."""
+    def serve(self, policy: LocalPolicy) -> None:
+        """The engine serves `policy` from now on, and boots into it."""
         self.policy = policy
         self.policy_since_s = monotonic()
         self.awaited_version = None
 
     async def drain(self) -> None:
-        """Out of rotation for good; what runs may end, for a while, and what gateways send that have not
-        heard of it yet."""
+        """Leave rotation for good, and wait for the requests that run, at most `drain_timeout_s`.
+
+        Gateways that have not polled since may still send some.
+        """
         self._closing = True
         busy_s = monotonic()
         until_s = busy_s + self._settings.drain_timeout_s
-        while self._process is not None and monotonic() < min(busy_s + HEARD_WITHIN_S, until_s):
+        while self._process is not None and monotonic() < min(busy_s + POLLED_WITHIN_S, until_s):
             if await self._is_busy():
                 busy_s = monotonic()
             await asyncio.sleep(POLL_S)
 
     async def close(self) -> None:
-        """End the engine, whatever it does."""
+        """End the engine, whatever it is doing."""
         self._closing = True
         if self._process is not None:
             await self._process.stop()
 
     async def _is_busy(self) -> bool:
         process = self._process
-        if process is None or process.exited or self._phase is State.STARTING:
+        if process is None or process.exited or self._phase is ServerState.STARTING:
             return False
-        if self._phase is State.LOADING:
-            return True  # calls wait in it, and go on with the weights that come
+        if self._phase is ServerState.LOADING:
+            return True  # requests wait in it, and go on with the new weights
         try:
             return sum(await self.client.load_counts()) > 0
         except EngineFailed:
-            return not process.exited  # one that has much to do answers late
+            return not process.exited  # an engine under load answers late
 
     @asynccontextmanager
-    async def _started(self, policy: Policy) -> AsyncIterator[Process]:
+    async def _started(self, policy: LocalPolicy) -> AsyncIterator[ProcessHandle]:
         process = self._process = await self._start(policy)
         try:
             yield process
         finally:
-            # Also after its own death: what is left of its group would hold the port.
+            # Also after it died: the rest of its process group would hold the port.
             await process.kill()
             self._process = None
 
-    async def _prove_boot(self, process: Process) -> None:
+    async def _prove_boot(self, process: ProcessHandle) -> None:
         started_s = monotonic()
         while not await self.client.is_ready():
             if process.exited:
-                raise EngineFailed(f"died while it started:\n{process.last_words()}")
+                raise EngineFailed(f"died while it started:\n{process.log_tail()}")
             if monotonic() - started_s > self._settings.boot_timeout_s:
                 raise EngineFailed(f"not up after {self._settings.boot_timeout_s:.0f} s")
             await asyncio.sleep(POLL_S)
         await self.prove(self.policy)
         logger.info("engine serves version %d after %.1f s", self.policy.version, monotonic() - started_s)
 
-    async def _watch(self, process: Process) -> None:
-        """Returns by raising, once the process is dead or answers no more."""
+    async def _watch(self, process: ProcessHandle) -> None:
+        """Raises EngineFailed once the process is dead or does not answer any more."""
         alive_s = monotonic()
         while True:
             try:
                 code = await asyncio.wait_for(process.wait(), WATCH_S)
             except TimeoutError:
-                # While weights load, the calls' own timeouts watch.
-                if self._phase is State.LOADING or await self.client.is_alive():
+                # While weights load, the load's own timeouts apply.
+                if self._phase is ServerState.LOADING or await self.client.is_alive():
                     alive_s = monotonic()
                 elif monotonic() - alive_s > self._settings.hang_timeout_s:
-                    raise EngineFailed(f"silent for {self._settings.hang_timeout_s:.0f} s") from None
+                    raise EngineFailed(f"did not answer for {self._settings.hang_timeout_s:.0f} s") from None
             else:
-                raise EngineFailed(f"exited with {code}:\n{process.last_words()}")
+                raise EngineFailed(f"exited with {code}:\n{process.log_tail()}")
 
-    async def _become(self, phase: State) -> None:
+    async def _become(self, phase: ServerState) -> None:
         async with self._changed:
             self._phase = phase
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""The engine's operating-system process: started in a group of its own, ended with the whole group."""
+"""The engine's operating-system process: started in a process group of its own, and ended as a group."""
 
 import asyncio
 import contextlib
@@ -52,25 +52,25 @@ class EngineProcess:
         return self._process.returncode is not None
 
     async def wait(self) -> int:
-        """The exit code, once the process has ended by itself or by `kill`."""
+        """Wait for the end of the process. Returns its exit code."""
         return await self._process.wait()
 
     async def kill(self) -> None:
-        """End the whole group at once: a scheduler without its server would hold the port and the memory."""
+        """End the whole group at once: SGLang's scheduler alone would hold the port and the memory."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         await self._process.wait()
 
     async def stop(self) -> None:
-        """Let the engine finish what runs, for a while; then `kill`."""
+        """Let the engine finish its requests, at most `stop_timeout_s`; then `kill`."""
         if not self.exited:
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), self._stop_timeout_s)
         await self.kill()
 
-    def last_words(self) -> str:
-        """The end of its log, for the operator who asks why it died."""
+    def log_tail(self) -> str:
+        """The end of the engine's log, which tells why it died."""
         with contextlib.suppress(OSError), self._log_path.open("rb") as log:
             log.seek(max(0, self._log_path.stat().st_size - LOG_TAIL_BYTES))
             return log.read().decode(errors="replace").strip()
@@ -78,7 +78,7 @@ class EngineProcess:
 
 
 def _new_log(path: Path) -> BinaryIO:
-    """The former start's log is kept: it tells why that engine died."""
+    """The log before it is kept, because it tells why the former engine died."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         path.replace(path.with_name(f"{path.name}.1"))

@@ -1,9 +1,9 @@
-"""Runs a command that does not outlive its parent: `python tether.py PARENT_PID COMMAND …`.
+"""Runs a command that ends with its parent: `python tether.py PARENT_PID COMMAND …`.
 
 rollout server ── starts ──▶ tether ── becomes ──▶ SGLang
-      └── killed, even with SIGKILL: the kernel kills SGLang, and SGLang's children follow it
+      └── killed, even with SIGKILL: the kernel kills SGLang, and SGLang's children end with it
 
-Runs by its path, before anything is imported, and replaces itself: no process stays in between.
+It is run by its path, sets the signal of the parent's death (`prctl(2)`), and replaces itself by the command.
 """
 
 import ctypes

@@ -1,1 +1,1 @@
-"""The files of a policy: where they are, how they come here, and whether they are whole."""
+"""The files of a policy: where they may come from, how they are copied here, and their verification."""

@@ -1,4 +1,4 @@
-"""Brings a published set of weights onto this machine, while the engine goes on generating.
+"""Copies a published set of weights onto this machine, while the engine goes on generating.
 
 location ─▶ manifest.json ─▶ files ─▶ v00000012.part/ ─ verified, renamed ─▶ v00000012-<digest>/
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 from rollout_queue.contract.policy import MANIFEST, STABLE, FileSpec, Manifest
-from rollout_queue.http.errors import ApiError
+from rollout_server.errors import WeightsUnavailable
 from rollout_server.weights.locations import FileLocation, HttpLocation, is_under
 from rollout_server.weights.safetensors_file import BrokenWeights
 from rollout_server.weights.verify import RESERVED, ExpectedModel, read_manifest, verify_directory
@@ -27,7 +27,7 @@ _Write = Callable[[bytes], object]
 
 
 class WeightsStore:
-    """The directories that the engine loads from, one per version and content."""
+    """The directories that the engine loads from, one for each version and content."""
 
     def __init__(self, directory: Path, model_path: Path) -> None:
         self._directory = directory
@@ -36,17 +36,17 @@ class WeightsStore:
 
     @property
     def expected(self) -> ExpectedModel:
-        """What the engine's model looks like, read once."""
+        """The names and shapes of the engine's model, read once."""
         if self._expected is None:
             self._expected = ExpectedModel.of(self._model_path)
         return self._expected
 
     def path_of(self, version: int, manifest_sha256: str) -> Path:
-        # The digest stands in the name, because --force may bring other content under a known number.
+        # The digest is part of the name, because `force` allows other content under a known number.
         return self._directory / f"v{version:08d}-{manifest_sha256[:12]}"
 
     def begin(self, version: int) -> Path:
-        """An empty directory to gather files in; what a killed server left there is removed."""
+        """An empty directory for the files; what a killed server left there is removed."""
         part = self._directory / f"v{version:08d}.part"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
@@ -66,7 +66,10 @@ class WeightsStore:
         verify_directory(directory, manifest, self.expected)
 
     def verify_again(self, directory: Path, version: int, manifest_sha256: str) -> None:
-        """Before an engine loads from a kept directory: hard-linked files may have changed since."""
+        """Verify a kept directory before an engine loads from it: hard-linked files may have changed.
+
+        Raises BrokenWeights.
+        """
         try:
             text = (directory / MANIFEST).read_bytes()
         except OSError as error:
@@ -76,7 +79,7 @@ class WeightsStore:
         self.verify(directory, read_manifest(text, version))
 
     def keep_only(self, keep: set[Path]) -> None:
-        """Remove the directories of versions that are neither served nor next in line."""
+        """Remove the directories of all other versions."""
         for directory in self._directory.glob("v*"):
             if directory not in keep:
                 shutil.rmtree(directory, ignore_errors=True)
@@ -84,7 +87,7 @@ class WeightsStore:
 
 
 class Fetcher:
-    """Reads published files, from a directory or over HTTP. The trainer alone is shown our key."""
+    """Reads published files, from a directory or over HTTP. Only the trainer's URL gets the admin key."""
 
     def __init__(self, client: httpx.AsyncClient, trainer_url: str, admin_key: str | None) -> None:
         self._client = client
@@ -99,7 +102,10 @@ class Fetcher:
         return bytes(text)
 
     async def files(self, location: FileLocation | HttpLocation, manifest: Manifest, into: Path) -> None:
-        """Bring every file of the manifest; sizes are checked on the way, the rest by `verify`."""
+        """Copy every file of the manifest. Sizes are checked here, everything else by `verify`.
+
+        Raises BrokenWeights, LocationRefused, WeightsUnavailable, OSError.
+        """
         for spec in manifest.files:
             if isinstance(location, FileLocation):
                 await asyncio.to_thread(_link_or_copy, location, spec, into / spec.name)
@@ -115,16 +121,16 @@ class Fetcher:
         try:
             async with self._client.stream("GET", url, headers=headers, follow_redirects=False) as response:
                 if response.status_code >= 500:
-                    raise ApiError(503, f"{url} answers {response.status_code}", type="storage_unavailable")
+                    raise WeightsUnavailable(f"{url} answers {response.status_code}")
                 if response.status_code != 200:
-                    raise BrokenWeights(f"is not to be had: HTTP {response.status_code}", file=name)
+                    raise BrokenWeights(f"cannot be fetched: HTTP {response.status_code}", file=name)
                 async for chunk in response.aiter_bytes(2**20):
                     received += len(chunk)
                     if received > max_bytes:
                         raise BrokenWeights(f"is longer than {max_bytes} bytes", file=name)
                     await asyncio.to_thread(write, chunk)
         except httpx.TransportError as error:
-            raise ApiError(503, f"{url} cannot be fetched: {error!r}", type="storage_unavailable") from error
+            raise WeightsUnavailable(f"{url} cannot be fetched: {error!r}") from error
 
 
 def manifest_digest(text: bytes) -> str:
@@ -133,7 +139,7 @@ def manifest_digest(text: bytes) -> str:
 
 def _read_manifest_file(location: FileLocation) -> bytes:
     if not location.resolve(STABLE).is_file():
-        raise BrokenWeights(f"has no {STABLE} marker: it is no published policy")
+        raise BrokenWeights(f"has no {STABLE} file, so it is not a published policy")
     path = location.resolve(MANIFEST)
     if not path.is_file():
         raise BrokenWeights("is missing", file=MANIFEST)

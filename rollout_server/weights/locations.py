@@ -1,6 +1,6 @@
-"""Which places weights may come from: decided by the text alone, before anything is opened or called.
+"""Decides which places weights may come from, by the location's text alone: nothing is opened or called.
 
-location ─▶ parse_location ─▶ FileLocation (a directory here) or HttpLocation (a URL), else NotAllowed
+location ─▶ parse_location ─▶ FileLocation (a directory here) or HttpLocation (a URL), else LocationRefused
 """
 
 import os
@@ -10,16 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
+from rollout_server.errors import LocationRefused
+
 DEFAULT_PORTS = {"http": 80, "https": 443}
 PLAIN_URL_PATH = re.compile(r"[A-Za-z0-9._~/@=+-]*")
-"""Without percent escapes, `;` or backslashes there is one way to read a path, for us and for the server."""
-
-
-class NotAllowed(Exception):
-    """A location that is malformed, or under no allowed prefix.
-
-    Its text may hold a secret, so it is not repeated.
-    """
+"""Without percent escapes, `;` and backslashes, both this service and the other server read a path alike."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +25,12 @@ class FileLocation:
     roots: tuple[Path, ...]
 
     def resolve(self, name: str = "") -> Path:
-        """Follow links, and raise NotAllowed where one leads out of every root."""
+        """Follow links, and raise LocationRefused where one leads out of every root."""
         path = (self.directory / name).resolve()
         if not any(path.is_relative_to(root.resolve()) for root in self.roots):
-            raise NotAllowed(f"a link in the location leads out of the allowed directories at {name or '.'}")
+            raise LocationRefused(
+                f"a link in the location leads out of the allowed directories at {name or '.'}"
+            )
         return path
 
 
@@ -45,17 +42,20 @@ class HttpLocation:
 
 
 def parse_location(location: str, allowed: Sequence[str]) -> FileLocation | HttpLocation:
-    """Raises NotAllowed unless `location` lies under one of the `allowed` prefixes."""
+    """Raises LocationRefused unless `location` lies under one of the `allowed` prefixes.
+
+    The error does not repeat the location, which may hold a secret.
+    """
     parts = _split(location)
     if parts.scheme == "file":
         directory = _file_path(parts)
         roots = tuple(_file_path(root) for prefix in allowed if (root := _split(prefix)).scheme == "file")
         if not any(directory.is_relative_to(root) for root in (*roots, *(root.resolve() for root in roots))):
-            raise NotAllowed("the location is in no allowed directory (rollout_server.weights.locations)")
+            raise LocationRefused("the location is in no allowed directory (rollout_server.locations)")
         return FileLocation(directory, roots)
     _require_plain_path(parts)
     if not any(is_under(location, prefix) for prefix in allowed):
-        raise NotAllowed("the location is under no allowed URL (rollout_server.weights.locations)")
+        raise LocationRefused("the location is under no allowed URL (rollout_server.locations)")
     return HttpLocation(location.rstrip("/"))
 
 
@@ -70,18 +70,18 @@ def is_under(url: str, prefix: str) -> bool:
 
 def _split(location: str) -> SplitResult:
     if any(ord(character) <= 32 or ord(character) == 127 for character in location):
-        raise NotAllowed("the location holds blanks or control characters")
+        raise LocationRefused("the location holds blanks or control characters")
     try:
         parts = urlsplit(location)
         _ = parts.port
     except ValueError as error:
-        raise NotAllowed("the location is not a URL") from error
+        raise LocationRefused("the location is not a URL") from error
     if parts.scheme not in ("file", *DEFAULT_PORTS):
-        raise NotAllowed("the location is neither file:// nor http:// nor https://")
+        raise LocationRefused("the location is neither file:// nor http:// nor https://")
     if parts.username is not None or parts.password is not None or "@" in parts.netloc:
-        raise NotAllowed("the location holds credentials")
+        raise LocationRefused("the location holds credentials")
     if parts.query or parts.fragment or "?" in location or "#" in location:
-        raise NotAllowed("the location holds a query or a fragment")
+        raise LocationRefused("the location holds a query or a fragment")
     return parts
 
 
@@ -92,13 +92,13 @@ def _origin(parts: SplitResult) -> tuple[str, str | None, int | None]:
 def _file_path(parts: SplitResult) -> Path:
     path = unquote(parts.path)
     if parts.netloc not in ("", "localhost") or not path.startswith("/") or "\0" in path:
-        raise NotAllowed("the location is not an absolute path on this machine")
+        raise LocationRefused("the location is not an absolute path on this machine")
     # Lexically: `..` is folded before anything on the disk is looked at.
     return Path(os.path.normpath(path))
 
 
 def _require_plain_path(parts: SplitResult) -> None:
     if not parts.hostname or not PLAIN_URL_PATH.fullmatch(parts.path):
-        raise NotAllowed("the location is not a plain URL")
+        raise LocationRefused("the location is not a plain URL")
     if any(segment in (".", "..") for segment in parts.path.split("/")):
-        raise NotAllowed("the location walks upwards")
+        raise LocationRefused("the location walks upwards")

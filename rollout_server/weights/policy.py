@@ -1,12 +1,20 @@
-"""What an engine serves: one version, the directory it was loaded from, and proof of its content."""
+"""The two ways to name a policy: as somebody asks for it, and as it lies on this machine."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Policy:
+class WantedPolicy:
+    """A version that is to be served. Only the one that the engine starts with has no location."""
+
+    version: int
+    location: str | None = None
+    manifest_sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class LocalPolicy:
     """One numbered set of weights on this machine, as the engine loads it."""
 
     version: int
@@ -17,13 +25,3 @@ class Policy:
     def __post_init__(self) -> None:
         if self.version < 0:
             raise ValueError(f"a version is not negative: {self.version}")
-
-
-class State(StrEnum):
-    """Where a rollout server is, as `/status` says it."""
-
-    STARTING = "starting"
-    LOADING = "loading"
-    READY = "ready"
-    DRAINING = "draining"
-    DEAD = "dead"

@@ -1,4 +1,4 @@
-"""Reads safetensors files as far as proof needs it: the header, and whether every float is finite.
+"""Reads what verification needs of a safetensors file: its header, and whether every float is finite.
 
 file = 8 bytes header length (little-endian) · JSON header {tensor: {dtype, shape, data_offsets}} · data
 """
@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-"""The types that weights come in; anything else is no set of weights that we push."""
+"""Bytes per value of the types that weights may have."""
 EXPONENT_MASKS = {"F32": 0x7F80_0000, "F16": 0x7C00, "BF16": 0x7F80}
-"""All exponent bits set: infinity or NaN. Integer tests work for BF16 too, which numpy does not know."""
+"""A float with all exponent bits set is infinity or NaN. Tested on integers, since numpy has no BF16."""
 MAX_HEADER_BYTES = 100_000_000
 CHUNK_BYTES = 16 * 2**20
 
 
 class BrokenWeights(Exception):
-    """A set of weights that must not reach an engine; names the file and, where there is one, the tensor."""
+    """A set of weights that must not reach an engine. The text names the file and, if known, the tensor."""
 
     def __init__(self, reason: str, *, file: str | None = None, tensor: str | None = None) -> None:
         where = f"{file or 'weights'}: " + (f"tensor {tensor!r}: " if tensor else "")
@@ -71,10 +71,10 @@ def require_finite(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
 
 
 def weights_differ(one: Path, other: Path, *, float32_engine: bool) -> bool:
-    """Whether an engine that loaded `one` holds other values than with `other`; False where it may round.
+    """Whether an engine holds other values after loading `one` than after loading `other`.
 
-    Files may differ while weights do not (metadata, sharding), so values are compared. It stops at the
-    first difference, and two steps of training differ at once.
+    False for tensors that the engine may round to the same values. Files may differ while weights do not
+    (metadata, sharding), so values are compared, up to the first difference.
     """
     ones, others = _tensors_of(one), _tensors_of(other)
     for name in sorted(ones.keys() & others.keys()):

@@ -1,4 +1,4 @@
-"""Proves a set of weights before an engine sees it: pure checks, no torch, nothing loaded.
+"""Verifies a set of weights before an engine loads it: pure checks on files, without torch.
 
 manifest.json ─▶ read_manifest ─▶ Manifest ┐
 initial model ─▶ ExpectedModel ────────────┼─▶ verify_directory ─▶ fine, or BrokenWeights
@@ -23,7 +23,7 @@ CONFIG = "config.json"
 FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 RESERVED = frozenset({".", "..", MANIFEST, STABLE})
 CODE_SUFFIXES = frozenset({".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth", ".py", ".so"})
-"""Pickles and Python run when they are loaded, so they are no part of a policy."""
+"""Endings of files that run code when they are loaded: no policy may contain them."""
 OUTPUT_HEAD, INPUT_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 SHAPING_KEYS = (
     "architectures",
@@ -35,7 +35,7 @@ SHAPING_KEYS = (
     "tie_word_embeddings",
     "vocab_size",
 )
-"""What a config must not change: an engine keeps its own on a reload, and would take the new on a restart."""
+"""Keys that a config must not change: an engine keeps its config on a reload, and reads it when it starts."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class ExpectedModel:
 
     @property
     def optional_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """A head tied to the embedding may be written out or left out; it is the same tensor."""
+        """An output head tied to the embedding may be in the file or not: it is the same tensor."""
         if not self.config.get("tie_word_embeddings") or INPUT_EMBEDDING not in self.shapes:
             return {}
         return {OUTPUT_HEAD: self.shapes[INPUT_EMBEDDING]}
 
 
 def read_manifest(text: bytes, version: int) -> Manifest:
-    """Decode a manifest and check what it says by itself, before any of its files is fetched."""
+    """Decode a manifest and check its entries, before any of its files is fetched. Raises BrokenWeights."""
     try:
         manifest = msgspec.json.decode(text, type=Manifest)
     except msgspec.DecodeError as error:
@@ -73,7 +73,7 @@ def read_manifest(text: bytes, version: int) -> Manifest:
     names = [file.name for file in manifest.files]
     for name in names:
         if not FILE_NAME.fullmatch(name) or name in RESERVED or Path(name).suffix in CODE_SUFFIXES:
-            raise BrokenWeights(f"names {name!r}, which is no file of a policy", file=MANIFEST)
+            raise BrokenWeights(f"names {name!r}, which no policy may contain", file=MANIFEST)
     if len(set(names)) != len(names):
         raise BrokenWeights("names a file twice", file=MANIFEST)
     if not any(name.endswith(WEIGHTS_SUFFIX) for name in names):

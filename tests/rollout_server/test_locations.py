@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout_server.weights.locations import FileLocation, HttpLocation, NotAllowed, is_under, parse_location
+from rollout_server.errors import LocationRefused
+from rollout_server.weights.locations import FileLocation, HttpLocation, is_under, parse_location
 
 ALLOWED = ["file:///srv/policies", "http://trainer:8200/weights"]
 
@@ -41,7 +42,7 @@ ALLOWED = ["file:///srv/policies", "http://trainer:8200/weights"]
     ],
 )
 def test_what_lies_under_no_prefix_is_refused(location: str) -> None:
-    with pytest.raises(NotAllowed) as refused:
+    with pytest.raises(LocationRefused) as refused:
         parse_location(location, ALLOWED)
     assert "secret" not in str(refused.value)
 
@@ -71,7 +72,7 @@ def test_a_link_that_leads_out_is_refused(tmp_path: Path) -> None:
     for directory, name in (("link", ""), ("v1", "model.safetensors")):
         place = parse_location((policies / directory).as_uri(), allowed)
         assert isinstance(place, FileLocation)
-        with pytest.raises(NotAllowed):
+        with pytest.raises(LocationRefused):
             place.resolve(name)
     inside = parse_location((policies / "inside").as_uri(), allowed)
     assert isinstance(inside, FileLocation)

@@ -29,7 +29,7 @@ def test_a_server_without_a_model_says_so(tmp_path: Path) -> None:
 def test_a_directory_that_is_no_model_is_said(tmp_path: Path) -> None:
     ended = start(tmp_path, WEIR_MODEL_PATH=str(tmp_path))
     assert ended.returncode == 1
-    assert "model_path is no servable model" in ended.stderr
+    assert "model_path is not a model that can be served" in ended.stderr
 
 
 @pytest.mark.parametrize("field", ["port", "engine_port"])

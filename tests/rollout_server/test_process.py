@@ -67,10 +67,10 @@ async def test_stop_is_patient_and_then_kills(tmp_path: Path) -> None:
     assert await process.wait() == -signal.SIGKILL
 
 
-async def test_the_last_words_and_the_former_log_are_kept(tmp_path: Path) -> None:
+async def test_the_log_tail_and_the_former_log_are_kept(tmp_path: Path) -> None:
     process = await start(tmp_path, "print('first'); raise SystemExit(3)")
     assert await process.wait() == 3
-    assert process.last_words() == "first"
+    assert process.log_tail() == "first"
     second = await start(tmp_path, "print('second')")
     await second.wait()
     assert (tmp_path / "logs" / "engine.log.1").read_text() == "first\n"

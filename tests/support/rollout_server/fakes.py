@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 
-from rollout_server.weights.policy import Policy
+from rollout_server.weights.policy import LocalPolicy
 
 
 class FakeEngine:
@@ -16,7 +16,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.boots: list[Policy] = []
+        self.boots: list[LocalPolicy] = []
         self.process: FakeProcess | None = None
         self.directory = Path()
         self.version = "0"
@@ -33,7 +33,7 @@ class FakeEngine:
         """What a load does before, or in place of, loading."""
         self.keeps_old_weights = False
 
-    async def start(self, policy: Policy) -> "FakeProcess":
+    async def start(self, policy: LocalPolicy) -> "FakeProcess":
         self.boots.append(policy)
         self.directory, self.version, self.paused = policy.directory, str(policy.version), False
         self.process = FakeProcess()
@@ -98,5 +98,5 @@ class FakeProcess:
     async def stop(self) -> None:
         self._dead.set()
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         return "the fake was killed"

@@ -1,0 +1,56 @@
+"""Why a version is not loaded: errors of the domain, each with the HTTP status of the answer to `/reload`.
+
+ReloadError
+├─ LocationRefused      400  the location is missing, malformed, or under no allowed prefix
+├─ VersionRefused       409  the version is lower than the one served, or the same with other content
+├─ WeightsRefused       422  the files are not a sound set of weights for this model
+├─ WeightsUnavailable   503  the files cannot be fetched or read now
+└─ EngineUnavailable    503  the engine does not serve, or did not load the version
+
+Whichever is raised, the engine goes on with, or boots again into, the version that it served before.
+"""
+
+from typing import ClassVar
+
+
+class ReloadError(Exception):
+    """A version is not loaded. Failures are counted by `status`."""
+
+    status: ClassVar[int]
+    type: ClassVar[str | None] = None
+    """The error's type in the answer, where it does not follow from the status."""
+    param: ClassVar[str | None] = None
+    code: ClassVar[str | None] = None
+
+
+class LocationRefused(ReloadError):
+    """The location is missing, malformed, or under no allowed prefix."""
+
+    status = 400
+    param = "location"
+
+
+class VersionRefused(ReloadError):
+    """The version is lower than the one served, or the same with other content; `force` overrides it."""
+
+    status = 409
+
+
+class WeightsRefused(ReloadError):
+    """The files are not a sound set of weights for this model."""
+
+    status = 422
+    code = "broken_weights"
+
+
+class WeightsUnavailable(ReloadError):
+    """The files cannot be fetched or read now."""
+
+    status = 503
+    type = "storage_unavailable"
+
+
+class EngineUnavailable(ReloadError):
+    """The engine does not serve, or did not load the version."""
+
+    status = 503

@@ -1,15 +1,13 @@
-"""A dialect: one public wire shape of asking a model, read into the same inner calls, and told back.
+"""What a dialect is: one public wire shape, read into the gateway's own calls and written back as answers.
 
-body ──Dialect.read──▶ Ask ──(exchange)──▶ generations ──Telling──▶ JSON, or server-sent events
+body ──Dialect.read──▶ ParsedRequest ──(edge.exchange)──▶ generations ──Responder──▶ JSON or an event stream
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from gateway.collaborators import Collaborators
-from gateway.edge.request import Arrival
 from gateway.generations.generation import Call, Generation
 from gateway.language.deltas import Delta
 from gateway.language.render import ParsedAnswer
@@ -18,8 +16,8 @@ from rollout_queue.contract.records import Turn
 from rollout_queue.http.errors import ApiError
 
 
-class Answered(NamedTuple):
-    """One generation that is recorded, and what it says."""
+class RecordedAnswer(NamedTuple):
+    """One generation whose turn is in Redis, with the answer that was parsed from its tokens."""
 
     generation: Generation
     turn: Turn
@@ -27,21 +25,21 @@ class Answered(NamedTuple):
 
 
 class Events(Protocol):
-    """The server-sent events of one reply; every method gives whole events, or nothing."""
+    """The server-sent events of one reply. Every method returns whole events, or nothing."""
 
     heartbeat: bytes
-    """Says that the stream lives; changes nothing."""
+    """Keeps a silent stream open; clients ignore it."""
 
     def opening(self) -> bytes:
-        """Before the first token of any choice, and in the order of choices."""
+        """The events before the first token of any choice, in the order of choices."""
         ...
 
     def piece(self, index: int, deltas: Sequence[Delta], start: int) -> bytes:
-        """What choice `index` added; its tokens from `start` on are new."""
+        """The events for what choice `index` adds; its tokens from `start` on are new."""
         ...
 
-    def closing(self, index: int, answered: Answered) -> bytes:
-        """The end of one choice: it is recorded."""
+    def closing(self, index: int, recorded: RecordedAnswer) -> bytes:
+        """The last events of one choice, once its turn is recorded."""
         ...
 
     def ending(self) -> bytes:
@@ -49,45 +47,49 @@ class Events(Protocol):
         ...
 
     def failing(self, error: ApiError) -> bytes:
-        """The end of a stream that broke."""
+        """The end of a stream that an error cut short."""
         ...
 
 
-class Telling(Protocol):
-    """How one request wants to be answered."""
+class Responder(Protocol):
+    """Writes the reply to one request, as one body or as a stream."""
 
-    def plain(self, answered: Sequence[Answered]) -> bytes: ...
+    def body(self, recorded: Sequence[RecordedAnswer]) -> bytes: ...
 
     def events(self, generations: Sequence[Generation]) -> Events: ...
 
 
-class Ask(msgspec.Struct, frozen=True):
-    """A request, understood: what to sample, and how to tell it."""
+class ParsedRequest(msgspec.Struct, frozen=True):
+    """A request as a dialect has read it: what to sample, and how to answer."""
 
     calls: Sequence[Call]
-    """One, or several prompts in a request where the dialect has that."""
-    telling: Telling
+    """One call for each prompt; only the completions dialect takes several."""
+    responder: Responder
     n: int = 1
     """Answers to each call."""
     stream: bool = False
     model: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Mapping[str, Any] | None = None
+    """What the client sent as `metadata`; it may name a session."""
     session_id: str | None = None
-    """The session that the request continues by the dialect's own means."""
-    keep: Callable[[Sequence[Answered]], Awaitable[None]] | None = None
-    """What is to be remembered before the client hears the end."""
+    """The session of the response that the request continues (`previous_response_id`)."""
+    store: Callable[[Sequence[RecordedAnswer]], Awaitable[None]] | None = None
+    """Stores what later requests may refer to; awaited before the client hears the end."""
 
 
 class Dialect(Protocol):
     """One wire shape. It keeps nothing between calls."""
 
     prefix: str
-    """What ids of its replies begin with."""
+    """What the ids of its replies begin with."""
 
-    async def read(self, gateway: Collaborators, caller: Caller, arrival: Arrival) -> Ask:
-        """Raises ApiError 400 for what is no request of this dialect."""
+    async def read(self, caller: Caller, body: bytes, heavy: bool) -> ParsedRequest:
+        """Parse and check a request body; `heavy` ones are tokenized off the event loop.
+
+        Raises InvalidRequest for what is no request of this dialect.
+        """
         ...
 
     def error(self, error: ApiError) -> bytes:
-        """The body of an error, as the dialect's clients read it."""
+        """The body of an error in the dialect's wire shape."""
         ...

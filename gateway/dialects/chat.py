@@ -1,51 +1,42 @@
-"""`/v1/chat/completions`: OpenAI's chat wire shape to calls and back, plain and streaming."""
+"""`/v1/chat/completions`: reads OpenAI's chat requests and writes their answers, whole or as a stream."""
 
 from collections.abc import Sequence
-from typing import Any
 
-import msgspec
+from msgspec import UNSET, UnsetType
 
-from gateway.collaborators import Collaborators
-from gateway.dialects.base import Ask
-from gateway.dialects.chat_wire import ChatTelling
+from gateway.dialects.base import ParsedRequest, RecordedAnswer
+from gateway.dialects.chat_wire import (
+    ChatChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatRequest,
+    ChunkChoice,
+    ChunkEnvelope,
+    ChunkFields,
+    message_of,
+    tool_call_of,
+)
 from gateway.dialects.wire import (
-    StreamOptions,
-    Wishes,
+    HEARTBEAT,
     check_messages,
     check_sampling,
     decode_body,
+    encode,
+    event,
+    logprobs_of,
     sampling_of,
-    stops,
+    stop_strings,
+    usage_of,
 )
-from gateway.edge.request import Arrival
-from gateway.generations.generation import Call
+from gateway.errors import InvalidRequest
+from gateway.generations.generation import Call, Generation
 from gateway.language.constraint import constraint_of
-from gateway.language.render import ChatRenderer, Message, Tool
+from gateway.language.deltas import Delta
+from gateway.language.render import ChatRenderer, Tool
 from gateway.sessions.identity import Caller
 from gateway.sessions.user_names import user_named
 from rollout_queue.http.errors import ApiError
-
-
-class ChatRequest(Wishes, kw_only=True):
-    """The fields of OpenAI's contract that change what is done; others are tolerated."""
-
-    messages: list[Message]
-    model: str | None = None
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    tools: list[Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = True
-    response_format: dict[str, Any] | None = None
-    n: int | None = 1
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    stop: str | list[str] | None = None
-    logprobs: bool | None = False
-    top_logprobs: int | None = None
-    metadata: dict[str, Any] | None = None
-    user: str | None = None
-    return_token_ids: bool | None = False
 
 
 class Chat:
@@ -53,53 +44,166 @@ class Chat:
 
     prefix = "chatcmpl-"
 
-    async def read(self, gateway: Collaborators, caller: Caller, arrival: Arrival) -> Ask:
-        body = decode_body(arrival.body, ChatRequest)
-        check(body)
-        return Ask(
-            calls=[call_of(gateway.renderer, body)],
-            telling=ChatTelling(gateway.renderer, body, body.model or gateway.settings.model_name),
-            n=body.n or 1,
-            stream=bool(body.stream),
-            model=body.model,
-            metadata=body.metadata,
+    def __init__(self, renderer: ChatRenderer, model_name: str) -> None:
+        self._renderer = renderer
+        self._model_name = model_name
+
+    async def read(self, caller: Caller, body: bytes, heavy: bool) -> ParsedRequest:
+        request = decode_body(body, ChatRequest)
+        check(request)
+        return ParsedRequest(
+            calls=[call_of(self._renderer, request)],
+            responder=ChatResponder(self._renderer, request, request.model or self._model_name),
+            n=request.n or 1,
+            stream=bool(request.stream),
+            model=request.model,
+            metadata=request.metadata,
         )
 
     def error(self, error: ApiError) -> bytes:
-        return msgspec.json.encode(error.body)
+        return encode(error.body)
 
 
-def check(body: ChatRequest) -> None:
-    """Raises ApiError 400 for values outside the contract, or that this gateway does not serve."""
-    check_messages(body.messages)
-    check_sampling(body)
-    if body.top_logprobs and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    check_tools(body.tools or ())
+def check(request: ChatRequest) -> None:
+    """Raises InvalidRequest for values outside the contract, or that this gateway does not serve."""
+    check_messages(request.messages)
+    check_sampling(request)
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    check_tools(request.tools or ())
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
-    """Raises ApiError 400 for a tool that is no function."""
+    """Raises InvalidRequest for a tool that is no function."""
     for tool in tools:
         if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
-            raise ApiError(400, "tools: each is a function", param="tools")
+            raise InvalidRequest("tools: each is a function", param="tools")
 
 
-def call_of(renderer: ChatRenderer, body: ChatRequest) -> Call:
-    asked = sampling_of(body, renderer.config.vocab_size)
-    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+def call_of(renderer: ChatRenderer, request: ChatRequest) -> Call:
+    """The call that the request asks for. Raises InvalidRequest for a constraint that cannot be kept."""
+    asked = sampling_of(request, renderer.config.vocab_size)
+    limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     if limit is not None:
         asked["max_tokens"] = limit
     constraint = constraint_of(
-        renderer, body.tools, body.tool_choice, body.response_format, body.parallel_tool_calls
+        renderer, request.tools, request.tool_choice, request.response_format, request.parallel_tool_calls
     )
     return Call(
-        messages=body.messages,
-        tools=None if body.tool_choice == "none" else body.tools,
+        messages=request.messages,
+        tools=None if request.tool_choice == "none" else request.tools,
         asked=asked | constraint.asked,
-        stop=stops(body.stop),
-        stream=bool(body.stream),
-        top_logprobs=body.top_logprobs or 0,
+        stop=stop_strings(request.stop),
+        stream=bool(request.stream),
+        top_logprobs=request.top_logprobs or 0,
         constraint=constraint.parameters,
-        user=user_named(body.user),
+        user=user_named(request.user),
     )
+
+
+class ChatResponder:
+    """Writes the reply to one chat request."""
+
+    def __init__(self, renderer: ChatRenderer, request: ChatRequest, model: str) -> None:
+        self._renderer = renderer
+        self._request = request
+        self._model = model
+
+    def body(self, recorded: Sequence[RecordedAnswer]) -> bytes:
+        generations = [each.generation for each in recorded]
+        first, with_ids = generations[0], self._request.return_token_ids
+        completion = ChatCompletion(
+            id=first.completion_id,
+            created=int(first.started_at),
+            model=self._model,
+            choices=[self._choice(index, each) for index, each in enumerate(recorded)],
+            usage=usage_of(generations, len(generations)),
+            prompt_token_ids=first.prompt.prompt_ids.tolist() if with_ids else UNSET,
+        )
+        return encode(completion)
+
+    def _choice(self, index: int, recorded: RecordedAnswer) -> ChatChoice:
+        generation, turn, answer = recorded
+        logprobs = None
+        if self._request.logprobs:
+            logprobs = ChatLogprobs(logprobs_of(self._renderer, generation, 0))
+        return ChatChoice(
+            index=index,
+            message=message_of(answer),
+            logprobs=logprobs,
+            finish_reason=turn.finish,
+            token_ids=generation.ids if self._request.return_token_ids else UNSET,
+        )
+
+    def events(self, generations: Sequence[Generation]) -> "ChatEvents":
+        return ChatEvents(self._renderer, self._request, self._model, generations)
+
+
+class ChatEvents:
+    """The chunks of one streamed reply, as server-sent events.
+
+    What every chunk repeats is encoded once, so that a chunk of text costs the encoding of one string.
+    """
+
+    heartbeat = HEARTBEAT
+
+    def __init__(
+        self, renderer: ChatRenderer, request: ChatRequest, model: str, generations: Sequence[Generation]
+    ) -> None:
+        self._renderer = renderer
+        self._generations = generations
+        self._with_ids = bool(request.return_token_ids)
+        self._with_logprobs = bool(request.logprobs)
+        self._with_usage = bool(request.stream_options and request.stream_options.include_usage)
+        first = generations[0]
+        envelope = ChunkEnvelope(id=first.completion_id, created=int(first.started_at), model=model)
+        self._head = b"data: " + encode(envelope)[:-1] + b","
+        choice = b'"choices":[{"index":%d,"delta":{"%s":'
+        self._text = [
+            (self._head + choice % (index, b"content"), self._head + choice % (index, b"reasoning_content"))
+            for index in range(len(generations))
+        ]
+
+    def opening(self) -> bytes:
+        """The roles, in the order of choices: clients expect them in the first chunk of each choice."""
+        delta = ChatDelta(role="assistant", content="")
+        choices = [ChunkChoice(index=index, delta=delta) for index in range(len(self._generations))]
+        return b"".join([self._chunk(choice) for choice in choices])
+
+    def piece(self, index: int, deltas: Sequence[Delta], start: int) -> bytes:
+        events = b"".join([self._delta(index, delta) for delta in deltas])
+        if self._with_logprobs and start < len(self._generations[index].ids):
+            logprobs = ChatLogprobs(logprobs_of(self._renderer, self._generations[index], start))
+            events += self._chunk(ChunkChoice(index=index, logprobs=logprobs))
+        return events
+
+    def _delta(self, index: int, delta: Delta) -> bytes:
+        if delta.tool_call is not None:
+            calls = [tool_call_of(delta.tool_call, delta.index)]
+            return self._chunk(ChunkChoice(index=index, delta=ChatDelta(tool_calls=calls)))
+        content, reasoning = self._text[index]
+        head = reasoning + encode(delta.reasoning) if delta.reasoning else content + encode(delta.content)
+        return head + b'},"logprobs":null,"finish_reason":null}]}\n\n'
+
+    def closing(self, index: int, recorded: RecordedAnswer) -> bytes:
+        generation, finish = recorded.generation, recorded.turn.finish
+        if not self._with_ids:
+            return self._chunk(ChunkChoice(index=index, finish_reason=finish))
+        choice = ChunkChoice(index=index, finish_reason=finish, token_ids=generation.ids)
+        return self._chunk(choice, generation.prompt.prompt_ids.tolist())
+
+    def ending(self) -> bytes:
+        done = b"data: [DONE]\n\n"
+        if self._with_usage:
+            usage = usage_of(self._generations, len(self._generations))
+            return self._event(ChunkFields(choices=(), usage=usage)) + done
+        return done
+
+    def failing(self, error: ApiError) -> bytes:
+        return event(encode(error.body))
+
+    def _chunk(self, choice: ChunkChoice, prompt_ids: list[int] | UnsetType = UNSET) -> bytes:
+        return self._event(ChunkFields(choices=(choice,), prompt_token_ids=prompt_ids))
+
+    def _event(self, fields: ChunkFields) -> bytes:
+        return self._head + encode(fields)[1:] + b"\n\n"

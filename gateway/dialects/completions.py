@@ -1,42 +1,40 @@
-"""`/v1/completions`: prompts without a chat template, as text or as token ids, plain and streaming."""
+"""`/v1/completions`: prompts without a chat template, as text or as token ids, whole or as a stream."""
 
 import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
+from msgspec import UNSET, UnsetType
 
-from gateway.collaborators import Collaborators
-from gateway.dialects.base import Ask
-from gateway.dialects.completions_wire import CompletionsTelling
-from gateway.dialects.wire import StreamOptions, Wishes, check_sampling, decode_body, sampling_of, stops
-from gateway.edge.request import Arrival
-from gateway.generations.generation import Call
+from gateway.dialects.base import ParsedRequest, RecordedAnswer
+from gateway.dialects.completions_wire import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    TextCompletion,
+)
+from gateway.dialects.wire import (
+    HEARTBEAT,
+    Usage,
+    check_sampling,
+    decode_body,
+    encode,
+    event,
+    sampling_of,
+    stop_strings,
+    usage_of,
+)
+from gateway.errors import InvalidRequest
+from gateway.generations.generation import Call, Generation
+from gateway.language.deltas import Delta
+from gateway.language.render import ChatRenderer
 from gateway.sessions.identity import Caller
 from gateway.sessions.user_names import user_named
 from rollout_queue.contract.tokens import TokenIds
 from rollout_queue.http.errors import ApiError
 
-MAX_PROMPTS = 128
-
-
-class CompletionRequest(Wishes, kw_only=True):
-    """The fields of OpenAI's contract that change what is done; others are tolerated."""
-
-    prompt: str | list[str | int | list[int]] | None = None
-    model: str | None = None
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    n: int | None = 1
-    best_of: int | None = None
-    echo: bool | None = False
-    suffix: str | None = None
-    logprobs: int | None = None
-    max_tokens: int | None = None
-    stop: str | list[str] | None = None
-    metadata: dict[str, Any] | None = None
-    user: str | None = None
-    return_token_ids: bool | None = False
+MAX_ANSWERS = 128
+"""Prompts times answers to each, in one request."""
 
 
 class Completions:
@@ -44,74 +42,203 @@ class Completions:
 
     prefix = "cmpl-"
 
-    async def read(self, gateway: Collaborators, caller: Caller, arrival: Arrival) -> Ask:
-        body = decode_body(arrival.body, CompletionRequest)
-        check(body)
-        asked = sampling_of(body, gateway.renderer.config.vocab_size)
-        if body.max_tokens is not None:
-            asked["max_tokens"] = body.max_tokens
-        prompts, encode = prompts_of(body), gateway.renderer.tokenizer.encode
-        if arrival.heavy:
-            ids = await asyncio.to_thread(_ids_of, encode, prompts)
+    def __init__(self, renderer: ChatRenderer, model_name: str) -> None:
+        self._renderer = renderer
+        self._model_name = model_name
+
+    async def read(self, caller: Caller, body: bytes, heavy: bool) -> ParsedRequest:
+        request = decode_body(body, CompletionRequest)
+        check(request)
+        asked = sampling_of(request, self._renderer.config.vocab_size)
+        if request.max_tokens is not None:
+            asked["max_tokens"] = request.max_tokens
+        prompts, tokenize = prompts_of(request), self._renderer.tokenizer.encode
+        if heavy:
+            ids = await asyncio.to_thread(_ids_of, tokenize, prompts)
         else:
-            ids = _ids_of(encode, prompts)
+            ids = _ids_of(tokenize, prompts)
         calls = [
             Call(
                 messages=(),
                 asked=asked,
-                stop=stops(body.stop),
-                stream=bool(body.stream),
-                top_logprobs=body.logprobs or 0,
+                stop=stop_strings(request.stop),
+                stream=bool(request.stream),
+                top_logprobs=request.logprobs or 0,
                 prompt_ids=prompt_ids,
-                user=user_named(body.user),
+                user=user_named(request.user),
             )
             for prompt_ids in ids
         ]
-        return Ask(
+        return ParsedRequest(
             calls=calls,
-            telling=CompletionsTelling(gateway.renderer, body, body.model or gateway.settings.model_name),
-            n=body.n or 1,
-            stream=bool(body.stream),
-            model=body.model,
-            metadata=body.metadata,
+            responder=CompletionsResponder(self._renderer, request, request.model or self._model_name),
+            n=request.n or 1,
+            stream=bool(request.stream),
+            model=request.model,
+            metadata=request.metadata,
         )
 
     def error(self, error: ApiError) -> bytes:
-        return msgspec.json.encode(error.body)
+        return encode(error.body)
 
 
-def check(body: CompletionRequest) -> None:
-    """Raises ApiError 400 for values outside the contract, or that this gateway does not serve."""
-    check_sampling(body)
-    if body.best_of not in (None, body.n or 1):
-        raise ApiError(400, "best_of: every sample is answered, so it has to equal n", param="best_of")
-    if body.suffix:
-        raise ApiError(400, "suffix: this model continues text, it does not fill in", param="suffix")
-    if body.logprobs is not None and not 0 <= body.logprobs <= 20:
-        raise ApiError(400, f"logprobs: {body.logprobs} is not within 0 and 20", param="logprobs")
-    if body.echo and body.logprobs is not None:
-        raise ApiError(400, "echo with logprobs: only sampled tokens have logprobs here", param="echo")
+def check(request: CompletionRequest) -> None:
+    """Raises InvalidRequest for values outside the contract, or that this gateway does not serve."""
+    check_sampling(request)
+    if request.best_of not in (None, request.n or 1):
+        raise InvalidRequest("best_of: every sample is answered, so it has to equal n", param="best_of")
+    if request.suffix:
+        raise InvalidRequest("suffix: this model continues text, it does not fill in", param="suffix")
+    if request.logprobs is not None and not 0 <= request.logprobs <= 20:
+        raise InvalidRequest(f"logprobs: {request.logprobs} is not within 0 and 20", param="logprobs")
+    if request.echo and request.logprobs is not None:
+        raise InvalidRequest("echo with logprobs: only sampled tokens have logprobs here", param="echo")
 
 
-def prompts_of(body: CompletionRequest) -> list[str] | list[list[int]]:
-    """The prompts, one or several. Raises ApiError 400 where there is none, or an id is no int32."""
-    prompt = body.prompt
+def prompts_of(request: CompletionRequest) -> list[str] | list[list[int]]:
+    """The prompts, one or several. Raises InvalidRequest for no prompt, and for an id that is no int32."""
+    prompt = request.prompt
     if prompt is None or prompt == [] or prompt == "":
-        raise ApiError(400, "prompt: give text or token ids", param="prompt")
+        raise InvalidRequest("prompt: give text or token ids", param="prompt")
     if isinstance(prompt, str):
         return [prompt]
     prompts: list[Any] = [prompt] if isinstance(prompt[0], int) else prompt
-    if len(prompts) * (body.n or 1) > MAX_PROMPTS:
-        raise ApiError(400, f"prompt: at most {MAX_PROMPTS} answers in one call", param="prompt")
+    if len(prompts) * (request.n or 1) > MAX_ANSWERS:
+        raise InvalidRequest(f"prompt: at most {MAX_ANSWERS} answers in one call", param="prompt")
     for each in prompts:
         if not isinstance(each, str | list) or (isinstance(each, list) and not all(map(_is_id, each))):
-            raise ApiError(400, "prompt: text, token ids, or a list of either", param="prompt")
+            raise InvalidRequest("prompt: text, token ids, or a list of either", param="prompt")
     return prompts
 
 
-def _ids_of(encode: Callable[[str], list[int]], prompts: Sequence[str | list[int]]) -> list[TokenIds]:
-    return [TokenIds(encode(prompt) if isinstance(prompt, str) else prompt) for prompt in prompts]
+def _ids_of(tokenize: Callable[[str], list[int]], prompts: Sequence[str | list[int]]) -> list[TokenIds]:
+    return [TokenIds(tokenize(prompt) if isinstance(prompt, str) else prompt) for prompt in prompts]
 
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, int) and 0 <= value < 2**31
+
+
+class CompletionsResponder:
+    """Writes the reply to one request."""
+
+    def __init__(self, renderer: ChatRenderer, request: CompletionRequest, model: str) -> None:
+        self.renderer = renderer
+        self.request = request
+        self._model = model
+
+    def body(self, recorded: Sequence[RecordedAnswer]) -> bytes:
+        generations = [each.generation for each in recorded]
+        choices = [self._choice(index, each) for index, each in enumerate(recorded)]
+        usage = usage_of(generations, self.request.n or 1)
+        return encode(self.completion(generations[0], choices, usage, self.prompt_ids(generations[0])))
+
+    def events(self, generations: Sequence[Generation]) -> "CompletionsEvents":
+        return CompletionsEvents(self, generations)
+
+    def completion(
+        self,
+        first: Generation,
+        choices: Sequence[CompletionChoice],
+        usage: Usage | UnsetType = UNSET,
+        prompt_ids: list[int] | UnsetType = UNSET,
+    ) -> TextCompletion:
+        return TextCompletion(
+            id=first.completion_id,
+            created=int(first.started_at),
+            model=self._model,
+            choices=choices,
+            usage=usage,
+            prompt_token_ids=prompt_ids,
+        )
+
+    def echo(self, generation: Generation) -> str:
+        """The prompt's text where the request asks for `echo`, else nothing."""
+        return self.renderer.text_of(generation.prompt.prompt_ids) if self.request.echo else ""
+
+    def logprobs(
+        self, generation: Generation, start: int, offset: int
+    ) -> tuple[CompletionLogprobs | None, int]:
+        """The logprobs of the output tokens from `start` on, and where their text ends.
+
+        `offset` is where their text begins, in characters of the whole answer.
+        """
+        if self.request.logprobs is None:
+            return None, offset
+        text_of = self.renderer.text_of
+        tokens = [text_of([token_id]) for token_id in generation.ids[start:]]
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        tops = [{text_of([token]): lp for lp, token in top} for top in generation.top_logprobs[start:]]
+        return CompletionLogprobs(tokens, generation.logprobs[start:], tops or None, offsets), offset
+
+    def prompt_ids(self, generation: Generation) -> list[int] | UnsetType:
+        return generation.prompt.prompt_ids.tolist() if self.request.return_token_ids else UNSET
+
+    def output_ids(self, generation: Generation) -> list[int] | UnsetType:
+        return generation.ids if self.request.return_token_ids else UNSET
+
+    def _choice(self, index: int, recorded: RecordedAnswer) -> CompletionChoice:
+        generation, turn, answer = recorded
+        echo = self.echo(generation)
+        logprobs, _ = self.logprobs(generation, 0, len(echo))
+        return CompletionChoice(
+            index=index,
+            text=echo + answer.content,
+            logprobs=logprobs,
+            finish_reason=turn.finish,
+            token_ids=self.output_ids(generation),
+            prompt_token_ids=self.prompt_ids(generation),
+        )
+
+
+class CompletionsEvents:
+    """The chunks of one streamed reply."""
+
+    heartbeat = HEARTBEAT
+
+    def __init__(self, responder: CompletionsResponder, generations: Sequence[Generation]) -> None:
+        self._responder = responder
+        self._generations = generations
+        self._offsets = [0] * len(generations)
+        """Where the next token's text begins, by choice, in characters."""
+
+    def opening(self) -> bytes:
+        if not self._responder.request.echo:
+            return b""
+        return b"".join(
+            self._chunk(CompletionChoice(index=index, text=self._responder.echo(generation)))
+            for index, generation in enumerate(self._generations)
+        )
+
+    def piece(self, index: int, deltas: Sequence[Delta], start: int) -> bytes:
+        text = "".join([delta.content for delta in deltas])
+        generation = self._generations[index]
+        logprobs = None
+        if start < len(generation.ids):
+            logprobs, self._offsets[index] = self._responder.logprobs(generation, start, self._offsets[index])
+        if not (text or logprobs):
+            return b""
+        return self._chunk(CompletionChoice(index=index, text=text, logprobs=logprobs))
+
+    def closing(self, index: int, recorded: RecordedAnswer) -> bytes:
+        generation, turn, _ = recorded
+        ids = self._responder.output_ids(generation)
+        choice = CompletionChoice(index=index, text="", finish_reason=turn.finish, token_ids=ids)
+        return self._chunk(choice, self._responder.prompt_ids(generation))
+
+    def ending(self) -> bytes:
+        options, done = self._responder.request.stream_options, b"data: [DONE]\n\n"
+        if not (options and options.include_usage):
+            return done
+        usage = usage_of(self._generations, self._responder.request.n or 1)
+        return event(encode(self._responder.completion(self._generations[0], (), usage))) + done
+
+    def failing(self, error: ApiError) -> bytes:
+        return event(encode(error.body))
+
+    def _chunk(self, choice: CompletionChoice, prompt_ids: list[int] | UnsetType = UNSET) -> bytes:
+        completion = self._responder.completion(self._generations[0], (choice,), prompt_ids=prompt_ids)
+        return event(encode(completion))

@@ -1,63 +1,27 @@
-"""`/v1/responses`: OpenAI's Responses wire shape to calls and back, plain and streaming."""
+"""`/v1/responses`: reads OpenAI's Responses requests and writes their answers, whole or as a stream."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
+from redis.asyncio import Redis
 
-from gateway.collaborators import Collaborators
-from gateway.dialects.base import Answered, Ask
-from gateway.dialects.responses_input import Item, functions_of, kind_of, messages_of
-from gateway.dialects.responses_store import Past, ResponseStore
-from gateway.dialects.responses_telling import ResponsesTelling
-from gateway.dialects.responses_wire import PREFIX, output_of
-from gateway.dialects.wire import check_sampling, decode_body, wished
-from gateway.edge.request import Arrival
-from gateway.generations.generation import Call
+from gateway.dialects.base import ParsedRequest, RecordedAnswer
+from gateway.dialects.responses_events import ResponsesEvents
+from gateway.dialects.responses_input import functions_of, kind_of, messages_of
+from gateway.dialects.responses_output import final_state, output_of
+from gateway.dialects.responses_store import ResponseStore, StoredConversation
+from gateway.dialects.responses_wire import PREFIX, Item, ResponsesRequest, head_of
+from gateway.dialects.wire import check_sampling, decode_body, encode, given_fields, logprobs_of
+from gateway.errors import InvalidRequest
+from gateway.generations.generation import Call, Generation
 from gateway.language.constraint import constraint_of
-from gateway.language.render import ChatRenderer, Message, Tool
+from gateway.language.render import ChatRenderer, Message
 from gateway.sessions.identity import Caller
 from gateway.sessions.user_names import user_named
 from rollout_queue.http.errors import ApiError
 
-LOGPROBS = "message.output_text.logprobs"
-"""What `include` calls them."""
 FORMAT = "text.format"
-"""What chats call `response_format`."""
-
-
-class ResponsesRequest(msgspec.Struct):
-    """The fields of OpenAI's contract that change what is done or are told back; others are tolerated."""
-
-    input: str | list[Item] | None = None
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    model: str | None = None
-    stream: bool | None = False
-    store: bool | None = True
-    background: bool | None = False
-    conversation: Any = None
-    prompt: Any = None
-    tools: list[Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = True
-    text: dict[str, Any] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    max_output_tokens: int | None = None
-    top_logprobs: int | None = None
-    include: list[str] | None = None
-    metadata: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
-    max_tool_calls: int | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    return_token_ids: bool | None = False
-
-    @property
-    def with_logprobs(self) -> bool:
-        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
+"""The field that the chat contract calls `response_format`."""
 
 
 class Responses:
@@ -65,43 +29,70 @@ class Responses:
 
     prefix = PREFIX
 
-    async def read(self, gateway: Collaborators, caller: Caller, arrival: Arrival) -> Ask:
-        body = decode_body(arrival.body, ResponsesRequest)
-        check(body)
-        store = ResponseStore(gateway.redis, caller)
-        past = await store.past(body.previous_response_id) if body.previous_response_id else Past()
-        said = messages_of(await _resolved(store, items_of(body.input)))
+    def __init__(self, renderer: ChatRenderer, model_name: str, redis: Redis) -> None:
+        self._renderer = renderer
+        self._model_name = model_name
+        self._redis = redis
+
+    async def read(self, caller: Caller, body: bytes, heavy: bool) -> ParsedRequest:
+        request = decode_body(body, ResponsesRequest)
+        check(request)
+        store, previous_id = ResponseStore(self._redis, caller), request.previous_response_id
+        past = await store.conversation(previous_id) if previous_id else StoredConversation()
+        added = messages_of(await _resolved(store, items_of(request.input)))
         instructions: list[Message] = (
-            [{"role": "system", "content": body.instructions}] if body.instructions else []
+            [{"role": "system", "content": request.instructions}] if request.instructions else []
         )
 
-        async def keep(answered: Sequence[Answered]) -> None:
-            await store.keep(past, bool(instructions), answered[0], output_of(answered[0]))
+        async def keep(recorded: Sequence[RecordedAnswer]) -> None:
+            output: list[Item] = msgspec.to_builtins(output_of(recorded[0]))
+            await store.keep(past, bool(instructions), recorded[0], output)
 
-        return Ask(
-            calls=[call_of(gateway.renderer, body, [*instructions, *past.messages, *said])],
-            telling=ResponsesTelling(gateway.renderer, body, body.model or gateway.settings.model_name),
-            stream=bool(body.stream),
-            model=body.model,
-            metadata=body.metadata,
+        return ParsedRequest(
+            calls=[call_of(self._renderer, request, [*instructions, *past.messages, *added])],
+            responder=ResponsesResponder(self._renderer, request, request.model or self._model_name),
+            stream=bool(request.stream),
+            model=request.model,
+            metadata=request.metadata,
             session_id=past.session_id,
-            keep=None if body.store is False else keep,
+            store=None if request.store is False else keep,
         )
 
     def error(self, error: ApiError) -> bytes:
-        return msgspec.json.encode(error.body)
+        return encode(error.body)
 
 
-def check(body: ResponsesRequest) -> None:
-    """Raises ApiError 400 for values outside the contract, or that this gateway does not serve."""
-    check_sampling(body)
+class ResponsesResponder:
+    """Writes the reply to one request."""
+
+    def __init__(self, renderer: ChatRenderer, request: ResponsesRequest, model: str) -> None:
+        self._renderer = renderer
+        self._request = request
+        self._model = model
+
+    def body(self, recorded: Sequence[RecordedAnswer]) -> bytes:
+        (only,) = recorded
+        logprobs = logprobs_of(self._renderer, only.generation, 0) if self._request.with_logprobs else ()
+        with_ids = bool(self._request.return_token_ids)
+        state = final_state(self._renderer, only, output_of(only, logprobs), with_ids)
+        head = head_of(self._request, self._model, only.generation)
+        return encode(head)[:-1] + b"," + encode(state)[1:]
+
+    def events(self, generations: Sequence[Generation]) -> ResponsesEvents:
+        (generation,) = generations
+        return ResponsesEvents(self._renderer, self._request, self._model, generation)
+
+
+def check(request: ResponsesRequest) -> None:
+    """Raises InvalidRequest for values outside the contract, or that this gateway does not serve."""
+    check_sampling(request)
     for name in ("background", "conversation", "prompt"):
-        if getattr(body, name):
-            raise ApiError(400, f"{name}: this gateway does not serve it", param=name)
-    if not isinstance((body.text or {}).get("format"), dict | None):
-        raise ApiError(400, f"{FORMAT}: not an object", param=FORMAT)
-    if not body.input and not body.previous_response_id:
-        raise ApiError(400, "input: give text, or at least one item", param="input")
+        if getattr(request, name):
+            raise InvalidRequest(f"{name}: this gateway does not serve it", param=name)
+    if not isinstance((request.text or {}).get("format"), dict | None):
+        raise InvalidRequest(f"{FORMAT}: not an object", param=FORMAT)
+    if not request.input and not request.previous_response_id:
+        raise InvalidRequest("input: give text, or at least one item", param="input")
 
 
 def items_of(given: str | list[Item] | None) -> list[Item]:
@@ -109,34 +100,39 @@ def items_of(given: str | list[Item] | None) -> list[Item]:
 
 
 async def _resolved(store: ResponseStore, items: list[Item]) -> list[Item]:
-    """The items, with what they refer to in the place of references. Raises ApiError 400."""
+    """The items, with stored items in place of the references to them. Raises InvalidRequest."""
     wanted = {index: item.get("id") for index, item in enumerate(items) if kind_of(item) == "item_reference"}
     if not wanted:
         return items
-    kept = await store.items([name for name in wanted.values() if isinstance(name, str)])
+    stored = await store.items([name for name in wanted.values() if isinstance(name, str)])
     for index, name in wanted.items():
-        if not isinstance(name, str) or name not in kept:
+        if not isinstance(name, str) or name not in stored:
             where = f"input[{index}].id"
-            raise ApiError(400, f"{where}: no item {name!r} is stored", param=where)
-    return [kept[str(wanted[index])] if index in wanted else item for index, item in enumerate(items)]
+            raise InvalidRequest(f"{where}: no item {name!r} is stored", param=where)
+    return [stored[str(wanted[index])] if index in wanted else item for index, item in enumerate(items)]
 
 
-def call_of(renderer: ChatRenderer, body: ResponsesRequest, messages: Sequence[Message]) -> Call:
-    """Raises ApiError 400 for a tool that is none, and for what no engine could keep to."""
-    asked = wished(body, ("temperature", "top_p"))
-    if body.max_output_tokens is not None:
-        asked["max_tokens"] = body.max_output_tokens
-    tools = functions_of(body.tools)
-    form = (body.text or {}).get("format")
+def call_of(renderer: ChatRenderer, request: ResponsesRequest, messages: Sequence[Message]) -> Call:
+    """The call that the request asks for. Raises InvalidRequest for a malformed tool, and for a constraint
+    that no engine can keep."""
+    asked = given_fields(request, ("temperature", "top_p"))
+    if request.max_output_tokens is not None:
+        asked["max_tokens"] = request.max_output_tokens
+    tools = functions_of(request.tools)
     constraint = constraint_of(
-        renderer, tools, body.tool_choice, form, body.parallel_tool_calls, format_param=FORMAT
+        renderer,
+        tools,
+        request.tool_choice,
+        (request.text or {}).get("format"),
+        request.parallel_tool_calls,
+        format_param=FORMAT,
     )
     return Call(
         messages=messages,
-        tools=None if body.tool_choice == "none" else tools,
+        tools=None if request.tool_choice == "none" else tools,
         asked=asked | constraint.asked,
-        stream=bool(body.stream),
-        top_logprobs=body.top_logprobs or 0,
+        stream=bool(request.stream),
+        top_logprobs=request.top_logprobs or 0,
         constraint=constraint.parameters,
-        user=user_named(body.user),
+        user=user_named(request.user),
     )

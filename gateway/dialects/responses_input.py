@@ -1,27 +1,26 @@
 """The items of OpenAI's Responses contract as the messages that the model reads, and its tools as functions.
 
-reasoning, message, function_call, …  ──▶ one assistant message: the answer that they were told from
+reasoning, message, function_call, …  ──▶ one assistant message: the answer that they were written from
 function_call_output                  ──▶ a tool's message
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gateway.dialects.responses_wire import Item
 from gateway.dialects.wire import TEXT_PARTS
+from gateway.errors import InvalidRequest
 from gateway.language.render import Message, Tool
-from rollout_queue.http.errors import ApiError
-
-Item = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant")
-THOUGHTS = ("reasoning_text", "summary_text")
+REASONING_PARTS = ("reasoning_text", "summary_text")
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:
-    """Raises ApiError 400 that names the item at fault."""
+    """Items in OpenAI's chat shape. Raises InvalidRequest that names the item at fault."""
     messages: list[Message] = []
     answer: Message | None = None
-    """The assistant's message that items still add to."""
+    """The assistant's message that the next items add to."""
     for index, item in enumerate(items):
         where, kind = f"input[{index}]", kind_of(item)
         match kind:
@@ -30,11 +29,11 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
                     messages.append(answer := {"role": "assistant"})
                 answer["content"] = _text(item.get("content"), f"{where}.content")
             case "reasoning":
-                if not (thoughts := _thoughts(item, where)):
+                if not (reasoning := _reasoning(item, where)):
                     continue  # encrypted for another provider, or left out
                 if answer is None or "content" in answer or "tool_calls" in answer:
                     messages.append(answer := {"role": "assistant"})
-                answer["reasoning_content"] = answer.get("reasoning_content", "") + thoughts
+                answer["reasoning_content"] = answer.get("reasoning_content", "") + reasoning
             case "function_call":
                 if answer is None:
                     messages.append(answer := {"role": "assistant"})
@@ -44,9 +43,9 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
                 messages.append(_result(item, where))
             case "message":
                 answer = None
-                messages.append(_said(item, where))
+                messages.append(_message(item, where))
             case _:
-                raise _wrong(f"{where}.type", f"this gateway reads no item of type {kind!r}")
+                raise _invalid(f"{where}.type", f"this gateway reads no item of type {kind!r}")
     for message in messages:
         message.setdefault("content", "")
     return messages
@@ -61,49 +60,49 @@ def kind_of(item: Mapping[str, Any]) -> Any:
 
 
 def functions_of(tools: Sequence[Tool] | None) -> list[Tool] | None:
-    """The functions among the tools, in the shape of a chat; tools that others run are not the model's here.
+    """The functions among the tools, in OpenAI's chat shape; tools that OpenAI's servers run are left out.
 
-    Raises ApiError 400.
+    Raises InvalidRequest that names the tool at fault.
     """
     functions: list[Tool] = []
     for index, tool in enumerate(tools or ()):
         where = f"tools[{index}]"
         if not isinstance(tool.get("type"), str):
-            raise _wrong(f"{where}.type", "a tool says its type")
+            raise _invalid(f"{where}.type", "a tool says its type")
         if tool["type"] != "function":
             continue
         if not isinstance(tool.get("name"), str):
-            raise _wrong(f"{where}.name", "a function says its name, beside its type")
+            raise _invalid(f"{where}.name", "a function says its name, beside its type")
         if not isinstance(tool.get("parameters"), dict | None):
-            raise _wrong(f"{where}.parameters", "the parameters of a function are a JSON schema")
-        told = ("name", "description", "parameters", "strict")
-        function = {name: tool[name] for name in told if tool.get(name) is not None}
+            raise _invalid(f"{where}.parameters", "the parameters of a function are a JSON schema")
+        fields = ("name", "description", "parameters", "strict")
+        function = {name: tool[name] for name in fields if tool.get(name) is not None}
         functions.append({"type": "function", "function": function})
     return functions or None
 
 
-def _said(item: Item, where: str) -> Message:
+def _message(item: Item, where: str) -> Message:
     role = item.get("role")
     if role not in ROLES:
-        raise _wrong(f"{where}.role", f"{role!r} is no role")
+        raise _invalid(f"{where}.role", f"{role!r} is no role")
     return {"role": role, "content": _text(item.get("content"), f"{where}.content")}
 
 
 def _call(item: Item, where: str) -> Message:
     call_id, name, arguments = item.get("call_id"), item.get("name"), item.get("arguments")
     if not isinstance(name, str):
-        raise _wrong(f"{where}.name", "a function call says the function's name")
+        raise _invalid(f"{where}.name", "a function call says the function's name")
     if not isinstance(call_id, str):
-        raise _wrong(f"{where}.call_id", "a function call has a call_id")
+        raise _invalid(f"{where}.call_id", "a function call has a call_id")
     if not isinstance(arguments, str):
-        raise _wrong(f"{where}.arguments", "the arguments of a function call are text")
+        raise _invalid(f"{where}.arguments", "the arguments of a function call are text")
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _result(item: Item, where: str) -> Message:
     call_id = item.get("call_id")
     if not isinstance(call_id, str):
-        raise _wrong(f"{where}.call_id", "the output of a function call names the call")
+        raise _invalid(f"{where}.call_id", "the output of a function call names the call")
     return {"role": "tool", "tool_call_id": call_id, "content": _text(item.get("output"), f"{where}.output")}
 
 
@@ -111,37 +110,37 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _wrong(where, "neither text nor a list of parts")
+        raise _invalid(where, "neither text nor a list of parts")
     return "".join([_part(part, f"{where}[{index}]") for index, part in enumerate(content)])
 
 
 def _part(part: Any, where: str) -> str:
     if not isinstance(part, dict):
-        raise _wrong(where, "a part is an object")
+        raise _invalid(where, "a part is an object")
     kind = part.get("type")
     if kind not in TEXT_PARTS:
-        raise _wrong(where, f"this model reads text, not {kind}")
+        raise _invalid(where, f"this model reads text, not {kind}")
     text = part.get("refusal" if kind == "refusal" else "text")
     if not isinstance(text, str):
-        raise _wrong(where, "the text of a part is not text")
+        raise _invalid(where, "the text of a part is not text")
     return text
 
 
-def _thoughts(item: Item, where: str) -> str:
-    """What an answer thought, as far as its client was told; a summary where there is nothing better."""
+def _reasoning(item: Item, where: str) -> str:
+    """The reasoning of an earlier answer: its content, or its summary where the content is missing."""
     for name in ("content", "summary"):
         parts = item.get(name)
         if not isinstance(parts, list | None):
-            raise _wrong(f"{where}.{name}", "not a list of parts")
-        told = [
+            raise _invalid(f"{where}.{name}", "not a list of parts")
+        texts = [
             part.get("text")
             for part in parts or ()
-            if isinstance(part, dict) and part.get("type") in THOUGHTS
+            if isinstance(part, dict) and part.get("type") in REASONING_PARTS
         ]
-        if text := "\n".join([each for each in told if isinstance(each, str)]):
+        if text := "\n".join([each for each in texts if isinstance(each, str)]):
             return text
     return ""
 
 
-def _wrong(where: str, message: str) -> ApiError:
-    return ApiError(400, f"{where}: {message}", param=where)
+def _invalid(where: str, message: str) -> InvalidRequest:
+    return InvalidRequest(f"{where}: {message}", param=where)

@@ -1,147 +1,290 @@
-"""The objects of OpenAI's Responses contract: a response, the items of its output, its usage."""
+"""The objects of OpenAI's Responses contract: the request, a response, the items of its output, its events.
+
+A field that is UNSET is left out of the JSON. The tag of an event is its `type` and its name.
+"""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gateway.dialects.base import Answered
-from gateway.dialects.responses_input import Item
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from gateway.dialects.wire import TokenLogprob
 from gateway.generations.generation import Generation
-from gateway.language.render import ChatRenderer, ToolCall
+from gateway.language.render import Tool
 
-if TYPE_CHECKING:
-    from gateway.dialects.responses import ResponsesRequest
+Item = dict[str, Any]
+"""An item of a conversation as a client sends it, or as it is stored."""
 
 PREFIX = "resp_"
-ECHOED = (
-    "instructions",
-    "max_output_tokens",
-    "max_tool_calls",
-    "metadata",
-    "previous_response_id",
-    "prompt_cache_key",
-    "reasoning",
-    "safety_identifier",
-    "user",
-)
+LOGPROBS = "message.output_text.logprobs"
+"""The value of `include` that asks for logprobs."""
 
 
-def opening_of(body: "ResponsesRequest", model: str, generation: Generation) -> dict[str, Any]:
-    """What a response says from its first event on."""
+class ResponsesRequest(msgspec.Struct):
+    """The fields of OpenAI's request that change what the gateway does or that its reply repeats; it ignores
+    all others."""
+
+    input: str | list[Item] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    model: str | None = None
+    stream: bool | None = False
+    store: bool | None = True
+    background: bool | None = False
+    conversation: Any = None
+    prompt: Any = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = True
+    text: dict[str, Any] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_output_tokens: int | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    max_tool_calls: int | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    return_token_ids: bool | None = False
+
+    @property
+    def with_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
+
+
+# Items of the output
+
+
+class ReasoningText(msgspec.Struct, frozen=True, tag="reasoning_text"):
+    text: str
+
+
+class OutputText(msgspec.Struct, frozen=True, tag="output_text"):
+    text: str
+    annotations: Sequence[str] = ()
+    """Always empty: the model cites no files or pages."""
+    logprobs: Sequence[TokenLogprob] = ()
+
+
+class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model thought."""
+
+    id: str
+    type: str = "reasoning"
+    summary: Sequence[str] = ()
+    """Always empty: the reasoning itself is in `content`."""
+    content: Sequence[ReasoningText]
+    status: str
+
+
+class MessageItem(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model answered."""
+
+    id: str
+    type: str = "message"
+    role: str = "assistant"
+    content: Sequence[OutputText]
+    status: str
+
+
+class FunctionCallItem(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that the model made; `arguments` is JSON text."""
+
+    id: str
+    type: str = "function_call"
+    call_id: str
+    name: str
+    arguments: str
+    status: str = "completed"
+
+
+OutputPart = ReasoningText | OutputText
+OutputItem = ReasoningItem | MessageItem | FunctionCallItem
+
+
+# The response
+
+
+class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a response that are known before its first token."""
+
+    id: str
+    object: str = "response"
+    created_at: int
+    model: str
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, Any] | None
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: dict[str, Any] | None
+    safety_identifier: str | None
+    user: str | None
+    background: bool = False
+    error: None = None
+    parallel_tool_calls: bool
+    service_tier: str = "default"
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[Tool]
+    top_logprobs: int
+    top_p: float
+    truncation: str = "disabled"
+
+
+class CachedTokens(msgspec.Struct, frozen=True):
+    cached_tokens: int = 0
+    cache_write_tokens: int = 0
+
+
+class ReasoningTokens(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct, frozen=True):
+    """Responses' `usage`, in tokens."""
+
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: ReasoningTokens
+    total_tokens: int
+
+
+class Incomplete(msgspec.Struct, frozen=True):
+    reason: str = "max_output_tokens"
+
+
+class ResponseState(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a response that its tokens decide; the defaults are those of one that has just begun."""
+
+    status: str = "in_progress"
+    completed_at: int | None = None
+    incomplete_details: Incomplete | None = None
+    output: Sequence[OutputItem] = ()
+    usage: ResponseUsage | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+# The events of a stream
+
+
+class NumberedEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """What every event says after its type."""
+
+    sequence_number: int
+
+
+class ResponseEventHead(msgspec.Struct, frozen=True, kw_only=True):
+    """An event that carries the whole response, without that response."""
+
+    type: str
+    sequence_number: int
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class OutputItemAdded(NumberedEvent, frozen=True, kw_only=True, tag="response.output_item.added"):
+    output_index: int
+    item: OutputItem
+
+
+class OutputItemDone(NumberedEvent, frozen=True, kw_only=True, tag="response.output_item.done"):
+    output_index: int
+    item: OutputItem
+
+
+class ContentPartAdded(NumberedEvent, frozen=True, kw_only=True, tag="response.content_part.added"):
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    part: OutputPart
+
+
+class ContentPartDone(NumberedEvent, frozen=True, kw_only=True, tag="response.content_part.done"):
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    part: OutputPart
+
+
+class ReasoningTextDone(NumberedEvent, frozen=True, kw_only=True, tag="response.reasoning_text.done"):
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    text: str
+
+
+class OutputTextDone(NumberedEvent, frozen=True, kw_only=True, tag="response.output_text.done"):
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    text: str
+    logprobs: Sequence[TokenLogprob]
+
+
+class ArgumentsDelta(NumberedEvent, frozen=True, kw_only=True, tag="response.function_call_arguments.delta"):
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class ArgumentsDone(NumberedEvent, frozen=True, kw_only=True, tag="response.function_call_arguments.done"):
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """An error in the shape of OpenAI's other paths."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorEvent(NumberedEvent, frozen=True, kw_only=True, tag="error"):
+    """An error in the shape of this contract, and beside it in that of OpenAI's other paths."""
+
+    code: str
+    message: str
+    param: str | None
+    error: ErrorBody
+
+
+def head_of(request: ResponsesRequest, model: str, generation: Generation) -> ResponseHead:
+    """The response to a request as far as its first event says it."""
     used = generation.sampling.used
-    return {
-        "id": generation.completion_id,
-        "object": "response",
-        "created_at": int(generation.started_at),
-        "model": model,
-        **{name: getattr(body, name) for name in ECHOED},
-        "background": False,
-        "error": None,
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "service_tier": "default",
-        "store": body.store is not False,
-        "temperature": used["temperature"],
-        "text": {"format": {"type": "text"}, **{k: v for k, v in (body.text or {}).items() if v is not None}},
-        "tool_choice": body.tool_choice or "auto",
-        "tools": body.tools or [],
-        "top_logprobs": body.top_logprobs or 0,
-        "top_p": used["top_p"],
-        "truncation": "disabled",
-    }
-
-
-STARTED: dict[str, Any] = {
-    "status": "in_progress",
-    "completed_at": None,
-    "incomplete_details": None,
-    "output": [],
-    "usage": None,
-}
-"""What a response says besides, before its first token."""
-
-
-def ending_of(renderer: ChatRenderer, answered: Answered, output: list[Item]) -> dict[str, Any]:
-    """What it says in place of that in the end."""
-    turn = answered.turn
-    cut = turn.finish == "length"
-    return {
-        "status": "incomplete" if cut else "completed",
-        "completed_at": None if cut else int(turn.finished_at),
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": output,
-        "usage": _usage(renderer, answered),
-    }
-
-
-def ids_of(generation: Generation) -> dict[str, list[int]]:
-    return {"prompt_token_ids": generation.prompt.prompt_ids.tolist(), "token_ids": generation.ids}
-
-
-def output_of(answered: Answered, logprobs: Sequence[Any] = ()) -> list[Item]:
-    """The items of an answer. One that says nothing is an empty message: its client sends that back."""
-    generation, turn, answer = answered
-    cut = turn.finish == "length"
-    output: list[Item] = []
-    if thoughts := (answer.reasoning or "").lstrip():  # as a stream tells them
-        done = not cut or answer.content or answer.tool_calls
-        output.append(reasoning_item(generation, thoughts, "completed" if done else "incomplete"))
-    if answer.content or not answer.tool_calls:
-        status = "incomplete" if cut else "completed"
-        output.append(message_item(generation, answer.content, status, logprobs))
-    return output + [call_item(generation, index, call) for index, call in enumerate(answer.tool_calls)]
-
-
-def reasoning_item(generation: Generation, text: str | None, status: str) -> Item:
-    content = [] if text is None else [reasoning_part(text)]
-    return {
-        "id": "rs_" + _name(generation),
-        "type": "reasoning",
-        "summary": [],
-        "content": content,
-        "status": status,
-    }
-
-
-def reasoning_part(text: str) -> Item:
-    return {"type": "reasoning_text", "text": text}
-
-
-def message_item(generation: Generation, text: str | None, status: str, logprobs: Sequence[Any] = ()) -> Item:
-    return {
-        "id": "msg_" + _name(generation),
-        "type": "message",
-        "role": "assistant",
-        "content": [] if text is None else [text_part(text, logprobs)],
-        "status": status,
-    }
-
-
-def text_part(text: str, logprobs: Sequence[Any] = ()) -> Item:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-
-def call_item(generation: Generation, index: int, call: ToolCall) -> Item:
-    return {
-        "id": f"fc_{_name(generation)}_{index}",
-        "type": "function_call",
-        "call_id": call.call_id,
-        "name": call.name,
-        "arguments": call.arguments,
-        "status": "completed",
-    }
-
-
-def _name(generation: Generation) -> str:
-    return generation.completion_id.removeprefix(PREFIX)
-
-
-def _usage(renderer: ChatRenderer, answered: Answered) -> dict[str, Any]:
-    generation, thoughts = answered.generation, answered.answer.reasoning
-    prompt, completion = len(generation.prompt.prompt_ids), len(generation.ids)
-    thought = len(renderer.tokenizer.encode(thoughts)) if thoughts else 0
-    return {
-        "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": completion,
-        "output_tokens_details": {"reasoning_tokens": min(thought, completion)},
-        "total_tokens": prompt + completion,
-    }
+    text = {name: value for name, value in (request.text or {}).items() if value is not None}
+    return ResponseHead(
+        id=generation.completion_id,
+        created_at=int(generation.started_at),
+        model=model,
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        max_tool_calls=request.max_tool_calls,
+        metadata=request.metadata,
+        previous_response_id=request.previous_response_id,
+        prompt_cache_key=request.prompt_cache_key,
+        reasoning=request.reasoning,
+        safety_identifier=request.safety_identifier,
+        user=request.user,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        store=request.store is not False,
+        temperature=used["temperature"],
+        text={"format": {"type": "text"}, **text},
+        tool_choice=request.tool_choice or "auto",
+        tools=request.tools or [],
+        top_logprobs=request.top_logprobs or 0,
+        top_p=used["top_p"],
+    )

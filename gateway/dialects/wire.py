@@ -1,4 +1,4 @@
-"""What the dialects share on the wire: bodies, numbers, messages, events."""
+"""What the dialects share: decoding and checking of requests, usage, logprobs, server-sent events."""
 
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -6,23 +6,25 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from gateway.errors import InvalidRequest
 from gateway.generations.generation import Generation, tokens_of
 from gateway.language.constraint import biases_of
-from gateway.language.render import Message
-from rollout_queue.http.errors import ApiError
+from gateway.language.render import ChatRenderer, Message
 
 T = TypeVar("T")
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 MAX_STOPS = 32
-"""SGLang's own bound."""
+"""SGLang's own bound on the number of stop strings."""
 HEARTBEAT = b": still here\n\n"
-"""A comment: it keeps a stream of OpenAI's alive, and says nothing."""
+"""A comment of the server-sent-events format: it keeps the connection open, and clients skip it."""
+
+encode = msgspec.json.Encoder().encode
 
 
-class Wishes(msgspec.Struct):
-    """How a caller wishes to be answered, in OpenAI's names and in those that its other servers added."""
+class SamplingFields(msgspec.Struct):
+    """Sampling parameters of a request, in OpenAI's names and in those that other servers have added."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -41,49 +43,77 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = False
 
 
+class Usage(msgspec.Struct, frozen=True):
+    """OpenAI's `usage`, in tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    """One token with its log-probability, in OpenAI's shape; `bytes` are those of its UTF-8 text."""
+
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """One sampled token, with the most probable tokens at its position."""
+
+    token: str
+    bytes: list[int]
+    logprob: float
+    top_logprobs: list[TopLogprob]
+
+
+# Requests
+
+
 def decode_body(body: bytes, kind: type[T]) -> T:
-    """Raises ApiError 400 that names the field at fault."""
+    """The body as the struct `kind`. Raises InvalidRequest that names the field at fault."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         message, _, where = str(error).partition(" - at `$")
         param = where.strip("`.") or None
-        raise ApiError(400, f"{param}: {message}" if param else message, param=param) from error
+        raise InvalidRequest(f"{param}: {message}" if param else message, param=param) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from error
+        raise InvalidRequest(f"the body is not JSON: {error}") from error
 
 
 def check_messages(messages: list[Message]) -> None:
-    """Raises ApiError 400 for what is no conversation, or holds what a text model cannot read."""
+    """Raises InvalidRequest for messages that are no conversation, or that a text model cannot read."""
     if not messages:
-        raise ApiError(400, "messages: give at least one", param="messages")
+        raise InvalidRequest("messages: give at least one", param="messages")
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         if message.get("role") not in ROLES:
-            raise ApiError(400, f"{where}.role: {message.get('role')!r} is no role", param=f"{where}.role")
+            raise InvalidRequest(f"{where}.role: {message.get('role')!r} is no role", param=f"{where}.role")
         content = message.get("content")
         if isinstance(content, list):
             for part in content:
                 _check_part(part, where)
         elif not (content is None or isinstance(content, str)):
-            raise ApiError(400, f"{where}.content: neither text nor a list of parts", param=where)
+            raise InvalidRequest(f"{where}.content: neither text nor a list of parts", param=where)
         calls = message.get("tool_calls")
         if calls is not None and not (
             isinstance(calls, list)
             and all(isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls)
         ):
-            raise ApiError(400, f"{where}.tool_calls: not a list of function calls", param=where)
+            raise InvalidRequest(f"{where}.tool_calls: not a list of function calls", param=where)
 
 
 def _check_part(part: Any, where: str) -> None:
     if isinstance(part, str):
         return
     if not isinstance(part, dict):
-        raise ApiError(400, f"{where}.content: a part is neither text nor an object", param=where)
+        raise InvalidRequest(f"{where}.content: a part is neither text nor an object", param=where)
     if part.get("type", "text") not in TEXT_PARTS:
-        raise ApiError(400, f"{where}.content: this model reads text, not {part.get('type')}", param=where)
+        raise InvalidRequest(f"{where}.content: this model reads text, not {part.get('type')}", param=where)
     if not isinstance(part.get("text", ""), str):
-        raise ApiError(400, f"{where}.content: the text of a part is not text", param=where)
+        raise InvalidRequest(f"{where}.content: the text of a part is not text", param=where)
 
 
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -101,52 +131,68 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "presence_penalty": (-2, 2),
     "seed": (-(2**63), 2**63 - 129),
 }
-"""What a number of a request may be, in every dialect; 128 choices count their seeds on."""
+"""Least and greatest value of each number in a request, in every dialect. The bound of `seed` leaves room for
+128 choices, each of which adds its index to the seed."""
 
 
 def check_sampling(body: msgspec.Struct) -> None:
-    """Raises ApiError 400 for a number outside of its bounds."""
+    """Raises InvalidRequest for a number outside its bounds."""
     for name, low, high in _bounded(type(body)):
         value = getattr(body, name)
         if value is not None and not low <= value <= high:
-            raise ApiError(400, f"{name}: {value} is not within {low} and {high}", param=name)
+            raise InvalidRequest(f"{name}: {value} is not within {low} and {high}", param=name)
 
 
 @cache
 def _bounded(kind: type[msgspec.Struct]) -> list[tuple[str, float, float]]:
-    """The numbers among the fields of a request."""
+    """The fields of a request that have bounds."""
     return [(name, *BOUNDS[name]) for name in kind.__struct_fields__ if name in BOUNDS]
 
 
-def wished(body: msgspec.Struct, names: Iterable[str]) -> dict[str, Any]:
-    """Those of the fields that the caller set."""
+def given_fields(body: msgspec.Struct, names: Iterable[str]) -> dict[str, Any]:
+    """Those of the fields that the client set."""
     return {name: value for name in names if (value := getattr(body, name)) is not None}
 
 
-def sampling_of(body: Wishes, vocab_size: int) -> dict[str, Any]:
-    """What a caller of OpenAI's wishes for. Raises ApiError 400 for a bias that is none."""
-    asked = wished(body, Wishes.__struct_fields__)
+def sampling_of(body: SamplingFields, vocab_size: int) -> dict[str, Any]:
+    """The sampling parameters that the client set. Raises InvalidRequest for a malformed bias."""
+    asked = given_fields(body, SamplingFields.__struct_fields__)
     if biases := asked.pop("logit_bias", None):
         asked["logit_bias"] = biases_of(biases, vocab_size)
     return asked
 
 
-def usage_of(generations: Sequence[Generation], n: int) -> dict[str, int]:
-    """OpenAI's `usage`: a prompt counts once, for all of its `n` answers."""
-    prompt, completion = tokens_of(generations, n)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-    }
-
-
-def stops(stop: str | list[str] | None) -> list[str]:
-    """Stop strings as a list, without empty ones. Raises ApiError 400 for more than an engine takes."""
+def stop_strings(stop: str | list[str] | None) -> list[str]:
+    """Stop strings as a list, without empty ones. Raises InvalidRequest for more than an engine takes."""
     given = [stop] if isinstance(stop, str) else stop or []
     if len(given) > MAX_STOPS:
-        raise ApiError(400, f"stop: at most {MAX_STOPS} strings", param="stop")
+        raise InvalidRequest(f"stop: at most {MAX_STOPS} strings", param="stop")
     return [text for text in given if text]
+
+
+# Replies
+
+
+def usage_of(generations: Sequence[Generation], n: int) -> Usage:
+    """OpenAI's `usage`: a prompt counts once, for all of its `n` answers."""
+    prompt, completion = tokens_of(generations, n)
+    return Usage(prompt, completion, prompt + completion)
+
+
+def logprobs_of(renderer: ChatRenderer, generation: Generation, start: int) -> list[TokenLogprob]:
+    """The logprobs of the output tokens from `start` on, as the engine returned them."""
+    logprobs = []
+    for index in range(start, len(generation.ids)):
+        text = renderer.text_of([generation.ids[index]])
+        tops = generation.top_logprobs[index] if generation.top_logprobs else []
+        top_logprobs = [_top_logprob(renderer, token_id, logprob) for logprob, token_id in tops]
+        logprobs.append(TokenLogprob(text, list(text.encode()), generation.logprobs[index], top_logprobs))
+    return logprobs
+
+
+def _top_logprob(renderer: ChatRenderer, token_id: int, logprob: float) -> TopLogprob:
+    text = renderer.text_of([token_id])
+    return TopLogprob(text, list(text.encode()), logprob)
 
 
 def event(data: bytes, name: bytes | None = None) -> bytes:

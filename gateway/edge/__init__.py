@@ -1,1 +1,1 @@
-"""The agents' door: every call comes in here, and its answer goes out."""
+"""The agents' HTTP side: every model call is read here, and its answer is written here."""

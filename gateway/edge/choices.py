@@ -1,4 +1,4 @@
-"""The choices of one call: sampled side by side, heard as they come."""
+"""Samples the choices of one call side by side, and passes on their pieces as they arrive."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,11 +12,11 @@ from gateway.generations.generation import Generation
 
 T = TypeVar("T")
 Sample = Callable[[Generation, Hear], Awaitable[None]]
-HearChoice = Callable[[int, Piece | None], Awaitable[None]]
+OnPiece = Callable[[int, Piece | None], Awaitable[None]]
 
 
-async def each(work: Callable[[Generation], Awaitable[T]], generations: Sequence[Generation]) -> list[T]:
-    """Do the work for every choice at once. The first failure ends the others, and is raised."""
+async def for_each(work: Callable[[Generation], Awaitable[T]], generations: Sequence[Generation]) -> list[T]:
+    """Do the work for all choices at once. The first failure cancels the others, and is raised."""
     if len(generations) == 1:
         return [await work(generations[0])]
     tasks = [asyncio.ensure_future(work(generation)) for generation in generations]
@@ -26,31 +26,31 @@ async def each(work: Callable[[Generation], Awaitable[T]], generations: Sequence
         await drain(tasks)
 
 
-async def sample_each(sample: Sample, generations: Sequence[Generation], hear: HearChoice) -> None:
-    """Let `hear` have what the engines say, one piece after the other, by choice; None for the end of a
-    choice. The first failure ends all."""
+async def sample_each(sample: Sample, generations: Sequence[Generation], on_piece: OnPiece) -> None:
+    """Call `on_piece` with each piece of an engine and the index of its choice, one at a time; with None at
+    the end of a choice. The first failure cancels all choices, and is raised."""
     if len(generations) == 1:
-        await sample(generations[0], partial(hear, 0))
-        await hear(0, None)
+        await sample(generations[0], partial(on_piece, 0))
+        await on_piece(0, None)
         return
-    said: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(maxsize=len(generations))
+    pieces: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(maxsize=len(generations))
 
-    async def listen(index: int, generation: Generation) -> None:
+    async def sample_one(index: int, generation: Generation) -> None:
         end: Exception | None = None
         try:
-            await sample(generation, lambda piece: said.put((index, piece)))
-        except Exception as error:  # handed over to whoever reads the queue
+            await sample(generation, lambda piece: pieces.put((index, piece)))
+        except Exception as error:  # raised by the reader of the queue
             end = error
-        await said.put((index, end))
+        await pieces.put((index, end))
 
-    listening = [asyncio.create_task(listen(*numbered)) for numbered in enumerate(generations)]
+    sampling = [asyncio.create_task(sample_one(*numbered)) for numbered in enumerate(generations)]
     try:
-        running = len(listening)
+        running = len(sampling)
         while running:
-            index, said_now = await said.get()
-            if isinstance(said_now, Exception):
-                raise said_now
-            running -= said_now is None
-            await hear(index, said_now)
+            index, piece = await pieces.get()
+            if isinstance(piece, Exception):
+                raise piece
+            running -= piece is None
+            await on_piece(index, piece)
     finally:
-        await drain(listening)
+        await drain(sampling)

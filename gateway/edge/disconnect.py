@@ -1,4 +1,4 @@
-"""Is the client still there? A call whose client has gone is stopped: no engine works for nobody."""
+"""Stops a call whose client has disconnected, so that no engine works for nobody."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,24 +6,27 @@ from types import TracebackType
 
 from starlette.types import Receive
 
-LOOK_AFTER_S = 0.5
-"""Most calls are over before anybody has to look; those that are not pay for one task."""
+WATCH_AFTER_S = 0.5
+"""Most calls end sooner; only the others pay for the task that watches the connection."""
 
 
-class Attention:
-    """`with Attention(receive) as client:` stops the body when the client hangs up, and ends quietly."""
+class DisconnectWatch:
+    """`with DisconnectWatch(receive) as client:` cancels the block when the client disconnects.
+
+    The block then ends without an exception.
+    """
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._watching: asyncio.Task[None] | None = None
         self._stopped = False
-        self._gone: Callable[[], None] = self.stop
+        self._on_disconnect: Callable[[], None] = self.stop
 
-    def __enter__(self) -> "Attention":
+    def __enter__(self) -> "DisconnectWatch":
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - a request is always served by a task
         self._task = task
-        self._timer = asyncio.get_running_loop().call_later(LOOK_AFTER_S, self._watch)
+        self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._watch)
         return self
 
     def __exit__(
@@ -38,21 +41,22 @@ class Attention:
 
     @property
     def watched(self) -> bool:
-        """Somebody looks whether the client is there."""
+        """Whether the connection is watched already."""
         return self._watching is not None
 
-    def when_gone(self, gone: Callable[[], None]) -> None:
-        """Leave it to `gone` what is to happen when the client hangs up; it may `stop` later."""
-        self._gone = gone
+    def on_disconnect(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the client disconnects, in place of `stop`; it may call `stop` later."""
+        self._on_disconnect = callback
 
     def stop(self) -> None:
+        """Cancel the block."""
         self._stopped = True
         self._task.cancel()
 
     def _watch(self) -> None:
-        self._watching = asyncio.get_running_loop().create_task(self._until_gone())
+        self._watching = asyncio.get_running_loop().create_task(self._until_disconnect())
 
-    async def _until_gone(self) -> None:
+    async def _until_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._gone()
+        self._on_disconnect()

@@ -1,4 +1,4 @@
-"""What one client hears: a whole body at once, or a stream that opens late and is kept alive."""
+"""Writes the reply to one client: a whole body at once, or a stream that is kept open by heartbeats."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ STREAM_HEADERS = (
 
 
 class Reply:
-    """The client's end of one call. Every write is one or more whole events."""
+    """The reply to one call. Every write is one or more whole events."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
@@ -24,20 +24,20 @@ class Reply:
             (b"request-id", request_id.encode()),  # where Anthropic's clients look
         ]
         self.begun = False
-        """Something was sent: an error can no longer be a status code."""
-        self._beating: asyncio.TimerHandle | None = None
+        """Whether anything was sent: an error can then no longer be a status code."""
+        self._timer: asyncio.TimerHandle | None = None
         self._beat: asyncio.Task[None] | None = None
         self._last_at = 0.0
 
-    async def whole(self, status: int, body: bytes, headers: Headers) -> None:
+    async def send_json(self, status: int, body: bytes, headers: Headers) -> None:
         """Answer with one JSON body."""
-        self.rest()
+        self.stop_heartbeat()
         self.begun = True
         fixed = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await self._start(status, [*fixed, *_encoded(headers), *self._own_headers])
         await self._send({"type": "http.response.body", "body": body})
 
-    async def open(self, headers: Headers) -> None:
+    async def open_stream(self, headers: Headers) -> None:
         """Begin a stream of server-sent events, with 200."""
         self.begun = True
         await self._start(200, [*STREAM_HEADERS, *_encoded(headers), *self._own_headers])
@@ -47,20 +47,20 @@ class Reply:
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def close(self, events: bytes = b"") -> None:
-        """The last events; then the body ends at once, since clients wait for its end."""
-        if self._beating is not None:
-            self._beating.cancel()
+        """Write the last events and end the body at once, since clients wait for its end."""
+        if self._timer is not None:
+            self._timer.cancel()
         if self._beat is not None:
-            await self._beat  # it may be what opens the stream, and wait for a slow socket
+            await self._beat  # it may be opening the stream, and waiting for a slow socket
         await self._send({"type": "http.response.body", "body": events})
 
-    def divert(self, send: Send) -> Send:
-        """Let everything go through `send` from now on; returns where it went until now."""
+    def redirect(self, send: Send) -> Send:
+        """Send everything through `send` from now on; returns the function that was used before."""
         former, self._send = self._send, send
         return former
 
     async def repeat(self, message: Message) -> None:
-        """Say what another reply said, under this one's request id."""
+        """Send a message of another reply, under this one's request id."""
         if message["type"] == "http.response.start":
             self.begun = True
             own = {name for name, _ in self._own_headers}
@@ -69,29 +69,28 @@ class Reply:
         await self._send(message)
 
     def keep_alive(self, heartbeat: bytes, every_s: float, headers: Callable[[], Headers]) -> None:
-        """Let the client hear something at least every `every_s` seconds, until `rest`.
+        """Write a heartbeat whenever nothing was written for `every_s` seconds, until `stop_heartbeat`.
 
-        A stream that has not begun by then is opened with `headers`: proxies cut what is silent.
+        A stream that has not begun by then is opened with `headers`: proxies cut silent connections.
         """
         loop = asyncio.get_running_loop()
         self._last_at = loop.time()
 
-        def look() -> None:
+        def check() -> None:
             if loop.time() - self._last_at >= every_s and (self._beat is None or self._beat.done()):
                 self._beat = loop.create_task(beat())
-            self._beating = loop.call_later(every_s / 2, look)
+            self._timer = loop.call_later(every_s / 2, check)
 
         async def beat() -> None:
             if not self.begun:
-                await self.open(headers())
+                await self.open_stream(headers())
             await self.write(heartbeat)
 
-        self._beating = loop.call_later(every_s / 2, look)
+        self._timer = loop.call_later(every_s / 2, check)
 
-    def rest(self) -> None:
-        """No heartbeat any more."""
-        if self._beating is not None:
-            self._beating.cancel()
+    def stop_heartbeat(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         if self._beat is not None:
             self._beat.cancel()
 

@@ -1,35 +1,35 @@
-"""A call as it comes in: its headers and its whole body, read once, bounded, and JSON."""
+"""Reads a request: its headers and its whole body, which is bounded and JSON."""
 
 from collections.abc import Mapping
 
 import msgspec
 from starlette.types import Receive, Scope
 
-from gateway.edge.disconnect import Attention
+from gateway.edge.disconnect import DisconnectWatch
 from rollout_queue.http.errors import ApiError
 
 JSON = "application/json"
 HEAVY_BYTES = 32 * 2**10
-"""Below this, a thread costs more than it saves the others."""
+"""Bodies up to this size are tokenized on the event loop: a thread would cost more than it saves."""
 
 
-class Hangup(Exception):
-    """The client went away before it had said everything; nobody is left to hear of it."""
+class ClientDisconnected(Exception):
+    """The client disconnected before its request was complete; there is nobody to answer."""
 
 
-class Arrival(msgspec.Struct):
+class AgentRequest(msgspec.Struct):
     """One request on an agent's path."""
 
     headers: Mapping[str, str]
     """By lower-case name; of a repeated header, the last."""
     body: bytes
-    client: Attention
+    client: DisconnectWatch
     session_id: str | None = None
-    """The session that the path names."""
+    """The session in the path."""
 
     @property
     def heavy(self) -> bool:
-        """Its text is read off the event loop."""
+        """Whether its text is tokenized off the event loop."""
         return len(self.body) > HEAVY_BYTES
 
 
@@ -37,10 +37,10 @@ def headers_of(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
-async def take_in(headers: Mapping[str, str], receive: Receive, limit_bytes: int) -> bytes:
+async def read_body(headers: Mapping[str, str], receive: Receive, limit_bytes: int) -> bytes:
     """The whole body.
 
-    Raises ApiError 413 for one over the limit, 415 for one that is not JSON; Hangup.
+    Raises ApiError 413 for one over the limit, 415 for one that is not JSON; ClientDisconnected.
     """
     announced = headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit_bytes:
@@ -50,14 +50,14 @@ async def take_in(headers: Mapping[str, str], receive: Receive, limit_bytes: int
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise Hangup
+            raise ClientDisconnected
         parts.append(message.get("body", b""))
         size += len(parts[-1])
         if size > limit_bytes:
             raise _too_large(limit_bytes)
         more = message.get("more_body", False)
     if size and (given := headers.get("content-type", JSON)) != JSON:
-        _check_kind(given)
+        _check_media_type(given)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
@@ -65,7 +65,7 @@ def _too_large(limit_bytes: int) -> ApiError:
     return ApiError(413, f"the body is larger than {limit_bytes} bytes")
 
 
-def _check_kind(given: str) -> None:
-    kind = given.partition(";")[0].strip().lower()
-    if kind != JSON:
-        raise ApiError(415, f"content type {kind!r}: send application/json")
+def _check_media_type(given: str) -> None:
+    media_type = given.partition(";")[0].strip().lower()
+    if media_type != JSON:
+        raise ApiError(415, f"content type {media_type!r}: send application/json")

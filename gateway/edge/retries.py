@@ -1,7 +1,7 @@
-"""A retry joins the call that it repeats, while that is in flight: one sample, one turn, two readers.
+"""Lets a retry join the call that it repeats while that is in flight: one sample, one turn, two readers.
 
-first ──begin──▶ Flight ──▶ its client            gone, and nobody joins within the grace ──▶ stopped
-retry ──join───────┴─────▶ all that was said so far, then what follows
+first ──begin──▶ InFlightCall ──▶ its client      gone, and no retry within the grace period ──▶ stopped
+retry ──join─────────┴─────────▶ all that was sent so far, then what follows
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from types import TracebackType
 
 from starlette.types import Message, Send
 
-from gateway.edge.disconnect import Attention
+from gateway.edge.disconnect import DisconnectWatch
 from gateway.edge.reply import Reply
 from rollout_queue.http.errors import ApiError
 
@@ -26,34 +26,40 @@ def attempt_of(headers: Mapping[str, str]) -> int:
 
 
 def request_digest(dialect: str, body: bytes) -> str:
-    """The same for the same bytes asked of the same dialect: SDKs repeat a body as it was."""
+    """Equal for equal bytes to one dialect: SDKs repeat a body byte by byte."""
     return hashlib.sha256(dialect.encode() + b"\0" + body).hexdigest()[:32]
 
 
-class Flight:
-    """One call in flight: what was said, and how many listen. Its `with` block is the work."""
+class InFlightCall:
+    """One call in flight: what was sent so far, and how many clients read it. Its `with` block answers it."""
 
     def __init__(
-        self, flights: "Flights", key: Hashable, digest: str, attempt: int, reply: Reply, client: Attention
+        self,
+        calls: "InFlightCalls",
+        key: Hashable,
+        digest: str,
+        attempt: int,
+        reply: Reply,
+        client: DisconnectWatch,
     ) -> None:
         self.digest = digest
         self.attempt = attempt
         self.latest_attempt = attempt
-        """The last attempt that joined: attempts at one call follow each other, never side by side."""
+        """The last attempt that joined: a client makes one attempt at a time, in order."""
         self.joined_at = 0.0
-        """When it joined; 0 where none did."""
-        self.listeners = 1
-        self._flights, self._key = flights, key
+        """When it joined, in seconds since the epoch; 0 where none did."""
+        self.readers = 1
+        self._calls, self._key = calls, key
         self._client = client
-        self._send: Send | None = reply.divert(self._say)
-        self._said: list[Message] = []
+        self._send: Send | None = reply.redirect(self._record)
+        self._messages: list[Message] = []
         self._ended = False
         self._failure: Exception | None = None
-        self._news: asyncio.Event | None = None
-        self._last_call: asyncio.TimerHandle | None = None
-        client.when_gone(self._first_left)
+        self._changed: asyncio.Event | None = None
+        self._stop_timer: asyncio.TimerHandle | None = None
+        client.on_disconnect(self._first_left)
 
-    def __enter__(self) -> "Flight":
+    def __enter__(self) -> "InFlightCall":
         return self
 
     def __exit__(
@@ -64,49 +70,49 @@ class Flight:
         elif error is not None:
             self._failure = ApiError(503, "the call that this one repeats was stopped")
         self._ended = True
-        self._rest()
-        self._flights.forget(self._key, self)
-        self._tell()
+        self._cancel_stop()
+        self._calls.remove(self._key, self)
+        self._wake_readers()
 
-    async def heard(self) -> None:
-        """Wait until somebody listens: an answer that nobody waits for is not recorded as one.
+    async def wait_for_reader(self) -> None:
+        """Wait until a client reads: an answer that no client waits for is not recorded as one.
 
-        Cancelled, like all of the call, when nobody comes in time.
+        Cancelled, with the whole call, when no client comes within the grace period.
         """
         if self._client.watched:
-            await asyncio.sleep(0)  # a client that left while its socket was full: it may be told now
-        while not self.listeners:
-            await self._something_new()
+            await asyncio.sleep(0)  # a client may have left while its socket was full: let that be noticed
+        while not self.readers:
+            await self._change()
 
     def join(self, attempt: int) -> None:
         if attempt > self.latest_attempt:
             self.latest_attempt, self.joined_at = attempt, time.time()
-        self.listeners += 1
-        self._rest()
-        self._tell()
+        self.readers += 1
+        self._cancel_stop()
+        self._wake_readers()
 
     async def follow(self, reply: Reply) -> None:
-        """Say to one who joined all that was said, from the beginning, and what is still to come.
+        """Send everything to a client that joined, from the beginning to the end.
 
         Raises what the first call raised.
         """
-        said = 0
+        sent = 0
         try:
             while True:
-                while said < len(self._said):
-                    said += 1
-                    await reply.repeat(self._said[said - 1])
+                while sent < len(self._messages):
+                    sent += 1
+                    await reply.repeat(self._messages[sent - 1])
                 if self._ended:
                     break
-                await self._something_new()
+                await self._change()
         finally:
             self._leave()
         if self._failure is not None:
             raise self._failure
 
-    async def _say(self, message: Message) -> None:
-        self._said.append(message)
-        self._tell()
+    async def _record(self, message: Message) -> None:
+        self._messages.append(message)
+        self._wake_readers()
         if self._send is not None:
             await self._send(message)
 
@@ -115,60 +121,62 @@ class Flight:
         self._leave()
 
     def _leave(self) -> None:
-        self.listeners -= 1
-        if not self.listeners and not self._ended:
-            self._last_call = asyncio.get_running_loop().call_later(self._flights.grace_s, self._give_up)
+        self.readers -= 1
+        if not self.readers and not self._ended:
+            self._stop_timer = asyncio.get_running_loop().call_later(self._calls.grace_s, self._stop)
 
-    def _give_up(self) -> None:
-        self._flights.forget(self._key, self)
+    def _stop(self) -> None:
+        self._calls.remove(self._key, self)
         self._client.stop()
 
-    def _rest(self) -> None:
-        if self._last_call is not None:
-            self._last_call.cancel()
-            self._last_call = None
+    def _cancel_stop(self) -> None:
+        if self._stop_timer is not None:
+            self._stop_timer.cancel()
+            self._stop_timer = None
 
-    def _tell(self) -> None:
-        if self._news is not None:
-            self._news.set()
-            self._news = None
+    def _wake_readers(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
 
-    async def _something_new(self) -> None:
-        if self._news is None:
-            self._news = asyncio.Event()
-        await self._news.wait()
+    async def _change(self) -> None:
+        if self._changed is None:
+            self._changed = asyncio.Event()
+        await self._changed.wait()
 
 
-class Flights:
-    """The calls that are in flight, by who asks what."""
+class InFlightCalls:
+    """The calls in flight, by caller and request."""
 
     def __init__(self, grace_s: float, join_identical: bool) -> None:
         self.grace_s = grace_s
-        """How long a call goes on without its client: an SDK that timed out comes back soon."""
+        """How long a call continues without a client: an SDK that timed out comes back soon."""
         self._join_identical = join_identical
-        self._flights: dict[Hashable, list[Flight]] = {}
+        self._calls: dict[Hashable, list[InFlightCall]] = {}
 
-    def join(self, key: Hashable, attempt: int) -> Flight | None:
-        """The flight that this attempt repeats, rather one whose client has left; None for a new call."""
-        flights = self._flights.get(key)
-        if flights is None or not (attempt or self._join_identical):
+    def join(self, key: Hashable, attempt: int) -> InFlightCall | None:
+        """The call that this attempt repeats, preferably one whose client has left; None for a new call."""
+        calls = self._calls.get(key)
+        if calls is None or not (attempt or self._join_identical):
             return None
-        earlier = [each for each in flights if self._join_identical or each.latest_attempt < attempt]
+        earlier = [each for each in calls if self._join_identical or each.latest_attempt < attempt]
         if not earlier:
             return None
-        flight = min(earlier, key=lambda each: each.listeners > 0)
-        flight.join(attempt)
-        return flight
+        call = min(earlier, key=lambda each: each.readers > 0)
+        call.join(attempt)
+        return call
 
-    def begin(self, key: Hashable, digest: str, attempt: int, reply: Reply, client: Attention) -> Flight:
-        flight = Flight(self, key, digest, attempt, reply, client)
-        self._flights.setdefault(key, []).append(flight)
-        return flight
+    def begin(
+        self, key: Hashable, digest: str, attempt: int, reply: Reply, client: DisconnectWatch
+    ) -> InFlightCall:
+        call = InFlightCall(self, key, digest, attempt, reply, client)
+        self._calls.setdefault(key, []).append(call)
+        return call
 
-    def forget(self, key: Hashable, flight: Flight) -> None:
-        """Let nobody join it any more."""
-        flights = self._flights.get(key, [])
-        if flight in flights:
-            flights.remove(flight)
-        if not flights:
-            self._flights.pop(key, None)
+    def remove(self, key: Hashable, call: InFlightCall) -> None:
+        """Let no later attempt join the call."""
+        calls = self._calls.get(key, [])
+        if call in calls:
+            calls.remove(call)
+        if not calls:
+            self._calls.pop(key, None)

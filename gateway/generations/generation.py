@@ -2,18 +2,34 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from gateway.conversations.conversation import Prompt
-from gateway.edge.retries import Flight
 from gateway.engines.stream import Piece
 from gateway.language.render import Message, Tool
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import Finish, Sampling, Span, Turn
 from rollout_queue.contract.tokens import Logprobs, TokenIds
+
+
+class ClientCall(Protocol):
+    """The client's side of a call, as far as the record of a turn needs it."""
+
+    digest: str
+    """Equal for equal requests."""
+    attempt: int
+    """How often the client had made this call before, when the generation began."""
+    latest_attempt: int
+    """The last attempt that joined the call."""
+    joined_at: float
+    """When it joined, in seconds since the epoch; 0 where none did."""
+
+    async def wait_for_reader(self) -> None:
+        """Wait until a client reads the answer; cancelled when none comes."""
+        ...
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -43,8 +59,8 @@ class Generation(msgspec.Struct):
     sampling: Sampling
     completion_id: str
     """What the reply is called; the choices of one call share it."""
-    flight: Flight
-    """Who listens, and which attempt at the call this is."""
+    client: ClientCall
+    """Who reads the answer, and which attempt at the call this is."""
     index: int = 0
     """Which choice of its call it is."""
     train: bool = True
@@ -88,9 +104,9 @@ class Generation(msgspec.Struct):
             group_id=spec.group_id,
             task_id=spec.task_id,
             policy=(spec.policy or policy) if self.version is None else f"{policy}@{self.version}",
-            attempt=self.flight.attempt,
-            joined_attempt=self.flight.latest_attempt if self.flight.joined_at else 0,
-            joined_at=self.flight.joined_at,
+            attempt=self.client.attempt,
+            joined_attempt=self.client.latest_attempt if self.client.joined_at else 0,
+            joined_at=self.client.joined_at,
             lineage=spec.lineage,
             user=self.call.user,
             relation=prompt.relation,
@@ -108,7 +124,7 @@ class Generation(msgspec.Struct):
             completion_id=self.completion_id,
             prompt_digest=prompt.digest.hex(),
             reply_digest=reply_digest,
-            request_digest=self.flight.digest,
+            request_digest=self.client.digest,
         )
 
 

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 
 from gateway.conversations.conversation import Prompt, place
 from gateway.conversations.raw import place_raw
-from gateway.edge.retries import Flight
 from gateway.engines.failover import Hear, Sampler, SampleRequest
 from gateway.engines.stream import Piece
 from gateway.errors import GatewayError, InvalidRequest
-from gateway.generations.generation import Call, Generation
+from gateway.generations.generation import Call, ClientCall, Generation
 from gateway.generations.recorder import Recorder
 from gateway.generations.sampling import decide, engine_parameters
 from gateway.language.render import UNREADABLE, ChatRenderer, Message, Tool
@@ -46,7 +45,7 @@ class Generator:
         version: int | None,
         prefix: str,
         heavy: bool,
-        flight: Flight,
+        client: ClientCall,
     ) -> list[Generation]:
         """Find each call's place and its sampling, for `n` answers to each; heavy ones off the event loop.
 
@@ -64,7 +63,7 @@ class Generator:
             for index in range(len(generations), len(generations) + n):
                 sampling = decide(head.spec.sampling, call, room, head.spec.train, index)
                 generations.append(
-                    Generation(call, head, prompt, sampling, completion_id, flight, index, train, version)
+                    Generation(call, head, prompt, sampling, completion_id, client, index, train, version)
                 )
         return generations
 

@@ -44,7 +44,7 @@ class Recorder:
         itself, StateConflict when the session has ended since, Deleted when it was deleted.
         """
         try:
-            await generation.flight.heard()
+            await generation.client.wait_for_reader()
         except asyncio.CancelledError:
             await self.record_aborted(generation)
             raise

@@ -1,7 +1,7 @@
-"""Everything that was recorded, in order, a few sessions at a time: what an export reads.
+"""Reads all recorded sessions in order, a few at a time, for an export.
 
-The order is that of `weir:sessions`, by creation time and id; a session stays at its place also when it is
-deleted. So a place says how far a reader has come, whatever was added, deleted or forgotten since.
+The order is that of `weir:sessions`, by creation time and id; a deleted session keeps its place. So a place
+says how far a reader has come, whatever was added, deleted or forgotten since.
 """
 
 import logging
@@ -20,12 +20,12 @@ from rollout_queue.redis.writer import UNREADABLE, read_head
 logger = logging.getLogger(__name__)
 
 PAGE = 100
-"""Sessions whose sizes are asked for at once."""
+"""Sessions whose sizes are read at once."""
 FIELDS_AT_ONCE = 100
-"""Fields, most of them turns, that are read at once; a larger session comes alone."""
+"""Fields, most of them turns, that are read at once; a larger session is read alone."""
 
 
-class Found(NamedTuple):
+class ArchivedSession(NamedTuple):
     """One session, or its tombstone."""
 
     session_id: str
@@ -34,12 +34,14 @@ class Found(NamedTuple):
 
 
 async def place_of(redis: Redis, session_id: str) -> Place | None:
-    """None for a session that an archive never had, or that is forgotten since."""
+    """Where a session stands; None for one that never existed or is forgotten."""
     created_at = await stored(redis.zscore(keys.SESSIONS, session_id))
     return None if created_at is None else Place(float(created_at), session_id)
 
 
-async def sessions_from(redis: Redis, start: Place | None, until: float | None) -> AsyncIterator[list[Found]]:
+async def sessions_from(
+    redis: Redis, start: Place | None, until: float | None
+) -> AsyncIterator[list[ArchivedSession]]:
     """Sessions created before `until`, from `start` on, itself included. Raises StorageUnavailable."""
     first = [] if start is None else [start]
     while places := first + await places_after(redis, start or START, PAGE):
@@ -71,20 +73,20 @@ def _batches(sizes: Sequence[tuple[str, int]]) -> Iterator[list[str]]:
         yield batch
 
 
-async def _read(redis: Redis, names: Sequence[str]) -> list[Found]:
+async def _read(redis: Redis, names: Sequence[str]) -> list[ArchivedSession]:
     async with redis.pipeline(transaction=False) as pipeline:
         for name in names:
             pipeline.hgetall(keys.session(name))
-        # After them, so that a session that is deleted meanwhile is found as one or the other.
+        # After the hashes: a session that is deleted meanwhile is found as a session or as a tombstone.
         pipeline.hmget(keys.DELETED, list(names))
         *hashes, tombstones = await stored(pipeline.execute())
     found = []
     for name, tombstone, fields in zip(names, tombstones, hashes, strict=True):
         if tombstone is not None:
-            found.append(Found(name, None, decode_tombstone(tombstone)))
+            found.append(ArchivedSession(name, None, decode_tombstone(tombstone)))
             continue
         try:
-            found.append(Found(name, read_head(fields), None))
+            found.append(ArchivedSession(name, read_head(fields), None))
         except UNREADABLE as error:
             logger.error("session %s is left out of an export: %s", name, error)
     return found

@@ -1,4 +1,4 @@
-"""The operator's side: what the system is doing, the fleet, the policies."""
+"""The operators' routes: the state of the deployment, the fleet, the policies."""
 
 from collections.abc import Sequence
 
@@ -6,14 +6,14 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 
 from gateway.admission.pressure import read_pressure
-from gateway.collaborators import Collaborators, collaborators
 from gateway.engines.fleet import Registration
 from gateway.engines.policies import status_of
-from gateway.operators import pipeline
-from gateway.rest import export
+from gateway.errors import ObjectNotFound
+from gateway.rest import export, pipeline
+from gateway.rest.access import admins_only
 from gateway.rest.shapes import Removed
+from gateway.wiring import Collaborators, collaborators
 from rollout_queue.contract.policy import PolicyRecord
-from rollout_queue.http.errors import ApiError
 from rollout_queue.protocol.policies import (
     PolicyBody,
     PolicyPage,
@@ -32,13 +32,6 @@ PARTLY: dict[int | str, dict[str, type[Pushed]]] = {207: {"model": Pushed}}
 """Not every server took it."""
 
 
-def admins_only(request: Request) -> Collaborators:
-    gateway = collaborators(request)
-    if gateway.identities.caller(request.headers).role != "admin":
-        raise ApiError(403, "this path needs an admin key")
-    return gateway
-
-
 router = APIRouter(prefix="/admin", tags=["admin"], dependencies=[Depends(admins_only)])
 router.include_router(export.router)
 router.include_router(pipeline.router)
@@ -52,7 +45,7 @@ async def status(request: Request) -> SystemStatus:
     pressure = await read_pressure(gateway.redis)
     last_error = await _last_error(gateway) if queue.dead_letters else None
     warnings = [] if gateway.fleet.choose("") is not None else [gateway.fleet.why_nobody()]
-    warnings += gateway.watch.warnings(trainer, pressure, queue.dead_letters, last_error)
+    warnings += gateway.warnings.sentences(trainer, pressure, queue.dead_letters, last_error)
     serving, target = gateway.fleet.serving, gateway.policies.target
     return SystemStatus(
         rollout_servers=_servers(gateway),
@@ -83,7 +76,7 @@ async def register_server(body: ServerBody, request: Request) -> Registered:
 @router.delete("/rollout_servers/{server_id}", responses={200: {"model": Removed}})
 async def remove_server(server_id: str, request: Request) -> Response:
     if not await collaborators(request).fleet.remove(server_id):
-        raise ApiError(404, f"no rollout server {server_id!r}")
+        raise ObjectNotFound(f"no rollout server {server_id!r}")
     return JSONResponse({"id": server_id, "removed": True})
 
 
@@ -148,7 +141,7 @@ def _servers(gateway: Collaborators) -> tuple[ServerShape, ...]:
 async def _hold(request: Request, server_id: str, *, held: bool) -> ServerShape:
     server = await collaborators(request).fleet.hold(server_id, held)
     if server is None:
-        raise ApiError(404, f"no rollout server {server_id!r}")
+        raise ObjectNotFound(f"no rollout server {server_id!r}")
     return server.report()
 
 

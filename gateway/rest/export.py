@@ -16,14 +16,15 @@ from fastapi.responses import StreamingResponse
 from pydantic import FiniteFloat
 from starlette.responses import Response
 
-from gateway.collaborators import Collaborators, collaborators
-from gateway.operators.archive import Found, place_of, sessions_from
+from gateway.errors import InvalidRequest
+from gateway.operators.archive import ArchivedSession, place_of, sessions_from
 from gateway.sessions.verdicts import turn_verdict
+from gateway.wiring import Collaborators, collaborators
 from rollout_queue.contract.episodes import row_of, session_part
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.records import Verdict
 from rollout_queue.contract.rows import DeletedRow, Row, row_to_json
-from rollout_queue.http.errors import ApiError, storage_unavailable
+from rollout_queue.http.errors import storage_unavailable
 from rollout_queue.redis.places import Place
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ async def export(
     """One row per turn, oldest session first; of a deleted session its id, times and verdict."""
     gateway = collaborators(request)
     if since is not None and until is not None and since > until:
-        raise ApiError(400, "since is later than until", param="since")
+        raise InvalidRequest("since is later than until", param="since")
     window = Window(since, until, await _place(gateway, cursor), limit, empty)
     rows = _rows(gateway, window)
     chunks = _jsonl(rows) if form == "jsonl" else _parquet(rows)
@@ -82,14 +83,14 @@ async def export(
 
 
 async def _place(gateway: Collaborators, cursor: str | None) -> tuple[Place, str] | None:
-    """Raises ApiError 400 for what no row of ours says."""
+    """Raises InvalidRequest for text that is no row's cursor."""
     if cursor is None:
         return None
     session_id, slash, turn_id = cursor.partition("/")
     place = await place_of(gateway.redis, session_id) if slash else None
     if place is None:
         said = f"{cursor[:300]!r} is no cursor of this export, or one of a session that is forgotten since"
-        raise ApiError(400, said, param="cursor")
+        raise InvalidRequest(said, param="cursor")
     return place, turn_id
 
 
@@ -111,14 +112,18 @@ async def _rows(gateway: Collaborators, window: Window) -> AsyncIterator[Rows]:
             return
 
 
-def _of_session(found: Found, verdicts: dict[str, Verdict], window: Window) -> Iterator[Row | DeletedRow]:
+def _of_session(
+    found: ArchivedSession, verdicts: dict[str, Verdict], window: Window
+) -> Iterator[Row | DeletedRow]:
     rows = _all_of(found, verdicts, window)
     if window.after is not None and found.session_id == window.after[0].session_id:
         rows = _behind(list(rows), window.after[1])
     return filter(window.holds, rows)
 
 
-def _all_of(found: Found, verdicts: dict[str, Verdict], window: Window) -> Iterator[Row | DeletedRow]:
+def _all_of(
+    found: ArchivedSession, verdicts: dict[str, Verdict], window: Window
+) -> Iterator[Row | DeletedRow]:
     head, stone = found.head, found.tombstone
     if stone is not None:
         yield DeletedRow(
@@ -144,7 +149,7 @@ def _behind(rows: Rows, turn_id: str) -> Iterator[Row | DeletedRow]:
     if turn_id in places:
         return iter(rows[places.index(turn_id) + 1 :])
     if turn_id and rows and isinstance(rows[0], Row):
-        raise ApiError(400, f"the cursor's session has no turn {turn_id[:300]!r}", param="cursor")
+        raise InvalidRequest(f"the cursor's session has no turn {turn_id[:300]!r}", param="cursor")
     return iter(rows)
 
 

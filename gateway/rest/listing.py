@@ -1,27 +1,27 @@
-"""`GET /sessions`: the caller's sessions, a page at a time, and what is left of deleted ones."""
+"""`GET /sessions`: the caller's sessions, a page at a time; of deleted ones their ids and times."""
 
 import base64
 import math
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
-from gateway.collaborators import Collaborators
-from gateway.rest.shapes import SessionPage
+from gateway.errors import InvalidRequest
+from gateway.rest.access import client_of
+from gateway.rest.shapes import DeletedSessionRow, SessionPage, SessionRow
 from gateway.rest.views import deleted_row, session_row
-from gateway.sessions.sessions import client_of
+from gateway.wiring import Collaborators
 from rollout_queue.contract.head import SessionHead, State
 from rollout_queue.contract.records import VerdictCode
 from rollout_queue.contract.tombstone import Tombstone
-from rollout_queue.http.errors import ApiError
 from rollout_queue.redis.places import START, Place
 
 router = APIRouter(tags=["sessions"])
 
 
-class Asked(NamedTuple):
-    """Which sessions a list is to show; None for any."""
+class SessionFilter(NamedTuple):
+    """Which sessions to list; None matches any."""
 
     state: State | None
     group_id: str | None
@@ -41,31 +41,31 @@ async def list_sessions(
 ) -> Response:
     """The caller's sessions, oldest first, a page at a time."""
     gateway, caller = client_of(request)
-    asked = Asked(state, group_id, user, verdict)
+    wanted = SessionFilter(state, group_id, user, verdict)
     place = _place(cursor)
-    wanted: list[dict[str, Any]] = []
-    while len(wanted) < limit:
+    rows: list[SessionRow | DeletedSessionRow] = []
+    while len(rows) < limit:
         page = await gateway.writer.sessions(place, limit)
         if not page:
-            return JSONResponse({"data": wanted, "next_cursor": None})
+            return JSONResponse({"data": rows, "next_cursor": None})
         for place, session in page:  # noqa: B007 - the last one seen is where the next page begins
             if session is None:
                 continue
             if caller.owns(session if isinstance(session, Tombstone) else session.spec):
-                wanted += await _rows(gateway, session, asked)
-            if len(wanted) == limit:
+                rows += await _rows(gateway, session, wanted)
+            if len(rows) == limit:
                 break
-    return JSONResponse({"data": wanted, "next_cursor": _cursor(place)})
+    return JSONResponse({"data": rows, "next_cursor": _cursor(place)})
 
 
 def _cursor(place: Place) -> str:
-    """A place as text that a URL may hold as it is."""
+    """A place in the list, as text that needs no escaping in a URL."""
     text = f"{place.created_at!r}/{place.session_id}"
     return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 
 
 def _place(cursor: str | None) -> Place:
-    """Raises ApiError 400 for what no list of ours says."""
+    """Raises InvalidRequest for text that no list has returned as its cursor."""
     if cursor in (None, "0"):
         return START
     try:
@@ -75,23 +75,23 @@ def _place(cursor: str | None) -> Place:
     except ValueError:  # no base64, no text inside, no number
         slash, place = "", START
     if not (slash and math.isfinite(place.created_at)):
-        raise ApiError(400, f"{cursor[:300]!r} is no cursor of this list", param="cursor")
+        raise InvalidRequest(f"{cursor[:300]!r} is no cursor of this list", param="cursor")
     return place
 
 
 async def _rows(
-    gateway: Collaborators, session: SessionHead | Tombstone, asked: Asked
-) -> list[dict[str, Any]]:
-    """The session, where it is asked for. Of a deleted one nobody knows state, group or user any more."""
+    gateway: Collaborators, session: SessionHead | Tombstone, wanted: SessionFilter
+) -> list[SessionRow | DeletedSessionRow]:
+    """The session's row, where the filter matches. A tombstone has no state, group or user to match."""
     if isinstance(session, Tombstone):
-        named = (asked.state, asked.group_id, asked.user)
-        wanted = named == (None, None, None) and asked.verdict in (None, "deleted")
-        return [deleted_row(session)] if wanted else []
+        others = (wanted.state, wanted.group_id, wanted.user)
+        matches = others == (None, None, None) and wanted.verdict in (None, "deleted")
+        return [deleted_row(session)] if matches else []
     spec = session.spec
-    fits = asked.state in (None, session.state) and asked.group_id in (None, spec.group_id)
-    if not fits or asked.user not in (None, spec.user):
+    matches = wanted.state in (None, session.state) and wanted.group_id in (None, spec.group_id)
+    if not matches or wanted.user not in (None, spec.user):
         return []
-    said = await gateway.sessions.verdict(session)
-    if asked.verdict not in (None, said.code):
+    verdict = await gateway.sessions.verdict(session)
+    if wanted.verdict not in (None, verdict.code):
         return []
-    return [session_row(session, said, gateway.settings.model_name)]
+    return [session_row(session, verdict, gateway.settings.model_name)]

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
-from gateway.dialects.chat import ChatRequest
-from gateway.dialects.completions import CompletionRequest
-from gateway.dialects.messages import MessagesRequest
-from gateway.dialects.responses import ResponsesRequest
+from gateway.dialects.chat_wire import ChatRequest
+from gateway.dialects.completions_wire import CompletionRequest
+from gateway.dialects.messages_wire import MessagesRequest
+from gateway.dialects.responses_wire import ResponsesRequest
 
 BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatRequest,
@@ -55,7 +55,7 @@ STATUSES = (400, 401, 403, 404, 405, 409, 410, 413, 415, 429, 503, 504)
 """What any path may answer with besides success, always in the one shape; a 500 is a bug."""
 
 
-def described(app: FastAPI) -> dict[str, Any]:
+def openapi_document(app: FastAPI) -> dict[str, Any]:
     """The document, made once."""
     if app.openapi_schema is None:
         document = _of_routes(app)

@@ -1,10 +1,12 @@
-"""What an episode was worth, and how it ended, over REST.
+"""Rewards and outcomes of sessions over REST.
 
 POST …/reward, …/finish ──▶ the stream
 """
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import msgspec
@@ -12,26 +14,29 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field, FiniteFloat
 
+from gateway.errors import InvalidRequest, ObjectNotFound, StateConflict
+from gateway.rest.access import client_of
+from gateway.rest.bodies import RestBody
 from gateway.rest.shapes import Finished, Rewarded
 from gateway.rest.views import reward_view
-from gateway.sessions.sessions import Body, client_of, known
+from gateway.sessions.service import no_session
+from rollout_queue.contract.errors import SessionUnknown
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Status, Verdict
-from rollout_queue.http.errors import ApiError
 
 FINISH_KEY = "finish"
-"""The key of the reward that `finish` brings."""
+"""The key of the reward that `finish` stores."""
 
 
-class RewardBody(Body):
+class RewardBody(RestBody):
     value: FiniteFloat
     turn_id: str | None = None
     key: str | None = Field(None, min_length=1, max_length=200)
     source: str | None = None
 
 
-class FinishBody(Body):
+class FinishBody(RestBody):
     status: Literal["completed", "truncated", "failed", "abandoned"]
     reward: FiniteFloat | None = None
     reason: str | None = None
@@ -55,10 +60,10 @@ async def reward_session(session_id: str, body: RewardBody, request: Request) ->
         source=body.source,
         created_at=time.time(),
     )
-    with known(session_id):
+    with _still_stored(session_id):
         stored = await gateway.writer.append_reward(reward)
     if (stored.value, stored.turn_id) != (reward.value, reward.turn_id):
-        raise ApiError(409, f"reward {reward.key!r} exists with another value or turn", param="key")
+        raise StateConflict(f"reward {reward.key!r} exists with another value or turn", param="key")
     head = await gateway.sessions.head(session_id, caller)
     rewards = [reward_view(each) for each in head.rewards]
     return JSONResponse(
@@ -76,19 +81,19 @@ async def finish_session(session_id: str, body: FinishBody, request: Request) ->
     if body.reward is not None:
         _check_sum(head, FINISH_KEY, body.reward)
         if _finish_reward(head) not in (None, body.reward):
-            raise ApiError(409, f"session {session_id} has another final reward", param="reward")
+            raise StateConflict(f"session {session_id} has another final reward", param="reward")
         reward = Reward(
             session_id=session_id, value=body.reward, key=FINISH_KEY, created_at=outcome.created_at
         )
     verdict = None
     if body.status in ("failed", "abandoned"):
         verdict = Verdict(code=cast(Any, body.status), detail=body.reason or f"finished as {body.status}")
-    with known(session_id):
+    with _still_stored(session_id):
         stored = await gateway.writer.append_outcome(outcome, reward, verdict)
     head = await gateway.sessions.head(session_id, caller)
     same_again = stored.status == body.status and _finish_reward(head) == body.reward
     if stored != outcome and not same_again:
-        raise ApiError(409, f"session {session_id} is finished as {stored.status}", param="status")
+        raise StateConflict(f"session {session_id} is finished as {stored.status}", param="status")
     verdict = await gateway.sessions.verdict(head)
     return JSONResponse(
         {
@@ -99,6 +104,15 @@ async def finish_session(session_id: str, body: FinishBody, request: Request) ->
             "verdict": msgspec.to_builtins(verdict),
         }
     )
+
+
+@contextmanager
+def _still_stored(session_id: str) -> Iterator[None]:
+    """Raises ObjectNotFound where the session was removed since it was read."""
+    try:
+        yield
+    except SessionUnknown as error:
+        raise no_session(session_id) from error
 
 
 def _outcome(spec: SessionSpec, status: Status, reason: str | None) -> Outcome:
@@ -119,10 +133,10 @@ def _finish_reward(head: SessionHead) -> float | None:
 
 
 def _check_sum(head: SessionHead, key: str, value: float) -> None:
-    """Raises ApiError 400 where the session's rewards, with this one under its key, would not be a number."""
+    """Raises InvalidRequest where the sum of the session's rewards, with this one, is not finite."""
     others = sum(reward.value for reward in head.rewards if reward.key != key)
     if not math.isfinite(others + value):
-        raise ApiError(400, "the rewards of the session would add up to infinity", param="value")
+        raise InvalidRequest("the rewards of the session would add up to infinity", param="value")
 
 
 def _turn_named(head: SessionHead, name: str | None) -> str | None:
@@ -132,7 +146,7 @@ def _turn_named(head: SessionHead, name: str | None) -> str | None:
         return name
     named = [turn.turn_id for turn in head.turns if turn.completion_id == name]
     if not named:
-        raise ApiError(404, f"session {head.spec.session_id} has no turn {name!r}", param="turn_id")
+        raise ObjectNotFound(f"session {head.spec.session_id} has no turn {name!r}", param="turn_id")
     if len(named) > 1:
-        raise ApiError(400, f"{name!r} has {len(named)} turns", param="turn_id", code="ambiguous_turn")
+        raise InvalidRequest(f"{name!r} has {len(named)} turns", param="turn_id", code="ambiguous_turn")
     return named[0]

@@ -9,7 +9,7 @@ from rollout_queue.contract.records import Finish, Relation, Status, VerdictCode
 
 
 class Ticket(TypedDict):
-    """What an agent needs to begin; `base_url` and `api_key` go straight into its client."""
+    """The address and key of a new session; an agent's client takes `base_url` and `api_key` as they are."""
 
     session_id: str
     api_key: str
@@ -43,13 +43,13 @@ class Rewarded(TypedDict):
     late: bool
 
 
-class TurnVerdict(TypedDict):
+class TurnVerdictShape(TypedDict):
     code: VerdictCode
     detail: str
 
 
-class VerdictShape(TurnVerdict):
-    """What became of a session, and why; `step` and `version` where it was trained."""
+class VerdictShape(TurnVerdictShape):
+    """How a session ended or what it waits for; `step` and `version` where it was trained."""
 
     step: int | None
     version: int | None
@@ -76,7 +76,17 @@ class SamplingShape(TypedDict):
     used: dict[str, Any]
 
 
-class TurnShape(TypedDict):
+class TurnExtras(TypedDict, total=False):
+    """Fields of a turn that are present only on request: `tokens=true`, `text=true`."""
+
+    context_ids: list[int]
+    output_ids: list[int]
+    logprobs: list[float]
+    context_text: str
+    output_text: str
+
+
+class TurnShape(TurnExtras):
     turn_id: str
     parent_id: str | None
     completion_id: str
@@ -91,11 +101,11 @@ class TurnShape(TypedDict):
     versions: list[SpanShape]
     sampling: SamplingShape
     reward: float | None
-    verdict: TurnVerdict
+    verdict: TurnVerdictShape
 
 
 class SessionFacts(TypedDict):
-    """What every view of a session says."""
+    """The fields of every view of a session."""
 
     session_id: str
     state: State
@@ -118,7 +128,7 @@ class SessionRow(SessionFacts):
     turn_count: int
 
 
-class DeletedRow(TypedDict):
+class DeletedSessionRow(TypedDict):
     """A deleted session as lists show it."""
 
     session_id: str
@@ -144,7 +154,7 @@ class SessionShape(SessionFacts):
 
 
 class SessionPage(TypedDict):
-    data: list[SessionRow | DeletedRow]
+    data: list[SessionRow | DeletedSessionRow]
     next_cursor: str | None
 
 
@@ -162,7 +172,7 @@ class UserCounts(Counts):
     sessions: int
 
 
-class DeletedUser(TypedDict):
+class DeletedUserShape(TypedDict):
     user: str
     deleted: UserCounts
 
@@ -184,36 +194,8 @@ class Removed(TypedDict):
     removed: bool
 
 
-class GroupShape(TypedDict):
-    """A group that waits for members; `since` is when the first of them ended."""
-
-    group_id: str
-    size: int
-    ended: int
-    open: int
-    waiting_reward: int
-    not_opened: int
-    since: float | None
-    waiting_for: str
-
-
-class PipelineReport(TypedDict):
-    """What waits for what. The numbers of sessions that may still expire, and of their groups, are of those
-    that were looked at."""
-
-    states: dict[str, int]
-    verdicts: dict[str, int]
-    looked_at: int
-    may_expire: int
-    forgotten: int
-    groups: list[GroupShape]
-    groups_waiting: int
-    trainer: str | None
-    sentences: list[str]
-
-
-class Beat(TypedDict):
-    """When the session expires, unless it is called or heard of again."""
+class HeartbeatReply(TypedDict):
+    """When the session expires, unless another call or heartbeat comes before."""
 
     session_id: str
     expires_at: float

@@ -1,11 +1,17 @@
-"""A session as `GET /sessions/{id}` shows it."""
-
-from typing import Any
+"""Sessions as the REST routes show them."""
 
 import msgspec
 
 from gateway.language.render import ChatRenderer
-from gateway.rest.drift import drift_of
+from gateway.rest.drift import drift_of, merge_ratio_of
+from gateway.rest.shapes import (
+    DeletedSessionRow,
+    RewardShape,
+    SessionFacts,
+    SessionRow,
+    SessionShape,
+    TurnShape,
+)
 from gateway.sessions.verdicts import turn_verdict
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Reward, Turn, Verdict
@@ -13,13 +19,13 @@ from rollout_queue.contract.tombstone import Tombstone
 from rollout_queue.contract.verdicts import DELETED
 
 
-def session_row(head: SessionHead, verdict: Verdict, model_name: str) -> dict[str, Any]:
-    """A session as lists show it: without its turns, but with their number."""
+def session_row(head: SessionHead, verdict: Verdict, model_name: str) -> SessionRow:
+    """A session as lists show it: the number of its turns in place of the turns."""
     return {**_session(head, verdict, model_name), "turn_count": len(head.turns)}
 
 
-def deleted_row(tombstone: Tombstone) -> dict[str, Any]:
-    """What lists show of a deleted session."""
+def deleted_row(tombstone: Tombstone) -> DeletedSessionRow:
+    """A deleted session as lists show it."""
     return {
         "session_id": tombstone.session_id,
         "created_at": tombstone.created_at,
@@ -30,13 +36,17 @@ def deleted_row(tombstone: Tombstone) -> dict[str, Any]:
 
 def session_view(
     head: SessionHead, verdict: Verdict, model_name: str, renderer: ChatRenderer, tokens: bool, text: bool
-) -> dict[str, Any]:
-    """The contract's object; token lists only with `tokens`, decoded text only with `text`."""
-    turns = [_turn(head, turn, verdict, renderer, tokens, text) for turn in head.turns]
-    return {**_session(head, verdict, model_name), **drift_of(head), "turns": turns}
+) -> SessionShape:
+    """The whole session; `tokens` adds token lists, `text` the decoded text."""
+    return {
+        **_session(head, verdict, model_name),
+        "merge_ratio": merge_ratio_of(head),
+        "drift": drift_of(head),
+        "turns": [_turn(head, turn, verdict, renderer, tokens, text) for turn in head.turns],
+    }
 
 
-def _session(head: SessionHead, verdict: Verdict, model_name: str) -> dict[str, Any]:
+def _session(head: SessionHead, verdict: Verdict, model_name: str) -> SessionFacts:
     spec = head.spec
     return {
         "session_id": spec.session_id,
@@ -57,10 +67,10 @@ def _session(head: SessionHead, verdict: Verdict, model_name: str) -> dict[str, 
 
 def _turn(
     head: SessionHead, turn: Turn, session: Verdict, renderer: ChatRenderer, tokens: bool, text: bool
-) -> dict[str, Any]:
+) -> TurnShape:
     rewards = [reward.value for reward in head.rewards_of(turn)]
     verdict = turn_verdict(head, turn, session)
-    view: dict[str, Any] = {
+    view: TurnShape = {
         "turn_id": turn.turn_id,
         "parent_id": turn.parent_id,
         "completion_id": turn.completion_id,
@@ -78,20 +88,21 @@ def _turn(
         "verdict": {"code": verdict.code, "detail": verdict.detail},
     }
     if tokens:
-        view |= {
-            "context_ids": turn.context_ids.tolist(),
-            "output_ids": turn.output_ids.tolist(),
-            "logprobs": turn.logprobs.tolist(),
-        }
+        view["context_ids"] = turn.context_ids.tolist()
+        view["output_ids"] = turn.output_ids.tolist()
+        view["logprobs"] = turn.logprobs.tolist()
     if text:
-        view |= {
-            "context_text": renderer.text_of(turn.context_ids),
-            "output_text": renderer.text_of(turn.output_ids),
-        }
+        view["context_text"] = renderer.text_of(turn.context_ids)
+        view["output_text"] = renderer.text_of(turn.output_ids)
     return view
 
 
-def reward_view(reward: Reward) -> dict[str, Any]:
+def reward_view(reward: Reward) -> RewardShape:
     return {
-        name: getattr(reward, name) for name in ("value", "turn_id", "key", "source", "created_at", "late")
+        "value": reward.value,
+        "turn_id": reward.turn_id,
+        "key": reward.key,
+        "source": reward.source,
+        "created_at": reward.created_at,
+        "late": reward.late,
     }

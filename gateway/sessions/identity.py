@@ -1,6 +1,6 @@
-"""Who is calling: an admin, a client, or one session by the key that was made for it.
+"""Identifies callers by their keys: an admin, a client, or one session by the key that was made for it.
 
-A session key is `sess-{session id, base64}.{signature}`: derived, never stored, good for one session.
+A session key is `sess-{session id, base64}.{signature}`: derived, never stored, and valid for one session.
 """
 
 import base64
@@ -9,7 +9,6 @@ import hmac
 from collections.abc import Mapping
 
 import msgspec
-from starlette.requests import Request
 
 from gateway.errors import NotPermitted, UnknownCaller
 from rollout_queue.contract.records import SessionSpec
@@ -34,7 +33,7 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 class Identities:
-    """Tells callers apart by their keys."""
+    """Finds the caller of a key, and makes the keys of sessions."""
 
     def __init__(self, keyring: Keyring, secret: bytes) -> None:
         self.keyring = keyring
@@ -58,9 +57,9 @@ class Identities:
             raise UnknownCaller("no API key was given" if key is None else "the API key is not known")
         return Caller(role, presented if presented is not None and role == "client" else "")
 
-    def client(self, request: Request) -> Caller:
+    def client(self, headers: Mapping[str, str]) -> Caller:
         """A caller who may open sessions and reward them. Raises NotPermitted for a session key."""
-        caller = self.caller(request.headers)
+        caller = self.caller(headers)
         if caller.session_id is not None:
             raise NotPermitted("a session key opens its session's calls and nothing else")
         return caller

@@ -348,7 +348,7 @@ def test_no_word_of_a_deleted_session_stays_in_a_gateways_memory(
     stage: Stage, door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it remembers to spare work, openings, tools and the ids of texts, it forgets by itself."""
-    monkeypatch.setattr("gateway.app.TEXTS_S", 0.05)
+    monkeypatch.setattr("gateway.background.TEXT_CACHES_S", 0.05)
     word = "wryneck"  # which no other test tells the gateways of this process
     with stage.door() as forgetful:
         wait_until(lambda: forgetful.get("/ready").status_code == 200)

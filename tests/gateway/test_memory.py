@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from gateway.edge.disconnect import LOOK_AFTER_S
+from gateway.edge.disconnect import WATCH_AFTER_S
 from gateway.settings import LimitSettings
 from rollout_queue.redis import keys
 from rollout_queue.redis.head_cache import OVERHEAD, HeadCache
@@ -110,7 +110,7 @@ def test_a_client_that_does_not_read_holds_its_stream_back(door: Door) -> None:
 def test_a_client_that_never_reads_and_goes_away_aborts_its_answer(door: Door) -> None:
     with slow_reader(door) as (session, line):
         wait_until(lambda: stuck(line), timeout_s=30)
-        time.sleep(2 * LOOK_AFTER_S)  # on a busy machine an answer may be stuck before anybody looks
+        time.sleep(2 * WATCH_AFTER_S)  # on a busy machine an answer may be stuck before anybody looks
         line.close()
         wait_until(lambda: door.turns(session), timeout_s=5)
         (turn,) = door.turns(session)

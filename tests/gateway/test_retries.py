@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 
-from gateway.edge.retries import Flight, Flights
+from gateway.edge.retries import InFlightCall, InFlightCalls
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.records import Turn
 from rollout_queue.redis.writer import RedisWriter
@@ -50,19 +50,19 @@ class Comings:
 
 @pytest.fixture
 def comings(monkeypatch: pytest.MonkeyPatch) -> Comings:
-    seen, join, leave = Comings(), Flights.join, Flight._leave
+    seen, join, leave = Comings(), InFlightCalls.join, InFlightCall._leave
 
-    def joined(flights: Flights, key: Hashable, attempt: int) -> Flight | None:
-        flight = join(flights, key, attempt)
-        seen.joined += flight is not None
-        return flight
+    def joined(calls: InFlightCalls, key: Hashable, attempt: int) -> InFlightCall | None:
+        call = join(calls, key, attempt)
+        seen.joined += call is not None
+        return call
 
-    def left(flight: Flight) -> None:
-        leave(flight)
+    def left(call: InFlightCall) -> None:
+        leave(call)
         seen.left += 1
 
-    monkeypatch.setattr(Flights, "join", joined)
-    monkeypatch.setattr(Flight, "_leave", left)
+    monkeypatch.setattr(InFlightCalls, "join", joined)
+    monkeypatch.setattr(InFlightCall, "_leave", left)
     return seen
 
 
@@ -531,6 +531,6 @@ def test_nothing_is_kept_of_a_call_that_is_over(gated: Door, comings: Comings) -
 
     def left() -> int:
         gc.collect()
-        return sum(type(thing) is Flight for thing in gc.get_objects())
+        return sum(type(thing) is InFlightCall for thing in gc.get_objects())
 
     wait_until(lambda: left() == 0)

@@ -1,7 +1,7 @@
-"""What an operator should worry about, in sentences: the `warnings` of `GET /admin/status`.
+"""The `warnings` of `GET /admin/status`: what an operator should look into, in sentences.
 
-Redis counts how sessions end, ever since. This remembers what the counters said before, so that it can tell
-how they end lately; it reads them with every poll, and looks at no session.
+Redis holds counters of how sessions have ended. The monitor reads them with every poll and remembers earlier
+values, so that it knows how sessions ended recently; it reads no session.
 """
 
 import logging
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from redis.asyncio import Redis
 
 from gateway.admission.pressure import Pressure
-from gateway.operators.words import count, span
+from gateway.operators.formatting import counted, duration
 from gateway.settings import LimitSettings, WarningSettings
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.protocol.trainer import TrainerReport
@@ -23,13 +23,13 @@ from rollout_queue.redis.availability import stored
 logger = logging.getLogger(__name__)
 
 INTENDED = ("not_for_training", "deleted")
-"""Ends that nobody worries about."""
+"""Endings that are no reason for a warning."""
 REASONS = {
     "stale": "sampled by versions too far behind the trainer's",
-    "zero_advantage": "all rewards of their groups are equal, or they are alone",
+    "zero_advantage": "all rewards of their groups are equal, or their groups have one member",
     "truncated": "cut off, and algorithm.shaping.truncated is mask",
-    "failed": "their clients finished them so",
-    "abandoned": "their clients finished them so",
+    "failed": "their clients finished them with this status",
+    "abandoned": "their clients finished them with this status",
     "expired": "nobody finished and rewarded them in time",
     "invalid": "their records cannot be trained; GET /sessions?verdict=invalid says why",
     "group_incomplete": "their groups were trained without them",
@@ -38,23 +38,23 @@ REASONS = {
 Counts = Counter[str]
 
 
-class Seen(NamedTuple):
-    """How many sessions had ended how, and when that was."""
+class CountsAt(NamedTuple):
+    """How many sessions had ended in which way at a moment."""
 
     at: float
     ends: Counts
 
 
-class Watch:
-    """Knows how sessions ended lately, as far back as this gateway runs."""
+class WarningMonitor:
+    """Knows how sessions ended recently, since this gateway started."""
 
     def __init__(self, settings: WarningSettings, limits: LimitSettings, redis: Redis) -> None:
         self._settings, self._limits, self._redis = settings, limits, redis
-        self._seen: deque[Seen] = deque()
+        self._history: deque[CountsAt] = deque()
         self._progress: tuple[int, bytes | None] | None = None
         """How many sessions were trained, and the trainer's step, when either last changed."""
-        self._stalled = Seen(time.time(), Counter())
-        """What was counted at that time."""
+        self._stalled = CountsAt(time.time(), Counter())
+        """The counters at that time."""
 
     async def refresh(self) -> None:
         """Read the counters."""
@@ -62,43 +62,47 @@ class Watch:
             async with self._redis.pipeline(transaction=False) as pipeline:
                 pipeline.hgetall(keys.VERDICTS)
                 pipeline.hget(keys.TRAINER, "step")
-                counted, step = await stored(pipeline.execute())
+                verdicts, step = await stored(pipeline.execute())
         except StorageUnavailable as error:
             logger.warning("the counters of verdicts cannot be read: %s", error)
             return
         ends: Counts = Counter()
-        for name, number in counted.items():
+        for name, number in verdicts.items():
             what, _, code = name.decode().partition(":")
             if what == "session" and code not in INTENDED:
                 ends[code] = int(number)
-        self._note(Seen(time.time(), ends), step)
+        self._note(CountsAt(time.time(), ends), step)
 
-    def _note(self, seen: Seen, step: bytes | None) -> None:
-        before, self._progress = self._progress, (seen.ends["trained"], step)
-        # Fewer than before: some were deleted, which is no progress.
-        if before is None or step != before[1] or seen.ends["trained"] > before[0]:
-            self._stalled = seen
-        if not self._seen or seen.ends != self._seen[-1].ends:
-            self._seen.append(seen)
-        while len(self._seen) > 1 and _between(self._seen[1], seen).total() >= self._settings.recent_sessions:
-            self._seen.popleft()
+    def _note(self, now: CountsAt, step: bytes | None) -> None:
+        before, self._progress = self._progress, (now.ends["trained"], step)
+        # A lower count is no progress either: sessions were deleted.
+        if before is None or step != before[1] or now.ends["trained"] > before[0]:
+            self._stalled = now
+        if not self._history or now.ends != self._history[-1].ends:
+            self._history.append(now)
+        recent = self._settings.recent_sessions
+        while len(self._history) > 1 and _between(self._history[1], now).total() >= recent:
+            self._history.popleft()
 
-    def warnings(
+    def sentences(
         self, trainer: TrainerReport, pressure: Pressure, dead: int, last_error: str | None
     ) -> Iterator[str]:
-        """`trainer` is what that said of itself; `dead` and `last_error` are of the dead letters."""
-        yield from self._of_the_trainer(trainer)
-        if self._seen:
-            yield from self._of_silence(self._seen[-1])
-            yield from self._of_ends(_between(self._seen[0], self._seen[-1]))
-        yield from self._of_the_queue(pressure)
+        """The warnings.
+
+        `dead` is the number of dead letters, `last_error` the error of the last one.
+        """
+        yield from self._trainer_warnings(trainer)
+        if self._history:
+            yield from self._stall_warnings(self._history[-1])
+            yield from self._ending_warnings(_between(self._history[0], self._history[-1]))
+        yield from self._queue_warnings(pressure)
         if dead:
             yield (
-                f"{count(dead, 'record')} that this build cannot read, in {keys.DEAD_LETTERS}; of the last: "
-                f"{last_error}"
+                f"{counted(dead, 'record')} that this build cannot read, in {keys.DEAD_LETTERS}; of the "
+                f"last: {last_error}"
             )
 
-    def _of_the_trainer(self, trainer: TrainerReport) -> Iterator[str]:
+    def _trainer_warnings(self, trainer: TrainerReport) -> Iterator[str]:
         if trainer.last_seen is None:
             yield "no trainer has reported yet"
         elif (silent_s := time.time() - trainer.last_seen) > self._settings.trainer_silent_s:
@@ -106,39 +110,39 @@ class Watch:
         elif trainer.state == "paused":
             yield f"the trainer is paused and waits for {trainer.waiting_for}"
 
-    def _of_silence(self, now: Seen) -> Iterator[str]:
+    def _stall_warnings(self, now: CountsAt) -> Iterator[str]:
         quiet_s, ended = time.time() - self._stalled.at, _between(self._stalled, now)
         if quiet_s > self._settings.nothing_trained_s and ended:
             how = ", ".join(f"{number} {code}" for code, number in ended.most_common())
             yield (
-                f"nothing was trained for {span(quiet_s)}, though {count(ended.total(), 'session')} ended: "
-                f"{how}"
+                f"nothing was trained for {duration(quiet_s)}, though {counted(ended.total(), 'session')} "
+                f"ended: {how}"
             )
 
-    def _of_ends(self, ends: Counts) -> Iterator[str]:
+    def _ending_warnings(self, ends: Counts) -> Iterator[str]:
         settings, total = self._settings, ends.total()
-        if total < max(1, settings.recent_sessions // 10):  # too few to say anything
+        if total < max(1, settings.recent_sessions // 10):  # too few for a statement
             return
         untrained = ends - Counter(trained=ends["trained"])
         code, number = next(iter(untrained.most_common(1)), ("", 0))
         if untrained.total() >= settings.untrained_share * total:
             yield (
-                f"of the last {count(total, 'session')} to end, {untrained.total()} were not trained, "
+                f"of the last {counted(total, 'session')} to end, {untrained.total()} were not trained, "
                 f"{number} of them {code}: {REASONS.get(code, 'see GET /sessions?verdict=' + code)}"
             )
             if code == "expired":
                 return
         if ends["expired"] >= settings.expired_share * total:
             yield (
-                f"of the last {count(total, 'session')} to end, {ends['expired']} expired: "
+                f"of the last {counted(total, 'session')} to end, {ends['expired']} expired: "
                 f"{REASONS['expired']}"
             )
 
-    def _of_the_queue(self, pressure: Pressure) -> Iterator[str]:
+    def _queue_warnings(self, pressure: Pressure) -> Iterator[str]:
         limits, share = self._limits, self._settings.queue_share
         if limits.queue_entries is not None and pressure.entries >= share * limits.queue_entries:
             yield (
-                f"{count(pressure.entries, 'record')} in the stream; from {limits.queue_entries} on "
+                f"{counted(pressure.entries, 'record')} in the stream; from {limits.queue_entries} on "
                 "(gateway.limits.queue_entries) new sessions are refused"
             )
         if limits.queue_memory is not None and pressure.max_bytes:
@@ -150,6 +154,7 @@ class Watch:
                 )
 
 
-def _between(before: Seen, now: Seen) -> Counts:
-    """What ended between the two. Without what was counted less: it was deleted, or Redis was emptied."""
+def _between(before: CountsAt, now: CountsAt) -> Counts:
+    """The sessions that ended between the two moments. A counter that fell, because sessions were deleted or
+    Redis was emptied, counts as 0."""
     return now.ends - before.ends

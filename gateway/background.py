@@ -1,0 +1,100 @@
+"""What a gateway does beside its calls, again and again: the fleet, limits, expiry, deletions, retention."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from gateway.conversations.conversation import forget_openings
+from gateway.conversations.digests import forget_parts
+from gateway.engines.engine import drain
+from gateway.wiring import Collaborators
+from rollout_queue.contract.errors import StorageUnavailable
+
+logger = logging.getLogger(__name__)
+
+EXPIRE_BATCH = 100
+TEXT_CACHES_S = 60.0
+"""How often cached texts of conversations are dropped: their sessions may have been deleted since."""
+
+Task = Callable[[Collaborators], Awaitable[None]]
+
+
+async def refresh_fleet(gateway: Collaborators) -> None:
+    """Ask every rollout server for its state, and publish the fleet's metrics."""
+    await gateway.fleet.refresh()
+    metrics, fleet = gateway.metrics, gateway.fleet
+    metrics.serving_version.set(fleet.serving if fleet.serving is not None else -1)
+    metrics.servers.clear()
+    for server in fleet.servers.values():
+        metrics.servers.labels(server.state).inc()
+
+
+async def expire_sessions(gateway: Collaborators) -> None:
+    """End sessions that were not finished and rewarded in time."""
+    try:
+        while await gateway.writer.expire(time.time(), EXPIRE_BATCH) == EXPIRE_BATCH:
+            pass
+    except StorageUnavailable as error:
+        logger.warning("overdue sessions cannot be closed: %s", error)
+
+
+async def refresh_limits(gateway: Collaborators) -> None:
+    """Read how much waits for the trainer, what other gateways admitted, and how sessions end."""
+    await gateway.admission.refresh()
+    await gateway.warnings.refresh()
+
+
+async def finish_deletions(gateway: Collaborators) -> None:
+    """Drop deleted sessions from memory, and finish deletions that a stopped gateway left unfinished."""
+    try:
+        await gateway.writer.forget_deleted()
+        await gateway.deleter.finish(time.time())
+    except StorageUnavailable as error:
+        logger.warning("deletions cannot be read: %s", error)
+
+
+async def apply_retention(gateway: Collaborators) -> None:
+    """Remove settled sessions that are older than `retention_s`, or that Redis has no room for."""
+    try:
+        await gateway.retention.refresh()
+    except StorageUnavailable as error:
+        logger.warning("settled sessions cannot be removed: %s", error)
+
+
+async def drop_text_caches(gateway: Collaborators) -> None:
+    """Drop every cached text of a conversation."""
+    gateway.renderer.forget()
+    forget_openings()
+    forget_parts()
+
+
+POLLED: tuple[Task, ...] = (
+    refresh_fleet,
+    expire_sessions,
+    refresh_limits,
+    finish_deletions,
+    apply_retention,
+)
+"""The tasks that run every `poll_every_s`."""
+
+
+@asynccontextmanager
+async def background_tasks(gateway: Collaborators) -> AsyncIterator[None]:
+    """Run the tasks for as long as the block runs."""
+    poll_every_s = gateway.settings.poll_every_s
+    running = [asyncio.create_task(_repeat(task, gateway, poll_every_s)) for task in POLLED]
+    running.append(asyncio.create_task(_repeat(drop_text_caches, gateway, TEXT_CACHES_S)))
+    yield
+    await drain(running)
+
+
+async def _repeat(task: Task, gateway: Collaborators, every_s: float) -> None:
+    """Run the task again and again; a failure does not end it."""
+    while True:
+        try:
+            await task(gateway)
+        except Exception:  # outermost frame of a task: a bug is logged, and the task goes on
+            logger.exception("the background task %s failed", getattr(task, "__name__", task))
+        await asyncio.sleep(every_s)

@@ -1,0 +1,138 @@
+"""Anthropic's requests in the gateway's own shapes: messages, tools, tool choice, output format."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from gateway.dialects.messages_wire import RAW_ARGUMENTS, Block, MessagesRequest
+from gateway.errors import InvalidRequest
+from gateway.language.render import Message, Tool, arguments_text
+
+NOT_TEXT = ("image", "document", "file", "container_upload")
+"""Blocks that a text model cannot read, unless their source is text."""
+
+
+def format_of(request: MessagesRequest) -> tuple[dict[str, Any] | None, str]:
+    """The format that the answer's JSON must have, and the field that says so (`output_format` in older
+    betas). Raises InvalidRequest for an unknown type of format."""
+    form, param = (request.output_config or {}).get("format"), "output_config.format"
+    if form is None:
+        form, param = request.output_format, "output_format"
+    if form is not None and not (isinstance(form, dict) and form.get("type") == "json_schema"):
+        raise InvalidRequest(f"{param}: its type is json_schema", param=param)
+    return form, param
+
+
+def choice_of(tool_choice: Mapping[str, Any] | None) -> str | dict[str, Any]:
+    """Anthropic's `tool_choice` as OpenAI's. Raises InvalidRequest for an unknown type."""
+    kind = "auto" if tool_choice is None else tool_choice.get("type")
+    if kind == "tool" and tool_choice is not None:
+        return {"type": "function", "name": tool_choice.get("name")}
+    if kind not in ("auto", "any", "none"):
+        raise InvalidRequest("tool_choice: its type is auto, any, tool or none", param="tool_choice")
+    return "required" if kind == "any" else str(kind)
+
+
+def tools_of(request: MessagesRequest) -> list[Tool] | None:
+    """The tools that the agent runs, in OpenAI's shape; those that Anthropic's servers run are left out.
+
+    Raises InvalidRequest that names the tool at fault.
+    """
+    tools: list[Tool] = []
+    for index, tool in enumerate(request.tools or ()):
+        if not isinstance(tool.get("name"), str):
+            raise InvalidRequest(f"tools[{index}].name: not a name", param=f"tools[{index}].name")
+        schema = tool.get("input_schema")
+        if tool.get("type") not in (None, "custom") and schema is None:
+            continue
+        if not isinstance(schema, dict):
+            where = f"tools[{index}].input_schema"
+            raise InvalidRequest(f"{where}: not a JSON schema", param=where)
+        function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": schema}
+        tools.append({"type": "function", "function": function})
+    return tools or None
+
+
+def conversation(request: MessagesRequest) -> list[Message]:
+    """The messages in OpenAI's shape: results of tools are messages of their own.
+
+    Raises InvalidRequest that names the message at fault, also where a text model cannot read it.
+    """
+    if not request.messages:
+        raise InvalidRequest("messages: give at least one", param="messages")
+    messages: list[Message] = []
+    if request.system:
+        messages.append({"role": "system", "content": _text(request.system, "system")})
+    for index, message in enumerate(request.messages):
+        where = f"messages[{index}]"
+        role, content = message.get("role"), message.get("content")
+        if role not in ("user", "assistant", "system"):
+            raise InvalidRequest(f"{where}.role: {role!r} is no role", param=f"{where}.role")
+        if isinstance(content, str):
+            messages.append({"role": role, "content": content})
+        elif not (isinstance(content, list) and all(isinstance(block, dict) for block in content)):
+            raise InvalidRequest(f"{where}.content: neither text nor a list of blocks", param=where)
+        elif role == "assistant":
+            messages.append(_assistant_message(content, where))
+        else:
+            messages += _user_messages(role, content, where)
+    return messages
+
+
+def _user_messages(role: str, blocks: list[Block], where: str) -> list[Message]:
+    """A user's or system's message: first the results of its tools, then its text."""
+    results, text = [], []
+    for block in blocks:
+        if block.get("type") in ("tool_result", "mcp_tool_result"):
+            given = _text(block.get("content") or "", where)
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": given})
+        else:
+            text.append(block)
+    if not text and results:
+        return results
+    return [*results, {"role": role, "content": _text(text, where)}]
+
+
+def _assistant_message(blocks: list[Block], where: str) -> Message:
+    """An earlier answer, as the client sends it back."""
+    thoughts = [str(block.get("thinking", "")) for block in blocks if block.get("type") == "thinking"]
+    calls = [_call(block, where) for block in blocks if block.get("type") == "tool_use"]
+    text = [
+        block for block in blocks if block.get("type") not in ("thinking", "redacted_thinking", "tool_use")
+    ]
+    message: Message = {"role": "assistant", "content": _text(text, where)}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _call(block: Block, where: str) -> dict[str, Any]:
+    name, given = block.get("name"), block.get("input")
+    if not isinstance(name, str):
+        raise InvalidRequest(f"{where}.content: a tool_use without a name", param=where)
+    raw = given.get(RAW_ARGUMENTS) if isinstance(given, dict) and len(given) == 1 else None
+    function = {"name": name, "arguments": raw if isinstance(raw, str) else arguments_text(given)}
+    return {"id": str(block.get("id", "")), "type": "function", "function": function}
+
+
+def _text(content: str | list[Block], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where}.content: neither text nor a list of blocks", param=where)
+    return "".join(_text_of(block, where) for block in content)
+
+
+def _text_of(block: Any, where: str) -> str:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind in NOT_TEXT:
+        source = block.get("source")
+        if isinstance(source, dict) and source.get("type") == "text" and isinstance(source.get("data"), str):
+            return str(source["data"])
+        raise InvalidRequest(f"{where}.content: this model reads text, not {kind}", param=where)
+    if kind == "text" and isinstance(block.get("text"), str):
+        return str(block["text"])
+    if kind is None or kind == "text":
+        raise InvalidRequest(f"{where}.content: a block without text", param=where)
+    return ""  # results of tools that Anthropic's own servers ran: web search, code execution

@@ -1,0 +1,96 @@
+"""The output of a response: the items of an answer, and the state and usage that go with them."""
+
+from collections.abc import Sequence
+
+from msgspec import UNSET
+
+from gateway.dialects.base import RecordedAnswer
+from gateway.dialects.responses_wire import (
+    PREFIX,
+    CachedTokens,
+    FunctionCallItem,
+    Incomplete,
+    MessageItem,
+    OutputItem,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+    ReasoningTokens,
+    ResponseState,
+    ResponseUsage,
+)
+from gateway.dialects.wire import TokenLogprob
+from gateway.generations.generation import Generation
+from gateway.language.render import ChatRenderer, ToolCall
+
+
+def output_of(recorded: RecordedAnswer, logprobs: Sequence[TokenLogprob] = ()) -> list[OutputItem]:
+    """The items of an answer. An empty answer is an empty message, which its client can send back."""
+    generation, turn, answer = recorded
+    cut = turn.finish == "length"
+    output: list[OutputItem] = []
+    if reasoning := (answer.reasoning or "").lstrip():  # without the blanks that a stream leaves out as well
+        done = not cut or answer.content or answer.tool_calls
+        output.append(reasoning_item(generation, reasoning, "completed" if done else "incomplete"))
+    if answer.content or not answer.tool_calls:
+        status = "incomplete" if cut else "completed"
+        output.append(message_item(generation, answer.content, status, logprobs))
+    return output + [call_item(generation, index, call) for index, call in enumerate(answer.tool_calls)]
+
+
+def final_state(
+    renderer: ChatRenderer, recorded: RecordedAnswer, output: Sequence[OutputItem], with_ids: bool
+) -> ResponseState:
+    """The state of a response whose answer is recorded; `with_ids` adds the token ids."""
+    generation, turn, _ = recorded
+    cut = turn.finish == "length"
+    return ResponseState(
+        status="incomplete" if cut else "completed",
+        completed_at=None if cut else int(turn.finished_at),
+        incomplete_details=Incomplete() if cut else None,
+        output=output,
+        usage=_usage(renderer, recorded),
+        prompt_token_ids=generation.prompt.prompt_ids.tolist() if with_ids else UNSET,
+        token_ids=generation.ids if with_ids else UNSET,
+    )
+
+
+def reasoning_item(generation: Generation, text: str | None, status: str) -> ReasoningItem:
+    """The item of the model's reasoning; without text, as it begins."""
+    content = () if text is None else (ReasoningText(text),)
+    return ReasoningItem(id="rs_" + _name(generation), content=content, status=status)
+
+
+def message_item(
+    generation: Generation, text: str | None, status: str, logprobs: Sequence[TokenLogprob] = ()
+) -> MessageItem:
+    """The item of the model's answer; without text, as it begins."""
+    content = () if text is None else (OutputText(text, logprobs=logprobs),)
+    return MessageItem(id="msg_" + _name(generation), content=content, status=status)
+
+
+def call_item(generation: Generation, index: int, call: ToolCall) -> FunctionCallItem:
+    """The item of the model's tool call number `index`."""
+    return FunctionCallItem(
+        id=f"fc_{_name(generation)}_{index}",
+        call_id=call.call_id,
+        name=call.name,
+        arguments=call.arguments,
+    )
+
+
+def _name(generation: Generation) -> str:
+    return generation.completion_id.removeprefix(PREFIX)
+
+
+def _usage(renderer: ChatRenderer, recorded: RecordedAnswer) -> ResponseUsage:
+    generation, reasoning = recorded.generation, recorded.answer.reasoning
+    prompt, completion = len(generation.prompt.prompt_ids), len(generation.ids)
+    reasoned = len(renderer.tokenizer.encode(reasoning)) if reasoning else 0
+    return ResponseUsage(
+        input_tokens=prompt,
+        input_tokens_details=CachedTokens(),
+        output_tokens=completion,
+        output_tokens_details=ReasoningTokens(min(reasoned, completion)),
+        total_tokens=prompt + completion,
+    )

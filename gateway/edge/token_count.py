@@ -1,0 +1,31 @@
+"""`/v1/messages/count_tokens`: how many tokens the prompt of a request has."""
+
+import asyncio
+from dataclasses import dataclass
+
+from gateway.dialects.messages import Messages, request_of
+from gateway.dialects.messages_input import conversation, tools_of
+from gateway.dialects.messages_wire import InputTokens
+from gateway.dialects.wire import encode
+from gateway.edge.reply import Reply
+from gateway.edge.request import AgentRequest
+from gateway.wiring import Collaborators
+from rollout_queue.http.errors import ApiError
+
+
+@dataclass(frozen=True)
+class TokenCount:
+    """Counts without sampling anything."""
+
+    messages: Messages
+    gateway: Collaborators
+
+    async def serve(self, request: AgentRequest, reply: Reply) -> None:
+        self.gateway.identities.caller(request.headers)
+        body = request_of(request.body)
+        prompt_ids = self.gateway.generator.prompt_ids
+        ids = await asyncio.to_thread(prompt_ids, conversation(body), tools_of(body))
+        await reply.send_json(200, encode(InputTokens(len(ids))), {})
+
+    def error(self, error: ApiError) -> bytes:
+        return self.messages.error(error)

@@ -1,0 +1,28 @@
+"""Which policy version a call must be answered by: `policy@12` pins it to version 12."""
+
+from gateway.engines.fleet import Fleet
+from gateway.errors import InvalidRequest, ObjectNotFound
+from gateway.settings import GatewaySettings
+
+
+def pinned_version(
+    settings: GatewaySettings, fleet: Fleet, model: str | None, policy: str | None
+) -> int | None:
+    """The version that `model`, else the session's `policy`, pins the call to; None for the served one.
+
+    Raises ObjectNotFound for a model or version that nobody serves, InvalidRequest for a malformed version.
+    """
+    name, at, version = (model or settings.model_name).partition("@")
+    if name != settings.model_name:
+        if settings.strict_models:
+            raise ObjectNotFound(f"no model {model!r}", param="model", code="model_not_found")
+        at = ""  # harnesses hard-code names: any other is served by the policy
+    if not at and policy is not None:
+        name, at, version = policy.partition("@")
+    if not at:
+        return None
+    if not (version.isascii() and version.isdigit() and len(version) < 19):
+        raise InvalidRequest(f"{model or policy!r}: a version is a number", param="model")
+    if not fleet.has(int(version)):
+        raise ObjectNotFound(f"no server serves version {version}", param="model", code="model_not_found")
+    return int(version)

@@ -1,0 +1,219 @@
+"""The report of `GET /admin/pipeline`: what sessions, groups and the trainer wait for."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gateway.operators.formatting import counted, duration
+from rollout_queue.protocol.trainer import TrainerReport
+from rollout_queue.redis import keys
+from rollout_queue.redis.standing import GroupStanding, Stage, Standing
+
+MAX_GROUPS = 50
+"""Groups in a report: those that wait longest."""
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """A group that waits for members; `since` is when the first of them ended."""
+
+    group_id: str
+    size: int
+    ended: int
+    open: int
+    waiting_reward: int
+    not_opened: int
+    since: float | None
+    waiting_for: str
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """What waits for what. The numbers of sessions that may still expire, and of their groups, are of the
+    `looked_at` sessions that were read."""
+
+    states: Mapping[str, int]
+    verdicts: Mapping[str, int]
+    looked_at: int
+    may_expire: int
+    forgotten: int
+    groups: list[GroupReport]
+    groups_waiting: int
+    trainer: str | None
+    sentences: list[str]
+
+
+class QueueCounts(NamedTuple):
+    """How many sessions and records there are, as Redis counts them."""
+
+    sessions: int
+    """Ever opened, deleted and forgotten ones included."""
+    timed: int
+    """Sessions that may still expire."""
+    verdicts: Mapping[str, int]
+    forgotten: int
+    """Sessions that had their verdict and were removed by retention."""
+    entries: int
+    delivered: int
+    """Entries that the trainer has read and not acknowledged."""
+    dead: int
+    """Records that no build can read."""
+    trainer: TrainerReport
+
+    @property
+    def past_expiry(self) -> int:
+        """Sessions without a verdict that can no longer expire: the trainer has to decide on them.
+
+        An estimate: the counters count a verdict twice where a crash made the trainer write it twice.
+        """
+        decided = sum(number for name, number in self.verdicts.items() if name.startswith("session:"))
+        return max(0, self.sessions - self.timed - decided)
+
+
+class IncompleteGroup(NamedTuple):
+    """A group that waits for members."""
+
+    group_id: str
+    standing: GroupStanding
+    since: float | None
+    """When the first of its members ended, of those that were read."""
+
+
+class PipelineSnapshot(NamedTuple):
+    """One reading of Redis."""
+
+    now: float
+    queue: QueueCounts
+    found: Sequence[Standing]
+    """The sessions that were read."""
+    expires_at: Mapping[str, float]
+    """Of each of them, by id."""
+    groups: Mapping[str, IncompleteGroup]
+    """Those that wait for members, by id."""
+
+    def of(self, stage: Stage) -> list[Standing]:
+        return [each for each in self.found if each.stage == stage]
+
+    def incomplete(self) -> list[Standing]:
+        return [each for each in self.of("ended") if each.spec and each.spec.group_id in self.groups]
+
+    def ready(self) -> list[Standing]:
+        return [each for each in self.of("ended") if each.spec and each.spec.group_id not in self.groups]
+
+
+def report_of(snapshot: PipelineSnapshot) -> PipelineReport:
+    """What the snapshot says, in numbers and in sentences."""
+    queue = snapshot.queue
+    waiting = sorted(
+        (group for group in snapshot.groups.values() if group.standing.ended or group.since is not None),
+        key=lambda group: snapshot.now if group.since is None else group.since,
+    )
+    open_, unrewarded = len(snapshot.of("open")), len(snapshot.of("waiting_reward"))
+    finished = max(0, queue.sessions - queue.timed)
+    finished += len(snapshot.of("ended")) + len(snapshot.of("decided"))
+    return PipelineReport(
+        states={"open": open_, "waiting_reward": unrewarded, "finished": finished},
+        verdicts={
+            "session:open": open_,
+            "session:waiting_reward": unrewarded,
+            "session:group_incomplete": len(snapshot.incomplete()),
+            "session:ready": len(snapshot.ready()),
+            **queue.verdicts,
+        },
+        looked_at=len(snapshot.found),
+        may_expire=queue.timed,
+        forgotten=queue.forgotten,
+        groups=[_group(group) for group in waiting[:MAX_GROUPS]],
+        groups_waiting=len(waiting),
+        trainer=queue.trainer.waiting_for,
+        sentences=list(_sentences(snapshot, waiting)),
+    )
+
+
+def _group(group: IncompleteGroup) -> GroupReport:
+    standing = group.standing
+    return GroupReport(
+        group_id=group.group_id,
+        size=standing.size,
+        ended=standing.ended,
+        open=standing.open,
+        waiting_reward=standing.unrewarded,
+        not_opened=standing.missing,
+        since=group.since,
+        waiting_for=standing.lacks,
+    )
+
+
+def _sentences(snapshot: PipelineSnapshot, waiting: Sequence[IncompleteGroup]) -> Iterator[str]:
+    queue = snapshot.queue
+    if len(snapshot.found) < queue.timed:
+        yield (
+            f"{counted(queue.timed, 'session')} may still expire; what follows of sessions and groups is of "
+            f"the {len(snapshot.found)} that expire first"
+        )
+    yield from _of_sessions(snapshot)
+    if waiting:
+        oldest = waiting[0]
+        since = "" if oldest.since is None else f", since {duration(snapshot.now - oldest.since)}"
+        yield (
+            f"{counted(len(waiting), 'group waits', 'groups wait')} for members; the oldest is "
+            f"{oldest.group_id}{since}: {oldest.standing.ended} of {oldest.standing.size} have ended, "
+            f"{oldest.standing.lacks}"
+        )
+    if past := queue.past_expiry:
+        yield (
+            f"{counted(past, 'session')} beyond the time to live, finished and rewarded: for the trainer to "
+            "decide on, or for members of their groups to end"
+        )
+    yield from _of_the_trainer(snapshot)
+
+
+def _of_sessions(snapshot: PipelineSnapshot) -> Iterator[str]:
+    if open_ := snapshot.of("open"):
+        first = min(snapshot.expires_at[each.session_id] for each in open_)
+        yield (
+            f"{counted(len(open_), 'session goes on', 'sessions go on')}; without another call, the first "
+            f"expires in {duration(first - snapshot.now)}"
+        )
+    if unrewarded := [(each, each.outcome) for each in snapshot.of("waiting_reward") if each.outcome]:
+        oldest, outcome = min(unrewarded, key=lambda pair: pair[1].created_at)
+        yield (
+            f"{counted(len(unrewarded), 'session waits', 'sessions wait')} for a reward; the oldest since "
+            f"{duration(snapshot.now - outcome.created_at)}, it expires in "
+            f"{duration(snapshot.expires_at[oldest.session_id] - snapshot.now)}"
+        )
+    if incomplete := snapshot.incomplete():
+        yield (
+            f"{counted(len(incomplete), 'session has', 'sessions have')} ended with a reward, and "
+            f"{'waits' if len(incomplete) == 1 else 'wait'} for the rest of the group"
+        )
+    if ready := snapshot.ready():
+        yield (
+            f"{counted(len(ready), 'session is', 'sessions are')} finished and rewarded, with the whole "
+            "group: for the trainer to take"
+        )
+
+
+def _of_the_trainer(snapshot: PipelineSnapshot) -> Iterator[str]:
+    queue, trainer = snapshot.queue, snapshot.queue.trainer
+    if queue.entries:
+        unread = max(0, queue.entries - queue.delivered)
+        yield (
+            f"{counted(queue.entries, 'record')} in the stream: {queue.delivered} the trainer has read and "
+            f"not finished with, {unread} it has not read"
+        )
+    if queue.forgotten:
+        yield (
+            f"{counted(queue.forgotten, 'session was', 'sessions were')} settled and "
+            f"{'is' if queue.forgotten == 1 else 'are'} forgotten: only the counters of verdicts know of them"
+        )
+    if queue.dead:
+        yield f"{counted(queue.dead, 'record')} that no build can read in {keys.DEAD_LETTERS}"
+    if trainer.last_seen is None:
+        yield "no trainer has reported yet: nothing is trained before one does"
+        return
+    ago = duration(snapshot.now - trainer.last_seen)
+    yield (
+        f"the trainer, at step {trainer.step} and version {trainer.version}, is {trainer.state} "
+        f"and waits for {trainer.waiting_for}; it said so {ago} ago"
+    )

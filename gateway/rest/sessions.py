@@ -1,0 +1,153 @@
+"""Sessions and groups over REST.
+
+POST /sessions, /groups ──▶ base_url + api_key for an OpenAI client
+GET  /sessions/{id}     ──▶ the whole session: every turn, its tokens on request, its verdict
+DELETE …                ──▶ every copy is removed, only a tombstone stays
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import AfterValidator, Field, FiniteFloat
+
+from gateway.errors import InvalidRequest
+from gateway.rest.access import client_of
+from gateway.rest.bodies import RestBody
+from gateway.rest.shapes import DeletedSession, GroupTicket, SessionShape, Ticket
+from gateway.rest.views import session_view
+from gateway.sessions.identity import Caller
+from gateway.sessions.service import SessionService
+from gateway.wiring import Collaborators
+from rollout_queue.contract.ids import new_id
+from rollout_queue.contract.records import SamplingMode, SamplingPolicy, SessionSpec
+from rollout_queue.protocol.ids import Id
+
+router = APIRouter(tags=["sessions"])
+
+
+def _storable(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        msgspec.msgpack.encode(value)
+    except (ValueError, OverflowError, RecursionError) as error:  # 2**64, half a surrogate pair, deep nesting
+        raise ValueError("it holds what cannot be stored") from error
+    return value
+
+
+class SamplingBody(RestBody):
+    mode: SamplingMode | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    max_tokens: int | None = Field(None, ge=1, le=2**31)
+
+
+class SessionBody(RestBody):
+    session_id: Id | None = None
+    task_id: Id | None = None
+    group_id: Id | None = None
+    group_size: int | None = Field(None, ge=1, le=1024)
+    policy: str | None = None
+    user: Id | None = None
+    train: bool = True
+    ttl_s: FiniteFloat | None = Field(None, gt=0)
+    metadata: Annotated[dict[str, Any], AfterValidator(_storable)] = {}
+    lineage: str | None = None
+    sampling: SamplingBody = SamplingBody()
+
+
+class GroupBody(SessionBody):
+    size: int = Field(ge=1, le=1024)
+
+
+@router.post("/sessions", status_code=201, responses={200: {"model": Ticket}, 201: {"model": Ticket}})
+async def create_session(body: SessionBody, request: Request) -> Response:
+    """Open a session. The same id with the same body again gives the same session and key."""
+    gateway, caller = client_of(request)
+    if body.group_size is not None and body.group_id is None:
+        raise InvalidRequest("group_size needs a group_id", param="group_size")
+    spec, created = await gateway.sessions.open(_spec_of(body, gateway.sessions, caller), caller)
+    return JSONResponse(_ticket(gateway, spec, request), 201 if created else 200)
+
+
+@router.post("/groups", status_code=201, responses={201: {"model": GroupTicket}})
+async def create_group(body: GroupBody, request: Request) -> Response:
+    """Open a group: one task, sampled `size` times."""
+    gateway, caller = client_of(request)
+    if body.session_id is not None:
+        raise InvalidRequest("a group's sessions are named by the gateway", param="session_id")
+    if body.group_size not in (None, body.size):
+        raise InvalidRequest("group_size and size differ", param="group_size")
+    group_id = body.group_id or f"g-{new_id()}"
+    named = body.model_copy(update={"group_id": group_id, "group_size": body.size})
+    members = [_spec_of(named, gateway.sessions, caller) for _ in range(body.size)]
+    await gateway.sessions.open_group(members)
+    tickets = [_ticket(gateway, spec, request) for spec in members]
+    return JSONResponse({"group_id": group_id, "sessions": tickets}, 201)
+
+
+@router.get("/sessions/{session_id}", responses={200: {"model": SessionShape}})
+async def read_session(
+    session_id: str, request: Request, tokens: bool = False, text: bool = False
+) -> Response:
+    """The session with its turns; `tokens=true` adds ids and logprobs, `text=true` their text."""
+    gateway, caller = client_of(request)
+    head = await gateway.sessions.head(session_id, caller)
+    verdict = await gateway.sessions.verdict(head)
+    model_name = gateway.settings.model_name
+    return JSONResponse(session_view(head, verdict, model_name, gateway.renderer, tokens, text))
+
+
+@router.delete("/sessions/{session_id}", responses={200: {"model": DeletedSession}})
+async def delete_session(session_id: str, request: Request) -> Response:
+    """Remove every copy of the session. Its id is never given again."""
+    gateway, caller = client_of(request)
+    await gateway.sessions.check_owned(session_id, caller)
+    tombstone = await gateway.deleter.delete_session(session_id)
+    if tombstone is None:  # another request has just deleted it
+        raise await gateway.sessions.missing(session_id, caller)
+    deleted = {"turns": tombstone.turns, "rewards": tombstone.rewards}
+    return JSONResponse({"session_id": session_id, "deleted": deleted})
+
+
+def _spec_of(body: SessionBody, sessions: SessionService, caller: Caller) -> SessionSpec:
+    """The session that a body asks for, with this deployment's defaults."""
+    spec = sessions.new_spec(caller, body.session_id)
+    return msgspec.structs.replace(
+        spec,
+        task_id=body.task_id,
+        group_id=body.group_id,
+        group_size=body.group_size,
+        policy=body.policy,
+        user=body.user,
+        train=body.train and "@" not in (body.policy or ""),  # a pinned session evaluates that version
+        ttl_s=spec.ttl_s if body.ttl_s is None else body.ttl_s,
+        metadata=body.metadata,
+        lineage=body.lineage,
+        sampling=_sampling_of(body.sampling, spec.sampling),
+    )
+
+
+def _sampling_of(body: SamplingBody, defaults: SamplingPolicy) -> SamplingPolicy:
+    return SamplingPolicy(
+        mode=body.mode or defaults.mode,
+        temperature=defaults.temperature if body.temperature is None else body.temperature,
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        max_tokens=body.max_tokens,
+    )
+
+
+def _ticket(gateway: Collaborators, spec: SessionSpec, request: Request) -> Ticket:
+    """The session's address and key, as an OpenAI client takes them."""
+    base_url = gateway.settings.public_url or str(request.base_url).rstrip("/")
+    return {
+        "session_id": spec.session_id,
+        "api_key": gateway.identities.session_key(spec.session_id),
+        "base_url": f"{base_url}/sessions/{spec.session_id}/v1",
+        "group_id": spec.group_id,
+        "task_id": spec.task_id,
+        "policy": spec.policy or gateway.settings.model_name,
+        "state": "open",
+        "created_at": spec.created_at,
+        "expires_at": spec.created_at + spec.ttl_s,
+    }

@@ -1,0 +1,208 @@
+"""Resolves the session that a call belongs to; the first match wins.
+
+path ▸ session key ▸ header ▸ body metadata ▸ id that the agent's harness adds to its calls
+     ▸ the open session whose turn the call continues ▸ a new session
+"""
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from gateway.admission.admission import Admission
+from gateway.conversations.conversation import chain, continuation_digests
+from gateway.errors import InvalidRequest, NotPermitted, ObjectNotFound, StateConflict
+from gateway.generations.generation import Call
+from gateway.language.render import Message
+from gateway.sessions.identity import Caller
+from gateway.sessions.service import SessionService
+from gateway.sessions.user_names import CLAUDE_CODE
+from rollout_queue.contract.errors import UserDeleted
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.stream import StreamWriter
+from rollout_queue.protocol.ids import ID
+
+NAME_HEADERS = (
+    "x-session-id",
+    "x-weir-session-id",
+    "x-litellm-session-id",
+    "session-id",
+    "session_id",
+)
+HARNESS_HEADERS = ("x-claude-code-session-id", "x-opencode-session", "x-litellm-trace-id")
+"""Harnesses put their own conversation's id here in every call, also when they were given a session."""
+HEADERS = (*NAME_HEADERS, *HARNESS_HEADERS)
+TOOL_CALL_ID = re.compile(r"call_([0-9a-f]{32})_\d+")
+"""The id of a tool call that a turn made contains the turn's id."""
+
+
+class SessionClues(msgspec.Struct, frozen=True):
+    """What a request says about the session that it belongs to."""
+
+    call: Call
+    """The first of its calls: its messages may continue a turn."""
+    headers: Mapping[str, str]
+    """By lower-case name."""
+    path_id: str | None = None
+    """The session in the request's path."""
+    metadata: Mapping[str, Any] | None = None
+    """The client's `metadata`."""
+    previous_id: str | None = None
+    """The session of the stored response that the request continues."""
+    repeated_digest: str | None = None
+    """The digest of the request, where it is marked as a retry."""
+
+
+class ClaudeCodeUser(msgspec.Struct, frozen=True):
+    """The JSON text that newer versions of Claude Code send as `metadata.user_id`."""
+
+    session_id: str | None = None
+
+
+class SessionResolver:
+    """Finds the session of a call, or opens a new one."""
+
+    def __init__(self, sessions: SessionService, writer: StreamWriter, admission: Admission) -> None:
+        self._sessions = sessions
+        self._writer = writer
+        self._admission = admission
+
+    async def resolve(self, clues: SessionClues, caller: Caller) -> SessionHead:
+        """The session that takes the call.
+
+        Raises NotPermitted for a session key that names another session, StateConflict for a session that
+        ended, Deleted for a deleted one and for a user whose data was deleted, LimitReached.
+        """
+        names = _names(clues)
+        if caller.session_id is not None and any(name != caller.session_id for name in names):
+            raise NotPermitted("the session key opens another session than the one named")
+        if caller.session_id is None:  # before a session is opened for a call that is refused
+            self._admission.check_call(caller.owner)
+        user = clues.call.user
+        if user is not None and await self._writer.user_deleted(user):
+            raise UserDeleted
+        session_id = names[0] if names else caller.session_id or _harness_id(clues)
+        if session_id is None:
+            head = await self._continued(caller, clues)
+            return head or await self._new(caller)
+        head = await self._writer.load_for_call(session_id) or await self._open_named(session_id, caller)
+        if not caller.owns(head.spec):
+            raise ObjectNotFound(f"no session {session_id!r}")
+        if refusal := await self._refusal(head):
+            raise refusal
+        if caller.session_id is not None:  # a session key counts for the client key that made the session
+            self._admission.check_call(head.spec.owner)
+        return head
+
+    async def open(self, head: SessionHead, caller: Caller) -> None:
+        """Store a session that `resolve` made and did not store: a stream names it before its first turn."""
+        await self._sessions.open(head.spec, caller)
+
+    async def _refusal(self, head: SessionHead) -> StateConflict | None:
+        """Why a session takes no call; read again where a cached head may lack a recent heartbeat."""
+        refusal = refusal_of(head)
+        if refusal is not None and head.state == "open":
+            return refusal_of(await self._writer.load(head.spec.session_id) or head)
+        return refusal
+
+    async def _continued(self, caller: Caller, clues: SessionClues) -> SessionHead | None:
+        """The open session of this key with a turn that the call continues or repeats."""
+        call, digests = clues.call, list[str]()
+        if any(message["role"] == "assistant" for message in call.messages):
+            digests = continuation_digests(call.messages, chain(call.tools, call.messages))
+        if clues.repeated_digest is not None:
+            digests.append(clues.repeated_digest)
+        if not digests:
+            return None
+        head = await self._by_digest(caller.owner, digests, _calling_turn(call.messages))
+        return head if head is not None and await self._refusal(head) is None else None
+
+    async def _by_digest(self, owner: str, digests: list[str], turn_ids: list[str]) -> SessionHead | None:
+        """The session of the first digest that is known.
+
+        Where several sessions have the same one, the session with the turn whose tool calls the messages
+        name; else the newest.
+        """
+        found = await self._writer.find_continuations(owner, digests + turn_ids)
+        known = ((digest, name) for digest, name in zip(digests, found, strict=False) if name is not None)
+        digest, newest = next(known, (None, None))
+        if newest is None:
+            return None
+        for session_id in found[len(digests) :]:
+            head = await self._writer.load_for_call(session_id) if session_id not in (None, newest) else None
+            if head is not None and any(turn.reply_digest == digest for turn in head.turns):
+                return head
+        return await self._writer.load_for_call(newest)
+
+    async def _new(self, caller: Caller) -> SessionHead:
+        """A new session without a name.
+
+        Where open sessions are limited, it is stored at once. Elsewhere `open` or the first turn stores it,
+        so that a call that is refused leaves no session behind.
+        """
+        spec = self._sessions.new_spec(caller, inferred=True)
+        if self._admission.counts_sessions:
+            await self._sessions.open(spec, caller)
+            return SessionHead(spec=spec)
+        await self._admission.check_session([spec])
+        return SessionHead(spec=spec, stored=False)
+
+    async def _open_named(self, session_id: str, caller: Caller) -> SessionHead:
+        """A new session by the name that the call gives."""
+        if caller.session_id is not None:
+            raise await self._sessions.missing(session_id, caller)
+        spec, _ = await self._sessions.open(self._sessions.new_spec(caller, session_id), caller)
+        return SessionHead(spec=spec)
+
+
+def _names(clues: SessionClues) -> list[str]:
+    """Every session that the request names, by precedence. Raises InvalidRequest for a malformed id."""
+    metadata = clues.metadata or {}
+    given = [clues.path_id, *map(clues.headers.get, NAME_HEADERS)]
+    given += [metadata.get("session_id"), clues.previous_id]
+    names = [name for name in given if name not in (None, "")]
+    for name in names:
+        if not (isinstance(name, str) and ID.fullmatch(name)):
+            raise InvalidRequest(f"not a session id: {name!r}", param="session_id")
+    return names
+
+
+def _harness_id(clues: SessionClues) -> str | None:
+    """The id of the harness's own conversation; it counts only where the request names no session."""
+    given = [_claude_code_session(clues.metadata or {}), *map(clues.headers.get, HARNESS_HEADERS)]
+    return next((each for each in given if each and ID.fullmatch(each)), None)
+
+
+def _claude_code_session(metadata: Mapping[str, Any]) -> str | None:
+    """The session in Claude Code's `metadata.user_id`: `user_…_session_{uuid}`, or an object as JSON text."""
+    user_id = metadata.get("user_id")
+    if not isinstance(user_id, str):
+        return None
+    if named := CLAUDE_CODE.fullmatch(user_id):
+        return named[1]
+    with suppress(msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return msgspec.json.decode(user_id, type=ClaudeCodeUser).session_id
+    return None
+
+
+def _calling_turn(messages: Sequence[Message]) -> list[str]:
+    """The id of the turn that made the last tool calls in the messages; at most one."""
+    for message in reversed(messages):
+        for call in message.get("tool_calls") or ():
+            if message["role"] == "assistant" and (made := TOOL_CALL_ID.fullmatch(str(call.get("id")))):
+                return [made[1]]
+    return []
+
+
+def refusal_of(head: SessionHead) -> StateConflict | None:
+    """Why a session takes no call; None when it does."""
+    session_id, verdict = head.spec.session_id, head.verdict
+    overdue = head.state == "open" and head.expires_at < time.time()
+    if overdue or (verdict is not None and verdict.code == "expired"):
+        return StateConflict(f"session {session_id} has expired", code="session_expired")
+    if head.state != "open":
+        return StateConflict(f"session {session_id} is finished", code="session_finished")
+    return None

@@ -1,0 +1,135 @@
+"""Opens, finds and guards sessions: what the REST routes and the agents' calls share."""
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from gateway.admission.admission import Admission
+from gateway.errors import ObjectNotFound, StateConflict
+from gateway.sessions.identity import Caller
+from gateway.sessions.verdicts import session_verdict
+from gateway.settings import GatewaySettings
+from rollout_queue.contract.codec import decode_spec
+from rollout_queue.contract.errors import (
+    Conflict,
+    InvalidRecord,
+    SessionDeleted,
+    SessionForgotten,
+    UnknownSchema,
+)
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.ids import new_id
+from rollout_queue.contract.records import SamplingPolicy, SessionSpec, Verdict
+from rollout_queue.contract.stream import StreamWriter
+from rollout_queue.protocol.ids import ID
+
+
+class SessionService:
+    """Every session of this deployment, as its callers may use it."""
+
+    def __init__(self, settings: GatewaySettings, writer: StreamWriter, admission: Admission) -> None:
+        self._ttl_s = settings.session_ttl_s
+        self._writer = writer
+        self._admission = admission
+        defaults = settings.sampling
+        self._sampling = SamplingPolicy(
+            mode=defaults.mode, temperature=defaults.temperature, top_p=defaults.top_p
+        )
+
+    # Opening
+
+    def new_spec(
+        self, caller: Caller, session_id: str | None = None, *, inferred: bool = False
+    ) -> SessionSpec:
+        """A session of the caller with this deployment's defaults, not stored yet.
+
+        Without `session_id` it gets a new id. `inferred`: a call implied it; nobody asked for it by name.
+        """
+        return SessionSpec(
+            session_id=session_id or f"s-{new_id()}",
+            owner=caller.owner,
+            ttl_s=self._ttl_s,
+            sampling=self._sampling,
+            created_at=time.time(),
+            inferred=inferred,
+        )
+
+    async def open(self, spec: SessionSpec, caller: Caller) -> tuple[SessionSpec, bool]:
+        """Store a session, or find the one of the same id and terms. The flag says whether it is new.
+
+        Raises StateConflict for the same id with other terms and for a group that is full, LimitReached,
+        Deleted.
+        """
+        await self._admission.check_session([spec])
+        try:
+            stored, created = await self._writer.open_session(spec)
+        except SessionForgotten as error:
+            raise StateConflict(str(error), param="session_id", code="session_finished") from error
+        except Conflict as error:
+            raise StateConflict(str(error), param="group_id") from error
+        if not created and not (caller.owns(stored) and stored.terms() == spec.terms()):
+            raise StateConflict(f"session {spec.session_id} exists with another body", param="session_id")
+        return stored, created
+
+    async def open_group(self, specs: Sequence[SessionSpec]) -> None:
+        """Store the sessions of one new group, all or none.
+
+        Raises StateConflict for a group that exists, LimitReached.
+        """
+        await self._admission.check_session(specs)
+        try:
+            await self._writer.open_group(specs)
+        except Conflict as error:
+            raise StateConflict(str(error), param="group_id") from error
+
+    # Finding
+
+    async def head(self, session_id: str, caller: Caller) -> SessionHead:
+        """The session with its turns.
+
+        Raises ObjectNotFound for a session that does not exist or is not the caller's, Deleted.
+        """
+        head = await self._writer.load(session_id) if ID.fullmatch(session_id) else None
+        if head is None:
+            raise await self.missing(session_id, caller)
+        if not caller.owns(head.spec):
+            raise no_session(session_id)
+        return head
+
+    async def check_owned(self, session_id: str, caller: Caller) -> None:
+        """Raises as `head` does, and also accepts a session whose records this build cannot read.
+
+        Where even the owner cannot be read, the session is an admin's.
+        """
+        raw = await self._writer.spec_of(session_id) if ID.fullmatch(session_id) else None
+        if raw is None:
+            raise await self.missing(session_id, caller)
+        with suppress(InvalidRecord, UnknownSchema):
+            if caller.owns(decode_spec(raw)):
+                return
+        if caller.role != "admin":
+            raise no_session(session_id)
+
+    async def missing(self, session_id: str, caller: Caller) -> ObjectNotFound | SessionDeleted:
+        """The error for a session that is not stored: it never was, or the caller's was deleted."""
+        tombstone = await self._writer.tombstone(session_id) if ID.fullmatch(session_id) else None
+        if tombstone is not None and caller.owns(tombstone):
+            return SessionDeleted(session_id)
+        return no_session(session_id)
+
+    # Verdicts
+
+    async def verdict(self, head: SessionHead) -> Verdict:
+        """The verdict of a session, or what it waits for."""
+        (verdict,) = await self.verdicts([head])
+        return verdict
+
+    async def verdicts(self, heads: Sequence[SessionHead]) -> list[Verdict]:
+        """The verdicts of several sessions; each of their groups is read once."""
+        waiting = {head.spec.group_id for head in heads if head.verdict is None and head.spec.group_id}
+        groups = {group_id: await self._writer.group_standing(group_id) for group_id in sorted(waiting)}
+        return [session_verdict(head, groups.get(head.spec.group_id or "")) for head in heads]
+
+
+def no_session(session_id: str) -> ObjectNotFound:
+    return ObjectNotFound(f"no session {session_id!r}")

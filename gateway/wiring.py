@@ -1,0 +1,140 @@
+"""The gateway's collaborators: built when the application starts, given to all routes, closed at its end."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import cast
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+from starlette.requests import Request
+
+from gateway.admission.admission import Admission
+from gateway.engines.engine import EngineClient, transport_of
+from gateway.engines.failover import Sampler
+from gateway.engines.fleet import Fleet
+from gateway.engines.policies import Policies
+from gateway.generations.generator import Generator
+from gateway.generations.recorder import Recorder
+from gateway.language.render import ChatRenderer
+from gateway.metrics import Metrics
+from gateway.operators.pipeline import PipelineMonitor
+from gateway.operators.warnings import WarningMonitor
+from gateway.sessions.identity import Identities
+from gateway.sessions.resolution import SessionResolver
+from gateway.sessions.retention import Retention
+from gateway.sessions.service import SessionService
+from gateway.settings import GatewaySettings
+from rollout_queue.contract.stream import StreamDeleter, StreamWriter
+from rollout_queue.http.keys import Keyring
+from rollout_queue.redis import keys
+from rollout_queue.redis.deletion import RedisDeleter
+from rollout_queue.redis.writer import RedisWriter
+
+logger = logging.getLogger(__name__)
+
+SECRET_RETRY_S = 0.2
+"""Pause between two attempts to read the signing secret from a Redis that does not answer."""
+
+
+@dataclass(frozen=True)
+class Collaborators:
+    """The parts of the gateway that requests use, open for as long as the application runs."""
+
+    settings: GatewaySettings
+    identities: Identities
+    renderer: ChatRenderer
+    redis: Redis
+    writer: StreamWriter
+    deleter: StreamDeleter
+    engine: EngineClient
+    fleet: Fleet
+    policies: Policies
+    admission: Admission
+    sessions: SessionService
+    resolver: SessionResolver
+    sampler: Sampler
+    generator: Generator
+    recorder: Recorder
+    metrics: Metrics
+    pipeline: PipelineMonitor
+    warnings: WarningMonitor
+    retention: Retention
+
+
+def collaborators(request: Request) -> Collaborators:
+    """The collaborators of the application that serves the request."""
+    found: Collaborators = request.app.state.collaborators
+    return found
+
+
+@asynccontextmanager
+async def opened(
+    settings: GatewaySettings, renderer: ChatRenderer, metrics: Metrics
+) -> AsyncIterator[Collaborators]:
+    """Build the collaborators, and close them at the end of the block. Waits until Redis answers."""
+    gateway = await _build(settings, renderer, metrics)
+    yield gateway
+    await gateway.recorder.close()
+    await gateway.sampler.close()
+    await gateway.fleet.close()
+    await gateway.engine.close()
+    await gateway.writer.close()
+    await gateway.redis.aclose()
+
+
+async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Metrics) -> Collaborators:
+    redis = Redis.from_url(settings.redis_url, socket_connect_timeout=2, socket_timeout=10)
+    writer = RedisWriter(redis)
+    engine = EngineClient(transport_of(settings.engine_http, settings.engine_timeout_s))
+    identities = Identities(Keyring(settings.client_keys, settings.admin_keys), await _secret(redis))
+    admin_key = settings.admin_keys[0] if settings.admin_keys else None
+    fleet = Fleet(redis, engine, admin_key, settings.engines)
+    admission = Admission(settings.limits, redis, fleet, metrics, settings.poll_every_s)
+    sessions = SessionService(settings, writer, admission)
+    recorder = Recorder(settings, renderer, writer, metrics)
+    sampler = Sampler(
+        engine,
+        fleet,
+        metrics,
+        text_of=renderer.text_of,
+        vocab_size=renderer.config.vocab_size,
+        engine_wait_s=settings.engine_wait_s,
+        patience_s=settings.failover_patience_s,
+    )
+    return Collaborators(
+        settings=settings,
+        identities=identities,
+        renderer=renderer,
+        redis=redis,
+        writer=writer,
+        deleter=RedisDeleter(redis),
+        engine=engine,
+        fleet=fleet,
+        policies=Policies(redis, fleet, settings.push_timeout_s),
+        admission=admission,
+        sessions=sessions,
+        resolver=SessionResolver(sessions, writer, admission),
+        sampler=sampler,
+        generator=Generator(settings, renderer, sampler, recorder),
+        recorder=recorder,
+        metrics=metrics,
+        pipeline=PipelineMonitor(redis),
+        warnings=WarningMonitor(settings.warnings, settings.limits, redis),
+        retention=Retention(settings, redis, metrics),
+    )
+
+
+async def _secret(redis: Redis) -> bytes:
+    """The signing secret that all gateways on this Redis share; the first gateway makes it."""
+    while True:
+        try:
+            if (secret := await cast(Awaitable[bytes | None], redis.get(keys.SECRET))) is not None:
+                return secret  # before any write, which a full Redis would refuse
+            await redis.set(keys.SECRET, secrets.token_bytes(32), nx=True)
+        except (RedisError, OSError) as error:
+            logger.warning("waiting for Redis: %s", error)
+            await asyncio.sleep(SECRET_RETRY_S)

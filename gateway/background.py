@@ -6,8 +6,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from gateway.conversations.conversation import forget_openings
-from gateway.conversations.digests import forget_parts
+from gateway.conversations.conversation import clear_prompt_cache
+from gateway.conversations.digests import clear_digest_cache
 from gateway.engines.engine import drain
 from gateway.wiring import Collaborators
 from rollout_queue.contract.errors import StorageUnavailable
@@ -65,9 +65,9 @@ async def apply_retention(gateway: Collaborators) -> None:
 
 async def drop_text_caches(gateway: Collaborators) -> None:
     """Drop every cached text of a conversation."""
-    gateway.renderer.forget()
-    forget_openings()
-    forget_parts()
+    gateway.renderer.clear_caches()
+    clear_prompt_cache()
+    clear_digest_cache()
 
 
 POLLED: tuple[Task, ...] = (

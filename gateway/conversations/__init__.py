@@ -1,1 +1,1 @@
-"""Where a call stands in its session's tree of turns."""
+"""A session's calls as a tree of turns: where each prompt belongs, and which tokens it adds there."""

@@ -1,8 +1,8 @@
-"""Which turn of a session a call continues, and the tokens that it adds there.
+"""Finds the turn of a session that a call continues, and the tokens that the call adds to it.
 
-messages ──digests──▶ the turn whose conversation they begin with ──bridge──▶ its tokens, and the new ones
-                      no such turn, or a template that refuses    ──render──▶ the deepest turn whose tokens
-                                                                              the prompt begins with
+messages ──digests──▶ the turn whose conversation they begin with ──bridge──▶ its tokens and the new ones
+                      no such turn, or the template cannot bridge ──render──▶ the deepest turn with whose
+                                                                              tokens the prompt begins
 """
 
 from collections.abc import Sequence
@@ -10,52 +10,50 @@ from functools import lru_cache
 
 import msgspec
 
-from gateway.conversations.branches import Reason, deepest, live_turns, why_forked
-from gateway.conversations.digests import chain, continuation_digests, extend
+from gateway.conversations.branches import Reason, deepest_match, live_turns, why_forked
+from gateway.conversations.digests import chain
 from gateway.language.render import ChatRenderer, Message, ParsedAnswer, Tool
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Relation, Turn
 from rollout_queue.contract.tokens import TokenIds
 
-__all__ = ["Prompt", "chain", "continuation_digests", "extend", "place", "reply_message"]
-
-OPENINGS, LONGEST_OPENING = 256, 32 * 2**10
-"""How many beginnings are remembered, and of how many bytes at most."""
+CACHED_PROMPTS, MAX_CACHED_BYTES = 256, 32 * 2**10
+"""How many first prompts of conversations are cached, and how long their JSON may be."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """Where a call stands in its session's tree, and the ids that it adds there."""
+    """The position of a call in its session's tree, and the ids that it adds there."""
 
     parent: Turn | None
     relation: Relation
     reason: str | None
-    """One of `branches.Reason`; None where the call begins a session or goes on with it."""
+    """One of `branches.Reason`; None if the call is the first of its session, or extends its parent."""
     context_ids: TokenIds
-    """What is new since the parent's end; the whole prompt for a turn without parent."""
+    """The ids after the parent's last token; the whole prompt if there is no parent."""
     prompt_ids: TokenIds
-    """Everything that the engine is given."""
+    """The whole prompt, as the engine receives it."""
     digest: bytes
 
 
 def reply_message(answer: ParsedAnswer) -> Message:
-    """The answer as the message that the client will send back."""
+    """The answer as the message that the client sends back in its next call."""
     calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in answer.tool_calls]
     return {"role": "assistant", "content": answer.content, "tool_calls": calls}
 
 
-def place(
+def locate(
     renderer: ChatRenderer,
     head: SessionHead,
     messages: Sequence[Message],
     tools: Sequence[Tool] | None,
 ) -> Prompt:
-    """Find the parent of a call and the ids that it adds: by the bridge, else by a full render."""
+    """Find the parent of a call and the ids that it adds: by bridging from the parent, else by rendering."""
     turns = live_turns(head) if head.turns else []
     if not turns:
-        said = msgspec.json.encode((messages, tools))
-        if len(said) > LONGEST_OPENING:
+        encoded = msgspec.json.encode((messages, tools))
+        if len(encoded) > MAX_CACHED_BYTES:
             return _root(renderer, messages, tools)
-        return _opening(renderer, said, renderer.today())
+        return _first_prompt(renderer, encoded, renderer.today())
     digests = chain(tools, messages)
     continued, end = _continued(turns, messages, digests)
     if continued is not None:
@@ -66,10 +64,10 @@ def place(
             prompt_ids, output_ids = head.branch_ids(continued)
             prompt_ids += output_ids
             prompt_ids += added
-            relation, reason = _beside(continued, turns, digests[-1])
+            relation, reason = _relation_to(continued, turns, digests[-1])
             return Prompt(continued, relation, reason, added, prompt_ids, digests[-1])
     prompt_ids = renderer.render(messages, tools)
-    parent, known = deepest(turns, prompt_ids)
+    parent, known = deepest_match(turns, prompt_ids)
     if continued is None or parent is continued:
         relation, reason = _relation(parent, turns, messages, digests, len(prompt_ids))
     elif any(message["role"] == "assistant" for message in messages[end:]):
@@ -79,15 +77,15 @@ def place(
     return Prompt(parent, relation, reason, TokenIds(prompt_ids[known:]), prompt_ids, digests[-1])
 
 
-def forget_openings() -> None:
-    """Remember no conversation any more."""
-    _opening.cache_clear()
+def clear_prompt_cache() -> None:
+    """Forget the first prompts of conversations: their texts may have been deleted since."""
+    _first_prompt.cache_clear()
 
 
-@lru_cache(OPENINGS)
-def _opening(renderer: ChatRenderer, said: bytes, today: str) -> Prompt:
-    """A conversation that begins, given as JSON: the episodes of a group all begin with the same one."""
-    return _root(renderer, *msgspec.json.decode(said))
+@lru_cache(CACHED_PROMPTS)
+def _first_prompt(renderer: ChatRenderer, encoded: bytes, today: str) -> Prompt:
+    """The prompt of a first call, in JSON; cached, because all episodes of a group begin with the same."""
+    return _root(renderer, *msgspec.json.decode(encoded))
 
 
 def _root(renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[Tool] | None) -> Prompt:
@@ -98,19 +96,19 @@ def _root(renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[T
 def _continued(
     turns: Sequence[Turn], messages: Sequence[Message], digests: Sequence[bytes]
 ) -> tuple[Turn | None, int]:
-    """The latest turn that the messages begin with, answer included, and how many messages that is."""
+    """The latest turn with whose messages and answer the call begins, and how many messages that is."""
     by_reply: dict[str, list[Turn]] = {}
     for turn in turns:
         by_reply.setdefault(turn.reply_digest, []).append(turn)
     for end in range(len(messages) - 1, 0, -1):
         answer = messages[end - 1]
         if answer["role"] == "assistant" and (same := by_reply.get(digests[end].hex())):
-            return _meant(same, answer), end
+            return _named_by(same, answer), end
     return None, 0
 
 
-def _meant(same: Sequence[Turn], answer: Message) -> Turn:
-    """Of turns that read the same, the one whose calls the client names; else the latest."""
+def _named_by(same: Sequence[Turn], answer: Message) -> Turn:
+    """Of turns with the same text, the one whose tool call ids the client sends back; else the latest."""
     ids = "".join(str(call.get("id")) for call in answer.get("tool_calls") or ()) if len(same) > 1 else ""
     return next((turn for turn in same if turn.turn_id in ids), same[-1])
 
@@ -122,15 +120,15 @@ def _relation(
     digests: Sequence[bytes],
     length: int,
 ) -> tuple[Relation, Reason | None]:
-    """How a prompt stands to the turn whose tokens it begins with, or to all of them."""
+    """The relation of a prompt to the turn with whose tokens it begins, or to the session without one."""
     if parent is not None:
-        return _beside(parent, turns, digests[-1])
+        return _relation_to(parent, turns, digests[-1])
     return "forks", why_forked(turns, messages, digests, length)
 
 
-def _beside(parent: Turn, turns: Sequence[Turn], digest: bytes) -> tuple[Relation, Reason | None]:
-    """The first to go on from a turn extends it; another is a fork."""
-    others = [turn.prompt_digest for turn in turns if turn.parent_id == parent.turn_id]
-    if not others:
+def _relation_to(parent: Turn, turns: Sequence[Turn], digest: bytes) -> tuple[Relation, Reason | None]:
+    """The first child of a turn extends it; any other child is a fork."""
+    siblings = [turn.prompt_digest for turn in turns if turn.parent_id == parent.turn_id]
+    if not siblings:
         return "extends", None
-    return "forks", "sampled_again" if digest.hex() in others else "history_edited"
+    return "forks", "sampled_again" if digest.hex() in siblings else "history_edited"

@@ -1,7 +1,9 @@
-"""What a conversation is known by: digests of its messages as the model reads them, chained.
+"""Identifies conversations by chained digests of their messages, as the model reads them.
 
-digest of [m1, m2, m3] = H(H(H(m1), m2), m3), and beside it what system prompt and tools it has:
-a prefix's digest costs one step a message, and two conversations can be compared part by part
+digest of [m1, m2, m3] = H(H(H(m1), m2), m3), followed by a digest of the system prompt and one of the tools
+
+The digests of all beginnings of a conversation cost one step per message, and the parts of a digest tell
+which parts of two conversations are equal.
 """
 
 from collections.abc import Sequence
@@ -15,78 +17,81 @@ import msgspec
 
 from gateway.language.chat_messages import ROLES, Message, Tool, text_of
 
-TALK, PART = 16, 8
-"""Bytes of a digest: of the messages, of the system prompt, of the tools."""
+MESSAGES_BYTES, PART_BYTES = 16, 8
+"""Of a digest's 32 bytes: the messages; the system prompt, and the tools."""
 SYSTEM = frozenset({"system", "developer"})
 _JSON = msgspec.json.Encoder(order="deterministic")
 
 
 class Digest(bytes):
-    """The parts of a digest: 32 bytes, of the messages, the system prompt, and the tools."""
+    """A digest of 32 bytes, and its parts."""
 
     @property
-    def talk(self) -> bytes:
-        return self[:TALK]
+    def messages(self) -> bytes:
+        return self[:MESSAGES_BYTES]
 
     @property
-    def frame(self) -> bytes:
-        """System prompt and tools."""
-        return self[TALK:]
+    def instructions(self) -> bytes:
+        """The system prompt and the tools."""
+        return self[MESSAGES_BYTES:]
 
     @property
     def tools(self) -> bytes:
-        return self[TALK + PART :]
+        return self[MESSAGES_BYTES + PART_BYTES :]
 
 
 def canonical(message: Message) -> bytes:
-    """What a message means to the model, in one spelling, whatever a client stamped on it."""
+    """The same bytes for all messages that the model reads as the same, whatever other fields they have."""
     role, text = message["role"], text_of(message.get("content"))
     if role == "assistant":
-        # The answer left without its outer whitespace, and its tokens are in the record: nothing is lost.
+        # Clients receive the answer without its outer whitespace. Its tokens are in the record.
         return _JSON.encode([role, text.strip(), [_call(call) for call in message.get("tool_calls") or ()]])
     return _JSON.encode([ROLES.get(role, role), text])
 
 
 def chain(tools: Sequence[Tool] | None, messages: Sequence[Message]) -> list[bytes]:
-    """Digests of the empty conversation, of its first message, of its first two, …"""
-    spoken = [canonical(message) for message in messages]
+    """The digests of the empty conversation, of its first message, of its first two messages, …"""
+    encoded = [canonical(message) for message in messages]
     systems = list(takewhile(lambda message: message["role"] in SYSTEM, messages))
-    frame = _part(b"".join(spoken[: len(systems)])) + _part(_JSON.encode(tools or ()))
-    talk = bytes(TALK)
-    digests = [talk + frame]
-    for words in spoken:
-        talk = sha256(talk + words).digest()[:TALK]
-        digests.append(talk + frame)
+    instructions = _part(b"".join(encoded[: len(systems)])) + _part(_JSON.encode(tools or ()))
+    said = bytes(MESSAGES_BYTES)
+    digests = [said + instructions]
+    for message_bytes in encoded:
+        said = sha256(said + message_bytes).digest()[:MESSAGES_BYTES]
+        digests.append(said + instructions)
     return digests
 
 
 def extend(digest: bytes, message: Message) -> bytes:
-    """The digest of a conversation that one more message joins."""
-    return sha256(digest[:TALK] + canonical(message)).digest()[:TALK] + digest[TALK:]
+    """The digest of a conversation with one more message."""
+    return (
+        sha256(digest[:MESSAGES_BYTES] + canonical(message)).digest()[:MESSAGES_BYTES]
+        + digest[MESSAGES_BYTES:]
+    )
 
 
 def continuation_digests(messages: Sequence[Message], digests: Sequence[bytes]) -> list[str]:
-    """The reply digests that a parent of this call could have, longest conversation first."""
+    """The possible reply digests of the turn that a call continues, longest conversation first."""
     ends = (end for end in range(len(messages), 0, -1) if messages[end - 1]["role"] == "assistant")
     return [digests[end].hex() for end in ends]
 
 
-def forget_parts() -> None:
-    """Remember no system prompt and no tools any more."""
+def clear_digest_cache() -> None:
+    """Forget the digests of system prompts and tools: their texts may have been deleted since."""
     _part.cache_clear()
 
 
 @lru_cache(128)
 def _part(data: bytes) -> bytes:
-    """Of a system prompt or a list of tools: an agent sends the same ones in every call."""
-    return sha256(data).digest()[:PART]
+    """The digest of a system prompt or of a list of tools; cached, because agents send them in every call."""
+    return sha256(data).digest()[:PART_BYTES]
 
 
 def _call(call: dict[str, Any]) -> list[Any]:
     function = call.get("function") or {}
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
-        # The model's own malformed call comes back as it was written.
+        # If the model wrote invalid JSON, the client sends it back unchanged.
         with suppress(msgspec.DecodeError, RecursionError):
             arguments = msgspec.json.decode(arguments)
     return [function.get("name"), arguments]

@@ -1,25 +1,25 @@
-"""Prompts without a chat template, as `/v1/completions` takes them: ids, continued by their ids."""
+"""Finds the place of a prompt without a chat template, as `/v1/completions` has them, by its token ids."""
 
 import hashlib
 
-from gateway.conversations.branches import deepest, live_turns
+from gateway.conversations.branches import deepest_match, live_turns
 from gateway.conversations.conversation import Prompt
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.tokens import TokenIds, pack
 
 
-def place_raw(head: SessionHead, prompt_ids: TokenIds) -> Prompt:
-    """The prompt continues the longest turn whose prompt and output it begins with."""
+def locate_raw(head: SessionHead, prompt_ids: TokenIds) -> Prompt:
+    """The prompt continues the deepest turn whose prompt and output it begins with."""
     digest = hashlib.sha256(pack(prompt_ids)).digest()
     turns = live_turns(head)
-    parent, known = deepest(turns, prompt_ids)
+    parent, known = deepest_match(turns, prompt_ids)
     added = TokenIds(prompt_ids[known:])
     if parent is not None:
-        beside = any(turn.parent_id == parent.turn_id for turn in turns)
+        has_child = any(turn.parent_id == parent.turn_id for turn in turns)
         return Prompt(
             parent,
-            "forks" if beside else "extends",
-            "history_edited" if beside else None,
+            "forks" if has_child else "extends",
+            "history_edited" if has_child else None,
             added,
             prompt_ids,
             digest,

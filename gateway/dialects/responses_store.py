@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 from redis.asyncio import Redis
 
-from gateway.conversations.conversation import chain
+from gateway.conversations.digests import chain
 from gateway.dialects.base import RecordedAnswer
 from gateway.dialects.responses_input import messages_of
 from gateway.dialects.responses_wire import PREFIX, Item

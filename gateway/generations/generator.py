@@ -6,8 +6,8 @@ call ──begin──▶ parent, prompt, sampling ──sample──▶ pieces 
 import asyncio
 from collections.abc import Sequence
 
-from gateway.conversations.conversation import Prompt, place
-from gateway.conversations.raw import place_raw
+from gateway.conversations.conversation import Prompt, locate
+from gateway.conversations.raw import locate_raw
 from gateway.engines.failover import Hear, Sampler, SampleRequest
 from gateway.engines.stream import Piece
 from gateway.errors import GatewayError, InvalidRequest
@@ -109,9 +109,9 @@ class Generator:
         """Raises InvalidRequest."""
         try:
             if call.prompt_ids is not None:
-                prompt = place_raw(head, call.prompt_ids)
+                prompt = locate_raw(head, call.prompt_ids)
             else:
-                prompt = place(self._renderer, head, call.messages, call.tools)
+                prompt = locate(self._renderer, head, call.messages, call.tools)
         except UNREADABLE as error:
             raise _unreadable(error) from error
         ids, context, vocabulary = prompt.prompt_ids, self._context_length, self._renderer.config.vocab_size

@@ -9,7 +9,8 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from gateway.conversations.conversation import extend, reply_message
+from gateway.conversations.conversation import reply_message
+from gateway.conversations.digests import extend
 from gateway.errors import EngineFault, StateConflict
 from gateway.generations.generation import Generation
 from gateway.language.fast_parse import FastParser

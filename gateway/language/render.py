@@ -81,9 +81,9 @@ class ChatRenderer:
         """The local date, which some templates write into the prompt."""
         return time.strftime("%Y-%m-%d")
 
-    def forget(self) -> None:
+    def clear_caches(self) -> None:
         """Empty the caches."""
-        self.tokenizer.forget()
+        self.tokenizer.clear_caches()
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> TokenIds:
         """The prompt of a whole conversation, up to where the assistant's answer begins."""

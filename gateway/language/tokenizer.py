@@ -49,7 +49,7 @@ class BareTokenizer:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def forget(self) -> None:
+    def clear_caches(self) -> None:
         """Empty the caches: they may hold text that was deleted since."""
         self._phrases.cache_clear()
         self._passages.cache_clear()

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from gateway.admission.admission import Admission
-from gateway.conversations.conversation import chain, continuation_digests
+from gateway.conversations.digests import chain, continuation_digests
 from gateway.errors import InvalidRequest, NotPermitted, ObjectNotFound, StateConflict
 from gateway.generations.generation import Call
 from gateway.language.render import Message

@@ -6,7 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from gateway.conversations.conversation import Prompt, extend, place, reply_message
+from gateway.conversations.conversation import Prompt, locate, reply_message
+from gateway.conversations.digests import extend
 from gateway.language.families import Thinking
 from gateway.language.render import ChatRenderer, Message, ParsedAnswer, Tool
 from rollout_queue.contract.head import SessionHead
@@ -86,7 +87,7 @@ class Agent:
         return self.placed(self.messages)
 
     def placed(self, messages: Sequence[Message], tools: Any = "the same") -> Prompt:
-        prompt = place(self.renderer, self.head, messages, self.tools if tools == "the same" else tools)
+        prompt = locate(self.renderer, self.head, messages, self.tools if tools == "the same" else tools)
         check(self.head, prompt)
         return prompt
 

@@ -6,9 +6,8 @@ POST /admin/policies ──▶ record ──▶ POST /reload on each server ─�
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 import aiohttp
 import msgspec
@@ -22,55 +21,20 @@ from rollout_queue.protocol.errors import error_message
 from rollout_queue.protocol.message import MalformedMessage, first_fault
 from rollout_queue.protocol.policies import PushResult
 from rollout_queue.protocol.reload import ReloadBody, Reloaded
-from rollout_queue.redis import keys
-from rollout_queue.redis.availability import stored
+from rollout_queue.redis.policies import KnownPolicies, PolicyRegister
 
 logger = logging.getLogger(__name__)
-
-REGISTER = """
--- KEYS: policies, reserved
--- ARGV: version, record, number of policies, what is known of this one, reserved version
--- Whether it is registered: not where somebody has published, or taken a number, since it was looked at.
-if redis.call('HLEN', KEYS[1]) ~= tonumber(ARGV[3]) then return 0 end
-if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[4] then return 0 end
-if (redis.call('HGET', KEYS[2], 'version') or '') ~= ARGV[5] then return 0 end
-redis.call('HDEL', KEYS[1], '') -- a full Redis takes it, and refuses nothing that follows: a trainer waits
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
-return 1
-"""
-
-KEEP = """
--- KEYS: policies   ARGV: version, record
-redis.call('HDEL', KEYS[1], '') -- as above
-return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
-"""
-
-SERVE = """
--- KEYS: serving   ARGV: version
--- Returns what was served.
-local former = redis.call('GET', KEYS[1])
-redis.call('DEL', KEYS[1]) -- as above
-redis.call('SET', KEYS[1], ARGV[1])
-return former
-"""
 
 
 class ReloadRefused(Exception):
     """A server did not take a version, or did not prove that it did; the text says why."""
 
 
-class Reserved(NamedTuple):
-    """The highest number that the trainer has taken for a step, and where the weights of it will lie."""
-
-    version: int = -1
-    location: str = ""
-
-
 class Policies:
     """The register of versions, and the push to the fleet. One push at a time."""
 
     def __init__(self, redis: Redis, fleet: Fleet, push_timeout_s: float) -> None:
-        self._redis = redis
+        self._register = PolicyRegister(redis)
         self._fleet = fleet
         self._push_timeout_s = push_timeout_s
         self._pushing = asyncio.Lock()
@@ -79,7 +43,7 @@ class Policies:
 
     async def all(self) -> list[PolicyRecord]:
         """Every known version, ascending. Raises StorageUnavailable."""
-        known = _records(await stored(self._redis.hgetall(keys.POLICIES)))
+        known = await self._register.records()
         return [known[version] for version in sorted(known)]
 
     async def current(self) -> PolicyRecord | None:
@@ -90,8 +54,7 @@ class Policies:
     async def note_initial(self, version: int) -> None:
         """Register the version that the engines started with, and serve it unless another is served."""
         record = PolicyRecord(version=version, created_at=time.time(), state="serving")
-        await stored(self._redis.hsetnx(keys.POLICIES, str(version), _packed(record)))
-        if await stored(self._redis.set(keys.SERVING, version, nx=True)):
+        if await self._register.register_first(record):
             self._fleet.serve(version)
 
     async def publish(
@@ -102,7 +65,7 @@ class Policies:
         Raises StateConflict for a lower number, a known one with other content, or one of the trainer's.
         """
         async with self._pushing:
-            record = await self._register(version, location, manifest_sha256, step)
+            record = await self._registered(version, location, manifest_sha256, step)
             return record.version, await self._push(record)
 
     async def serve_again(self, version: int) -> list[PushResult]:
@@ -113,27 +76,21 @@ class Policies:
                 raise ObjectNotFound(f"no policy has version {version}")
             return await self._push(record, force=True)
 
-    async def _register(
+    async def _registered(
         self, version: int | None, location: str, manifest_sha256: str | None, step: int | None
     ) -> PolicyRecord:
         """Keep the policy under its number, whatever another gateway registers at the same moment."""
         while True:
-            policies = await stored(self._redis.hgetall(keys.POLICIES))
-            taken = await stored(self._redis.hgetall(keys.RESERVED))
-            known, reserved = _records(policies), _reserved(taken)
-            newest = max(known, default=0)
+            known = await self._register.look()
             asked = PolicyRecord(
-                version=max(newest, reserved.version) + 1 if version is None else version,
+                version=max(known.newest, known.reserved.version) + 1 if version is None else version,
                 location=location,
                 manifest_sha256=manifest_sha256,
                 step=step,
                 created_at=time.time(),
             )
-            record = _accepted(asked, known.get(asked.version), newest, reserved)
-            name = str(record.version)
-            looked_at = [len(policies), policies.get(name.encode(), b""), taken.get(b"version", b"")]
-            named = [keys.POLICIES, keys.RESERVED]
-            if await stored(self._redis.eval(REGISTER, 2, *named, name, _packed(record), *looked_at)):
+            record = _accepted(asked, known)
+            if await self._register.register(record, known):
                 return record
 
     async def _push(self, record: PolicyRecord, force: bool = False) -> list[PushResult]:
@@ -148,18 +105,18 @@ class Policies:
         finally:
             results = await asyncio.gather(*reloads)
         if not taken and record.version != self._fleet.serving:
-            await self._store(msgspec.structs.replace(record, state="failed"))
+            await self._register.store(msgspec.structs.replace(record, state="failed"))
             logger.error("version %d was refused by every server", record.version)
         return results
 
     async def _serve(self, record: PolicyRecord) -> None:
-        await self._store(msgspec.structs.replace(record, state="serving"))
-        former = await stored(self._redis.eval(SERVE, 1, keys.SERVING, str(record.version)))
+        await self._register.store(msgspec.structs.replace(record, state="serving"))
+        former = await self._register.serve(record.version)
         self._fleet.serve(record.version)
         logger.info("version %d is served", record.version)
         for each in await self.all():
-            if former is not None and each.version == int(former) != record.version:
-                await self._store(msgspec.structs.replace(each, state="retired"))
+            if each.version == former != record.version:
+                await self._register.store(msgspec.structs.replace(each, state="retired"))
 
     async def _reload(self, server: FleetServer, record: PolicyRecord, force: bool) -> PushResult:
         started = time.monotonic()
@@ -200,9 +157,6 @@ class Policies:
             raise ReloadRefused(f"{type(error).__name__}: {error}") from error
         return _proof(status, body, record.version)
 
-    async def _store(self, record: PolicyRecord) -> None:
-        await stored(self._redis.eval(KEEP, 1, keys.POLICIES, str(record.version), _packed(record)))
-
 
 def _proof(status: int, body: bytes, version: int) -> Reloaded:
     """A server's answer that it serves the version. Raises ReloadRefused for any other answer."""
@@ -226,31 +180,17 @@ async def _any_ok(reloads: Sequence[asyncio.Task[PushResult]]) -> bool:
     return False
 
 
-def _accepted(
-    asked: PolicyRecord, known: PolicyRecord | None, newest: int, reserved: Reserved
-) -> PolicyRecord:
+def _accepted(asked: PolicyRecord, known: KnownPolicies) -> PolicyRecord:
     """The record to keep. Raises StateConflict where its number names something else, or went by."""
-    if asked.version < newest:
-        raise StateConflict(f"version {asked.version} is lower than {newest}", param="version")
-    if known is None:
+    if asked.version < known.newest:
+        raise StateConflict(f"version {asked.version} is lower than {known.newest}", param="version")
+    registered, reserved = known.records.get(asked.version), known.reserved
+    if registered is None:
         # Only who took the number knows where its weights are to lie.
         if asked.version <= reserved.version and (asked.version, asked.location) != reserved:
             message = f"the trainer has taken version {reserved.version}, and every lower number"
             raise StateConflict(message, param="version")
         return asked
-    if (known.location, known.manifest_sha256) != (asked.location, asked.manifest_sha256):
+    if (registered.location, registered.manifest_sha256) != (asked.location, asked.manifest_sha256):
         raise StateConflict(f"version {asked.version} is known with other content", param="version")
-    return known
-
-
-def _records(raw: Mapping[bytes, bytes]) -> dict[int, PolicyRecord]:
-    records = (msgspec.json.decode(value, type=PolicyRecord) for value in raw.values())
-    return {record.version: record for record in records}
-
-
-def _reserved(raw: Mapping[bytes, bytes]) -> Reserved:
-    return Reserved(int(raw[b"version"]), raw[b"location"].decode()) if raw else Reserved()
-
-
-def _packed(record: PolicyRecord) -> str:
-    return msgspec.json.encode(record).decode()
+    return registered

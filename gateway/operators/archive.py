@@ -11,10 +11,11 @@ from typing import NamedTuple
 from redis.asyncio import Redis
 
 from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.listing import LIST_START, ListPosition
 from rollout_queue.contract.tombstone import Tombstone, decode_tombstone
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.places import START, Place, places_after
+from rollout_queue.redis.listing import positions_after
 from rollout_queue.redis.writer import UNREADABLE, read_head
 
 logger = logging.getLogger(__name__)
@@ -33,18 +34,18 @@ class ArchivedSession(NamedTuple):
     tombstone: Tombstone | None
 
 
-async def place_of(redis: Redis, session_id: str) -> Place | None:
+async def place_of(redis: Redis, session_id: str) -> ListPosition | None:
     """Where a session stands; None for one that never existed or is forgotten."""
     created_at = await stored(redis.zscore(keys.SESSIONS, session_id))
-    return None if created_at is None else Place(float(created_at), session_id)
+    return None if created_at is None else ListPosition(float(created_at), session_id)
 
 
 async def sessions_from(
-    redis: Redis, start: Place | None, until: float | None
+    redis: Redis, start: ListPosition | None, until: float | None
 ) -> AsyncIterator[list[ArchivedSession]]:
     """Sessions created before `until`, from `start` on, itself included. Raises StorageUnavailable."""
     first = [] if start is None else [start]
-    while places := first + await places_after(redis, start or START, PAGE):
+    while places := first + await positions_after(redis, start or LIST_START, PAGE):
         names = [name for at, name in places if until is None or at < until]
         for batch in _batches(await _sizes(redis, names)):
             yield await _read(redis, batch)

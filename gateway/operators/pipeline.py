@@ -22,11 +22,12 @@ from gateway.operators.pipeline_report import (
     report_of,
 )
 from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.progress import GroupProgress, SessionProgress
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
+from rollout_queue.redis.progress import progress_of
 from rollout_queue.redis.retention import forgotten_sessions
-from rollout_queue.redis.standing import GroupStanding, Standing, standings
 
 MAX_SESSIONS = 2000
 SHARED_S = 2.0
@@ -54,7 +55,7 @@ async def _read(redis: Redis) -> PipelineSnapshot:
     queue = await _queue(redis)
     names = await stored(redis.zrange(keys.DEADLINES, 0, MAX_SESSIONS - 1, withscores=True))
     expires_at = {name.decode(): float(at) for name, at in names}
-    found = await standings(redis, list(expires_at))
+    found = await progress_of(redis, list(expires_at))
     return PipelineSnapshot(time.time(), queue, found, expires_at, await _incomplete(redis, found))
 
 
@@ -89,10 +90,10 @@ async def _queue(redis: Redis) -> QueueCounts:
     )
 
 
-async def _incomplete(redis: Redis, found: Sequence[Standing]) -> dict[str, IncompleteGroup]:
+async def _incomplete(redis: Redis, found: Sequence[SessionProgress]) -> dict[str, IncompleteGroup]:
     """The groups of these sessions that wait for members. A member that a group waits for can still expire,
     so it is among the sessions that were read, unless there are more than `MAX_SESSIONS`."""
-    members: dict[str, list[Standing]] = {}
+    members: dict[str, list[SessionProgress]] = {}
     for each in found:
         if each.spec is not None and each.spec.group_id is not None:
             members.setdefault(each.spec.group_id, []).append(each)
@@ -106,8 +107,8 @@ async def _incomplete(redis: Redis, found: Sequence[Standing]) -> dict[str, Inco
         size, opened = int(sizes[2 * index] or 0), int(sizes[2 * index + 1])
         open_ = sum(each.stage == "open" for each in known)
         unrewarded = sum(each.stage == "waiting_reward" for each in known)
-        standing = GroupStanding(size or opened, max(0, opened - open_ - unrewarded), open_, unrewarded)
+        progress = GroupProgress(size or opened, max(0, opened - open_ - unrewarded), open_, unrewarded)
         ends = [each.outcome.created_at for each in known if each.outcome is not None]
-        if standing.lacks:
-            groups[group_id] = IncompleteGroup(group_id, standing, min(ends, default=None))
+        if progress.waiting_for:
+            groups[group_id] = IncompleteGroup(group_id, progress, min(ends, default=None))
     return groups

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gateway.operators.formatting import counted, duration
+from rollout_queue.contract.progress import GroupProgress, SessionProgress, SessionStage
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
-from rollout_queue.redis.standing import GroupStanding, Stage, Standing
 
 MAX_GROUPS = 50
 """Groups in a report: those that wait longest."""
@@ -74,7 +74,7 @@ class IncompleteGroup(NamedTuple):
     """A group that waits for members."""
 
     group_id: str
-    standing: GroupStanding
+    progress: GroupProgress
     since: float | None
     """When the first of its members ended, of those that were read."""
 
@@ -84,20 +84,20 @@ class PipelineSnapshot(NamedTuple):
 
     now: float
     queue: QueueCounts
-    found: Sequence[Standing]
+    found: Sequence[SessionProgress]
     """The sessions that were read."""
     expires_at: Mapping[str, float]
     """Of each of them, by id."""
     groups: Mapping[str, IncompleteGroup]
     """Those that wait for members, by id."""
 
-    def of(self, stage: Stage) -> list[Standing]:
+    def of(self, stage: SessionStage) -> list[SessionProgress]:
         return [each for each in self.found if each.stage == stage]
 
-    def incomplete(self) -> list[Standing]:
+    def incomplete(self) -> list[SessionProgress]:
         return [each for each in self.of("ended") if each.spec and each.spec.group_id in self.groups]
 
-    def ready(self) -> list[Standing]:
+    def ready(self) -> list[SessionProgress]:
         return [each for each in self.of("ended") if each.spec and each.spec.group_id not in self.groups]
 
 
@@ -105,7 +105,7 @@ def report_of(snapshot: PipelineSnapshot) -> PipelineReport:
     """What the snapshot says, in numbers and in sentences."""
     queue = snapshot.queue
     waiting = sorted(
-        (group for group in snapshot.groups.values() if group.standing.ended or group.since is not None),
+        (group for group in snapshot.groups.values() if group.progress.ended or group.since is not None),
         key=lambda group: snapshot.now if group.since is None else group.since,
     )
     open_, unrewarded = len(snapshot.of("open")), len(snapshot.of("waiting_reward"))
@@ -131,16 +131,16 @@ def report_of(snapshot: PipelineSnapshot) -> PipelineReport:
 
 
 def _group(group: IncompleteGroup) -> GroupReport:
-    standing = group.standing
+    progress = group.progress
     return GroupReport(
         group_id=group.group_id,
-        size=standing.size,
-        ended=standing.ended,
-        open=standing.open,
-        waiting_reward=standing.unrewarded,
-        not_opened=standing.missing,
+        size=progress.size,
+        ended=progress.ended,
+        open=progress.open,
+        waiting_reward=progress.unrewarded,
+        not_opened=progress.missing,
         since=group.since,
-        waiting_for=standing.lacks,
+        waiting_for=progress.waiting_for,
     )
 
 
@@ -157,8 +157,8 @@ def _sentences(snapshot: PipelineSnapshot, waiting: Sequence[IncompleteGroup]) -
         since = "" if oldest.since is None else f", since {duration(snapshot.now - oldest.since)}"
         yield (
             f"{counted(len(waiting), 'group waits', 'groups wait')} for members; the oldest is "
-            f"{oldest.group_id}{since}: {oldest.standing.ended} of {oldest.standing.size} have ended, "
-            f"{oldest.standing.lacks}"
+            f"{oldest.group_id}{since}: {oldest.progress.ended} of {oldest.progress.size} have ended, "
+            f"{oldest.progress.waiting_for}"
         )
     if past := queue.past_expiry:
         yield (

@@ -22,10 +22,10 @@ from gateway.sessions.verdicts import turn_verdict
 from gateway.wiring import Collaborators, collaborators
 from rollout_queue.contract.episodes import row_of, session_part
 from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.listing import ListPosition
 from rollout_queue.contract.records import Verdict
 from rollout_queue.contract.rows import DeletedRow, Row, row_to_json
 from rollout_queue.http.errors import storage_unavailable
-from rollout_queue.redis.places import Place
 
 if TYPE_CHECKING:
     from gateway.rest.parquet import ParquetStream
@@ -44,7 +44,7 @@ class Window(NamedTuple):
 
     since: float | None
     until: float | None
-    after: tuple[Place, str] | None
+    after: tuple[ListPosition, str] | None
     """Place of the session and turn of the last row that the client has."""
     limit: int | None
     empty: bool
@@ -82,7 +82,7 @@ async def export(
     return StreamingResponse(_chained(first, chunks), media_type=MEDIA_TYPES[form], headers=headers)
 
 
-async def _place(gateway: Collaborators, cursor: str | None) -> tuple[Place, str] | None:
+async def _place(gateway: Collaborators, cursor: str | None) -> tuple[ListPosition, str] | None:
     """Raises InvalidRequest for text that is no row's cursor."""
     if cursor is None:
         return None

@@ -13,9 +13,9 @@ from gateway.rest.shapes import DeletedSessionRow, SessionPage, SessionRow
 from gateway.rest.views import deleted_row, session_row
 from gateway.wiring import Collaborators
 from rollout_queue.contract.head import SessionHead, State
+from rollout_queue.contract.listing import LIST_START, ListPosition
 from rollout_queue.contract.records import VerdictCode
 from rollout_queue.contract.tombstone import Tombstone
-from rollout_queue.redis.places import START, Place
 
 router = APIRouter(tags=["sessions"])
 
@@ -58,22 +58,22 @@ async def list_sessions(
     return JSONResponse({"data": rows, "next_cursor": _cursor(place)})
 
 
-def _cursor(place: Place) -> str:
+def _cursor(place: ListPosition) -> str:
     """A place in the list, as text that needs no escaping in a URL."""
     text = f"{place.created_at!r}/{place.session_id}"
     return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 
 
-def _place(cursor: str | None) -> Place:
+def _place(cursor: str | None) -> ListPosition:
     """Raises InvalidRequest for text that no list has returned as its cursor."""
     if cursor in (None, "0"):
-        return START
+        return LIST_START
     try:
         text = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)).decode()
         created_at, slash, session_id = text.partition("/")
-        place = Place(float(created_at), session_id)
+        place = ListPosition(float(created_at), session_id)
     except ValueError:  # no base64, no text inside, no number
-        slash, place = "", START
+        slash, place = "", LIST_START
     if not (slash and math.isfinite(place.created_at)):
         raise InvalidRequest(f"{cursor[:300]!r} is no cursor of this list", param="cursor")
     return place

@@ -127,7 +127,7 @@ class SessionService:
     async def verdicts(self, heads: Sequence[SessionHead]) -> list[Verdict]:
         """The verdicts of several sessions; each of their groups is read once."""
         waiting = {head.spec.group_id for head in heads if head.verdict is None and head.spec.group_id}
-        groups = {group_id: await self._writer.group_standing(group_id) for group_id in sorted(waiting)}
+        groups = {group_id: await self._writer.group_progress(group_id) for group_id in sorted(waiting)}
         return [session_verdict(head, groups.get(head.spec.group_id or "")) for head in heads]
 
 

@@ -5,12 +5,12 @@ from datetime import UTC, datetime
 import msgspec
 
 from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.progress import GroupProgress
 from rollout_queue.contract.records import Turn, Verdict
 from rollout_queue.contract.verdicts import OPENED_UNTRAINED, exclusion
-from rollout_queue.redis.standing import GroupStanding
 
 
-def session_verdict(head: SessionHead, group: GroupStanding | None) -> Verdict:
+def session_verdict(head: SessionHead, group: GroupProgress | None) -> Verdict:
     """The verdict that stands, else what the session waits for, in words; `group` where it has one."""
     if head.verdict is not None:
         return _told(head.verdict)
@@ -24,9 +24,9 @@ def session_verdict(head: SessionHead, group: GroupStanding | None) -> Verdict:
             f"it expires at {_clock(head.expires_at)}"
         )
         return Verdict(code="waiting_reward", detail=detail)
-    if group is not None and group.lacks:
+    if group is not None and group.waiting_for:
         detail = f"{group.ended} of {group.size} sessions of group {head.spec.group_id} have ended"
-        return Verdict(code="group_incomplete", detail=f"{detail}; {group.lacks}")
+        return Verdict(code="group_incomplete", detail=f"{detail}; {group.waiting_for}")
     whole = "" if group is None else f", and so are all {group.size} of its group"
     return Verdict(code="ready", detail=f"finished and rewarded{whole}: waits for a step of the trainer")
 

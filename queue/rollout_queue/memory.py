@@ -10,13 +10,12 @@ from rollout_queue.contract.attempts import related
 from rollout_queue.contract.codec import decode, decode_spec, encode
 from rollout_queue.contract.errors import Conflict, LeaseLost, SessionClosed, SessionDeleted, UserDeleted
 from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.listing import ListedSession, ListPosition
+from rollout_queue.contract.progress import GroupProgress, group_progress, stage_of
 from rollout_queue.contract.records import Deletion, Outcome, Record, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.contract.stream import Entry, Roll, Verdicts
 from rollout_queue.contract.tombstone import DeletedUser, Tombstone, total
-from rollout_queue.contract.verdicts import DELETED
-from rollout_queue.redis.places import Listed, Place
-from rollout_queue.redis.standing import GroupStanding, group_standing, stage_of
-from rollout_queue.redis.writer import expiry
+from rollout_queue.contract.verdicts import DELETED, expiry
 
 
 @dataclass
@@ -71,10 +70,12 @@ class MemoryStream:
     async def load_for_call(self, session_id: str) -> SessionHead | None:
         return await self.load(session_id)
 
-    async def sessions(self, after: Place, count: int) -> Sequence[Listed]:
+    async def sessions(self, after: ListPosition, count: int) -> Sequence[ListedSession]:
         known: list[SessionHead | Tombstone] = [*self.heads.values(), *self.tombstones.values()]
-        listed = sorted((Listed(_place(each), each) for each in known), key=lambda each: each.place)
-        return [each for each in listed if each.place > after][:count]
+        listed = sorted(
+            (ListedSession(_position(each), each) for each in known), key=lambda each: each.position
+        )
+        return [each for each in listed if each.position > after][:count]
 
     async def tombstone(self, session_id: str) -> Tombstone | None:
         return self.tombstones.get(session_id)
@@ -144,11 +145,11 @@ class MemoryStream:
         overdue = [s for s, deadline in self.deadlines.items() if deadline <= now][:limit]
         return sum(self._expire_one(session_id, now) for session_id in overdue)
 
-    async def group_standing(self, group_id: str) -> GroupStanding:
+    async def group_progress(self, group_id: str) -> GroupProgress:
         size, _, members = self.groups.get(group_id, (None, "", set()))
         # A member that is not there was deleted: nobody waits for it.
         heads = [self.heads.get(member) for member in sorted(members)]
-        return group_standing(size, ("decided" if head is None else stage_of(head) for head in heads))
+        return group_progress(size, ("decided" if head is None else stage_of(head) for head in heads))
 
     async def heartbeat(self, session_id: str, now: float) -> float:
         head = self.heads.get(session_id)
@@ -296,6 +297,6 @@ class MemoryStream:
         self.counts[f"{kind}:{now.code}"] = self.counts.get(f"{kind}:{now.code}", 0) + 1
 
 
-def _place(session: SessionHead | Tombstone) -> Place:
+def _position(session: SessionHead | Tombstone) -> ListPosition:
     known = session if isinstance(session, Tombstone) else session.spec
-    return Place(known.created_at, known.session_id)
+    return ListPosition(known.created_at, known.session_id)

@@ -1,7 +1,7 @@
 """Publishing a policy: numbers, the push to each server, and who is in rotation afterwards."""
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from gateway.engines import policies
 from rollout_queue.redis import keys
+from rollout_queue.redis.policies import KnownPolicies, PolicyRegister
 from tests.gateway.conftest import ADMIN_KEY, Door, Stage, wait_until
 from tests.support.claimed import claimed_reader
 from tests.support.serving import serving
@@ -363,16 +363,17 @@ def test_a_trainer_has_the_fleet_go_back_and_then_on(
 def test_a_number_that_the_trainer_takes_while_another_policy_is_registered_is_its_own(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainers, read = claimed_reader(door.redis), policies._reserved
+    trainers, look = claimed_reader(door.redis), PolicyRegister.look
     answers: list[int] = []
 
-    def read_and_pause(raw: Mapping[bytes, bytes]) -> policies.Reserved:
+    async def look_and_pause(register: PolicyRegister) -> KnownPolicies:
         """The gateway has looked, and has not written yet."""
+        known = await look(register)
         if not answers:
             answers.append(trainers.reserve(1, "file:///trainer/1"))
-        return read(raw)
+        return known
 
-    monkeypatch.setattr(policies, "_reserved", read_and_pause)
+    monkeypatch.setattr(PolicyRegister, "look", look_and_pause)
     assert publish(door, None).json()["version"] == 2
     assert answers == [-1]
 

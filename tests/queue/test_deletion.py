@@ -11,13 +11,13 @@ from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.contract.codec import encode
 from rollout_queue.contract.errors import SessionClosed, SessionDeleted, UserDeleted
+from rollout_queue.contract.listing import LIST_START
 from rollout_queue.contract.records import Deletion, Record, Verdict
 from rollout_queue.contract.stream import Roll, StreamDeleter, StreamReader, StreamWriter, Verdicts
 from rollout_queue.contract.tombstone import DeletedUser, Tombstone
 from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import keys
 from rollout_queue.redis.deletion import OVERDUE_S, RedisDeleter
-from rollout_queue.redis.places import START
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter, read_head
 from tests.queue.test_stream import outcome, reward, spec, turn
@@ -149,8 +149,8 @@ async def test_a_deleted_session_keeps_its_place_among_the_others(stream: Stream
     for name in ("a", "b", "c"):
         await stream.writer.open_session(spec(name))
     tombstone = await stream.deleted("b")
-    first = await stream.writer.sessions(START, 2)
-    listed = [*first, *await stream.writer.sessions(first[-1].place, 2)]
+    first = await stream.writer.sessions(LIST_START, 2)
+    listed = [*first, *await stream.writer.sessions(first[-1].position, 2)]
     assert listed[1].found == tombstone
     assert [isinstance(each.found, Tombstone) for each in listed] == [False, True, False]
 
@@ -160,7 +160,7 @@ async def test_nobody_waits_for_a_deleted_member_of_a_group_and_nobody_takes_its
 ) -> None:
     await stream.writer.open_group([spec(name, group_id="g", group_size=2) for name in ("a", "b")])
     await stream.deleted("a")
-    standing = await stream.writer.group_standing("g")
+    standing = await stream.writer.group_progress("g")
     assert (standing.size, standing.ended, standing.open) == (2, 1, 1)
 
 
@@ -191,8 +191,8 @@ async def test_all_of_a_user_goes_and_nothing_more_is_taken_for_the_name(stream:
     deleted = await stream.deleter.delete_user("ann")
     assert deleted == DeletedUser(sessions=5, turns=3, rewards=1)
     assert await stream.deleter.delete_user("ann") == DeletedUser()
-    left = [each for each in await writer.sessions(START, 10) if not isinstance(each.found, Tombstone)]
-    assert {each.place.session_id for each in left} == {"bobs", "nobodys"}
+    left = [each for each in await writer.sessions(LIST_START, 10) if not isinstance(each.found, Tombstone)]
+    assert {each.position.session_id for each in left} == {"bobs", "nobodys"}
     assert await writer.user_deleted("ann")
     assert not await writer.user_deleted("bob")
     with pytest.raises(UserDeleted):

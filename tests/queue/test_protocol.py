@@ -32,12 +32,13 @@ from redis import Redis
 from rollout_queue.contract.codec import decode
 from rollout_queue.contract.errors import LeaseLost, SessionClosed, SessionDeleted, StorageUnavailable
 from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.listing import LIST_START
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Span, Status, Turn, Verdict
 from rollout_queue.redis import keys
 from rollout_queue.redis.pages import Pages
-from rollout_queue.redis.places import START
-from rollout_queue.redis.scripts import reading as redis_reader_scripts
-from rollout_queue.redis.scripts import writing as redis_scripts
+from rollout_queue.redis.scripts import consumer as consumer_scripts
+from rollout_queue.redis.scripts import records as record_scripts
+from rollout_queue.redis.scripts.functions import FENCED
 from tests.queue.test_stream import turn as made_turn
 from tests.support.queue.protocol import CALM, CUTS, Killed, Knife, System
 from trainer_service.groups.settlement import Acknowledgement
@@ -363,7 +364,7 @@ class Protocol(RuleBasedStateMachine):
         return deleted & set(self.system.weights.trained)
 
     def _heads(self) -> dict[str, SessionHead]:
-        listed = self.system.run(self.system.writer.sessions(START, 10**6))
+        listed = self.system.run(self.system.writer.sessions(LIST_START, 10**6))
         return {place.session_id: each for place, each in listed if isinstance(each, SessionHead)}
 
     def _entries(self) -> list[tuple[bytes, Any]]:
@@ -470,16 +471,16 @@ def forgets_what_it_owes(patch: pytest.MonkeyPatch) -> None:
 
 def appends_as_often_as_asked(patch: pytest.MonkeyPatch) -> None:
     once = "if stored then return {before, before} end"
-    assert once in redis_scripts.APPEND_TURN
-    patch.setattr(redis_scripts, "APPEND_TURN", redis_scripts.APPEND_TURN.replace(once, ""))
+    assert once in record_scripts.APPEND_TURN
+    patch.setattr(record_scripts, "APPEND_TURN", record_scripts.APPEND_TURN.replace(once, ""))
 
 
 def has_no_fence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pages, "_ours", lambda *_: True)
     for name in ("CONFIRM", "READ", "DELIVERED_LAST", "ACKNOWLEDGE", "TRIM", "SET_ASIDE", "REPORT"):
-        script = getattr(redis_reader_scripts, name)
-        assert script.startswith(redis_reader_scripts._FENCED)
-        patch.setattr(redis_reader_scripts, name, script.removeprefix(redis_reader_scripts._FENCED))
+        script = getattr(consumer_scripts, name)
+        assert script.startswith(FENCED)
+        patch.setattr(consumer_scripts, name, script.removeprefix(FENCED))
 
 
 @pytest.mark.parametrize(

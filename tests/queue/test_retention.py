@@ -12,11 +12,11 @@ from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.contract.episodes import Episode
 from rollout_queue.contract.errors import Conflict, SessionClosed, SessionForgotten, SessionUnknown
+from rollout_queue.contract.listing import LIST_START
 from rollout_queue.contract.records import Turn, Verdict
 from rollout_queue.contract.stream import Verdicts
 from rollout_queue.redis import keys, retention
 from rollout_queue.redis.deletion import RedisDeleter
-from rollout_queue.redis.places import START
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.restore import restore
 from rollout_queue.redis.retention import RedisForgetter
@@ -97,7 +97,7 @@ async def test_what_is_forgotten_leaves_counters_and_its_id(rig: Rig) -> None:
     assert await rig.writer.load("s1") is None
     assert await rig.writer.load_for_call("s1") is None
     assert await rig.writer.tombstone("s1") is None
-    assert list(await rig.writer.sessions(START, 10)) == []
+    assert list(await rig.writer.sessions(LIST_START, 10)) == []
     assert not await rig.forgotten()
 
 
@@ -262,7 +262,7 @@ async def test_a_group_is_there_until_its_last_member_is_forgotten(rig: Rig) -> 
     await rig.writer.open_session(spec("open", group_id="g", group_size=3))
     rig.learn()
     assert await rig.forgotten() == {"trained": 2}
-    standing = await rig.writer.group_standing("g")
+    standing = await rig.writer.group_progress("g")
     assert (standing.size, standing.ended, standing.open, standing.missing) == (3, 2, 1, 0)
     with pytest.raises(Conflict, match="3 sessions"):
         await rig.writer.open_session(spec("one too many", group_id="g"))
@@ -310,7 +310,7 @@ async def test_a_session_that_an_older_build_settled_is_forgotten_too(
     full(rig)
     await looked_through(rig)
     assert (await rig.forgotten(most=1000)).total() == 150
-    assert len(await rig.writer.sessions(START, 1000)) == 50
+    assert len(await rig.writer.sessions(LIST_START, 1000)) == 50
 
 
 async def test_what_was_imported_with_its_verdict_is_settled(rig: Rig) -> None:

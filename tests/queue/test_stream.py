@@ -17,6 +17,8 @@ from rollout_queue.contract.attempts import orphans_of
 from rollout_queue.contract.codec import encode
 from rollout_queue.contract.errors import Conflict, SessionClosed, StorageUnavailable
 from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.listing import LIST_START, ListedSession, ListPosition
+from rollout_queue.contract.progress import GroupProgress
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Span, Turn, Verdict
 from rollout_queue.contract.stream import StreamReader, StreamWriter, Verdicts
 from rollout_queue.contract.tokens import Logprobs, TokenIds
@@ -25,9 +27,7 @@ from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import keys
 from rollout_queue.redis.head_cache import HeadCache
 from rollout_queue.redis.pipelined_connection import Express
-from rollout_queue.redis.places import START, Listed, Place
 from rollout_queue.redis.reader import RedisReader
-from rollout_queue.redis.standing import GroupStanding
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.claimed import claimed_reader
 
@@ -104,19 +104,19 @@ async def test_an_unknown_session_has_no_head(ends: Ends) -> None:
     assert await ends.writer.load("nobody") is None
 
 
-def named(listed: Listed) -> str:
+def named(listed: ListedSession) -> str:
     found = listed.found
     assert found is not None
-    assert listed.place.session_id == (found if isinstance(found, Tombstone) else found.spec).session_id
-    return listed.place.session_id
+    assert listed.position.session_id == (found if isinstance(found, Tombstone) else found.spec).session_id
+    return listed.position.session_id
 
 
 async def test_sessions_are_listed_by_age_page_by_page(ends: Ends) -> None:
     for name, created_at in (("b", 2.0), ("a", 1.0), ("c", 3.0)):
         await ends.writer.open_session(SessionSpec(session_id=name, created_at=created_at))
-    pages = [await ends.writer.sessions(START, 2)]
+    pages = [await ends.writer.sessions(LIST_START, 2)]
     while pages[-1]:
-        pages.append(await ends.writer.sessions(pages[-1][-1].place, 2))
+        pages.append(await ends.writer.sessions(pages[-1][-1].position, 2))
     assert [[named(each) for each in page] for page in pages] == [["a", "b"], ["c"], []]
 
 
@@ -127,7 +127,7 @@ async def test_the_place_of_a_session_is_between_those_of_its_age(ends: Ends) ->
         await ends.writer.open_session(SessionSpec(session_id=name, created_at=1.0))
     await ends.writer.open_session(SessionSpec(session_id="A", created_at=2.0))
     for behind, next_ones in (("a", ["a-", "a0"]), ("a/", ["a0", "ab"]), ("", ["B", "a"]), ("b", ["A"])):
-        assert [named(each) for each in await ends.writer.sessions(Place(1.0, behind), 2)] == next_ones
+        assert [named(each) for each in await ends.writer.sessions(ListPosition(1.0, behind), 2)] == next_ones
 
 
 async def test_a_session_is_opened_once(ends: Ends) -> None:
@@ -157,7 +157,7 @@ async def test_a_group_takes_its_size_from_the_first_session_that_says_one(ends:
     await ends.writer.open_session(spec("b", group_id="g", group_size=3))
     with pytest.raises(Conflict, match="size 3"):
         await ends.writer.open_session(spec("c", group_id="g", group_size=2))
-    assert await ends.writer.group_standing("g") == GroupStanding(3, ended=0, open=2)
+    assert await ends.writer.group_progress("g") == GroupProgress(3, ended=0, open=2)
 
 
 async def test_a_group_is_created_once(ends: Ends) -> None:
@@ -165,9 +165,9 @@ async def test_a_group_is_created_once(ends: Ends) -> None:
     await ends.writer.open_group(members)
     with pytest.raises(Conflict, match="exists"):
         await ends.writer.open_group(members)
-    assert await ends.writer.group_standing("g") == GroupStanding(2, ended=0, open=2)
+    assert await ends.writer.group_progress("g") == GroupProgress(2, ended=0, open=2)
     await ends.writer.append_outcome(outcome("a"), None, None)
-    assert await ends.writer.group_standing("g") == GroupStanding(2, ended=0, open=1, unrewarded=1)
+    assert await ends.writer.group_progress("g") == GroupProgress(2, ended=0, open=1, unrewarded=1)
 
 
 async def test_nothing_is_added_to_a_closed_session(ends: Ends) -> None:
@@ -593,7 +593,7 @@ async def test_the_first_turn_opens_a_session_that_is_not_there(ends: Ends) -> N
     assert head is not None
     assert head.spec == spec(user="u")
     assert [each.turn_id for each in head.turns] == ["t1", "t2"]
-    assert [named(each) for each in await ends.writer.sessions(START, 10)] == ["s1"]
+    assert [named(each) for each in await ends.writer.sessions(LIST_START, 10)] == ["s1"]
     await ends.writer.append_outcome(outcome(), None, None)
     with pytest.raises(SessionClosed, match="closed"):
         await ends.writer.append_turn(turn("t3"), 200.0, opening=spec(user="u"))

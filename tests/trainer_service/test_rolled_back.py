@@ -15,7 +15,7 @@ from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import keys
 from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import RedisReader
-from rollout_queue.redis.scripts.reading import ACKNOWLEDGE
+from rollout_queue.redis.scripts.consumer import ACKNOWLEDGE
 from tests.support.redis_process import RedisProcess
 from tests.support.trainer_service.rig import MakeRig, Rig
 from tests.trainer_service.test_audited import NOBODY, RedisAgents

@@ -15,10 +15,10 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.listing import ListedSession, ListPosition
+from rollout_queue.contract.progress import GroupProgress
 from rollout_queue.contract.records import Outcome, Record, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.contract.tombstone import DeletedUser, Tombstone
-from rollout_queue.redis.places import Listed, Place
-from rollout_queue.redis.standing import GroupStanding
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
@@ -75,7 +75,7 @@ class StreamWriter(Protocol):
         """As `load`, from memory where the session has not changed; only the turns' verdicts may be old."""
         ...
 
-    async def sessions(self, after: Place, count: int) -> Sequence[Listed]:
+    async def sessions(self, after: ListPosition, count: int) -> Sequence[ListedSession]:
         """Up to `count` sessions behind a place, oldest first; deleted ones keep theirs."""
         ...
 
@@ -125,7 +125,7 @@ class StreamWriter(Protocol):
         """Close sessions whose deadline is past and that nobody finished and rewarded. Returns how many."""
         ...
 
-    async def group_standing(self, group_id: str) -> GroupStanding:
+    async def group_progress(self, group_id: str) -> GroupProgress:
         """How far the sessions of the group have come, and how many it is made for."""
         ...
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from rollout_queue.contract.records import Turn, Verdict
+from rollout_queue.contract.records import Outcome, SessionSpec, Turn, Verdict
 
 OPENED_UNTRAINED = Verdict(
     code="not_for_training", detail="for evaluation: opened with train: false, or pinned to a version"
@@ -22,3 +22,19 @@ def exclusion(turn: Turn, orphans: Mapping[str, str]) -> Verdict | None:
     if "constraint" in turn.sampling.used and not turn.pinned:
         return Verdict(code="not_for_training", detail="sampled under a constraint")
     return OPENED_UNTRAINED
+
+
+def expiry(spec: SessionSpec, now: float) -> tuple[Outcome, Verdict]:
+    """What a session that nobody finished, or nobody rewarded, ends with."""
+    detail = f"no reward and finish within {spec.ttl_s:g} s of its last call"
+    outcome = Outcome(
+        session_id=spec.session_id,
+        status="abandoned",
+        reason="expired",
+        created_at=now,
+        group_id=spec.group_id,
+        group_size=spec.group_size,
+        task_id=spec.task_id,
+        train=spec.train,
+    )
+    return outcome, Verdict(code="expired", detail=detail)

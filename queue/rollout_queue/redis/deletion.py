@@ -20,7 +20,7 @@ from rollout_queue.contract.tombstone import DeletedUser, Tombstone, encode_tomb
 from rollout_queue.redis import keys
 from rollout_queue.redis.appending import continuations_of
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.scripts import writing as redis_scripts
+from rollout_queue.redis.scripts import deletion as deletion_scripts
 from rollout_queue.redis.writer import UNREADABLE, read_head
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,8 @@ class RedisDeleter:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
-        self._delete = redis.register_script(redis_scripts.DELETE)
-        self._scrub_page = redis.register_script(redis_scripts.SCRUB)
+        self._delete = redis.register_script(deletion_scripts.DELETE)
+        self._scrub_page = redis.register_script(deletion_scripts.SCRUB)
 
     async def delete_session(self, session_id: str) -> Tombstone | None:
         tombstone = await self._bury(session_id)

@@ -18,7 +18,10 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.availability import available
 from rollout_queue.redis.lease import LOST
 from rollout_queue.redis.pages import Pages, RawEntry
-from rollout_queue.redis.scripts import reading as scripts
+from rollout_queue.redis.policies import reserve_arguments
+from rollout_queue.redis.scripts import consumer as consumer_scripts
+from rollout_queue.redis.scripts import functions
+from rollout_queue.redis.scripts import policies as policy_scripts
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +40,14 @@ class RedisReader:
 
     def __init__(self, redis: Redis, token: str) -> None:
         self._redis, self._token, self._pages = redis, token, Pages(redis, token)
-        self._confirm = redis.register_script(scripts.CONFIRM)
-        self._read = redis.register_script(scripts.READ)
-        self._delivered_last = redis.register_script(scripts.DELIVERED_LAST)
-        self._acknowledge = redis.register_script(scripts.ACKNOWLEDGE)
-        self._trim = redis.register_script(scripts.TRIM)
-        self._set_aside = redis.register_script(scripts.SET_ASIDE)
-        self._reserve = redis.register_script(scripts.RESERVE)
-        self._report = redis.register_script(scripts.REPORT)
+        self._confirm = redis.register_script(consumer_scripts.CONFIRM)
+        self._read = redis.register_script(consumer_scripts.READ)
+        self._delivered_last = redis.register_script(consumer_scripts.DELIVERED_LAST)
+        self._acknowledge = redis.register_script(consumer_scripts.ACKNOWLEDGE)
+        self._trim = redis.register_script(consumer_scripts.TRIM)
+        self._set_aside = redis.register_script(consumer_scripts.SET_ASIDE)
+        self._reserve = redis.register_script(policy_scripts.RESERVE)
+        self._report = redis.register_script(consumer_scripts.REPORT)
         with available():
             self._run_id = redis.info("server").get("run_id")
         self._interrupted = False
@@ -52,7 +55,7 @@ class RedisReader:
         lost with its connection, and a Redis that came back may have forgotten what was acknowledged."""
         self._delivered: bytes = b"0-0"
         """The last entry that was delivered when nothing was new."""
-        self._fenced(redis.register_script(scripts.JOIN), [keys.STREAM], [keys.GROUP])
+        self._fenced(redis.register_script(consumer_scripts.JOIN), [keys.STREAM], [keys.GROUP])
 
     def confirm(self) -> None:
         self._fenced(self._confirm, [], [])
@@ -110,7 +113,7 @@ class RedisReader:
         return rolls
 
     def reserve(self, version: int, location: str) -> int:
-        return int(self._fenced(self._reserve, [keys.RESERVED, keys.POLICIES], [version, location]))
+        return int(self._fenced(self._reserve, *reserve_arguments(version, location)))
 
     def report(self, state: Mapping[str, str | int | float]) -> None:
         fields: list[str | int | float] = [part for field in state.items() for part in field]
@@ -182,7 +185,7 @@ class RedisReader:
             try:
                 return script([keys.FENCE, *named], [self._token, *arguments])
             except ResponseError as error:
-                if str(error).startswith(scripts.LOST):
+                if str(error).startswith(functions.LOST):
                     raise LeaseLost(LOST) from error
                 raise
 

@@ -11,17 +11,21 @@ from rollout_queue.contract.attempts import related
 from rollout_queue.contract.codec import decode, decode_spec, encode
 from rollout_queue.contract.errors import Conflict, InvalidRecord, SessionClosed, UnknownSchema, UserDeleted
 from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.listing import ListedSession, ListPosition
+from rollout_queue.contract.progress import GroupProgress, group_progress
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.contract.tombstone import Tombstone, decode_tombstone, user_digest
+from rollout_queue.contract.verdicts import expiry
 from rollout_queue.redis import keys
 from rollout_queue.redis.appending import append_arguments
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.head_cache import HeadCache
+from rollout_queue.redis.listing import positions_after
 from rollout_queue.redis.opening import group_arguments, group_forgotten, open_arguments, opened, refusal
 from rollout_queue.redis.pipelined_connection import Express
-from rollout_queue.redis.places import Listed, Place, places_after
-from rollout_queue.redis.scripts import writing as redis_scripts
-from rollout_queue.redis.standing import GroupStanding, group_standing, standings
+from rollout_queue.redis.progress import progress_of
+from rollout_queue.redis.scripts import records as record_scripts
+from rollout_queue.redis.scripts import sessions as session_scripts
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +43,13 @@ class RedisWriter:
         self._express = Express(redis, connected=self._heads.clear)
         self._deleted = 0
         """How many sessions had been deleted when the heads were last looked through."""
-        self._open = redis.register_script(redis_scripts.OPEN)
-        self._open_group = redis.register_script(redis_scripts.OPEN_GROUP)
-        self._append_turn = redis.register_script(redis_scripts.APPEND_TURN)
-        self._append_reward = redis.register_script(redis_scripts.APPEND_REWARD)
-        self._append_outcome = redis.register_script(redis_scripts.APPEND_OUTCOME)
-        self._expire = redis.register_script(redis_scripts.EXPIRE)
-        self._heartbeat = redis.register_script(redis_scripts.HEARTBEAT)
+        self._open = redis.register_script(session_scripts.OPEN)
+        self._open_group = redis.register_script(session_scripts.OPEN_GROUP)
+        self._append_turn = redis.register_script(record_scripts.APPEND_TURN)
+        self._append_reward = redis.register_script(record_scripts.APPEND_REWARD)
+        self._append_outcome = redis.register_script(record_scripts.APPEND_OUTCOME)
+        self._expire = redis.register_script(session_scripts.EXPIRE)
+        self._heartbeat = redis.register_script(session_scripts.HEARTBEAT)
 
     async def open_session(self, spec: SessionSpec) -> tuple[SessionSpec, bool]:
         reply = await stored(self._express.script(self._open, *open_arguments(spec)))
@@ -85,9 +89,9 @@ class RedisWriter:
                 self._heads.put(len(found), head)
         return head
 
-    async def sessions(self, after: Place, count: int) -> Sequence[Listed]:
-        places = await places_after(self._redis, after, count)
-        names = [place.session_id for place in places]
+    async def sessions(self, after: ListPosition, count: int) -> Sequence[ListedSession]:
+        positions = await positions_after(self._redis, after, count)
+        names = [position.session_id for position in positions]
         async with self._redis.pipeline(transaction=False) as pipeline:
             for name in names:
                 pipeline.hgetall(keys.session(name))
@@ -95,8 +99,10 @@ class RedisWriter:
         heads = [_readable(name, fields) for name, fields in zip(names, hashes, strict=True)]
         gone = [name for name, head in zip(names, heads, strict=True) if head is None]
         tombstones = await self._tombstones(gone)
-        found = zip(places, heads, strict=True)
-        return [Listed(place, head or tombstones.get(place.session_id)) for place, head in found]
+        found = zip(positions, heads, strict=True)
+        return [
+            ListedSession(position, head or tombstones.get(position.session_id)) for position, head in found
+        ]
 
     async def tombstone(self, session_id: str) -> Tombstone | None:
         return (await self._tombstones([session_id])).get(session_id)
@@ -217,11 +223,11 @@ class RedisWriter:
             )
         )
 
-    async def group_standing(self, group_id: str) -> GroupStanding:
+    async def group_progress(self, group_id: str) -> GroupProgress:
         size = await stored(self._redis.hget(keys.group(group_id), "size"))
         members = await stored(self._redis.smembers(keys.group_members(group_id)))
-        found = await standings(self._redis, sorted(member.decode() for member in members))
-        return group_standing(int(size or 0) or None, (each.stage for each in found))
+        found = await progress_of(self._redis, sorted(member.decode() for member in members))
+        return group_progress(int(size or 0) or None, (each.stage for each in found))
 
     async def heartbeat(self, session_id: str, now: float) -> float:
         key = keys.session(session_id)
@@ -268,19 +274,3 @@ def read_head(fields: Mapping[bytes, bytes]) -> SessionHead | None:
         turn_verdicts=turn_verdicts,
         beaten_at=float(fields.get(b"beat", 0)),
     )
-
-
-def expiry(spec: SessionSpec, now: float) -> tuple[Outcome, Verdict]:
-    """What a session that nobody finished, or nobody rewarded, ends with."""
-    detail = f"no reward and finish within {spec.ttl_s:g} s of its last call"
-    outcome = Outcome(
-        session_id=spec.session_id,
-        status="abandoned",
-        reason="expired",
-        created_at=now,
-        group_id=spec.group_id,
-        group_size=spec.group_size,
-        task_id=spec.task_id,
-        train=spec.train,
-    )
-    return outcome, Verdict(code="expired", detail=detail)

@@ -1,7 +1,6 @@
 """What forgetting does inside Redis: each script happens whole or not at all, and anybody may repeat it."""
 
-from rollout_queue.redis.scripts.reading import LAST_DELIVERED
-from rollout_queue.redis.scripts.writing import LEAVE, SETTLE
+from rollout_queue.redis.scripts.functions import LAST_DELIVERED, LEAVE, SETTLE
 
 DUE = (
     LAST_DELIVERED

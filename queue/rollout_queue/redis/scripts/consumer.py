@@ -1,31 +1,14 @@
-"""What the trainer's end does inside Redis: each script looks first whether its trainer still is the one.
+"""Scripts of the trainer, the one consumer of the stream: each first checks the fence (FENCED).
 
-KEYS[1] and ARGV[1] of each are the fence and the token of who calls. A process that slept while another took
-over can so neither take an entry nor acknowledge one.
+A process that slept while another one claimed the lease can neither take an entry nor acknowledge one.
 """
 
-from rollout_queue.redis.scripts.writing import SETTLE
+from rollout_queue.redis.scripts.functions import FENCED, LAST_DELIVERED, SETTLE
 
-LOST = "LEASELOST"
-
-_FENCED = f"""
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('{LOST} by another claim') end
-"""
-
-LAST_DELIVERED = """
-local function last_delivered(stream, name)
-    for _, group in ipairs(redis.call('XINFO', 'GROUPS', stream)) do
-        local told = {}
-        for at = 1, #group, 2 do told[group[at]] = group[at + 1] end
-        if told['name'] == name then return told['last-delivered-id'] end
-    end
-end
-"""
-
-CONFIRM = _FENCED + "return 1"
+CONFIRM = FENCED + "return 1"
 
 JOIN = (
-    _FENCED
+    FENCED
     + LAST_DELIVERED
     + """
 -- KEYS: fence, stream   ARGV: token, group
@@ -38,7 +21,7 @@ end
 )
 
 READ = (
-    _FENCED
+    FENCED
     + """
 -- KEYS: fence, stream   ARGV: token, group, consumer, count, what is wanted: '>' or what is owed beyond an id
 local what = {'GROUP', ARGV[2], ARGV[3], 'COUNT', ARGV[4], 'STREAMS', KEYS[2], ARGV[5]}
@@ -48,7 +31,7 @@ return found and found[1][2]
 )
 
 DELIVERED_LAST = (
-    _FENCED
+    FENCED
     + LAST_DELIVERED
     + """
 -- KEYS: fence, stream   ARGV: token, group
@@ -57,7 +40,7 @@ return last_delivered(KEYS[2], ARGV[2])
 )
 
 ACKNOWLEDGE = (
-    _FENCED
+    FENCED
     + SETTLE
     + """
 -- KEYS: fence, stream, verdicts, deadlines, settled, session…
@@ -87,7 +70,7 @@ end
 )
 
 TRIM = (
-    _FENCED
+    FENCED
     + LAST_DELIVERED
     + """
 -- KEYS: fence, stream   ARGV: token, group
@@ -98,7 +81,7 @@ return redis.call('XTRIM', KEYS[2], 'MINID', '=', oldest_owed)
 )
 
 SET_ASIDE = (
-    _FENCED
+    FENCED
     + """
 -- KEYS: fence, stream, dead letters   ARGV: token, group, entry, field, value, …
 local owed = redis.call('XACK', KEYS[2], ARGV[2], ARGV[3]) == 1
@@ -109,22 +92,8 @@ end
 """
 )
 
-RESERVE = (
-    _FENCED
-    + """
--- KEYS: fence, reserved, policies   ARGV: token, version, location
-local newest = tonumber(redis.call('HGET', KEYS[2], 'version') or -1)
-for _, version in ipairs(redis.call('HKEYS', KEYS[3])) do newest = math.max(newest, tonumber(version)) end
-if tonumber(ARGV[2]) > newest then
-    redis.call('DEL', KEYS[2]) -- as above: a full Redis refuses no write after the first
-    redis.call('HSET', KEYS[2], 'version', ARGV[2], 'location', ARGV[3])
-end
-return newest
-"""
-)
-
 REPORT = (
-    _FENCED
+    FENCED
     + """
 -- KEYS: fence, trainer   ARGV: token, field, value, …
 redis.call('HDEL', KEYS[2], '') -- as above: a full Redis refuses no write after the first

@@ -1,0 +1,66 @@
+"""How far a session or a group has come: whether it is open, waits for a reward, or is complete."""
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.records import Outcome, SessionSpec
+
+SessionStage = Literal["open", "waiting_reward", "ended", "decided"]
+"""`open`: it has no outcome. `waiting_reward`: it has ended, and a reward is still to come. `ended`: the
+trainer has everything it needs of it. `decided`: it has a verdict."""
+
+
+class SessionProgress(NamedTuple):
+    """The stage of one session. `spec` is None where the session was deleted or never opened."""
+
+    session_id: str
+    stage: SessionStage
+    spec: SessionSpec | None = None
+    outcome: Outcome | None = None
+
+
+class GroupProgress(NamedTuple):
+    """How many sessions a group is made for, and how many of them are at which stage."""
+
+    size: int
+    ended: int
+    """Sessions that are `ended` or `decided`."""
+    open: int = 0
+    unrewarded: int = 0
+
+    @property
+    def missing(self) -> int:
+        """How many sessions have not been opened yet."""
+        return max(0, self.size - self.ended - self.open - self.unrewarded)
+
+    @property
+    def waiting_for(self) -> str:
+        """What the group waits for, in words; empty when it is complete."""
+        parts = [
+            (self.open, "goes on", "go on"),
+            (self.unrewarded, "waits for a reward", "wait for a reward"),
+            (self.missing, "is not opened yet", "are not opened yet"),
+        ]
+        return ", ".join(f"{count} {one if count == 1 else many}" for count, one, many in parts if count)
+
+
+def group_progress(size: int | None, stages: Iterable[SessionStage]) -> GroupProgress:
+    """`size` is None for a group of no fixed size: then its size is the number of `stages`."""
+    counted = list(stages)
+    going, unrewarded = counted.count("open"), counted.count("waiting_reward")
+    return GroupProgress(size or len(counted), len(counted) - going - unrewarded, going, unrewarded)
+
+
+def stage_of(head: SessionHead) -> SessionStage:
+    return stage(head.outcome, has_verdict=head.verdict is not None, has_reward=head.reward is not None)
+
+
+def stage(outcome: Outcome | None, *, has_verdict: bool, has_reward: bool) -> SessionStage:
+    if has_verdict:
+        return "decided"
+    if outcome is None:
+        return "open"
+    if has_reward or not outcome.train or outcome.status in ("failed", "abandoned"):
+        return "ended"
+    return "waiting_reward"

@@ -1,0 +1,99 @@
+"""The version numbers of policies: the trainer reserves them, a gateway registers and serves them.
+
+trainer  ── RESERVE ──▶ weir:policy_reserved ─┐
+gateway  ── look ◀────────────────────────────┴─ weir:policies ◀── REGISTER, unless one changed since `look`
+gateway  ── SERVE ───▶ weir:serving
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+from redis.asyncio import Redis
+
+from rollout_queue.contract.policy import PolicyRecord
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import stored
+from rollout_queue.redis.scripts import policies as policy_scripts
+
+
+class ReservedVersion(NamedTuple):
+    """The highest number that the trainer has reserved for a step, and where its weights will lie."""
+
+    version: int = -1
+    location: str = ""
+
+
+class KnownPolicies(NamedTuple):
+    """The policies and the reservation at one moment, with their bytes: `register` compares those."""
+
+    records: Mapping[int, PolicyRecord]
+    reserved: ReservedVersion
+    packed: Mapping[bytes, bytes]
+    packed_reserved: Mapping[bytes, bytes]
+
+    @property
+    def newest(self) -> int:
+        """The highest registered version; 0 where there is none."""
+        return max(self.records, default=0)
+
+
+class PolicyRegister:
+    """The gateways' end of the register. Every method raises StorageUnavailable."""
+
+    def __init__(self, redis: Redis) -> None:
+        """`redis` returns bytes (decode_responses off)."""
+        self._redis = redis
+        self._register = redis.register_script(policy_scripts.REGISTER)
+        self._store = redis.register_script(policy_scripts.STORE)
+        self._serve = redis.register_script(policy_scripts.SERVE)
+
+    async def records(self) -> Mapping[int, PolicyRecord]:
+        """Every registered policy by its version, in no order."""
+        return _records(await stored(self._redis.hgetall(keys.POLICIES)))
+
+    async def look(self) -> KnownPolicies:
+        policies = await stored(self._redis.hgetall(keys.POLICIES))
+        reserved = await stored(self._redis.hgetall(keys.RESERVED))
+        return KnownPolicies(_records(policies), _reserved(reserved), policies, reserved)
+
+    async def register(self, record: PolicyRecord, known: KnownPolicies) -> bool:
+        """Store the policy under its version. False, and nothing stored, where `known` is out of date."""
+        name = str(record.version)
+        arguments: list[str | bytes | float] = [name, _packed(record), len(known.packed)]
+        arguments += [known.packed.get(name.encode(), b""), known.packed_reserved.get(b"version", b"")]
+        return bool(await stored(self._register([keys.POLICIES, keys.RESERVED], arguments)))
+
+    async def register_first(self, record: PolicyRecord) -> bool:
+        """Register the version that the engines started with. True where no other version is served."""
+        await stored(self._redis.hsetnx(keys.POLICIES, str(record.version), _packed(record)))
+        return bool(await stored(self._redis.set(keys.SERVING, record.version, nx=True)))
+
+    async def store(self, record: PolicyRecord) -> None:
+        """Replace what is stored under the policy's version."""
+        await stored(self._store([keys.POLICIES], [str(record.version), _packed(record)]))
+
+    async def serve(self, version: int) -> int | None:
+        """Note the version that the fleet is to serve. Returns the one before."""
+        before: bytes | None = await stored(self._serve([keys.SERVING], [str(version)]))
+        return None if before is None else int(before)
+
+
+def reserve_arguments(version: int, location: str) -> tuple[list[str], list[str | int]]:
+    """Keys and arguments of the script RESERVE, behind those of the fence."""
+    return [keys.RESERVED, keys.POLICIES], [version, location]
+
+
+def _records(packed: Mapping[bytes, bytes]) -> dict[int, PolicyRecord]:
+    records = (msgspec.json.decode(value, type=PolicyRecord) for value in packed.values())
+    return {record.version: record for record in records}
+
+
+def _reserved(packed: Mapping[bytes, bytes]) -> ReservedVersion:
+    if not packed:
+        return ReservedVersion()
+    return ReservedVersion(int(packed[b"version"]), packed[b"location"].decode())
+
+
+def _packed(record: PolicyRecord) -> str:
+    return msgspec.json.encode(record).decode()

@@ -1,0 +1,60 @@
+"""Scripts that delete a session, and remove its entries from the streams."""
+
+from rollout_queue.redis.scripts.functions import LEAVE
+
+DELETE = (
+    LEAVE
+    + """
+-- KEYS: session, stream, verdicts, deleted, deleting, place…, user…, response…, continuation…
+-- ARGV: id, seen, tombstone, deletion, now, how many places, users and responses
+-- `seen` is how many fields the session had when its tombstone was written.
+if redis.call('HEXISTS', KEYS[4], ARGV[1]) == 1 then return 'deleted' end
+if redis.call('HLEN', KEYS[1]) ~= tonumber(ARGV[2]) then return 'changed' end
+local verdict = redis.call('HGET', KEYS[1], 'verdict')
+-- First, since it frees memory: a full Redis refuses nothing that follows.
+redis.call('DEL', KEYS[1])
+redis.call('HSET', KEYS[4], ARGV[1], ARGV[3])
+redis.call('ZADD', KEYS[5], ARGV[5], ARGV[1])
+redis.call('XADD', KEYS[2], '*', 'r', ARGV[4])
+redis.call('HINCRBY', KEYS[3], 'session:deleted', 1)
+local code = verdict and string.match(verdict, '"code":"([^"]*)"')
+if code then redis.call('HINCRBY', KEYS[3], 'session:' .. code, -1) end
+leave(6, ARGV[6], ARGV[7], ARGV[8])
+return 'done'
+"""
+)
+
+SCRUB = r"""
+-- KEYS: stream   ARGV: first, count, schema, session id as MessagePack…
+-- Removes from `count` entries the records of these sessions, but not those of their deletion. Returns the
+-- last entry that it looked at; nothing at the stream's end.
+-- A record of this schema says its session before anything that somebody else gave. Of bytes that no build
+-- of ours can read, it is enough that they name the id as a session; or hold it, if it is no short one.
+local sessions = {}
+for at = 4, #ARGV do sessions[ARGV[at]] = true end
+local function named(record)
+    local _, at = string.find(record, '\170session_id', 1, true)
+    if not at then return nil end
+    local head, size = string.byte(record, at + 1, at + 2)
+    if head == 217 then return string.sub(record, at + 1, at + 2 + (size or 0)) end
+    return string.sub(record, at + 1, at + 1 + (head or 160) - 160)
+end
+local function holds(bytes)
+    local key = string.find(bytes, '\170session_id', 1, true) and '\170session_id' or ''
+    for at = 4, #ARGV do
+        local telling = key ~= '' or #ARGV[at] > 16
+        if telling and string.find(bytes, key .. ARGV[at], 1, true) then return true end
+    end
+end
+local function of_these(fields)
+    local record = fields[1] == 'r' and fields[2] or table.concat(fields, ' ')
+    local session = string.sub(record, 1, 1) == ARGV[3] and named(record)
+    if not session then return holds(record) end
+    return sessions[session] and string.sub(record, 3, 16) ~= '\164type\168deletion'
+end
+local entries = redis.call('XRANGE', KEYS[1], ARGV[1], '+', 'COUNT', ARGV[2])
+for _, entry in ipairs(entries) do
+    if of_these(entry[2]) then redis.call('XDEL', KEYS[1], entry[1]) end
+end
+return #entries == tonumber(ARGV[2]) and entries[#entries][1]
+"""

@@ -1,0 +1,50 @@
+"""The Lua functions and the check of the fence that several scripts share.
+
+A full Redis refuses the first write of a script and no later one, so no script stays half done.
+"""
+
+LOST = "LEASELOST"
+"""The error code of a script whose caller is no longer the trainer."""
+
+FENCED = f"""
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('{LOST} by another claim') end
+"""
+"""Begins every script of the trainer's end: KEYS[1] and ARGV[1] are the fence and the caller's token."""
+
+SETTLE = """
+local settled_at
+local function settle(settled, stream, id)
+    -- The moment, in ms, that no entry of the session lies behind, whatever Redis' clock does.
+    if not settled_at then
+        local time = redis.call('TIME')
+        local newest = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
+        settled_at = time[1] * 1000 + math.floor(time[2] / 1000)
+        if newest then settled_at = math.max(settled_at, tonumber(string.match(newest[1], '%d+'))) end
+    end
+    redis.call('ZADD', settled, settled_at, id)
+end
+"""
+
+LEAVE = """
+local function leave(first, places, users, responses)
+    -- What is known of the session elsewhere, by KEYS from `first` on.
+    places = first - 1 + places
+    users, responses = places + users, places + users + responses
+    for at = first, places do redis.call('ZREM', KEYS[at], ARGV[1]) end
+    for at = places + 1, users do redis.call('SREM', KEYS[at], ARGV[1]) end
+    for at = users + 1, responses do redis.call('DEL', KEYS[at]) end
+    for at = responses + 1, #KEYS do -- another session may have answered the same since
+        if redis.call('GET', KEYS[at]) == ARGV[1] then redis.call('DEL', KEYS[at]) end
+    end
+end
+"""
+
+LAST_DELIVERED = """
+local function last_delivered(stream, name)
+    for _, group in ipairs(redis.call('XINFO', 'GROUPS', stream)) do
+        local told = {}
+        for at = 1, #group, 2 do told[group[at]] = group[at + 1] end
+        if told['name'] == name then return told['last-delivered-id'] end
+    end
+end
+"""

@@ -1,0 +1,50 @@
+"""Scripts that reserve, register and serve the version numbers of policies.
+
+Together they keep one invariant: a version number names one set of weights. RESERVE reserves a number only if
+it is higher than every registered or reserved one; REGISTER stores nothing where a version was registered or
+reserved since its caller looked.
+"""
+
+from rollout_queue.redis.scripts.functions import FENCED
+
+RESERVE = (
+    FENCED
+    + """
+-- KEYS: fence, reserved, policies   ARGV: token, version, location
+-- Returns the highest version that was registered or reserved before.
+local newest = tonumber(redis.call('HGET', KEYS[2], 'version') or -1)
+for _, version in ipairs(redis.call('HKEYS', KEYS[3])) do newest = math.max(newest, tonumber(version)) end
+if tonumber(ARGV[2]) > newest then
+    redis.call('DEL', KEYS[2]) -- a full Redis refuses no write after the first
+    redis.call('HSET', KEYS[2], 'version', ARGV[2], 'location', ARGV[3])
+end
+return newest
+"""
+)
+
+REGISTER = """
+-- KEYS: policies, reserved
+-- ARGV: version, record, number of policies, the record stored under this version, reserved version: as seen
+-- Returns 1 if the policy is registered, 0 if anything has changed since it was seen.
+if redis.call('HLEN', KEYS[1]) ~= tonumber(ARGV[3]) then return 0 end
+if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[4] then return 0 end
+if (redis.call('HGET', KEYS[2], 'version') or '') ~= ARGV[5] then return 0 end
+redis.call('HDEL', KEYS[1], '') -- a full Redis accepts this, and then refuses no later write
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+return 1
+"""
+
+STORE = """
+-- KEYS: policies   ARGV: version, record
+redis.call('HDEL', KEYS[1], '') -- as above
+return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+"""
+
+SERVE = """
+-- KEYS: serving   ARGV: version
+-- Returns the version that was served before.
+local former = redis.call('GET', KEYS[1])
+redis.call('DEL', KEYS[1]) -- as above
+redis.call('SET', KEYS[1], ARGV[1])
+return former
+"""

@@ -1,0 +1,80 @@
+"""Scripts that append a turn, a reward or an outcome to the stream and to its session.
+
+A caller that missed the answer may repeat each of them.
+"""
+
+from rollout_queue.redis.scripts.functions import SETTLE
+
+APPEND_TURN = """
+-- KEYS: session, stream, deadlines, sessions, deleted, deleted users, forgotten ids, user…, continuation…
+-- ARGV: id, field, turn, expires, ttl in ms, request, seen, spec, created, number of users, digest of user…
+-- `spec` opens a session that is not there yet; empty where it has to be.
+-- `request` names a field that is there once a retry of the turn's request was recorded. `seen` is how many
+-- fields the session had when the turn's relation to other attempts was told; empty where nobody looked.
+local known = redis.call('HMGET', KEYS[1], ARGV[2], 'spec', 'outcome', ARGV[6])
+local stored, spec, outcome, retried = unpack(known)
+local before = redis.call('HLEN', KEYS[1])
+if stored then return {before, before} end
+if not spec then
+    if redis.call('HEXISTS', KEYS[5], ARGV[1]) == 1 then return 'deleted' end
+    if ARGV[8] == '' then return 'unknown' end
+    if redis.call('ZSCORE', KEYS[7], 's:' .. ARGV[1]) then return 'forgotten' end
+end
+if outcome then return 'closed' end
+local users = tonumber(ARGV[10])
+for user = 1, users do
+    if redis.call('SISMEMBER', KEYS[6], ARGV[10 + user]) == 1 then return 'user deleted' end
+end
+local looked = ARGV[7] ~= ''
+if looked and before ~= tonumber(ARGV[7]) then return 'retried' end
+if retried and not looked then return 'retried' end
+redis.call('XADD', KEYS[2], '*', 'r', ARGV[3])
+if not spec then
+    redis.call('HSET', KEYS[1], 'spec', ARGV[8])
+    redis.call('ZADD', KEYS[4], ARGV[9], ARGV[1])
+end
+redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
+if looked then redis.call('HSET', KEYS[1], ARGV[6], '') end
+redis.call('ZADD', KEYS[3], ARGV[4], ARGV[1])
+for user = 1, users do redis.call('SADD', KEYS[7 + user], ARGV[1]) end
+for continuation = 8 + users, #KEYS do redis.call('SET', KEYS[continuation], ARGV[1], 'PX', ARGV[5]) end
+return {before, redis.call('HLEN', KEYS[1])}
+"""
+
+APPEND_REWARD = """
+-- KEYS: session, stream, deleted   ARGV: id, field, reward, late reward
+-- Returns the reward that is stored; in a list, why there is none.
+local stored, verdict, spec = unpack(redis.call('HMGET', KEYS[1], ARGV[2], 'verdict', 'spec'))
+if not spec then return {redis.call('HEXISTS', KEYS[3], ARGV[1]) == 1 and 'deleted' or 'unknown'} end
+if stored then return stored end
+local reward = ARGV[3]
+if verdict then reward = ARGV[4]
+else redis.call('XADD', KEYS[2], '*', 'r', reward) end
+redis.call('HSET', KEYS[1], ARGV[2], reward)
+return reward
+"""
+
+APPEND_OUTCOME = (
+    SETTLE
+    + """
+-- KEYS: session, stream, deadlines, verdicts, deleted, settled
+-- ARGV: id, outcome, reward field, reward, verdict, verdict code
+-- Returns the outcome that is stored; in a list, why there is none.
+local stored, spec = unpack(redis.call('HMGET', KEYS[1], 'outcome', 'spec'))
+if not spec then return {redis.call('HEXISTS', KEYS[5], ARGV[1]) == 1 and 'deleted' or 'unknown'} end
+if stored then return stored end
+if ARGV[3] ~= '' and redis.call('HEXISTS', KEYS[1], ARGV[3]) == 0 then
+    redis.call('XADD', KEYS[2], '*', 'r', ARGV[4])
+    redis.call('HSET', KEYS[1], ARGV[3], ARGV[4])
+end
+redis.call('XADD', KEYS[2], '*', 'r', ARGV[2])
+redis.call('HSET', KEYS[1], 'outcome', ARGV[2])
+if ARGV[5] ~= '' then
+    redis.call('HSET', KEYS[1], 'verdict', ARGV[5])
+    redis.call('HINCRBY', KEYS[4], 'session:' .. ARGV[6], 1)
+    redis.call('ZREM', KEYS[3], ARGV[1])
+    settle(KEYS[6], KEYS[2], ARGV[1])
+end
+return ARGV[2]
+"""
+)

@@ -31,6 +31,13 @@ test: check  ## the checks, then the tests, the real engine included; test-clien
 test-fast: .venv/installed  ## the tests that need no engine
 	@$(BIN)/pytest -m "not system"
 
+# What torch and oneDNN may use of the processor; `make test` has run the same tests with all of it.
+PROCESSORS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=SSE41 ONEDNN_MAX_CPU_ISA=AVX2
+
+test-numerics: .venv/installed  ## the tests of arithmetic, as older processors compute
+	@for setting in $(PROCESSORS); do \
+		echo "with $$setting"; env $$setting $(BIN)/pytest -m numeric tests/trainer_service || exit 1; done
+
 test-clients: install run/models/clients/config.json $(CLIENTS:%=run/clients/%/installed) \
 	run/clients/openai_npm/installed
 test-clients:  ## the SDKs that agents are made of, each as its users get it, against the real engine
@@ -139,4 +146,4 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 $(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help install map lock licences demo bench bench-trainer bench-learning bench-asynchrony test test-fast test-clients test-presets crash check up status down clean
+.PHONY: help install map lock licences demo bench bench-trainer bench-learning bench-asynchrony test test-fast test-numerics test-clients test-presets crash check up status down clean

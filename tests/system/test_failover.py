@@ -1,5 +1,6 @@
 """Agents that hear nothing of what happens to the engines: weights change under them, an engine is killed."""
 
+import math
 import signal
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.support.tolerances import ulps
 from tests.system.conftest import ADMIN_KEY, System, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -112,7 +114,7 @@ def test_streams_go_on_where_a_killed_engine_left_them(system: System) -> None:
         assert text in (heard, f"{heard}<|im_end|>", f"{heard}<|endoftext|>")
         # The engine that came back would have said each token with the same probability.
         differences = [abs(a - b) for a, b in zip(scored(system, turn), turn["logprobs"], strict=True)]
-        assert max(differences) <= 1e-3
+        assert max(differences) <= ulps(1024, of=math.log(1024))  # float32 sums over the vocabulary
 
 
 def retried(system: System) -> float:

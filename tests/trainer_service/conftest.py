@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rollout_queue.memory import MemoryStream
 from tests.support.trainer_service.random_rows import VOCABULARY, MakePupil, Pupil
 from tests.support.trainer_service.rig import FakeGateway, MakeRig, Rig
+from tests.support.trainer_service.same_training import Weights
 from trainer_service.settings import TrainerSettings
 
 
@@ -36,6 +38,13 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Qwen3ForCausalLM(config).save_pretrained(directory)
     (directory / "tokenizer.json").write_text("{}", encoding="utf-8")
     return directory
+
+
+@pytest.fixture(scope="session")
+def untrained(model_path: Path) -> Weights:
+    """The weights that every training begins with."""
+    weights: Weights = load_file(model_path / "model.safetensors")
+    return weights
 
 
 @pytest.fixture

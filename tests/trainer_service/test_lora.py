@@ -6,9 +6,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.trainer_service.random_rows import MakePupil, Pupil, differs_by, random_rows
+from tests.support.tolerances import ulps
+from tests.support.trainer_service.random_rows import MakePupil, Pupil, random_rows
+from tests.support.trainer_service.same_training import (
+    WELL_CONDITIONED,
+    Weights,
+    assert_moved_alike,
+    differs_by,
+)
 from trainer_service.rows.rows import MicroBatch, micro_batches
 from trainer_service.storage.checkpoint import Checkpoints, RunState
+
+pytestmark = pytest.mark.numeric
 
 LORA = {"rank": 4, "alpha": 8.0}
 
@@ -40,7 +49,8 @@ def test_only_adapters_learn_and_the_merged_model_says_what_the_policy_says(
     with torch.no_grad():
         said, _ = pupil.policy.logprobs(a_batch())
         again, _ = served.policy.logprobs(a_batch())
-    torch.testing.assert_close(said, again, atol=1e-5, rtol=0)
+    # Each of some 16 products on the way through two layers is rounded once more where adapters are apart.
+    torch.testing.assert_close(said, again, atol=ulps(16, of=float(said.abs().max())), rtol=0)
 
 
 def test_peft_reads_the_adapter_of_a_checkpoint(
@@ -54,9 +64,10 @@ def test_peft_reads_the_adapter_of_a_checkpoint(
     tag = Checkpoints(tmp_path / "c", 2).save(pupil.leader, RunState(step=1), [])
     base = AutoModelForCausalLM.from_pretrained(model_path)
     merged = PeftModel.from_pretrained(base, tmp_path / "c" / tag / "adapter").merge_and_unload()
-    assert (
-        differs_by({k: v for k, v in merged.state_dict().items() if k != "lm_head.weight"}, pupil.exported())
-        < 1e-6
+    weights = {name: tensor for name, tensor in merged.state_dict().items() if name != "lm_head.weight"}
+    # A weight and the sum of `rank` products are added, in one order or another.
+    assert differs_by(weights, pupil.exported()) < ulps(
+        LORA["rank"] + 1, of=max(float(tensor.abs().max()) for tensor in weights.values())
     )
 
 
@@ -71,16 +82,18 @@ def test_adapters_go_on_bitwise_after_a_restore(make_pupil: MakePupil, tmp_path:
     assert differs_by(straight.exported(), resumed.exported()) == 0
 
 
-def test_adapters_are_converted_for_another_stage(make_pupil: MakePupil, tmp_path: Path) -> None:
-    before = make_pupil(zero_stage=1, lora=LORA)
+def test_adapters_are_converted_for_another_stage(
+    make_pupil: MakePupil, untrained: Weights, tmp_path: Path
+) -> None:
+    before = make_pupil(zero_stage=1, lora=LORA, optimizer=WELL_CONDITIONED)
     before.learn(1)
     Checkpoints(tmp_path / "c", 2).save(before.leader, RunState(step=1), [])
-    after = make_pupil(zero_stage=3, lora=LORA)
+    after = make_pupil(zero_stage=3, lora=LORA, optimizer=WELL_CONDITIONED)
     Checkpoints(tmp_path / "c", 2).restore(after.leader)
     assert differs_by(before.exported(), after.exported()) == 0
     for pupil in (before, after):
         pupil.learn(2)
-    assert differs_by(before.exported(), after.exported()) < 2e-6
+    assert_moved_alike(before.exported(), after.exported(), untrained)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +111,10 @@ def test_the_reference_is_the_base_model_also_after_training_and_a_restore(
     Checkpoints(tmp_path / "c", 2).restore(again.leader)
     for each in (pupil, again):
         reference = each.policy.reference(a_batch())
-        torch.testing.assert_close(reference, untrained, atol=1e-6, rtol=0)
+        # The same weights in the same passes; at stage 3 they may lie elsewhere in memory: one rounding each.
+        torch.testing.assert_close(
+            reference, untrained, atol=ulps(1, of=float(untrained.abs().max())), rtol=0
+        )
         assert not reference.requires_grad
         assert float((each.policy.logprobs(a_batch())[0] - reference).abs().max()) > 1e-3
     assert again.learn(2) == pupil.learn(2)

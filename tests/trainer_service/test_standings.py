@@ -1,8 +1,10 @@
 """Which version did best, by the rewards of those that it served."""
 
-from math import isclose
 from random import Random
 
+import pytest
+
+from tests.support.tolerances import FLOAT64, ulps
 from trainer_service.groups.version_scores import VersionScores
 
 
@@ -39,7 +41,7 @@ def test_means_are_right_far_from_zero() -> None:
     values = [1e6 + random.random() for _ in range(1000)]
     found = version_scores(v1=values).best([1])
     assert found is not None
-    assert isclose(found.reward, sum(values) / 1000, rel_tol=1e-12)
+    assert found.reward == pytest.approx(sum(values) / 1000, rel=ulps(1000, unit=FLOAT64))
     assert best(version_scores(v1=values, v2=[1e6 + 0.9] * 500), [1, 2]) == (2, 500, 1e6 + 0.9)
 
 

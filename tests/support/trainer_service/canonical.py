@@ -41,8 +41,11 @@ def expected(case: str) -> dict[str, Tensor]:
     return {name: flat(values) for name, values in CASES[case]["expected"].items()}
 
 
-def close(got: Any, wanted: Any, tolerance: float = 1e-6) -> bool:
-    """Within the file's tolerance for float64."""
+TOLERANCE = float(GOLDEN["meta"]["tolerance"]["float64"])
+
+
+def close(got: Any, wanted: Any, tolerance: float = TOLERANCE) -> bool:
+    """Within the golden file's own tolerance, unless another is given."""
     return torch.allclose(
         torch.as_tensor(got, dtype=torch.float64),
         torch.as_tensor(wanted, dtype=torch.float64),

@@ -65,8 +65,3 @@ class Pupil:
 
 
 MakePupil = Callable[..., Pupil]
-
-
-def differs_by(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max(float((one[name].float() - other[name].float()).abs().max()) for name in one)

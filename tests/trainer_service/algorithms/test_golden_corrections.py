@@ -42,6 +42,8 @@ from trainer_service.algorithms.logits import renormalised_logprobs, selected_lo
 from trainer_service.algorithms.prox import loglinear, way_to_prox
 from trainer_service.algorithms.rows import Rows
 
+pytestmark = pytest.mark.numeric
+
 LOG_RHO_T = given("lp_prox") - given("lp_roll")
 Params = dict[str, Any]
 

@@ -31,6 +31,8 @@ from trainer_service.algorithms.policy_loss import PolicyLoss
 from trainer_service.algorithms.rows import Rows
 from trainer_service.algorithms.tokens import Tokens
 
+pytestmark = pytest.mark.numeric
+
 Params = dict[str, Any]
 Made = dict[str, Any]
 

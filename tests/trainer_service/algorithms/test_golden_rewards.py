@@ -4,8 +4,6 @@ Test ids are the cases' names in algorithms_golden.json. A row of the case is a 
 case says that it is scored at the level of rollouts.
 """
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from rollout_queue.contract.tokens import TokenIds
+from tests.support.trainer_service.canonical import CASES, INPUTS, MASK, ROWS_T, close
 from tests.support.trainer_service.rig import turn
 from trainer_service.algorithms.advantages.advantages import ADVANTAGES, baselines_after, to_tokens
 from trainer_service.algorithms.advantages.filters import silences
@@ -37,11 +36,8 @@ from trainer_service.algorithms.critic import value_loss
 from trainer_service.algorithms.staleness import areal_capacity, staleness, verl_rollout_number
 from trainer_service.rows.rows import rows_of
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "algorithms_golden.json").read_text(encoding="utf-8"))
-CASES: dict[str, dict[str, Any]] = {case["id"]: case for case in GOLDEN["cases"]}
-INPUTS: dict[str, Any] = GOLDEN["inputs"]
-MASK = torch.tensor(INPUTS["mask"]) == 1
-ROWS_T = torch.arange(9)[:, None].expand(9, 6)[MASK]
+pytestmark = pytest.mark.numeric
+
 LENGTHS = MASK.sum(1).tolist()
 FAMILIES = ("adv.", "filter.", "reward.", "critic.", "async.", "trajectory.", "mini.group_")
 
@@ -51,16 +47,6 @@ raw reward."""
 RAW_WHERE_ALONE = {"adv.opo", "adv.gpg"}
 
 settings_of = TypeAdapter(Advantage).validate_python
-
-
-def close(got: Any, expected: Any) -> bool:
-    """Within the file's tolerance for float64."""
-    return torch.allclose(
-        torch.as_tensor(got, dtype=torch.float64),
-        torch.as_tensor(expected, dtype=torch.float64),
-        rtol=1e-6,
-        atol=1e-6,
-    )
 
 
 def flat(name: str) -> Tensor:

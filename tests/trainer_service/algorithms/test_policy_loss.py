@@ -34,6 +34,8 @@ from trainer_service.algorithms.settings import PRESETS, AlgorithmSettings
 from trainer_service.algorithms.step import StepStatistics, step_statistics
 from trainer_service.algorithms.tokens import Tokens
 
+pytestmark = pytest.mark.numeric
+
 
 def made(**parts: Any) -> LossSettings:
     return LossSettings.model_validate(PLAIN | parts)

@@ -21,6 +21,8 @@ from trainer_service.algorithms.advantages.settings import (
 from trainer_service.algorithms.advantages.shaping import shaped, untruncated
 from trainer_service.algorithms.staleness import areal_capacity, staleness, verl_rollout_number
 
+pytestmark = pytest.mark.numeric
+
 settings_of = TypeAdapter(Advantage).validate_python
 
 

@@ -21,7 +21,7 @@ from bench.shelf import Mark, Result, Trial
 from bench.stacks import beside_others
 from weir.demo.episodes import Episodes, Record
 from weir.demo.make_model import model_for
-from weir.demo.observer import Observer, Snapshot
+from weir.demo.observer import Observation, Observer
 from weir.demo.report import account
 from weir.demo.settings import services_of_demo
 from weir.demo.watched import watched
@@ -75,7 +75,7 @@ class Course:
     """How a run goes, until it is enough."""
 
     bounds: Bounds
-    snapshot: Snapshot
+    snapshot: Observation
     reached: Mark | None = None
     whole: Mark | None = None
     ended: str = ""
@@ -99,8 +99,8 @@ class Course:
     def _why(self, here: Mark) -> str:
         if self.reached is not None:
             return f"reward {self.bounds.target:g} after {here.seconds:.0f} s"
-        if self.snapshot.trainer.get("state") == "paused":
-            return f"the trainer paused itself: {self.snapshot.trainer.get('waiting_for')}"
+        if self.snapshot.trainer.state == "paused":
+            return f"the trainer paused itself: {self.snapshot.trainer.waiting_for}"
         if here.episodes >= self.bounds.episodes:
             return f"no reward of {self.bounds.target:g} within {here.episodes} episodes"
         if here.seconds >= self.bounds.seconds:

@@ -1,12 +1,12 @@
 """`weir status`: what runs, where, and what the gateway says of the whole, in one table."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from rich.table import Table
 
-from weir.stack.probes import get_json, http_ready, redis_ready
+from rollout_queue.protocol.message import MalformedMessage
+from rollout_queue.protocol.status import SystemStatus
+from weir.stack.probes import http_ready, redis_ready, system_status
 from weir.stack.state import ProcessState, StackState
 
 
@@ -56,32 +56,26 @@ def _details(found: StackState, admin_key: str | None) -> dict[str, str]:
     if gateway is None:
         return {}
     try:
-        return details_from(get_json(f"{gateway.url}/admin/status", admin_key))
-    except (OSError, ValueError) as error:
+        return details_from(system_status(gateway.url, admin_key))
+    except (OSError, MalformedMessage) as error:
         return {"gateway": f"no answer from /admin/status: {error}"}
 
 
-def details_from(status: Mapping[str, Any]) -> dict[str, str]:
+def details_from(status: SystemStatus) -> dict[str, str]:
     """The few facts of GET /admin/status that fit on a line each."""
-    policy, trainer = status.get("policy") or {}, status.get("trainer") or {}
-    servers = status.get("rollout_servers") or []
+    policy, trainer, queue = status.policy, status.trainer, status.queue
     return {
-        "gateway": _facts(serving=policy.get("serving"), target=policy.get("target"))
-        + "".join(f"; {warning}" for warning in status.get("warnings") or []),
-        "rollout_server": ", ".join(
-            _facts(version=server.get("version")) for server in servers if isinstance(server, dict)
+        "gateway": _facts(serving=policy.serving, target=policy.target)
+        + "".join(f"; {warning}" for warning in status.warnings),
+        "rollout_server": ", ".join(_facts(version=server.version) for server in status.rollout_servers),
+        "trainer_service": _facts(state=trainer.state, step=trainer.step, version=trainer.version),
+        "redis": _facts(
+            stream_length=queue.stream_length,
+            sessions=queue.sessions,
+            unfinished_sessions=queue.unfinished_sessions,
+            dead_letters=queue.dead_letters,
         ),
-        "trainer_service": _facts(
-            state=trainer.get("state"), step=trainer.get("step"), version=trainer.get("version")
-        ),
-        "redis": _queue(status.get("queue")),
     }
-
-
-def _queue(queue: object) -> str:
-    if not isinstance(queue, dict):
-        return ""
-    return _facts(**{name: value for name, value in queue.items() if isinstance(value, int)})
 
 
 def _facts(**facts: object) -> str:

@@ -13,9 +13,11 @@ from bench.kinds import KINDS, LONGEST_S, takes_s
 from bench.shelf import Mark, Result, Shelf, Trial
 from bench.trial import Bounds, Course
 from gateway.settings import LimitSettings
+from rollout_queue.protocol.trainer import TrainerReport
+from tests.support.system_status import system_status
 from trainer_service.algorithms.settings import AlgorithmSettings
 from weir.demo.episodes import WINDOW, Record
-from weir.demo.observer import Snapshot
+from weir.demo.observer import Observation
 from weir.errors import StackError
 
 
@@ -161,7 +163,8 @@ def test_staleness_is_bound_at_the_trainer_and_before_it(tmp_path: Path) -> None
 
 
 def course(**state: str) -> Course:
-    return Course(Bounds(episodes=10 * WINDOW, seconds=3600), Snapshot(status={"trainer": state}))
+    page = system_status(trainer=TrainerReport.model_validate(state))
+    return Course(Bounds(episodes=10 * WINDOW, seconds=3600), Observation(status=page))
 
 
 def filled(*rewards: float) -> Record:

@@ -17,7 +17,7 @@ from bench.trial import GROUP_SIZE, evaluated, groups_in_flight, settings_of
 from trainer_service.guards import GuardSettings
 from weir.demo.episodes import Episodes, Record
 from weir.demo.make_model import model_for
-from weir.demo.observer import Observer, Snapshot
+from weir.demo.observer import Observation, Observer
 from weir.demo.watched import watched
 from weir.stack.services import merged
 from weir.stack.settings import StackSettings
@@ -39,7 +39,7 @@ EPISODES, LONGEST_S = 6000, 600.0
 class Course:
     """How a run goes: until the trainer holds, the reward has collapsed where it may, or it is too long."""
 
-    snapshot: Snapshot
+    snapshot: Observation
     ends_at: float
     may_collapse: bool
     best: float = 0.0
@@ -47,7 +47,7 @@ class Course:
 
     @property
     def held(self) -> bool:
-        return self.snapshot.trainer.get("state") == "paused"
+        return self.snapshot.trainer.state == "paused"
 
     def enough(self, record: Record) -> bool:
         reward = record.moving_average or 0.0
@@ -100,5 +100,5 @@ def test_with_guards_what_is_served_is_better_than_the_first(tmp_path: Path, see
         warm = asyncio.run(evaluated(stack, settings, KINDS["tool"]))
         course = asyncio.run(played(stack, settings, seed))
         served = asyncio.run(evaluated(stack, settings, KINDS["tool"]))
-    print(f"warm start {warm:.2f}, served {served:.2f}; {course.snapshot.trainer.get('waiting_for')}")
+    print(f"warm start {warm:.2f}, served {served:.2f}; {course.snapshot.trainer.waiting_for}")
     assert served > warm

@@ -18,7 +18,7 @@ from gateway.settings import GatewaySettings
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.serving import free_port, serving
 from weir.demo.episodes import WINDOW, Episodes, Record
-from weir.demo.observer import Snapshot
+from weir.demo.observer import Observation
 from weir.demo.plan import CONTEXT_LENGTH, TOOLS, Teacher, write_plan
 from weir.demo.report import account, criterion, draw
 from weir.demo.task import Task, call_text
@@ -184,5 +184,5 @@ def test_the_criterion_names_what_is_missed(
 
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
-    draw(tmp_path / "reward.png", filled(0.1, 0.9), Snapshot(staleness_at=[(0.0, 1.0)]))
+    draw(tmp_path / "reward.png", filled(0.1, 0.9), Observation(staleness_at=[(0.0, 1.0)]))
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")

@@ -10,6 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rollout_queue.protocol.status import FleetPolicy, QueueReport
+from rollout_queue.protocol.trainer import TrainerReport
+from tests.support.system_status import server_shape, system_status
 from tests.weir.conftest import wait_until
 from weir import status
 from weir.errors import StackError
@@ -107,17 +110,19 @@ def test_status_tells_ready_from_unready_from_down(
 
 def test_status_says_what_the_gateway_knows() -> None:
     details = status.details_from(
-        {
-            "policy": {"serving": 3, "target": 4},
-            "trainer": {"state": "training", "step": 12, "version": 4},
-            "rollout_servers": [{"id": "rollout-0", "version": 3}],
-            "queue": {"entries": 5},
-            "warnings": ["no reward for 60 s"],
-        }
+        system_status(
+            policy=FleetPolicy(serving=3, target=4),
+            trainer=TrainerReport(state="training", step=12, version=4),
+            servers=(server_shape("rollout-0", version=3),),
+            queue=QueueReport(
+                stream_length=5, sessions=9, unfinished_sessions=2, verdicts={}, dead_letters=0
+            ),
+            warnings=("no reward for 60 s",),
+        )
     )
     assert details == {
         "gateway": "serving 3, target 4; no reward for 60 s",
         "rollout_server": "version 3",
         "trainer_service": "state training, step 12, version 4",
-        "redis": "entries 5",
+        "redis": "stream_length 5, sessions 9, unfinished_sessions 2, dead_letters 0",
     }

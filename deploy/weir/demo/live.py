@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from weir.demo.episodes import WINDOW, Record
-from weir.demo.observer import Snapshot
+from weir.demo.observer import Observation
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 PLAIN_LINE_EVERY_S = 5.0
@@ -20,7 +20,7 @@ PLAIN_LINE_EVERY_S = 5.0
 class View:
     """Draws on a terminal; says a line every few seconds where there is none."""
 
-    def __init__(self, record: Record, snapshot: Snapshot) -> None:
+    def __init__(self, record: Record, snapshot: Observation) -> None:
         self._record = record
         self._snapshot = snapshot
         self._console = Console()
@@ -51,7 +51,7 @@ class View:
         return [
             ("reward", f"{_number(average)} (last {len(record.window)} of {WINDOW})"),
             ("episodes", f"{len(record.episodes)} ({record.in_flight} in flight, {record.failures} failed)"),
-            ("step", str(trainer.get("step", "-"))),
+            ("step", "-" if trainer.step is None else str(trainer.step)),
             ("version", "-" if serving is None else str(serving)),
             ("staleness", f"{_number(last.get('staleness/total_mean'))} versions"),
             ("|Δlogprob|", _number(last.get("mismatch/abs_logp"), 5)),

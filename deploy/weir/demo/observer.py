@@ -1,4 +1,4 @@
-"""Watches the running system over its REST face: what the live view shows and the plot needs."""
+"""Watches the running system over REST, for the live view and for the plot."""
 
 import asyncio
 import json
@@ -10,40 +10,42 @@ from typing import Any
 
 import httpx
 
+from rollout_queue.protocol.message import MalformedMessage
+from rollout_queue.protocol.status import SystemStatus
+from rollout_queue.protocol.trainer import TrainerReport
+
 POLL_EVERY_S = 0.5
 
 
 @dataclass
-class Snapshot:
+class Observation:
     """The last answer of `GET /admin/status`, and what each optimizer step said."""
 
-    status: dict[str, Any] = field(default_factory=dict)
+    status: SystemStatus | None = None
     steps: list[dict[str, Any]] = field(default_factory=list)
     staleness_at: list[tuple[float, float]] = field(default_factory=list)
     """Mean staleness of each step's tokens, in versions, by seconds since the episodes began."""
 
     @property
-    def trainer(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.status.get("trainer", {})
-        return found
+    def trainer(self) -> TrainerReport:
+        return self.status.trainer if self.status else TrainerReport()
 
     @property
     def serving(self) -> int | None:
-        version: int | None = self.status.get("policy", {}).get("serving")
-        return version
+        return self.status.policy.serving if self.status else None
 
     @property
     def waiting_for(self) -> str:
         """What the system waits for, in the trainer's words or the gateway's."""
-        warnings = self.status.get("warnings") or []
-        return str(warnings[0] if warnings else self.trainer.get("waiting_for") or "nothing")
+        warnings = self.status.warnings if self.status else ()
+        return warnings[0] if warnings else self.trainer.waiting_for or "nothing"
 
 
 class Observer:
     """Polls the gateway, and reads the trainer's steps as they are written."""
 
     def __init__(self, gateway_url: str, admin_key: str, metrics_path: Path) -> None:
-        self.snapshot = Snapshot()
+        self.snapshot = Observation()
         self._gateway_url = gateway_url
         self._headers = {"authorization": f"Bearer {admin_key}"}
         self._metrics_path = metrics_path
@@ -54,10 +56,9 @@ class Observer:
         began = time.monotonic()
         async with httpx.AsyncClient(base_url=self._gateway_url, headers=self._headers) as rest:
             while True:
-                with suppress(httpx.HTTPError, ValueError):
+                with suppress(httpx.HTTPError, MalformedMessage):
                     reply = await rest.get("/admin/status", timeout=5)
-                    reply.raise_for_status()
-                    self.snapshot.status = reply.json()
+                    self.snapshot.status = SystemStatus.read(reply.raise_for_status().content)
                 for step in self._new_steps():
                     self.snapshot.steps.append(step)
                     staleness = (time.monotonic() - began, float(step.get("staleness/total_mean", 0.0)))

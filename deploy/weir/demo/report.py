@@ -7,8 +7,9 @@ from typing import Any
 
 import httpx
 
+from rollout_queue.protocol.policies import PolicyPage
 from weir.demo.episodes import WINDOW, Record
-from weir.demo.observer import Snapshot
+from weir.demo.observer import Observation
 
 TARGET = 0.9
 START_BELOW = 0.35
@@ -45,9 +46,9 @@ def served_versions(gateway_url: str, admin_key: str) -> list[int]:
     headers = {"authorization": f"Bearer {admin_key}"}
     reply = httpx.get(f"{gateway_url}/admin/policies", headers=headers, timeout=30).raise_for_status()
     return [
-        policy["version"]
-        for policy in reply.json()["data"]
-        if policy["location"] is not None and policy["state"] in ("serving", "retired")
+        policy.version
+        for policy in PolicyPage.read(reply.content).data
+        if policy.location is not None and policy.state in ("serving", "retired")
     ]
 
 
@@ -55,7 +56,7 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
     path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
-def draw(path: Path, record: Record, snapshot: Snapshot) -> None:
+def draw(path: Path, record: Record, snapshot: Observation) -> None:
     """Reward over episodes above, the version that was served and the staleness of what was trained below."""
     import matplotlib as mpl
 

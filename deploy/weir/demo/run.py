@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from weir.demo.episodes import Episodes, Record
-from weir.demo.observer import Observer, Snapshot
+from weir.demo.observer import Observation, Observer
 from weir.demo.report import TARGET, VERSIONS, account, criterion, draw, served_versions, write_summary
 from weir.demo.settings import with_demo_model
 from weir.demo.watched import watched
@@ -89,7 +89,7 @@ def run(settings: StackSettings, seed: int) -> int:
     return 0 if met["met"] else 1
 
 
-async def _play(settings: StackSettings, stack: Stack, seed: int) -> tuple[Record, Snapshot]:
+async def _play(settings: StackSettings, stack: Stack, seed: int) -> tuple[Record, Observation]:
     episodes = Episodes(
         stack.gateway_url,
         settings.client_keys[0],

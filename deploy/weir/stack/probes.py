@@ -1,13 +1,14 @@
-"""How a service is asked whether it can do its work."""
+"""Asks services whether they can do their work, and the gateway how the whole system is."""
 
-import json
 import urllib.error
 import urllib.request
-from typing import Any
 
 from redis import Redis
 from redis.exceptions import RedisError
 
+from rollout_queue.protocol.errors import ErrorBody
+from rollout_queue.protocol.message import MalformedMessage
+from rollout_queue.protocol.status import SystemStatus
 from weir.stack.process import Readiness
 
 PROBE_TIMEOUT_S = 5.0
@@ -42,19 +43,16 @@ def redis_ready(url: str) -> Readiness:
     return ready
 
 
-def get_json(url: str, key: str | None = None) -> dict[str, Any]:
-    """The body of a GET; raises OSError when there is none."""
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    request = urllib.request.Request(url, headers=headers)  # noqa: S310 - http only
+def system_status(gateway_url: str, admin_key: str | None) -> SystemStatus:
+    """What the gateway says of the whole. Raises OSError when it does not answer, MalformedMessage."""
+    headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
+    request = urllib.request.Request(f"{gateway_url}/admin/status", headers=headers)  # noqa: S310 - http only
     with urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S) as answer:  # noqa: S310
-        body = json.load(answer)
-    if not isinstance(body, dict):
-        raise OSError(f"{url} did not answer with an object")
-    return body
+        return SystemStatus.read(answer.read())
 
 
 def _message(body: bytes, status: int) -> str:
     try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+        return ErrorBody.read(body).error.message
+    except MalformedMessage:
         return f"HTTP {status}"

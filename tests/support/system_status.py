@@ -1,0 +1,36 @@
+"""A page of `GET /admin/status`, of which a test says only what matters to it."""
+
+from rollout_queue.protocol.status import FleetPolicy, QueueReport, ServerShape, SystemStatus
+from rollout_queue.protocol.trainer import TrainerReport
+
+
+def system_status(
+    policy: FleetPolicy | None = None,
+    trainer: TrainerReport | None = None,
+    queue: QueueReport | None = None,
+    servers: tuple[ServerShape, ...] = (),
+    warnings: tuple[str, ...] = (),
+) -> SystemStatus:
+    return SystemStatus(
+        policy=policy or FleetPolicy(serving=None, target=None),
+        rollout_servers=servers,
+        trainer=trainer or TrainerReport(),
+        queue=queue
+        or QueueReport(stream_length=0, sessions=0, unfinished_sessions=0, verdicts={}, dead_letters=0),
+        warnings=warnings,
+    )
+
+
+def server_shape(server_id: str, version: int) -> ServerShape:
+    """A server that is ready."""
+    return ServerShape(
+        id=server_id,
+        url=f"http://{server_id}",
+        engine_url=f"http://{server_id}-engine",
+        state="ready",
+        version=version,
+        in_flight=0,
+        breaker="closed",
+        last_seen=1.0,
+        error=None,
+    )

@@ -26,12 +26,12 @@ def main() -> None:
     keyring = Keyring(settings.client_keys, settings.admin_keys)
     refuse_open_binding(settings.host, keyring)
     if keyring.open:
-        logger.warning("no keys are set: everybody on this machine may do everything")
+        logger.warning("no keys are set: every process on this machine may do everything")
     app = create_app(settings)
-    # What was built until now stays: the collector need not look through it again and again.
+    # What was built until now lives as long as the process: keep it out of every garbage collection.
     gc.collect()
     gc.freeze()
-    # A long prompt is rendered in a thread, and must not keep the streams waiting.
+    # A long prompt is rendered in a thread; short switch intervals keep it from delaying streams.
     sys.setswitchinterval(0.0001)
     serve(app, settings.host, settings.port, settings.drain_timeout_s)
 

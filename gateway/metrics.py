@@ -1,4 +1,4 @@
-"""What the gateway counts, for Prometheus."""
+"""The gateway's metrics, for Prometheus."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -23,49 +23,56 @@ class Metrics:
         )
         self.merge_ratio = Gauge(
             "weir_merge_ratio",
-            "Rows that turns make, per turn, since the start: 1 is a row for each",
+            "Training rows per turn since the start; 1 means a row for every turn",
             registry=self.registry,
         )
         self.merge_ratio.set_function(lambda: self._rows / self._answers if self._answers else float("nan"))
         self._rows = self._answers = 0
         self._turns_of: dict[tuple[str, str], Counter] = {}
         self.context_tokens = Counter(
-            "weir_context_tokens_total", "Tokens that turns added to their parents", registry=self.registry
+            "weir_context_tokens_total",
+            "Context tokens that turns added to their parent turns",
+            registry=self.registry,
         )
         self.output_tokens = Counter("weir_output_tokens_total", "Tokens sampled", registry=self.registry)
         self.turn_seconds = Histogram(
             "weir_turn_seconds",
-            "From the beginning of a generation to its last token",
+            "Seconds from the beginning of a generation to its last token",
             buckets=SECONDS,
             registry=self.registry,
         )
         self.record_seconds = Histogram(
-            "weir_record_seconds", "Append of one turn to Redis", buckets=SECONDS, registry=self.registry
+            "weir_record_seconds",
+            "Seconds to append one turn to Redis",
+            buckets=SECONDS,
+            registry=self.registry,
         )
         self.refusals = Counter(
             "weir_refusals_total", "Calls and sessions refused with 429", ["code"], registry=self.registry
         )
         self.forgotten = Counter(
             "weir_sessions_forgotten_total",
-            "Settled sessions forgotten, by why: their age, or the memory of Redis",
+            "Settled sessions forgotten, by reason: their age, or a Redis that fills up",
             ["why"],
             registry=self.registry,
         )
         self.serving_version = Gauge(
-            "weir_serving_version", "Policy version the fleet is to serve", registry=self.registry
+            "weir_serving_version",
+            "Policy version that the fleet should serve; -1 for none",
+            registry=self.registry,
         )
         self.servers = Gauge(
             "weir_rollout_servers", "Rollout servers by state", ["state"], registry=self.registry
         )
         self.failovers = Counter(
             "weir_engine_faults_total",
-            "Generations that an engine ended early, by reason and by what followed",
+            "Generations that an engine failed to finish, by reason and outcome",
             ["reason", "outcome"],
             registry=self.registry,
         )
         self.breakers = Gauge(
             "weir_breaker_open",
-            "1 for a server that gets no calls because its last ones failed",
+            "1 for a server that gets no calls because its recent ones failed",
             ["server"],
             registry=self.registry,
         )

@@ -1,4 +1,4 @@
-"""What a deployment can set for the gateway, and the defaults."""
+"""The gateway's settings, with their defaults."""
 
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -10,21 +10,21 @@ from rollout_queue.settings import CommaSeparated, ServiceSettings
 
 
 class SamplingSettings(BaseModel):
-    """Sampling of sessions that do not say otherwise; the defaults are the ones that train exactly."""
+    """Sampling of sessions that set none themselves. Only the defaults keep recorded logprobs exact."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: SamplingMode = "enforce"
-    """Who decides: `enforce` the gateway, `default` the gateway where a call is silent, `allow` the call."""
+    """Whose parameters count; `enforce`: these; `default`: the call's, else these; `allow`: the call's."""
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
 
 
 class LimitSettings(BaseModel):
-    """Who may come in. A limit that is reached is a 429 with `Retry-After`; null: no limit.
+    """Limits on calls and new sessions. Beyond one, a request gets a 429 with `Retry-After`; null: no limit.
 
-    All gateways on one Redis count together. They tell each other of rates every `poll_every_s`: one gateway
-    is exact, several let in at most what arrives within that time too much.
+    All gateways on one Redis count together, and share their counts every `poll_every_s`. One gateway is
+    exact; several may exceed a limit by what arrives within that time.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -32,42 +32,42 @@ class LimitSettings(BaseModel):
     requests_per_minute: int | None = Field(None, ge=1)
     """Model calls per client key; calls with a session key count for the key that made the session."""
     tokens_per_minute: int | None = Field(None, ge=1)
-    """Tokens per client key, prompts and answers as `usage` counts them. A call is let in while something is
-    left, and may use more than that; the next ones wait until it is paid off."""
+    """Tokens per client key, prompts and answers as `usage` counts them. A call is admitted while any tokens
+    are left, and may use more than those; later calls then wait for longer."""
     burst_s: float = Field(60.0, gt=0)
-    """How many seconds' worth of a rate may be used at once, after a time of silence."""
+    """How many seconds' worth of a rate may be used at once after a pause."""
     open_sessions: int | None = Field(None, ge=1)
-    """Sessions in state `open`, of the whole deployment."""
+    """Sessions in state `open`, in the whole deployment."""
     open_sessions_per_key: int | None = Field(None, ge=1)
     staleness_versions: int | None = Field(None, ge=0)
-    """Versions that may pass from a session's opening to its training, at best the trainer's
-    `algorithm.max_staleness` or fewer. New sessions for training wait while more is ahead of them than the
-    trainer takes in that time; with 0, they are sampled for its next step only. No limit until a trainer has
-    reported."""
+    """Policy versions that may pass from a session's opening to its training; set it to the trainer's
+    `algorithm.max_staleness` or lower. New sessions for training are refused while more rollouts are ahead of
+    them than the trainer takes in that time; 0 admits only those for its next step. No limit until a trainer
+    has reported."""
     queue_entries: int | None = Field(None, ge=1)
-    """Records that wait in the stream for the trainer; new sessions wait beyond that."""
+    """Records that wait in the stream for the trainer; with more, new sessions are refused."""
     queue_memory: float | None = Field(0.9, gt=0, le=1)
-    """Share of Redis' `maxmemory` from which on new sessions wait, so that open ones can end. Without
-    `maxmemory`, no limit."""
+    """Share of Redis' `maxmemory`. With more in use, new sessions are refused, so that open ones can end.
+    No limit where Redis has no `maxmemory`."""
 
 
 class WarningSettings(BaseModel):
-    """From when on `GET /admin/status` warns."""
+    """When `GET /admin/status` warns."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     trainer_silent_s: float = Field(30.0, gt=0)
-    """Nothing was heard of the trainer for so long."""
+    """Warn when the trainer has not reported for so long."""
     nothing_trained_s: float = Field(1800.0, gt=0)
-    """No session was trained for so long, though some ended."""
+    """Warn when no session was trained for so long though some ended."""
     recent_sessions: int = Field(200, ge=1)
-    """The sessions that ended last, by which the next two are told; from a tenth of them on."""
+    """The next two settings look at so many sessions, those that ended last; a tenth of them must exist."""
     untrained_share: float = Field(0.8, gt=0, le=1)
-    """This share of them was not trained."""
+    """Warn when this share of them was not trained."""
     expired_share: float = Field(0.1, gt=0, le=1)
-    """This share of them expired."""
+    """Warn when this share of them expired."""
     queue_share: float = Field(0.8, gt=0, le=1)
-    """The queue has come so close to `limits.queue_entries` or `limits.queue_memory`."""
+    """Warn when the queue uses this share of `limits.queue_entries` or `limits.queue_memory`."""
 
 
 class GatewaySettings(ServiceSettings):
@@ -81,53 +81,53 @@ class GatewaySettings(ServiceSettings):
     """The address that agents use, in `base_url` of new sessions; default: the one the request came to."""
     redis_url: str = "redis://127.0.0.1:6379/0"
     model_path: Path
-    """Hugging Face directory; the gateway reads its config.json and tokenizer, never its weights."""
+    """Directory in Hugging Face's format. The gateway reads its config.json and tokenizer, no weights."""
     model_name: str = "policy"
     strict_models: bool = False
-    """Refuse other model names than `model_name`; without it any name is served by the policy."""
+    """Refuse model names other than `model_name`; if false, the policy answers for any name."""
     renderer: str = "auto"
-    """Chat-template family, a name of the library `renderers`; auto: by the model's name, or its type."""
+    """Chat-template family, as the library `renderers` names it; auto: by the model's name or type."""
     thinking: Literal["template", "all"] = "template"
-    """Past thoughts in a prompt: as the model's template has it, or all kept, so that turns extend."""
+    """Earlier reasoning in prompts; `template`: as the chat template has it; `all`: kept, so turns extend."""
     context_length: int | None = None
     """Tokens of prompt and answer together; default: what the model's config says."""
     sampling: SamplingSettings = SamplingSettings()
     train_constrained: bool = True
-    """Train turns whose answer was held to a grammar (`tool_choice`, `response_format`). Their logprobs are
-    of the constrained distribution, so the policy's own, free one differs from them by design."""
+    """Train turns whose answer a grammar constrained (`tool_choice`, `response_format`). Their logprobs are
+    those of the constrained distribution, which differs from the policy's unconstrained one."""
     engines: CommaSeparated = []
     """Bare SGLang servers to use beside registered rollout servers."""
     client_keys: CommaSeparated = []
-    """Keys of those who open and reward sessions."""
+    """API keys of clients, who open and reward sessions."""
     admin_keys: CommaSeparated = []
-    """Keys of operators; the services call each other with the first."""
+    """API keys of operators; the services use the first one to call each other."""
     max_body_bytes: int = 32 * 2**20
-    """Larger bodies are a 413."""
+    """Largest request body; a larger one gets a 413."""
     limits: LimitSettings = LimitSettings()
     warnings: WarningSettings = WarningSettings()
     session_ttl_s: float = 3600.0
-    """`ttl_s` of sessions that say nothing: they expire so long after their creation or last call."""
+    """Default `ttl_s` of sessions: they expire so long after their creation or last call."""
     retention_s: float | None = Field(7 * 86400.0, gt=0)
-    """How long a session is kept once it has its verdict. In a Redis that fills up, the oldest go earlier.
-    null: for ever."""
+    """How long a session is kept once it has its verdict; null: for ever. In a Redis that fills up, the
+    oldest are removed earlier."""
     engine_http: Literal["httptools", "aiohttp"] = "httptools"
     """The HTTP client that streams answers from engines: the gateway's own, or aiohttp's, which takes more
     CPU time per token."""
     engine_timeout_s: float = 600.0
-    """Longest silence of an engine in the middle of an answer."""
+    """How long an engine may send nothing in the middle of an answer."""
     engine_wait_s: float = 20.0
-    """How long a call waits for an engine to come into rotation before it gets a 503."""
+    """How long a call waits for an available engine before it gets a 503."""
     failover_patience_s: float = 180.0
-    """How long an answer that an engine broke off waits for another, or for the same to be back."""
+    """How long an answer that an engine failed to finish waits for another engine, or for the same one."""
     join_identical: bool = False
-    """Let identical calls that run at the same time share one answer, also where none is marked a retry."""
+    """Let identical concurrent calls share one answer, also where none is marked as a retry."""
     retry_grace_s: float = Field(1.0, ge=0, le=1.5)
-    """How long an answer goes on whose client has gone: one that gave up and retries takes it over."""
+    """How long an answer continues after its client disconnected: a retry within that time takes it over."""
     heartbeat_s: float = Field(15.0, gt=0)
-    """A stream that has nothing to say says so this often, since proxies cut silent connections."""
+    """How often a stream without new tokens sends a comment, since proxies close silent connections."""
     push_timeout_s: float = 600.0
     """How long a server may take to load a policy."""
     drain_timeout_s: float = 30.0
-    """How long calls in flight may go on after SIGTERM."""
+    """How long calls in flight may continue after SIGTERM."""
     poll_every_s: float = 0.5
-    """How often the fleet's state is read, and overdue sessions are looked for."""
+    """How often the state of the fleet is read, and overdue sessions are expired."""

@@ -1,1 +1,1 @@
-"""The public wire shapes, each read into the same inner call and told back."""
+"""The public wire shapes: each is read into the same calls, and writes their answers in its own shape."""

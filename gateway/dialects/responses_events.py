@@ -16,8 +16,8 @@ from gateway.dialects.responses_wire import (
     ArgumentsDone,
     ContentPartAdded,
     ContentPartDone,
-    ErrorBody,
     ErrorEvent,
+    ErrorFields,
     NumberedEvent,
     OutputItem,
     OutputItemAdded,
@@ -91,7 +91,7 @@ class ResponsesEvents:
                 code=code,
                 message=error.message,
                 param=error.param,
-                error=ErrorBody(error.message, error.type, error.param, code),
+                error=ErrorFields(error.message, error.type, error.param, code),
             )
         )
 

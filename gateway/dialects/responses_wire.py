@@ -244,7 +244,7 @@ class ArgumentsDone(NumberedEvent, frozen=True, kw_only=True, tag="response.func
     arguments: str
 
 
-class ErrorBody(msgspec.Struct, frozen=True):
+class ErrorFields(msgspec.Struct, frozen=True):
     """An error in the shape of OpenAI's other paths."""
 
     message: str
@@ -259,7 +259,7 @@ class ErrorEvent(NumberedEvent, frozen=True, kw_only=True, tag="error"):
     code: str
     message: str
     param: str | None
-    error: ErrorBody
+    error: ErrorFields
 
 
 def head_of(request: ResponsesRequest, model: str, generation: Generation) -> ResponseHead:

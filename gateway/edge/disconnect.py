@@ -1,4 +1,4 @@
-"""Stops a call whose client has disconnected, so that no engine works for nobody."""
+"""Stops a call whose client has disconnected, so that no engine works for an answer that is not read."""
 
 import asyncio
 from collections.abc import Callable

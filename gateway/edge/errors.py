@@ -1,4 +1,4 @@
-"""Which HTTP status each error of the domain has: one table, for the agents' door and for the REST routes.
+"""Which HTTP status each error of the domain has: one table for the agents' paths and the REST routes.
 
 error of the domain ──api_error──▶ ApiError (status, headers, body) ──▶ the dialect's wire shape, or REST's
 """
@@ -38,11 +38,11 @@ STALLED_STATUS = 504
 
 AnswerableError = ApiError | GatewayError | StorageUnavailable | Deleted
 ANSWERABLE = (ApiError, GatewayError, StorageUnavailable, Deleted)
-"""What a client is told of. Any other exception is a bug."""
+"""The errors that a client is answered with. Any other exception is a bug."""
 
 
 def api_error(error: AnswerableError) -> ApiError:
-    """The status, headers and body by which a client hears of the error."""
+    """The status, headers and body that a client receives for the error."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, StorageUnavailable):

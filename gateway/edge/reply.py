@@ -21,13 +21,13 @@ class Reply:
         self._send = send
         self._own_headers = [
             (b"x-request-id", request_id.encode()),
-            (b"request-id", request_id.encode()),  # where Anthropic's clients look
+            (b"request-id", request_id.encode()),  # read by Anthropic's clients
         ]
         self.begun = False
         """Whether anything was sent: an error can then no longer be a status code."""
         self._timer: asyncio.TimerHandle | None = None
-        self._beat: asyncio.Task[None] | None = None
-        self._last_at = 0.0
+        self._heartbeat: asyncio.Task[None] | None = None
+        self._written_at = 0.0
 
     async def send_json(self, status: int, body: bytes, headers: Headers) -> None:
         """Answer with one JSON body."""
@@ -43,15 +43,16 @@ class Reply:
         await self._start(200, [*STREAM_HEADERS, *_encoded(headers), *self._own_headers])
 
     async def write(self, events: bytes) -> None:
-        self._last_at = asyncio.get_running_loop().time()
+        """Write whole events to an open stream."""
+        self._written_at = asyncio.get_running_loop().time()
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def close(self, events: bytes = b"") -> None:
         """Write the last events and end the body at once, since clients wait for its end."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._beat is not None:
-            await self._beat  # it may be opening the stream, and waiting for a slow socket
+        if self._heartbeat is not None:
+            await self._heartbeat  # it may be opening the stream, and waiting for a slow socket
         await self._send({"type": "http.response.body", "body": events})
 
     def redirect(self, send: Send) -> Send:
@@ -74,14 +75,16 @@ class Reply:
         A stream that has not begun by then is opened with `headers`: proxies cut silent connections.
         """
         loop = asyncio.get_running_loop()
-        self._last_at = loop.time()
+        self._written_at = loop.time()
 
         def check() -> None:
-            if loop.time() - self._last_at >= every_s and (self._beat is None or self._beat.done()):
-                self._beat = loop.create_task(beat())
+            if loop.time() - self._written_at >= every_s and (
+                self._heartbeat is None or self._heartbeat.done()
+            ):
+                self._heartbeat = loop.create_task(write_heartbeat())
             self._timer = loop.call_later(every_s / 2, check)
 
-        async def beat() -> None:
+        async def write_heartbeat() -> None:
             if not self.begun:
                 await self.open_stream(headers())
             await self.write(heartbeat)
@@ -91,8 +94,8 @@ class Reply:
     def stop_heartbeat(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._beat is not None:
-            self._beat.cancel()
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})

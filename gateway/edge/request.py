@@ -14,7 +14,7 @@ HEAVY_BYTES = 32 * 2**10
 
 
 class ClientDisconnected(Exception):
-    """The client disconnected before its request was complete; there is nobody to answer."""
+    """The client disconnected before its request was complete, so it gets no answer."""
 
 
 class AgentRequest(msgspec.Struct):

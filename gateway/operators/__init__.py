@@ -1,1 +1,1 @@
-"""What operators see and do."""
+"""What operators are shown: the pipeline, warnings, and the archive of all sessions."""

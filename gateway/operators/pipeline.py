@@ -3,7 +3,7 @@
 open ─▶ waiting_reward ─▶ ended (its group is not complete: group_incomplete; else: ready) ─▶ a verdict
 
 The work of one reading is bounded, however many sessions there are. Redis counts verdicts as they are passed
-(`weir:verdicts`). Of the sessions that may still expire, which are all that need somebody to act, only the
+(`weir:verdicts`). Of the sessions that may still expire, which are all that need action, only the
 `MAX_SESSIONS` that expire first are read. Requests within `SHARED_S` seconds of a reading share its report.
 """
 
@@ -34,7 +34,7 @@ SHARED_S = 2.0
 
 
 class PipelineMonitor:
-    """Reads when asked, at most once in `SHARED_S`; whoever asks meanwhile waits for the same reading."""
+    """Reads when asked, at most once in `SHARED_S`; requests meanwhile wait for the same reading."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis

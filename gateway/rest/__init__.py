@@ -1,1 +1,1 @@
-"""The REST routes: sessions, rewards, and the operators' side."""
+"""The REST routes, with the shapes of their bodies and replies."""

@@ -29,7 +29,7 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 
 PARTLY: dict[int | str, dict[str, type[Pushed]]] = {207: {"model": Pushed}}
-"""Not every server took it."""
+"""207: not every server loaded it."""
 
 
 router = APIRouter(prefix="/admin", tags=["admin"], dependencies=[Depends(admins_only)])
@@ -39,7 +39,7 @@ router.include_router(pipeline.router)
 
 @router.get("/status", response_model_exclude_unset=True)
 async def status(request: Request) -> SystemStatus:
-    """One page of truth: servers, policy, trainer, queue, and what to worry about."""
+    """The state of servers, policy, trainer and queue, with warnings in sentences."""
     gateway = collaborators(request)
     trainer, queue = await _redis_state(gateway)
     pressure = await read_pressure(gateway.redis)
@@ -63,7 +63,7 @@ async def list_servers(request: Request) -> ServerPage:
 
 @router.post("/rollout_servers")
 async def register_server(body: ServerBody, request: Request) -> Registered:
-    """A rollout server says that it is there, and hears which policy it is to serve."""
+    """Register a rollout server; the reply names the policy that it has to serve."""
     gateway = collaborators(request)
     registration = Registration(id=body.id, url=body.url.rstrip("/"), engine_url=body.engine_url.rstrip("/"))
     server = await gateway.fleet.register(registration)
@@ -82,7 +82,7 @@ async def remove_server(server_id: str, request: Request) -> Response:
 
 @router.post("/rollout_servers/{server_id}/drain")
 async def drain_server(server_id: str, request: Request) -> ServerShape:
-    """Take a server out of rotation; what it is sampling goes on."""
+    """Take a server out of rotation. The answers that it is sampling go on."""
     return await _hold(request, server_id, held=True)
 
 
@@ -146,7 +146,7 @@ async def _hold(request: Request, server_id: str, *, held: bool) -> ServerShape:
 
 
 async def _redis_state(gateway: Collaborators) -> tuple[TrainerReport, QueueReport]:
-    """What the trainer said of itself, and how full the queue is."""
+    """The trainer's report, and how full the queue is."""
     async with gateway.redis.pipeline(transaction=False) as pipeline:
         pipeline.hgetall(keys.TRAINER)
         pipeline.xlen(keys.STREAM)
@@ -154,7 +154,7 @@ async def _redis_state(gateway: Collaborators) -> tuple[TrainerReport, QueueRepo
         pipeline.zcard(keys.DEADLINES)
         pipeline.hgetall(keys.VERDICTS)
         pipeline.xlen(keys.DEAD_LETTERS)
-        said, length, sessions, unfinished, verdicts, dead = await stored(pipeline.execute())
+        trainer, length, sessions, unfinished, verdicts, dead = await stored(pipeline.execute())
     queue = QueueReport(
         stream_length=length,
         sessions=sessions,
@@ -162,10 +162,10 @@ async def _redis_state(gateway: Collaborators) -> tuple[TrainerReport, QueueRepo
         verdicts={name.decode(): int(count) for name, count in sorted(verdicts.items())},
         dead_letters=dead,
     )
-    return TrainerReport.of(said), queue
+    return TrainerReport.of(trainer), queue
 
 
 async def _last_error(gateway: Collaborators) -> str | None:
-    """Why the last of the dead letters is one."""
+    """The error of the last dead letter."""
     letters = await stored(gateway.redis.xrevrange(keys.DEAD_LETTERS, count=1))
-    return letters[0][1].get(b"error", b"nobody said").decode(errors="replace") if letters else None
+    return letters[0][1].get(b"error", b"unknown").decode(errors="replace") if letters else None

@@ -1,8 +1,8 @@
-"""`GET /admin/export`: every turn with its tokens, as a stream that anybody may break off and take up again.
+"""`GET /admin/export`: every turn with its tokens, as a stream that a client can resume at a cursor.
 
 Redis ─▶ archive, some hundred turns at a time ─▶ rows ─▶ JSONL, or row groups of Parquet ─▶ the client
 
-Nothing is read that the client has not taken: a response waits for its socket, and this for the response.
+The next sessions are read only after the client has received the ones before.
 """
 
 import asyncio
@@ -40,15 +40,15 @@ router = APIRouter()
 
 
 class Window(NamedTuple):
-    """What is asked for: rows with since <= created_at < until, behind the cursor, no more than `limit`."""
+    """The rows to export: those with since <= created_at < until, after the cursor, at most `limit`."""
 
     since: float | None
     until: float | None
     after: tuple[ListPosition, str] | None
-    """Place of the session and turn of the last row that the client has."""
+    """The cursor: the position of its session, and the id of its turn."""
     limit: int | None
     empty: bool
-    """Also sessions without any turn."""
+    """Whether to export sessions without any turn as well."""
 
     def holds(self, row: Row | DeletedRow) -> bool:
         late_enough = self.since is None or row.created_at >= self.since
@@ -76,7 +76,7 @@ async def export(
     window = Window(since, until, await _place(gateway, cursor), limit, empty)
     rows = _rows(gateway, window)
     chunks = _jsonl(rows) if form == "jsonl" else _parquet(rows)
-    # Whoever cannot be served hears it in a status: the first rows are read before the answer begins.
+    # The first rows are read before the answer begins, so that an error is still a status code.
     first = await anext(chunks, b"")
     headers = {"content-disposition": f'attachment; filename="weir.{form}"'}
     return StreamingResponse(_chained(first, chunks), media_type=MEDIA_TYPES[form], headers=headers)
@@ -89,19 +89,19 @@ async def _place(gateway: Collaborators, cursor: str | None) -> tuple[ListPositi
     session_id, slash, turn_id = cursor.partition("/")
     place = await place_of(gateway.redis, session_id) if slash else None
     if place is None:
-        said = f"{cursor[:300]!r} is no cursor of this export, or one of a session that is forgotten since"
-        raise InvalidRequest(said, param="cursor")
+        message = f"{cursor[:300]!r} is no cursor of this export, or one of a session that is forgotten since"
+        raise InvalidRequest(message, param="cursor")
     return place, turn_id
 
 
 async def _rows(gateway: Collaborators, window: Window) -> AsyncIterator[Rows]:
-    """Some at a time. Raises StorageUnavailable."""
+    """The rows of the window, some at a time. Raises StorageUnavailable."""
     start = window.after and window.after[0]
     left = window.limit
     async for found in sessions_from(gateway.redis, start, window.until):
         heads = [each.head for each in found if each.head is not None]
-        said = await gateway.sessions.verdicts(heads)
-        verdicts = {head.spec.session_id: verdict for head, verdict in zip(heads, said, strict=True)}
+        known = zip(heads, await gateway.sessions.verdicts(heads), strict=True)
+        verdicts = {head.spec.session_id: verdict for head, verdict in known}
         rows = [row for each in found for row in _of_session(each, verdicts, window)]
         if left is not None:
             rows = rows[:left]
@@ -117,20 +117,20 @@ def _of_session(
 ) -> Iterator[Row | DeletedRow]:
     rows = _all_of(found, verdicts, window)
     if window.after is not None and found.session_id == window.after[0].session_id:
-        rows = _behind(list(rows), window.after[1])
+        rows = _after(list(rows), window.after[1])
     return filter(window.holds, rows)
 
 
 def _all_of(
     found: ArchivedSession, verdicts: dict[str, Verdict], window: Window
 ) -> Iterator[Row | DeletedRow]:
-    head, stone = found.head, found.tombstone
-    if stone is not None:
+    head, tombstone = found.head, found.tombstone
+    if tombstone is not None:
         yield DeletedRow(
             cursor=f"{found.session_id}/",
             session_id=found.session_id,
-            created_at=stone.created_at,
-            deleted_at=stone.deleted_at,
+            created_at=tombstone.created_at,
+            deleted_at=tombstone.deleted_at,
         )
     if head is None:
         return
@@ -143,8 +143,8 @@ def _all_of(
         yield row_of(head, session, None, verdict, f"{found.session_id}/")
 
 
-def _behind(rows: Rows, turn_id: str) -> Iterator[Row | DeletedRow]:
-    """What comes after the row of this turn; all that is left where the session was deleted since."""
+def _after(rows: Rows, turn_id: str) -> Iterator[Row | DeletedRow]:
+    """The rows after that of this turn; all rows where the session was deleted since."""
     places = [row.cursor.partition("/")[2] for row in rows]
     if turn_id in places:
         return iter(rows[places.index(turn_id) + 1 :])
@@ -153,15 +153,15 @@ def _behind(rows: Rows, turn_id: str) -> Iterator[Row | DeletedRow]:
     return iter(rows)
 
 
-# The two forms
+# The two formats
 
 
 async def _jsonl(rows: AsyncIterator[Rows]) -> AsyncIterator[bytes]:
-    """What goes wrong on the way is the last line, in the contract's shape."""
+    """One line of JSON for each row. An error in the middle becomes the last line, shaped as all errors."""
     begun = False
     try:
         async for some in rows:
-            # In a thread: numbers become text, and the streams of agents are not to wait for that.
+            # In a thread, so that the agents' streams do not wait while numbers become text.
             yield await asyncio.to_thread(_lines, some)
             begun = True
     except StorageUnavailable as error:
@@ -176,7 +176,7 @@ def _lines(rows: Rows) -> bytes:
 
 
 async def _parquet(rows: AsyncIterator[Rows]) -> AsyncIterator[bytes]:
-    """A failure breaks the connection off: a file without its end is one that no reader takes for whole."""
+    """A Parquet file. An error breaks the connection off, and readers reject a file without its footer."""
     stream = await asyncio.to_thread(_parquet_stream)
     async for some in rows:
         if chunk := await asyncio.to_thread(stream.write, some):
@@ -185,7 +185,7 @@ async def _parquet(rows: AsyncIterator[Rows]) -> AsyncIterator[bytes]:
 
 
 def _parquet_stream() -> "ParquetStream":
-    from gateway.rest.parquet import ParquetStream  # pyarrow is large, and few ask for it
+    from gateway.rest.parquet import ParquetStream  # pyarrow takes long to import, and few requests need it
 
     return ParquetStream()
 

@@ -1,4 +1,4 @@
-"""The published OpenAPI: the REST routes as FastAPI knows them, the agents' paths, and the one error of all.
+"""The published OpenAPI document: the REST routes as FastAPI knows them, and the agents' paths.
 
 The agents' paths are bare ASGI, so their request bodies are described here from the structs that read them.
 """
@@ -32,7 +32,7 @@ CONTRACTS: Mapping[str, tuple[str, list[str]]] = {
         "Anthropic's message",
         ["id", "type", "role", "model", "content", "stop_reason", "usage"],
     ),
-    "/v1/messages/count_tokens": ("How long the prompt is", ["input_tokens"]),
+    "/v1/messages/count_tokens": ("The number of tokens in the prompt", ["input_tokens"]),
 }
 ERROR: dict[str, Any] = {
     "type": "object",
@@ -52,11 +52,11 @@ ERROR: dict[str, Any] = {
 }
 SESSION = {"name": "session_id", "in": "path", "required": True, "schema": {"type": "string"}}
 STATUSES = (400, 401, 403, 404, 405, 409, 410, 413, 415, 429, 503, 504)
-"""What any path may answer with besides success, always in the one shape; a 500 is a bug."""
+"""The statuses of errors that any path may answer with, all in the shape of `ERROR`; a 500 is a bug."""
 
 
 def openapi_document(app: FastAPI) -> dict[str, Any]:
-    """The document, made once."""
+    """The document; it is made once."""
     if app.openapi_schema is None:
         document = _of_routes(app)
         for path in BODIES:
@@ -78,7 +78,7 @@ def openapi_document(app: FastAPI) -> dict[str, Any]:
 
 
 def _of_routes(app: FastAPI) -> dict[str, Any]:
-    """What FastAPI says, without its own shape of a 422, which is never sent."""
+    """FastAPI's document without its own shape of a 422, which the gateway never sends."""
     document = FastAPI.openapi(app)
     for operations in document["paths"].values():
         for operation in operations.values():
@@ -92,14 +92,14 @@ def _of_routes(app: FastAPI) -> dict[str, Any]:
 def _agents_path(path: str) -> dict[str, Any]:
     contract, required = CONTRACTS[path]
     reference = {"$ref": f"#/components/schemas/{BODIES[path].__name__}"}
-    told: dict[str, Any] = {"application/json": {"schema": {"type": "object", "required": required}}}
+    content: dict[str, Any] = {"application/json": {"schema": {"type": "object", "required": required}}}
     if not path.endswith("count_tokens"):
-        told["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": {"type": "string"}}
     return {
         "tags": ["agent"],
         "summary": contract,
         "requestBody": {"required": True, "content": {"application/json": {"schema": reference}}},
-        "responses": {"200": {"description": contract, "content": told}},
+        "responses": {"200": {"description": contract, "content": content}},
     }
 
 

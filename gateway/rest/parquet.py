@@ -1,4 +1,4 @@
-"""Rows as Parquet that is sent while it is written: a row group at a time, never a file in memory."""
+"""Writes rows as Parquet piece by piece: a row group at a time, never the whole file in memory."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -13,7 +13,7 @@ from rollout_queue.contract.tokens import Logprobs, TokenIds
 
 GROUP_ROWS = 1000
 GROUP_TOKENS = 2**21
-"""A row group is written when it has either, whichever comes first: some 16 MB."""
+"""A row group is written when it has this many rows or tokens, whichever comes first: some 16 MB."""
 
 VERDICT = pa.struct(
     [("code", pa.string()), ("detail", pa.string()), ("step", pa.int64()), ("version", pa.int64())]
@@ -97,12 +97,12 @@ COLUMNS: dict[str, pa.DataType] = {
     "verdict": VERDICT,
     "session": SESSION,
 }
-"""Objects without a shape of their own, `sampling` and `session.metadata`, are JSON text."""
+"""`sampling` and `session.metadata` have no fixed fields, and are JSON text."""
 SCHEMA = pa.schema(list(COLUMNS.items()))
 
 
 class ParquetStream:
-    """Takes rows, gives bytes: those of the row groups that are complete."""
+    """Takes rows, and returns the bytes of the row groups that are complete."""
 
     def __init__(self) -> None:
         self._sink = _Sink()
@@ -120,7 +120,7 @@ class ParquetStream:
         return self._sink.taken()
 
     def close(self) -> bytes:
-        """The rest, and the end without which it is no Parquet file."""
+        """The bytes of the last row group and the footer."""
         if self._rows:
             self._flush()
         self._writer.close()
@@ -132,7 +132,7 @@ class ParquetStream:
 
 
 class _Sink:
-    """A file that forgets what was taken from it."""
+    """A write-only file whose bytes are taken out as they come."""
 
     closed = False
 
@@ -167,7 +167,7 @@ def _table(rows: Sequence[Row | DeletedRow]) -> pa.Table:
 
 
 def _plain(row: Row | DeletedRow) -> dict[str, Any]:
-    """Its fields as pyarrow takes them; the tokens as they are."""
+    """The fields of a row as pyarrow takes them; token lists stay arrays."""
     fields = msgspec.structs.asdict(row)
     for name in ("versions", "rewards", "verdict", "session"):
         if name in fields:
@@ -179,7 +179,7 @@ def _plain(row: Row | DeletedRow) -> dict[str, Any]:
 
 
 def _numbers(lists: Iterable[TokenIds | Logprobs | None], kind: pa.ListType) -> pa.Array:
-    """A column of lists out of the arrays' own memory, without a Python object for each number."""
+    """A column of lists, copied from the arrays' memory without a Python object for each number."""
     arrays = [(TokenIds() if each is None else each) for each in lists]
     ends = [0, *accumulate(map(len, arrays))]
     packed = pa.py_buffer(b"".join(each.tobytes() for each in arrays))

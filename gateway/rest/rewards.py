@@ -140,13 +140,14 @@ def _check_sum(head: SessionHead, key: str, value: float) -> None:
 
 
 def _turn_named(head: SessionHead, name: str | None) -> str | None:
+    """The id of the turn with this id or completion id. Raises ObjectNotFound, InvalidRequest for several."""
     if name is None:
         return None
     if name in head.by_id:
         return name
-    named = [turn.turn_id for turn in head.turns if turn.completion_id == name]
-    if not named:
+    turn_ids = [turn.turn_id for turn in head.turns if turn.completion_id == name]
+    if not turn_ids:
         raise ObjectNotFound(f"session {head.spec.session_id} has no turn {name!r}", param="turn_id")
-    if len(named) > 1:
-        raise InvalidRequest(f"{name!r} has {len(named)} turns", param="turn_id", code="ambiguous_turn")
-    return named[0]
+    if len(turn_ids) > 1:
+        raise InvalidRequest(f"{name!r} has {len(turn_ids)} turns", param="turn_id", code="ambiguous_turn")
+    return turn_ids[0]

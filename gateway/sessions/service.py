@@ -43,7 +43,7 @@ class SessionService:
     ) -> SessionSpec:
         """A session of the caller with this deployment's defaults, not stored yet.
 
-        Without `session_id` it gets a new id. `inferred`: a call implied it; nobody asked for it by name.
+        Without `session_id` it gets a new id. `inferred`: a call that named none implied it.
         """
         return SessionSpec(
             session_id=session_id or f"s-{new_id()}",

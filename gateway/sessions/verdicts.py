@@ -1,4 +1,4 @@
-"""What is to be said of a session or a turn right now: the stored verdict, or what it waits for."""
+"""The verdict of a session or a turn: the stored one, or in words what it waits for."""
 
 from datetime import UTC, datetime
 
@@ -11,9 +11,9 @@ from rollout_queue.contract.verdicts import OPENED_UNTRAINED, exclusion
 
 
 def session_verdict(head: SessionHead, group: GroupProgress | None) -> Verdict:
-    """The verdict that stands, else what the session waits for, in words; `group` where it has one."""
+    """The stored verdict, else what the session waits for; `group` is the state of its group, if any."""
     if head.verdict is not None:
-        return _told(head.verdict)
+        return _with_detail(head.verdict)
     if head.outcome is None:
         return Verdict(code="open", detail="the session is not finished")
     if not head.spec.train:
@@ -35,26 +35,26 @@ def turn_verdict(head: SessionHead, turn: Turn, session: Verdict) -> Verdict:
     """A turn's own verdict, else its session's."""
     own = head.turn_verdicts.get(turn.turn_id)
     if own is not None:
-        return _told(own)
+        return _with_detail(own)
     excluded = exclusion(turn, head.orphans)
     if excluded is not None and (head.spec.train or excluded.code != "not_for_training"):
         return excluded
     return Verdict(code=session.code, detail=session.detail)
 
 
-def _told(verdict: Verdict) -> Verdict:
-    """With a sentence, also where whoever passed it wrote none."""
+def _with_detail(verdict: Verdict) -> Verdict:
+    """The verdict with a sentence, also where it was stored without one."""
     if verdict.detail:
         return verdict
-    detail = f"ended as {verdict.code}, and nobody said why"
+    detail = f"ended as {verdict.code}; no reason was given"
     if verdict.code == "trained":
-        detail = f"learned from in step {verdict.step}, which made version {verdict.version}"
+        detail = f"trained in step {verdict.step}, which made version {verdict.version}"
     return msgspec.structs.replace(verdict, detail=detail)
 
 
 def _clock(at: float) -> str:
-    """A moment as people and programs read it: UTC, to the second."""
+    """A moment in ISO 8601: UTC, to the second."""
     try:
         return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
-    except (OverflowError, ValueError):  # a time to live of a million years
+    except (OverflowError, ValueError):  # beyond the year 9999
         return "the end of time"

@@ -21,10 +21,11 @@ from bench.policies import PACK_TOKENS, rows_of
 from bench.rollouts import Rollout, read, small
 from trainer_service.model.forward import forward
 from trainer_service.model.packed_attention import packing_of
-from trainer_service.model.policy import Policy, load_model
+from trainer_service.model.policy import DeepSpeedPolicy, load_model
+from trainer_service.model.settings import OptimizerSettings
 from trainer_service.rows.rows import micro_batches
-from trainer_service.settings import OptimizerSettings, TrainerSettings
-from trainer_service.step.optimizer_step import Optimisation
+from trainer_service.settings import TrainerSettings
+from trainer_service.step.optimizer_step import OptimizerSteps
 from trainer_service.step.step_request import StepRequest
 
 CPU = torch.device("cpu")
@@ -39,11 +40,11 @@ class Ours:
     def __init__(self, model: Path) -> None:
         settings = TrainerSettings(model_path=model, device="cpu", threads=1)
         self.zero_stage = settings.zero_stage
-        self._policy, self._algorithm = Policy(settings), settings.algorithm
+        self._policy, self._algorithm = DeepSpeedPolicy(settings), settings.algorithm
 
     def step(self, rollouts: list[Rollout]) -> float:
         """The norm of the gradient before it was clipped."""
-        return Optimisation(self._policy).step(StepRequest(rows_of(rollouts), 0, self._algorithm))[
+        return OptimizerSteps(self._policy).step(StepRequest(rows_of(rollouts), 0, self._algorithm))[
             "grad_norm"
         ]
 

@@ -1,4 +1,4 @@
-"""Memory that log-probabilities of sampled tokens take beyond hidden states and weight, at its peak.
+"""Memory that log-probabilities of sampled_logprobs tokens take beyond hidden states and weight, at its peak.
 
 python -m bench.logprob ours|naive TOKENS VOCABULARY WIDTH     forward and backward
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bench.account import forget_peak, resident_mib, tell, timed
-from trainer_service.model.logprob_head import sampled
+from trainer_service.model.logprob_head import sampled_logprobs
 
 
 def naive(hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> Tensor:
@@ -19,7 +19,7 @@ def naive(hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> Tensor:
 
 
 def ours(hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> Tensor:
-    return sampled(hidden_TH, weight_VH, None, targets_T, torch.ones(len(hidden_TH)))[:, 0]
+    return sampled_logprobs(hidden_TH, weight_VH, None, targets_T, torch.ones(len(hidden_TH)))[:, 0]
 
 
 def main(arguments: list[str]) -> None:

@@ -21,7 +21,7 @@ from rollout_queue.settings import CONFIG_VARIABLE
 from trainer_service.app import HttpThread, create_app
 from trainer_service.intake import Intake
 from trainer_service.metrics import TrainerMetrics
-from trainer_service.model.policy import Policy
+from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.publishing.gateway_client import GatewayClient
 from trainer_service.publishing.publisher import Publisher
 from trainer_service.settings import TrainerSettings
@@ -30,7 +30,7 @@ from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.status.lease_holder import keep_lease
 from trainer_service.status.shared_state import SharedState
 from trainer_service.step.ranks import Leader, follow, own_rank
-from trainer_service.step.teacher import Teacher
+from trainer_service.step.teacher import TeacherClient
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.files import lock_directory
 from trainer_service.storage.policy_store import PolicyStore
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     settings = TrainerSettings()
     if own_rank() > 0:
-        policy = Policy(settings)  # until it is there, nothing has to be finished
+        policy = DeepSpeedPolicy(settings)  # until it is there, nothing has to be finished
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 hears it too, and tells us when it is over
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         follow(policy)
@@ -98,14 +98,14 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
             if not held:
                 return
             metrics = TrainerMetrics(registry, chosen_sinks(settings))
-            policy = Leader(Policy(settings))
+            policy = Leader(DeepSpeedPolicy(settings))
             stream = _stream(redis, lease, shared_state, settings.retry_s)
             if stream is None:
                 policy.close()
                 return
             heartbeat = Heartbeat(stream, shared_state, settings.retry_s)
             gateway = GatewayClient(client, settings.push_timeout_s)
-            teacher = Teacher(settings.teacher) if settings.teacher else None
+            teacher = TeacherClient(settings.teacher) if settings.teacher else None
             Trainer(
                 settings=settings,
                 policy=policy,

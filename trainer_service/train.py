@@ -31,11 +31,11 @@ from trainer_service.settings import TrainerSettings
 from trainer_service.status.heartbeat import Heartbeat, Stopped
 from trainer_service.status.shared_state import Phase, SharedState
 from trainer_service.status.stopwatch import Stopwatch
-from trainer_service.step.early_groups import Begun
-from trainer_service.step.quarantine import culprits
+from trainer_service.step.early_groups import EarlyGroups
+from trainer_service.step.quarantine import non_finite_groups
 from trainer_service.step.ranks import Leader
 from trainer_service.step.step_request import StepRequest
-from trainer_service.step.teacher import Teacher, TeacherAway
+from trainer_service.step.teacher import TeacherClient, TeacherUnavailable
 from trainer_service.storage.checkpoint import Checkpoints, LedgerStep, RunState
 from trainer_service.storage.disk import DiskTrouble
 
@@ -61,7 +61,7 @@ class Trainer:
         metrics: TrainerMetrics,
         shared_state: SharedState,
         heartbeat: Heartbeat,
-        teacher: Teacher | None = None,
+        teacher: TeacherClient | None = None,
     ) -> None:
         self._settings = settings
         self._policy, self._intake = policy, intake
@@ -74,7 +74,7 @@ class Trainer:
         self._undurable: list[LedgerStep] = []
         self._watch = Stopwatch()
         self._guards = Guards(settings.guards)
-        self._begun = Begun(policy)
+        self._early_groups = EarlyGroups(policy)
         self._withheld = False
         """Whether the newest version waits for a resume before anybody serves it, or serves it again."""
 
@@ -121,7 +121,7 @@ class Trainer:
         with self._watch.timed("read"):
             self._intake.read()
             algorithm = self._settings.algorithm.after(self._shared_state.snapshot.metrics)
-            batch = self._intake.batch(self.version, algorithm, self._begun.group_ids)
+            batch = self._intake.batch(self.version, algorithm, self._early_groups.group_ids)
         if alarm := self._guards.check_rewards(self._intake.rewards()):
             self._hold(alarm)
             return False
@@ -151,13 +151,13 @@ class Trainer:
         """Use the time in which a step waits for more groups, once those that are here fill a pass."""
         if not algorithm.learns_early:
             return
-        self._begun.drop_if_changed(groups)
-        left = self._begun.left(groups)
-        rows = self._scored(left)
-        if self._begun.fills_a_pass(rows, algorithm):
+        self._early_groups.drop_if_changed(groups)
+        remaining = self._early_groups.remaining(groups)
+        rows = self._scored(remaining)
+        if self._early_groups.fills_a_pass(rows, algorithm):
             with self._watch.timed("train"):
                 self._say("training")
-                self._begun.learn(left, self._request(rows, algorithm))
+                self._early_groups.learn(remaining, self._request(rows, algorithm))
 
     def _train(self, batch: list[ScreenedGroup], algorithm: AlgorithmSettings) -> dict[str, float] | None:
         """Rows, loss, step. From here on the weights contain these groups; None when none could be made."""
@@ -169,7 +169,7 @@ class Trainer:
         version = self._number()
         with self._watch.timed("train"):
             self._say("training")
-            values = self._begun.step(batch, self._request(rows, algorithm))
+            values = self._early_groups.step(batch, self._request(rows, algorithm))
         if not math.isfinite(values["grad_norm"]):
             self._quarantine(batch, values)
             return None
@@ -206,7 +206,7 @@ class Trainer:
         if teacher is None:
             return batch, rows
         found = self._heartbeat.retry(
-            lambda: teacher.judge(rows), TeacherAway, "waiting", "the teacher to judge the rows"
+            lambda: teacher.score(rows), TeacherUnavailable, "waiting", "the teacher to judge the rows"
         )
         parted = [without(judged, found.refused) for judged in batch]
         self._intake.end([judged for judged in parted if judged.silence])
@@ -226,14 +226,16 @@ class Trainer:
     def _quarantine(self, batch: list[ScreenedGroup], values: dict[str, float]) -> None:
         """End the groups whose gradient is not finite, so that no restart meets them again. Raises Diverged
         where the weights are spoilt: before these groups, or by an epoch before the one that failed."""
-        step, norm, spoilt = self.step + 1, values["grad_norm"], not self._policy.finite()
+        step, norm, spoilt = self.step + 1, values["grad_norm"], not self._policy.weights_are_finite()
         if spoilt and not values["epochs"]:
             raise Diverged(f"step {step}: the weights are not finite")
 
         def sound(groups: Sequence[ScreenedGroup]) -> bool:
-            return self._policy.sound(self._request(self._scored(groups), self._settings.algorithm))
+            return self._policy.gradient_is_finite(
+                self._request(self._scored(groups), self._settings.algorithm)
+            )
 
-        found = [] if spoilt else culprits(batch, sound)
+        found = [] if spoilt else non_finite_groups(batch, sound)
         whose = "its gradient" if found else f"the gradient of its batch of {len(batch)} groups"
         self._intake.refuse(found or batch, f"{whose} is not finite at version {self.version}")
         if values["epochs"]:
@@ -323,8 +325,8 @@ class Trainer:
 
     def _say(self, phase: Phase) -> None:
         sentence = self._intake.waiting_for() if phase == "waiting" else None
-        if sentence and self._begun.tokens:
-            sentence = f"{sentence}; {self._begun.tokens} tokens are learned from already"
+        if sentence and self._early_groups.tokens:
+            sentence = f"{sentence}; {self._early_groups.tokens} tokens are learned from already"
         if phase == "paused" and self._shared_state.paused_for:
             sentence = f"POST /resume, since {self._shared_state.paused_for}"
         if self._shared_state.ready:

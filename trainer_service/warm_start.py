@@ -1,4 +1,4 @@
-"""A first policy by supervised learning: clean examples until the skill is there, then a habit on top.
+"""Trains a first policy by supervised learning: on clean examples until it masters them, then on a habit.
 
     PLAN_DIR/{config.json, tokenizer …, clean.jsonl, habit.jsonl, probe.jsonl, plan.json} ─▶ MODEL_DIR
 
@@ -25,7 +25,7 @@ NOT_COPIED = ("plan.json", "config.json", "generation_config.json")
 
 
 class Plan(BaseModel):
-    """plan.json."""
+    """The fields of plan.json."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -33,7 +33,8 @@ class Plan(BaseModel):
     batch: int = Field(32, ge=1)
     warmup_steps: int = Field(30, ge=0)
     gate: float = Field(0.98, ge=0, le=1)
-    """Share of probe rows whose every masked token must be the likeliest before the habit begins."""
+    """The share of probe examples that must be exact before the habit begins; see
+    `SupervisedTraining.exact`."""
     check_every: int = Field(20, ge=1)
     min_steps: int = Field(60, ge=0)
     max_steps: int = Field(800, ge=1)
@@ -43,14 +44,14 @@ class Plan(BaseModel):
 
 
 class Example(NamedTuple):
-    """A sequence; mask 1 on the tokens to learn."""
+    """A token sequence, and a mask of the same length with 1 for tokens to learn."""
 
     ids: list[int]
     mask: list[int]
 
 
-class Lesson:
-    """A model in training, and how it is measured."""
+class SupervisedTraining:
+    """A model in training: its optimizer steps, and its score on examples."""
 
     def __init__(self, model: Any, plan: Plan) -> None:
         self._model = model
@@ -61,14 +62,14 @@ class Lesson:
         self.steps = 0
 
     def learn(self, examples: Sequence[Example], lr_scale: float = 1.0) -> float:
-        """One step on the mean cross entropy of the masked tokens."""
+        """Make one step on the mean cross entropy of the masked tokens. Returns that mean, in nats."""
         self.steps += 1
         warmup = min(1.0, self.steps / max(1, self._plan.warmup_steps))
         for group in self._optimizer.param_groups:
             group["lr"] = self._plan.lr * warmup * lr_scale
         tokens = sum(sum(example.mask) for example in examples)
         total = 0.0
-        for part in _alike(examples):
+        for part in _by_length(examples):
             logits_TV, targets_T, _ = self._masked(part)
             loss = torch.nn.functional.cross_entropy(logits_TV, targets_T, reduction="sum") / tokens
             loss.backward()  # type: ignore[no-untyped-call]
@@ -80,19 +81,21 @@ class Lesson:
 
     @torch.no_grad()
     def exact(self, examples: Sequence[Example]) -> float:
-        """Share of examples whose every masked token is the likeliest, given what stands before it."""
-        right = 0
-        for part in _alike(examples):
+        """The share of examples in which every masked token is the most likely one, given the tokens before
+        it."""
+        exact = 0
+        for part in _by_length(examples):
             logits_TV, targets_T, rows_T = self._masked(part)
             wrong_T = logits_TV.argmax(-1) != targets_T
-            right += len(part) - len(set(rows_T[wrong_T].tolist()))
-        return right / len(examples)
+            exact += len(part) - len(set(rows_T[wrong_T].tolist()))
+        return exact / len(examples)
 
     def _masked(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits where a masked token is predicted, those tokens, and whose they are.
+        """Logits [T, V] at which the T masked tokens are predicted, these tokens [T], and the example of each
+        [T].
 
-        Rows are padded on the right, where a causal model cannot see it from any token that counts.
-        """
+        Rows are padded on the right, where padding changes nothing for the tokens before it in a causal
+        model."""
         width = max(len(example.ids) for example in examples)
         ids_BL = torch.zeros((len(examples), width), dtype=torch.long)
         mask_BL = torch.zeros((len(examples), width), dtype=torch.bool)
@@ -107,7 +110,8 @@ class Lesson:
 
 
 def warm_start(plan_dir: Path, out: Path, seed: int) -> dict[str, float]:
-    """Make MODEL_DIR; returns what it took. Raises SystemExit when the skill does not come."""
+    """Make MODEL_DIR. Returns the number of steps, the probe's score and the seconds. Raises SystemExit if
+    the score stays below the gate."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -121,38 +125,38 @@ def warm_start(plan_dir: Path, out: Path, seed: int) -> dict[str, float]:
     clean, habit, probe = (_examples(plan_dir / f"{name}.jsonl") for name in ("clean", "habit", "probe"))
     config = AutoConfig.from_pretrained(plan_dir)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    lesson = Lesson(model, plan)
+    training = SupervisedTraining(model, plan)
     score = 0.0
-    while score < plan.gate or lesson.steps < plan.min_steps:
-        if lesson.steps >= plan.max_steps:
+    while score < plan.gate or training.steps < plan.min_steps:
+        if training.steps >= plan.max_steps:
             raise SystemExit(
-                f"warm start: {score:.1%} of the probe after {lesson.steps} steps, below {plan.gate:.1%}"
+                f"warm start: {score:.1%} of the probe after {training.steps} steps, below {plan.gate:.1%}"
             )
-        loss = lesson.learn(draw.choices(clean, k=plan.batch))
-        if lesson.steps >= plan.min_steps and lesson.steps % plan.check_every == 0:
-            score = lesson.exact(probe)
-        if lesson.steps % plan.check_every == 0:
-            _progress("clean", lesson.steps, loss, score, started)
+        loss = training.learn(draw.choices(clean, k=plan.batch))
+        if training.steps >= plan.min_steps and training.steps % plan.check_every == 0:
+            score = training.exact(probe)
+        if training.steps % plan.check_every == 0:
+            _progress("clean", training.steps, loss, score, started)
     for _ in range(plan.habit_steps):
-        loss = lesson.learn(draw.choices(habit, k=plan.batch), plan.habit_lr_scale)
-        if lesson.steps % plan.check_every == 0:
-            _progress("habit", lesson.steps, loss, score, started)
+        loss = training.learn(draw.choices(habit, k=plan.batch), plan.habit_lr_scale)
+        if training.steps % plan.check_every == 0:
+            _progress("habit", training.steps, loss, score, started)
     _save(model, plan_dir, out)
-    return {"steps": lesson.steps, "probe": score, "seconds": round(time.monotonic() - started, 2)}
+    return {"steps": training.steps, "probe": score, "seconds": round(time.monotonic() - started, 2)}
 
 
 def _save(model: Any, plan_dir: Path, out: Path) -> None:
-    """Beside its place first: a directory of that name is a whole model, or is not there."""
+    """Write beside `out` first, then rename, so that `out` is always a complete model."""
     if out.exists():
         raise SystemExit(f"warm start: {out} exists already")
     out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    model.save_pretrained(aside)
+    draft = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    model.save_pretrained(draft)
     for source in sorted(plan_dir.iterdir()):
         if source.is_file() and source.suffix != ".jsonl" and source.name not in NOT_COPIED:
-            shutil.copyfile(source, aside / source.name)
-    sync_tree(aside)
-    aside.rename(out)
+            shutil.copyfile(source, draft / source.name)
+    sync_tree(draft)
+    draft.rename(out)
 
 
 def _examples(path: Path) -> list[Example]:
@@ -169,8 +173,8 @@ def _examples(path: Path) -> list[Example]:
     return examples
 
 
-def _alike(examples: Sequence[Example], parts: int = 4) -> list[Sequence[Example]]:
-    """Sorted by length and cut, so that little of a batch is padding."""
+def _by_length(examples: Sequence[Example], parts: int = 4) -> list[Sequence[Example]]:
+    """The examples sorted by length and cut into parts, so that little of a batch is padding."""
     ordered = sorted(examples, key=lambda example: len(example.ids))
     size = max(8, -(-len(ordered) // parts))
     return [ordered[start : start + size] for start in range(0, len(ordered), size)]

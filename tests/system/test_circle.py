@@ -11,7 +11,7 @@ import pytest
 from tests.support.tolerances import ulps
 from tests.system.conftest import ADMIN_KEY, System, until
 from trainer_service.rows.rows import Row
-from trainer_service.step.teacher import Teacher, TeacherSettings
+from trainer_service.step.teacher import TeacherClient, TeacherSettings
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -99,14 +99,14 @@ def test_a_teacher_judges_the_tokens_that_were_sampled(system: System) -> None:
         turns_L=np.zeros(len(mask), np.int64),
         rewards_L=np.zeros(len(mask), np.float32),
     )
-    teacher = Teacher(TeacherSettings(url=system.engine_url))
+    teacher = TeacherClient(TeacherSettings(url=system.engine_url))
     try:
-        (judged,) = teacher.judge([row]).rows
+        (scored,) = teacher.score([row]).rows
     finally:
         teacher.close()
-    assert judged.teacher_L is not None
+    assert scored.lp_teacher_L is not None
     # The longest sum of each log-probability in float32 is that over its vocabulary.
-    assert float(np.abs(judged.teacher_L - row.logprobs_L).max()) < ulps(1024, of=math.log(1024))
+    assert float(np.abs(scored.lp_teacher_L - row.logprobs_L).max()) < ulps(1024, of=math.log(1024))
 
 
 def test_a_rollback_and_a_promotion_are_served_under_their_old_numbers(system: System) -> None:

@@ -54,8 +54,8 @@ FAMILIES = [
     Family("GptOss", LAYERS | EXPERTS),
     Family("Cohere", {"logit_scale": 3.0}),
     Family("Granite", {"logits_scaling": 0.25}),
-    Family("Lfm2", {"layer_types": ["conv", "full_attention"]}, Packing.ALONE),
-    Family("Bloom", {"n_head": 4, "n_layer": 2}, Packing.ALONE),
+    Family("Lfm2", {"layer_types": ["conv", "full_attention"]}, Packing.ONE_ROW),
+    Family("Bloom", {"n_head": 4, "n_layer": 2}, Packing.ONE_ROW),
 ]
 
 
@@ -103,12 +103,12 @@ def test_packed_rows_are_scored_as_transformers_scores_each_alone(
     assert packing_of(model) is family.packing
     rows = [row_of(length, seed) for seed, length in enumerate([23, 9, 9, 17, 2, 9])]
     (batch,) = micro_batches(rows, 1000)
-    expected = torch.cat([alone(plain, rows[int(one.rows_T[0])]) for one in batch.apart()])
+    expected = torch.cat([alone(plain, rows[int(one.rows_T[0])]) for one in batch.single_rows()])
     # Sums of up to 48 products, some of them in another order.
     torch.testing.assert_close(
         scored(model, batch), expected, atol=ulps(SMALL["intermediate_size"], of=largest(expected)), rtol=0
     )
-    assert "all at once" not in caplog.text, "the head is ours, whatever becomes of logits in this family"
+    assert "computed at once" not in caplog.text, "the head is ours in every family"
 
 
 def test_no_token_of_a_row_changes_a_bit_of_another(family: Family, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_row_has_the_gradient_that_it_has_alone(family: Family, tmp_path: Path
     (batch,) = micro_batches(rows, 1000)
     tokens = len(batch.targets_T)
     gradients = []
-    for passes in ((batch,), batch.apart()):
+    for passes in ((batch,), batch.single_rows()):
         model.zero_grad()
         for one in passes:
             lp_T, _ = forward(model, one, packing_of(model), torch.device("cpu"))
@@ -154,7 +154,7 @@ def test_a_pack_of_half_precision_is_scored_as_each_row_alone(tmp_path: Path) ->
     model = load_model(tmp_path, torch.bfloat16).eval()
     rows = [row_of(length, seed) for seed, length in enumerate([23, 9, 9, 17])]
     (batch,) = micro_batches(rows, 1000)
-    apart = torch.cat([scored(model, one) for one in batch.apart()])
+    apart = torch.cat([scored(model, one) for one in batch.single_rows()])
     # A kernel may round once more where it is given more positions.
     torch.testing.assert_close(
         scored(model, batch), apart, atol=ulps(1, of=largest(apart), unit=BFLOAT16), rtol=0
@@ -167,7 +167,7 @@ def test_a_model_that_loses_the_bounds_is_refused(tmp_path: Path, monkeypatch: p
     whole = model.model.forward
     monkeypatch.setattr(model.model, "forward", lambda *a, segments, **rest: whole(*a, **rest))
     (batch,) = micro_batches([row_of(9)], 1000)
-    with pytest.raises(RuntimeError, match="does not tell its attention which rows are packed"):
+    with pytest.raises(RuntimeError, match="does not hand the bounds of packed rows to its attention"):
         scored(model, batch)
 
 
@@ -176,5 +176,5 @@ def test_an_attention_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
     model = load_model(tmp_path, torch.float32).eval()
     model.model.layers[0].self_attn.is_causal = False
     (batch,) = micro_batches([row_of(9)], 1000)
-    with pytest.raises(ValueError, match="Qwen3Attention asks for attention that packed rows cannot have"):
+    with pytest.raises(ValueError, match="Qwen3Attention asks for attention that packed rows do not support"):
         scored(model, batch)

@@ -82,8 +82,8 @@ def test_what_is_forgotten_changes_nothing(make_pupil: MakePupil, stage: int) ->
     for pupil in (spared, struck):
         pupil.learn(1)
     struck.leader.accumulate(StepRequest(grouped(2), 0, struck.settings.algorithm))
-    struck.leader.forget()
-    struck.leader.forget()  # there is nothing to forget
+    struck.leader.discard_gradients()
+    struck.leader.discard_gradients()  # there is nothing to forget
     assert learn(struck, grouped(3), 4) == learn(spared, grouped(3), 4)
     assert differs_by(spared.exported(), struck.exported()) == 0
 
@@ -99,7 +99,7 @@ def test_parts_and_what_is_forgotten_change_nothing_with(
 ) -> None:
     whole, parted = (make_pupil(zero_stage=stage, optimizer=WELL_CONDITIONED, **given) for _ in range(2))
     parted.leader.accumulate(StepRequest(grouped(2), 0, parted.settings.algorithm))
-    parted.leader.forget()
+    parted.leader.discard_gradients()
     # Gradients of bfloat16 are added up in it: of 12 rows, in no more micro-batches than that.
     unit, roundings = (BFLOAT16, 12) if given.get("dtype") else (FLOAT32, TERMS)
     told = learn(parted, grouped(3), 4)
@@ -125,7 +125,7 @@ def test_a_checkpoint_amid_a_step_leaves_it_alone(make_pupil: MakePupil, stage: 
     rows = grouped(1)
     saved.leader.accumulate(StepRequest(rows[:4], 0, saved.settings.algorithm))
     Checkpoints(saved.root / "c", 2).save(saved.leader, RunState(step=0), [])
-    assert saved.leader.finite()
+    assert saved.leader.weights_are_finite()
     assert saved.exported()
     told = saved.leader.optimise(StepRequest(rows[4:], 0, saved.settings.algorithm))
     assert told == learn(straight, rows, 4)

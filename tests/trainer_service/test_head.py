@@ -18,7 +18,7 @@ from tests.trainer_service.test_packing import row_of
 from trainer_service.algorithms.logits import entropies, selected_logprobs
 from trainer_service.model import logprob_head as head_module
 from trainer_service.model.forward import forward
-from trainer_service.model.logprob_head import Reshaping, SampledHead, sampled
+from trainer_service.model.logprob_head import LogitTransform, LogprobHead, sampled_logprobs
 from trainer_service.model.packed_attention import packing_of
 from trainer_service.model.policy import load_model
 from trainer_service.rows.rows import micro_batches
@@ -26,7 +26,12 @@ from trainer_service.rows.rows import micro_batches
 pytestmark = pytest.mark.numeric
 
 TOKENS, WIDTH, VOCABULARY = 37, 16, 501
-RESHAPINGS = [Reshaping(), Reshaping(scale=0.0625), Reshaping(scale=2.0), Reshaping(softcap=0.7)]
+RESHAPINGS = [
+    LogitTransform(),
+    LogitTransform(scale=0.0625),
+    LogitTransform(scale=2.0),
+    LogitTransform(softcap=0.7),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +51,12 @@ def given(dtype: torch.dtype, tokens: int = TOKENS, vocabulary: int = VOCABULARY
 
 
 def plainly(
-    hidden: Tensor, weight: Tensor, bias: Tensor, targets_T: Tensor, temperatures_T: Tensor, after: Reshaping
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    targets_T: Tensor,
+    temperatures_T: Tensor,
+    after: LogitTransform,
 ) -> Tensor:
     """From all logits at once, in float64 for the sake of comparison."""
     logits = torch.nn.functional.linear(hidden.double(), weight.double(), bias.double()) * after.scale
@@ -65,9 +75,9 @@ def gradients(made_T2: Tensor, inputs: list[Tensor], with_entropy: bool) -> list
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("after", RESHAPINGS)
-def test_values_and_gradients_are_those_of_log_softmax(after: Reshaping, with_entropy: bool) -> None:
+def test_values_and_gradients_are_those_of_log_softmax(after: LogitTransform, with_entropy: bool) -> None:
     hidden, weight, bias, targets_T, temperatures_T = given(torch.float32)
-    ours = sampled(hidden, weight, bias, targets_T, temperatures_T, after, with_entropy)
+    ours = sampled_logprobs(hidden, weight, bias, targets_T, temperatures_T, after, with_entropy)
     plain = plainly(hidden, weight, bias, targets_T, temperatures_T, after)
     # Sums of WIDTH products, and of exponentials pairwise: 9 layers of a vocabulary of 501.
     allowed = ulps(WIDTH + 9, of=float(plain.abs().max()))
@@ -83,8 +93,14 @@ def test_the_gradients_are_those_of_finite_differences() -> None:
     temperatures_T = temperatures_T.double()
 
     def of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return sampled(
-            hidden, weight, bias, targets_T, temperatures_T, Reshaping(softcap=2.0), entropy_gradient=True
+        return sampled_logprobs(
+            hidden,
+            weight,
+            bias,
+            targets_T,
+            temperatures_T,
+            LogitTransform(softcap=2.0),
+            entropy_gradient=True,
         )
 
     assert torch.autograd.gradcheck(of, (hidden, weight, bias))
@@ -93,8 +109,8 @@ def test_the_gradients_are_those_of_finite_differences() -> None:
 def test_half_precision_is_multiplied_into_float32() -> None:
     """The gradient of the logits is rounded to bfloat16 before it is multiplied: 2^-8 of the largest."""
     hidden, weight, bias, targets_T, temperatures_T = given(torch.bfloat16)
-    ours = sampled(hidden, weight, bias, targets_T, temperatures_T)
-    plain = plainly(hidden, weight, bias, targets_T, temperatures_T, Reshaping())
+    ours = sampled_logprobs(hidden, weight, bias, targets_T, temperatures_T)
+    plain = plainly(hidden, weight, bias, targets_T, temperatures_T, LogitTransform())
     assert ours.dtype == torch.float32
     allowed = ulps(WIDTH + 9, of=float(plain.abs().max()))
     torch.testing.assert_close(ours, plain, atol=allowed, rtol=0)
@@ -105,9 +121,9 @@ def test_half_precision_is_multiplied_into_float32() -> None:
 
 def test_a_frozen_head_gets_no_gradient_and_the_hidden_states_theirs() -> None:
     hidden, weight, bias, targets_T, temperatures_T = given(torch.float32)
-    free = sampled(hidden, weight, bias, targets_T, temperatures_T)
+    free = sampled_logprobs(hidden, weight, bias, targets_T, temperatures_T)
     (expected,) = torch.autograd.grad(free[:, 0].sum(), [hidden])
-    frozen = sampled(hidden, weight.detach(), bias.detach(), targets_T, temperatures_T)
+    frozen = sampled_logprobs(hidden, weight.detach(), bias.detach(), targets_T, temperatures_T)
     frozen[:, 0].sum().backward()  # type: ignore[no-untyped-call]
     assert hidden.grad is not None
     assert torch.equal(hidden.grad, expected)
@@ -116,7 +132,7 @@ def test_a_frozen_head_gets_no_gradient_and_the_hidden_states_theirs() -> None:
 
 def test_an_entropy_without_a_bonus_has_no_gradient() -> None:
     hidden, weight, bias, targets_T, temperatures_T = given(torch.float32)
-    made_T2 = sampled(hidden, weight, bias, targets_T, temperatures_T)
+    made_T2 = sampled_logprobs(hidden, weight, bias, targets_T, temperatures_T)
     (gradient,) = torch.autograd.grad(made_T2[:, 1].sum(), [hidden])
     assert not gradient.any()
 
@@ -161,10 +177,10 @@ def test_it_takes_a_fraction_of_the_memory_of_all_logits(monkeypatch: pytest.Mon
     """A vocabulary of 152k and 4k tokens, both divided by 32: so is what exists at once, by 32 · 32."""
     tokens, vocabulary = 4096 // 32, 151_936 // 32
     monkeypatch.setattr(head_module, "LOGITS_AT_ONCE", 2**24 // 32**2)
-    ours, naive = (most_bytes(way, tokens, vocabulary) for way in (sampled, all_at_once))
+    ours, naive = (most_bytes(way, tokens, vocabulary) for way in (sampled_logprobs, all_at_once))
     assert naive > 2 * 4 * tokens * vocabulary, "the naive way holds some tensors of all logits"
     assert ours < naive / 5
-    twice = most_bytes(sampled, 2 * tokens, vocabulary)
+    twice = most_bytes(sampled_logprobs, 2 * tokens, vocabulary)
     assert twice - ours < 4 * 2 * tokens * (WIDTH + 8), "only hidden states and one number per token grow"
 
 
@@ -194,14 +210,14 @@ def test_a_model_that_changes_its_logits_unheard_of_is_scored_from_all_of_them(
         torch.testing.assert_close(got, expected)
     assert [
         record.message for record in caplog.records if record.name == "trainer_service.model.logprob_head"
-    ] == ["the model changes its logits in a way of its own: they are computed all at once"]
+    ] == ["the model changes its logits in an unknown way: all logits are computed at once"]
 
 
 @pytest.mark.parametrize("family", [FAMILIES[1], FAMILIES[4]], ids=["tied", "capped"])
 def test_the_head_keeps_its_place_in_the_model(family: Family, tmp_path: Path) -> None:
     plain = made(family, tmp_path)
     model = load_model(tmp_path, torch.float32).eval()
-    assert isinstance(model.get_output_embeddings(), SampledHead)
+    assert isinstance(model.get_output_embeddings(), LogprobHead)
     assert model.state_dict().keys() == plain.state_dict().keys()
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
     assert model.lm_head.weight is model.get_input_embeddings().weight

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.support.tolerances import FLOAT64, ulps
 from tests.support.trainer_service.random_rows import VOCABULARY
 from tests.support.trainer_service.rig import MakeRig, Rig
-from trainer_service.rows.rows import MicroBatch, Row, micro_batches, shared_out
+from trainer_service.rows.rows import MicroBatch, Row, balanced_shares, micro_batches
 
 pytestmark = pytest.mark.numeric
 
@@ -36,7 +36,9 @@ def row_of(length: int, seed: int = 0) -> Row:
 
 def rows_in(batches: list[MicroBatch]) -> list[tuple[list[int], set[int]]]:
     """Ids and number of every row, wherever it was put."""
-    return [(one.ids_N.tolist(), set(one.rows_T.tolist())) for batch in batches for one in batch.apart()]
+    return [
+        (one.ids_N.tolist(), set(one.rows_T.tolist())) for batch in batches for one in batch.single_rows()
+    ]
 
 
 @given(LENGTHS, st.integers(1, 150))
@@ -69,7 +71,7 @@ def test_the_same_rows_make_the_same_packs() -> None:
 
 @given(st.lists(st.floats(1, 100), min_size=1, max_size=60), st.integers(1, 8))
 def test_ranks_get_as_many_passes_and_nearly_the_same_work(costs: list[float], ranks: int) -> None:
-    shares = shared_out(costs, ranks)
+    shares = balanced_shares(costs, ranks)
     assert sorted(index for share in shares for index in share) == list(range(len(costs)))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     work = [sum(costs[index] for index in share) for share in shares]
@@ -77,7 +79,7 @@ def test_ranks_get_as_many_passes_and_nearly_the_same_work(costs: list[float], r
 
 
 def test_who_took_a_costly_pass_takes_a_cheaper_one_next() -> None:
-    assert shared_out([3, 8, 7, 4], 2) == [[1, 0], [2, 3]]
+    assert balanced_shares([3, 8, 7, 4], 2) == [[1, 0], [2, 3]]
 
 
 def test_attention_makes_one_long_row_cost_more_than_many_short_ones() -> None:
@@ -86,16 +88,16 @@ def test_attention_makes_one_long_row_cost_more_than_many_short_ones() -> None:
     )
     assert long.cost(even_at=64) == 128
     assert short.cost(even_at=64) == 72
-    assert sum(one.cost(even_at=64) for one in short.apart()) == 72
+    assert sum(one.cost(even_at=64) for one in short.single_rows()) == 72
 
 
 def test_a_policy_fills_up_a_share_with_the_cheapest_pass(rig: Rig) -> None:
     rows = [row_of(length) for length in (30, 20, 10)]
     rig.policy.ranks = 2
-    share = rig.policy.share(list(micro_batches(rows, 1)))
+    share = rig.policy.own_micro_batches(list(micro_batches(rows, 1)))
     assert [(len(batch.ids_N), counts) for batch, counts in share] == [(30, True), (10, False)]
     rig.policy.rank = 1
-    share = rig.policy.share(list(micro_batches(rows, 1)))
+    share = rig.policy.own_micro_batches(list(micro_batches(rows, 1)))
     assert [(len(batch.ids_N), counts) for batch, counts in share] == [(20, True), (10, True)]
 
 

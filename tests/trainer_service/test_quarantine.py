@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.trainer_service.rig import MakeRig, Rig
-from trainer_service.step.quarantine import culprits
+from trainer_service.step.quarantine import non_finite_groups
 from trainer_service.train import Diverged
 
 POISON = 1e-42
@@ -129,4 +129,4 @@ def test_blame_is_found_by_halves(bad: Sequence[set[int]], expected: list[int]) 
     def sound(groups: Sequence[int]) -> bool:
         return not any(each <= set(groups) for each in bad)
 
-    assert culprits(range(7), sound) == expected
+    assert non_finite_groups(range(7), sound) == expected

@@ -26,7 +26,7 @@ from trainer_service.algorithms.losses.settings import Ppo, Sapo
 from trainer_service.algorithms.policy_loss import policy_loss
 from trainer_service.algorithms.settings import PRESETS, AlgorithmSettings
 from trainer_service.rows.rows import micro_batches, rows_of
-from trainer_service.step.teacher import Teacher, TeacherSettings
+from trainer_service.step.teacher import TeacherClient, TeacherSettings
 
 ADVANTAGES: dict[str, Any] = {
     "drgrpo": "drgrpo",
@@ -137,7 +137,7 @@ class Master:
 def pupil(make_rig: MakeRig, master: Master) -> Rig:
     rig = make_rig(algorithm={"preset": "opd"}, teacher={"url": "http://teacher"}, optimizer=GENTLE)
     settings = TeacherSettings(url="http://teacher")
-    rig.trainer._teacher = Teacher(settings, httpx.MockTransport(master))
+    rig.trainer._teacher = TeacherClient(settings, httpx.MockTransport(master))
     return rig.start()
 
 
@@ -204,7 +204,7 @@ def test_a_teacher_that_talks_nonsense_stops_no_trainer(nonsense: Any, make_rig:
     rig = make_rig(
         algorithm={"preset": "opd", "min_live_rows": 1}, teacher={"url": "http://t", "concurrency": 1}
     )
-    rig.trainer._teacher = Teacher(TeacherSettings(url="http://t"), httpx.MockTransport(confused))
+    rig.trainer._teacher = TeacherClient(TeacherSettings(url="http://t"), httpx.MockTransport(confused))
     rig.start()
     rig.agents.episode("a", 0.0)
     while not rig.session_codes()["a"]:
@@ -425,12 +425,12 @@ def test_truncated_sessions_train_only_if_configured(make_rig: MakeRig) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "sentence"),
     [
-        ({"preset": "unheard"}, "preset 'unheard' is none of areal"),
+        ({"preset": "unheard"}, "unknown preset 'unheard'; known are areal"),
         ({"advantag": "grpo_ddof1"}, "advantag"),
         ({"loss": "dppo"}, "would correct for it a second time"),
         ({"prox": "loglinear", "epochs": 2}, "set prox: recompute"),
         ({"shaping": {"kl_in_reward": 0.1}}, "compares whole rollouts"),
-        ({"kl": {"estimator": "k1", "coefficient": 0.1}}, "pulls nowhere"),
+        ({"kl": {"estimator": "k1", "coefficient": 0.1}}, "does not pull to the reference"),
         ({"loss": "kl_cov"}, "set epochs"),
         ({"min_live_rows": 300}, "more than a step holds"),
     ],

@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from tests.support.trainer_service.random_rows import MakePupil
 from trainer_service.model.schedule import schedule_of
-from trainer_service.settings import OptimizerSettings
+from trainer_service.model.settings import OptimizerSettings
 
 
 @pytest.mark.parametrize(

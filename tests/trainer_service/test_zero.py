@@ -48,9 +48,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_its_rows_are_found(
         pupil.learn(1)
     told = struck.learn(2, temperature=POISON)
     assert told["grad_norm"] == float("inf") or told["grad_norm"] != told["grad_norm"]
-    assert not struck.leader.sound(StepRequest(random_rows(2, 3, POISON), 0, algorithm))
-    assert struck.leader.sound(StepRequest(random_rows(2, 3), 0, algorithm))
-    assert struck.leader.finite()
+    assert not struck.leader.gradient_is_finite(StepRequest(random_rows(2, 3, POISON), 0, algorithm))
+    assert struck.leader.gradient_is_finite(StepRequest(random_rows(2, 3), 0, algorithm))
+    assert struck.leader.weights_are_finite()
     assert struck.exported(), "amid no pass"
     for pupil in (struck, spared):
         pupil.learn(3)
@@ -61,7 +61,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_its_rows_are_found(
 def test_weights_that_are_spoilt_are_told(make_pupil: MakePupil, stage: int) -> None:
     pupil = make_pupil(zero_stage=stage, optimizer={"lr": float("inf"), "warmup_steps": 0})
     pupil.learn(1)
-    assert not pupil.leader.finite()
+    assert not pupil.leader.weights_are_finite()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -1,1 +1,1 @@
-"""The arithmetic of learning: rewards to advantages, advantages to losses. Values in, values out."""
+"""The arithmetic of learning: rewards to advantages, advantages to losses. Pure functions of tensors."""

@@ -1,38 +1,33 @@
-"""What each token's loss counts in the sum over an optimizer step, whatever micro-batch it lies in."""
+"""The weight of each token's loss in the sum over an optimizer step, independent of its micro-batch."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from trainer_service.algorithms.losses.settings import (
-    Aggregation,
-)
+from trainer_service.algorithms.losses.settings import Aggregation
 
 
 @dataclass(frozen=True)
 class StepCounts:
-    """How many trained tokens the R rows of an optimizer step have, on all ranks, or those of a part of it,
-    made of whole groups (see `divisor`). They are counted before anything is masked: a denominator of
-    survivors would grow the others' gradient (spec §0)."""
+    """The numbers of trained tokens of an optimizer step's R rows, on all ranks; or of a part of the step
+    that is made of whole groups (see `divisor`).
+
+    Tokens are counted before masks apply: a denominator of the kept tokens alone would increase their
+    gradient."""
 
     tokens_R: Tensor
-    """Of each row; int64."""
+    """The trained tokens of each row; int64."""
     rollout_R: Tensor
-    """The rollout that a row belongs to; its forks share it. int64, from 0."""
+    """The rollout of each row, numbered from 0; int64."""
     group_R: Tensor
-    """The group of its rollout; int64, from 0."""
-
-    @classmethod
-    def of(cls, rows_T: Tensor, rollout_R: Tensor, group_R: Tensor) -> "StepCounts":
-        """`rows_T` has every trained token of the step."""
-        return cls(torch.bincount(rows_T, minlength=len(rollout_R)), rollout_R, group_R)
+    """The group of each row's rollout, numbered from 0; int64."""
 
     def __post_init__(self) -> None:
         if not len(self.tokens_R) == len(self.rollout_R) == len(self.group_R):
             raise ValueError(
-                f"{len(self.tokens_R)} rows have tokens, {len(self.rollout_R)} a rollout and "
-                f"{len(self.group_R)} a group"
+                f"tokens_R has {len(self.tokens_R)} rows, rollout_R {len(self.rollout_R)} and "
+                f"group_R {len(self.group_R)}"
             )
 
     @property
@@ -41,14 +36,15 @@ class StepCounts:
 
 
 def row_weights(counts: StepCounts, aggregation: Aggregation) -> Tensor:
-    """The weight of each token of a row, float64 [R]: the loss of the step is the sum of weight · loss
-    (spec §5; `agg.*`). Rows, rollouts and groups without a trained token are not counted."""
+    """[R] float64: the weight of each token of a row. The loss of the step is the sum of weight · loss over
+    its tokens (the golden cases `agg.*`). Rows, rollouts and groups without a trained token do not count."""
     return _own(counts, aggregation) / divisor(counts, aggregation)
 
 
 def divisor(counts: StepCounts, aggregation: Aggregation) -> int:
-    """What the whole step divides its sum by. All else of a weight is known of a group alone: so the weights
-    in a part of a step, made of whole groups, are those in the step but for the divisors of the two."""
+    """The number that the whole step divides its sum by. All other factors of a weight depend on a single
+    group. So the weights in a part of a step, made of whole groups, differ from those in the step only by the
+    quotient of the two divisors."""
     match aggregation.mode:
         case "token_mean":
             count = counts.tokens
@@ -64,7 +60,7 @@ def divisor(counts: StepCounts, aggregation: Aggregation) -> int:
 
 
 def _own(counts: StepCounts, aggregation: Aggregation) -> Tensor:
-    """[R] What a row's own group says of its tokens' weight."""
+    """[R] float64: the factor of a token's weight that depends on the row's own group only."""
     tokens_R = counts.tokens_R.double()
     match aggregation.mode:
         case "token_mean" | "token_sum" | "seq_mean_token_sum":
@@ -82,12 +78,12 @@ def _own(counts: StepCounts, aggregation: Aggregation) -> Tensor:
 
 
 def _tokens_of(tokens_R: Tensor, owners_R: Tensor) -> Tensor:
-    """[K] Of each owner, whatever rows it has."""
+    """[K] The trained tokens of each rollout or group, over all of its rows."""
     return torch.bincount(owners_R, weights=tokens_R.double())
 
 
 def _trained(tokens_R: Tensor, owners_R: Tensor) -> int:
-    """How many owners have a trained token."""
+    """The number of rollouts or groups with a trained token."""
     return int((_tokens_of(tokens_R, owners_R) > 0).sum())
 
 

@@ -1,4 +1,4 @@
-"""The critic's loss: how far its values are from the returns that followed."""
+"""The critic's loss: the squared distance of its values from the returns."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,13 @@ from trainer_service.algorithms.ratios import widened
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """What `value_loss` made of each token."""
+    """The critic's loss of a micro-batch, and what the clip did to each of its T tokens."""
 
     loss: Tensor
     """The scalar to differentiate: this micro-batch's share of the step's loss."""
     per_token_T: Tensor
     clipped_T: Tensor
-    """Where the clip counted, and left no gradient."""
+    """bool: where the clipped term is the larger one, which has no gradient."""
 
 
 def value_loss(
@@ -28,12 +28,12 @@ def value_loss(
     tokens_in_step: int,
     clip: float | None = VALUE_CLIP,
 ) -> ValueLoss:
-    """½ · max((V - R)², (V_clipped - R)²), V_clipped within ± clip of V_old, summed over the tokens of the
-    micro-batch and divided by those of the whole step (PPO2, verl; `critic.value_clip`).
+    """½ · max((V - R)², (V_clipped - R)²), with V_clipped within ± clip of V_old: the sum over the
+    micro-batch's tokens, divided by the number of tokens in the whole step (PPO2 in OpenAI baselines, verl;
+    `critic.value_clip`).
 
-    In units of the reward squared. `old_values_T` is what the critic said before the step, `returns_T` are
-    `Returns.returns_T`; neither has a gradient. Without a clip, V_clipped is V.
-    """
+    In units of the reward squared. `old_values_T` are the critic's values before the step, and `returns_T`
+    are `Returns.returns_T`; neither gets a gradient. Without a clip, V_clipped is V."""
     values_T, old_values_T, returns_T = (widened(each) for each in (values_T, old_values_T, returns_T))
     old_values_T, returns_T = old_values_T.detach(), returns_T.detach()
     plain_T = (values_T - returns_T) ** 2

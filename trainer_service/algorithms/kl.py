@@ -1,4 +1,8 @@
-"""How far the policy is from its reference, token by token: estimators of the KL and their gradients."""
+"""Estimators of the KL divergence from policy to reference, token by token, and their gradients.
+
+All arguments and results are [T], in nats; d = lp_new - lp_ref (Schulman, "Approximating KL Divergence",
+2020).
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -10,7 +14,7 @@ LOW_VAR_BOUND = 10.0
 
 
 def k1(lp_new_T: Tensor, lp_ref_T: Tensor) -> Tensor:
-    """d = lp_new - lp_ref, in nats; its gradient is 1 wherever the policy stands (`kl.k1`)."""
+    """d; its gradient is 1 for every policy (`kl.k1`)."""
     return lp_new_T - lp_ref_T
 
 
@@ -25,13 +29,14 @@ def k2(lp_new_T: Tensor, lp_ref_T: Tensor) -> Tensor:
 
 
 def k3(lp_new_T: Tensor, lp_ref_T: Tensor) -> Tensor:
-    """exp(-d) - 1 + d, with gradient 1 - exp(-d); both stand still where |d| exceeds 20 nats (`kl.k3`)."""
+    """exp(-d) - 1 + d, with gradient 1 - exp(-d); d is clipped to ± 20 nats, with gradient 0 outside
+    (`kl.k3`)."""
     difference_T = bounded(lp_new_T - lp_ref_T)
     return (-difference_T).exp() - 1 + difference_T
 
 
 def low_var(lp_new_T: Tensor, lp_ref_T: Tensor) -> Tensor:
-    """k3 of at most 10, where its gradient ends: what verl and SkyRL call k3 (`kl.low_var_kl`)."""
+    """k3 clipped at 10 nats, with gradient 0 above: what verl and SkyRL call k3 (`kl.low_var_kl`)."""
     return k3(lp_new_T, lp_ref_T).clamp(-LOW_VAR_BOUND, LOW_VAR_BOUND)
 
 
@@ -42,7 +47,8 @@ def k3_plus(lp_new_T: Tensor, lp_ref_T: Tensor) -> Tensor:
 
 
 def unbiased(lp_new_T: Tensor, lp_ref_T: Tensor, lp_old_T: Tensor) -> Tensor:
-    """r · k3, r of new to old with its gradient (DeepSeek-V3.2, arXiv:2512.02556; `kl.unbiased_is_k3`)."""
+    """r · k3, with the ratio r of new to old, which has a gradient (DeepSeek-V3.2, arXiv:2512.02556;
+    `kl.unbiased_is_k3`)."""
     return ratio(lp_new_T, lp_old_T) * k3(lp_new_T, lp_ref_T)
 
 
@@ -55,4 +61,4 @@ KLS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "k3_plus": lambda new, ref, _: k3_plus(new, ref),
     "unbiased": unbiased,
 }
-"""Of new, reference and old."""
+"""Each takes lp_new_T, lp_ref_T and lp_old_T."""

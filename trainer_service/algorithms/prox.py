@@ -1,17 +1,17 @@
-"""What the step begins with, guessed between what sampled a token and what learns from it."""
+"""Approximates the proximal policy, which the step begins with, without a forward pass."""
 
 from torch import Tensor
 
 
 def loglinear(lp_new_T: Tensor, lp_roll_T: Tensor, versions_T: Tensor, *, version: int) -> Tensor:
-    """lp_roll + alpha (lp_new - lp_roll), in nats, without gradient: no forward pass of its own (AReaL's
-    `loglinear`; `prox.loglinear`)."""
-    alpha_T = way_to_prox(versions_T, version=version).to(lp_new_T.dtype)
+    """[T] in nats, without gradient: lp_roll + alpha (lp_new - lp_roll), alpha of `interpolation_weight`
+    (AReaL's `loglinear`; `prox.loglinear`). `version` is the one that the step makes."""
+    alpha_T = interpolation_weight(versions_T, version=version).to(lp_new_T.dtype)
     return (lp_roll_T + alpha_T * (lp_new_T - lp_roll_T)).detach()
 
 
-def way_to_prox(versions_T: Tensor, *, version: int) -> Tensor:
-    """alpha = (v - 1 - b) / (v - b) of a token that version b sampled and that the step to v learns from; 0
-    for b >= v - 1, which the step begins with. float64 [T] in [0, 1)."""
+def interpolation_weight(versions_T: Tensor, *, version: int) -> Tensor:
+    """[T] float64 in [0, 1): alpha = (v - 1 - b) / (v - b) for a token that version b sampled, in the step
+    that makes version v. It is 0 for b >= v - 1: the step begins with that version."""
     age_T = (version - versions_T).double()
     return (age_T - 1).clamp(min=0) / age_T.clamp(min=1)

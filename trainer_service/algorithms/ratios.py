@@ -1,31 +1,33 @@
-"""How likely two policies find the same token: log-probabilities to bounded ratios, in float32 or better."""
+"""From log-probabilities of two policies to bounded ratios and divergences, in float32 or better."""
 
 import torch
 from torch import Tensor
 
 LOG_RATIO_BOUND = 20.0
-"""Nats. Beyond it a ratio is a number without meaning, and its gradient is 0 (spec §0)."""
-NEVER_CERTAIN = -1e-7
-"""Nats. The largest log-probability whose complement still has a logarithm in float32."""
+"""Nats. Log-ratios are clipped to ± this, and have gradient 0 outside."""
+MAX_LOGPROB = -1e-7
+"""Nats. The largest log-probability p for which log(1 - exp(p)) is finite in float32."""
 
 
 def widened(values: Tensor) -> Tensor:
-    """float32 or better: narrow numbers are cast up, none is cast down."""
+    """The values in float32, or in float64 if they are already."""
     return values if values.dtype == torch.float64 else values.float()
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """Within ± `LOG_RATIO_BOUND`."""
+    """The log-ratio, clipped to ± `LOG_RATIO_BOUND`."""
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def ratio(lp_upper_T: Tensor, lp_lower_T: Tensor) -> Tensor:
-    """exp(clip(lp_upper - lp_lower, ±20)): r of new to old, rho of trainer to engine (spec §0)."""
+    """[T] exp(clip(lp_upper - lp_lower, ± 20)): r for the new policy over the old, rho for trainer over
+    engine."""
     return bounded(lp_upper_T - lp_lower_T).exp()
 
 
 def bernoulli_kl(lp_p_T: Tensor, lp_q_T: Tensor) -> Tensor:
-    """KL(p ‖ q) in nats of "this token or any other": p log(p/q) + (1-p) log((1-p)/(1-q)) (spec §2, §3)."""
-    lp_p_T, lp_q_T = lp_p_T.clamp(max=NEVER_CERTAIN), lp_q_T.clamp(max=NEVER_CERTAIN)
+    """[T] in nats: KL(p ‖ q) of the two outcomes "this token" and "any other token": p log(p/q) + (1-p)
+    log((1-p)/(1-q)) (DPPO, arXiv:2602.04879; `mask.kpop_binary_kl`)."""
+    lp_p_T, lp_q_T = lp_p_T.clamp(max=MAX_LOGPROB), lp_q_T.clamp(max=MAX_LOGPROB)
     other_p_T, other_q_T = -torch.expm1(lp_p_T), -torch.expm1(lp_q_T)
     return lp_p_T.exp() * (lp_p_T - lp_q_T) + other_p_T * (other_p_T.log() - other_q_T.log())

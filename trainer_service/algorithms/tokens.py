@@ -1,40 +1,43 @@
-"""The trained tokens of a micro-batch, or of a whole step: what the policies say of each."""
+"""The trained tokens of a micro-batch or of a whole step, with their log-probabilities under each policy."""
 
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from trainer_service.algorithms.corrections.settings import (
-    Anchor,
-)
 from trainer_service.algorithms.ratios import widened
+
+Anchor = Literal["prox", "rollout"]
+"""The policy in the denominator of a ratio: the one that the step begins with, or the one that sampled."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """T trained tokens, log-probabilities in nats. Only `lp_new_T` and `entropy_T` carry gradient."""
+    """T trained tokens; log-probabilities and entropies are in nats. Only `lp_new_T` and `entropy_T` have a
+    gradient. Raises ValueError if the tensors differ in shape."""
 
     lp_new_T: Tensor
-    """Of the policy that learns."""
+    """Under the policy that learns."""
     lp_prox_T: Tensor
-    """Of the policy that the step begins with."""
+    """Under the policy that the step begins with."""
     lp_roll_T: Tensor
-    """What the engine said when it sampled the token."""
+    """As the engine reported it when it sampled the token."""
     advantages_T: Tensor
     rows_T: Tensor
-    """Which row a token lies in, as `StepCounts` counts them; int64. A row is never in two micro-batches."""
+    """The row of each token, numbered as in `StepCounts`; int64. A row is never split between
+    micro-batches."""
     lp_ref_T: Tensor | None = None
     lp_teacher_T: Tensor | None = None
     entropy_T: Tensor | None = None
     fresh_T: Tensor | None = None
-    """False for a token that is too old to be learned from; bool. Without it, all are young enough."""
+    """bool: False for a token that is too old to be learned from. None: all are young enough."""
 
     def __post_init__(self) -> None:
         shape = self.lp_new_T.shape
         for name, values_T in self.given().items():
             if values_T.dim() != 1 or values_T.shape != shape:
-                raise ValueError(f"{name} has shape {list(values_T.shape)}, and lp_new_T {list(shape)}")
+                raise ValueError(f"{name} has shape {list(values_T.shape)}, but lp_new_T has {list(shape)}")
 
     def given(self) -> dict[str, Tensor]:
         every = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -42,7 +45,7 @@ class Tokens:
 
     @property
     def finite(self) -> Tensor:
-        """Where every log-probability is a number, and so every ratio of two of them."""
+        """[T] bool: whether all log-probabilities of a token are finite, and so are their ratios."""
         known = [values_T for name, values_T in self.given().items() if name.startswith("lp_")]
         return torch.stack([torch.isfinite(values_T) for values_T in known]).all(dim=0)
 
@@ -52,11 +55,11 @@ class Tokens:
 
     @property
     def log_rho(self) -> Tensor:
-        """log of what the step begins with over what the engine sampled from."""
+        """[T] in nats: lp_prox - lp_roll."""
         return self.lp_prox_T - self.lp_roll_T
 
     def at(self, chosen_T: Tensor) -> "Tokens":
-        """Some of them: float32 or better, and without gradient but for what learns."""
+        """The chosen tokens, in float32 or better. Only `lp_new_T` and `entropy_T` keep their gradient."""
         learns = ("lp_new_T", "entropy_T")
         parts = {
             name: (values_T if name in learns else values_T.detach())[chosen_T]
@@ -66,7 +69,7 @@ class Tokens:
         return Tokens(**exact, **{name: widened(values_T) for name, values_T in parts.items()})
 
     def anchor(self, anchor: Anchor) -> Tensor:
-        """The policy that ratios are taken to."""
+        """[T] log-probabilities under the policy in the denominator of ratios."""
         return self.lp_prox_T if anchor == "prox" else self.lp_roll_T
 
     def reference(self) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from trainer_service.algorithms.advantages.advantages import ADVANTAGES, baselines_after, to_tokens
-from trainer_service.algorithms.advantages.filters import Silence, silences
+from trainer_service.algorithms.advantages.filters import NoSignal, groups_without_signal
 from trainer_service.algorithms.advantages.rollouts import RefusedRollout, Rollout, Rollouts
 from trainer_service.algorithms.advantages.shaping import shaped, untruncated
 from trainer_service.algorithms.settings import AlgorithmSettings
@@ -28,7 +28,7 @@ class Compared:
     rollouts: tuple[Rollout, ...]
     refused: Mapping[str, str]
     """Why a rollout can be in no statistic, by id."""
-    silence: Silence | None
+    silence: NoSignal | None
     """Why the group teaches nothing."""
     live: frozenset[str]
     """The rollouts that have an advantage, as far as the group alone tells."""
@@ -104,10 +104,10 @@ def _compared(
         return Compared(members, refused, None, every)
     batch = Rollouts(members)
     parts = list(algorithm.advantage.weights) if algorithm.advantage.name == "gdpo" else []
-    found = silences(batch, tolerance=algorithm.zero_variance, parts=parts)
+    found = groups_without_signal(batch, tolerance=algorithm.zero_variance, parts=parts)
     if found:
         return Compared(members, refused, next(iter(found.values())), frozenset())
     advantages = ADVANTAGES[algorithm.advantage.name].score(batch, algorithm.advantage).tolist()
     live = frozenset(each.rollout_id for each, value in zip(members, advantages, strict=True) if value != 0)
-    silence = None if live else Silence("zero_var", "no rollout of the group has an advantage")
+    silence = None if live else NoSignal("zero_var", "no rollout of the group has an advantage")
     return Compared(members, refused, silence, live)

@@ -1,1 +1,1 @@
-"""The policy and its companions, as DeepSpeed and transformers have them."""
+"""The model: forward passes over packed rows, the DeepSpeed engine around it, its optimizer and its files."""

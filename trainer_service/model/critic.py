@@ -1,8 +1,8 @@
-"""The critic: a model of its own, which says what each token on is worth, and learns it from returns.
+"""The critic: a second model that learns the value of each token from returns.
 
     MicroBatch ─ attention row by row ─▶ hidden states ─ those that predict a trained token ─▶ V [T]
 
-It begins as the base model with a head of one output, all 0; a step of it follows each step of the policy.
+It begins as the base model with a head of one output, all 0. Its step follows each step of the policy.
 """
 
 from pathlib import Path
@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 
 from trainer_service.model.huggingface import enable_activation_checkpointing
-from trainer_service.model.logprob_head import reshaping_of
-from trainer_service.model.optimizer import as_configured, make_optimizer
-from trainer_service.model.packed_attention import Packing, packing_of, told
+from trainer_service.model.logprob_head import logit_transform_of
+from trainer_service.model.optimizer import apply_configured_rates, make_optimizer
+from trainer_service.model.packed_attention import Packing, attention_arguments, packing_of
 from trainer_service.model.schedule import schedule_of
+from trainer_service.model.settings import ModelSettings
 from trainer_service.model.zero import deepspeed_config
 from trainer_service.rows.rows import MicroBatch
-from trainer_service.settings import TrainerSettings
 
 
 class ValueHead(torch.nn.Linear):
-    """One output, 0 at first: before it learns, an advantage is the return itself."""
+    """A linear head with one output, which is 0 at first: so the first advantages are the returns
+    themselves."""
 
     def __init__(self, like: Any) -> None:
         weight = like.weight
@@ -33,22 +34,26 @@ class ValueHead(torch.nn.Linear):
 
 
 def value_head(model: Any) -> None:
-    """Put a `ValueHead` in the place of the model's own. What it does to logits, it does to no value."""
+    """Replace the model's output head by a `ValueHead`, and switch off what the model does to logits after
+    the head.
+
+    Raises ValueError for a model whose head is not linear.
+    """
     head = model.get_output_embeddings()
     if not isinstance(getattr(head, "weight", None), Tensor) or head.weight.dim() != 2:
-        raise ValueError(f"{type(model).__name__} has a head of its own, and a critic needs a linear one")
-    for owner, name, neutral in reshaping_of(model)[1]:
+        raise ValueError(f"{type(model).__name__} has no linear output head, and a critic needs one")
+    for owner, name, neutral in logit_transform_of(model)[1]:
         setattr(owner, name, neutral)
     model.set_output_embeddings(ValueHead(head))
 
 
 class Critic:
-    """One rank's part of it. Every call but `values` is of all ranks together."""
+    """One rank's part of the critic. All ranks have to make each call together, except `values`."""
 
-    def __init__(self, deepspeed: ModuleType, model: Any, settings: TrainerSettings) -> None:
-        """`model` is the base model, whose head is replaced; `settings` are the policy's and have a critic's.
-        Raises ValueError for a model whose head is no linear layer."""
-        assert settings.critic is not None  # noqa: S101 - else nobody makes one
+    def __init__(self, deepspeed: ModuleType, model: Any, settings: ModelSettings) -> None:
+        """`model` is a copy of the base model, whose head is replaced; `settings.critic` must be set. Raises
+        ValueError for a model whose head is not linear."""
+        assert settings.critic is not None  # noqa: S101 - the caller checks
         own = settings.model_copy(update={"optimizer": settings.critic.optimizer})
         self._packing = packing_of(model)
         value_head(model)
@@ -71,16 +76,17 @@ class Critic:
         return self._engine.module
 
     def values(self, batch: MicroBatch) -> Tensor:
-        """V [T] float32, in units of the reward, before each trained token; with gradient."""
-        if self._packing is Packing.ALONE and len(batch.lengths_S) > 1:
-            return torch.cat([self.values(row) for row in batch.apart()])
+        """V [T] float32, in units of the reward, with gradient: the expected sum of the rewards of each
+        trained token and of all later ones in its row."""
+        if self._packing is Packing.ONE_ROW and len(batch.lengths_S) > 1:
+            return torch.cat([self.values(row) for row in batch.single_rows()])
         device = self._engine.device
         values_1T1 = self._engine(
             input_ids=torch.from_numpy(batch.ids_N).to(device)[None],
             position_ids=torch.from_numpy(batch.positions_N).to(device)[None],
             logits_to_keep=torch.from_numpy(batch.predict_at_T).to(device),
             use_cache=False,
-            **told(self._packing, batch.lengths_S.tolist(), device),
+            **attention_arguments(self._packing, batch.lengths_S.tolist(), device),
         ).logits
         values_T: Tensor = values_1T1[0, :, 0].float()
         return values_T
@@ -90,19 +96,21 @@ class Critic:
         self._engine.backward(loss * self._ranks, scale_wrt_gas=False)
 
     def step(self) -> float:
-        """Returns the norm of the gradient before it was clipped; where that is not finite, nothing moved."""
+        """Update the weights. Returns the norm of the gradient before clipping; if it is not finite, no
+        weight changed."""
         self._engine.step()
         if getattr(self._engine.optimizer, "overflow", False):
             return float("inf")
         return float(self._engine.get_global_grad_norm())
 
     def save(self, directory: Path, tag: str) -> None:
+        """Write weights and optimizer below `directory`/`tag`."""
         self._engine.save_checkpoint(str(directory), tag=tag, save_latest=False)
 
     def load(self, directory: Path, tag: str) -> None:
-        """Raises FileNotFoundError."""
+        """Read back what `save` wrote. Raises FileNotFoundError."""
         path, _ = self._engine.load_checkpoint(str(directory), tag=tag)
         if path is None:
             raise FileNotFoundError(f"DeepSpeed found no critic {tag} in {directory}")
-        as_configured(self._engine, self._optimizer)
+        apply_configured_rates(self._engine, self._optimizer)
         self._engine.module.train(self._recomputes)

@@ -1,11 +1,13 @@
-"""A model without dropout, which would make the trainer's logprobs another policy's than the engine's."""
+"""Switches off dropout, which would make the trainer's log-probabilities differ from the engine's."""
 
 from typing import Any
 
 
-def without_dropout(model: Any) -> None:
-    """Whatever the model's configuration says. eval() would do as much, but not with activation
-    checkpointing, which transformers leaves out unless a model is in train()."""
+def disable_dropout(model: Any) -> None:
+    """Set all dropout rates of the model to 0.
+
+    eval() would do the same, but transformers uses activation checkpointing only for a model in train().
+    """
     for module in [*model.modules(), getattr(model, "config", None)]:
         for name, value in vars(module).items() if module is not None else ():
             if _is_rate(type(module).__name__, name) and isinstance(value, float):
@@ -13,5 +15,6 @@ def without_dropout(model: Any) -> None:
 
 
 def _is_rate(kind: str, name: str) -> bool:
-    """`p` of torch's own layers; elsewhere attention_dropout, resid_pdrop, layerdrop and the like."""
+    """Whether an attribute is a dropout rate: `p` of torch's layers, and names like attention_dropout,
+    resid_pdrop and layerdrop elsewhere."""
     return name == "p" if "Dropout" in kind else "drop" in name

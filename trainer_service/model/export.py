@@ -1,7 +1,7 @@
-"""Weights into a safetensors file, one tensor at a time: nowhere is the model a second time.
+"""Writes weights into a safetensors file, one tensor at a time, so that no second copy of the model exists.
 
-rank 0    Piece ─ gather ─▶ value ─▶ dtype of the base model ─▶ file
-rank 1 …  Piece ─ gather ─▶ nothing
+rank 0    ExportTensor ─ gather ─▶ value ─▶ dtype of the base model ─▶ file
+rank 1 …  ExportTensor ─ gather ─▶ nothing
 """
 
 import json
@@ -15,32 +15,33 @@ import torch
 from torch import Tensor
 
 from trainer_service.model.huggingface import SAFETENSORS_DTYPES
-from trainer_service.model.zero import whole, whole_shape
+from trainer_service.model.zero import full_shape, gathered
 
 NAMES = {getattr(torch, name): short for short, name in SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One tensor of a file, and the weights that it is made of."""
+class ExportTensor:
+    """One tensor of a file, and the weights that it is computed from."""
 
     name: str
     shape: tuple[int, ...]
     sources: Sequence[Tensor]
-    """What every rank gathers, before `value` may be asked for."""
+    """The weights that every rank must gather before `value` is called."""
     value: Callable[[], Tensor]
+    """Computes the tensor from the gathered weights."""
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor) -> "Piece":
-        return cls(name, whole_shape(tensor), [tensor], lambda: tensor)
+    def of(cls, name: str, tensor: Tensor) -> "ExportTensor":
+        return cls(name, full_shape(tensor), [tensor], lambda: tensor)
 
 
-def model_pieces(model: Any) -> Iterator[Piece]:
-    """What the base model's file has: the same names, a tied tensor once; adapters are added to the weights
-    that they belong to, which stay as they are."""
+def export_tensors(model: Any) -> Iterator[ExportTensor]:
+    """The tensors of the base model's file: the same names, each tied tensor once. LoRA adapters are added to
+    copies of the weights that they belong to."""
     adapted = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
     tied = set(getattr(model, "all_tied_weights_keys", {}))
-    # Each parameter itself, not what state_dict() makes of it: ZeRO knows its own by their attributes.
+    # keep_vars gives the parameters themselves: ZeRO marks its own with attributes, which copies lack.
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in tied or ".lora_" in name:
             continue
@@ -48,10 +49,10 @@ def model_pieces(model: Any) -> Iterator[Piece]:
         if is_base and leaf == "weight":
             yield _merged(f"{layer}.weight", tensor, adapted[layer])
         else:
-            yield Piece.of(f"{layer}.{leaf}" if is_base else name, tensor)
+            yield ExportTensor.of(f"{layer}.{leaf}" if is_base else name, tensor)
 
 
-def _merged(name: str, base: Tensor, layer: Any) -> Piece:
+def _merged(name: str, base: Tensor, layer: Any) -> ExportTensor:
     (adapter,) = layer.active_adapters
     low_rank = [layer.lora_A[adapter].weight, layer.lora_B[adapter].weight]
 
@@ -59,54 +60,57 @@ def _merged(name: str, base: Tensor, layer: Any) -> Piece:
         delta: Tensor = layer.get_delta_weight(adapter)
         return base.float() + delta.float()
 
-    return Piece(name, whole_shape(base), [base, *low_rank], value)
+    return ExportTensor(name, full_shape(base), [base, *low_rank], value)
 
 
 @torch.no_grad()
-def write_pieces(path: Path | None, pieces: Sequence[Piece], dtypes: Mapping[str, torch.dtype]) -> None:
-    """Write the pieces in their order, in the dtypes given by name. Every rank has to call it; one without a
-    path gathers with the others.
+def write_tensors(
+    path: Path | None, tensors: Sequence[ExportTensor], dtypes: Mapping[str, torch.dtype]
+) -> None:
+    """Write the tensors in their order, in the dtypes given by name. Every rank has to call it; a rank
+    without a path only gathers with the others.
 
-    Raises OSError when the disk refuses, after the last piece: the other ranks must not wait for this one.
-    """
+    Raises OSError if the disk refuses, but only after the last tensor: the other ranks must not wait for this
+    one."""
     if path is None:
-        _drain(pieces)
+        _gather_only(tensors)
         return
     failure: OSError | None = None
-    left = iter(pieces)
+    left = iter(tensors)
     try:
         with path.open("wb") as file:
-            file.write(_header(pieces, dtypes))
+            file.write(_header(tensors, dtypes))
             _stream(file, left, dtypes)
     except OSError as error:
         failure = error
     if failure is not None:
-        _drain(left)
+        _gather_only(left)
         raise failure
 
 
-def _stream(file: BinaryIO, pieces: Iterator[Piece], dtypes: Mapping[str, torch.dtype]) -> None:
-    for piece in pieces:
-        with whole(piece.sources):
-            tensor_cpu = piece.value().detach().to("cpu", dtypes[piece.name]).contiguous()
-        file.write(tensor_cpu.reshape(-1).view(torch.uint8).numpy().data)
+def _stream(file: BinaryIO, tensors: Iterator[ExportTensor], dtypes: Mapping[str, torch.dtype]) -> None:
+    for tensor in tensors:
+        with gathered(tensor.sources):
+            value_cpu = tensor.value().detach().to("cpu", dtypes[tensor.name]).contiguous()
+        file.write(value_cpu.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _drain(pieces: Sequence[Piece] | Iterator[Piece]) -> None:
-    for piece in pieces:
-        with whole(piece.sources):
+def _gather_only(tensors: Sequence[ExportTensor] | Iterator[ExportTensor]) -> None:
+    for tensor in tensors:
+        with gathered(tensor.sources):
             pass
 
 
-def _header(pieces: Sequence[Piece], dtypes: Mapping[str, torch.dtype]) -> bytes:
-    """As safetensors has it: the length in 8 bytes, then JSON, filled up with blanks to a multiple of 8."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def _header(tensors: Sequence[ExportTensor], dtypes: Mapping[str, torch.dtype]) -> bytes:
+    """The header of a safetensors file: its length in 8 bytes, then JSON, padded with blanks to a multiple of
+    8 bytes."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for piece in pieces:
-        end = offset + math.prod(piece.shape) * dtypes[piece.name].itemsize
-        header[piece.name] = {
-            "dtype": NAMES[dtypes[piece.name]],
-            "shape": list(piece.shape),
+    for tensor in tensors:
+        end = offset + math.prod(tensor.shape) * dtypes[tensor.name].itemsize
+        header[tensor.name] = {
+            "dtype": NAMES[dtypes[tensor.name]],
+            "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
         offset = end

@@ -1,4 +1,4 @@
-"""A model's directory in the plain Hugging Face layout: its weights, and the small files around them."""
+"""A model's directory in the Hugging Face layout: its weights, and the small files beside them."""
 
 import re
 import shutil
@@ -10,21 +10,22 @@ from safetensors import safe_open
 
 WEIGHTS = "model.safetensors"
 FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
-"""What a published file may be called: rollout servers and our own HTTP take no other name."""
+"""The allowed names of published files: rollout servers and the trainer's HTTP server accept no others."""
 NOT_COPIED = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".pickle", ".pkl", ".py", ".so")
-"""Endings of the base model's weights, and of code, which no rollout server accepts."""
+"""File name endings of the base model's weights, and of code, which rollout servers refuse."""
 SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def copy_small_files(source: Path, target: Path) -> None:
-    """Configuration, tokenizer and chat template: all that a server needs beside the weights."""
+    """Copy configuration, tokenizer and chat template: all files that a server needs beside the weights."""
     for path in sorted(source.iterdir()):
         if path.is_file() and FILE_NAME.fullmatch(path.name) and not path.name.endswith(NOT_COPIED):
             shutil.copyfile(path, target / path.name)
 
 
 def tensor_dtypes(directory: Path) -> dict[str, torch.dtype]:
-    """Name and dtype of every tensor in a directory's safetensors files."""
+    """The dtype of every tensor in a directory's safetensors files, by name. Raises FileNotFoundError without
+    such files."""
     dtypes: dict[str, torch.dtype] = {}
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -36,4 +37,5 @@ def tensor_dtypes(directory: Path) -> dict[str, torch.dtype]:
 
 
 def enable_activation_checkpointing(model: Any) -> None:
+    """Recompute each layer's activations in the backward pass instead of keeping them."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -1,28 +1,38 @@
-"""How a checkpoint is cut into shards: what a trainer must know before it loads one."""
-
-from typing import Any
+"""How a checkpoint is sharded, and whether another trainer can load it."""
 
 import msgspec
 
 
+class LoraLayout(msgspec.Struct, frozen=True):
+    """The adapters of a checkpoint: the fields of `LoraSettings`."""
+
+    rank: int
+    alpha: float
+    target_modules: str | list[str]
+
+
 class Layout(msgspec.Struct, frozen=True):
-    """Ranks and stage may differ from the trainer's: the checkpoint is converted. The rest may not."""
+    """Ranks and ZeRO stage may differ from the loading trainer's: the checkpoint is converted. The rest may
+    not."""
 
     ranks: int
     zero_stage: int
     dtype: str
-    lora: dict[str, Any] | None = None
+    lora: LoraLayout | None = None
+    """None without adapters."""
     critic: bool = False
-    """Whether one learned beside the policy."""
+    """Whether the checkpoint holds a critic."""
 
     def loads_into(self, own: "Layout") -> bool:
-        """Whether the shards are `own`'s as they are. Raises LayoutRefused where no conversion helps."""
+        """Whether the shards can be loaded without a conversion. Raises LayoutRefused if no conversion
+        helps."""
         if self == own:
             return True
         if self.dtype != own.dtype:
             raise LayoutRefused(f"it was trained with trainer.dtype {self.dtype}, not {own.dtype}")
         if self.lora != own.lora:
-            raise LayoutRefused(f"it was trained with trainer.lora {self.lora}, not {own.lora}")
+            theirs, ours = _fields(self.lora), _fields(own.lora)
+            raise LayoutRefused(f"it was trained with trainer.lora {theirs}, not {ours}")
         if self.critic != own.critic:
             raise LayoutRefused(f"it was trained with{'' if self.critic else 'out'} trainer.critic")
         if self.critic:
@@ -31,7 +41,7 @@ class Layout(msgspec.Struct, frozen=True):
                 "critic are not converted"
             )
         if self.zero_stage == own.zero_stage == 0:
-            return True  # every rank has everything
+            return True  # every rank has all weights
         if 0 in (self.zero_stage, own.zero_stage):
             raise LayoutRefused(
                 f"it was saved at trainer.zero_stage {self.zero_stage}, not {own.zero_stage}: "
@@ -41,4 +51,8 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 class LayoutRefused(Exception):
-    """A checkpoint that this trainer's settings cannot take up."""
+    """The trainer's settings do not allow to load this checkpoint."""
+
+
+def _fields(lora: LoraLayout | None) -> object:
+    return lora and msgspec.to_builtins(lora)

@@ -1,25 +1,27 @@
-"""Low-rank adapters in a model: put in, switched off for a reference, and written as PEFT has them."""
+"""Low-rank adapters: added to a model, disabled for the reference policy, and written in PEFT's format."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer_service.model.export import Piece, write_pieces
-from trainer_service.settings import LoraSettings
+from trainer_service.model.export import ExportTensor, write_tensors
+from trainer_service.model.settings import LoraSettings
 
 ADAPTER = "default"
-"""PEFT's own name for the only one."""
+"""PEFT's name for a single adapter."""
 
 
 class Adapters:
-    """The adapters of one model. They are put into it, without a wrapper: it is called as before."""
+    """The adapters of one model, injected into its layers. The model itself is called as before."""
 
     def __init__(self, model: Any, settings: LoraSettings, model_path: Path) -> None:
         from peft import LoraConfig, inject_adapter_in_model
         from peft.tuners.lora import LoraLayer
 
-        alpha: Any = settings.alpha  # PEFT divides it by the rank: any number will do
+        alpha: Any = (
+            settings.alpha
+        )  # PEFT annotates an int, but any number works: it divides alpha by the rank
         self._config = LoraConfig(
             r=settings.rank,
             lora_alpha=alpha,
@@ -32,9 +34,9 @@ class Adapters:
         self._layers: list[Any] = [each for each in model.modules() if isinstance(each, LoraLayer)]
 
     @contextmanager
-    def switched_off(self) -> Iterator[None]:
-        """Within, the model is the base model. Scaled to nothing and not disabled: PEFT would also switch off
-        their gradients, under the optimizer that holds them."""
+    def disabled(self) -> Iterator[None]:
+        """Inside the context, the model is the base model. Adapters are scaled to 0, because PEFT's own way
+        to disable them also disables the gradients of parameters that the optimizer holds."""
         for layer in self._layers:
             layer.set_scale(ADAPTER, 0)
         try:
@@ -44,14 +46,14 @@ class Adapters:
                 layer.set_scale(ADAPTER, 1)
 
     def write(self, directory: Path | None) -> None:
-        """adapter_config.json and adapter_model.safetensors. Every rank has to call it, one of them with a
-        directory."""
-        pieces = [
-            Piece.of(f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}", parameter)
+        """Write adapter_config.json and adapter_model.safetensors. Every rank has to call it, one of them
+        with a directory. Raises OSError."""
+        tensors = [
+            ExportTensor.of(f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}", parameter)
             for name, parameter in self._model.named_parameters()
             if f".{ADAPTER}." in name
         ]
-        dtypes = {piece.name: piece.sources[0].dtype for piece in pieces}
+        dtypes = {tensor.name: tensor.sources[0].dtype for tensor in tensors}
         if directory is not None:
             self._config.save_pretrained(str(directory))
-        write_pieces(directory / "adapter_model.safetensors" if directory else None, pieces, dtypes)
+        write_tensors(directory / "adapter_model.safetensors" if directory else None, tensors, dtypes)

@@ -1,46 +1,55 @@
-"""AdamW, as each stage of ZeRO needs it."""
+"""AdamW for each stage of ZeRO."""
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from trainer_service.settings import OptimizerSettings, TrainerSettings
+from trainer_service.model.settings import ModelSettings, OptimizerSettings
 
 
-def make_optimizer(parameters: Iterable[Tensor], settings: TrainerSettings) -> torch.optim.AdamW:
-    """Fused AdamW: as quick as DeepSpeed's own, and nothing to compile at start."""
-    given: dict[str, Any] = {
-        "lr": settings.optimizer.lr,
-        "betas": (settings.optimizer.beta1, settings.optimizer.beta2),
-        "weight_decay": settings.optimizer.weight_decay,
-        "fused": True,
-    }
+class AdamWArguments(TypedDict):
+    """The keyword arguments of torch's AdamW that settings determine."""
+
+    lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+    fused: bool
+
+
+def make_optimizer(parameters: Iterable[Tensor], settings: ModelSettings) -> torch.optim.AdamW:
+    """Torch's fused AdamW, which is as fast as DeepSpeed's own and needs no compilation."""
+    arguments = AdamWArguments(
+        lr=settings.optimizer.lr,
+        betas=(settings.optimizer.beta1, settings.optimizer.beta2),
+        weight_decay=settings.optimizer.weight_decay,
+        fused=True,
+    )
     if settings.zero_stage == 0:
-        return ClippingAdamW(parameters, settings.optimizer.max_grad_norm, given)
-    return torch.optim.AdamW(parameters, **given)
+        return ClippingAdamW(parameters, settings.optimizer.max_grad_norm, arguments)
+    return torch.optim.AdamW(parameters, **arguments)
 
 
 class ClippingAdamW(torch.optim.AdamW):
-    """What ZeRO's optimizers do around the one that they wrap: at stage 0 DeepSpeed calls AdamW bare, clips
-    without a look at the norm, and would write a gradient that is not finite into the weights.
+    """AdamW that clips the gradient, and skips the step if the gradient's norm is not finite.
 
-    DeepSpeed reads the two attributes after each step, as it does with its own optimizers.
-    """
+    From stage 1 on, ZeRO's optimizers do both. At stage 0 DeepSpeed calls AdamW directly, does not check the
+    norm, and would write a gradient that is not finite into the weights. DeepSpeed reads `_global_grad_norm`
+    and `overflow` after each step, as it does with its own optimizers."""
 
-    def __init__(self, parameters: Iterable[Tensor], max_norm: float, given: dict[str, Any]) -> None:
-        super().__init__(parameters, **given)
+    def __init__(self, parameters: Iterable[Tensor], max_norm: float, arguments: AdamWArguments) -> None:
+        super().__init__(parameters, **arguments)
         self._max_norm = max_norm
         self._global_grad_norm = 0.0
-        """Before it was clipped."""
+        """The norm of the last gradient before it was clipped."""
         self.overflow = False
-        """Whether the last step was left out; the schedule then stays where it is."""
+        """Whether the last step was skipped; the schedule then does not advance."""
         self._loss_scale = 1.0
 
     def override_loss_scale(self, loss_scale: float) -> None:
-        """What the gradient is divided by before anything else."""
+        """Set the number that the gradient is divided by before it is clipped."""
         self._loss_scale = loss_scale
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -54,9 +63,9 @@ class ClippingAdamW(torch.optim.AdamW):
             super().step(closure)
 
 
-def as_configured(engine: Any, settings: OptimizerSettings) -> None:
-    """A restored optimizer goes at today's rate: a checkpoint brings back that of the run that wrote it, and
-    an operator may have lowered it since. Where nothing has changed, nothing changes."""
+def apply_configured_rates(engine: Any, settings: OptimizerSettings) -> None:
+    """Give a restored optimizer the learning rate, betas and weight decay of the settings: a checkpoint
+    restores those of the run that wrote it."""
     schedule = engine.lr_scheduler
     schedule.base_lrs = [settings.lr for _ in schedule.base_lrs]
     rates = [settings.lr * factor(schedule.last_epoch) for factor in schedule.lr_lambdas]

@@ -1,6 +1,7 @@
-"""The random generators of a process: seeded, kept and brought back together."""
+"""The random generators of a process: seeding, saving and restoring them together."""
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -8,12 +9,14 @@ import torch
 
 
 def seed_everything(seed: int) -> None:
+    """Seed the generators of Python, numpy and torch."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
-def random_states() -> dict[str, Any]:
+def random_states() -> dict[str, object]:
+    """The states of all generators, by library, as a checkpoint holds them."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -22,7 +25,8 @@ def random_states() -> dict[str, Any]:
     }
 
 
-def restore_random_states(states: dict[str, Any]) -> None:
+def restore_random_states(states: Mapping[str, Any]) -> None:
+    """Restore what `random_states` returned. A state of CUDA is ignored without CUDA."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])

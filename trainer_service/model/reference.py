@@ -1,4 +1,4 @@
-"""The base model as it was before any training, which a KL term compares the policy with."""
+"""The base model before any training: the reference policy of KL terms."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,14 +7,16 @@ import torch
 
 
 class Reference:
-    """A second copy of the base model on every rank, loaded when it is asked for the first time."""
+    """A second copy of the base model on every rank, loaded at its first use.
+
+    `with reference as model` gives the model on the device; with `offload` it returns to the CPU afterwards.
+    """
 
     def __init__(self, load: Callable[[], Any], device: torch.device, offload: bool) -> None:
         self._load, self._device, self._offload = load, device, offload
         self._model: Any = None
 
     def __enter__(self) -> Any:
-        """The model, on the device."""
         if self._model is None:
             self._model = self._load().eval().requires_grad_(False)
         return self._model.to(self._device)

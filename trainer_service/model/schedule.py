@@ -1,17 +1,17 @@
-"""How the learning rate goes over the steps of a run: pure functions from a step to a part of the full rate.
+"""The learning rate over the steps of a run, as pure functions from a step to a factor of the full rate.
 
-step ─▶ warm-up: 0 … 1 ─▶ constant, linear or cosine: 1 … min_lr_ratio, at total_steps ─▶ part of `lr`
+step ─▶ warm-up: 0 … 1 ─▶ constant, linear or cosine: 1 … min_lr_ratio, at total_steps ─▶ factor of `lr`
 """
 
 import math
 from collections.abc import Callable
 from functools import partial
 
-from trainer_service.settings import OptimizerSettings
+from trainer_service.model.settings import OptimizerSettings
 
 
 def schedule_of(settings: OptimizerSettings) -> Callable[[int], float]:
-    """The part of `lr` that a step takes, by the number of the steps before it."""
+    """The factor of `lr` for a step, as a function of the number of steps before it."""
     if settings.total_steps is None:
         return partial(warmed_up, warmup_steps=settings.warmup_steps)
     shape = {"linear": linear, "cosine": cosine}[settings.schedule]
@@ -25,7 +25,7 @@ def schedule_of(settings: OptimizerSettings) -> Callable[[int], float]:
 
 
 def warmed_up(step: int, warmup_steps: int) -> float:
-    """Evenly up to 1, which the last step of the warm-up has."""
+    """A linear increase to 1, reached by the last step of the warm-up."""
     return min(1.0, (step + 1) / max(1, warmup_steps))
 
 
@@ -40,5 +40,5 @@ def cosine(progress: float) -> float:
 
 
 def floored(value: float, ratio: float) -> float:
-    """A value between 0 and 1, moved between `ratio` and 1."""
+    """Maps [0, 1] linearly to [ratio, 1]."""
     return ratio + (1.0 - ratio) * value

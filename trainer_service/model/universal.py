@@ -1,4 +1,4 @@
-"""A checkpoint of other ranks or another stage, cut anew: DeepSpeed's universal checkpoint, for one load.
+"""Converts a checkpoint of other ranks or another ZeRO stage with DeepSpeed's universal format, for one load.
 
 {tag}/ ─ ds_to_universal ─▶ {tag}.universal/ ─ load on all ranks ─▶ removed
 """
@@ -18,31 +18,37 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-ASIDE = ".universal"
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables by which a process takes itself for one of several ranks."""
+SUFFIX = ".universal"
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""The variables by which a launcher makes a process one of several ranks."""
 
 
 class NotConverted(Exception):
-    """DeepSpeed's converter failed. The checkpoint is as it was."""
+    """DeepSpeed's converter failed. The checkpoint is unchanged."""
 
 
 @contextmanager
 def converted(directory: Path, tag: str) -> Iterator[str]:
-    """The tag of the same checkpoint for any number of ranks, within. It is read, and never written to."""
-    aside = f"{tag}{ASIDE}"
-    sweep(directory)
+    """Inside the context, the converted checkpoint exists under the tag that is returned. The original is
+    only read.
+
+    Raises NotConverted.
+    """
+    universal_tag = f"{tag}{SUFFIX}"
+    remove_converted(directory)
     try:
-        logger.info("checkpoint %s is converted, since it was saved by other ranks or at another stage", tag)
-        _convert(directory / tag, directory / aside)
-        yield aside
+        logger.info(
+            "converting checkpoint %s: it was saved by another number of ranks or at another stage", tag
+        )
+        _convert(directory / tag, directory / universal_tag)
+        yield universal_tag
     finally:
-        sweep(directory)
+        remove_converted(directory)
 
 
-def sweep(directory: Path) -> None:
-    """Remove what a conversion left, finished or not."""
-    for leftover in directory.glob(f"*{ASIDE}"):
+def remove_converted(directory: Path) -> None:
+    """Remove converted checkpoints, finished or not."""
+    for leftover in directory.glob(f"*{SUFFIX}"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
@@ -50,26 +56,28 @@ def _convert(source: Path, target: Path) -> None:
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     command += ["--input_folder", str(source), "--output_folder", str(target)]
     command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise NotConverted(f"checkpoint {source.name} could not be converted: {last}")
-    _name_for_every_stage(target)
-    _tell_every_stage(target / "zero")
+    _link_for_every_stage(target)
+    _complete_for_every_stage(target / "zero")
 
 
-def _name_for_every_stage(target: Path) -> None:
-    """Stage 3 looks for the schedule by another name than the others do."""
+def _link_for_every_stage(target: Path) -> None:
+    """Stage 3 expects the file with the schedule under another name than the other stages do."""
     names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
     (there,) = (name for name in names if (target / name).exists())
     for name in set(names) - {there}:
         os.link(target / there, target / name)
 
 
-def _tell_every_stage(zero: Path) -> None:
-    """The converter keeps the words of the stage that saved. The stages below 3 want to hear a release, and
-    of each weight its name for it and its steps; stage 3 wants the steps of all."""
+def _complete_for_every_stage(zero: Path) -> None:
+    """Add what the loading stage expects: the converter only writes what the saving stage had.
+
+    Stages 1 and 2 need DeepSpeed's version, and for each weight a dict with its steps. Stage 3 needs the
+    number of steps once, for all weights."""
     path = zero / "optimizer_state.pt"
     state = _read(path)
     state.setdefault("ds_version", importlib.metadata.version("deepspeed"))
@@ -79,8 +87,10 @@ def _tell_every_stage(zero: Path) -> None:
             _wrap(weight, steps)
     else:
         steps = torch.as_tensor(_read(next(zero.glob("*/step.pt"))), dtype=torch.float32)
-        given = {"state": {0: {"step": steps}}, "param_groups": state["param_groups"]}
-        state["optimizer_state_dict"] = given
+        state["optimizer_state_dict"] = {
+            "state": {0: {"step": steps}},
+            "param_groups": state["param_groups"],
+        }
     torch.save(state, path)
 
 

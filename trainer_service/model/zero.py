@@ -1,4 +1,4 @@
-"""DeepSpeed as the trainer uses it: import, process group, configuration, and weights that are shared out."""
+"""DeepSpeed: its import, process group and configuration, and weights that ZeRO partitions over ranks."""
 
 import os
 import sys
@@ -10,31 +10,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer_service.settings import TrainerSettings
+from trainer_service.model.settings import ModelSettings
 
 
-def deepspeed_config(settings: TrainerSettings) -> dict[str, Any]:
+def deepspeed_config(settings: ModelSettings) -> dict[str, Any]:
+    """DeepSpeed's JSON configuration for these settings."""
     zero: dict[str, Any] = {"stage": settings.zero_stage, "overlap_comm": False}
     if settings.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}
     return {
-        # Required, and without meaning here: micro-batches are ragged, step() says where a step ends.
+        # Required, but unused: micro-batches differ in size, and step() is called once for each step.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
         "zero_allow_untested_optimizer": True,
-        # Else an offloaded optimizer must be DeepSpeed's own, which is compiled at start.
+        # Otherwise an offloaded optimizer must be DeepSpeed's own, which is compiled at the start.
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
         "bf16": {"enabled": settings.dtype == "bfloat16"},
-        # At stage 0 the optimizer clips by itself: see ClippingAdamW.
+        # At stage 0 the optimizer clips: see ClippingAdamW.
         "gradient_clipping": settings.optimizer.max_grad_norm if settings.zero_stage else 0.0,
         "steps_per_print": 1_000_000_000,
     }
 
 
-def prepare_deepspeed(settings: TrainerSettings) -> ModuleType:
-    """Import DeepSpeed for the device at hand and join the process group, alone unless a launcher set one."""
+def prepare_deepspeed(settings: ModelSettings) -> ModuleType:
+    """Import DeepSpeed for the chosen device and join the process group, of one process without a
+    launcher."""
     cpu = settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available())
     if cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -44,9 +46,9 @@ def prepare_deepspeed(settings: TrainerSettings) -> ModuleType:
     import deepspeed
     from torch._C._distributed_c10d import HashStore
 
-    # On CPU, DeepSpeed compiles a shared-memory all-reduce at start, for which an image would need gcc and
-    # ninja. Training never calls it (it serves inference_all_reduce), so it is left out. A private name of
-    # the pinned release; `import deepspeed.comm.torch` would resolve to the real torch.
+    # On CPU, DeepSpeed compiles a shared-memory all-reduce at the start, for which an image would need gcc
+    # and ninja. Only inference_all_reduce calls it, so it is disabled. This is a private name of the pinned
+    # release; `import deepspeed.comm.torch` would resolve to the real torch.
     comm: Any = sys.modules["deepspeed.comm.torch"]
     comm.build_shm_op = lambda: None
     backend = "gloo" if cpu else "nccl"
@@ -59,25 +61,25 @@ def prepare_deepspeed(settings: TrainerSettings) -> ModuleType:
 
 
 @contextmanager
-def whole(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Within, every rank has all of these weights. Every rank has to ask for them, in the same order: at
-    stage 3 each has a part."""
-    parted = [each for each in parameters if hasattr(each, "ds_id")]
-    if not parted:
+def gathered(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Inside the context, every rank has these weights in full: at stage 3, each rank keeps only a part of
+    them. Every rank has to enter it, in the same order."""
+    partitioned = [each for each in parameters if hasattr(each, "ds_id")]
+    if not partitioned:
         yield
         return
     import deepspeed
 
-    with deepspeed.zero.GatheredParameters(parted):
+    with deepspeed.zero.GatheredParameters(partitioned):
         yield
 
 
-def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """The shape of all of it, whatever part this rank has."""
+def full_shape(parameter: Tensor) -> tuple[int, ...]:
+    """The shape of the full parameter, whatever part of it this rank has."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def own_part(parameter: Tensor) -> Tensor:
-    """What this rank keeps of it between passes."""
+def local_part(parameter: Tensor) -> Tensor:
+    """The part of the parameter that this rank keeps between passes."""
     part: Tensor = getattr(parameter, "ds_tensor", parameter)
     return part

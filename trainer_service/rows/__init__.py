@@ -1,1 +1,1 @@
-"""From sessions to the rows of a batch."""
+"""From a session's turns to rows, and from rows to packed micro-batches."""

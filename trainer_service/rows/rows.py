@@ -1,14 +1,13 @@
-"""From rollouts to rows, and from rows to packed micro-batches.
+"""From a session's turns to rows, and from rows to packed micro-batches.
 
-    rollout ─▶ branches ─▶ Row (ids, mask 1 where a token is trained)
-    Row, Row, Row ─▶ MicroBatch: one long sequence whose positions start at 0 again for each row
+    turns ─▶ branches ─▶ Row (ids, mask 1 where a token is trained)
+    Row, Row, Row ─▶ MicroBatch: one sequence whose positions start at 0 again for each row
 
-A branch becomes one row; a token that several branches share is trained in the first of them alone.
+Each branch becomes one row. A token that several branches share is trained in the first of them only.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,28 +21,33 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence of L tokens as the model sees it, with what is known of those that are trained."""
+    """One sequence of L tokens as the model sees it, and the data of its trained tokens.
+
+    Raises ValueError if the first token is to be trained: nothing predicts it.
+    """
 
     session_id: str
     turn_ids: tuple[str, ...]
     """The turns that are trained in this row."""
     advantage: float
-    """Of its rollout; 0 until the step that trains it is scored."""
+    """Of its rollout; 0 until the rollout is scored."""
     ids_L: Ints
     mask_L: Ints
-    """1 on tokens that the policy sampled and that this row trains."""
+    """1 for tokens that the policy sampled and that this row trains, 0 for others."""
     logprobs_L: Floats
-    """What the engine said when it sampled them; 0 elsewhere."""
+    """In nats, as the engine reported them when it sampled the tokens; 0 for tokens that are not trained."""
     versions_L: Ints
+    """The version of the weights that sampled each token; -1 for tokens that are not trained."""
     temperatures_L: Floats
     turns_L: Ints
-    """Which turn of its session a trained token belongs to, counted from 0; -1 elsewhere."""
+    """The turn of each trained token, numbered from 0 within its branch; -1 for tokens that are not
+    trained."""
     rewards_L: Floats
-    """What is credited to a token as such: a turn's own rewards on its last token, all others of the session
-    on the row's. Only estimators that give each token its own advantage look at it."""
+    """The rewards of single tokens: those of a turn on its last token, those of the session on the last
+    trained token of the row. Only estimators with one advantage per token use them."""
     group_id: str = ""
-    teacher_L: Floats | None = None
-    """What a teacher says of the trained tokens, where one judges them."""
+    lp_teacher_L: Floats | None = None
+    """The teacher's log-probabilities of the trained tokens, in nats; None without a teacher."""
 
     def __post_init__(self) -> None:
         if self.mask_L[0]:
@@ -59,33 +63,35 @@ class Row:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows packed into N tokens, of which T are trained."""
+    """S rows packed into a sequence of N tokens, of which T are trained."""
 
     ids_N: Ints
     positions_N: Ints
-    """0 at the start of each row."""
+    """The position of each token in its row, from 0."""
     lengths_S: Ints
-    """Of each row, in the order of the pack."""
+    """The length of each row, in tokens, in the order of packing."""
     predict_at_T: Ints
-    """Where the model predicts each trained token: one place before it."""
+    """The index, in [0, N), at which the model predicts each trained token: that of the token before it."""
     targets_T: Ints
+    """The ids of the trained tokens."""
     logprobs_T: Floats
     advantages_T: Floats
     temperatures_T: Floats
     versions_T: Ints
     turns_T: Ints
-    """Which turn of its row a trained token belongs to."""
+    """The turn of each trained token, numbered from 0 within its row."""
     rewards_T: Floats
-    teacher_T: Floats | None
+    lp_teacher_T: Floats | None
     rows_T: Ints
-    """Which row, counted over all that were packed together, a trained token belongs to."""
+    """The row of each trained token, numbered over all rows given to `micro_batches`."""
 
     def cost(self, even_at: float) -> float:
-        """What a pass over it takes, in tokens: attention costs as much as all else in a row of `even_at`."""
+        """The cost of a pass, in tokens without attention. In a row of `even_at` tokens, attention costs as
+        much as everything else."""
         return float((self.lengths_S + self.lengths_S**2 / even_at).sum())
 
-    def apart(self) -> tuple["MicroBatch", ...]:
-        """A micro-batch for each row."""
+    def single_rows(self) -> tuple["MicroBatch", ...]:
+        """One micro-batch for each row."""
         ends_S = self.lengths_S.cumsum()
         return tuple(
             self._cut(int(end - length), int(end)) for length, end in zip(self.lengths_S, ends_S, strict=True)
@@ -93,18 +99,21 @@ class MicroBatch:
 
     def _cut(self, start: int, end: int) -> "MicroBatch":
         in_T = (start <= self.predict_at_T) & (self.predict_at_T < end)
-        of_row: dict[str, Any] = {
-            "ids_N": self.ids_N[start:end],
-            "positions_N": self.positions_N[start:end],
-            "lengths_S": np.array([end - start]),
-            "predict_at_T": self.predict_at_T[in_T] - start,
-        }
-        of_tokens: dict[str, Any] = {
-            name: None if values is None else values[in_T]
-            for name, values in vars(self).items()
-            if name.endswith("_T")
-        }
-        return MicroBatch(**of_tokens | of_row)
+        return MicroBatch(
+            ids_N=self.ids_N[start:end],
+            positions_N=self.positions_N[start:end],
+            lengths_S=np.array([end - start]),
+            predict_at_T=self.predict_at_T[in_T] - start,
+            targets_T=self.targets_T[in_T],
+            logprobs_T=self.logprobs_T[in_T],
+            advantages_T=self.advantages_T[in_T],
+            temperatures_T=self.temperatures_T[in_T],
+            versions_T=self.versions_T[in_T],
+            turns_T=self.turns_T[in_T],
+            rewards_T=self.rewards_T[in_T],
+            lp_teacher_T=None if self.lp_teacher_T is None else self.lp_teacher_T[in_T],
+            rows_T=self.rows_T[in_T],
+        )
 
 
 def rows_of(
@@ -114,9 +123,9 @@ def rows_of(
     rewards: Mapping[str | None, float] | None = None,
     group_id: str = "",
 ) -> tuple[Row, ...]:
-    """The rows that train each trainable turn of a session exactly once.
+    """The rows that train each turn of `trainable` (turn ids) exactly once.
 
-    `rewards` are those of turns by id, and of the session as a whole under None.
+    `rewards` gives the sum of the rewards of each turn by its id, and of the session under None.
     """
     left = set(trainable)
     rows = []
@@ -129,11 +138,10 @@ def rows_of(
 
 
 def micro_batches(rows: Sequence[Row], max_tokens: int) -> Iterator[MicroBatch]:
-    """As few packs of whole rows as `max_tokens` allows, nearly; a longer row stands alone.
+    """Packs whole rows into few micro-batches of at most `max_tokens` tokens; a longer row is one of its own.
 
-    First fit decreasing: each row, the longest first, goes into the first pack that has room. Rows of one
-    length keep their order, so the same rows always make the same packs.
-    """
+    First fit decreasing: each row, the longest first, goes into the first pack with enough room. Rows of
+    equal length keep their order, so equal rows always make equal packs."""
     packs: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(rows)), key=lambda index: -len(rows[index])):
@@ -147,15 +155,15 @@ def micro_batches(rows: Sequence[Row], max_tokens: int) -> Iterator[MicroBatch]:
     return (_pack(rows, pack) for pack in packs)
 
 
-def shared_out(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Which micro-batches each rank takes, by their costs: nearly the same work, the costliest first, and no
-    rank more than one fewer than another."""
+def balanced_shares(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """The indices of the micro-batches of each rank, for nearly equal sums of `costs`, the costliest first.
+    The numbers of micro-batches of two ranks differ by at most one."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     order = sorted(range(len(costs)), key=lambda index: -costs[index])
     for start in range(0, len(order), ranks):
-        # One for each rank, the costliest of them for whoever has the least to do.
-        free = sorted(shares, key=lambda share: sum(costs[index] for index in share))
-        for share, index in zip(free, order[start : start + ranks], strict=False):
+        # One for each rank; the costliest goes to the rank with the smallest sum so far.
+        lightest = sorted(shares, key=lambda share: sum(costs[index] for index in share))
+        for share, index in zip(lightest, order[start : start + ranks], strict=False):
             share.append(index)
     return shares
 
@@ -208,8 +216,8 @@ def _row(
 
 
 def temperature_of(turn: Turn) -> float:
-    """The temperature that the logprobs are of. The engine turns 0 into its most likely token, and says
-    the logprobs of temperature 1."""
+    """The temperature at which the engine computed the turn's log-probabilities. For a sampling temperature
+    of 0 it takes the most likely token, and reports the log-probabilities at temperature 1."""
     temperature = float(turn.sampling.used.get("temperature", 1.0))
     return temperature if temperature > 0 else 1.0
 
@@ -234,11 +242,11 @@ def _pack(of_step: Sequence[Row], indices: Sequence[int]) -> MicroBatch:
         versions_T=np.concatenate([row.versions_L for row in rows])[at_T],
         turns_T=np.concatenate([row.turns_L for row in rows])[at_T],
         rewards_T=np.concatenate([row.rewards_L for row in rows])[at_T],
-        teacher_T=_judged(rows, at_T),
+        lp_teacher_T=_teacher_logprobs(rows, at_T),
         rows_T=rows_N[at_T],
     )
 
 
-def _judged(rows: Sequence[Row], at_T: Ints) -> Floats | None:
-    told = [row.teacher_L for row in rows if row.teacher_L is not None]
-    return np.concatenate(told)[at_T] if len(told) == len(rows) else None
+def _teacher_logprobs(rows: Sequence[Row], at_T: Ints) -> Floats | None:
+    known = [row.lp_teacher_L for row in rows if row.lp_teacher_L is not None]
+    return np.concatenate(known)[at_T] if len(known) == len(rows) else None

@@ -1,7 +1,7 @@
-"""A session's tree of turns: which of them may be trained, and the branches they lie on.
+"""A session's tree of turns: which of them must not be trained, and the branches that hold the others.
 
 root ─ a ─ b          branches(…) ─▶ (root a b), (root c)
-     └ c              b and c are the tips: nothing trainable continues them
+     └ c              b and c are the tips: no trainable turn continues them
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -11,29 +11,30 @@ from rollout_queue.contract.records import Turn, Verdict
 from rollout_queue.contract.verdicts import exclusion
 
 Branch = tuple[Turn, ...]
-"""Turns from a root to a tip; each holds what it adds to the one before."""
+"""The turns from a root to a tip; each holds only the tokens that it adds."""
 
 
 def exclusions(turns: Sequence[Turn]) -> Mapping[str, Verdict]:
-    """The turns that must not be trained, by id, and why."""
+    """The verdicts of the turns that must not be trained, by turn id."""
     orphans = orphans_of(turns)
-    told = {turn.turn_id: exclusion(turn, orphans) for turn in turns}
-    return {turn_id: verdict for turn_id, verdict in told.items() if verdict is not None}
+    found = {turn.turn_id: exclusion(turn, orphans) for turn in turns}
+    return {turn_id: verdict for turn_id, verdict in found.items() if verdict is not None}
 
 
 def branches(turns: Sequence[Turn], trainable: Collection[str]) -> list[Branch]:
-    """The branches that together hold every trainable turn, oldest tip first; none ends on another's way."""
+    """The branches that together hold every turn of `trainable` (turn ids), oldest tip first. No branch is a
+    part of another."""
     by_id = {turn.turn_id: turn for turn in turns}
-    on_the_way: set[str] = set()
+    inner: set[str] = set()
     for turn in turns:
         if turn.turn_id in trainable:
-            on_the_way.update(ancestor.turn_id for ancestor in _branch(turn, by_id)[:-1])
-    tips = [turn for turn in turns if turn.turn_id in trainable and turn.turn_id not in on_the_way]
+            inner.update(ancestor.turn_id for ancestor in _branch(turn, by_id)[:-1])
+    tips = [turn for turn in turns if turn.turn_id in trainable and turn.turn_id not in inner]
     return [_branch(tip, by_id) for tip in sorted(tips, key=_age)]
 
 
 def contradiction(turns: Sequence[Turn], vocab_size: int) -> str | None:
-    """Why the tree cannot be trained as it is; None when it can."""
+    """Why the tree cannot be trained; None if it can."""
     by_id = {turn.turn_id: turn for turn in turns}
     for turn in turns:
         if turn.parent_id is not None and turn.parent_id not in by_id:
@@ -67,5 +68,6 @@ def _circular(turn: Turn, by_id: Mapping[str, Turn]) -> bool:
 
 
 def _age(turn: Turn) -> tuple[float, str]:
-    """Sorts from the oldest; the id breaks ties, so that the order never depends on the stream's."""
+    """A sort key, oldest first. The id breaks ties, so that the order does not depend on that of the
+    stream."""
     return (turn.started_at, turn.turn_id)

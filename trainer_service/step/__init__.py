@@ -1,1 +1,1 @@
-"""One optimizer step: what is known before it, the step itself, and what it says of itself."""
+"""One optimizer step: the pass before it, the step on all ranks, its metrics, and its failures."""

@@ -1,7 +1,7 @@
-"""One batch through the policy: look, forward, loss, backward, step; and what it said of itself.
+"""One rank's optimizer steps: pre-pass, forward, loss, backward, step, and the step's metrics.
 
-rows ─ micro_batches ─ share ─▶ look? ─ survey ─▶ logprobs ─ policy_loss ─ backward ─▶ … ─▶ step
-  └────────────────────── accumulate: once, or for groups as they come ────────────────┘
+rows ─ micro_batches ─ own share ─▶ pre_pass ─ step_context ─▶ logprobs ─ policy_loss ─ backward ─▶ … ─▶ step
+  └──────────────── accumulate: once for all rows, or for groups as they arrive ────────────────┘
 """
 
 import logging
@@ -20,69 +20,76 @@ from trainer_service.algorithms.prox import loglinear
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.tokens import Tokens
 from trainer_service.rows.rows import MicroBatch, Row, micro_batches
-from trainer_service.step.diagnostics import Criticised, Observed, diagnostics, of_critic
-from trainer_service.step.pre_pass import Look, Seer, Survey, Valuer, look, survey
+from trainer_service.step.diagnostics import CriticDiagnostics, TokenDiagnostics, critic_metrics, diagnostics
+from trainer_service.step.pre_pass import (
+    PrePass,
+    PrePassCritic,
+    PrePassPolicy,
+    StepContext,
+    pre_pass,
+    step_context,
+)
 from trainer_service.step.step_request import StepRequest
 
 logger = logging.getLogger(__name__)
 
 
-class Student(Valuer, Protocol):
-    """What `optimise` needs of a critic."""
+class TrainableCritic(PrePassCritic, Protocol):
+    """What a step needs of a critic."""
 
     def backward(self, loss: Tensor) -> None: ...
 
     def step(self) -> float: ...
 
 
-class Learner(Seer, Protocol):
-    """What `optimise` needs of a policy: one rank's, of perhaps several."""
+class TrainablePolicy(PrePassPolicy, Protocol):
+    """What a step needs of one rank's policy."""
 
     @property
-    def critic(self) -> Student: ...
+    def critic(self) -> TrainableCritic: ...
 
-    def share(self, batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, bool]]: ...
+    def own_micro_batches(self, batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, bool]]: ...
 
     def backward(self, loss: Tensor) -> None: ...
 
     def step(self, scale: float = 1.0) -> float: ...
 
-    def forget(self, batch: MicroBatch) -> None: ...
+    def discard_gradients(self, batch: MicroBatch) -> None: ...
 
 
-class Optimisation:
-    """The optimizer steps of one rank. A step may learn from some of its groups before it has them all: their
-    gradients add up in the learner, and what they say of themselves adds up here.
+class OptimizerSteps:
+    """The optimizer steps of one rank. Groups of a step can be learned from before the step is full: their
+    gradients accumulate in the policy, and their diagnostics accumulate here.
 
-    Every rank makes the same calls with the same rows, and takes its share of their micro-batches; the loss
-    is that of all of them, whatever their number, and however a step was parted.
-    """
+    Every rank makes the same calls with the same rows, and takes its share of the micro-batches. The loss
+    does not depend on the number of ranks, or on the parts in which the rows of a step arrive."""
 
-    def __init__(self, learner: Learner, value_clip: float | None = None) -> None:
-        self._learner, self._value_clip = learner, value_clip
+    def __init__(self, policy: TrainablePolicy, value_clip: float | None = None) -> None:
+        """`value_clip` is the critic's, in units of the reward; None does not clip."""
+        self._policy, self._value_clip = policy, value_clip
         self._rows: list[Row] = []
-        """Of the step in the making."""
-        self._parts: list[_Part] = []
+        """The rows accumulated for the next step."""
+        self._parts: list[_StepPart] = []
 
     def accumulate(self, request: StepRequest) -> None:
-        """Learn from the rows of whole groups; the weights stay."""
-        learner, rows, algorithm = self._learner, request.rows, request.algorithm
-        share = learner.share(list(micro_batches(rows, algorithm.max_tokens)))
-        looks = []
+        """Add the gradient of these rows, which are those of whole groups. The weights do not change."""
+        policy, rows, algorithm = self._policy, request.rows, request.algorithm
+        share = policy.own_micro_batches(list(micro_batches(rows, algorithm.max_tokens)))
+        pre_passes = []
         for batch, _ in share:
-            looks.append(look(learner, batch, request.version, algorithm))
+            pre_passes.append(pre_pass(policy, batch, request.version, algorithm))
             request.beat()
-        known = survey(learner, share, looks, algorithm)
-        part = _Part(share, looks, known, counts_of(rows), len(self._rows))
+        context = step_context(policy, share, pre_passes, algorithm)
+        part = _StepPart(share, pre_passes, context, counts_of(rows), len(self._rows))
         self._rows += rows
         self._parts.append(part)
-        part.seen = self._learn(part, request)
+        part.diagnostics = self._learn(part, request)
 
     def step(self, request: StepRequest) -> dict[str, float]:
-        """Learn from the rest of the step's rows, and make the step. All ranks return its metrics.
+        """Add the gradient of these last rows and make the step. Returns its metrics by name, on all ranks.
 
-        Ends at a gradient that is not finite, with its norm and how many epochs have changed the weights
-        before. Either way the next step begins with nothing.
+        If the gradient of an epoch is not finite, the weights keep the changes of the epochs before, and the
+        result is only `grad_norm` and the number of those `epochs`. Nothing stays accumulated in either case.
         """
         if request.rows:
             self.accumulate(request)
@@ -91,118 +98,125 @@ class Optimisation:
         finally:
             self._rows, self._parts = [], []
 
-    def forget(self) -> None:
-        """Drop what was accumulated; nothing where nothing was."""
+    def discard_gradients(self) -> None:
+        """Drop what was accumulated, if anything was."""
         if self._parts:
-            self._learner.forget(self._parts[0].share[0][0])
+            self._policy.discard_gradients(self._parts[0].share[0][0])
         self._rows, self._parts = [], []
 
     def _step(self, request: StepRequest) -> dict[str, float]:
-        learner, algorithm, counts = self._learner, request.algorithm, counts_of(self._rows)
-        # Gradients came in as if the first part were all of the step.
+        policy, algorithm, counts = self._policy, request.algorithm, counts_of(self._rows)
+        # Gradients were accumulated as if the first part were the whole step: the step scales them.
         of_step, of_first = (divisor(each, algorithm.aggregation) for each in (counts, self._parts[0].counts))
         metrics: dict[str, float] = {}
         for epoch in range(algorithm.epochs):
             if epoch:
                 for part in self._parts:
-                    part.seen = self._learn(part, request)
-            grad_norm = learner.step(of_first / of_step)
+                    part.diagnostics = self._learn(part, request)
+            grad_norm = policy.step(of_first / of_step)
             if not math.isfinite(grad_norm):  # DeepSpeed has left the weights as they were, on every rank
                 return {"grad_norm": grad_norm, "epochs": epoch}
-            seen = [each.cpu() for part in self._parts for each in part.of_step(of_step, algorithm)]
-            step = Observed.joined(learner.everybody(seen))
-            said = diagnostics(step, request.version)
+            own = [each.cpu() for part in self._parts for each in part.in_step(of_step, algorithm)]
+            step = TokenDiagnostics.joined(policy.all_gather(own))
+            measured = diagnostics(step, request.version)
             if epoch == 0:
-                self._name_left_out(step)
-                metrics = {**said, "grad_norm": grad_norm}
-            else:  # what clips does so in the later epochs
-                metrics |= {name: value for name, value in said.items() if name.startswith("ppo/")}
+                self._log_masked_sessions(step)
+                metrics = {**measured, "grad_norm": grad_norm}
+            else:  # ratios differ from 1, and clip, only after the first epoch
+                metrics |= {name: value for name, value in measured.items() if name.startswith("ppo/")}
         if algorithm.needs_critic:
-            (part,) = self._parts  # returns are of the whole step
-            metrics |= _criticised(learner, part, counts.tokens, self._value_clip, request.beat)
+            (part,) = self._parts  # returns are computed over the whole step
+            metrics |= _critic_step(policy, part, counts.tokens, self._value_clip, request.beat)
         return metrics
 
-    def _name_left_out(self, step: Observed) -> None:
-        """A token whose log-probability is none is in no loss: whose they are is said."""
+    def _log_masked_sessions(self, step: TokenDiagnostics) -> None:
+        """Log the sessions that have tokens without a finite log-probability: the loss leaves these tokens
+        out."""
         if not bool(step.finite_T.all()):
             rows = set(step.rows_T[~step.finite_T].tolist())
             names = sorted({self._rows[row].session_id for row in rows})
             logger.warning("tokens without a finite log-probability are left out, of sessions %s", names)
 
-    def _learn(self, part: "_Part", request: StepRequest) -> list[Observed]:
-        learner, algorithm, seen = self._learner, request.algorithm, []
+    def _learn(self, part: "_StepPart", request: StepRequest) -> list[TokenDiagnostics]:
+        policy, algorithm, found = self._policy, request.algorithm, []
         weight = part.divisor(algorithm) / self._parts[0].divisor(algorithm)
         for (batch, is_ours), before, advantages_T in zip(
-            part.share, part.looks, part.known.advantages, strict=True
+            part.share, part.pre_passes, part.context.advantages, strict=True
         ):
-            lp_new_T, entropy_T = learner.logprobs(batch)
-            tokens = _tokens(learner, batch, before, lp_new_T, advantages_T, entropy_T, request)
-            losses = policy_loss(tokens, algorithm, part.counts, part.known.statistics)
-            learner.backward((weight if is_ours else 0.0) * losses.loss)
+            lp_new_T, entropy_T = policy.logprobs(batch)
+            tokens = _tokens(policy, batch, before, lp_new_T, advantages_T, entropy_T, request)
+            losses = policy_loss(tokens, algorithm, part.counts, part.context.statistics)
+            policy.backward((weight if is_ours else 0.0) * losses.loss)
             if is_ours:
-                versions_T = learner.tensor(batch.versions_T)
+                versions_T = policy.tensor(batch.versions_T)
                 lp_begin_T = lp_new_T.detach() if before.lp_prox_T is None else before.lp_prox_T
-                seen.append(
-                    Observed.of(
+                found.append(
+                    TokenDiagnostics.of(
                         tokens, losses, lp_begin_T=lp_begin_T, entropy_T=entropy_T, versions_T=versions_T
                     )
                 )
             request.beat()
-        return seen
+        return found
 
 
 @dataclass
-class _Part:
-    """Some whole groups of a step, as one rank has them."""
+class _StepPart:
+    """Some whole groups of a step, and this rank's share of their micro-batches."""
 
     share: Sequence[tuple[MicroBatch, bool]]
-    looks: Sequence[Look]
-    known: Survey
+    """False marks a micro-batch that only keeps the number of passes equal on all ranks."""
+    pre_passes: Sequence[PrePass]
+    context: StepContext
     counts: StepCounts
     rows_before: int
-    """Of the step, in the parts before it."""
-    seen: Sequence[Observed] = ()
-    """What its micro-batches said in the last pass that learned."""
+    """How many rows the earlier parts of the step have."""
+    diagnostics: Sequence[TokenDiagnostics] = ()
+    """Of its micro-batches, from the last pass with a gradient."""
 
     def divisor(self, algorithm: AlgorithmSettings) -> int:
         return divisor(self.counts, algorithm.aggregation)
 
-    def of_step(self, whole: int, algorithm: AlgorithmSettings) -> list[Observed]:
-        """The same, with rows and weights as they are in the step, which divides by `whole`."""
+    def in_step(self, whole: int, algorithm: AlgorithmSettings) -> list[TokenDiagnostics]:
+        """The diagnostics with row numbers and loss weights of the whole step, whose divisor is `whole`."""
         share = self.divisor(algorithm) / whole
         return [
             replace(each, rows_T=each.rows_T + self.rows_before, aggregation_T=each.aggregation_T * share)
-            for each in self.seen
+            for each in self.diagnostics
         ]
 
 
-def _criticised(
-    learner: Learner,
-    part: _Part,
+def _critic_step(
+    policy: TrainablePolicy,
+    part: _StepPart,
     tokens_in_step: int,
     value_clip: float | None,
     beat: Callable[[], None],
 ) -> dict[str, float]:
-    """The critic's step, once the policy has made its own."""
-    seen = []
-    for (batch, is_ours), before, returns_T in zip(part.share, part.looks, part.known.returns, strict=True):
+    """Make the critic's step, after that of the policy. Returns its metrics by name."""
+    own = []
+    for (batch, is_ours), before, returns_T in zip(
+        part.share, part.pre_passes, part.context.returns, strict=True
+    ):
         assert before.values_T is not None  # noqa: S101 - `needs_critic`
-        values_T = learner.critic.values(batch)
+        values_T = policy.critic.values(batch)
         found = value_loss(
             values_T, before.values_T, returns_T, tokens_in_step=tokens_in_step, clip=value_clip
         )
-        learner.critic.backward(found.loss if is_ours else 0.0 * found.loss)
+        policy.critic.backward(found.loss if is_ours else 0.0 * found.loss)
         if is_ours:
-            seen.append(Criticised(before.values_T, returns_T, found.per_token_T, found.clipped_T).cpu())
+            own.append(
+                CriticDiagnostics(before.values_T, returns_T, found.per_token_T, found.clipped_T).cpu()
+            )
         beat()
-    grad_norm = learner.critic.step()
+    grad_norm = policy.critic.step()
     if not math.isfinite(grad_norm):
         logger.warning("the critic makes no step: the norm of its gradient is %s", grad_norm)
-    return {**of_critic(Criticised.joined(learner.everybody(seen))), "critic/grad_norm": grad_norm}
+    return {**critic_metrics(CriticDiagnostics.joined(policy.all_gather(own))), "critic/grad_norm": grad_norm}
 
 
 def counts_of(rows: Sequence[Row]) -> StepCounts:
-    """Of the rows of a step, or of a part of it. Forks of a session share its rollout."""
+    """The counts of a step's rows, or of a part of them. Each session is one rollout, however many rows it
+    has."""
     return StepCounts(
         tokens_R=torch.tensor([row.trained_tokens for row in rows]),
         rollout_R=_numbered([row.session_id for row in rows]),
@@ -211,27 +225,27 @@ def counts_of(rows: Sequence[Row]) -> StepCounts:
 
 
 def _tokens(
-    learner: Learner,
+    policy: TrainablePolicy,
     batch: MicroBatch,
-    before: Look,
+    before: PrePass,
     lp_new_T: Tensor,
     advantages_T: Tensor,
     entropy_T: Tensor,
     request: StepRequest,
 ) -> Tokens:
-    lp_roll_T = learner.tensor(batch.logprobs_T)
+    lp_roll_T = policy.tensor(batch.logprobs_T)
     lp_prox_T = before.lp_prox_T
     if request.algorithm.prox == "loglinear":
-        versions_T = learner.tensor(batch.versions_T)
+        versions_T = policy.tensor(batch.versions_T)
         lp_prox_T = loglinear(lp_new_T, lp_roll_T, versions_T, version=request.version + 1)
     return Tokens(
         lp_new_T=lp_new_T,
         lp_prox_T=lp_new_T.detach() if lp_prox_T is None else lp_prox_T,
         lp_roll_T=lp_roll_T,
         advantages_T=advantages_T,
-        rows_T=learner.tensor(batch.rows_T),
+        rows_T=policy.tensor(batch.rows_T),
         lp_ref_T=before.lp_ref_T,
-        lp_teacher_T=None if batch.teacher_T is None else learner.tensor(batch.teacher_T),
+        lp_teacher_T=None if batch.lp_teacher_T is None else policy.tensor(batch.lp_teacher_T),
         entropy_T=entropy_T if request.algorithm.entropy_bonus else None,
         fresh_T=before.fresh_T,
     )

@@ -1,8 +1,8 @@
-"""What must be known of a batch before its first micro-batch learns, told to every rank.
+"""The forward passes over a batch before its first micro-batch learns, and statistics of the whole step.
 
-    micro-batches ─ look ─▶ Look, … ─ of all ranks ─▶ survey ─▶ advantages of each, StepStatistics
+    micro-batches ─ pre_pass ─▶ PrePass, … ─ of all ranks ─▶ step_context ─▶ advantages, StepStatistics
 
-Most recipes need none of it: then nothing is computed, and nothing is sent.
+Most recipes need none of it: then nothing is computed, and nothing is sent between ranks.
 """
 
 from collections.abc import Sequence
@@ -21,86 +21,99 @@ from trainer_service.algorithms.advantages.returns import (
     kl_in_reward,
     turn_discount,
 )
+from trainer_service.algorithms.losses.step_statistics import StepStatistics, step_statistics
 from trainer_service.algorithms.settings import AlgorithmSettings
-from trainer_service.algorithms.step import StepStatistics, step_statistics
 from trainer_service.algorithms.tokens import Tokens
 from trainer_service.rows.rows import Ints, MicroBatch
 
 Value = TypeVar("Value")
 
 
-class Valuer(Protocol):
-    """What a look needs of a critic."""
+class PrePassCritic(Protocol):
+    """What a pre-pass needs of a critic."""
 
     def values(self, batch: MicroBatch) -> Tensor: ...
 
 
-class Seer(Protocol):
-    """What a look needs of a policy."""
+class PrePassPolicy(Protocol):
+    """What a pre-pass needs of one rank's policy."""
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]: ...
 
     def reference(self, batch: MicroBatch) -> Tensor: ...
 
     @property
-    def critic(self) -> "Valuer": ...
+    def critic(self) -> "PrePassCritic": ...
 
-    def everybody(self, values: list[Value]) -> list[Value]: ...
+    def all_gather(self, values: list[Value]) -> list[Value]: ...
 
     def tensor(self, values: Any) -> Tensor: ...
 
 
-class Look(NamedTuple):
-    """What a pass before the step says of the T trained tokens of a micro-batch; None where nobody asks."""
+class PrePass(NamedTuple):
+    """The values of a micro-batch's T trained tokens before the step; None where the algorithm needs none."""
 
     lp_prox_T: Tensor | None
+    """Log-probabilities under the weights before the step, in nats."""
     lp_ref_T: Tensor | None
+    """Log-probabilities under the reference policy, in nats."""
     values_T: Tensor | None
-    """What the critic expected before the step."""
+    """The critic's values, in units of the reward."""
     fresh_T: Tensor
-    """Which tokens are learned from, by their age."""
+    """bool: which tokens are young enough to be learned from."""
 
 
 @dataclass(frozen=True)
-class Survey:
-    """What the whole step says to each of its micro-batches."""
+class StepContext:
+    """What this rank's micro-batches need to know about the whole step."""
 
     advantages: tuple[Tensor, ...]
-    """[T] of each of this rank's micro-batches, float32."""
+    """One float32 tensor [T] for each of this rank's micro-batches."""
     returns: tuple[Tensor, ...]
-    """The same, of what a critic learns; empty where there is none."""
+    """The critic's targets, one float32 tensor [T] for each micro-batch; empty without a critic."""
     statistics: StepStatistics
 
 
-class _Seen(NamedTuple):
-    """A micro-batch as it travels between ranks."""
+class _PassedBatch(NamedTuple):
+    """A micro-batch and its pre-pass, as ranks exchange them."""
 
     batch: MicroBatch
-    look: Look
+    values: PrePass
 
 
 @torch.no_grad()
-def look(seer: Seer, batch: MicroBatch, version: int, algorithm: AlgorithmSettings) -> Look:
-    return Look(
-        fresh_T=seer.tensor(fresh(batch.versions_T, version, algorithm)),
-        lp_prox_T=seer.logprobs(batch)[0] if algorithm.looks_first else None,
-        lp_ref_T=seer.reference(batch) if algorithm.wants_reference else None,
-        values_T=seer.critic.values(batch) if algorithm.needs_critic else None,
+def pre_pass(policy: PrePassPolicy, batch: MicroBatch, version: int, algorithm: AlgorithmSettings) -> PrePass:
+    """The passes over one micro-batch that the algorithm needs. `version` is that of the present weights."""
+    return PrePass(
+        fresh_T=policy.tensor(fresh(batch.versions_T, version, algorithm)),
+        lp_prox_T=policy.logprobs(batch)[0] if algorithm.needs_pre_pass else None,
+        lp_ref_T=policy.reference(batch) if algorithm.needs_reference_logprobs else None,
+        values_T=policy.critic.values(batch) if algorithm.needs_critic else None,
     )
 
 
 @torch.no_grad()
-def survey(
-    seer: Seer,
+def step_context(
+    policy: PrePassPolicy,
     share: Sequence[tuple[MicroBatch, bool]],
-    looks: Sequence[Look],
+    pre_passes: Sequence[PrePass],
     algorithm: AlgorithmSettings,
-) -> Survey:
-    """`share` is this rank's, with False for what is there for the number alone."""
+) -> StepContext:
+    """Gather the pre-passes of all ranks, and compute advantages and statistics of the whole step.
+
+    `share` are this rank's micro-batches; False marks one that only keeps the number of passes equal on all
+    ranks, and counts in nothing. Every rank has to call it.
+    """
     if not (algorithm.credits_tokens or algorithm.whole_step):
-        return Survey(tuple(seer.tensor(batch.advantages_T) for batch, _ in share), (), StepStatistics())
-    own = [_Seen(batch, _cpu(look)) for (batch, counts), look in zip(share, looks, strict=True) if counts]
-    step = _joined(seer.everybody(own))
+        return StepContext(
+            tuple(policy.tensor(batch.advantages_T) for batch, _ in share), (), StepStatistics()
+        )
+    own = [
+        _PassedBatch(batch, _cpu(values))
+        for (batch, counts), values in zip(share, pre_passes, strict=True)
+        if counts
+    ]
+    step = _joined(policy.all_gather(own))
     returns_T = None
     if algorithm.credits_tokens:
         step, returns_T = _credited(step, algorithm)
@@ -109,18 +122,18 @@ def survey(
     places = [first_R[batch.rows_T] + _within(batch.rows_T) for batch, _ in share]
 
     def parted(values_T: Tensor | None) -> tuple[Tensor, ...]:
-        return () if values_T is None else tuple(seer.tensor(values_T.numpy()[at_T]) for at_T in places)
+        return () if values_T is None else tuple(policy.tensor(values_T.numpy()[at_T]) for at_T in places)
 
-    return Survey(parted(step.advantages_T), parted(returns_T), statistics)
+    return StepContext(parted(step.advantages_T), parted(returns_T), statistics)
 
 
 @dataclass(frozen=True)
-class _Step:
-    """Every trained token of the step, row after row."""
+class _StepTokens:
+    """All T trained tokens of the step, on all ranks, row after row."""
 
     rows_T: Tensor
     turns_T: Tensor
-    """Counted over the whole step."""
+    """The turn of each token, numbered over the whole step."""
     rewards_T: Tensor
     lp_roll_T: Tensor
     advantages_T: Tensor
@@ -131,47 +144,48 @@ class _Step:
 
 
 def fresh(versions_T: Ints, version: int, algorithm: AlgorithmSettings) -> NDArray[np.bool_]:
-    """Which tokens are learned from, by their age alone."""
+    """[T] bool: which tokens are young enough to be learned from. `version` is that of the present
+    weights."""
     return (algorithm.stale != "mask") | (version - versions_T <= algorithm.max_staleness)
 
 
-def _joined(seen: Sequence[_Seen]) -> _Step:
-    rows_T = torch.cat([torch.from_numpy(each.batch.rows_T) for each in seen])
+def _joined(passed: Sequence[_PassedBatch]) -> _StepTokens:
+    rows_T = torch.cat([torch.from_numpy(each.batch.rows_T) for each in passed])
     order_T = rows_T.argsort(stable=True)
 
     def joined(parts: Sequence[Any]) -> Tensor:
         return torch.cat([torch.as_tensor(part) for part in parts])[order_T]
 
-    def looked(name: str) -> Tensor | None:
-        parts = [getattr(each.look, name) for each in seen]
+    def joined_pre_pass(name: str) -> Tensor | None:
+        parts = [getattr(each.values, name) for each in passed]
         return None if any(part is None for part in parts) else joined(parts)
 
-    turns_T = joined([each.batch.turns_T for each in seen])
+    turns_T = joined([each.batch.turns_T for each in passed])
     rows_T = rows_T[order_T]
     _, turns_T = torch.unique_consecutive(torch.stack([rows_T, turns_T]), dim=1, return_inverse=True)
-    return _Step(
+    return _StepTokens(
         rows_T=rows_T,
         turns_T=turns_T,
-        rewards_T=joined([each.batch.rewards_T for each in seen]),
-        lp_roll_T=joined([each.batch.logprobs_T for each in seen]),
-        advantages_T=joined([each.batch.advantages_T for each in seen]),
-        lp_prox_T=looked("lp_prox_T"),
-        lp_ref_T=looked("lp_ref_T"),
-        values_T=looked("values_T"),
-        fresh_T=joined([each.look.fresh_T for each in seen]),
+        rewards_T=joined([each.batch.rewards_T for each in passed]),
+        lp_roll_T=joined([each.batch.logprobs_T for each in passed]),
+        advantages_T=joined([each.batch.advantages_T for each in passed]),
+        lp_prox_T=joined_pre_pass("lp_prox_T"),
+        lp_ref_T=joined_pre_pass("lp_ref_T"),
+        values_T=joined_pre_pass("values_T"),
+        fresh_T=joined([each.values.fresh_T for each in passed]),
     )
 
 
-def _credited(step: _Step, algorithm: AlgorithmSettings) -> tuple[_Step, Tensor]:
-    """The step with the advantage of each token, from what it and those after it were rewarded; and the
-    returns."""
+def _credited(step: _StepTokens, algorithm: AlgorithmSettings) -> tuple[_StepTokens, Tensor]:
+    """The step with an advantage for each token, computed from the rewards of this and all later tokens of
+    its row; and the returns [T], float32."""
     shaping = algorithm.shaping
     rewards_T, owners_T = step.rewards_T.double(), step.rows_T
     if shaping.turn_discount is not None:
         rewards_T, owners_T = _discounted(step, shaping.turn_discount), step.turns_T
     if shaping.kl_in_reward:
-        assert step.lp_prox_T is not None  # noqa: S101 - `looks_first`
-        assert step.lp_ref_T is not None  # noqa: S101 - `wants_reference`
+        assert step.lp_prox_T is not None  # noqa: S101 - `needs_pre_pass`
+        assert step.lp_ref_T is not None  # noqa: S101 - `needs_reference_logprobs`
         rewards_T = kl_in_reward(rewards_T, step.lp_prox_T, step.lp_ref_T, beta=shaping.kl_in_reward)
     tokens = TokenRewards(rewards_T, owners_T, values_T=step.values_T, turns_T=step.turns_T)
     found = RETURNS[algorithm.advantage.name].estimate(tokens, algorithm.advantage)
@@ -181,21 +195,22 @@ def _credited(step: _Step, algorithm: AlgorithmSettings) -> tuple[_Step, Tensor]
     return replace(step, advantages_T=advantages_T), found.returns_T.float()
 
 
-def _discounted(step: _Step, discount: float) -> Tensor:
-    """Each turn stands alone, and its last token gets what it and the turns after it were rewarded."""
+def _discounted(step: _StepTokens, discount: float) -> Tensor:
+    """[T] float64: the last token of each turn gets the turn's reward plus the discounted rewards of the
+    later turns of its row; all other tokens get 0."""
     turns = int(step.turns_T.max()) + 1
     rewards_K = torch.zeros(turns, dtype=torch.float64)
     rewards_K.index_add_(0, step.turns_T, step.rewards_T.double())
     row_K = torch.zeros(turns, dtype=torch.int64).index_copy_(0, step.turns_T, step.rows_T)
     for row in sorted(set(row_K.tolist())):
         of_row_K = row_K == row
-        told = turn_discount(rewards_K[of_row_K].tolist(), discount=discount)
-        rewards_K[of_row_K] = torch.tensor(told, dtype=torch.float64)
+        discounted = turn_discount(rewards_K[of_row_K].tolist(), discount=discount)
+        rewards_K[of_row_K] = torch.tensor(discounted, dtype=torch.float64)
     return at_ends(rewards_K, step.turns_T)
 
 
-def _tokens(step: _Step) -> Tokens:
-    assert step.lp_prox_T is not None  # noqa: S101 - `looks_first`
+def _tokens(step: _StepTokens) -> Tokens:
+    assert step.lp_prox_T is not None  # noqa: S101 - `needs_pre_pass`
     return Tokens(
         lp_new_T=step.lp_prox_T,
         lp_prox_T=step.lp_prox_T,
@@ -213,8 +228,13 @@ def _within(rows_T: Ints) -> Ints:
     return np.arange(len(rows_T)) - np.repeat(starts_T, lengths)
 
 
-def _cpu(look: Look) -> Look:
-    told: dict[str, Any] = {
-        name: None if values_T is None else values_T.cpu() for name, values_T in look._asdict().items()
-    }
-    return Look(**told)
+def _cpu(values: PrePass) -> PrePass:
+    def moved(values_T: Tensor | None) -> Tensor | None:
+        return None if values_T is None else values_T.cpu()
+
+    return PrePass(
+        lp_prox_T=moved(values.lp_prox_T),
+        lp_ref_T=moved(values.lp_ref_T),
+        values_T=moved(values.values_T),
+        fresh_T=values.fresh_T.cpu(),
+    )

@@ -1,10 +1,10 @@
-"""Several ranks as one learner: rank 0 leads, and the others do what it does, at the same time.
+"""Several ranks as one policy: rank 0 broadcasts commands, and all ranks carry them out at the same time.
 
-    rank 0    train.py ─▶ Leader ─ order ─┬─▶ its own Policy
-    rank 1 …  follow() ◀──────────────────┴─▶ theirs, on their share of the micro-batches
+    rank 0    train.py ─▶ Leader ─ command ─┬─▶ its own DeepSpeedPolicy
+    rank 1 …  follow() ◀────────────────────┴─▶ theirs, on their share of the micro-batches
 
-Rank 0 alone knows of Redis and HTTP. A rank that dies breaks the next order or collective of all others: they
-end, the launcher ends what is left, and the restart goes back to the checkpoint.
+Only rank 0 speaks to Redis and HTTP. If a rank dies, the next command or collective fails on all others: they
+exit, the launcher ends what is left, and the restart loads the last checkpoint.
 """
 
 import os
@@ -15,31 +15,32 @@ from typing import NamedTuple
 import torch
 
 from trainer_service.model.layout import Layout
-from trainer_service.model.policy import Policy
+from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.model.universal import converted
-from trainer_service.step.optimizer_step import Optimisation
+from trainer_service.step.optimizer_step import OptimizerSteps
 from trainer_service.step.quarantine import has_finite_gradient
 from trainer_service.step.step_request import StepRequest
 from trainer_service.storage.disk import Parted
 
-LONGEST_SILENCE = timedelta(days=365)
-"""Between two orders: a trainer may wait for agents for days. The group that trains gives up in minutes."""
+COMMAND_TIMEOUT = timedelta(days=365)
+"""The longest time between two commands: a trainer may wait for agents for days. The process group that
+trains has a timeout of minutes."""
 
 
 class Train(NamedTuple):
-    """One optimizer step, with what was accumulated for it."""
+    """Make one optimizer step, with what was accumulated for it."""
 
     request: StepRequest
 
 
 class Accumulate(NamedTuple):
-    """Learn from groups of the next step."""
+    """Add the gradient of some groups of the next step."""
 
     request: StepRequest
 
 
-class Forget(NamedTuple):
-    """Drop what was learned from them."""
+class DiscardGradients(NamedTuple):
+    """Drop what was accumulated."""
 
 
 class Save(NamedTuple):
@@ -50,7 +51,7 @@ class Save(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Read them back."""
+    """Read this rank's shards."""
 
     directory: Path
     tag: str
@@ -61,54 +62,55 @@ class Export(NamedTuple):
     """Gather the weights, for rank 0 to write them."""
 
 
-class Inspect(NamedTuple):
-    """Say whether every weight is a number."""
+class CheckWeights(NamedTuple):
+    """Compute whether every weight is finite."""
 
 
-class Probe(NamedTuple):
-    """Say whether the gradient of these rows would be finite."""
+class CheckGradient(NamedTuple):
+    """Compute whether the gradient of these rows is finite."""
 
     request: StepRequest
 
 
-Order = Train | Accumulate | Forget | Save | Load | Export | Inspect | Probe | None
-"""None: it is over."""
+Command = Train | Accumulate | DiscardGradients | Save | Load | Export | CheckWeights | CheckGradient | None
+"""None ends the other ranks."""
 
 
 def own_rank() -> int:
-    """As the launcher says; 0 without one."""
+    """This process's rank, from the variable RANK that the launcher sets; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
 class Leader:
-    """The policy of all ranks, as rank 0 uses it."""
+    """The policy of all ranks. Only rank 0 has one; each method first sends its command to the other
+    ranks."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: DeepSpeedPolicy) -> None:
         self._policy = policy
-        """Rank 0's own."""
-        self._steps = Optimisation(policy, policy.value_clip)
-        self._channel = _Channel(policy.ranks)
+        """Rank 0's own part."""
+        self._steps = OptimizerSteps(policy, policy.value_clip)
+        self._channel = _CommandChannel(policy.ranks)
         self.vocab_size, self.ranks = policy.vocab_size, policy.ranks
 
     def optimise(self, request: StepRequest) -> dict[str, float]:
-        """One optimizer step on all ranks, of these rows and those accumulated. Returns its metrics."""
+        """Make one optimizer step of these rows and those accumulated. Returns its metrics by name."""
         self._channel.send(Train(request.for_other_ranks()))
         return self._steps.step(request)
 
     def accumulate(self, request: StepRequest) -> None:
-        """Learn on all ranks from some groups of the step that `optimise` will make with the others."""
+        """Add the gradient of some groups of the next step, which `optimise` makes."""
         self._channel.send(Accumulate(request.for_other_ranks()))
         self._steps.accumulate(request)
 
-    def forget(self) -> None:
+    def discard_gradients(self) -> None:
         """Drop what was accumulated."""
-        self._channel.send(Forget())
-        self._steps.forget()
+        self._channel.send(DiscardGradients())
+        self._steps.discard_gradients()
 
     def save(self, directory: Path, tag: str) -> None:
-        """Returns when the shards of every rank are written.
+        """Write the shards of every rank below `directory`/`tag`.
 
-        Raises Parted when this rank's are not, while others wait for it: only a restart brings them together.
+        Raises Parted if rank 0 could not write its own while other ranks wait for it: only a restart helps.
         """
         self._channel.send(Save(directory, tag))
         try:
@@ -120,88 +122,91 @@ class Leader:
 
     @property
     def layout(self) -> Layout:
-        """How the shards are cut."""
+        """How this trainer's checkpoints are sharded."""
         return self._policy.layout
 
     def load(self, directory: Path, tag: str, layout: Layout | None) -> None:
-        """Read back shards that were cut as `layout` says; None: as ours are. Those of other ranks or another
-        stage are converted first, and the others wait for it without a limit.
+        """Read back shards that were saved with `layout`; None stands for this trainer's layout. Shards of
+        another number of ranks or another ZeRO stage are converted first, and the other ranks wait without a
+        limit.
 
-        Raises LayoutRefused and NotConverted.
+        Raises LayoutRefused if no conversion helps, and NotConverted if the conversion failed.
         """
         if layout is None or layout.loads_into(self.layout):
             self._load(directory, tag)
             return
-        with converted(directory, tag) as aside:
-            self._load(directory, aside, universal=True)
+        with converted(directory, tag) as universal_tag:
+            self._load(directory, universal_tag, universal=True)
 
     def _load(self, directory: Path, tag: str, universal: bool = False) -> None:
         self._channel.send(Load(directory, tag, universal))
         self._policy.load(directory, tag, universal)
 
     def export(self, path: Path) -> None:
+        """Write all weights as one safetensors file. Raises OSError."""
         self._channel.send(Export())
         self._policy.export(path)
 
-    def sound(self, request: StepRequest) -> bool:
-        """Whether the loss of this step has a gradient that is finite. Nothing is changed."""
-        self._channel.send(Probe(request.for_other_ranks()))
+    def gradient_is_finite(self, request: StepRequest) -> bool:
+        """Whether the gradient of this step's loss is finite. Changes nothing."""
+        self._channel.send(CheckGradient(request.for_other_ranks()))
         return has_finite_gradient(self._policy, request)
 
-    def finite(self) -> bool:
-        """Whether every weight of every rank is a number."""
-        self._channel.send(Inspect())
-        return self._policy.finite()
+    def weights_are_finite(self) -> bool:
+        """Whether every weight of every rank is finite."""
+        self._channel.send(CheckWeights())
+        return self._policy.weights_are_finite()
 
     def close(self) -> None:
-        """Let the others end. Not after a failure: amid a collective of theirs they would not hear it."""
+        """End the other ranks. Not for use after a failure: a rank inside a collective receives no
+        command."""
         self._channel.send(None)
         self._channel.close()
 
 
-def follow(policy: Policy) -> None:
-    """Do what the leader does until it says that it is over. Raises RuntimeError when the leader is gone."""
-    channel, steps = _Channel(policy.ranks), Optimisation(policy, policy.value_clip)
-    while (order := channel.receive()) is not None:
-        match order:
+def follow(policy: DeepSpeedPolicy) -> None:
+    """Carry out the leader's commands until it ends the ranks. Raises RuntimeError if the leader is gone."""
+    channel, steps = _CommandChannel(policy.ranks), OptimizerSteps(policy, policy.value_clip)
+    while (command := channel.receive()) is not None:
+        match command:
             case Train(request):
                 steps.step(request)
             case Accumulate(request):
                 steps.accumulate(request)
-            case Forget():
-                steps.forget()
+            case DiscardGradients():
+                steps.discard_gradients()
             case Save(directory, tag):
                 policy.save(directory, tag)
             case Load(directory, tag, universal):
                 policy.load(directory, tag, universal)
             case Export():
                 policy.export(None)
-            case Inspect():
-                policy.finite()
-            case Probe(request):
+            case CheckWeights():
+                policy.weights_are_finite()
+            case CheckGradient(request):
                 has_finite_gradient(policy, request)
     channel.close()
 
 
-class _Channel:
-    """Orders from rank 0 to all others, on the CPU, whatever the device of the training is."""
+class _CommandChannel:
+    """Broadcasts commands from rank 0 to all others, over Gloo on the CPU, whatever device trains."""
 
     def __init__(self, ranks: int) -> None:
         self._group = (
-            torch.distributed.new_group(backend="gloo", timeout=LONGEST_SILENCE) if ranks > 1 else None
+            torch.distributed.new_group(backend="gloo", timeout=COMMAND_TIMEOUT) if ranks > 1 else None
         )
 
-    def send(self, order: Order) -> None:
+    def send(self, command: Command) -> None:
         if self._group is not None:
-            torch.distributed.broadcast_object_list([order], src=0, group=self._group)
+            torch.distributed.broadcast_object_list([command], src=0, group=self._group)
 
-    def receive(self) -> Order:
-        orders: list[Order] = [None]
-        torch.distributed.broadcast_object_list(orders, src=0, group=self._group)
-        return orders[0]
+    def receive(self) -> Command:
+        commands: list[Command] = [None]
+        torch.distributed.broadcast_object_list(commands, src=0, group=self._group)
+        return commands[0]
 
     def close(self) -> None:
-        """Gloo's threads end with their groups; a process that ends before them is aborted."""
+        """Destroy the groups: a process that exits while Gloo's threads still run is aborted."""
         if self._group is not None:
             torch.distributed.barrier(group=self._group)
             torch.distributed.destroy_process_group()

@@ -1,9 +1,9 @@
-"""A teacher that another engine serves: how likely it finds each token that the policy sampled.
+"""Asks a teacher on another engine for its log-probability of each token that the policy sampled.
 
-    rows ─ POST {url}/generate, ids in ─▶ input_token_logprobs ─▶ the same rows, judged
+    rows ─ POST {url}/generate, ids in ─▶ input_token_logprobs ─▶ the same rows, with lp_teacher_L
 
-It scores what it is given and samples nothing. Its vocabulary must be the policy's; its log-probabilities are
-those of temperature 1.
+The teacher samples nothing. It must have the policy's vocabulary. Its log-probabilities are those at
+temperature 1.
 """
 
 from collections.abc import Sequence
@@ -19,32 +19,32 @@ from trainer_service.rows.rows import Row
 
 
 class TeacherSettings(BaseModel):
-    """Where the teacher is, and how much it is asked at once."""
+    """Where the teacher is, and how many rows are sent to it at once."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     url: str
-    """Of an SGLang server: http://host:port."""
+    """The address of an SGLang server: http://host:port."""
     api_key: str | None = None
     timeout_s: float = Field(120.0, gt=0)
     concurrency: int = Field(8, ge=1)
 
 
-class TeacherAway(Exception):
-    """It does not answer, or not now."""
+class TeacherUnavailable(Exception):
+    """The teacher cannot be reached, or failed to answer. The same request may succeed later."""
 
 
-class Judgement(NamedTuple):
-    """What became of the rows of a step."""
+class TeacherScores(NamedTuple):
+    """The rows of a step after the teacher has scored them."""
 
     rows: list[Row]
-    """Those of sessions that it judged."""
+    """With `lp_teacher_L`. Rows of refused sessions are left out."""
     refused: dict[str, str]
-    """The sessions that it will never judge, and why."""
+    """The sessions that the teacher will never score, by id, and why."""
 
 
-class Teacher:
-    """Owns its connections."""
+class TeacherClient:
+    """Sends rows to the teacher, several at once. Owns its connections and threads."""
 
     def __init__(self, settings: TeacherSettings, transport: httpx.BaseTransport | None = None) -> None:
         headers = {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
@@ -53,35 +53,38 @@ class Teacher:
         )
         self._pool = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="teacher")
 
-    def judge(self, rows: Sequence[Row]) -> Judgement:
-        """Raises TeacherAway."""
-        told = list(self._pool.map(self._judged, rows))
+    def score(self, rows: Sequence[Row]) -> TeacherScores:
+        """Score all rows. Raises TeacherUnavailable if one of them got no answer."""
+        answers = list(self._pool.map(self._scored, rows))
         refused = {
-            row.session_id: reason for row, reason in zip(rows, told, strict=True) if isinstance(reason, str)
+            row.session_id: reason
+            for row, reason in zip(rows, answers, strict=True)
+            if isinstance(reason, str)
         }
-        judged = [row for row in told if isinstance(row, Row) and row.session_id not in refused]
-        return Judgement(judged, refused)
+        scored = [row for row in answers if isinstance(row, Row) and row.session_id not in refused]
+        return TeacherScores(scored, refused)
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
         self._client.close()
 
-    def _judged(self, row: Row) -> Row | str:
-        """The row with what the teacher says, or why it says nothing."""
+    def _scored(self, row: Row) -> Row | str:
+        """The row with the teacher's log-probabilities, or why the teacher refuses it."""
         start = int(np.flatnonzero(row.mask_L)[0]) - 1
-        told = self._ask(row, start)
-        if isinstance(told, str):
-            return told
-        teacher_L = np.zeros(len(row), np.float32)
+        answer = self._ask(row, start)
+        if isinstance(answer, str):
+            return answer
+        lp_teacher_L = np.zeros(len(row), np.float32)
         for place in np.flatnonzero(row.mask_L):
-            match told[place - start]:
+            match answer[place - start]:
                 case [int() | float() as logprob, token_id, *_] if token_id == row.ids_L[place]:
-                    teacher_L[place] = logprob
-                case nonsense:
-                    return f"it says {nonsense} of token {row.ids_L[place]}"
-        return replace(row, teacher_L=teacher_L)
+                    lp_teacher_L[place] = logprob
+                case other:
+                    return f"the teacher answered {other} for token {row.ids_L[place]}"
+        return replace(row, lp_teacher_L=lp_teacher_L)
 
     def _ask(self, row: Row, start: int) -> list[Any] | str:
+        """The `input_token_logprobs` of the row from token `start` on, or why the teacher refuses it."""
         body = {
             "input_ids": row.ids_L.tolist(),
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
@@ -91,16 +94,24 @@ class Teacher:
         try:
             response = self._client.post("/generate", json=body)
         except httpx.HTTPError as error:
-            raise TeacherAway(f"the teacher at {self._client.base_url} does not answer: {error}") from error
+            raise TeacherUnavailable(
+                f"the teacher at {self._client.base_url} does not answer: {error}"
+            ) from error
         if response.status_code == 400:
             return response.text[:200]
         if response.status_code != 200:
-            raise TeacherAway(f"the teacher at {self._client.base_url} says {response.status_code}")
+            raise TeacherUnavailable(
+                f"the teacher at {self._client.base_url} answered with status {response.status_code}"
+            )
         try:
-            told = response.json()["meta_info"]["input_token_logprobs"]
+            logprobs = response.json()["meta_info"]["input_token_logprobs"]
         except (ValueError, KeyError, TypeError) as error:
-            raise TeacherAway(f"the teacher at {self._client.base_url} talks nonsense: {error}") from error
-        if not isinstance(told, list) or len(told) != len(row) - start:
-            many = len(told) if isinstance(told, list) else "no"
-            raise TeacherAway(f"the teacher says {many} log-probabilities of {len(row) - start} tokens")
-        return told
+            raise TeacherUnavailable(
+                f"the teacher at {self._client.base_url} sent an answer without log-probabilities: {error}"
+            ) from error
+        if not isinstance(logprobs, list) or len(logprobs) != len(row) - start:
+            count = len(logprobs) if isinstance(logprobs, list) else "no"
+            raise TeacherUnavailable(
+                f"the teacher sent {count} log-probabilities for {len(row) - start} tokens"
+            )
+        return logprobs

@@ -138,7 +138,7 @@ class Checkpoints:
 
     def _sweep(self) -> None:
         """Free what a process left that died while it saved: STATE is written after every shard."""
-        universal.sweep(self._directory)
+        universal.remove_converted(self._directory)
         for tag in self._tags():
             if not (self._directory / tag / STATE).exists():
                 shutil.rmtree(self._directory / tag, ignore_errors=True)

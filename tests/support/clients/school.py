@@ -20,7 +20,7 @@ from typing import Any
 
 from gateway.language.render import ChatRenderer, Message, Tool
 from rollout_queue.contract.tokens import TokenIds
-from trainer_service.warm_start import Example, Lesson, Plan
+from trainer_service.warm_start import Example, Plan, SupervisedTraining
 from weir.demo.make_model import model_for
 from weir.demo.task import KEYS, UNKNOWN, VALUES, Task, call_text
 
@@ -58,15 +58,15 @@ def school(demo_model: Path, out: Path) -> None:
     rows = [short.row() for _ in range(ROWS)]
     probe = [short.row() for _ in range(PROBES)] + [long.row() for _ in range(PROBES)]
     model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32, attn_implementation="sdpa")
-    lesson = Lesson(model, Plan(lr=3e-3))
+    training = SupervisedTraining(model, Plan(lr=3e-3))
     for step in range(1, STEPS + 1):
         scale = 1.0 if step <= LONG_FROM else 0.5 * max(0.02, (STEPS - step) / (STEPS - LONG_FROM))
-        loss = lesson.learn(draw.choices(rows, k=BATCH), scale)
+        loss = training.learn(draw.choices(rows, k=BATCH), scale)
         if step > LONG_FROM:
-            loss = max(loss, lesson.learn([long.row()], scale))
+            loss = max(loss, training.learn([long.row()], scale))
         if step % 50 == 0:
             print(f"school step {step} of {STEPS}: loss {loss:.4f}", flush=True)
-    score = lesson.exact(probe)
+    score = training.exact(probe)
     if score < GATE:
         raise SystemExit(f"school: {score:.0%} of the probe, below {GATE:.0%}")
     model.config.max_position_embeddings = CONTEXT_LENGTH

@@ -110,13 +110,13 @@ class Weights:
     def export(self, path: Path) -> None:
         save_file({"trained": np.array([len(self.trained)])}, path)
 
-    def finite(self) -> bool:
+    def weights_are_finite(self) -> bool:
         return True
 
     def accumulate(self, rows: Sequence[Row], *_: Any) -> None:
         self.begun += [turn_id for row in rows for turn_id in row.turn_ids]
 
-    def forget(self) -> None:
+    def discard_gradients(self) -> None:
         self.begun = []
 
     def optimise(self, rows: Sequence[Row], *_: Any) -> dict[str, float]:

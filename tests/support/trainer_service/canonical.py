@@ -9,8 +9,8 @@ from torch import Tensor
 
 from trainer_service.algorithms.aggregation import StepCounts
 from trainer_service.algorithms.losses.settings import LossSettings
+from trainer_service.algorithms.losses.step_statistics import StepStatistics
 from trainer_service.algorithms.policy_loss import PolicyLoss, policy_loss
-from trainer_service.algorithms.step import StepStatistics
 from trainer_service.algorithms.tokens import Tokens
 
 GOLDEN = json.loads(
@@ -66,9 +66,14 @@ def canonical_tokens() -> Tokens:
     )
 
 
+def counts_of(rows_T: Tensor, rollout_R: Tensor, group_R: Tensor) -> StepCounts:
+    """The counts of a step, from the row of each of its tokens."""
+    return StepCounts(torch.bincount(rows_T, minlength=len(rollout_R)), rollout_R, group_R)
+
+
 def canonical_counts() -> StepCounts:
     rollouts = sorted(set(INPUTS["rollout_id"]))
-    return StepCounts.of(
+    return counts_of(
         ROWS_T,
         torch.tensor([rollouts.index(rollout) for rollout in INPUTS["rollout_id"]]),
         torch.tensor(INPUTS["group_id"]),

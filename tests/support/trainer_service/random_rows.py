@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from trainer_service.model.policy import Policy
+from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.rows.rows import Row
 from trainer_service.settings import TrainerSettings
 from trainer_service.step.ranks import Leader
@@ -48,7 +48,7 @@ class Pupil:
 
     def __init__(self, root: Path, settings: TrainerSettings) -> None:
         self.root, self.settings = root, settings
-        self.policy = Policy(settings)
+        self.policy = DeepSpeedPolicy(settings)
         self.leader = Leader(self.policy)
 
     def learn(self, seed: int, count: int = 6, **fields: Any) -> dict[str, float]:

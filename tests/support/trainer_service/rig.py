@@ -15,7 +15,7 @@ from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.memory import MemoryStream
 from trainer_service.intake import Intake
 from trainer_service.metrics import TrainerMetrics
-from trainer_service.model.policy import Policy
+from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.publishing.gateway_client import GatewayClient
 from trainer_service.publishing.publisher import Publisher
 from trainer_service.settings import TrainerSettings
@@ -187,7 +187,7 @@ class Rig:
         metrics = TrainerMetrics(self.registry, chosen_sinks(self.settings))
         client = httpx.Client(base_url="http://gateway", transport=httpx.MockTransport(self.gateway))
         heartbeat = Heartbeat(self.stream, self.shared_state, self.settings.retry_s)
-        self.policy = Policy(self.settings)
+        self.policy = DeepSpeedPolicy(self.settings)
         self.checkpoints = Checkpoints(self.settings.checkpoint_dir, self.settings.keep_checkpoints)
         self.store = PolicyStore(
             self.settings.policies_dir, self.settings.model_path, self.settings.keep_policies

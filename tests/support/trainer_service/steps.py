@@ -7,6 +7,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.support.trainer_service.canonical import counts_of
 from trainer_service.algorithms.aggregation import StepCounts
 from trainer_service.algorithms.losses.settings import LossSettings
 from trainer_service.algorithms.tokens import Tokens
@@ -114,7 +115,7 @@ def steps(draw: st.DrawFn, spread: float = 0.5) -> Step:
             lp_teacher_T=near(lp_roll_T),
             entropy_T=-near(lp_roll_T),
         ),
-        StepCounts.of(rows_T, torch.tensor(rollouts), torch.tensor(groups)),
+        counts_of(rows_T, torch.tensor(rollouts), torch.tensor(groups)),
     )
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from trainer_service.model.policy import Policy
+from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.step.ranks import Leader, follow, own_rank
 from trainer_service.step.step_request import StepRequest
 from trainer_service.storage.checkpoint import Checkpoints, RunState
@@ -18,7 +18,7 @@ from trainer_service.storage.checkpoint import Checkpoints, RunState
 
 def main(folder: Path) -> None:
     settings, steps, probes, in_parts = pickle.loads((folder / "task.pickle").read_bytes())  # noqa: S301 - the test's own
-    policy = Policy(settings)
+    policy = DeepSpeedPolicy(settings)
     if own_rank() > 0:
         follow(policy)
         return
@@ -30,12 +30,12 @@ def main(folder: Path) -> None:
         half = len(rows) // 2 if in_parts else 0
         if half:
             leader.accumulate(StepRequest(rows, 0, settings.algorithm))
-            leader.forget()
+            leader.discard_gradients()
             leader.accumulate(StepRequest(rows[:half], 0, settings.algorithm))
         told.append(leader.optimise(StepRequest(rows[half:], 0, settings.algorithm)))
         checkpoints.save(leader, RunState(step=step), [])
-    sound = [leader.sound(StepRequest(rows, 0, settings.algorithm)) for rows in probes]
-    finite = leader.finite()
+    sound = [leader.gradient_is_finite(StepRequest(rows, 0, settings.algorithm)) for rows in probes]
+    finite = leader.weights_are_finite()
     leader.export(folder / "weights.safetensors")
     (folder / "idle").touch()
     while (folder / "rest").exists():

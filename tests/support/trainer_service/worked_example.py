@@ -1,6 +1,6 @@
 """The worked example of docs/training.md, read from its tables and computed by the trainer's own code.
 
-tables ─▶ records ─▶ Assembler ─▶ judge ─▶ scored ─▶ micro_batches ─▶ Optimisation, of a model that is a table
+tables ─▶ records ─▶ Assembler ─▶ judge ─▶ scored ─▶ micro_batches ─▶ OptimizerSteps of a table model
 """
 
 import math
@@ -20,15 +20,15 @@ from rollout_queue.contract.records import Outcome, Record, Reward, Span
 from rollout_queue.contract.stream import Entry
 from tests.support.trainer_service.rig import turn
 from trainer_service.algorithms.losses.settings import LossSettings
+from trainer_service.algorithms.losses.step_statistics import step_statistics
 from trainer_service.algorithms.policy_loss import PolicyLoss, policy_loss
 from trainer_service.algorithms.settings import AlgorithmSettings
-from trainer_service.algorithms.step import step_statistics
 from trainer_service.algorithms.tokens import Tokens
 from trainer_service.groups.assemble import Assembler, Rules
 from trainer_service.groups.comparison import scored
 from trainer_service.groups.settlement import Acknowledgement, ScreenedGroup, judge, settle
 from trainer_service.rows.rows import MicroBatch, Row, micro_batches
-from trainer_service.step.optimizer_step import Optimisation, counts_of
+from trainer_service.step.optimizer_step import OptimizerSteps, counts_of
 from trainer_service.step.step_request import StepRequest
 
 DOCUMENT = Path(__file__).parents[3] / "docs/training.md"
@@ -75,7 +75,7 @@ class Listed:
     leaves: list[tuple[MicroBatch, Tensor]] = field(default_factory=list)
     """Of the last epoch."""
 
-    def share(self, batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, bool]]:
+    def own_micro_batches(self, batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, bool]]:
         return [(batch, True) for batch in batches]
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,7 @@ class Listed:
     def critic(self) -> Any:
         raise NotImplementedError
 
-    def forget(self, batch: MicroBatch) -> None:
+    def discard_gradients(self, batch: MicroBatch) -> None:
         raise NotImplementedError
 
     def backward(self, loss: Tensor) -> None:
@@ -106,7 +106,7 @@ class Listed:
             self.leaves = []
         return float(torch.linalg.vector_norm(gradient))
 
-    def everybody(self, values: list[Any]) -> list[Any]:
+    def all_gather(self, values: list[Any]) -> list[Any]:
         return values
 
     def tensor(self, values: Any) -> Tensor:
@@ -206,9 +206,9 @@ class Example:
         return by_row
 
     def step(self) -> tuple[dict[str, float], Listed]:
-        """The whole step, both epochs, as `Optimisation` makes it."""
+        """The whole step, both epochs, as `OptimizerSteps` makes it."""
         model = Listed(self.listed("begin"), self.listed("now"))
-        return Optimisation(model).step(StepRequest(self.rows, VERSION, self.algorithm)), model
+        return OptimizerSteps(model).step(StepRequest(self.rows, VERSION, self.algorithm)), model
 
     def batches(self) -> list[MicroBatch]:
         return list(micro_batches(self.rows, self.algorithm.max_tokens))

@@ -1,4 +1,4 @@
-"""Weights, masks, the guessed anchor, logits and mismatch against golden values.
+"""TokenWeights, masks, the guessed anchor, logits and mismatch against golden values.
 
 Test ids are the cases' names in algorithms_golden.json.
 """
@@ -20,7 +20,7 @@ from tests.support.trainer_service.canonical import (
     given,
 )
 from trainer_service.algorithms.corrections.corrections import (
-    Weights,
+    TokenWeights,
     icepop,
     mean_weight,
     normalised,
@@ -38,9 +38,9 @@ from trainer_service.algorithms.corrections.masks import (
     rejection,
 )
 from trainer_service.algorithms.corrections.mismatch import mismatch
-from trainer_service.algorithms.logits import renormalised_logprobs, selected_logprobs, top_k
-from trainer_service.algorithms.prox import loglinear, way_to_prox
-from trainer_service.algorithms.rows import Rows
+from trainer_service.algorithms.logits import selected_logprobs
+from trainer_service.algorithms.prox import interpolation_weight, loglinear
+from trainer_service.algorithms.row_index import RowIndex
 
 pytestmark = pytest.mark.numeric
 
@@ -48,12 +48,12 @@ LOG_RHO_T = given("lp_prox") - given("lp_roll")
 Params = dict[str, Any]
 
 
-def _normalised(params: Params) -> Weights:
+def _normalised(params: Params) -> TokenWeights:
     weights = tis_token(LOG_RHO_T, cap=params["cap"])
     return normalised(weights, mean_weight(weights, weights.kept_T))
 
 
-WEIGHTS: dict[str, Callable[[Params], Weights]] = {
+WEIGHTS: dict[str, Callable[[Params], TokenWeights]] = {
     "is.tis_token_2": lambda params: tis_token(LOG_RHO_T, cap=params["cap"]),
     "is.tis_seq_5": lambda params: tis_sequence(LOG_RHO_T, ROWS_T, cap=params["cap"]),
     "is.icepop_0.5_5": lambda params: icepop(LOG_RHO_T, low=params["low"], high=params["high"]),
@@ -90,7 +90,7 @@ MASKS: dict[str, Callable[[Params], Tensor]] = {
 
 @pytest.mark.parametrize("case", cases("mask."))
 def test_mask(case: str) -> None:
-    kept_T, wanted, rows = MASKS[case](CASES[case]["params"]), expected(case), Rows.of(ROWS_T)
+    kept_T, wanted, rows = MASKS[case](CASES[case]["params"]), expected(case), RowIndex.of(ROWS_T)
     got = {
         "keep": kept_T.double(),
         "keep_seq": rows.mean(kept_T.double()),
@@ -107,7 +107,7 @@ def test_mask(case: str) -> None:
 def test_prox(case: str) -> None:
     version = CASES[case]["params"]["current_version"]
     versions_T = given("versions").long()
-    assert close(way_to_prox(versions_T, version=version), expected(case)["alpha"])
+    assert close(interpolation_weight(versions_T, version=version), expected(case)["alpha"])
     lp_prox_T = loglinear(given("lp_new"), given("lp_roll"), versions_T, version=version)
     assert close(lp_prox_T, expected(case)["lp_prox"])
 
@@ -148,8 +148,11 @@ def test_logits(case: str) -> None:
 
 @pytest.mark.parametrize("case", cases("logits.topk"))
 def test_top_k(case: str) -> None:
-    kept_TV = top_k(LOGITS_TV, CASES[case]["params"]["k"])
-    logprobs_T = renormalised_logprobs(LOGITS_TV, TARGETS_T, torch.ones(6), kept_TV)
+    """A sampler's mask in the logits renormalises; a target outside of it has probability 0."""
+    kept_TV = LOGITS_TV.topk(CASES[case]["params"]["k"], dim=-1).values[:, -1:] <= LOGITS_TV
+    logprobs_T, _ = selected_logprobs(
+        LOGITS_TV.masked_fill(~kept_TV, -torch.inf), TARGETS_T, torch.ones(6, dtype=torch.float64)
+    )
     rows = CASES[case]["expected"]["logp"]
     for got, wanted in zip(logprobs_T, [value for row in rows for value in row], strict=True):
         assert close(got, -torch.inf if wanted is None else wanted)

@@ -17,18 +17,18 @@ from tests.support.trainer_service.canonical import (
     canonical_tokens,
     cases,
     close,
+    counts_of,
     expected,
     given,
     learned,
 )
-from trainer_service.algorithms.aggregation import StepCounts
 from trainer_service.algorithms.corrections.masks import opsm
 from trainer_service.algorithms.kl import KLS
 from trainer_service.algorithms.losses.distillation import teacher_advantage
 from trainer_service.algorithms.losses.kl_cov import CovarianceCut, kl_cov
 from trainer_service.algorithms.losses.settings import LossSettings
 from trainer_service.algorithms.policy_loss import PolicyLoss
-from trainer_service.algorithms.rows import Rows
+from trainer_service.algorithms.row_index import RowIndex
 from trainer_service.algorithms.tokens import Tokens
 
 pytestmark = pytest.mark.numeric
@@ -149,7 +149,7 @@ def said(found: PolicyLoss, name: str) -> Any:
         case "ratio_mean":
             return found.ratio_T.mean()
         case "per_sequence":
-            return Rows.of(ROWS_T).mean(found.per_token_T)
+            return RowIndex.of(ROWS_T).mean(found.per_token_T)
         case "opsm_mask":
             return found.kept_T.double()
         case "adv":
@@ -247,7 +247,7 @@ def test_mini(case: str) -> None:
     one_T = torch.zeros(1, dtype=torch.int64)
     tokens = Tokens(new_T.requires_grad_(), prox_T, roll_T, advantages_T, one_T)
     settings = LossSettings.model_validate(PLAIN | MINI[case.rsplit("_", 1)[0]])
-    found, gradient_T = learned(tokens, settings, StepCounts.of(one_T, one_T, one_T))
+    found, gradient_T = learned(tokens, settings, counts_of(one_T, one_T, one_T))
     assert close(found.loss.detach(), CASES[case]["expected"]["loss"])
     assert close(gradient_T[0], CASES[case]["expected"]["dloss_dlp"])
 

@@ -11,11 +11,13 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
+from gateway.admission.pressure import TrainerBacklog
+from gateway.admission.staleness import StalenessBudget
 from rollout_queue.contract.tokens import TokenIds
 from tests.support.trainer_service.canonical import CASES, INPUTS, MASK, ROWS_T, close
 from tests.support.trainer_service.rig import turn
 from trainer_service.algorithms.advantages.advantages import ADVANTAGES, baselines_after, to_tokens
-from trainer_service.algorithms.advantages.filters import silences
+from trainer_service.algorithms.advantages.filters import groups_without_signal
 from trainer_service.algorithms.advantages.returns import (
     RETURNS,
     Returns,
@@ -33,7 +35,7 @@ from trainer_service.algorithms.advantages.settings import (
 )
 from trainer_service.algorithms.advantages.shaping import shaped
 from trainer_service.algorithms.critic import value_loss
-from trainer_service.algorithms.staleness import areal_capacity, staleness, verl_rollout_number
+from trainer_service.algorithms.staleness import staleness
 from trainer_service.rows.rows import rows_of
 
 pytestmark = pytest.mark.numeric
@@ -236,7 +238,7 @@ def test_length_penalty(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["filter.zero_variance_groups"])
 def test_filter(case: str) -> None:
-    silent = silences(by_row(), tolerance=CASES[case]["params"]["tol"])
+    silent = groups_without_signal(by_row(), tolerance=CASES[case]["params"]["tol"])
     keep = {str(group): float(str(group) not in silent) for group in INPUTS["group_id"]}
     assert keep == CASES[case]["expected"]["keep_by_group"]
 
@@ -267,20 +269,32 @@ def test_critic(case: str) -> None:
     assert close(values_T.grad, torch.where(found.clipped_T, torch.zeros_like(errors_T), errors_T))
 
 
-CAPACITY = ("max_staleness", "version", "accepted", "running", "batch", "max_concurrent")
+def room(versions: int, rollouts_per_step: int) -> int:
+    """How many rollouts the gateway allows ahead of a new one, where the engines serve the newest version."""
+    reported = TrainerBacklog(
+        version=0, rollouts_waiting=0, rollouts_owed=0, rollouts_per_step=rollouts_per_step, last_seen=0.0
+    )
+    return StalenessBudget(versions=versions, trainer=reported, serving=0).room
 
 
 @pytest.mark.parametrize("case", ["async.areal_capacity"])
 def test_capacity(case: str) -> None:
-    rows = CASES[case]["params"]["rows"]
-    got = [areal_capacity(**dict(zip(CAPACITY, row, strict=True))) for row in rows]
+    """AReaL counts all rollouts since version 0; the gateway counts those that no step has taken."""
+    got = []
+    for versions, version, accepted, running, batch, max_concurrent in CASES[case]["params"]["rows"]:
+        ahead = accepted + running - version * batch
+        got.append(max(0, min(max_concurrent - running, room(versions, batch) - ahead)))
     assert got == CASES[case]["expected"]["capacity"]
 
 
 @pytest.mark.parametrize("case", ["async.verl_rollout_num"])
 def test_rollout_number(case: str) -> None:
-    names = ("staleness", "sync_steps", "batches", "mini_batch", "stale")
-    got = [verl_rollout_number(**dict(zip(names, row, strict=True))) for row in CASES[case]["params"]["rows"]]
+    """verl's share of stale rollouts, of a push of weights each `sync_steps`, as a number of versions."""
+    got = []
+    for share, sync_steps, batches, mini_batch, stale in CASES[case]["params"]["rows"]:
+        versions = (1 + share) * sync_steps - 1
+        assert versions == int(versions)
+        got.append(room(int(versions), batches * mini_batch) - stale)
     assert got == CASES[case]["expected"]["rollout_num"]
 
 

@@ -14,6 +14,7 @@ from tests.support.trainer_service.canonical import (
     canonical_counts,
     canonical_tokens,
     close,
+    counts_of,
     learned,
 )
 from tests.support.trainer_service.steps import LOSSES as EVERY_LOSS
@@ -25,13 +26,12 @@ from trainer_service.algorithms.corrections.masks import MASKS
 from trainer_service.algorithms.kl import KLS
 from trainer_service.algorithms.logits import entropies, selected_logprobs
 from trainer_service.algorithms.losses import settings as loss_settings
-from trainer_service.algorithms.losses.distillation import cross_entropy, kdrl
 from trainer_service.algorithms.losses.registry import LOSSES
 from trainer_service.algorithms.losses.settings import LossSettings
+from trainer_service.algorithms.losses.step_statistics import StepStatistics, step_statistics
 from trainer_service.algorithms.policy_loss import policy_loss
-from trainer_service.algorithms.prox import way_to_prox
+from trainer_service.algorithms.prox import interpolation_weight
 from trainer_service.algorithms.settings import PRESETS, AlgorithmSettings
-from trainer_service.algorithms.step import StepStatistics, step_statistics
 from trainer_service.algorithms.tokens import Tokens
 
 pytestmark = pytest.mark.numeric
@@ -52,7 +52,7 @@ def row(**differing: Sequence[float]) -> tuple[Tokens, StepCounts]:
     tensors = {name: torch.tensor(values, dtype=torch.float64) for name, values in fields.items()}
     tensors["lp_new_T"].requires_grad_()
     numbers_R = torch.arange(int(rows_T.max()) + 1)
-    return Tokens(rows_T=rows_T, **tensors), StepCounts.of(rows_T, numbers_R, numbers_R)
+    return Tokens(rows_T=rows_T, **tensors), counts_of(rows_T, numbers_R, numbers_R)
 
 
 def test_the_default_leaves_out_rows_with_an_outlier_and_keeps_them_in_the_denominator() -> None:
@@ -169,7 +169,7 @@ def test_a_long_row_may_drift_as_far_by_token_as_a_short_one() -> None:
 
 
 def test_a_token_of_the_version_that_the_step_begins_with_is_its_own_anchor() -> None:
-    assert way_to_prox(torch.tensor([6, 7, 8, 9]), version=8).tolist() == [0.5, 0.0, 0.0, 0.0]
+    assert interpolation_weight(torch.tensor([6, 7, 8, 9]), version=8).tolist() == [0.5, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_an_entropy_bonus_rewards_entropy() -> None:
     assert not said_T.requires_grad
     rows_T = torch.zeros(2, dtype=torch.int64)
     tokens = Tokens(lp_T, lp_T, lp_T, 0 * ones_T, rows_T, entropy_T=entropy_T)
-    counts = StepCounts.of(rows_T, rows_T[:1], rows_T[:1])
+    counts = counts_of(rows_T, rows_T[:1], rows_T[:1])
     policy_loss(tokens, made(entropy_bonus=0.5), counts).loss.backward()  # type: ignore[no-untyped-call]
     got = logits_TV.grad
     logits_TV.grad = None
@@ -230,24 +230,6 @@ def test_a_weight_and_a_mask_carry_no_gradient() -> None:
     _, gradient_T = learned(same, made(correction="tis_token"), counts)
     rho_T = (tokens.lp_new_T - tokens.lp_roll_T).exp().detach()
     assert close(gradient_T, -rho_T / 2)
-
-
-def test_kdrl_adds_the_teacher_to_the_policy_loss() -> None:
-    tokens = canonical_tokens()
-    policy_T = torch.arange(36, dtype=torch.float64)
-    assert tokens.lp_teacher_T is not None
-    loss_T = kdrl(policy_T, tokens.lp_new_T, tokens.lp_teacher_T, rl_weight=2.0, teacher_weight=0.5)
-    wanted_T = 2 * policy_T + 0.5 * (tokens.lp_new_T - tokens.lp_teacher_T)
-    assert close(loss_T.detach(), wanted_T.detach())
-
-
-def test_cross_entropy_has_a_denominator_of_its_own() -> None:
-    lp_new_T = torch.tensor([-1.0, -2.0, -4.0], requires_grad=True)
-    share = cross_entropy(lp_new_T, torch.tensor([1.0, 0.5, 0.0]), tokens_in_step=8)
-    share.backward()  # type: ignore[no-untyped-call]
-    assert close(share.detach(), 0.25)
-    assert lp_new_T.grad is not None
-    assert lp_new_T.grad.tolist() == [-0.125, -0.0625, 0.0]
 
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.yaml")))
@@ -295,13 +277,13 @@ def test_what_is_needed_is_asked_for(parts: dict[str, Any], without: str | None,
 
 
 def test_tokens_are_as_many_everywhere() -> None:
-    with pytest.raises(ValueError, match=r"lp_roll_T has shape \[35\], and lp_new_T \[36\]"):
+    with pytest.raises(ValueError, match=r"lp_roll_T has shape \[35\], but lp_new_T has \[36\]"):
         replace(canonical_tokens(), lp_roll_T=torch.zeros(35))
 
 
 def test_rows_are_as_many_everywhere() -> None:
-    with pytest.raises(ValueError, match="2 rows have tokens, 1 a rollout and 1 a group"):
-        StepCounts.of(torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([0]))
+    with pytest.raises(ValueError, match="tokens_R has 2 rows, rollout_R 1 and group_R 1"):
+        counts_of(torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([0]))
 
 
 @pytest.mark.parametrize(
@@ -319,14 +301,14 @@ def test_rows_are_as_many_everywhere() -> None:
         ({"masks": [{"name": "rejection", "estimator": "k3", "low": 0.5}]}, "bounded by upper alone"),
         (
             {"masks": [{"name": "rejection", "estimator": "k1", "low": 1.5, "high": 2}]},
-            "leaves out policies that agree",
+            "leaves out equal policies",
         ),
         (
             {"masks": [{"name": "rejection", "level": "seq_max", "estimator": "k1", "low": 0.5, "high": 2}]},
             "seq_max takes k2 or k3",
         ),
         ({"masks": ["kpop"]}, "upper"),
-        ({"kl": {"estimator": "k1", "coefficient": 0.1}}, "pulls nowhere"),
+        ({"kl": {"estimator": "k1", "coefficient": 0.1}}, "does not pull to the reference"),
         ({"aggregation": {"mode": "seq_mean_token_sum_norm"}}, "horizon belongs to"),
         ({"aggregation": {"mode": "token_mean", "denominator": 4}}, "denominator belongs to"),
         ({"clip_low": 0.2}, "Extra inputs"),

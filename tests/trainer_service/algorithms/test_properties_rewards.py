@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.support.tolerances import FLOAT64, ulps
 from trainer_service.algorithms.advantages.advantages import ADVANTAGES, baselines_after, to_tokens
-from trainer_service.algorithms.advantages.filters import silences
+from trainer_service.algorithms.advantages.filters import groups_without_signal
 from trainer_service.algorithms.advantages.returns import (
     RETURNS,
     TokenRewards,
@@ -136,7 +136,7 @@ def test_a_rollout_counts_once_however_many_rows_it_has(
 
 
 def test_the_same_rollout_is_not_taken_twice() -> None:
-    with pytest.raises(ValueError, match="rollout r1 is here twice"):
+    with pytest.raises(ValueError, match="rollout r1 is given twice"):
         Rollouts((rollout("r1"), rollout("r2"), rollout("r1")))
 
 
@@ -299,9 +299,9 @@ def test_the_order_of_rows_changes_nothing(
 
 
 def test_tokens_of_a_row_that_are_apart_are_refused() -> None:
-    with pytest.raises(ValueError, match="the tokens of some rows are not together"):
+    with pytest.raises(ValueError, match="the tokens of some rows are not contiguous"):
         TokenRewards(torch.zeros(3), torch.tensor([0, 1, 0]))
-    with pytest.raises(ValueError, match="the tokens of some turns are not together"):
+    with pytest.raises(ValueError, match="the tokens of some turns are not contiguous"):
         TokenRewards(torch.zeros(3), torch.tensor([0, 0, 0]), turns_T=torch.tensor([0, 1, 0]))
 
 
@@ -375,7 +375,7 @@ def test_a_critic_without_a_clip_learns_its_error() -> None:
 @quick
 @given(batch=batches())
 def test_a_silent_group_has_no_advantage_and_every_other_has_one(batch: list[Rollout]) -> None:
-    silent = silences(Rollouts(tuple(batch)), tolerance=0.0)
+    silent = groups_without_signal(Rollouts(tuple(batch)), tolerance=0.0)
     advantages = dict(zip([each.rollout_id for each in batch], score("drgrpo", batch).tolist(), strict=True))
     for group in {each.group_id for each in batch}:
         own = [advantages[each.rollout_id] for each in batch if each.group_id == group]

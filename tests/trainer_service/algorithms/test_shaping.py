@@ -7,7 +7,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from trainer_service.algorithms.advantages.advantages import ADVANTAGES
-from trainer_service.algorithms.advantages.filters import Silence, silences
+from trainer_service.algorithms.advantages.filters import NoSignal, groups_without_signal
 from trainer_service.algorithms.advantages.returns import RETURNS, turn_discount
 from trainer_service.algorithms.advantages.rollouts import Rollout, Rollouts
 from trainer_service.algorithms.advantages.settings import (
@@ -19,7 +19,7 @@ from trainer_service.algorithms.advantages.settings import (
     contradiction,
 )
 from trainer_service.algorithms.advantages.shaping import shaped, untruncated
-from trainer_service.algorithms.staleness import areal_capacity, staleness, verl_rollout_number
+from trainer_service.algorithms.staleness import staleness
 
 pytestmark = pytest.mark.numeric
 
@@ -81,35 +81,25 @@ def test_a_silent_group_says_why() -> None:
             Rollout("g", "apart", 2e-6),
         )
     )
-    assert silences(rollouts) == {
-        "lone": Silence("singleton", "singleton group"),
-        "equal": Silence("zero_var", "all 2 rewards of the group are 1"),
-        "close": Silence("zero_var", "all 2 rewards of the group are 0"),
+    assert groups_without_signal(rollouts) == {
+        "lone": NoSignal("singleton", "singleton group"),
+        "equal": NoSignal("zero_var", "all 2 rewards of the group are 1"),
+        "close": NoSignal("zero_var", "all 2 rewards of the group are 0"),
     }
-    assert silences(Rollouts(())) == {}
+    assert groups_without_signal(Rollouts(())) == {}
 
 
 def test_a_group_whose_parts_differ_is_not_silent_though_their_sums_are_equal() -> None:
     parts = ({"first": 1.0, "second": 0.0}, {"first": 0.0, "second": 1.0})
     rollouts = Rollouts(tuple(Rollout(str(at), "g", 1.0, parts=each) for at, each in enumerate(parts)))
-    assert silences(rollouts).keys() == {"g"}
-    assert not silences(rollouts, parts=("first", "second"))
+    assert groups_without_signal(rollouts).keys() == {"g"}
+    assert not groups_without_signal(rollouts, parts=("first", "second"))
 
 
 def test_a_session_without_any_reward_has_no_return() -> None:
     assert turn_discount([None, 1.0, None], discount=0.5) == [0.5, 1.0, 0.0]
     with pytest.raises(ValueError, match="null is not 0"):
         turn_discount([None, None], discount=0.5)
-
-
-def test_capacity_is_never_below_nothing() -> None:
-    full = {"max_staleness": 0, "version": 0, "accepted": 90, "running": 9, "batch": 8, "max_concurrent": 4}
-    assert areal_capacity(**full) == 0
-    assert verl_rollout_number(staleness=0.0, sync_steps=1, batches=1, mini_batch=8, stale=9) == 0
-
-
-def test_a_share_of_rollouts_is_not_rounded_away() -> None:
-    assert verl_rollout_number(staleness=0.15, sync_steps=1, batches=1, mini_batch=100, stale=0) == 115
 
 
 def test_a_row_of_a_version_yet_to_come_is_not_stale() -> None:

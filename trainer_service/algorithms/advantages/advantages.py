@@ -1,11 +1,14 @@
-"""From the rewards of rollouts to one advantage per rollout, by name.
+"""From the rewards of rollouts to one advantage per rollout; `ADVANTAGES` holds the formulas by name.
 
     Rollouts ─ ADVANTAGES[name].score ─▶ advantages_B ─ to_tokens ─▶ advantages_T (─ whitened, clipped)
 
-B counts rollouts, never rows. Rewards are finite (`Rollout` sees to that); `groups_B` says who is compared.
-Advantages are in units of the reward unless a formula divides by its deviation. Where members are compared,
-one that has nobody to be compared with gets 0, and so do all of a group whose rewards are equal: exactly 0,
-however large the rewards. Order, and what a group is called, change nothing; only `rae` knows an order.
+B counts rollouts, never rows. Rewards are finite: `Rollout` refuses others. `groups_B` [B] int64 names the
+group of each rollout. Advantages are float64, in units of the reward unless a formula divides by a standard
+deviation. A formula that compares group members gives exactly 0 to a rollout that is alone in its group, and
+to all rollouts of a group with equal rewards, however large. The order of rollouts and the numbers of groups
+change nothing, except for `rae`.
+
+Names in backticks with a dot, such as `adv.rloo`, are cases of `algorithms_golden.json` in the tests.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,8 +42,9 @@ def rloo(rewards_B: Tensor, groups_B: Tensor) -> Tensor:
 
 
 def liteppo(rewards_B: Tensor, groups_B: Tensor, *, eps: float = BATCH_EPS) -> Tensor:
-    """(R - mean of the group) / (std over the whole step of that + eps), ddof 1 (arXiv:2508.08221;
-    `adv.liteppo_group_mean_batch_std`). The step is all that is scored together, lone rollouts included."""
+    """(R - mean of the group) / (standard deviation of these differences over the whole step + eps), ddof 1
+    (LitePPO, arXiv:2508.08221; `adv.liteppo_group_mean_batch_std`). All rollouts that are scored together
+    make the step, those that are alone in their group included."""
     centred_B = drgrpo(rewards_B, groups_B)
     if len(centred_B) < 2:
         return centred_B
@@ -48,30 +52,30 @@ def liteppo(rewards_B: Tensor, groups_B: Tensor, *, eps: float = BATCH_EPS) -> T
 
 
 def opo(rewards_B: Tensor, groups_B: Tensor, lengths_B: Tensor) -> Tensor:
-    """R - sum(len · R) / sum(len) of the group, lengths in trained tokens, above 0: the baseline of least
-    variance where long rollouts have large gradients (arXiv:2505.23585; `adv.opo`)."""
+    """R - sum(len · R) / sum(len) of the group, with len [B] in trained tokens, above 0: the baseline of
+    least variance if gradients grow with length (OPO, arXiv:2505.23585; `adv.opo`)."""
     groups = Groups(groups_B)
     baseline_B = groups.sum(lengths_B * rewards_B) / groups.sum(lengths_B)
     return _compared(rewards_B.double() - baseline_B, rewards_B, groups)
 
 
 def gpg(rewards_B: Tensor, groups_B: Tensor, *, f_norm: float = 1.0) -> Tensor:
-    """B / (number of rewards that are not 0) · (R - mean of the group) / f_norm, B of the whole step
-    (arXiv:2504.02546; `adv.gpg`)."""
+    """B / (number of rewards other than 0) · (R - mean of the group) / f_norm, with B of the whole step
+    (GPG, arXiv:2504.02546; `adv.gpg`)."""
     alpha = len(rewards_B) / max(1, int(torch.count_nonzero(rewards_B)))
     return alpha * drgrpo(rewards_B, groups_B) / f_norm
 
 
 def maxrl(rewards_B: Tensor, groups_B: Tensor) -> Tensor:
-    """(R - mean) / mean of the group, 0 where the mean is not above 0; for rewards of 0 and more
-    (arXiv:2602.02710; `adv.maxrl`)."""
+    """(R - mean) / mean of the group, and 0 if the mean is 0; for rewards of 0 or more (MaxRL,
+    arXiv:2602.02710; `adv.maxrl`)."""
     mean_B = Groups(groups_B).mean(rewards_B)
     return torch.where(mean_B > 0, drgrpo(rewards_B, groups_B) / mean_B, torch.zeros_like(mean_B))
 
 
 def passk(rewards_B: Tensor, groups_B: Tensor, *, eps: float = EPS) -> Tensor:
     """(best - second best) / (std + eps) for the best of the group, 0 for all others; std with ddof 1
-    (arXiv:2503.19595; `adv.passk`). Where several are best, none makes a difference."""
+    (pass@k, arXiv:2503.19595; `adv.passk`). If several share the best reward, all get 0."""
     groups, rewards_B = Groups(groups_B), rewards_B.double()
     best_B = rewards_B == groups.high(rewards_B)
     second_B = groups.high(rewards_B.masked_fill(best_B, -torch.inf))
@@ -81,8 +85,8 @@ def passk(rewards_B: Tensor, groups_B: Tensor, *, eps: float = EPS) -> Tensor:
 
 
 def gdpo(parts_BK: Tensor, groups_B: Tensor, weights_K: Tensor, *, eps: float = EPS) -> Tensor:
-    """Sum over the parts of the reward of w · GRPO(part), ddof 1; whitened over the step's tokens afterwards
-    (arXiv:2601.05242; `adv.gdpo`)."""
+    """The sum of w · GRPO(part) over the K parts of the reward, ddof 1; whitened over the step's tokens
+    afterwards (GDPO, arXiv:2601.05242; `adv.gdpo`)."""
     scores_KB = [grpo(part_B, groups_B, eps=eps) for part_B in parts_BK.unbind(1)]
     return torch.stack(scores_KB, dim=1) @ weights_K.double()
 
@@ -90,25 +94,27 @@ def gdpo(parts_BK: Tensor, groups_B: Tensor, weights_K: Tensor, *, eps: float = 
 def rae(
     rewards_B: Tensor, agents: Sequence[str], *, baselines: Mapping[str, float], decay: float = DECAY
 ) -> tuple[Tensor, dict[str, float]]:
-    """R - b of the agent, and the baselines after it: b becomes decay · b + (1 - decay) · R, for each rollout
-    in turn, after its use (arXiv:2506.24119; `adv.rae`). An agent that nobody heard of starts at 0.
+    """R - b with the baseline b of the rollout's agent, and the baselines afterwards (role-conditioned
+    advantage estimation, SPIRAL, arXiv:2506.24119; `adv.rae`).
 
-    The one estimator for which a lone rollout is worth something, and the one with a memory: the baselines
-    belong into the checkpoint that contains the step.
-    """
-    left, advantages = dict(baselines), []
+    Rollouts are taken in order; after its use, b becomes decay · b + (1 - decay) · R. The baseline of an
+    unknown agent is 0. This estimator needs no group, and is the only one with state: the baselines belong
+    into the checkpoint that contains the step."""
+    updated, advantages = dict(baselines), []
     for reward, agent in zip(rewards_B.tolist(), agents, strict=True):
-        baseline = left.get(agent, 0.0)
+        baseline = updated.get(agent, 0.0)
         advantages.append(reward - baseline)
-        left[agent] = decay * baseline + (1 - decay) * reward
-    return torch.tensor(advantages, dtype=torch.float64), left
+        updated[agent] = decay * baseline + (1 - decay) * reward
+    return torch.tensor(advantages, dtype=torch.float64), updated
 
 
 def to_tokens(
     advantages_B: Tensor, chosen: object, rollout_R: Tensor, rows_T: Tensor, *, bound: float | None = None
 ) -> Tensor:
-    """The advantage of each trained token of the step: every row of a rollout has the rollout's, whitened
-    over the step's tokens where `chosen` says so, and within ± bound."""
+    """[T] float64: the advantage of each trained token of the step, which is that of its rollout.
+
+    `rollout_R` gives the rollout of each row, and `rows_T` the row of each token. The advantages are whitened
+    over the step's tokens if `chosen` asks for it, then clipped to ± bound."""
     advantages_T = advantages_B[rollout_R][rows_T]
     if isinstance(chosen, settings.Gdpo | settings.ReinforcePpBaseline) and chosen.whiten:
         advantages_T = whitened(advantages_T)
@@ -116,8 +122,8 @@ def to_tokens(
 
 
 def _compared(advantages_B: Tensor, rewards_B: Tensor, groups: Groups) -> Tensor:
-    """Exactly 0 where a group's rewards are equal, as a lone one is to itself: the rounding of a mean is no
-    advantage, and a deviation of 0 would make a large one of it."""
+    """The advantages, exactly 0 where all rewards of a group are equal: the rounding error of the mean,
+    divided by a deviation of 0, would be large."""
     return torch.where(groups.spread(rewards_B) > 0, advantages_B, torch.zeros_like(advantages_B))
 
 
@@ -125,21 +131,22 @@ Need = Literal["parts", "baselines"]
 
 
 @dataclass(frozen=True)
-class Estimator:
-    """One way to score rollouts."""
+class AdvantageKind:
+    """One way to give each rollout an advantage."""
 
     settings: type[Any]
     score: Callable[[Rollouts, Any], Tensor]
-    """[B] float64. Raises RefusedRollout for a rollout that the formula cannot take."""
+    """Returns [B] float64. Raises RefusedRollout for a rollout that the formula does not allow."""
     needs: frozenset[Need] = frozenset()
     compares: bool = True
-    """Whether members of a group are compared, so that one without variance teaches nothing."""
+    """Whether the members of a group are compared, so that a group with equal rewards has no advantages."""
     whole_step: bool = False
-    """Whether every rollout of the optimizer step must be scored in one call; else group by group will do."""
+    """Whether all rollouts of the optimizer step must be scored in one call; otherwise single groups can
+    be."""
 
 
 def baselines_after(rollouts: Rollouts, chosen: settings.Rae) -> dict[str, float]:
-    """What `rae` remembers once these rollouts are trained."""
+    """The baselines of `rae` after these rollouts are trained."""
     return _rae(rollouts, chosen)[1]
 
 
@@ -177,21 +184,23 @@ def _grpo(rollouts: Rollouts, chosen: settings.Grpo) -> Tensor:
     return grpo(rollouts.rewards, rollouts.groups, ddof=chosen.ddof, eps=chosen.eps)
 
 
-ADVANTAGES: Mapping[str, Estimator] = {
-    "drgrpo": Estimator(settings.Plain, _drgrpo),
-    "grpo_ddof1": Estimator(settings.Grpo, _grpo),
-    "grpo_ddof0": Estimator(settings.Grpo, _grpo),
-    "rloo": Estimator(settings.Plain, lambda b, _: rloo(b.rewards, b.groups)),
-    "liteppo": Estimator(
+ADVANTAGES: Mapping[str, AdvantageKind] = {
+    "drgrpo": AdvantageKind(settings.Plain, _drgrpo),
+    "grpo_ddof1": AdvantageKind(settings.Grpo, _grpo),
+    "grpo_ddof0": AdvantageKind(settings.Grpo, _grpo),
+    "rloo": AdvantageKind(settings.Plain, lambda b, _: rloo(b.rewards, b.groups)),
+    "liteppo": AdvantageKind(
         settings.Liteppo, lambda b, s: liteppo(b.rewards, b.groups, eps=s.eps), whole_step=True
     ),
-    "opo": Estimator(settings.Plain, _opo),
-    "gpg": Estimator(settings.Gpg, lambda b, s: gpg(b.rewards, b.groups, f_norm=s.f_norm), whole_step=True),
-    "maxrl": Estimator(settings.Plain, _maxrl),
-    "passk": Estimator(settings.Passk, lambda b, s: passk(b.rewards, b.groups, eps=s.eps)),
-    "gdpo": Estimator(settings.Gdpo, _gdpo, needs=frozenset({"parts"})),
-    "reinforce_pp_baseline": Estimator(settings.ReinforcePpBaseline, _drgrpo),
-    "rae": Estimator(
+    "opo": AdvantageKind(settings.Plain, _opo),
+    "gpg": AdvantageKind(
+        settings.Gpg, lambda b, s: gpg(b.rewards, b.groups, f_norm=s.f_norm), whole_step=True
+    ),
+    "maxrl": AdvantageKind(settings.Plain, _maxrl),
+    "passk": AdvantageKind(settings.Passk, lambda b, s: passk(b.rewards, b.groups, eps=s.eps)),
+    "gdpo": AdvantageKind(settings.Gdpo, _gdpo, needs=frozenset({"parts"})),
+    "reinforce_pp_baseline": AdvantageKind(settings.ReinforcePpBaseline, _drgrpo),
+    "rae": AdvantageKind(
         settings.Rae,
         lambda b, s: _rae(b, s)[0],
         needs=frozenset({"baselines"}),
@@ -199,4 +208,4 @@ ADVANTAGES: Mapping[str, Estimator] = {
         whole_step=True,
     ),
 }
-"""What gives a rollout one advantage; `returns.RETURNS` are those that give each token its own."""
+"""The estimators with one advantage per rollout; `returns.RETURNS` are those with one per token."""

@@ -1,6 +1,6 @@
-"""Which groups teach nothing, and why: their rollouts end untrained, and others take their place.
+"""Finds groups without a learning signal, whose rollouts end untrained, and says why.
 
-They are still logged: what was easy and what was alone is part of how well the policy does.
+Their rewards are still logged: tasks that are too easy are a part of how well the policy does.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,31 +14,31 @@ from trainer_service.algorithms.advantages.settings import ZERO_VARIANCE
 
 
 @dataclass(frozen=True)
-class Silence:
-    """Why a group teaches nothing: its name in the metrics, and the sentence of its members' verdict."""
+class NoSignal:
+    """Why a group has no learning signal: its name in the metrics, and the text of its members' verdict."""
 
     kind: Literal["singleton", "zero_var"]
     detail: str
 
 
-def silences(
+def groups_without_signal(
     rollouts: Rollouts, *, tolerance: float = ZERO_VARIANCE, parts: Sequence[str] = ()
-) -> Mapping[str, Silence]:
-    """The groups, by id, that have one rollout, or whose rewards span no more than `tolerance`
-    (`filter.zero_variance_groups`); for estimators that compare members.
+) -> Mapping[str, NoSignal]:
+    """The groups, by id, that have a single rollout, or whose largest and smallest reward differ by at most
+    `tolerance` (`filter.zero_variance_groups`). For estimators that compare the members of a group.
 
-    With `parts`, which are compared one by one, a group is silent only where none of them varies.
+    If `parts` of the reward are named, they are looked at one by one, and none of them may vary.
     """
     if not rollouts.members:
         return {}
     groups = Groups(rollouts.groups)
     compared_BK = rollouts.parts(parts) if parts else rollouts.rewards[:, None]
     span_B = torch.stack([groups.spread(part_B) for part_B in compared_BK.unbind(1)]).amax(0)
-    found: dict[str, Silence] = {}
+    found: dict[str, NoSignal] = {}
     for member, size, span in zip(rollouts.members, groups.size_B.tolist(), span_B.tolist(), strict=True):
         if size < 2:
-            found[member.group_id] = Silence("singleton", "singleton group")
+            found[member.group_id] = NoSignal("singleton", "singleton group")
         elif span <= tolerance and member.group_id not in found:
             detail = f"all {size:.0f} rewards of the group are {member.reward:g}"
-            found[member.group_id] = Silence("zero_var", detail)
+            found[member.group_id] = NoSignal("zero_var", detail)
     return found

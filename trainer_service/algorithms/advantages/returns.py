@@ -1,10 +1,10 @@
-"""From rewards on tokens to what each token is worth, given what came after it in its row.
+"""From rewards on tokens to one advantage per token, given the rewards that follow it in its row.
 
     reward ─ at_ends ─▶ rewards_T ─ kl_in_reward? ─▶ reinforce_pp | gae | turn_gae ─▶ Returns ─ whitened? ─▶ …
 
-T counts the trained tokens of the whole step, row after row, in the order in which they were sampled. What
-lies between them, of tools and users, is not there: it takes no time, and rewards pass it by. All arithmetic
-is float64; sums run inside a row, so how rows are packed changes nothing.
+T counts the trained tokens of the whole step, row after row, in the order in which they were sampled. Tokens
+of tools and users are left out: they take no time, and no reward is discounted for them. All arithmetic is
+float64. Sums stay inside a row, so the packing of rows changes nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,24 +20,24 @@ from trainer_service.algorithms.advantages.settings import GAMMA, LAMBDA, WHITEN
 
 @dataclass(frozen=True)
 class Returns:
-    """What each token is worth to the actor, and to the critic."""
+    """The advantage of each token for the actor, and its target for the critic."""
 
     advantages_T: Tensor
     returns_T: Tensor
-    """What a critic learns to predict: never whitened."""
+    """What a critic learns to predict, in units of the reward; never whitened."""
 
 
 @dataclass(frozen=True)
 class TokenRewards:
-    """The step's trained tokens, as far as returns need them."""
+    """The rewards of the step's trained tokens, and the row, turn and value of each."""
 
     rewards_T: Tensor
     rows_T: Tensor
-    """Which row a token is in; the tokens of a row are together."""
+    """The row of each token; the tokens of a row are contiguous."""
     values_T: Tensor | None = None
-    """What the critic expected from each token on."""
+    """The critic's values: the expected sum of the rewards of this and all later tokens of the row."""
     turns_T: Tensor | None = None
-    """Which turn a token is in, counted over the whole step; the tokens of a turn are together."""
+    """The turn of each token, numbered over the whole step; the tokens of a turn are contiguous."""
 
     def __post_init__(self) -> None:
         for name in ("rows", "turns"):
@@ -46,26 +46,31 @@ class TokenRewards:
                 continue
             runs = torch.unique_consecutive(owners_T)
             if len(runs) != len(torch.unique(owners_T)):
-                raise ValueError(f"the tokens of some {name} are not together")
+                raise ValueError(f"the tokens of some {name} are not contiguous")
 
 
 def at_ends(rewards_K: Tensor, owners_T: Tensor) -> Tensor:
-    """The reward of each row (or turn) on its last token, 0 elsewhere. `owners_T` says whose a token is."""
+    """[T] float64: the reward of each row (or turn) on its last token, 0 elsewhere. `owners_T` gives the row
+    (or turn) of each token."""
     rewards_T = rewards_K.double()[owners_T]
     return torch.where(_last(owners_T), rewards_T, torch.zeros_like(rewards_T))
 
 
 def kl_in_reward(rewards_T: Tensor, lp_old_T: Tensor, lp_ref_T: Tensor, *, beta: float) -> Tensor:
-    """r - beta · (lp_old - lp_ref), nats: a price on leaving the reference (`reward.kl_in_reward_k1`). Where
-    the difference is not finite it is free: it would cost every token before it its return."""
-    left_T = lp_old_T.double() - lp_ref_T.double()
-    return rewards_T.double() - beta * left_T.where(left_T.isfinite(), torch.zeros_like(left_T))
+    """r - beta · (lp_old - lp_ref), log-probabilities in nats: a penalty on leaving the reference policy
+    (Ouyang et al. 2022; `reward.kl_in_reward_k1`). A difference that is not finite counts as 0: it would make
+    the returns of all earlier tokens infinite."""
+    difference_T = lp_old_T.double() - lp_ref_T.double()
+    return rewards_T.double() - beta * difference_T.where(
+        difference_T.isfinite(), torch.zeros_like(difference_T)
+    )
 
 
 def turn_discount(rewards: Sequence[float | None], *, discount: float) -> list[float]:
-    """R_k + discount · R_(k+1), from the last turn of a session back (AReaL; `adv.turn_discount`).
+    """G_k = R_k + discount · G_(k+1) for each turn k of a session, last turn first (AReaL;
+    `adv.turn_discount`).
 
-    A turn without a reward adds nothing to those of the others; a session without any has no return.
+    A turn without a reward counts as 0. Raises ValueError for a session without any reward.
     """
     if all(reward is None for reward in rewards):
         raise ValueError("no turn has a reward, and null is not 0")
@@ -86,8 +91,8 @@ def reinforce_pp(rewards_T: Tensor, rows_T: Tensor, *, gamma: float = GAMMA) -> 
 def gae(
     rewards_T: Tensor, values_T: Tensor, rows_T: Tensor, *, gamma: float = GAMMA, lam: float = LAMBDA
 ) -> Returns:
-    """A_t = d_t + gamma · lam · A_(t+1) with d_t = r_t + gamma · V_(t+1) - V_t; nothing comes after the last
-    token of a row. Returns are A + V (arXiv:1506.02438; `adv.gae_g1.0_l1.0`, `adv.gae_g0.99_l0.95`)."""
+    """A_t = d_t + gamma · lam · A_(t+1) with d_t = r_t + gamma · V_(t+1) - V_t; A and V are 0 after the last
+    token of a row. Returns are A + V (GAE, arXiv:1506.02438; `adv.gae_g1.0_l1.0`, `adv.gae_g0.99_l0.95`)."""
     values_T = values_T.double()
     next_T = torch.where(_last(rows_T), torch.zeros_like(values_T), values_T.roll(-1))
     advantages_T = _to_go(rewards_T.double() + gamma * next_T - values_T, gamma * lam, rows_T)
@@ -103,8 +108,8 @@ def turn_gae(
     gamma: float = GAMMA,
     lam: float = LAMBDA,
 ) -> Returns:
-    """The same from turn to turn: a turn's value is that of its first token, its reward the sum of its
-    tokens', and all of its tokens have its advantage and return (AReaL; `adv.turn_gae`)."""
+    """GAE over turns: the value of a turn is that of its first token, its reward is the sum of its tokens'
+    rewards, and all of its tokens get its advantage and return (AReaL; `adv.turn_gae`)."""
     _, turn_T, tokens_K = torch.unique_consecutive(turns_T, return_inverse=True, return_counts=True)
     first_K = tokens_K.cumsum(0) - tokens_K
     rewards_K = torch.zeros_like(tokens_K, dtype=torch.float64).index_add_(0, turn_T, rewards_T.double())
@@ -113,7 +118,7 @@ def turn_gae(
 
 
 def whitened(values_T: Tensor, *, eps: float = WHITEN_EPS) -> Tensor:
-    """(x - mean) / sqrt(var + eps) over the step's tokens, ddof 1. Where all are equal, exactly 0."""
+    """(x - mean) / sqrt(var + eps) over the step's tokens, ddof 1; exactly 0 if all x are equal."""
     values_T = values_T.double()
     if len(values_T) == 0 or bool((values_T == values_T[0]).all()):
         return torch.zeros_like(values_T)
@@ -121,7 +126,7 @@ def whitened(values_T: Tensor, *, eps: float = WHITEN_EPS) -> Tensor:
 
 
 def _to_go(values_T: Tensor, decay: float, owners_T: Tensor) -> Tensor:
-    """y_t = x_t + decay · y_(t+1) inside each row, by doubling: each pass reaches twice as far ahead."""
+    """y_t = x_t + decay · y_(t+1) inside each row, in log2(T) passes: each pass looks ahead twice as far."""
     total_T = values_T.clone()
     reach_T = torch.full_like(total_T, decay).masked_fill(_last(owners_T), 0.0)
     ahead = 1
@@ -133,7 +138,7 @@ def _to_go(values_T: Tensor, decay: float, owners_T: Tensor) -> Tensor:
 
 
 def _last(owners_T: Tensor) -> Tensor:
-    """Where the last token of each row (or turn) is."""
+    """[T] bool: whether a token is the last of its row (or turn)."""
     last_T = torch.ones_like(owners_T, dtype=torch.bool)
     last_T[:-1] = owners_T[:-1] != owners_T[1:]
     return last_T
@@ -143,8 +148,8 @@ Need = Literal["values", "turns"]
 
 
 @dataclass(frozen=True)
-class Estimator:
-    """One way to credit tokens."""
+class ReturnsKind:
+    """One way to give each token an advantage."""
 
     settings: type[Any]
     estimate: Callable[[TokenRewards, Any], Returns]
@@ -169,11 +174,11 @@ def _given(needed: Tensor | None, what: str, name: str) -> Tensor:
     return needed
 
 
-RETURNS: Mapping[str, Estimator] = {
-    "reinforce_pp": Estimator(
+RETURNS: Mapping[str, ReturnsKind] = {
+    "reinforce_pp": ReturnsKind(
         settings.ReinforcePp, lambda t, s: reinforce_pp(t.rewards_T, t.rows_T, gamma=s.gamma)
     ),
-    "gae": Estimator(settings.Gae, _gae, needs=frozenset({"values"})),
-    "turn_gae": Estimator(settings.Gae, _gae, needs=frozenset({"values", "turns"})),
+    "gae": ReturnsKind(settings.Gae, _gae, needs=frozenset({"values"})),
+    "turn_gae": ReturnsKind(settings.Gae, _gae, needs=frozenset({"values", "turns"})),
 }
-"""What gives each token an advantage of its own; `advantages.ADVANTAGES` are those that score rollouts."""
+"""The estimators with one advantage per token; `advantages.ADVANTAGES` are those with one per rollout."""

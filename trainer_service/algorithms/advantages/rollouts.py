@@ -1,6 +1,6 @@
-"""What is compared: the rollouts of a batch, each with the one reward that it earned.
+"""The rollouts of a batch, each with the one reward that is compared.
 
-A rollout is an episode, however many rows its forks make of it: it counts once, and all its rows get its
+A rollout is one episode. It counts once, however many rows its branches make, and all its rows get its
 advantage.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class RefusedRollout(ValueError):
-    """A rollout that no statistic may contain. Whoever catches this ends it, and scores the others."""
+    """A rollout that must not enter any statistic. The caller ends it, and scores the others without it."""
 
     def __init__(self, rollout_id: str, reason: str) -> None:
         super().__init__(f"rollout {rollout_id}: {reason}")
@@ -29,17 +29,17 @@ class Rollout:
     rollout_id: str
     group_id: str
     reward: float
-    """All of its rewards added up. A number: what still waits for one is no `Rollout`, for null is not 0."""
+    """The sum of all its rewards; finite. An episode that waits for a reward is no `Rollout` yet."""
     output_tokens: int = 0
-    """How many tokens of it are trained, in all of its rows together."""
+    """Trained tokens in all of its rows."""
     input_tokens: int = 0
-    """How many it read."""
+    """Tokens of prompts and tool results."""
     turns: int = 0
     truncated: bool = False
     agent: str = ""
-    """Whose baseline it is compared with, where each agent has one (`rae`)."""
+    """The agent whose baseline it is compared with (`rae`)."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """The reward by what it is for, where that is compared (`gdpo`)."""
+    """The parts of the reward by name (`gdpo`)."""
 
     def __post_init__(self) -> None:
         for name, value in (("reward", self.reward), *self.parts.items()):
@@ -51,7 +51,11 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """B rollouts that are scored together, as tensors. `baselines` is what agents earned before (`rae`)."""
+    """B rollouts that are scored together. `baselines` are the moving averages of the agents' rewards
+    (`rae`).
+
+    Raises ValueError if a rollout is given twice.
+    """
 
     members: tuple[Rollout, ...]
     baselines: Mapping[str, float] = field(default_factory=dict)
@@ -60,7 +64,7 @@ class Rollouts:
         seen: set[str] = set()
         for member in self.members:
             if member.rollout_id in seen:
-                raise ValueError(f"rollout {member.rollout_id} is here twice: its rows count once together")
+                raise ValueError(f"rollout {member.rollout_id} is given twice; all its rows count as one")
             seen.add(member.rollout_id)
 
     @cached_property
@@ -70,7 +74,7 @@ class Rollouts:
 
     @cached_property
     def groups(self) -> Tensor:
-        """[B] int64: the groups, numbered from 0 as they first appear."""
+        """[B] int64: the group of each rollout, numbered from 0 in order of appearance."""
         numbers: dict[str, int] = {}
         of = [numbers.setdefault(member.group_id, len(numbers)) for member in self.members]
         return torch.tensor(of, dtype=torch.int64)
@@ -81,7 +85,7 @@ class Rollouts:
         return torch.tensor([member.output_tokens for member in self.members], dtype=torch.float64)
 
     def parts(self, names: Sequence[str]) -> Tensor:
-        """[B, K] float64: the named parts of each reward. A missing one is refused: it is null, not 0."""
+        """[B, K] float64: the named parts of each reward. Raises RefusedRollout for a missing part."""
         for member in self.members:
             for name in names:
                 if name not in member.parts:
@@ -91,7 +95,8 @@ class Rollouts:
 
 
 class Groups:
-    """Which rollout is in which group. Every statistic comes back per rollout, [B]."""
+    """Statistics of groups. `groups_B` gives the group of each rollout; every result is [B], the value of the
+    rollout's group."""
 
     def __init__(self, groups_B: Tensor) -> None:
         names_G, self._of_B = torch.unique(groups_B, return_inverse=True)
@@ -106,7 +111,7 @@ class Groups:
         return self.sum(values_B) / self.size_B
 
     def std(self, values_B: Tensor, ddof: int) -> Tensor:
-        """Of a group too small for it: 0."""
+        """The standard deviation; 0 for groups of `ddof` rollouts or fewer."""
         squares_B = self.sum((values_B.double() - self.mean(values_B)) ** 2)
         return (squares_B / (self.size_B - ddof).clamp(min=1)).sqrt()
 
@@ -115,5 +120,5 @@ class Groups:
         return highs_G.scatter_reduce(0, self._of_B, values_B.double(), "amax")[self._of_B]
 
     def spread(self, values_B: Tensor) -> Tensor:
-        """The highest minus the lowest."""
+        """The largest minus the smallest value."""
         return self.high(values_B) + self.high(-values_B)

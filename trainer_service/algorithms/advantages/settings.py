@@ -1,4 +1,4 @@
-"""What can be set of the way from rewards to advantages, and the defaults.
+"""The settings of reward shaping and of advantages, with their defaults.
 
 raw reward ─ ShapingSettings ─▶ the reward that is compared ─ Advantage ─▶ advantage
 """
@@ -8,12 +8,13 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 EPS = 1e-6
-"""Keeps a quotient by a standard deviation finite, where a group's rewards hardly differ."""
+"""Added to a standard deviation before a division by it."""
 BATCH_EPS = 1e-5
+"""The same, for the standard deviation of the whole step."""
 WHITEN_EPS = 1e-8
-"""The same for a variance."""
+"""The same, for a variance."""
 ZERO_VARIANCE = 1e-6
-"""A group whose rewards span no more than this teaches nothing."""
+"""A group whose rewards differ by at most this has no learning signal."""
 GAMMA = 1.0
 LAMBDA = 1.0
 DECAY = 0.95
@@ -31,7 +32,7 @@ class _Frozen(BaseModel):
 
 
 class Plain(_Frozen):
-    """Those without a parameter."""
+    """The estimators without a parameter."""
 
     name: Literal["drgrpo", "rloo", "opo", "maxrl"] = "drgrpo"
 
@@ -63,7 +64,7 @@ class Passk(_Frozen):
 class Gdpo(_Frozen):
     name: Literal["gdpo"] = "gdpo"
     weights: dict[str, float]
-    """How much each part of the reward counts, by its name."""
+    """The weight of each part of the reward, by name."""
     eps: Epsilon = EPS
     whiten: bool = True
 
@@ -77,7 +78,7 @@ class Gdpo(_Frozen):
 class Rae(_Frozen):
     name: Literal["rae"] = "rae"
     decay: float = Field(DECAY, ge=0, lt=1)
-    """How much of an agent's baseline stays when it hears of another reward."""
+    """The share of an agent's baseline that a new reward leaves."""
 
 
 class ReinforcePpBaseline(_Frozen):
@@ -88,17 +89,17 @@ class ReinforcePpBaseline(_Frozen):
 class ReinforcePp(_Frozen):
     name: Literal["reinforce_pp"] = "reinforce_pp"
     gamma: Fraction = GAMMA
-    """Per trained token; what tools and users say takes no time."""
+    """Discount per trained token; tokens of tools and users do not count."""
 
 
 class Gae(_Frozen):
-    """`gae` steps from token to token, `turn_gae` from turn to turn."""
+    """`gae` discounts from token to token, `turn_gae` from turn to turn."""
 
     name: Literal["gae", "turn_gae"] = "gae"
     gamma: Fraction = GAMMA
     lam: Fraction = LAMBDA
     whiten: bool = True
-    """For the actor; the critic learns the returns as they are."""
+    """Whitens the actor's advantages; the critic's returns are never whitened."""
 
 
 def _by_name(value: object) -> object:
@@ -110,17 +111,17 @@ Advantage = Annotated[
     Field(discriminator="name"),
     BeforeValidator(_by_name),
 ]
-"""One of them, by its name; the name alone stands for it with its defaults."""
+"""One estimator, by its `name`; a name alone stands for the estimator with its defaults."""
 
 TOKEN_LEVEL = frozenset({"reinforce_pp", "gae", "turn_gae"})
-"""Those that credit each token with what comes after it. All others give a rollout one advantage."""
+"""The estimators that give each token its own advantage. All others give one to each rollout."""
 
 
 class Overlong(_Frozen):
     max_len: int = Field(gt=0)
-    """Tokens."""
+    """In trained tokens."""
     cache: int = Field(gt=0)
-    """How many tokens before `max_len` the penalty begins."""
+    """The penalty begins this many tokens before `max_len`."""
     factor: float = Field(OVERLONG_FACTOR, gt=0)
 
     @model_validator(mode="after")
@@ -131,7 +132,7 @@ class Overlong(_Frozen):
 
 
 class LengthPenalty(_Frozen):
-    """How much of a group's mean reward its longest member loses, for each way of being long."""
+    """The share of its group's mean reward that the longest member loses, for each measure of length."""
 
     output_tokens: Fraction = 0.0
     input_tokens: Fraction = 0.0
@@ -145,20 +146,20 @@ class LengthPenalty(_Frozen):
 
 
 class ShapingSettings(_Frozen):
-    """What is done to rewards before they are compared."""
+    """How rewards change before they are compared."""
 
     truncated: Truncated = "mask"
-    """A truncated rollout is neither compared nor trained, or gets 0, or keeps the reward that it has."""
+    """mask: truncated rollouts are neither compared nor trained; zero: their reward is 0; keep: it stays."""
     overlong: Overlong | None = None
     length_penalty: LengthPenalty | None = None
     turn_discount: Fraction | None = None
-    """What a turn gets of the reward of the turn after it."""
+    """The discount of a turn's reward for the turn before it."""
     kl_in_reward: float = Field(0.0, ge=0)
-    """What a token pays for each nat that it leaves the reference policy by."""
+    """The penalty per nat of log-probability above the reference policy, taken from each token's reward."""
 
 
 def contradiction(advantage: Advantage, shaping: ShapingSettings) -> str | None:
-    """Why the two cannot be meant together; None where they can."""
+    """Why the two exclude each other; None if they do not."""
     name = advantage.name
     if name not in TOKEN_LEVEL and shaping.kl_in_reward:
         return f"kl_in_reward rewards tokens, and {name} compares whole rollouts"

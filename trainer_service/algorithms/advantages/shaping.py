@@ -1,4 +1,4 @@
-"""From the rewards that rollouts were given to those that are compared: lengths, and what was cut off.
+"""From rewards as given to rewards as compared: truncation and length penalties.
 
 Rollout, … ─ untruncated ─▶ those that are compared ─ shaped ─▶ the same, with their shaped rewards
 """
@@ -16,18 +16,20 @@ from trainer_service.algorithms.advantages.settings import OVERLONG_FACTOR, Shap
 def untruncated(
     rollouts: Sequence[Rollout], how: Truncated = "mask"
 ) -> tuple[tuple[Rollout, ...], tuple[Rollout, ...]]:
-    """Who is compared, and who is neither compared nor trained: with `mask`, the truncated ones. With `zero`
-    they are compared with a reward of 0 in all of its parts, with `keep` as they are."""
+    """The rollouts that are compared, and those that are neither compared nor trained.
+
+    `mask` excludes truncated rollouts; `zero` sets their reward and its parts to 0; `keep` leaves them as
+    they are."""
     if how == "mask":
         compared = tuple(each for each in rollouts if not each.truncated)
         return compared, tuple(each for each in rollouts if each.truncated)
     if how == "zero":
-        return tuple(_worthless(each) if each.truncated else each for each in rollouts), ()
+        return tuple(_zeroed(each) if each.truncated else each for each in rollouts), ()
     return tuple(rollouts), ()
 
 
 def shaped(rollouts: Sequence[Rollout], settings: ShapingSettings) -> tuple[Rollout, ...]:
-    """The same rollouts with their lengths in their rewards."""
+    """The same rollouts, with the length penalties of the settings taken from their rewards."""
     rewards_B = (batch := Rollouts(tuple(rollouts))).rewards
     if (weights := settings.length_penalty) is not None:
         sizes = [[each.output_tokens, each.input_tokens, each.turns] for each in rollouts]
@@ -46,9 +48,9 @@ def shaped(rollouts: Sequence[Rollout], settings: ShapingSettings) -> tuple[Roll
 
 
 def overlong_dapo(lengths_B: Tensor, *, max_len: int, cache: int, factor: float = OVERLONG_FACTOR) -> Tensor:
-    """min(-(len - (max_len - cache)) / cache · factor, 0), never below -factor: what is added to the
-    reward of a rollout of `len` tokens (DAPO, arXiv:2503.14476; `adv.overlong_dapo`). Beyond `max_len`, where
-    a session of several turns can go, it is as bad as there."""
+    """[B] float64 in [-factor, 0]: min(-(len - (max_len - cache)) / cache · factor, 0), to be added to the
+    reward of a rollout of `len` trained tokens (DAPO, arXiv:2503.14476; `adv.overlong_dapo`). Rollouts of
+    several turns can be longer than `max_len`; they get -factor."""
     beyond_B = lengths_B.double() - (max_len - cache)
     return (-beyond_B / cache * factor).clamp(-factor, 0)
 
@@ -56,16 +58,16 @@ def overlong_dapo(lengths_B: Tensor, *, max_len: int, cache: int, factor: float 
 def length_penalty_linear(
     rewards_B: Tensor, groups_B: Tensor, lengths_BQ: Tensor, weights_Q: Tensor
 ) -> Tensor:
-    """R - mean(R) · sum over Q of w · q / max(q), mean and max of the group (`adv.length_penalty_linear`).
+    """[B] float64: R - mean(R) · sum over the Q measures of length of w · q / max(q), with mean and max of
+    the group (`adv.length_penalty_linear`).
 
-    The mean makes it small where few succeed, who should first succeed at all; a mean below 0 would reward
-    length, and counts as 0. A length that is 0 for the whole group costs nothing.
-    """
+    The factor mean(R) makes the penalty small for groups that rarely succeed. A negative mean would reward
+    length, and counts as 0. A measure that is 0 for the whole group adds no penalty."""
     groups = Groups(groups_B)
     longest_BQ = torch.stack([groups.high(lengths_B) for lengths_B in lengths_BQ.unbind(1)], dim=1)
     shares_BQ = lengths_BQ.double() / longest_BQ.clamp(min=1)
     return rewards_B.double() - groups.mean(rewards_B).clamp(min=0) * (shares_BQ @ weights_Q.double())
 
 
-def _worthless(rollout: Rollout) -> Rollout:
+def _zeroed(rollout: Rollout) -> Rollout:
     return replace(rollout, reward=0.0, parts=dict.fromkeys(rollout.parts, 0.0))

@@ -1,1 +1,1 @@
-"""What is done about the difference between what sampled a token and what trains it."""
+"""Corrections for the mismatch between the policy that sampled a token and the one that trains it."""

@@ -1,6 +1,6 @@
-"""Weights for tokens that the engine sampled from another policy than the step begins with. No gradient.
+"""Importance weights for tokens that another policy sampled than the one the step begins with.
 
-log_rho = lp_prox - lp_roll in nats. A weight multiplies the loss of its token.
+log_rho = lp_prox - lp_roll, in nats. A weight multiplies the loss of its token.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,74 +18,74 @@ from trainer_service.algorithms.corrections.settings import (
     TIS_TOKEN_CAP,
 )
 from trainer_service.algorithms.ratios import bounded
-from trainer_service.algorithms.rows import Rows
+from trainer_service.algorithms.row_index import RowIndex
 from trainer_service.algorithms.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class Weights:
-    """What T tokens count."""
+class TokenWeights:
+    """The weights of T tokens."""
 
     weight_T: Tensor
     kept_T: Tensor
-    """False where the weight was set to 0."""
+    """bool: False for a token that the correction left out, with weight 0."""
     capped_T: Tensor
-    """True where the ratio was larger than its weight may be."""
+    """bool: True for a ratio that reached the cap."""
 
 
-def uncorrected(log_rho_T: Tensor) -> Weights:
+def uncorrected(log_rho_T: Tensor) -> TokenWeights:
     """1 for every token."""
     kept_T = torch.ones_like(log_rho_T, dtype=torch.bool)
-    return Weights(torch.ones_like(log_rho_T), kept_T, ~kept_T)
+    return TokenWeights(torch.ones_like(log_rho_T), kept_T, ~kept_T)
 
 
-def tis_token(log_rho_T: Tensor, *, cap: float = TIS_TOKEN_CAP) -> Weights:
-    """min(rho, cap): truncated importance sampling, and decoupled PPO of the mode `clamp` (`is.tis_token_2`,
-    `loss.decoupled_ppo_clamp5`)."""
+def tis_token(log_rho_T: Tensor, *, cap: float = TIS_TOKEN_CAP) -> TokenWeights:
+    """min(rho, cap): truncated importance sampling (Ionides 2008), and decoupled PPO in mode `clamp`
+    (`is.tis_token_2`, `loss.decoupled_ppo_clamp5`)."""
     return _capped(bounded(log_rho_T).exp(), cap)
 
 
-def tis_sequence(log_rho_T: Tensor, rows_T: Tensor, *, cap: float = TIS_SEQUENCE_CAP) -> Weights:
-    """min(product of the row's rho, cap), for each of its tokens (`is.tis_seq_5`)."""
-    rows = Rows.of(rows_T)
+def tis_sequence(log_rho_T: Tensor, rows_T: Tensor, *, cap: float = TIS_SEQUENCE_CAP) -> TokenWeights:
+    """min(product of the rho of the row, cap), for each token of the row (`is.tis_seq_5`)."""
+    rows = RowIndex.of(rows_T)
     return _capped(rows.at_tokens(bounded(rows.sum(log_rho_T)).exp()), cap)
 
 
-def icepop(log_rho_T: Tensor, *, low: float = ICEPOP_LOW, high: float = ICEPOP_HIGH) -> Weights:
-    """rho within [low, high] and 0 elsewhere; with 0 and 5, decoupled PPO of the mode `mask`
-    (`is.icepop_0.5_5`, `loss.decoupled_ppo_mask5`)."""
+def icepop(log_rho_T: Tensor, *, low: float = ICEPOP_LOW, high: float = ICEPOP_HIGH) -> TokenWeights:
+    """rho within [low, high], and 0 outside (IcePop; `is.icepop_0.5_5`). With bounds of 0 and 5 it is
+    decoupled PPO in mode `mask` (`loss.decoupled_ppo_mask5`)."""
     rho_T = bounded(log_rho_T).exp()
     kept_T = (rho_T >= low) & (rho_T <= high)
-    return Weights(torch.where(kept_T, rho_T, torch.zeros_like(rho_T)), kept_T, torch.zeros_like(kept_T))
+    return TokenWeights(torch.where(kept_T, rho_T, torch.zeros_like(rho_T)), kept_T, torch.zeros_like(kept_T))
 
 
-def normalised(weights: Weights, mean: float) -> Weights:
-    """Divided by the step's mean (`is.tis_token_2_batchnorm`)."""
+def normalised(weights: TokenWeights, mean: float) -> TokenWeights:
+    """The weights, divided by the step's mean weight (`is.tis_token_2_batchnorm`)."""
     return replace(weights, weight_T=weights.weight_T / mean)
 
 
-def mean_weight(weights: Weights, surviving_T: Tensor, rows_T: Tensor | None = None) -> float:
-    """The mean over the whole step's survivors: tokens, or rows where `rows_T` is given, for weights that the
-    tokens of a row share. 1 where none survives, or none counts."""
-    weight_T = weights.weight_T[surviving_T].double()
+def mean_weight(weights: TokenWeights, kept_T: Tensor, rows_T: Tensor | None = None) -> float:
+    """The mean weight over the tokens of the whole step that are left in, or over their rows if `rows_T` is
+    given, for weights that the tokens of a row share. 1 if no token is left in, or all weights are 0."""
+    weight_T = weights.weight_T[kept_T].double()
     if rows_T is not None:
-        weight_T = Rows.of(rows_T[surviving_T]).mean(weight_T)
+        weight_T = RowIndex.of(rows_T[kept_T]).mean(weight_T)
     mean = float(weight_T.mean()) if len(weight_T) else 0.0
     return mean if mean > 0 else 1.0
 
 
-def _capped(rho_T: Tensor, cap: float) -> Weights:
-    return Weights(rho_T.clamp(max=cap), torch.ones_like(rho_T, dtype=torch.bool), rho_T >= cap)
+def _capped(rho_T: Tensor, cap: float) -> TokenWeights:
+    return TokenWeights(rho_T.clamp(max=cap), torch.ones_like(rho_T, dtype=torch.bool), rho_T >= cap)
 
 
 @dataclass(frozen=True)
 class CorrectionKind:
-    """One way to weigh tokens."""
+    """One correction."""
 
     settings: type[Any]
-    weigh: Callable[[Tokens, Any], Weights]
+    weigh: Callable[[Tokens, Any], TokenWeights]
     by_row: bool = False
-    """Whether the tokens of a row have one weight."""
+    """Whether all tokens of a row have the same weight."""
 
 
 CORRECTIONS: Mapping[str, CorrectionKind] = {

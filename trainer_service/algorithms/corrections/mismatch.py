@@ -1,18 +1,19 @@
-"""How the trainer's log-probabilities differ from the engine's of the same tokens, by the metrics' names."""
+"""Metrics of the mismatch between the log-probabilities of trainer and engine, for the same tokens."""
 
 from torch import Tensor
 
 from trainer_service.algorithms.ratios import bounded
-from trainer_service.algorithms.rows import Rows
+from trainer_service.algorithms.row_index import RowIndex
 
 
 def mismatch(lp_train_T: Tensor, lp_roll_T: Tensor, rows_T: Tensor) -> dict[str, float]:
-    """Means over tokens, and over rows for perplexities and `chi2_seq` (spec §7; `metrics.mismatch`). There
-    is one token at least, and all log-probabilities are finite."""
+    """The metrics by name: means over the T tokens, and over rows for perplexities and `chi2_seq` (verl's
+    rollout correction metrics; `metrics.mismatch`). T must be at least 1, and all log-probabilities finite,
+    in nats."""
     lp_train_T, lp_roll_T = lp_train_T.double(), lp_roll_T.double()
     log_rho_T = lp_train_T - lp_roll_T
     rho_T = bounded(log_rho_T).exp()
-    rows = Rows.of(rows_T)
+    rows = RowIndex.of(rows_T)
     total_R, mean_R = rows.sum(log_rho_T), rows.mean(log_rho_T)
     return {
         "mismatch/kl": float(-log_rho_T.mean()),

@@ -1,8 +1,10 @@
-"""What can be set of weights and masks, for tokens that another policy sampled; and the defaults."""
+"""The settings of corrections and masks, for tokens that another policy sampled, with their defaults."""
 
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from trainer_service.algorithms.tokens import Anchor
 
 TIS_TOKEN_CAP = 2.0
 TIS_SEQUENCE_CAP = 5.0
@@ -17,8 +19,6 @@ OUTLIER_LOW = 1e-4
 OUTLIER_HIGH = 100.0
 M2PO_LIMIT = 0.04
 
-Anchor = Literal["prox", "rollout"]
-"""What a ratio is taken to: the policy that the step begins with, or the one that sampled."""
 Estimator = Literal["k1", "k2", "k3"]
 
 
@@ -31,7 +31,7 @@ class Frozen(BaseModel):
 
 
 class Within(Frozen):
-    """Ratios are kept from `low` to `high`. One that is 1, of policies that agree, lies between them."""
+    """Ratios from `low` to `high` are kept. The ratio 1, of equal policies, must be among them."""
 
     low: AtLeast0
     high: Above0
@@ -39,7 +39,7 @@ class Within(Frozen):
     @model_validator(mode="after")
     def _contains_1(self) -> "Within":
         if not self.low <= 1 <= self.high:
-            raise ValueError(f"[{self.low:g}, {self.high:g}] leaves out 1, the ratio of policies that agree")
+            raise ValueError(f"[{self.low:g}, {self.high:g}] leaves out 1, the ratio of equal policies")
         return self
 
 
@@ -52,12 +52,12 @@ class NoCorrection(Frozen):
 
 
 class TisToken(Frozen):
-    """Decoupled PPO of the mode `clamp` is `ppo` with this and a cap of 5."""
+    """With `ppo` and a cap of 5, this is decoupled PPO in mode `clamp`."""
 
     name: Literal["tis_token"] = "tis_token"
     cap: Above0 = TIS_TOKEN_CAP
     normalise: bool = False
-    """Divides by the mean over the whole step."""
+    """Divide the weights by their mean over the whole step."""
 
 
 class TisSequence(Frozen):
@@ -67,7 +67,7 @@ class TisSequence(Frozen):
 
 
 class Icepop(Within):
-    """Decoupled PPO of the mode `mask` is `ppo` with this and bounds of 0 and 5."""
+    """With `ppo` and bounds of 0 and 5, this is decoupled PPO in mode `mask`."""
 
     name: Literal["icepop"] = "icepop"
     low: AtLeast0 = ICEPOP_LOW
@@ -95,7 +95,7 @@ class Product(Within):
 
 
 class Outlier(Within):
-    """A row is left out when the ratio of any of its tokens lies outside."""
+    """Leaves out rows in which the ratio of any token is outside the bounds."""
 
     name: Literal["outlier"] = "outlier"
     low: AtLeast0 = OUTLIER_LOW
@@ -103,8 +103,8 @@ class Outlier(Within):
 
 
 class Rejection(Frozen):
-    """verl's `rs_*`: k1 is bounded as the ratio of engine to trainer, from `low` to `high`; k2 and k3 have an
-    `upper` bound in nats."""
+    """verl's `rs_*`. k1 is bounded as a ratio of engine to trainer, from `low` to `high`; k2 and k3 have an
+    `upper` bound, in nats."""
 
     name: Literal["rejection"] = "rejection"
     level: Literal["token", "seq_sum", "seq_mean", "seq_max"] = "token"
@@ -118,31 +118,36 @@ class Rejection(Frozen):
         if self.estimator == "k1":
             if self.level == "seq_max":
                 raise ValueError(
-                    "rejection: k1 has a sign, so its maximum says nothing; seq_max takes k2 or k3"
+                    "rejection: k1 has a sign, so its maximum is no measure of distance; "
+                    "seq_max takes k2 or k3"
                 )
             if self.low is None or self.high is None or self.upper is not None:
                 raise ValueError("rejection: k1 is bounded by low and high")
             if not self.low <= 1 <= self.high:
-                raise ValueError(f"rejection: [{self.low:g}, {self.high:g}] leaves out policies that agree")
+                raise ValueError(f"rejection: [{self.low:g}, {self.high:g}] leaves out equal policies")
         elif self.upper is None or self.low is not None or self.high is not None:
             raise ValueError(f"rejection: {self.estimator} is bounded by upper alone")
         return self
 
 
 class M2po(Frozen):
-    """The largest squares of log-ratios go, until the mean of the rest is below `limit`."""
+    """Leaves out the tokens with the largest squared log-ratios, until the mean of the rest is below `limit`
+    nats²."""
 
     name: Literal["m2po"] = "m2po"
     limit: Above0 = M2PO_LIMIT
 
 
 class Kpop(Frozen):
+    """Leaves out tokens whose Bernoulli KL between trainer and engine exceeds `upper` nats."""
+
     name: Literal["kpop"] = "kpop"
     upper: Above0
 
 
 class Opsm(Frozen):
-    """Leaves out bad rows that the policy has moved away from by more than `delta` nats a token."""
+    """Leaves out tokens with a negative advantage in rows whose mean log-probability has fallen by more than
+    `delta` nats a token."""
 
     name: Literal["opsm"] = "opsm"
     delta: Above0

@@ -1,1 +1,1 @@
-"""Policy losses, token by token."""
+"""Policy losses, token by token, and their settings."""

@@ -1,13 +1,12 @@
-"""Losses on lp_new itself, weighed by a ratio that carries no gradient: CISPO and GLM-5's."""
+"""Losses on lp_new, weighed by a ratio without gradient: CISPO and GLM-5's.
+
+sg() stops the gradient; r is the ratio of lp_new to lp_old.
+"""
 
 import torch
 from torch import Tensor
 
-from trainer_service.algorithms.losses.settings import (
-    CISPO_HIGH,
-    CISPO_LOW,
-    GLM5_LIMIT,
-)
+from trainer_service.algorithms.losses.settings import CISPO_HIGH, CISPO_LOW, GLM5_LIMIT
 from trainer_service.algorithms.losses.token_losses import TokenLosses
 from trainer_service.algorithms.ratios import ratio
 
@@ -20,7 +19,7 @@ def cispo(
     low: float = CISPO_LOW,
     high: float = CISPO_HIGH,
 ) -> TokenLosses:
-    """-sg(clip(r, low, high)) A lp_new: a clipped token still has a gradient (MiniMax-M1, arXiv:2506.13585;
+    """-sg(clip(r, low, high)) A lp_new: clipped tokens keep a gradient (CISPO, MiniMax-M1, arXiv:2506.13585;
     `loss.cispo_minimax`, `loss.cispo_tight`, `loss.cispo_rollout_anchor`)."""
     ratio_T = ratio(lp_new_T, lp_old_T).detach()
     loss_T = -ratio_T.clamp(low, high) * advantages_T * lp_new_T
@@ -35,8 +34,8 @@ def glm5(
     low: float = GLM5_LIMIT,
     high: float = GLM5_LIMIT,
 ) -> TokenLosses:
-    """-sg(f) A lp_new with f = r within (1 - low, 1 + high) and 0 elsewhere; r to the policy that sampled
-    (`loss.rollout_is_glm5`)."""
+    """-sg(f) A lp_new, with f = r within (1 - low, 1 + high) and 0 outside; lp_old is that of the policy that
+    sampled (GLM-5; `loss.rollout_is_glm5`)."""
     ratio_T = ratio(lp_new_T, lp_old_T).detach()
     kept_T = (ratio_T > 1 - low) & (ratio_T < 1 + high)
     factor_T = torch.where(kept_T, ratio_T, torch.zeros_like(ratio_T))

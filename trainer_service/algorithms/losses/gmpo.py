@@ -1,14 +1,12 @@
-"""GMPO: the geometric mean of a row's clipped ratios, one loss for all of its tokens."""
+"""GMPO: the geometric mean of a row's clipped ratios, one loss for all tokens of the row."""
 
 import torch
 from torch import Tensor
 
-from trainer_service.algorithms.losses.settings import (
-    GMPO_CLIP,
-)
+from trainer_service.algorithms.losses.settings import GMPO_CLIP
 from trainer_service.algorithms.losses.token_losses import TokenLosses
 from trainer_service.algorithms.ratios import bounded
-from trainer_service.algorithms.rows import Rows
+from trainer_service.algorithms.row_index import RowIndex
 
 
 def gmpo(
@@ -20,12 +18,13 @@ def gmpo(
     clip_low: float = GMPO_CLIP,
     clip_high: float = GMPO_CLIP,
 ) -> TokenLosses:
-    """-A exp(mean over the row of sgn · min(sgn · d, sgn · clip(d, -low, high))), d = lp_new - lp_old in
-    nats, sgn the sign of the token's advantage, A the mean of the row's (arXiv:2507.20673; `loss.gmpo`).
+    """-A exp(mean over the row of sgn · min(sgn · d, sgn · clip(d, -low, high))), with d = lp_new - lp_old in
+    nats, sgn the sign of the token's advantage, and A the mean advantage of the row (GMPO, arXiv:2507.20673;
+    `loss.gmpo`).
 
-    Every token has its row's loss: with `seq_mean_token_mean` that is the mean over rows, as published.
-    """
-    rows = Rows.of(rows_T)
+    Every token has the loss of its row. With `seq_mean_token_mean` this gives the mean over rows, as
+    published."""
+    rows = RowIndex.of(rows_T)
     difference_T = bounded(lp_new_T - lp_old_T)
     sign_T = advantages_T.sign()
     clipped_T = difference_T.clamp(-clip_low, clip_high)

@@ -1,18 +1,12 @@
-"""PPO: what a better ratio may earn is clipped. By token, and by row (GSPO)."""
+"""PPO: the clipped surrogate loss, on the ratios of tokens, or on those of rows (GSPO)."""
 
 import torch
 from torch import Tensor
 
-from trainer_service.algorithms.losses.settings import (
-    CLIP_HIGH,
-    CLIP_LOW,
-    DUAL_CLIP,
-    GSPO_HIGH,
-    GSPO_LOW,
-)
+from trainer_service.algorithms.losses.settings import CLIP_HIGH, CLIP_LOW, DUAL_CLIP, GSPO_HIGH, GSPO_LOW
 from trainer_service.algorithms.losses.token_losses import TokenLosses
 from trainer_service.algorithms.ratios import bounded, ratio
-from trainer_service.algorithms.rows import Rows
+from trainer_service.algorithms.row_index import RowIndex
 
 
 def ppo(
@@ -24,8 +18,9 @@ def ppo(
     clip_high: float = CLIP_HIGH,
     dual_clip: float | None = DUAL_CLIP,
 ) -> TokenLosses:
-    """max(-rA, -clip(r, 1 - low, 1 + high) A), and for A < 0 at most -cA (arXiv:1707.06347, 2503.14476,
-    1912.09729; `loss.ppo_clip_sym`, `loss.ppo_clip_higher`, `loss.ppo_dual_clip`)."""
+    """max(-rA, -clip(r, 1 - low, 1 + high) A), and for A < 0 at most -cA, with c = `dual_clip` (PPO,
+    arXiv:1707.06347; asymmetric clip of DAPO, arXiv:2503.14476; dual clip, arXiv:1912.09729;
+    `loss.ppo_clip_sym`, `loss.ppo_clip_higher`, `loss.ppo_dual_clip`)."""
     return _clipped(ratio(lp_new_T, lp_old_T), advantages_T, clip_low, clip_high, dual_clip)
 
 
@@ -38,9 +33,9 @@ def gspo(
     clip_low: float = GSPO_LOW,
     clip_high: float = GSPO_HIGH,
 ) -> TokenLosses:
-    """PPO on s = exp(mean over the row of (lp_new - lp_old)); each token has the gradient -As, so that tokens
-    of different advantages keep their own (GSPO-token, arXiv:2507.18071; `loss.gspo`, `loss.gspo_wide`)."""
-    rows = Rows.of(rows_T)
+    """PPO on s = exp(mean over the row of (lp_new - lp_old)). Each token has the gradient -As with its own
+    advantage (GSPO-token, arXiv:2507.18071; `loss.gspo`, `loss.gspo_wide`)."""
+    rows = RowIndex.of(rows_T)
     log_s_T = rows.at_tokens(rows.mean((lp_new_T - lp_old_T).detach()))
     s_T = bounded(log_s_T + lp_new_T - lp_new_T.detach()).exp()
     return _clipped(s_T, advantages_T, clip_low, clip_high, None)

@@ -1,4 +1,4 @@
-"""Policy gradient without a clip: REINFORCE, importance sampling, DRO."""
+"""Policy gradients without a clip: REINFORCE, importance sampling, DRO."""
 
 import torch
 from torch import Tensor
@@ -8,20 +8,21 @@ from trainer_service.algorithms.ratios import ratio
 
 
 def reinforce(lp_new_T: Tensor, advantages_T: Tensor) -> TokenLosses:
-    """-A lp_new; GPG is the same with its own advantage (arXiv:2504.02546; `loss.reinforce`)."""
+    """-A lp_new (Williams 1992; `loss.reinforce`). GPG (arXiv:2504.02546) is this loss with the advantage
+    `gpg`."""
     return TokenLosses.of(-advantages_T * lp_new_T, torch.ones_like(lp_new_T))
 
 
 def importance_sampling(lp_new_T: Tensor, lp_old_T: Tensor, advantages_T: Tensor) -> TokenLosses:
-    """-rA, r to the policy that sampled (Tinker's `importance_sampling`, which sums over tokens;
+    """-rA, with r to the policy that sampled (Tinker's `importance_sampling`, which sums over tokens;
     `loss.importance_sampling`)."""
     ratio_T = ratio(lp_new_T, lp_old_T)
     return TokenLosses.of(-ratio_T * advantages_T, ratio_T)
 
 
 def dro(lp_new_T: Tensor, lp_old_T: Tensor, advantages_T: Tensor, *, beta: float) -> TokenLosses:
-    """-(A lp_new - beta/2 · d²), d = lp_new - lp_old in nats, to the policy that sampled (arXiv:2405.19107;
-    `loss.dro`)."""
+    """-(A lp_new - beta/2 · d²), with d = lp_new - lp_old in nats, to the policy that sampled (DRO,
+    arXiv:2405.19107; `loss.dro`)."""
     difference_T = lp_new_T - lp_old_T
     loss_T = -(advantages_T * lp_new_T - beta / 2 * difference_T**2)
     return TokenLosses.of(loss_T, ratio(lp_new_T, lp_old_T))

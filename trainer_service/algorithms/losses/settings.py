@@ -1,8 +1,8 @@
-"""What can be set of the way from log-probabilities to a loss, and the defaults: the preset `default`.
+"""The settings of the way from log-probabilities to a loss, with the defaults of the preset `default`.
 
     Masks ─▶ Correction ─▶ Loss ─▶ + KL ─▶ Aggregation
 
-Each family is one of several by its `name`; the name alone stands for it with its defaults.
+Masks, correction and loss are each chosen by `name`; a name alone stands for its choice with the defaults.
 """
 
 from typing import Annotated, Literal
@@ -11,7 +11,6 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from trainer_service.algorithms.corrections.settings import (
     Above0,
-    Anchor,
     AtLeast0,
     Correction,
     Frozen,
@@ -23,6 +22,7 @@ from trainer_service.algorithms.corrections.settings import (
     Within,
     by_name,
 )
+from trainer_service.algorithms.tokens import Anchor
 
 CLIP_LOW = 0.2
 CLIP_HIGH = 0.28
@@ -37,7 +37,7 @@ DPPO_LIMIT = 0.2
 DPPO_RATIO_CAP = 20.0
 IPO_LIMIT = 0.1
 KAPPA = 1e-3
-"""Of the square of the log-ratio that trust-region losses add to every token."""
+"""The coefficient of the squared log-ratio that trust-region losses add for every token."""
 GLM5_LIMIT = 0.2
 GMPO_CLIP = 0.2
 KL_COV_FRACTION = 2e-4
@@ -54,7 +54,8 @@ class Ppo(Frozen):
     clip_low: Share = CLIP_LOW
     clip_high: Above0 = CLIP_HIGH
     dual_clip: float | None = Field(DUAL_CLIP, gt=1)
-    """Bounds the loss of a bad token that became likely, at this many times its advantage."""
+    """The loss of a token with a negative advantage is at most this many times |advantage|; null: no
+    bound."""
     anchor: Anchor = "prox"
 
 
@@ -68,7 +69,7 @@ class Gspo(Frozen):
 class Gmpo(Frozen):
     name: Literal["gmpo"] = "gmpo"
     clip_low: Above0 = GMPO_CLIP
-    """Nats: it clips log-ratios."""
+    """In nats: log-ratios are clipped."""
     clip_high: Above0 = GMPO_CLIP
     anchor: Anchor = "prox"
 
@@ -81,7 +82,7 @@ class Cispo(Within):
 
 
 class Reinforce(Frozen):
-    """GPG is the same with its own advantage."""
+    """With the advantage `gpg`, this is GPG."""
 
     name: Literal["reinforce"] = "reinforce"
 
@@ -102,11 +103,12 @@ class Dppo(Frozen):
     name: Literal["dppo"] = "dppo"
     divergence: Divergence = "tv"
     form: Form = "ratio"
-    """Both have the same gradient where no ratio exceeds `ratio_cap`; the value of `logp` says nothing."""
+    """Both forms have the same gradient for ratios up to `ratio_cap`. The value of the form `logp` has no
+    meaning."""
     low: Above0 = DPPO_LIMIT
     high: Above0 = DPPO_LIMIT
     ratio_cap: Above0 = DPPO_RATIO_CAP
-    """Of the form `logp`."""
+    """For the form `logp`."""
     kappa: AtLeast0 = 0.0
     anchor: Anchor = "rollout"
 
@@ -139,14 +141,15 @@ class KlCov(Frozen):
 
 
 class ReverseKl(Frozen):
-    """Distillation on what the policy sampled itself: the teacher is the only judge."""
+    """On-policy distillation: the teacher's log-probabilities are the only signal, and rewards are not
+    used."""
 
     name: Literal["reverse_kl"] = "reverse_kl"
     anchor: Anchor = "rollout"
 
 
 class RefKl(Frozen):
-    """The same, within a trust region."""
+    """On-policy distillation within a trust region."""
 
     name: Literal["ref_kl"] = "ref_kl"
     low: Above0 = TEACHER_GAP
@@ -175,7 +178,7 @@ Loss = Annotated[
 
 
 class Kl(Frozen):
-    """The price of leaving the reference policy."""
+    """The KL penalty towards the reference policy."""
 
     estimator: Literal["k1", "abs", "k2", "k3", "low_var", "k3_plus", "unbiased"] = "k3"
     coefficient: AtLeast0 = 0.0
@@ -184,13 +187,13 @@ class Kl(Frozen):
     def _pulls(self) -> "Kl":
         if self.coefficient and self.estimator == "k1":
             raise ValueError(
-                "kl: the gradient of k1 is 1 wherever the policy stands; as a loss it pulls nowhere"
+                "kl: the gradient of k1 is 1 for every policy, so as a loss it does not pull to the reference"
             )
         return self
 
 
 class Aggregation(Frozen):
-    """What each token counts in the sum over the optimizer step."""
+    """The weight of each token in the sum over the optimizer step."""
 
     mode: Literal[
         "token_mean",
@@ -203,9 +206,9 @@ class Aggregation(Frozen):
         "fixed_denominator",
     ] = "token_mean"
     horizon: float | None = Field(None, gt=0)
-    """Tokens: what `seq_mean_token_sum_norm` takes for the length of every row."""
+    """In tokens: the length of every row, for `seq_mean_token_sum_norm`."""
     denominator: float | None = Field(None, gt=0)
-    """Tokens: what `fixed_denominator` divides by."""
+    """In tokens: the divisor of `fixed_denominator`."""
 
     @model_validator(mode="after")
     def _length_fits(self) -> "Aggregation":
@@ -216,15 +219,15 @@ class Aggregation(Frozen):
 
 
 class LossSettings(Frozen):
-    """One way from log-probabilities to a loss."""
+    """All settings between log-probabilities and the loss."""
 
     loss: Loss = Ppo()
     correction: Correction = TisToken()
     masks: tuple[Mask, ...] = (Outlier(),)
-    """What leaves rows or tokens out of the loss. Those of rows apply before those of tokens."""
+    """Masks leave rows or tokens out of the loss. Masks of rows apply before masks of tokens."""
     kl: Kl = Kl()
     entropy_bonus: AtLeast0 = 0.0
-    """What a nat of entropy is worth."""
+    """The coefficient of the entropy, per nat; it is subtracted from the loss."""
     aggregation: Aggregation = Aggregation()
 
     @model_validator(mode="after")
@@ -238,7 +241,7 @@ class LossSettings(Frozen):
 
     @property
     def whole_step(self) -> bool:
-        """Whether `StepStatistics` of all micro-batches must be known before the first of them learns."""
+        """Whether the `StepStatistics` of all micro-batches must be known before the first one learns."""
         normalised = not isinstance(self.correction, NoCorrection) and self.correction.normalise
         return (
             normalised or isinstance(self.loss, KlCov) or any(isinstance(mask, M2po) for mask in self.masks)
@@ -254,7 +257,7 @@ class LossSettings(Frozen):
 
     @property
     def needs_anchor(self) -> bool:
-        """Whether what the step begins with matters; else `lp_prox_T` tells how far the engine is off."""
+        """Whether the loss depends on `lp_prox_T`; otherwise it only enters metrics."""
         corrected = not isinstance(self.correction, NoCorrection)
         anchored = not isinstance(self.loss, Reinforce) and self.loss.anchor == "prox"
         return (
@@ -266,6 +269,6 @@ class LossSettings(Frozen):
 
 
 def corrects_twice(loss: Loss, correction: Correction) -> bool:
-    """Whether loss and correction would both weigh the mismatch of trainer and engine (spec §3)."""
+    """Whether loss and correction would both weigh the mismatch between trainer and engine."""
     weighed = not isinstance(loss, Reinforce) and loss.anchor == "rollout"
     return weighed and not isinstance(correction, NoCorrection)

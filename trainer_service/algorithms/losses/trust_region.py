@@ -1,4 +1,4 @@
-"""Losses that drop a token whose probability has moved too far: DPPO and IPO."""
+"""Losses that drop tokens whose probability has moved too far: DPPO and IPO."""
 
 import torch
 from torch import Tensor
@@ -27,13 +27,13 @@ def dppo(
     ratio_cap: float = DPPO_RATIO_CAP,
     kappa: float = 0.0,
 ) -> TokenLosses:
-    """-rA, or -sg(min(r, cap)) A lp_new, where the token may still move the way that A says; and kappa · d²
-    on every token, d = lp_new - lp_old in nats (arXiv:2602.04879; `loss.dppo_tv_ratio`,
+    """-rA (form `ratio`) or -sg(min(r, cap)) A lp_new (form `logp`) for tokens inside the trust region, plus
+    kappa · d² on every token, with d = lp_new - lp_old in nats (DPPO, arXiv:2602.04879; `loss.dppo_tv_ratio`,
     `loss.dppo_kl_ratio`, `loss.dppo_tv_logp`, `loss.dppo_kl_logp`, `loss.dppo_tv_plus_kl2`).
 
-    With p new and q old, `tv` bounds p - q, in probability; `kl` bounds KL(q ‖ p) of "this token or another",
-    in nats, and only where p moved the way that A says.
-    """
+    With p the new and q the old probability, `tv` bounds p - q in the direction of A, as a probability. `kl`
+    bounds KL(q ‖ p) of the outcomes "this token" and "any other token", in nats, for tokens that moved in the
+    direction of A."""
     kept_T = _may_move(lp_new_T.detach(), lp_old_T, advantages_T, divergence, low, high)
     ratio_T = ratio(lp_new_T, lp_old_T)
     if form == "ratio":
@@ -51,8 +51,8 @@ def ipo(
     limit: float = IPO_LIMIT,
     kappa: float = KAPPA,
 ) -> TokenLosses:
-    """-rA where |p - q| <= limit, whatever A says, and kappa · d² on every token (prime-rl's `ipo`;
-    `loss.ipo_symmetric_tv`)."""
+    """-rA for tokens with |p_new - p_old| <= limit, plus kappa · d² on every token, with d = lp_new - lp_old
+    in nats (prime-rl's `ipo`; `loss.ipo_symmetric_tv`)."""
     ratio_T = ratio(lp_new_T, lp_old_T)
     kept_T = (lp_new_T.detach().exp() - lp_old_T.exp()).abs() <= limit
     return _within(kept_T, -ratio_T * advantages_T, ratio_T, kappa * (lp_new_T - lp_old_T) ** 2)

@@ -1,4 +1,4 @@
-"""Which tokens share a row: what is true of a row, from its tokens and back to them."""
+"""Sums, means and maxima over the tokens of each row, and back from rows to tokens."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The R rows that T tokens lie in. Row numbers may have gaps and any order; nothing depends on them."""
+class RowIndex:
+    """The R rows of T tokens. Row numbers may have gaps, and may come in any order."""
 
     of_T: Tensor
-    """The place of each token's row among the R."""
+    """The index of each token's row, in [0, R); int64."""
     lengths_R: Tensor
 
     @classmethod
-    def of(cls, rows_T: Tensor) -> "Rows":
+    def of(cls, rows_T: Tensor) -> "RowIndex":
         _, of_T, lengths_R = torch.unique(rows_T, return_inverse=True, return_counts=True)
         return cls(of_T, lengths_R)
 
@@ -34,5 +34,5 @@ class Rows:
         return found_R
 
     def at_tokens(self, values_R: Tensor) -> Tensor:
-        """Each token gets its row's value."""
+        """[T]: the value of each token's row."""
         return values_R[self.of_T]

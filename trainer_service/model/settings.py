@@ -1,0 +1,110 @@
+"""The settings of the model: its base, its optimizer, its critic, and how DeepSpeed runs it. A part of
+`trainer`.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from trainer_service.algorithms.advantages.settings import VALUE_CLIP
+
+
+class OptimizerSettings(BaseModel):
+    """AdamW and its learning rate schedule."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    lr: float = Field(1e-6, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate decreases after the warm-up: not at all, linearly, or by half a cosine."""
+    warmup_steps: int = Field(5, ge=0)
+    """The steps in which the rate increases linearly from 0 to `lr`."""
+    total_steps: int | None = Field(None, ge=1)
+    """The step, warm-up included, at which the rate reaches its minimum; it stays there."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """The minimum of the rate, as a factor of `lr`."""
+    max_grad_norm: float = Field(1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _schedule_has_an_end(self) -> "OptimizerSettings":
+        if self.schedule == "constant" and (self.total_steps is not None or self.min_lr_ratio):
+            raise ValueError("trainer.optimizer: total_steps and min_lr_ratio need schedule linear or cosine")
+        if self.schedule != "constant" and (self.total_steps or 0) <= self.warmup_steps:
+            raise ValueError(
+                f"trainer.optimizer: schedule {self.schedule} needs total_steps, and more than warmup_steps"
+            )
+        return self
+
+
+class CriticSettings(BaseModel):
+    """The critic's optimizer, and the clip of its values."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    optimizer: OptimizerSettings = OptimizerSettings(lr=1e-5)
+    value_clip: float | None = Field(VALUE_CLIP, gt=0)
+    """In units of the reward: a value that has moved further than this from its value before the step gets no
+    gradient that moves it on. None does not clip."""
+
+
+class LoraSettings(BaseModel):
+    """Low-rank adapters (LoRA, arXiv:2106.09685). The base weights stay fixed; published weights are the sum
+    of both."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    """The adapter's product is scaled by alpha / rank."""
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """The layers with an adapter, by the last part of their names; all-linear: all linear layers but the
+    head."""
+
+
+class ModelSettings(BaseModel):
+    """The fields of section `trainer` that the model needs."""
+
+    model_path: Path
+    """The Hugging Face directory of the base model; published versions copy its small files."""
+    critic: CriticSettings | None = None
+    """A second model that learns the values of tokens, for the advantages `gae` and `turn_gae`."""
+    optimizer: OptimizerSettings = OptimizerSettings()
+    seed: int = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The type of the forward and backward pass; the optimizer always keeps float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    zero_stage: int = Field(1, ge=0, le=3)
+    """What is partitioned over ranks: nothing (0), the optimizer's state (1), gradients too (2), weights too
+    (3)."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in host memory, and make its steps there."""
+    activation_checkpointing: bool = False
+    """Recompute the activations of each layer in the backward pass instead of keeping them."""
+    lora: LoraSettings | None = None
+    """Train only adapters; None trains all weights."""
+    reference_offload: bool = False
+    """Keep the reference policy of a KL term in host memory between passes. With LoRA there is no copy: the
+    reference is the policy without its adapters."""
+    checkpoint_hf: bool = True
+    """Whether each checkpoint also holds its weights as a Hugging Face directory, `model/`."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of torch; None leaves the choice to torch."""
+
+    @property
+    def learns_entropy(self) -> bool:
+        """Whether the loss has an entropy bonus, which needs the gradient of entropies."""
+        return False
+
+    @model_validator(mode="after")
+    def _stage_zero_is_possible(self) -> "ModelSettings":
+        if self.zero_stage == 0 and self.dtype == "bfloat16":
+            raise ValueError(
+                "trainer.dtype: bfloat16 needs zero_stage 1, 2 or 3; DeepSpeed's stage 0 is ten times coarser"
+            )
+        if self.zero_stage == 0 and self.offload_optimizer:
+            raise ValueError("trainer.offload_optimizer: needs zero_stage 1, 2 or 3")
+        return self

@@ -23,22 +23,20 @@ from tests.support.tiny_model import make_tiny_model
 
 PARTS = {
     "uvicorn/": "uvicorn",
-    "gateway/door/": "door",
-    "gateway/door/reply": "telling",
+    "gateway/edge/": "edge",
     "gateway/sessions/": "session",
     "gateway/admission/": "session",
-    "gateway/dialects/": "reading",
-    "gateway/dialects/chat_wire": "telling",
-    "gateway/language/": "placing",
-    "gateway/language/plain": "recording",
-    "gateway/conversations/": "placing",
-    "gateway/generations/": "placing",
+    "gateway/dialects/": "dialect",
+    "gateway/language/": "prompt",
+    "gateway/language/fast_parse": "recording",
+    "gateway/conversations/": "prompt",
+    "gateway/generations/": "prompt",
     "gateway/generations/generation": "recording",
     "gateway/generations/recorder": "recording",
     "gateway/engines/": "sampling",
     "gateway/metrics": "recording",
     "rollout_queue/": "recording",
-    "rollout_queue/web/": "door",
+    "rollout_queue/http/": "edge",
 }
 """What a frame is part of, by the longest of these that its file has in it."""
 LARGEST = 6

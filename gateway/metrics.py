@@ -12,70 +12,62 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.turns = Counter(
-            "weir_turns_total", "Turns recorded", ["relation", "finish"], registry=self.registry
-        )
-        self.drift = Counter(
-            "weir_drift_total",
-            "Turns that do not extend the one before, by relation and reason",
-            ["relation", "reason"],
-            registry=self.registry,
-        )
-        self.merge_ratio = Gauge(
-            "weir_merge_ratio",
-            "Training rows per turn since the start; 1 means a row for every turn",
-            registry=self.registry,
-        )
-        self.merge_ratio.set_function(lambda: self._rows / self._answers if self._answers else float("nan"))
-        self._rows = self._answers = 0
-        self._turns_of: dict[tuple[str, str], Counter] = {}
-        self.context_tokens = Counter(
-            "weir_context_tokens_total",
-            "Context tokens that turns added to their parent turns",
-            registry=self.registry,
-        )
-        self.output_tokens = Counter("weir_output_tokens_total", "Tokens sampled", registry=self.registry)
-        self.turn_seconds = Histogram(
-            "weir_turn_seconds",
-            "Seconds from the beginning of a generation to its last token",
-            buckets=SECONDS,
-            registry=self.registry,
-        )
-        self.record_seconds = Histogram(
-            "weir_record_seconds",
-            "Seconds to append one turn to Redis",
-            buckets=SECONDS,
-            registry=self.registry,
-        )
-        self.refusals = Counter(
-            "weir_refusals_total", "Calls and sessions refused with 429", ["code"], registry=self.registry
-        )
-        self.forgotten = Counter(
+        self._define_turns()
+        self._define_fleet()
+        self.refusals = self._counter("weir_refusals_total", "Calls and sessions refused with 429", "code")
+        self.forgotten = self._counter(
             "weir_sessions_forgotten_total",
             "Settled sessions forgotten, by reason: their age, or a Redis that fills up",
-            ["why"],
-            registry=self.registry,
+            "why",
         )
-        self.serving_version = Gauge(
-            "weir_serving_version",
-            "Policy version that the fleet should serve; -1 for none",
-            registry=self.registry,
+        self._rows = self._answers = 0
+        self._turns_of: dict[tuple[str, str], Counter] = {}
+        """The counters of turns by relation and finish: looking one up costs more than counting."""
+
+    def _define_turns(self) -> None:
+        self.turns = self._counter("weir_turns_total", "Turns recorded", "relation", "finish")
+        self.drift = self._counter(
+            "weir_drift_total",
+            "Turns that do not extend the one before, by relation and reason",
+            "relation",
+            "reason",
         )
-        self.servers = Gauge(
-            "weir_rollout_servers", "Rollout servers by state", ["state"], registry=self.registry
+        self.merge_ratio = self._gauge(
+            "weir_merge_ratio", "Training rows per turn since the start; 1 means a row for every turn"
         )
-        self.failovers = Counter(
+        self.merge_ratio.set_function(lambda: self._rows / self._answers if self._answers else float("nan"))
+        self.context_tokens = self._counter(
+            "weir_context_tokens_total", "Context tokens that turns added to their parent turns"
+        )
+        self.output_tokens = self._counter("weir_output_tokens_total", "Tokens sampled")
+        self.turn_seconds = self._histogram(
+            "weir_turn_seconds", "Seconds from the beginning of a generation to its last token"
+        )
+        self.record_seconds = self._histogram("weir_record_seconds", "Seconds to append one turn to Redis")
+
+    def _define_fleet(self) -> None:
+        self.serving_version = self._gauge(
+            "weir_serving_version", "Policy version that the fleet should serve; -1 for none"
+        )
+        self.servers = self._gauge("weir_rollout_servers", "Rollout servers by state", "state")
+        self.failovers = self._counter(
             "weir_engine_faults_total",
             "Generations that an engine failed to finish, by reason and outcome",
-            ["reason", "outcome"],
-            registry=self.registry,
+            "reason",
+            "outcome",
         )
-        self.breakers = Gauge(
-            "weir_breaker_open",
-            "1 for a server that gets no calls because its recent ones failed",
-            ["server"],
-            registry=self.registry,
+        self.breakers = self._gauge(
+            "weir_breaker_open", "1 for a server that gets no calls because its recent ones failed", "server"
         )
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(name, text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(name, text, buckets=SECONDS, registry=self.registry)
 
     def turn_recorded(self, turn: Turn, record_s: float) -> None:
         kind = turn.relation, turn.finish

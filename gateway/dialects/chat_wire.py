@@ -4,12 +4,11 @@ A field that is UNSET is left out of the JSON.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from gateway.dialects.wire import SamplingFields, StreamOptions, TokenLogprob, Usage
+from gateway.dialects.wire import JsonObject, SamplingFields, StreamOptions, TokenLogprob, Usage
 from gateway.language.render import Message, ParsedAnswer, Tool, ToolCall
 
 
@@ -21,16 +20,16 @@ class ChatRequest(SamplingFields, kw_only=True):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     tools: list[Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = True
-    response_format: dict[str, Any] | None = None
+    response_format: JsonObject | None = None
     n: int | None = 1
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stop: str | list[str] | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: JsonObject | None = None
     user: str | None = None
     return_token_ids: bool | None = False
 

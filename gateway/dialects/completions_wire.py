@@ -4,12 +4,11 @@ A field that is UNSET is left out of the JSON.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from gateway.dialects.wire import SamplingFields, StreamOptions, Usage
+from gateway.dialects.wire import JsonObject, SamplingFields, StreamOptions, Usage
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -26,7 +25,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     logprobs: int | None = None
     max_tokens: int | None = None
     stop: str | list[str] | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: JsonObject | None = None
     user: str | None = None
     return_token_ids: bool | None = False
 

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.dialects.messages_wire import RAW_ARGUMENTS, Block, MessagesRequest
+from gateway.dialects.messages_wire import RAW_ARGUMENTS, MessagesRequest
+from gateway.dialects.wire import JsonObject
 from gateway.errors import InvalidRequest
 from gateway.language.render import Message, Tool, arguments_text
 
@@ -11,7 +12,7 @@ NOT_TEXT = ("image", "document", "file", "container_upload")
 """Blocks that a text model cannot read, unless their source is text."""
 
 
-def format_of(request: MessagesRequest) -> tuple[dict[str, Any] | None, str]:
+def format_of(request: MessagesRequest) -> tuple[JsonObject | None, str]:
     """The format that the answer's JSON must have, and the field that says so (`output_format` in older
     betas). Raises InvalidRequest for an unknown type of format."""
     form, param = (request.output_config or {}).get("format"), "output_config.format"
@@ -22,7 +23,7 @@ def format_of(request: MessagesRequest) -> tuple[dict[str, Any] | None, str]:
     return form, param
 
 
-def choice_of(tool_choice: Mapping[str, Any] | None) -> str | dict[str, Any]:
+def choice_of(tool_choice: Mapping[str, Any] | None) -> str | JsonObject:
     """Anthropic's `tool_choice` as OpenAI's. Raises InvalidRequest for an unknown type."""
     kind = "auto" if tool_choice is None else tool_choice.get("type")
     if kind == "tool" and tool_choice is not None:
@@ -78,7 +79,7 @@ def conversation(request: MessagesRequest) -> list[Message]:
     return messages
 
 
-def _user_messages(role: str, blocks: list[Block], where: str) -> list[Message]:
+def _user_messages(role: str, blocks: list[JsonObject], where: str) -> list[Message]:
     """A user's or system's message: first the results of its tools, then its text."""
     results, text = [], []
     for block in blocks:
@@ -92,7 +93,7 @@ def _user_messages(role: str, blocks: list[Block], where: str) -> list[Message]:
     return [*results, {"role": role, "content": _text(text, where)}]
 
 
-def _assistant_message(blocks: list[Block], where: str) -> Message:
+def _assistant_message(blocks: list[JsonObject], where: str) -> Message:
     """An earlier answer, as the client sends it back."""
     thoughts = [str(block.get("thinking", "")) for block in blocks if block.get("type") == "thinking"]
     calls = [_call(block, where) for block in blocks if block.get("type") == "tool_use"]
@@ -107,7 +108,7 @@ def _assistant_message(blocks: list[Block], where: str) -> Message:
     return message
 
 
-def _call(block: Block, where: str) -> dict[str, Any]:
+def _call(block: JsonObject, where: str) -> JsonObject:
     name, given = block.get("name"), block.get("input")
     if not isinstance(name, str):
         raise InvalidRequest(f"{where}.content: a tool_use without a name", param=where)
@@ -116,7 +117,7 @@ def _call(block: Block, where: str) -> dict[str, Any]:
     return {"id": str(block.get("id", "")), "type": "function", "function": function}
 
 
-def _text(content: str | list[Block], where: str) -> str:
+def _text(content: str | list[JsonObject], where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -5,15 +5,12 @@ A field that is UNSET is left out of the JSON. The tag of an event is its `type`
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from gateway.dialects.wire import JsonObject
 from gateway.language.render import ToolCall
-
-Block = dict[str, Any]
-"""A content block as a client sends it."""
 
 RAW_ARGUMENTS = "__raw_arguments"
 """Anthropic's `input` is an object: arguments that are no JSON object are sent as text under this name."""
@@ -22,21 +19,21 @@ RAW_ARGUMENTS = "__raw_arguments"
 class MessagesRequest(msgspec.Struct):
     """The fields of Anthropic's request that change what the gateway does; it ignores all others."""
 
-    messages: list[dict[str, Any]]
+    messages: list[JsonObject]
     max_tokens: int | None = None
     model: str | None = None
-    system: str | list[Block] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
+    system: str | list[JsonObject] | None = None
+    tools: list[JsonObject] | None = None
+    tool_choice: JsonObject | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = False
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    metadata: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
-    output_format: dict[str, Any] | None = None
-    thread: dict[str, Any] | None = None
+    metadata: JsonObject | None = None
+    output_config: JsonObject | None = None
+    output_format: JsonObject | None = None
+    thread: JsonObject | None = None
     return_token_ids: bool | None = False
 
 
@@ -64,7 +61,7 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag="tool_use"):
 
     id: str
     name: str
-    input: dict[str, Any]
+    input: JsonObject
 
 
 ContentBlock = ThinkingBlock | TextBlock | ToolUseBlock
@@ -152,7 +149,7 @@ class MessageStop(msgspec.Struct, frozen=True, tag="message_stop"):
 MessageEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
 
 
-def input_of(call: ToolCall) -> dict[str, Any]:
+def input_of(call: ToolCall) -> JsonObject:
     """The arguments of a call as the object that Anthropic's `input` has to be."""
     with suppress(msgspec.DecodeError, RecursionError):
         arguments = msgspec.json.decode(call.arguments)

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from gateway.dialects.wire import TokenLogprob
+from gateway.dialects.wire import JsonObject, TokenLogprob
 from gateway.generations.generation import Generation
 from gateway.language.render import Tool
 
-Item = dict[str, Any]
+Item = JsonObject
 """An item of a conversation as a client sends it, or as it is stored."""
 
 PREFIX = "resp_"
@@ -35,16 +35,16 @@ class ResponsesRequest(msgspec.Struct):
     conversation: Any = None
     prompt: Any = None
     tools: list[Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = True
-    text: dict[str, Any] | None = None
+    text: JsonObject | None = None
     temperature: float | None = None
     top_p: float | None = None
     max_output_tokens: int | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
-    metadata: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
+    metadata: JsonObject | None = None
+    reasoning: JsonObject | None = None
     max_tool_calls: int | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -119,10 +119,10 @@ class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
     instructions: str | None
     max_output_tokens: int | None
     max_tool_calls: int | None
-    metadata: dict[str, Any] | None
+    metadata: JsonObject | None
     previous_response_id: str | None
     prompt_cache_key: str | None
-    reasoning: dict[str, Any] | None
+    reasoning: JsonObject | None
     safety_identifier: str | None
     user: str | None
     background: bool = False
@@ -131,8 +131,8 @@ class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
     service_tier: str = "default"
     store: bool
     temperature: float
-    text: dict[str, Any]
-    tool_choice: str | dict[str, Any]
+    text: JsonObject
+    tool_choice: str | JsonObject
     tools: list[Tool]
     top_logprobs: int
     top_p: float

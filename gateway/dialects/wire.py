@@ -13,6 +13,9 @@ from gateway.language.render import ChatRenderer, Message
 
 T = TypeVar("T")
 
+JsonObject = dict[str, Any]
+"""An object in a client's request whose fields are its own, or are checked one by one."""
+
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 MAX_STOPS = 32
@@ -149,12 +152,12 @@ def _bounded(kind: type[msgspec.Struct]) -> list[tuple[str, float, float]]:
     return [(name, *BOUNDS[name]) for name in kind.__struct_fields__ if name in BOUNDS]
 
 
-def given_fields(body: msgspec.Struct, names: Iterable[str]) -> dict[str, Any]:
+def given_fields(body: msgspec.Struct, names: Iterable[str]) -> JsonObject:
     """Those of the fields that the client set."""
     return {name: value for name in names if (value := getattr(body, name)) is not None}
 
 
-def sampling_of(body: SamplingFields, vocab_size: int) -> dict[str, Any]:
+def sampling_of(body: SamplingFields, vocab_size: int) -> JsonObject:
     """The sampling parameters that the client set. Raises InvalidRequest for a malformed bias."""
     asked = given_fields(body, SamplingFields.__struct_fields__)
     if biases := asked.pop("logit_bias", None):

@@ -1,7 +1,7 @@
 """Reads all recorded sessions in order, a few at a time, for an export.
 
-The order is that of `weir:sessions`, by creation time and id; a deleted session keeps its place. So a place
-says how far a reader has come, whatever was added, deleted or forgotten since.
+The order is that of `weir:sessions`, by creation time and id; a deleted session keeps its position. So a
+position says how far a reader has come, whatever was added, deleted or forgotten since.
 """
 
 import logging
@@ -34,7 +34,7 @@ class ArchivedSession(NamedTuple):
     tombstone: Tombstone | None
 
 
-async def place_of(redis: Redis, session_id: str) -> ListPosition | None:
+async def position_of(redis: Redis, session_id: str) -> ListPosition | None:
     """Where a session stands; None for one that never existed or is forgotten."""
     created_at = await stored(redis.zscore(keys.SESSIONS, session_id))
     return None if created_at is None else ListPosition(float(created_at), session_id)

@@ -17,7 +17,7 @@ from pydantic import FiniteFloat
 from starlette.responses import Response
 
 from gateway.errors import InvalidRequest
-from gateway.operators.archive import ArchivedSession, place_of, sessions_from
+from gateway.operators.archive import ArchivedSession, position_of, sessions_from
 from gateway.sessions.verdicts import turn_verdict
 from gateway.wiring import Collaborators, collaborators
 from rollout_queue.contract.episodes import row_of, session_part
@@ -73,7 +73,7 @@ async def export(
     gateway = collaborators(request)
     if since is not None and until is not None and since > until:
         raise InvalidRequest("since is later than until", param="since")
-    window = Window(since, until, await _place(gateway, cursor), limit, empty)
+    window = Window(since, until, await _position(gateway, cursor), limit, empty)
     rows = _rows(gateway, window)
     chunks = _jsonl(rows) if form == "jsonl" else _parquet(rows)
     # The first rows are read before the answer begins, so that an error is still a status code.
@@ -82,16 +82,16 @@ async def export(
     return StreamingResponse(_chained(first, chunks), media_type=MEDIA_TYPES[form], headers=headers)
 
 
-async def _place(gateway: Collaborators, cursor: str | None) -> tuple[ListPosition, str] | None:
+async def _position(gateway: Collaborators, cursor: str | None) -> tuple[ListPosition, str] | None:
     """Raises InvalidRequest for text that is no row's cursor."""
     if cursor is None:
         return None
     session_id, slash, turn_id = cursor.partition("/")
-    place = await place_of(gateway.redis, session_id) if slash else None
-    if place is None:
+    position = await position_of(gateway.redis, session_id) if slash else None
+    if position is None:
         message = f"{cursor[:300]!r} is no cursor of this export, or one of a session that is forgotten since"
         raise InvalidRequest(message, param="cursor")
-    return place, turn_id
+    return position, turn_id
 
 
 async def _rows(gateway: Collaborators, window: Window) -> AsyncIterator[Rows]:
@@ -145,9 +145,9 @@ def _all_of(
 
 def _after(rows: Rows, turn_id: str) -> Iterator[Row | DeletedRow]:
     """The rows after that of this turn; all rows where the session was deleted since."""
-    places = [row.cursor.partition("/")[2] for row in rows]
-    if turn_id in places:
-        return iter(rows[places.index(turn_id) + 1 :])
+    turn_ids = [row.cursor.partition("/")[2] for row in rows]
+    if turn_id in turn_ids:
+        return iter(rows[turn_ids.index(turn_id) + 1 :])
     if turn_id and rows and isinstance(rows[0], Row):
         raise InvalidRequest(f"the cursor's session has no turn {turn_id[:300]!r}", param="cursor")
     return iter(rows)

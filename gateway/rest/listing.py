@@ -42,41 +42,41 @@ async def list_sessions(
     """The caller's sessions, oldest first, a page at a time."""
     gateway, caller = client_of(request)
     wanted = SessionFilter(state, group_id, user, verdict)
-    place = _place(cursor)
+    position = _position(cursor)
     rows: list[SessionRow | DeletedSessionRow] = []
     while len(rows) < limit:
-        page = await gateway.writer.sessions(place, limit)
+        page = await gateway.writer.sessions(position, limit)
         if not page:
             return JSONResponse({"data": rows, "next_cursor": None})
-        for place, session in page:  # noqa: B007 - the last one seen is where the next page begins
+        for position, session in page:  # noqa: B007 - the last one seen is where the next page begins
             if session is None:
                 continue
             if caller.owns(session if isinstance(session, Tombstone) else session.spec):
                 rows += await _rows(gateway, session, wanted)
             if len(rows) == limit:
                 break
-    return JSONResponse({"data": rows, "next_cursor": _cursor(place)})
+    return JSONResponse({"data": rows, "next_cursor": _cursor(position)})
 
 
-def _cursor(place: ListPosition) -> str:
-    """A place in the list, as text that needs no escaping in a URL."""
-    text = f"{place.created_at!r}/{place.session_id}"
+def _cursor(position: ListPosition) -> str:
+    """A position in the list, as text that needs no escaping in a URL."""
+    text = f"{position.created_at!r}/{position.session_id}"
     return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 
 
-def _place(cursor: str | None) -> ListPosition:
+def _position(cursor: str | None) -> ListPosition:
     """Raises InvalidRequest for text that no list has returned as its cursor."""
     if cursor in (None, "0"):
         return LIST_START
     try:
         text = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)).decode()
         created_at, slash, session_id = text.partition("/")
-        place = ListPosition(float(created_at), session_id)
+        position = ListPosition(float(created_at), session_id)
     except ValueError:  # no base64, no text inside, no number
-        slash, place = "", LIST_START
-    if not (slash and math.isfinite(place.created_at)):
+        slash, position = "", LIST_START
+    if not (slash and math.isfinite(position.created_at)):
         raise InvalidRequest(f"{cursor[:300]!r} is no cursor of this list", param="cursor")
-    return place
+    return position
 
 
 async def _rows(

@@ -14,6 +14,9 @@ from gateway.dialects.completions_wire import CompletionRequest
 from gateway.dialects.messages_wire import MessagesRequest
 from gateway.dialects.responses_wire import ResponsesRequest
 
+JsonSchema = dict[str, Any]
+"""A part of an OpenAPI document; FastAPI keeps the document as plain objects."""
+
 BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
@@ -34,7 +37,7 @@ CONTRACTS: Mapping[str, tuple[str, list[str]]] = {
     ),
     "/v1/messages/count_tokens": ("The number of tokens in the prompt", ["input_tokens"]),
 }
-ERROR: dict[str, Any] = {
+ERROR: JsonSchema = {
     "type": "object",
     "required": ["error"],
     "properties": {
@@ -55,7 +58,7 @@ STATUSES = (400, 401, 403, 404, 405, 409, 410, 413, 415, 429, 503, 504)
 """The statuses of errors that any path may answer with, all in the shape of `ERROR`; a 500 is a bug."""
 
 
-def openapi_document(app: FastAPI) -> dict[str, Any]:
+def openapi_document(app: FastAPI) -> JsonSchema:
     """The document; it is made once."""
     if app.openapi_schema is None:
         document = _of_routes(app)
@@ -77,7 +80,7 @@ def openapi_document(app: FastAPI) -> dict[str, Any]:
     return app.openapi_schema
 
 
-def _of_routes(app: FastAPI) -> dict[str, Any]:
+def _of_routes(app: FastAPI) -> JsonSchema:
     """FastAPI's document without its own shape of a 422, which the gateway never sends."""
     document = FastAPI.openapi(app)
     for operations in document["paths"].values():
@@ -89,10 +92,10 @@ def _of_routes(app: FastAPI) -> dict[str, Any]:
     return document
 
 
-def _agents_path(path: str) -> dict[str, Any]:
+def _agents_path(path: str) -> JsonSchema:
     contract, required = CONTRACTS[path]
     reference = {"$ref": f"#/components/schemas/{BODIES[path].__name__}"}
-    content: dict[str, Any] = {"application/json": {"schema": {"type": "object", "required": required}}}
+    content: JsonSchema = {"application/json": {"schema": {"type": "object", "required": required}}}
     if not path.endswith("count_tokens"):
         content["text/event-stream"] = {"schema": {"type": "string"}}
     return {
@@ -103,6 +106,6 @@ def _agents_path(path: str) -> dict[str, Any]:
     }
 
 
-def _errors() -> dict[str, Any]:
+def _errors() -> JsonSchema:
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     return {str(status): {"description": "refused", "content": content} for status in STATUSES}

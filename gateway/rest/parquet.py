@@ -158,16 +158,15 @@ def _table(rows: Sequence[Row | DeletedRow]) -> pa.Table:
     plain = [_plain(row) for row in rows]
     columns = []
     for name, kind in COLUMNS.items():
-        values = [fields.get(name) for fields in plain]
         if name in ("context_ids", "output_ids", "logprobs"):
-            columns.append(_numbers(values, kind))
+            columns.append(_numbers([getattr(row, name, None) for row in rows], kind))
         else:
-            columns.append(pa.array(values, kind))
+            columns.append(pa.array([fields.get(name) for fields in plain], kind))
     return pa.table(columns, schema=SCHEMA)
 
 
-def _plain(row: Row | DeletedRow) -> dict[str, Any]:
-    """The fields of a row as pyarrow takes them; token lists stay arrays."""
+def _plain(row: Row | DeletedRow) -> dict[str, object]:
+    """The fields of a row as pyarrow takes them, but for its lists of tokens."""
     fields = msgspec.structs.asdict(row)
     for name in ("versions", "rewards", "verdict", "session"):
         if name in fields:

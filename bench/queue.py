@@ -37,11 +37,12 @@ from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
 from trainer_service.algorithms.settings import AlgorithmSettings
-from trainer_service.intake import READ_COUNT, Intake
+from trainer_service.intake.entry_reader import READ_COUNT
+from trainer_service.intake.intake import Intake
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.status.shared_state import SharedState
-from trainer_service.storage.checkpoint import RunState
+from trainer_service.storage.run_state import RunState
 
 IN_FLIGHT = 64
 AT_ONCE = 10_000
@@ -221,7 +222,7 @@ def recovery(under: Under, count: int) -> None:
         intake.resume(RunState())
     with under.measured("looks for its next step", count):
         intake.read()
-        intake.batch(7, AlgorithmSettings())
+        intake.select(7, AlgorithmSettings())
     print(f"\n| a trainer after {count} pending turns | s | CPU s | of Redis |\n|---|---|---|---|")
     for name in ("takes them up", "looks for its next step"):
         cost = under.median(name)

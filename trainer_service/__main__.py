@@ -19,7 +19,7 @@ from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.settings import CONFIG_VARIABLE
 from trainer_service.app import HttpThread, create_app
-from trainer_service.intake import Intake
+from trainer_service.intake.intake import Intake
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.publishing.gateway_client import GatewayClient

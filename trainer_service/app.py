@@ -23,8 +23,8 @@ from rollout_queue.http.server import KEEP_ALIVE_S
 from rollout_queue.protocol.trainer import TrainerReport
 from trainer_service.model.huggingface import FILE_NAME
 from trainer_service.status.shared_state import SharedState
-from trainer_service.storage.checkpoint import LedgerStep
 from trainer_service.storage.policy_store import PolicyStore
+from trainer_service.storage.run_state import LedgerStep
 
 LEDGER_LIMIT = 1000
 SILENT_AFTER_S = 60.0

@@ -7,7 +7,7 @@ from itertools import accumulate
 from math import nan
 from statistics import fmean, median, variance
 
-from pydantic import BaseModel, ConfigDict, Field
+from trainer_service.settings import GuardSettings
 
 MEDIAN_STEPS = 100
 """Steps whose gradients make up the median."""
@@ -23,25 +23,6 @@ NOISE = 5.0
 Values = Mapping[str, float]
 History = Sequence[Values]
 """TrainerMetrics of steps, the newest last."""
-
-
-class GuardSettings(BaseModel):
-    """Section `trainer.guards`. What is null is not guarded."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    max_grad_norm_ratio: float | None = Field(100.0, gt=1)
-    """`grad_norm`, before it is clipped, over its median of the last 100 steps; over 1 where that is less."""
-    max_abs_logp: float | None = Field(0.2, gt=0)
-    """`mismatch/abs_logp`, nats per token: mean |difference| of trainer and engine, staleness included."""
-    max_kl: float | None = Field(0.2, gt=0)
-    """`mismatch/kl`, nats per token, either way."""
-    reward_drop: float | None = Field(0.5, gt=0)
-    """How far the mean reward of the last `reward_groups` groups may fall from the best that there was, as a
-    share of that best's size. A fall that noise explains does not count."""
-    reward_groups: int = Field(32, ge=2)
-    roll_back: bool = True
-    """Have the fleet serve, while the training holds, the version whose sessions were rewarded best."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from trainer_service.groups.acknowledgement import Acknowledgement
 from trainer_service.groups.evaluation import ENDS, EvaluationScore
-from trainer_service.groups.settlement import Acknowledgement
 from trainer_service.sinks.sink import Sink, What
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class TrainerMetrics:
         """How a version does so far; `step` made it."""
         self.show_evaluations([scores])
         place = {"step": step, "version": scores.version, "time": time.time()}
-        self._write("evaluation", place | scores.values())
+        self._write("evaluation", place | scores.metrics())
 
     def show_evaluations(self, scores: Iterable[EvaluationScore]) -> None:
         for each in scores:
@@ -87,7 +87,7 @@ class TrainerMetrics:
             for end in ENDS:
                 self._evaluated.remove(version, end)
 
-    def settled(self, settlement: Acknowledgement) -> None:
+    def acknowledged(self, settlement: Acknowledgement) -> None:
         for verdict in settlement.sessions.values():
             self._sessions.labels(verdict.code).inc()
 

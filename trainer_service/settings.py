@@ -1,16 +1,63 @@
 """What a deployment can set for the trainer, and the defaults."""
 
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout_queue.settings import CommaSeparated, ServiceSettings
 from trainer_service.algorithms.settings import AlgorithmSettings
-from trainer_service.guards import GuardSettings
 from trainer_service.model.settings import ModelSettings
-from trainer_service.sinks.weights_and_biases import WandbSettings
-from trainer_service.step.teacher import TeacherSettings
+
+
+class GuardSettings(BaseModel):
+    """Section `trainer.guards`. What is null is not guarded."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_grad_norm_ratio: float | None = Field(100.0, gt=1)
+    """`grad_norm`, before it is clipped, over its median of the last 100 steps; over 1 where that is less."""
+    max_abs_logp: float | None = Field(0.2, gt=0)
+    """`mismatch/abs_logp`, nats per token: mean |difference| of trainer and engine, staleness included."""
+    max_kl: float | None = Field(0.2, gt=0)
+    """`mismatch/kl`, nats per token, either way."""
+    reward_drop: float | None = Field(0.5, gt=0)
+    """How far the mean reward of the last `reward_groups` groups may fall from the best that there was, as a
+    share of that best's size. A fall that noise explains does not count."""
+    reward_groups: int = Field(32, ge=2)
+    roll_back: bool = True
+    """Have the fleet serve, while the training holds, the version whose sessions were rewarded best."""
+
+
+class TeacherSettings(BaseModel):
+    """Where the teacher is, and how many rows are sent to it at once."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str
+    """The address of an SGLang server: http://host:port."""
+    api_key: str | None = None
+    timeout_s: float = Field(120.0, gt=0)
+    concurrency: int = Field(8, ge=1)
+
+
+class WandbSettings(BaseModel):
+    """Section `trainer.wandb`. The key is that of `wandb login`, or WANDB_API_KEY."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    project: str
+    name: str | None = None
+    """Of the run; the processes of a training that was restarted have it in common."""
+    entity: str | None = None
+    group: str | None = None
+    """Default: `name`."""
+    id: str | None = None
+    """The run that every process goes on with; without it, each process is a run of its own."""
+    tags: tuple[str, ...] = ()
+    mode: Literal["online", "offline"] = "online"
+    """Offline runs lie in `dir`, for `wandb sync`."""
+    dir: Path = Path("run")
 
 
 class TrainerSettings(ServiceSettings, ModelSettings):

@@ -13,7 +13,8 @@ import msgspec
 from redis import Redis
 
 from tests.crash.system import CrashSystem
-from trainer_service.storage.checkpoint import CURRENT, STATE, RunState
+from trainer_service.storage.checkpoint import CURRENT, STATE
+from trainer_service.storage.run_state import RunState
 
 Victim = Literal["gateway", "redis", "engine", "rollout_server", "trainer", "trainer rank 1"]
 LONGEST_WAIT_S = 30.0

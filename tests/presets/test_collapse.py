@@ -14,7 +14,7 @@ import pytest
 from bench.kinds import KINDS
 from bench.shelf import Trial
 from bench.trial import GROUP_SIZE, evaluated, groups_in_flight, settings_of
-from trainer_service.guards import GuardSettings
+from trainer_service.settings import GuardSettings
 from weir.demo.episodes import Episodes, Record
 from weir.demo.make_model import model_for
 from weir.demo.observer import Observation, Observer

@@ -41,9 +41,9 @@ from rollout_queue.redis.scripts import records as record_scripts
 from rollout_queue.redis.scripts.functions import FENCED
 from tests.queue.test_stream import turn as made_turn
 from tests.support.queue.protocol import CALM, CUTS, Killed, Knife, System
-from trainer_service.groups.settlement import Acknowledgement
-from trainer_service.intake import Intake
-from trainer_service.storage import checkpoint
+from trainer_service.groups.acknowledgement import Acknowledgement
+from trainer_service.intake.intake import Intake
+from trainer_service.storage import checkpoint, run_files
 from trainer_service.storage import files as durable
 from trainer_service.train import Trainer
 
@@ -443,7 +443,8 @@ def machine(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Pr
     redis = Redis.from_url(redis_url)
     redis.config_set("hz", 500)  # how often Redis looks whether a wait is over
     monkeypatch.setattr(checkpoint, "write_atomically", cut)
-    monkeypatch.setattr("trainer_service.intake.BLOCK_S", 0.001)
+    monkeypatch.setattr(run_files, "write_atomically", cut)
+    monkeypatch.setattr("trainer_service.intake.entry_reader.BLOCK_S", 0.001)
     monkeypatch.setattr(os, "fsync", lambda _: None)
     yield type("Protocol", (Protocol,), {"url": redis_url, "knife": knife})
     redis.config_set("hz", 10)

@@ -11,7 +11,8 @@ import pytest
 from tests.support.tolerances import ulps
 from tests.system.conftest import ADMIN_KEY, System, until
 from trainer_service.rows.rows import Row
-from trainer_service.step.teacher import TeacherClient, TeacherSettings
+from trainer_service.settings import TeacherSettings
+from trainer_service.step.teacher import TeacherClient
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 

@@ -10,8 +10,8 @@ from rollout_queue.contract.policy import STABLE
 from rollout_queue.http.keys import Keyring
 from trainer_service.app import create_app
 from trainer_service.status.shared_state import SharedState
-from trainer_service.storage.checkpoint import LedgerStep
 from trainer_service.storage.policy_store import PolicyStore
+from trainer_service.storage.run_state import LedgerStep
 
 ADMIN = {"authorization": "Bearer admin"}
 

@@ -250,7 +250,7 @@ def test_an_acknowledgement_before_the_checkpoint_is_caught(audited: Audited, ag
     rig = audited.rig
 
     def die_behind_the_acknowledgement(*_: object) -> None:
-        rig.trainer._intake.acknowledge()
+        rig.intake.acknowledge()
         raise Crash
 
     with pytest.MonkeyPatch.context() as patch:

@@ -7,7 +7,7 @@ from tests.support.trainer_service.rig import MakeRig, Rig
 
 def wait(rig: Rig) -> None:
     """A turn of the loop without a step, whose beat reports however soon after the last it comes."""
-    rig.trainer._heartbeat.note(rig.trainer.step, rig.trainer.version)
+    rig.heartbeat.note(rig.trainer.step, rig.trainer.version)
     assert not rig.trainer.run_once()
 
 

@@ -20,7 +20,8 @@ from tests.support.trainer_service.same_training import (
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.rows.rows import Row
 from trainer_service.step.step_request import StepRequest
-from trainer_service.storage.checkpoint import Checkpoints, RunState
+from trainer_service.storage.checkpoint import Checkpoints
+from trainer_service.storage.run_state import RunState
 
 pytestmark = pytest.mark.numeric
 

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from trainer_service.groups.settlement import Acknowledgement
+from trainer_service.groups.acknowledgement import Acknowledgement
 from trainer_service.model.layout import Layout
-from trainer_service.storage.checkpoint import CheckpointBroken, Checkpoints, LedgerStep, RunState
+from trainer_service.storage.checkpoint import CheckpointBroken, Checkpoints
 from trainer_service.storage.files import lock_directory
+from trainer_service.storage.run_state import LedgerStep, RunState
 
 
 class Weights:

@@ -144,7 +144,7 @@ def test_a_deletion_that_arrives_while_its_rows_are_in_a_step_changes_nothing_of
     assembler.add([Entry("10-0", deletion("a"))])
     assembler.release(group)
     assert [member.reward for member in group.members] == [1.0, 0.0, 0.5]
-    assert "10-0" in assembler.strays()
+    assert "10-0" in assembler.take_late_entries()
     assert not assembler.complete(caught_up=True)
 
 
@@ -154,7 +154,7 @@ def test_the_order_of_a_deletion_and_what_it_deletes_does_not_matter(first: str)
     parts = [deleted, episode("c", 7, 9.0)] if first == "deletion" else [episode("c", 7, 9.0), deleted]
     assembler = Assembler(RULES)
     assembler.add([entry for part in parts for entry in part])
-    assert sorted(assembler.freed()) == ["7-0", "8-0", "9-0"]
+    assert sorted(assembler.take_freed_entries()) == ["7-0", "8-0", "9-0"]
     assert not assembler.complete(caught_up=True)
     assembler.add([*episode("a", 1, 1.0), *episode("b", 4, 0.0)])
     (group,) = assembler.complete(caught_up=True)

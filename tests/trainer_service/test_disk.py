@@ -14,9 +14,10 @@ import pytest
 
 from tests.support.trainer_service.rig import MakeRig, Rig
 from trainer_service.model.layout import Layout
-from trainer_service.storage.checkpoint import CheckpointBroken, Checkpoints, LedgerStep, RunState
+from trainer_service.storage.checkpoint import CheckpointBroken, Checkpoints
 from trainer_service.storage.disk import DiskTrouble, Parted
 from trainer_service.storage.files import write_atomically
+from trainer_service.storage.run_state import LedgerStep, RunState
 
 Write = Callable[..., Any]
 
@@ -47,7 +48,7 @@ class Disk:
 
     def wait(self, patch: pytest.MonkeyPatch, pauses: int) -> None:
         """Let the trainer wait without time passing, and make room at the last of so many pauses."""
-        heartbeat = self.rig.trainer._heartbeat
+        heartbeat = self.rig.heartbeat
 
         def paused(seconds: float, phase: Any, sentence: str) -> None:
             heartbeat.beat(phase, sentence)
@@ -82,7 +83,7 @@ def test_a_checkpoint_waits_for_room_and_nothing_is_acknowledged_meanwhile(
     disk.wait(monkeypatch, 4)
     monkeypatch.setattr(rig.policy, "save", disk.short(rig.policy.save, half_a_shard))
     seen: list[tuple[object, ...]] = []
-    beat = rig.trainer._heartbeat.beat
+    beat = rig.heartbeat.beat
 
     def watched(*arguments: Any) -> None:
         if disk.refused and not disk.room:
@@ -90,7 +91,7 @@ def test_a_checkpoint_waits_for_room_and_nothing_is_acknowledged_meanwhile(
             seen.append((current, tags(rig), len(list(rig.stream.reclaim()))))
         beat(*arguments)
 
-    monkeypatch.setattr(rig.trainer._heartbeat, "beat", watched)
+    monkeypatch.setattr(rig.heartbeat, "beat", watched)
     rig.agents.group("h", [1.0, 0.0])
     assert rig.trainer.run_once()
     assert seen
@@ -175,7 +176,7 @@ def test_no_number_is_given_out_that_could_not_be_written_down(
         changed.append(any(not bool((before[name] == now[name]).all()) for name in before))
 
     monkeypatch.setattr(
-        "trainer_service.storage.checkpoint.write_atomically", disk.short(write_atomically, half)
+        "trainer_service.storage.run_files.write_atomically", disk.short(write_atomically, half)
     )
     rig.agents.group("g", [1.0, 0.0])
     assert rig.trainer.run_once()

@@ -11,7 +11,8 @@ from rollout_queue.http.keys import Keyring
 from tests.support.trainer_service.rig import MakeRig, Rig, turn
 from tests.trainer_service.test_evaluation import evaluate
 from trainer_service.app import create_app
-from trainer_service.guards import Alarm, Guards, GuardSettings
+from trainer_service.guards import Alarm, Guards
+from trainer_service.settings import GuardSettings
 
 STEADY = {"grad_norm": 0.5, "mismatch/abs_logp": 0.01, "mismatch/kl": 0.0}
 WINDOW = GuardSettings().reward_groups
@@ -218,7 +219,7 @@ def test_a_group_that_waits_for_its_step_is_heard_of_once(make_rig: MakeRig) -> 
         rig.agents.group(name, rewards)
         rig.trainer.run_once()
     assert rig.shared_state.paused
-    assert "is 0.125, and was 0.75 at best" in str(rig.shared_state.paused_for)
+    assert "is 0.125, and was 0.75 at best" in str(rig.trainer.hold.reason)
 
 
 def test_a_group_that_goes_without_its_stragglers_is_heard_of_once_however_much_is_to_be_read(
@@ -230,14 +231,14 @@ def test_a_group_that_goes_without_its_stragglers_is_heard_of_once_however_much_
     for number, reward in enumerate((1.0, 0.5)):
         rig.agents.episode(f"a-{number}", reward, group_id="a", size=4)
     for number, count in enumerate((1000, 1, 1000, 1, 1000)):
-        monkeypatch.setattr("trainer_service.intake.READ_COUNT", count)
+        monkeypatch.setattr("trainer_service.intake.entry_reader.READ_COUNT", count)
         rig.agents.open(f"other-{number}")
         rig.agents.call(turn(f"other-{number}", f"other-{number}-t"))
         rig.trainer.run_once()
     for name, reward in (("b", 1.0), ("c", 0.0), ("d", 0.0)):
         rig.agents.group(name, [reward, reward])
     rig.trainer.run_once()
-    assert " in 8 sessions, and is served" in str(rig.shared_state.paused_for)
+    assert " in 8 sessions, and is served" in str(rig.trainer.hold.reason)
 
 
 def test_evaluations_say_nothing_of_the_training(make_rig: MakeRig) -> None:
@@ -302,7 +303,7 @@ def test_a_version_that_the_gateway_does_not_know_stops_nothing(
     assert rig.trainer.run_once()
     assert rig.shared_state.paused
     assert "the fleet goes on with what it serves: no policy has version 7" in caplog.text
-    assert "is served" not in str(rig.shared_state.paused_for)
+    assert "is served" not in str(rig.trainer.hold.reason)
 
 
 def test_where_no_server_goes_back_nobody_says_so(make_rig: MakeRig) -> None:
@@ -312,7 +313,7 @@ def test_where_no_server_goes_back_nobody_says_so(make_rig: MakeRig) -> None:
     rig.agents.group("g", [1.0, 0.0])
     assert rig.trainer.run_once()
     assert rig.shared_state.paused
-    assert "is served" not in str(rig.shared_state.paused_for)
+    assert "is served" not in str(rig.trainer.hold.reason)
 
 
 def test_a_gateway_that_is_away_is_waited_for(make_rig: MakeRig) -> None:

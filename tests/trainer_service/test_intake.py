@@ -17,8 +17,8 @@ from rollout_queue.redis.reader import RedisReader
 from tests.support.trainer_service.rig import MakeRig, Rig, turn
 from trainer_service.__main__ import REDIS_TIMEOUT_S, connect
 from trainer_service.groups.assemble import Group
-from trainer_service.groups.settlement import ScreenedGroup, judge
-from trainer_service.intake import BLOCK_S
+from trainer_service.groups.screening import ScreenedGroup, screen
+from trainer_service.intake.entry_reader import BLOCK_S
 
 
 @pytest.mark.parametrize("huge", [1e308, -1e39, 1e25])
@@ -54,7 +54,7 @@ def test_an_overdue_group_goes_on_without_the_members_that_never_came(make_rig: 
 
 
 def test_a_backlog_parts_no_group(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_service.intake.READ_COUNT", 3)
+    monkeypatch.setattr("trainer_service.intake.entry_reader.READ_COUNT", 3)
     rig = make_rig(algorithm={"group_wait_s": 1.0}).start()
     rig.agents.episode("a", 1.0, group_id="g", size=2)
     rig.agents.episode("b", 0.0, group_id="g", size=2, output_ids=[12, 1])
@@ -71,9 +71,9 @@ def test_after_an_outage_groups_are_judged_when_their_turn_comes(
 
     def noting(group: Group, *given: Any) -> ScreenedGroup:
         judged.append(group.group_id)
-        return judge(group, *given)
+        return screen(group, *given)
 
-    monkeypatch.setattr("trainer_service.intake.judge", noting)
+    monkeypatch.setattr("trainer_service.groups.selection.screen", noting)
     rig = make_rig(algorithm={"max_rows": 4, "max_staleness": 1}).start()
     for number in range(12):
         rig.agents.group(f"g{number:02}", [1.0, 0.0])
@@ -86,7 +86,7 @@ def test_after_an_outage_groups_are_judged_when_their_turn_comes(
 def test_many_groups_that_end_at_once_are_acknowledged_so_many_at_a_time(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_service.intake.SETTLED_AT_ONCE", 2)
+    monkeypatch.setattr("trainer_service.intake.acknowledger.GROUPS_AT_ONCE", 2)
     rig = make_rig().start()
     acknowledged, acknowledge = list[int](), rig.stream.acknowledge
 

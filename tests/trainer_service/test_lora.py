@@ -15,7 +15,8 @@ from tests.support.trainer_service.same_training import (
     differs_by,
 )
 from trainer_service.rows.rows import MicroBatch, micro_batches
-from trainer_service.storage.checkpoint import Checkpoints, RunState
+from trainer_service.storage.checkpoint import Checkpoints
+from trainer_service.storage.run_state import RunState
 
 pytestmark = pytest.mark.numeric
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.support.trainer_service.rig import MakeRig, Rig
 from tests.trainer_service.test_evaluation import evaluate
 from tests.trainer_service.test_sinks import lines, step
-from trainer_service.guards import GuardSettings
+from trainer_service.settings import GuardSettings
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.support.trainer_service.rig import MakeRig, Rig
+from trainer_service.step.group_trainer import Diverged
 from trainer_service.step.quarantine import non_finite_groups
-from trainer_service.train import Diverged
 
 POISON = 1e-42
 """A temperature that is greater than 0, and makes every logit infinite."""

@@ -26,7 +26,6 @@ from trainer_service.algorithms.losses.settings import Ppo, Sapo
 from trainer_service.algorithms.policy_loss import policy_loss
 from trainer_service.algorithms.settings import PRESETS, AlgorithmSettings
 from trainer_service.rows.rows import micro_batches, rows_of
-from trainer_service.step.teacher import TeacherClient, TeacherSettings
 
 ADVANTAGES: dict[str, Any] = {
     "drgrpo": "drgrpo",
@@ -136,8 +135,7 @@ class Master:
 
 def pupil(make_rig: MakeRig, master: Master) -> Rig:
     rig = make_rig(algorithm={"preset": "opd"}, teacher={"url": "http://teacher"}, optimizer=GENTLE)
-    settings = TeacherSettings(url="http://teacher")
-    rig.trainer._teacher = TeacherClient(settings, httpx.MockTransport(master))
+    rig.teacher = master
     return rig.start()
 
 
@@ -204,7 +202,7 @@ def test_a_teacher_that_talks_nonsense_stops_no_trainer(nonsense: Any, make_rig:
     rig = make_rig(
         algorithm={"preset": "opd", "min_live_rows": 1}, teacher={"url": "http://t", "concurrency": 1}
     )
-    rig.trainer._teacher = TeacherClient(TeacherSettings(url="http://t"), httpx.MockTransport(confused))
+    rig.teacher = confused
     rig.start()
     rig.agents.episode("a", 0.0)
     while not rig.session_codes()["a"]:

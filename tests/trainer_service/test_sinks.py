@@ -17,11 +17,11 @@ from tensorboardX.record_writer import masked_crc32c
 from tests.support.serving import free_port
 from tests.support.trainer_service.rig import MakeRig, Rig
 from trainer_service.metrics import TrainerMetrics
-from trainer_service.settings import TrainerSettings
+from trainer_service.settings import TrainerSettings, WandbSettings
 from trainer_service.sinks import weights_and_biases
 from trainer_service.sinks.chosen import chosen_sinks
 from trainer_service.sinks.tensorboard import TensorBoard
-from trainer_service.sinks.weights_and_biases import WandbSettings, WeightsAndBiases
+from trainer_service.sinks.weights_and_biases import WeightsAndBiases
 
 Values = Mapping[str, float]
 
@@ -137,7 +137,7 @@ def test_a_sink_that_fails_is_counted_and_stops_neither_the_step_nor_the_others(
 
         def close(self) -> None: ...
 
-    rig.trainer._metrics._sinks = [Broken(), *rig.trainer._metrics._sinks]
+    rig.metrics._sinks = [Broken(), *rig.metrics._sinks]
     step(rig, "g")
     assert [line["step"] for line in lines(rig.root / "metrics.jsonl")] == [1]
     assert rig.registry.get_sample_value("weir_trainer_sink_failures_total", {"sink": "broken"}) == 1
@@ -178,7 +178,7 @@ def test_weights_and_biases_has_every_step_also_one_that_is_made_again(
     rig = make_rig(wandb={"project": "weir", "name": "n", "mode": "offline", "dir": tmp_path}).start()
     step(rig, "g")
     values = lines(rig.root / "metrics.jsonl")[0]
-    metrics = rig.trainer._metrics
+    metrics = rig.metrics
     metrics.stepped({**values, "step": 1, "reward_mean": 0.75})
     metrics.close()
     rows = history(tmp_path)
@@ -199,7 +199,7 @@ def test_weights_and_biases_that_is_away_stops_no_training(
     monkeypatch.setattr(weights_and_biases, "AWAY_S", 1.0)
     rig = make_rig(wandb={"project": "weir", "dir": tmp_path}).start()
     step(rig, "g")
-    rig.trainer._metrics.close()
+    rig.metrics.close()
     assert [row["step"] for row in history(tmp_path)] == [1]
 
 

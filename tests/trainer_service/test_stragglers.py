@@ -153,7 +153,7 @@ def test_a_stuck_straggler_does_not_keep_other_groups_waiting(make_rig: MakeRig)
 def test_a_deadline_is_not_told_before_everything_was_read(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_service.intake.READ_COUNT", 3)
+    monkeypatch.setattr("trainer_service.intake.entry_reader.READ_COUNT", 3)
     rig = rig_with_deadline(make_rig)
     rig.agents.group("g", [1.0, 0.0, 1.0])
     assert not rig.trainer.run_once()

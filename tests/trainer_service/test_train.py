@@ -10,9 +10,9 @@ import torch
 from rollout_queue.contract.stream import Verdicts
 from tests.support.trainer_service.rig import MakeRig, Rig, turn
 from trainer_service.status.heartbeat import Stopped
+from trainer_service.step.group_trainer import Diverged
 from trainer_service.storage.checkpoint import CURRENT
 from trainer_service.storage.files import write_atomically
-from trainer_service.train import Diverged
 
 
 class Crash(Exception):
@@ -271,7 +271,7 @@ def test_a_trainer_says_where_it_stands_after_a_step(rig: Rig) -> None:
     rig.agents.group("g", [1.0, 0.0])
     rig.trainer.run_once()
     said = rig.stream.trainer
-    assert (said["state"], said["step"], said["version"]) == ("waiting", 1, 1)
+    assert (said["state"], said["step"], said["version"]) == ("waiting", "1", "1")
     assert json.loads(str(said["metrics"]))["reward_mean"] == 0.5
     assert rig.registry.get_sample_value("weir_trainer_mismatch_abs_logp") is not None
     assert rig.registry.get_sample_value("weir_trainer_sessions_total", {"verdict": "trained"}) == 2

@@ -31,7 +31,7 @@ from trainer_service.algorithms.kl import KLS
 from trainer_service.algorithms.losses.registry import LOSSES
 from trainer_service.algorithms.losses.settings import Aggregation, LossSettings
 from trainer_service.algorithms.settings import PRESETS, AlgorithmSettings, preset
-from trainer_service.groups.settlement import select
+from trainer_service.groups.selection import select
 from trainer_service.settings import TrainerSettings
 
 pytestmark = pytest.mark.numeric
@@ -97,7 +97,7 @@ def test_the_rewards_of_the_example_become_its_advantages(example: Example) -> N
 
 
 def test_the_live_group_of_the_example_makes_the_step_alone(example: Example) -> None:
-    step = select((each for each in example.judged.values() if not each.silence), example.algorithm, True)
+    step = select((each.group for each in example.judged.values()), VERSION, example.algorithm, True)
     assert step.full
     assert [judged.group.group_id for judged in step.groups] == ["g"]
     assert [row.session_id for row in step.groups[0].rows] == [line["session"] for line in table("row")]

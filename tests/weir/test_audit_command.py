@@ -28,8 +28,8 @@ from rollout_queue.redis.writer import RedisWriter
 from tests.support.serving import free_port
 from trainer_service.app import HttpThread, create_app
 from trainer_service.status.shared_state import SharedState
-from trainer_service.storage.checkpoint import LedgerStep
 from trainer_service.storage.policy_store import PolicyStore
+from trainer_service.storage.run_state import LedgerStep
 from weir.__main__ import app
 from weir.audit.audit import audit
 from weir.audit.ledger import EvidenceMissing, read_ledger

@@ -1,7 +1,7 @@
-"""From members of groups to the advantages of their rows, for one group or for a whole step.
+"""From the rewards of a group to the advantages of its rows.
 
-Member ─ rollout_of ─▶ Rollout ─ compared ─▶ shaped, and refused where no formula takes it
-Rollouts of the step ─ scored ─▶ rows with their advantages
+one group:      Member ─ rollout_of ─▶ Rollout ─ compare ─▶ Comparison
+a whole step:   rows and rollouts ─ with_advantages ─▶ rows with their advantages
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -18,25 +18,25 @@ from trainer_service.groups.episode import Member
 from trainer_service.rows.rows import Row
 
 Baselines = Mapping[str, float]
-"""What each agent earned before, where that is what a rollout is compared with (`rae`)."""
+"""The running mean reward of each agent, which the advantage `rae` compares a rollout with."""
 
 
 @dataclass(frozen=True)
-class Compared:
-    """The rollouts of one group as they are compared."""
+class Comparison:
+    """The rollouts of one group after shaping, and which of them have an advantage."""
 
     rollouts: tuple[Rollout, ...]
     refused: Mapping[str, str]
-    """Why a rollout can be in no statistic, by id."""
+    """Why a rollout cannot be compared, by rollout id."""
     silence: NoSignal | None
-    """Why the group teaches nothing."""
+    """Why the group trains nothing; None where it does."""
     live: frozenset[str]
-    """The rollouts that have an advantage, as far as the group alone tells."""
+    """Ids of the rollouts that have an advantage, as far as the group alone tells."""
 
 
 def rollout_of(member: Member, group_id: str, trainable: Collection[str]) -> Rollout:
-    """`trainable` names the turns whose outputs are trained, `group_id` what names its group alone. Raises
-    RefusedRollout for a reward that is no number."""
+    """The member as the formulas see it. `trainable` has the ids of the turns whose outputs are trained;
+    `group_id` must be unique among all groups. Raises RefusedRollout for a reward that is not a number."""
     parts: dict[str, float] = {}
     for reward in member.rewards:
         source = reward.source or ""
@@ -54,22 +54,23 @@ def rollout_of(member: Member, group_id: str, trainable: Collection[str]) -> Rol
     )
 
 
-def compared(rollouts: Sequence[Rollout], algorithm: AlgorithmSettings) -> Compared:
-    """Shape the rewards of one group, and find what each of its members is good for."""
+def compare(rollouts: Sequence[Rollout], algorithm: AlgorithmSettings) -> Comparison:
+    """Shape the rewards of one group, and find which of its rollouts have an advantage. A rollout that no
+    formula accepts is left out, and the others are compared without it."""
     refused: dict[str, str] = {}
     while True:
         able = [each for each in rollouts if each.rollout_id not in refused]
         try:
-            return _compared(able, refused, algorithm)
+            return _compare(able, refused, algorithm)
         except RefusedRollout as error:
             refused[error.rollout_id] = error.reason
 
 
-def scored(
+def with_advantages(
     rows: Sequence[Row], rollouts: Sequence[Rollout], algorithm: AlgorithmSettings, baselines: Baselines
 ) -> list[Row]:
-    """The rows of a whole step, each with the advantage of its rollout. Where tokens are credited one by one,
-    or a teacher judges them, rows stay as they are."""
+    """The rows of a whole step, each with the advantage of its rollout. Rows stay as they are where the
+    advantage is computed token by token later, or where a teacher gives it."""
     if not rows or algorithm.credits_tokens or algorithm.needs_teacher:
         return list(rows)
     estimator = ADVANTAGES[algorithm.advantage.name]
@@ -85,29 +86,29 @@ def scored(
     return [replace(row, advantage=advantage) for row, advantage in zip(rows, advantages, strict=True)]
 
 
-def remembered(
+def updated_baselines(
     rollouts: Sequence[Rollout], algorithm: AlgorithmSettings, baselines: Baselines
 ) -> dict[str, float]:
-    """The baselines once these rollouts are trained."""
+    """The baselines after a step that trains these rollouts."""
     if algorithm.advantage.name != "rae":
         return dict(baselines)
     return baselines_after(Rollouts(tuple(rollouts), baselines), algorithm.advantage)
 
 
-def _compared(
+def _compare(
     rollouts: Sequence[Rollout], refused: Mapping[str, str], algorithm: AlgorithmSettings
-) -> Compared:
+) -> Comparison:
     kept, _ = untruncated(rollouts, algorithm.shaping.truncated)
     members = shaped(kept, algorithm.shaping)
     every = frozenset(each.rollout_id for each in members)
     if not algorithm.compares:
-        return Compared(members, refused, None, every)
+        return Comparison(members, refused, None, every)
     batch = Rollouts(members)
     parts = list(algorithm.advantage.weights) if algorithm.advantage.name == "gdpo" else []
     found = groups_without_signal(batch, tolerance=algorithm.zero_variance, parts=parts)
     if found:
-        return Compared(members, refused, next(iter(found.values())), frozenset())
+        return Comparison(members, refused, next(iter(found.values())), frozenset())
     advantages = ADVANTAGES[algorithm.advantage.name].score(batch, algorithm.advantage).tolist()
     live = frozenset(each.rollout_id for each, value in zip(members, advantages, strict=True) if value != 0)
     silence = None if live else NoSignal("zero_var", "no rollout of the group has an advantage")
-    return Compared(members, refused, silence, live)
+    return Comparison(members, refused, silence, live)

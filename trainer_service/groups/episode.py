@@ -1,4 +1,4 @@
-"""One session as the stream tells it: what was read of it, in whatever order, and how it ended."""
+"""One session as it is read from the stream: its records, in whatever order they come, and how it ended."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -10,7 +10,8 @@ from trainer_service.groups.evaluation import Evaluation, evaluation_of
 from trainer_service.rows.turns import contradiction, exclusions
 
 LARGEST_REWARD = 1e9
-"""Of a session, or by itself, either way. Far beyond it gradients overflow, and no restart would help."""
+"""The largest absolute value of a reward, and of a session's sum of rewards. Far larger ones make gradients
+overflow, after every restart again."""
 
 
 class Rules(NamedTuple):
@@ -25,19 +26,20 @@ class Rules(NamedTuple):
 
 @dataclass(frozen=True)
 class Member:
-    """A session that has ended. Its verdict is None when it can be trained, or when the gateway gave one."""
+    """A session that has ended."""
 
     session_id: str
     entry_ids: tuple[str, ...]
     turns: tuple[Turn, ...]
     reward: float | None
-    """All of its rewards added up."""
+    """The sum of its rewards."""
     verdict: Verdict | None
+    """Why it is not trained; None where it can be trained, or where the gateway has given a verdict."""
     rewards: tuple[Reward, ...] = ()
     truncated: bool = False
-    """Whether its agent finished it so."""
+    """Whether its agent finished it with the status `truncated`."""
     evaluation: Evaluation | None = None
-    """What it says of a version, where it is not to be trained."""
+    """The session as an evaluation of a version, where it is not to be trained."""
 
     @property
     def rewarded(self) -> bool:
@@ -46,7 +48,7 @@ class Member:
 
 @dataclass
 class Session:
-    """What the stream has said of one session so far."""
+    """The records of one session that were read so far."""
 
     session_id: str
     entry_ids: list[str] = field(default_factory=list)
@@ -56,27 +58,28 @@ class Session:
     deletion: Deletion | None = None
     closed: bool = False
     """Whether the gateway ended it with a verdict of its own: failed, abandoned or expired."""
-    heard_at: float = 0.0
+    last_record_at: float = 0.0
+    """Seconds since 1970."""
     _named: str | None = None
     _ended: Member | None = None
-    _judged: bool = False
-    """Whether `_ended` is true of everything taken so far; looking at every token is not for every tick."""
+    _ended_is_current: bool = False
+    """Whether `_ended` includes all records so far. It is kept because checking every token is slow."""
 
     @property
     def group_id(self) -> str:
-        """A session without a group is a group of its own; the blank keeps it apart from any real id."""
+        """A session without a group id is a group of its own. No real id begins with a blank."""
         return self._named or f" {self.session_id}"
 
     @property
     def group_size(self) -> int | None:
-        """What its group was made for, as far as this session knows."""
+        """How many members its group was opened for; None before the last record tells it."""
         last = self.deletion or self.outcome
         return last.group_size if last else None
 
     @property
     def oldest(self) -> int | None:
-        """The first version that sampled anything of it that may be trained. None while only a reward is
-        missing: that may never come."""
+        """The oldest version of its tokens that may be trained. None while it lacks only a reward, which may
+        never come."""
         if self.over and not self.rewards:
             return None
         turns = tuple(self.turns.values())
@@ -86,49 +89,50 @@ class Session:
 
     @property
     def over(self) -> bool:
-        """Whether the agent has no more part in it; a reward may still be to come."""
+        """Whether the agent has finished it, or somebody has deleted it. A reward may still come."""
         return self.outcome is not None or self.deletion is not None
 
     @property
     def rewarded_at(self) -> float:
-        """When it had both its outcome and a reward. Rewards that come later leave it where it is."""
+        """When it first had both an outcome and a reward, in seconds since 1970."""
         first = min((reward.created_at for reward in self.rewards.values()), default=0.0)
         return max(self.outcome.created_at if self.outcome else 0.0, first)
 
     def take(self, entry: Entry) -> list[str]:
-        """Add a record; one that is here already adds its entry only. Returns the entries of no more use: a
-        deleted session keeps that of its deletion alone, so that it counts in its group after a restart."""
+        """Add a record; of a record that is here already, only the entry is added. Returns the entries that
+        nobody needs any more: a deleted session keeps only the entry of its deletion, so that it counts in
+        its group after a restart."""
         if self.deletion is not None:
             return [entry.entry_id]
         freed: list[str] = []
         match entry.record:
             case Turn() as turn:
                 self.turns.setdefault(turn.turn_id, turn)
-                self._hear(turn.finished_at, self._named or turn.group_id)
+                self._note_record(turn.finished_at, self._named or turn.group_id)
             case Reward() as reward:
                 self.rewards.setdefault(reward.key, reward)
-                self._hear(reward.created_at, self._named)
+                self._note_record(reward.created_at, self._named)
             case Outcome() as outcome:
                 self.closed |= outcome.status in ("failed", "abandoned")
                 self.outcome = self.outcome or outcome
-                self._hear(outcome.created_at, self.outcome.group_id or self._named)
+                self._note_record(outcome.created_at, self.outcome.group_id or self._named)
             case Deletion() as deletion:
                 freed, self.entry_ids = self.entry_ids, []
                 self.turns, self.rewards, self.outcome = {}, {}, None
                 self.deletion = deletion
-                self._hear(deletion.created_at, deletion.group_id or self._named)
+                self._note_record(deletion.created_at, deletion.group_id or self._named)
         self.entry_ids.append(entry.entry_id)
         return freed
 
     def ended(self, rules: Rules) -> Member | None:
-        """The session as a member of its group; None while something of it is still to come."""
-        if not self._judged:
-            self._ended, self._judged = self._judge(rules), True
+        """The session as a member of its group; None while it lacks an outcome or a reward."""
+        if not self._ended_is_current:
+            self._ended, self._ended_is_current = self._end(rules), True
         return self._ended
 
-    def left_behind(self, rules: Rules, present: int) -> Member | None:
-        """The session as one that its group went without, with `present` members where anybody remembers
-        how many; None while its agent goes on."""
+    def late_member(self, rules: Rules, present: int) -> Member | None:
+        """The session as a member that its group went without; None while its agent goes on. The group went
+        with `present` members, 0 where that is not known."""
         ended = self.ended(rules)
         if not self.over or (ended is not None and not ended.rewarded):
             return ended
@@ -136,11 +140,11 @@ class Session:
         verdict = Verdict(code="group_incomplete", detail=detail)
         return self._member(tuple(self.turns.values()), ended.reward if ended else None, verdict)
 
-    def _hear(self, at: float, named: str | None) -> None:
-        self.heard_at, self._named = max(self.heard_at, at), named
-        self._ended, self._judged = None, False
+    def _note_record(self, at: float, named: str | None) -> None:
+        self.last_record_at, self._named = max(self.last_record_at, at), named
+        self._ended, self._ended_is_current = None, False
 
-    def _judge(self, rules: Rules) -> Member | None:
+    def _end(self, rules: Rules) -> Member | None:
         if self.deletion is not None:
             return self._member((), None, None)
         if self.outcome is None:

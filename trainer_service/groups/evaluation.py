@@ -1,6 +1,7 @@
-"""How versions do in sessions that are never trained: opened with `train: false`, or pinned to a version.
+"""How well each version does in sessions that are never trained: those that were opened with `train: false`,
+and those of which every call named a version.
 
-Session ─ evaluation_of ─▶ Evaluation ─▶ Evaluations.add ─▶ EvaluationScore, by version
+    a session that ended ─ evaluation_of ─▶ Evaluation ─ Evaluations.add ─▶ EvaluationScore of its version
 """
 
 from collections import Counter
@@ -13,45 +14,45 @@ from rollout_queue.contract.records import Outcome, Reward, Turn
 
 ENDS = ("rewarded", "unrewarded", "failed")
 VERSIONS_KEPT = 16
-"""Versions whose scores are kept: the ones that were evaluated last."""
+"""How many versions keep their score: those that were evaluated last."""
 
 STEPS_KEPT = 1000
-"""Versions whose steps are remembered."""
+"""For how many versions it is remembered which step made them."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One session of that kind, when it has ended."""
+    """One evaluation session that has ended."""
 
     version: int | None
-    """Which version sampled it, or most of its tokens; None where none did."""
+    """The version that sampled most of its tokens; None where it has no tokens."""
     reward: float | None
-    """All of its rewards added up; None where nobody rewarded it, which is not 0."""
+    """The sum of its rewards; None, and not 0, where nobody rewarded it."""
     failed: bool
 
 
 class EvaluationScore(msgspec.Struct, frozen=True):
-    """What is known of one version."""
+    """The evaluation sessions of one version. Checkpoints store it."""
 
     version: int
     rewarded: int = 0
     unrewarded: int = 0
     failed: int = 0
-    """Also those that were abandoned; whatever reward they have is not counted."""
+    """Sessions that failed or were abandoned. Their rewards do not count."""
     total: float = 0.0
-    """The rewards of those that are `rewarded`."""
+    """The sum of the rewards of the `rewarded` sessions."""
 
     @property
     def reward(self) -> float:
-        """Mean over those that ended and were rewarded; NaN before the first."""
+        """The mean over the `rewarded` sessions; NaN before the first."""
         return self.total / self.rewarded if self.rewarded else float("nan")
 
-    def values(self) -> dict[str, float]:
-        """By the names that the metrics carry; no reward before there is one."""
+    def metrics(self) -> dict[str, float]:
+        """By metric name. There is no `eval/reward` before the first reward."""
         counts = {f"eval/{end}": getattr(self, end) for end in ENDS}
         return counts | ({"eval/reward": self.reward} if self.rewarded else {})
 
-    def with_(self, evaluation: Evaluation) -> "EvaluationScore":
+    def plus(self, evaluation: Evaluation) -> "EvaluationScore":
         if evaluation.failed:
             return msgspec.structs.replace(self, failed=self.failed + 1)
         if evaluation.reward is None:
@@ -61,7 +62,7 @@ class EvaluationScore(msgspec.Struct, frozen=True):
 
 
 class EvaluationState(msgspec.Struct, frozen=True):
-    """What a checkpoint holds of it."""
+    """What a checkpoint stores of all evaluations."""
 
     scores: list[EvaluationScore] = []
     """The version that was evaluated last comes last."""
@@ -72,53 +73,54 @@ class EvaluationState(msgspec.Struct, frozen=True):
 class Evaluations:
     """The scores of the versions that were evaluated last, and the steps that made them."""
 
-    def __init__(self, kept: EvaluationState | None = None) -> None:
-        kept = kept or EvaluationState()
-        self._scores = {each.version: each for each in kept.scores}
-        self._steps = dict(kept.steps)
+    def __init__(self, state: EvaluationState | None = None) -> None:
+        state = state or EvaluationState()
+        self._scores = {each.version: each for each in state.scores}
+        self._steps = dict(state.steps)
 
     @property
-    def kept(self) -> EvaluationState:
+    def state(self) -> EvaluationState:
         return EvaluationState(list(self._scores.values()), dict(self._steps))
 
-    def made(self, version: int, step: int) -> None:
+    def note_version(self, version: int, step: int) -> None:
+        """`step` made `version`."""
         self._steps[version] = step
         for oldest in list(self._steps)[:-STEPS_KEPT]:
             del self._steps[oldest]
 
     def step_of(self, version: int) -> int:
-        """The step that made a version, or the last before it; 0 of one that no known step made."""
+        """The step that made a version, or the last known step before it; 0 where there is none."""
         return max((step for made, step in self._steps.items() if made <= version), default=0)
 
     def add(self, evaluations: Iterable[Evaluation]) -> list[EvaluationScore]:
-        """Count sessions; returns the scores that this changed. One that sampled nothing is of no version."""
+        """Count sessions, but not those without tokens. Returns the scores that changed."""
         changed: dict[int, EvaluationScore] = {}
         for each in evaluations:
             if each.version is not None:
                 before = self._scores.pop(each.version, EvaluationScore(each.version))
-                self._scores[each.version] = changed[each.version] = before.with_(each)
+                self._scores[each.version] = changed[each.version] = before.plus(each)
         return list(changed.values())
 
-    def forget(self) -> list[int]:
-        """Let go of all versions but the last few; returns those that are forgotten."""
+    def forget_oldest(self) -> list[int]:
+        """Keep the scores of the last VERSIONS_KEPT versions. Returns the versions that are forgotten."""
         gone = list(self._scores)[:-VERSIONS_KEPT]
         for version in gone:
             del self._scores[version]
         return gone
 
-    def told(self) -> dict[str, float]:
-        """For `/status`: as `eval/12/reward`."""
+    def metrics(self) -> dict[str, float]:
+        """All scores by metric name and version, for `/status`: `eval/12/reward`."""
         return {
             name.replace("eval/", f"eval/{each.version}/"): value
             for each in self._scores.values()
-            for name, value in each.values().items()
+            for name, value in each.metrics().items()
         }
 
 
 def evaluation_of(
     turns: Sequence[Turn], rewards: Sequence[Reward], outcome: Outcome | None
 ) -> Evaluation | None:
-    """What a session says of a version; None where it is to be trained, or was deleted."""
+    """The session as an evaluation; None where it is to be trained, or was deleted."""
     if outcome is None or (outcome.train and not (turns and all(turn.pinned for turn in turns))):
         return None
     reward = sum(each.value for each in rewards) if rewards else None
@@ -126,7 +128,7 @@ def evaluation_of(
 
 
 def sampled_by(turns: Sequence[Turn]) -> int | None:
-    """The version of most of their tokens, the older of two equals; None where there are no tokens."""
+    """The version that sampled most of the tokens, the older of two with as many; None without tokens."""
     tokens: Counter[int] = Counter()
     for turn in turns:
         for span in turn.versions:

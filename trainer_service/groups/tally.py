@@ -1,62 +1,74 @@
-"""What ended between two steps, trained or not: the rewards of a batch alone would hide what was easy."""
+"""Counts of all groups that ended since the last step. The groups that a step trains are not enough for this:
+groups in which every rollout succeeded, or every rollout failed, end without a step."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from trainer_service.groups.assemble import Member
-from trainer_service.groups.settlement import ScreenedGroup
+from trainer_service.groups.screening import ScreenedGroup
 from trainer_service.rows.rows import Row
 from trainer_service.rows.turns import exclusions
 
+STEPS_REMEMBERED = 8
+"""Steps over which the use of rollouts is averaged."""
+
 
 class Tally:
-    """Counts groups, rewards and verdicts until the next step."""
+    """Counts groups, rewards and verdicts until the next step, and rollouts over the last steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, rollouts_per_step: int) -> None:
+        """`rollouts_per_step` is assumed until the first step."""
+        self._per_step: deque[int] = deque([rollouts_per_step], maxlen=STEPS_REMEMBERED)
+        self._reset()
+
+    def _reset(self) -> None:
         self._rewards: list[float] = []
         self._groups = {"live": 0, "zero_var": 0, "singleton": 0}
         self._dropped = 0
         self._sessions = 0
         self._truncated = 0
-        self._drift = Counter[str]()
+        self._relations = Counter[str]()
 
-    def add(self, judged: ScreenedGroup) -> None:
-        """Sessions of evaluation are counted by version, and not here."""
-        members = [member for member in judged.group.members if member.evaluation is None]
+    def add(self, screened: ScreenedGroup) -> None:
+        """Count a group that has ended. Evaluation sessions are counted by version elsewhere."""
+        members = [member for member in screened.group.members if member.evaluation is None]
         if not members:
             return
         self._rewards += [m.reward for m in members if m.rewarded and m.reward is not None]
-        self._count_turns(judged, members)
-        verdicts = [verdict for member, verdict in judged.untrained if member.evaluation is None]
-        compared = sum(verdict is not None and verdict.code == "zero_advantage" for verdict in verdicts)
-        if judged.silence is None:
+        self._count_turns(screened, members)
+        verdicts = [verdict for member, verdict in screened.untrained if member.evaluation is None]
+        without_advantage = sum(
+            verdict is not None and verdict.code == "zero_advantage" for verdict in verdicts
+        )
+        if screened.skip_reason is None:
             self._groups["live"] += 1
-        elif compared > 1:
+        elif without_advantage > 1:
             self._groups["zero_var"] += 1
-        if compared == 1 or len(judged.rollouts) == 1:
+        if without_advantage == 1 or len(screened.rollouts) == 1:
             self._groups["singleton"] += 1
         self._sessions += len(members)
-        self._dropped += len(verdicts) - compared
+        self._dropped += len(verdicts) - without_advantage
         self._truncated += sum(verdict is not None and verdict.code == "truncated" for verdict in verdicts)
 
-    def _count_turns(self, judged: ScreenedGroup, members: Sequence[Member]) -> None:
-        """How the trained turns stand to the conversation before them; roots and retries are not counted."""
-        untrained = {member.session_id for member, _ in judged.untrained}
+    def _count_turns(self, screened: ScreenedGroup, members: Sequence[Member]) -> None:
+        """How prompts of trained turns relate to the turns before them. Roots and retries do not count."""
+        untrained = {member.session_id for member, _ in screened.untrained}
         for member in members:
             if member.session_id not in untrained:
                 excluded = exclusions(member.turns)
-                self._drift.update(turn.relation for turn in member.turns if turn.turn_id not in excluded)
+                self._relations.update(turn.relation for turn in member.turns if turn.turn_id not in excluded)
 
     @property
-    def rollouts(self) -> int:
-        """How many rewarded rollouts ended, trained or not."""
-        return len(self._rewards)
+    def rollouts_per_step(self) -> float:
+        """Rewarded rollouts that end between two steps, trained or not: the mean over the last steps."""
+        return sum(self._per_step) / len(self._per_step)
 
-    def values(self, rows: Sequence[Row]) -> dict[str, float]:
+    def finish_step(self, rows: Sequence[Row]) -> dict[str, float]:
+        """The metrics of a step that trained `rows`. Counting starts again at zero."""
         lengths = sorted(int(row.mask_L.sum()) for row in rows)
-        return {
+        metrics: dict[str, float] = {
             "reward_mean": sum(self._rewards) / max(1, len(self._rewards)),
-            "rollouts": self.rollouts,
+            "rollouts": len(self._rewards),
             "rows": len(rows),
             "tokens": sum(lengths),
             "group/live": self._groups["live"],
@@ -66,7 +78,10 @@ class Tally:
             "len/mean": sum(lengths) / len(lengths),
             "len/p90": lengths[int(0.9 * (len(lengths) - 1))],
             "len/truncated": self._truncated / max(1, self._sessions),
-            "drift/clean": self._drift["extends"],
-            "drift/realign": self._drift["rerendered"],
-            "drift/fork": self._drift["forks"],
+            "drift/clean": self._relations["extends"],
+            "drift/realign": self._relations["rerendered"],
+            "drift/fork": self._relations["forks"],
         }
+        self._per_step.append(len(self._rewards))
+        self._reset()
+        return metrics

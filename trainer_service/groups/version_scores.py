@@ -1,11 +1,11 @@
-"""How versions do in training: by the rewards of the sessions that they sampled."""
+"""How well each version does in training: the rewards of the sessions that it sampled."""
 
 from collections.abc import Collection
 from math import sqrt
 from typing import NamedTuple
 
-CAUTION = 2.0
-"""Standard errors by which a mean counts for less: few lucky sessions are no proof."""
+STANDARD_ERRORS = 2.0
+"""A version counts as this many standard errors worse than its mean: a few lucky sessions prove nothing."""
 
 
 class VersionScore(NamedTuple):
@@ -14,16 +14,16 @@ class VersionScore(NamedTuple):
     version: int
     sessions: int
     reward: float
-    """Mean."""
+    """The mean over its sessions."""
 
 
 class VersionScores:
-    """The rewards of this process's time. A version that nobody sampled has none, and is never the best."""
+    """The rewards since this process started. A version that sampled nothing is never the best."""
 
     def __init__(self) -> None:
         self._known: dict[int, VersionScore] = {}
+        # Of all rewards, by Welford's algorithm: `_squares` is the sum of squared distances from the mean.
         self._sessions, self._mean, self._squares = 0, 0.0, 0.0
-        """Of all rewards, by Welford's algorithm; `_squares` adds up squared distances from the mean."""
 
     def add(self, version: int, reward: float) -> None:
         _, sessions, mean = self._known.get(version, VersionScore(version, 0, 0.0))
@@ -34,12 +34,12 @@ class VersionScores:
         self._squares += (reward - before) * (reward - self._mean)
 
     def best(self, servable: Collection[int]) -> VersionScore | None:
-        """The one with the highest mean less its doubt; of equals the newest. None where none is known.
-        Versions that can be served no more are forgotten."""
+        """The version with the highest mean reward less its uncertainty; of equal ones the newest. None where
+        no version has a session. Forgets the versions that are not `servable`."""
         self._known = {version: each for version, each in self._known.items() if version in servable}
         spread = sqrt(self._squares / self._sessions) if self._sessions else 0.0
         return max(
             self._known.values(),
-            key=lambda each: (each.reward - CAUTION * spread / sqrt(each.sessions), each.version),
+            key=lambda each: (each.reward - STANDARD_ERRORS * spread / sqrt(each.sessions), each.version),
             default=None,
         )

@@ -2,33 +2,12 @@
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
-
+from trainer_service.settings import WandbSettings
 from trainer_service.sinks.sink import What
 
 logger = logging.getLogger(__name__)
-
-
-class WandbSettings(BaseModel):
-    """Section `trainer.wandb`. The key is that of `wandb login`, or WANDB_API_KEY."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    project: str
-    name: str | None = None
-    """Of the run; the processes of a training that was restarted have it in common."""
-    entity: str | None = None
-    group: str | None = None
-    """Default: `name`."""
-    id: str | None = None
-    """The run that every process goes on with; without it, each process is a run of its own."""
-    tags: tuple[str, ...] = ()
-    mode: Literal["online", "offline"] = "online"
-    """Offline runs lie in `dir`, for `wandb sync`."""
-    dir: Path = Path("run")
 
 
 AWAY_S = 30.0

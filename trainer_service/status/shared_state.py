@@ -1,11 +1,12 @@
-"""What the trainer's two threads share: a snapshot one way, wishes the other.
+"""What the trainer's two threads share.
 
-main thread (DeepSpeed, Redis) ── snapshot ──▶ HTTP thread
-                              ◀── pause, resume, checkpoint ──
+main thread (DeepSpeed, Redis) ── snapshot ─────────────────────▶ HTTP thread
+                               ◀── pause, resume, checkpoint ────
 """
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal
@@ -17,19 +18,19 @@ Phase = Literal["waiting", "training", "publishing", "paused"]
 
 @dataclass(frozen=True)
 class Backlog:
-    """What is ahead of a rollout that begins now: the gateways admit as much as is trained in time."""
+    """What is ahead of a rollout that begins now. Gateways admit as many as are trained in time."""
 
     waiting: int = 0
     """Sessions that have ended, and are in no step yet."""
     owed: int = 0
     """Sessions that the weights contain, and no checkpoint yet."""
     per_step: float = 1.0
-    """Rewarded rollouts that a step uses up, the ones that teach nothing included; mean of the last steps."""
+    """Rewarded rollouts that end between two steps, trained or not; the mean over the last steps."""
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """Where the trainer stands at one moment."""
+class StatusSnapshot:
+    """The trainer's status at one moment."""
 
     state: Phase = "waiting"
     step: int = 0
@@ -38,13 +39,14 @@ class Snapshot:
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the last step."""
     evaluations: dict[str, float] = field(default_factory=dict)
-    """The same for sessions that are not trained, by version."""
+    """Metrics of sessions that are not trained, by version."""
     backlog: Backlog | None = None
-    """None until the stream is taken up."""
+    """None until the stream is read."""
     last_seen: float = field(default_factory=time.time)
+    """When the main thread last reported, in seconds since 1970."""
 
     def report(self) -> TrainerReport:
-        """As gateways and operators read it."""
+        """The message that gateways and operators read."""
         backlog = self.backlog
         return TrainerReport(
             state=self.state,
@@ -60,18 +62,17 @@ class Snapshot:
 
 
 class SharedState:
-    """The one object that both threads touch."""
+    """The one object that both threads use."""
 
     def __init__(self) -> None:
-        self.snapshot = Snapshot()
-        """Replaced whole by the main thread; reading an attribute is atomic."""
+        self.snapshot = StatusSnapshot()
+        """The main thread replaces it as a whole, and reading an attribute is atomic."""
         self.ready = False
-        """The model is loaded and the stream is read."""
+        """Whether the model is loaded and the stream is read."""
         self._paused = threading.Event()
-        self._pause_reason: str | None = None
         self._stopping = threading.Event()
         self._lock = threading.Lock()
-        self._wished: list[Future[Snapshot]] = []
+        self._requests: list[Future[StatusSnapshot]] = []
 
     @property
     def paused(self) -> bool:
@@ -81,42 +82,35 @@ class SharedState:
     def stopping(self) -> bool:
         return self._stopping.is_set()
 
-    @property
-    def paused_for(self) -> str | None:
-        """Why a guard paused the training; None where an operator did."""
-        return self._pause_reason
-
-    def pause(self, reason: str | None = None) -> None:
-        """An operator who pauses what a guard has paused changes nothing."""
-        self._pause_reason = reason or self._pause_reason
+    def pause(self) -> None:
+        """Let the main thread wait before the next step."""
         self._paused.set()
 
-    def explain(self, reason: str) -> None:
-        """More is known of why a guard paused; nothing where somebody has resumed meanwhile."""
-        with self._lock:
-            if self._pause_reason is not None:
-                self._pause_reason = reason
-
     def resume(self) -> None:
-        with self._lock:
-            self._pause_reason = None
-            self._paused.clear()
+        self._paused.clear()
 
     def stop(self) -> None:
         """Finish the step, then end. Safe in a signal handler."""
         self._stopping.set()
 
     def sleep(self, seconds: float) -> None:
-        """Sleeps shorter when the trainer is told to stop."""
+        """Returns early when the trainer is told to stop."""
         self._stopping.wait(seconds)
 
-    def request_checkpoint(self) -> "Future[Snapshot]":
-        wish: Future[Snapshot] = Future()
+    def request_checkpoint(self) -> "Future[StatusSnapshot]":
+        """Ask the main thread for a checkpoint. The future has the status after it."""
+        request: Future[StatusSnapshot] = Future()
         with self._lock:
-            self._wished.append(wish)
-        return wish
+            self._requests.append(request)
+        return request
 
-    def take_checkpoint_requests(self) -> "list[Future[Snapshot]]":
+    def answer_checkpoint_requests(self, save: Callable[[], None]) -> None:
+        """Call `save` once where there are requests, and answer all of them."""
         with self._lock:
-            wishes, self._wished = self._wished, []
-        return wishes
+            requests, self._requests = self._requests, []
+        if not requests:
+            return
+        save()
+        for request in requests:
+            if request.set_running_or_notify_cancel():  # else the caller's time ran out
+                request.set_result(self.snapshot)

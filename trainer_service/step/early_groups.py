@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from trainer_service.algorithms.settings import AlgorithmSettings
-from trainer_service.groups.settlement import ScreenedGroup
+from trainer_service.groups.screening import ScreenedGroup
 from trainer_service.rows.rows import Row, micro_batches
 from trainer_service.step.ranks import Leader
 from trainer_service.step.step_request import StepRequest

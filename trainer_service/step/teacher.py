@@ -13,21 +13,9 @@ from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
 
 from trainer_service.rows.rows import Row
-
-
-class TeacherSettings(BaseModel):
-    """Where the teacher is, and how many rows are sent to it at once."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    url: str
-    """The address of an SGLang server: http://host:port."""
-    api_key: str | None = None
-    timeout_s: float = Field(120.0, gt=0)
-    concurrency: int = Field(8, ge=1)
+from trainer_service.settings import TeacherSettings
 
 
 class TeacherUnavailable(Exception):

@@ -1,14 +1,12 @@
-"""Weights, optimizer, version, stream position and random generators: one atomic thing.
+"""Weights, optimizer, version, position in the stream and random generators: saved together or not at all.
 
     {directory}/00000007-step-00000003/   DeepSpeed's shards, model/ in the Hugging Face layout, adapter/ of a
                                           LoRA, and state.json with the sizes of all of them
     {directory}/ledger.jsonl              one line per trained step; state.json says how much of it counts
-    {directory}/VERSION                   the highest version number that was ever given out
-    {directory}/HELD                      why a guard holds the training, until somebody resumes it
-    {directory}/CURRENT                   the tag that a restart loads; moved last, in one step
+    {directory}/CURRENT                   the tag that a restart loads; replaced last, atomically
 
-DeepSpeed's own `latest` is not crash safe: it is written without sync, before every shard is there. So
-each checkpoint has a tag of its own, and CURRENT moves when everything is on disk.
+DeepSpeed's own file `latest` is not crash safe: it is written without sync, before every shard is written. So
+each checkpoint has a tag of its own, and CURRENT is replaced when everything is on disk.
 """
 
 import logging
@@ -22,30 +20,27 @@ from typing import Protocol
 
 import msgspec
 
-from trainer_service.groups.evaluation import EvaluationState
-from trainer_service.groups.settlement import Acknowledgement
 from trainer_service.model import universal
 from trainer_service.model.layout import Layout
 from trainer_service.storage.disk import written
 from trainer_service.storage.files import sync_directory, sync_tree, write_atomically
+from trainer_service.storage.run_state import LedgerStep, RunState
 
 logger = logging.getLogger(__name__)
 
 CURRENT = "CURRENT"
 STATE = "state.json"
 LEDGER = "ledger.jsonl"
-VERSION = "VERSION"
-HELD = "HELD"
 TAG = re.compile(r"(\d{8,})-step-\d{8,}")
-"""A volume may hold directories that are none of ours, such as lost+found."""
+"""A volume may contain directories that are not checkpoints, such as lost+found."""
 
 
 class CheckpointBroken(Exception):
-    """CURRENT names a checkpoint that is not whole. Nothing is loaded in its place without being told."""
+    """CURRENT names a checkpoint that is incomplete. The trainer does not load another one by itself."""
 
 
 class ShardedWeights(Protocol):
-    """Who writes and reads the shards."""
+    """What writes and reads the shards of the weights."""
 
     @property
     def layout(self) -> Layout: ...
@@ -53,39 +48,6 @@ class ShardedWeights(Protocol):
     def save(self, directory: Path, tag: str) -> None: ...
 
     def load(self, directory: Path, tag: str, layout: Layout | None) -> None: ...
-
-
-class LedgerStep(msgspec.Struct, frozen=True):
-    """What one optimizer step trained."""
-
-    step: int
-    version: int
-    durable: bool
-    turns: list[str]
-    sessions: list[str]
-    tokens: int
-
-
-class RunState(msgspec.Struct, frozen=True):
-    """What a checkpoint holds beside the weights."""
-
-    step: int = 0
-    version: int = 0
-    owed: Acknowledgement = Acknowledgement([], {}, [])
-    """Trained by these weights and not acknowledged when they were saved: never to be trained again."""
-    settled: list[str] = []
-    """Sessions that have ended, the newest last."""
-    gone: dict[str, int] = {}
-    """Groups that went on without some of their members, and with how many."""
-    baselines: dict[str, float] = {}
-    """What each agent earned before, where that is what its rollouts are compared with."""
-    evaluations: EvaluationState = EvaluationState()
-    """How versions did in sessions that are not trained."""
-    ledger_bytes: int = 0
-    files: dict[str, int] = {}
-    """Path below the checkpoint, and size, of every file."""
-    layout: Layout | None = None
-    """How the shards are cut; None in a checkpoint that does not say: as the trainer's that reads it."""
 
 
 class Checkpoints:
@@ -97,23 +59,23 @@ class Checkpoints:
         self._ledger_bytes = 0
         directory.mkdir(parents=True, exist_ok=True)
 
-    def save(self, weights: ShardedWeights, state: RunState, rows: list[LedgerStep]) -> str:
-        """Make everything durable; returns the tag. `rows` are the steps since the last checkpoint.
+    def save(self, weights: ShardedWeights, state: RunState, steps: list[LedgerStep]) -> str:
+        """Make everything durable; returns the tag. `steps` are those since the last checkpoint.
 
-        Raises DiskTrouble where the disk refuses: CURRENT is what it was, and the attempt has left nothing.
+        Raises DiskTrouble where the disk refuses: CURRENT is unchanged then, and the attempt leaves no files.
         """
         tag = f"{self._next_serial():08d}-step-{state.step:08d}"
         self._sweep()
         with written(f"checkpoint {tag}", lambda: self._undo(tag)):
-            ledger_bytes = self._write(weights, state, rows, tag)
+            ledger_bytes = self._write(weights, state, steps, tag)
         self._ledger_bytes = ledger_bytes
         self._prune(tag)
         return tag
 
-    def _write(self, weights: ShardedWeights, state: RunState, rows: list[LedgerStep], tag: str) -> int:
+    def _write(self, weights: ShardedWeights, state: RunState, steps: list[LedgerStep], tag: str) -> int:
         weights.save(self._directory, tag)
         shards = self._directory / tag
-        ledger_bytes = self._append(rows)
+        ledger_bytes = self._append(steps)
         files = {
             path.relative_to(shards).as_posix(): path.stat().st_size
             for path in sorted(shards.rglob("*"))
@@ -127,8 +89,8 @@ class Checkpoints:
         return ledger_bytes
 
     def _undo(self, tag: str) -> None:
-        """Remove what a failed attempt wrote. Where CURRENT moved and only its sync failed, nobody can say
-        what a power cut would leave: that error passes, and the restart takes what it finds."""
+        """Remove what a failed attempt wrote. Raises CheckpointBroken where CURRENT was replaced and only its
+        sync failed: nobody knows then which CURRENT a power cut would leave, and a restart has to read it."""
         current = self._directory / CURRENT
         if current.exists() and current.read_text(encoding="utf-8").strip() == tag:
             raise CheckpointBroken(f"checkpoint {tag} may not be durable: {CURRENT} could not be synced")
@@ -137,14 +99,14 @@ class Checkpoints:
             os.truncate(self._directory / LEDGER, self._ledger_bytes)
 
     def _sweep(self) -> None:
-        """Free what a process left that died while it saved: STATE is written after every shard."""
+        """Remove what a process left that died while it saved: STATE is written after every shard."""
         universal.remove_converted(self._directory)
         for tag in self._tags():
             if not (self._directory / tag / STATE).exists():
                 shutil.rmtree(self._directory / tag, ignore_errors=True)
 
     def restore(self, weights: ShardedWeights) -> RunState | None:
-        """Load what CURRENT names; None in a run without a checkpoint. Raises CheckpointBroken."""
+        """Load the checkpoint that CURRENT names; None where there is none. Raises CheckpointBroken."""
         current = self._directory / CURRENT
         if not current.exists():
             if tags := self._tags():
@@ -158,31 +120,6 @@ class Checkpoints:
         self._ledger_bytes = state.ledger_bytes
         logger.info("restored step %d, version %d from checkpoint %s", state.step, state.version, tag)
         return state
-
-    def reserve(self, above: int) -> int:
-        """A version number beyond `above` that was never given out: a restored trainer makes other weights
-        than the lost ones, however little of those anybody saw. Raises DiskTrouble."""
-        path = self._directory / VERSION
-        given = int(path.read_bytes()) if path.exists() else 0
-        number = max(above, given) + 1
-        with written(f"version number {number}", lambda: None):
-            write_atomically(path, str(number).encode())
-        return number
-
-    def hold(self, reason: str) -> None:
-        """Remember why the training is held, over restarts. Raises DiskTrouble."""
-        with written("the reason of a pause", lambda: None):
-            write_atomically(self._directory / HELD, reason.encode())
-
-    def held(self) -> str | None:
-        """Why it is; None where it is not."""
-        path = self._directory / HELD
-        return path.read_text(encoding="utf-8") if path.exists() else None
-
-    def release(self) -> None:
-        """Somebody resumed it."""
-        (self._directory / HELD).unlink(missing_ok=True)
-        sync_directory(self._directory)
 
     def ledger(self, since: int, limit: int) -> list[LedgerStep]:
         """Rows of steps > `since` that a durable checkpoint contains, oldest first."""
@@ -206,14 +143,15 @@ class Checkpoints:
                     return
                 yield msgspec.json.decode(line, type=LedgerStep)
 
-    def _append(self, rows: list[LedgerStep]) -> int:
-        """What lies beyond the durable length was written by a process that died before CURRENT moved."""
+    def _append(self, steps: list[LedgerStep]) -> int:
+        """Returns the length in bytes. Lines beyond the durable length come from a process that died before
+        it replaced CURRENT; they are cut off."""
         path = self._directory / LEDGER
         path.touch()
         with path.open("r+b") as file:
             file.truncate(self._ledger_bytes)
             file.seek(self._ledger_bytes)
-            file.writelines(msgspec.json.encode(row) + b"\n" for row in rows)
+            file.writelines(msgspec.json.encode(row) + b"\n" for row in steps)
             file.flush()
             os.fsync(file.fileno())
             return file.tell()

@@ -1,7 +1,7 @@
-"""A disk that is full or failing, told from every other error: it is waited for, and nothing half done stays.
+"""Tells a disk that is full or failing from every other error.
 
-The libraries say it in many ways: Python with an errno, safetensors with the errno in its text, torch's zip
-writer with a count that does not match, and the errno, if any, in the error before it.
+The libraries report it in different ways: Python with an errno, safetensors with the errno in its message,
+torch's zip writer with a count that does not match, and the errno, if any, in the error before it.
 """
 
 import errno
@@ -13,21 +13,21 @@ from contextlib import contextmanager
 TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 TOLD_ERRNO = re.compile(r"\(os error (\d+)\)")
 TORCH_WRITER = re.compile(r"inline_container|PytorchStreamWriter|iostream error|write\(\): fd \d+ failed")
-"""Torch on a short write: `torch.save` raises a plain RuntimeError of its zip writer, or of the file's."""
+"""Messages of the RuntimeError that `torch.save` raises after a short write."""
 
 
 class DiskTrouble(Exception):
-    """Nothing was written, and nothing of the attempt is left. Worth trying again when there is room."""
+    """The disk refused a write, and the attempt left no files. It can be repeated when there is room."""
 
 
 class Parted(Exception):
-    """One of several ranks could not write, and the others wait for it where it will not come again. Trying
-    again would end in half a checkpoint, so this is never DiskTrouble: a restart brings them together."""
+    """One of several ranks could not write its shards, while the others wait for it in a collective. A second
+    attempt would make half a checkpoint, so this is never DiskTrouble: the trainer ends and is restarted."""
 
 
 @contextmanager
 def written(what: str, undo: Callable[[], None]) -> Iterator[None]:
-    """Raises DiskTrouble, after `undo`, where the disk refuses; every other error passes as it is."""
+    """Calls `undo` and raises DiskTrouble where the disk refuses. Every other error passes unchanged."""
     try:
         yield
     except Exception as error:
@@ -39,7 +39,7 @@ def written(what: str, undo: Callable[[], None]) -> Iterator[None]:
 
 
 def trouble(error: BaseException | None) -> str | None:
-    """What is the matter with the disk, in words; None when the error has another reason."""
+    """What is wrong with the disk, in words; None where the error has another cause."""
     told = None
     while error is not None:
         if isinstance(error, Parted):

@@ -1,4 +1,4 @@
-"""Files that survive a power cut: written aside, synced, and moved into place in one step."""
+"""Files that survive a power cut: written under another name, synced, and renamed."""
 
 import fcntl
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, content: bytes) -> None:
+    """After a crash the file has either its old content or all of the new one. Raises OSError."""
     aside = path.with_name(f".{path.name}.tmp")
     try:
         with aside.open("wb") as file:
@@ -23,9 +24,9 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 @contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
-    """Hold `directory` for this process alone; the kernel lets go when the process dies, however it dies.
+    """Lock `directory` for this process. The kernel removes the lock when the process dies, however it dies.
 
-    Raises SystemExit when another holds it: two trainers would read one stream and move one CURRENT.
+    Raises SystemExit when another process has the lock: two trainers would write the same checkpoints.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / ".lock").open("w") as lock:

@@ -1,4 +1,4 @@
-"""The directory of published versions: each one whole, with a manifest that proves its files.
+"""The directory of published versions: each one complete, with a manifest of its files' digests.
 
 export ─▶ v00000012.tmp/ ─ sync ─ rename ─▶ v00000012/ (…, manifest.json, STABLE last)
 """
@@ -34,16 +34,16 @@ class PolicyStore:
         return self.directory / f"v{version:08d}"
 
     def versions(self) -> list[int]:
-        """Every finished version, ascending."""
+        """Every complete version, ascending."""
         found = (
             VERSION_DIRECTORY.fullmatch(p.name) for p in self.directory.iterdir() if (p / STABLE).exists()
         )
         return sorted(int(match[1]) for match in found if match)
 
     def write(self, version: int, step: int, export: Callable[[Path], None]) -> Path:
-        """Write a version; one that is there already is what the same checkpoint wrote before a crash.
+        """Write a version. A version that is there already was written before a crash, by the same weights.
 
-        Raises DiskTrouble where the disk refuses, and has left nothing of the version then.
+        Raises DiskTrouble where the disk refuses; no file of the version is left then.
         """
         final = self.path_of(version)
         if (final / STABLE).exists():
@@ -68,8 +68,7 @@ class PolicyStore:
         sync_directory(self.directory)
 
     def prune(self, needed: int | None = None, best: int | None = None) -> None:
-        """Remove the oldest versions beyond those that are kept, but neither `needed` nor a newer one, nor
-        the `best`. Numbers are never used again."""
+        """Remove the oldest versions, but keep the last few, `needed` and every newer one, and `best`."""
         for version in self.versions()[: -self._keep]:
             if (needed is None or version < needed) and version != best:
                 path = self.path_of(version)
@@ -77,7 +76,7 @@ class PolicyStore:
                 shutil.rmtree(path)
 
     def _sweep(self, final: Path) -> None:
-        """Remove what is unfinished: of this version, and of those that a process died while it wrote."""
+        """Remove incomplete files of this version, and of versions that a dead process was writing."""
         (final / STABLE).unlink(missing_ok=True)
         for leftover in (final, *self.directory.glob(f"v*{ASIDE}")):
             if VERSION_DIRECTORY.fullmatch(leftover.name.removesuffix(ASIDE)):
@@ -85,6 +84,7 @@ class PolicyStore:
 
 
 def manifest_sha256(path: Path) -> str:
+    """The digest of the manifest in the version directory `path`, in hexadecimal."""
     return hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
 
 

@@ -26,7 +26,7 @@ from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.trainer_service.rig import FakeGateway
 from trainer_service.algorithms.settings import AlgorithmSettings
-from trainer_service.intake import Intake
+from trainer_service.intake.intake import Intake
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.layout import Layout
 from trainer_service.publishing.gateway_client import GatewayClient
@@ -35,8 +35,9 @@ from trainer_service.rows.rows import Row
 from trainer_service.settings import TrainerSettings
 from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.status.shared_state import SharedState
-from trainer_service.storage.checkpoint import CURRENT, Checkpoints, LedgerStep, RunState
+from trainer_service.storage.checkpoint import CURRENT, Checkpoints
 from trainer_service.storage.policy_store import PolicyStore
+from trainer_service.storage.run_state import LedgerStep, RunState
 from trainer_service.train import Trainer
 
 SHARD = "weights.json"

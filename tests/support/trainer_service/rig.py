@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from rollout_queue.contract.records import Outcome, Reward, Sampling, SessionSpec, Span, Turn
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.memory import MemoryStream
-from trainer_service.intake import Intake
+from trainer_service.intake.intake import Intake
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.publishing.gateway_client import GatewayClient
@@ -23,6 +23,7 @@ from trainer_service.sinks.chosen import chosen_sinks
 from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.status.shared_state import SharedState
 from trainer_service.step.ranks import Leader
+from trainer_service.step.teacher import TeacherClient
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.train import Trainer
@@ -180,28 +181,33 @@ class Rig:
     stream: MemoryStream
     gateway: FakeGateway
     shared_state: SharedState = field(default_factory=SharedState)
+    teacher: Callable[[httpx.Request], httpx.Response] = lambda request: httpx.Response(503)
+    """How the teacher answers, where the settings have one."""
 
     def __post_init__(self) -> None:
         self.agents = Agents(self.stream)
         self.registry = CollectorRegistry()
-        metrics = TrainerMetrics(self.registry, chosen_sinks(self.settings))
+        self.metrics = metrics = TrainerMetrics(self.registry, chosen_sinks(self.settings))
         client = httpx.Client(base_url="http://gateway", transport=httpx.MockTransport(self.gateway))
-        heartbeat = Heartbeat(self.stream, self.shared_state, self.settings.retry_s)
+        self.heartbeat = heartbeat = Heartbeat(self.stream, self.shared_state, self.settings.retry_s)
         self.policy = DeepSpeedPolicy(self.settings)
         self.checkpoints = Checkpoints(self.settings.checkpoint_dir, self.settings.keep_checkpoints)
         self.store = PolicyStore(
             self.settings.policies_dir, self.settings.model_path, self.settings.keep_policies
         )
         api = GatewayClient(client, self.settings.push_timeout_s)
+        self.intake = Intake(self.stream, self.settings.algorithm, self.policy.vocab_size, heartbeat, metrics)
+        asked = httpx.MockTransport(lambda request: self.teacher(request))
         self.trainer = Trainer(
             settings=self.settings,
             policy=Leader(self.policy),
-            intake=Intake(self.stream, self.settings.algorithm, self.policy.vocab_size, heartbeat, metrics),
+            intake=self.intake,
             checkpoints=self.checkpoints,
             publisher=Publisher(self.store, api, self.stream, self.settings.publish_url, heartbeat, metrics),
             metrics=metrics,
             shared_state=self.shared_state,
             heartbeat=heartbeat,
+            teacher=TeacherClient(self.settings.teacher, asked) if self.settings.teacher else None,
         )
 
     def start(self) -> "Rig":

@@ -64,12 +64,12 @@ def room_comes_after(rig: Rig, pauses: int) -> None:
             limit(resource.RLIM_INFINITY)
 
     rig.shared_state.sleep = sleep  # type: ignore[method-assign, assignment]
-    rig.trainer._heartbeat._wait = _one_pause(rig)  # type: ignore[method-assign]
+    rig.heartbeat._wait = _one_pause(rig)  # type: ignore[method-assign]
 
 
 def _one_pause(rig: Rig) -> Callable[..., None]:
     def wait(seconds: float, phase: str, sentence: str) -> None:
-        rig.trainer._heartbeat.beat(phase, sentence)  # type: ignore[arg-type]
+        rig.heartbeat.beat(phase, sentence)  # type: ignore[arg-type]
         rig.shared_state.sleep(seconds)
 
     return wait

@@ -13,7 +13,8 @@ from pathlib import Path
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.step.ranks import Leader, follow, own_rank
 from trainer_service.step.step_request import StepRequest
-from trainer_service.storage.checkpoint import Checkpoints, RunState
+from trainer_service.storage.checkpoint import Checkpoints
+from trainer_service.storage.run_state import RunState
 
 
 def main(folder: Path) -> None:

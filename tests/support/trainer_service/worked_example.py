@@ -24,9 +24,10 @@ from trainer_service.algorithms.losses.step_statistics import step_statistics
 from trainer_service.algorithms.policy_loss import PolicyLoss, policy_loss
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.tokens import Tokens
+from trainer_service.groups.acknowledgement import Acknowledgement, acknowledgement_of
 from trainer_service.groups.assemble import Assembler, Rules
-from trainer_service.groups.comparison import scored
-from trainer_service.groups.settlement import Acknowledgement, ScreenedGroup, judge, settle
+from trainer_service.groups.comparison import with_advantages
+from trainer_service.groups.screening import ScreenedGroup, screen
 from trainer_service.rows.rows import MicroBatch, Row, micro_batches
 from trainer_service.step.optimizer_step import OptimizerSteps, counts_of
 from trainer_service.step.step_request import StepRequest
@@ -180,13 +181,13 @@ class Example:
         assembler = Assembler(rules)
         assembler.add(Entry(f"{at}-0", record) for at, record in enumerate(self.records))
         groups = assembler.complete(caught_up=True)
-        return {group.group_id: judge(group, VERSION, self.algorithm) for group in groups}
+        return {group.group_id: screen(group, VERSION, self.algorithm) for group in groups}
 
     @property
     def settled(self) -> Acknowledgement:
         live = {False: (1, VERSION + 1), True: (None, None)}
         return Acknowledgement.joined(
-            settle(each, *live[bool(each.silence)]) for each in self.judged.values()
+            acknowledgement_of(each, *live[bool(each.skip_reason)]) for each in self.judged.values()
         )
 
     @cached_property
@@ -195,9 +196,9 @@ class Example:
 
     def scored(self, algorithm: AlgorithmSettings) -> list[Row]:
         """The rows of the live group, with advantages as some other setting has them."""
-        live = [each for each in self.judged.values() if not each.silence]
+        live = [each for each in self.judged.values() if not each.skip_reason]
         rows = [row for each in live for row in each.rows]
-        return scored(rows, [rollout for each in live for rollout in each.rollouts], algorithm, {})
+        return with_advantages(rows, [rollout for each in live for rollout in each.rollouts], algorithm, {})
 
     def listed(self, column: str) -> dict[int, list[float]]:
         by_row: dict[int, list[float]] = {}

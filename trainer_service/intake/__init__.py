@@ -1,0 +1,1 @@
+"""What the trainer reads from the stream, and what it acknowledges."""

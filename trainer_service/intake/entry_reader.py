@@ -1,0 +1,61 @@
+"""Reads entries from the stream, and waits for Redis as long as it is away."""
+
+import logging
+import time
+from collections.abc import Iterable
+
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.stream import Entry, StreamReader
+from trainer_service.groups.assemble import Assembler
+from trainer_service.intake.finished_earlier import read_finished
+from trainer_service.status.heartbeat import Heartbeat
+
+logger = logging.getLogger(__name__)
+
+READ_COUNT = 1000
+BLOCK_S = 0.25
+"""How long a read waits for new entries."""
+
+
+class EntryReader:
+    """Knows how far the stream is read."""
+
+    def __init__(self, stream: StreamReader, heartbeat: Heartbeat) -> None:
+        self._stream, self._heartbeat = stream, heartbeat
+        self._read_at = time.monotonic()
+        self.caught_up = False
+        """Whether the last read returned everything that there was."""
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last new entry."""
+        return time.monotonic() - self._read_at
+
+    def reclaim(self) -> list[Entry]:
+        """Every entry that was delivered to a trainer and not acknowledged. Raises Stopped."""
+        return self._heartbeat.retry(lambda: list(self._stream.reclaim()), StorageUnavailable, "waiting")
+
+    def read_into(self, assembler: Assembler) -> None:
+        """Add what is new to the assembler. Raises Stopped."""
+        try:
+            entries = list(self._stream.read(READ_COUNT, BLOCK_S))
+            self.caught_up = len(entries) < READ_COUNT
+        except StorageUnavailable as error:
+            logger.warning("%s", error)
+            # Entries of a lost answer are delivered, but only a reclaim returns them.
+            entries = self.reclaim()
+            self.caught_up = False
+        self.add(entries, assembler)
+        if entries:
+            self._read_at = time.monotonic()
+
+    def add(self, entries: Iterable[Entry], assembler: Assembler) -> None:
+        """Add entries to the assembler, and tell it what an earlier process has finished with: that process
+        may have gone on after its last checkpoint. Raises Stopped."""
+        assembler.add(entries)
+        sessions, groups = assembler.take_new_ids()
+        if sessions or groups:
+            finished = self._heartbeat.retry(
+                lambda: read_finished(self._stream, sessions, groups), StorageUnavailable, "waiting"
+            )
+            assembler.mark_finished(finished.settled, finished.gone)

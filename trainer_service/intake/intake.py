@@ -1,0 +1,160 @@
+"""From the stream to the groups of the next step, and back to the stream when they have ended.
+
+read ─▶ select ─┬─ skipped ─▶ end
+                └─ live ────▶ (a step) ─ mark_trained ─▶ (a checkpoint) ─ acknowledge ─▶ stream
+"""
+
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+
+from rollout_queue.contract.stream import StreamReader
+from trainer_service.algorithms.settings import AlgorithmSettings
+from trainer_service.groups.acknowledgement import acknowledgement_of
+from trainer_service.groups.assemble import Assembler, Rules
+from trainer_service.groups.group_rewards import GroupRewards
+from trainer_service.groups.screening import ScreenedGroup
+from trainer_service.groups.selection import Batch, select
+from trainer_service.groups.tally import Tally
+from trainer_service.groups.waits import describe_waits
+from trainer_service.intake.acknowledger import Acknowledger
+from trainer_service.intake.entry_reader import EntryReader
+from trainer_service.intake.evaluation_counts import EvaluationCounts
+from trainer_service.metrics import TrainerMetrics
+from trainer_service.rows.rows import Row
+from trainer_service.status.heartbeat import Heartbeat
+from trainer_service.status.shared_state import Backlog
+from trainer_service.storage.run_state import RunState
+
+logger = logging.getLogger(__name__)
+
+
+class Intake:
+    """Owns everything that was read and has not ended. Every method that reads or acknowledges waits for
+    Redis while it is away, and raises Stopped when the trainer is told to stop meanwhile."""
+
+    def __init__(
+        self,
+        stream: StreamReader,
+        algorithm: AlgorithmSettings,
+        vocab_size: int,
+        heartbeat: Heartbeat,
+        metrics: TrainerMetrics,
+    ) -> None:
+        self._algorithm = algorithm
+        self._rules = Rules(
+            vocab_size,
+            algorithm.shaping.truncated != "mask",
+            algorithm.group_wait_s,
+            algorithm.group_deadline_s,
+            algorithm.group_min_size,
+        )
+        self._assembler = Assembler(self._rules)
+        self._reader = EntryReader(stream, heartbeat)
+        self._acknowledger = Acknowledger(stream, heartbeat, metrics)
+        self.evaluations = EvaluationCounts(heartbeat, metrics)
+        self._tally = Tally(rollouts_per_step=algorithm.min_live_rows)
+        self._live_rows = 0
+        """Rows with an advantage that were there at the last selection."""
+        self._too_old_after_step = 0
+        """Unfinished sessions whose tokens the next step would make too old."""
+        self.rewards = GroupRewards()
+
+    def resume(self, state: RunState) -> None:
+        """Read everything again that was delivered and not acknowledged. What the weights of the checkpoint
+        contain is only acknowledged."""
+        self._assembler = Assembler(self._rules, state.settled, state.gone)
+        self.evaluations.resume(state.evaluations)
+        pending = self._reader.reclaim()
+        trained = set(state.owed.entry_ids)
+        self._acknowledger.resume(state.owed, {entry.entry_id for entry in pending})
+        self._reader.add((entry for entry in pending if entry.entry_id not in trained), self._assembler)
+        logger.info("%d entries to take up, %d of them trained", len(pending), len(trained))
+
+    def read(self) -> None:
+        """Read what is new. Waits a moment for it."""
+        self._reader.read_into(self._assembler)
+
+    def select(self, version: int, algorithm: AlgorithmSettings, first: Collection[str] = ()) -> Batch:
+        """The groups of the next step, those whose ids are in `first` before the others. The batch is not
+        full while it has too few rows, or while the step would make unfinished sessions too old. Groups that
+        train nothing are ended."""
+        patience_s = algorithm.flush_after_s
+        flush = patience_s is not None and self._reader.idle_s >= patience_s
+        complete = self._assembler.complete(self._reader.caught_up)
+        self.rewards.keep(self._assembler.group_ids())
+        complete.sort(key=lambda group: group.group_id not in first)
+        batch = select(complete, version, algorithm, flush)
+        self._live_rows = batch.live_rows
+        for group in batch.screened:
+            self.rewards.add(group)
+        self.end(batch.skipped)
+        self._too_old_after_step = 0
+        if batch.full and algorithm.stale == "wait":
+            oldest_allowed = version - algorithm.max_staleness
+            self._too_old_after_step = self._assembler.count_oldest_at(oldest_allowed, complete)
+        return batch._replace(full=batch.full and not self._too_old_after_step)
+
+    def mark_trained(
+        self, groups: Sequence[ScreenedGroup], rows: Sequence[Row], step: int, version: int
+    ) -> dict[str, float]:
+        """The weights contain these groups now: they are never selected again, and acknowledged once they are
+        durable. Returns the metrics of everything that ended since the last step."""
+        for screened in groups:
+            self._tally.add(screened)
+            self._acknowledger.owe(acknowledgement_of(screened, step, version))
+            self._assembler.release(screened.group)
+        self.evaluations.note_version(version, step)
+        self.evaluations.add(screened.group for screened in groups)
+        return self._tally.finish_step(rows)
+
+    def end(self, skipped: Sequence[ScreenedGroup]) -> None:
+        """Acknowledge groups that no step will use, and records that came after their session's end."""
+        self._acknowledger.end(
+            [acknowledgement_of(screened) for screened in skipped],
+            freed=self._assembler.take_freed_entries(),
+            late=self._assembler.take_late_entries(),
+        )
+        for screened in skipped:
+            logger.info("group %s is not trained: %s", screened.group.group_id, screened.skip_reason)
+            self._tally.add(screened)
+            self._assembler.release(screened.group)
+        self.evaluations.add(screened.group for screened in skipped)
+
+    def acknowledge(self) -> None:
+        """Acknowledge every trained group. A durable checkpoint must contain them."""
+        self._acknowledger.acknowledge_owed()
+
+    def run_state(self, step: int, version: int, baselines: Mapping[str, float]) -> RunState:
+        """What a checkpoint of this moment stores beside the weights."""
+        return RunState(
+            step=step,
+            version=version,
+            owed=self._acknowledger.owed,
+            settled=self._assembler.settled,
+            gone=self._assembler.gone,
+            evaluations=self.evaluations.state,
+            baselines=dict(baselines),
+        )
+
+    @property
+    def backlog(self) -> Backlog:
+        """What is ahead of a rollout that begins now."""
+        return Backlog(
+            waiting=self._assembler.counts().ended,
+            owed=self._acknowledger.owed_sessions,
+            per_step=self._tally.rollouts_per_step,
+        )
+
+    def waiting_for(self) -> str:
+        """What the next step waits for, in a sentence."""
+        if self._too_old_after_step:
+            return f"{self._too_old_after_step} sessions under way, which the next step would make too old"
+        counts = self._assembler.counts()
+        sentence = (
+            f"{self._algorithm.min_live_rows} rows with an advantage, of which {self._live_rows} are here; "
+            f"of the sessions read, {counts.unfinished} go on, {counts.unrewarded} wait for a reward, "
+            f"{counts.ended} have ended"
+        )
+        waits = describe_waits(self._assembler.waits(), time.time())
+        return sentence if waits is None else f"{sentence}; {waits}"

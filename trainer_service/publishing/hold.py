@@ -1,0 +1,84 @@
+"""Holds the training when a guard raises an alarm, until somebody resumes it.
+
+    alarm ─▶ pause ─ HELD on disk ─ (roll the fleet back) ─▶ … POST /resume … ─▶ publish the newest version
+
+While the training is held, the newest version is not published: the fleet serves what it served before, or an
+older version that did better.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+
+from trainer_service.groups.version_scores import VersionScore, VersionScores
+from trainer_service.guards import Alarm, Guards
+from trainer_service.metrics import TrainerMetrics
+from trainer_service.publishing.publisher import Publisher
+from trainer_service.settings import TrainerSettings
+from trainer_service.status.shared_state import SharedState
+from trainer_service.storage.disk_retry import DiskRetry
+from trainer_service.storage.run_files import HoldFile
+
+logger = logging.getLogger(__name__)
+
+
+class Hold:
+    """Owns whether the training is held, and why: in this process, and on disk for the next one."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        publisher: Publisher,
+        scores: VersionScores,
+        disk: DiskRetry,
+        shared_state: SharedState,
+        metrics: TrainerMetrics,
+    ) -> None:
+        self._settings, self._publisher, self._scores = settings, publisher, scores
+        self._disk, self._shared_state, self._metrics = disk, shared_state, metrics
+        self._guards = Guards(settings.guards)
+        self._file = HoldFile(settings.checkpoint_dir)
+        self.reason: str | None = None
+        """Why a guard holds the training. None where none does, though an operator may have paused it."""
+
+    def resume_process(self) -> None:
+        """Take over a hold from an earlier process."""
+        self.reason = self._file.read()
+        if self.reason is not None:
+            self._shared_state.pause()
+
+    def check_rewards(self, means: Iterable[float]) -> bool:
+        """Whether the mean rewards of new groups, the newest last, hold the training. May raise Stopped."""
+        return self._hold_if(self._guards.check_rewards(means))
+
+    def check_step(self, values: Mapping[str, float]) -> bool:
+        """Whether the metrics of a step hold the training. May raise Stopped."""
+        return self._hold_if(self._guards.check_step(values))
+
+    def release(self, publish_newest: Callable[[], None]) -> None:
+        """Somebody has resumed the training: the newest version is served, whatever is served now."""
+        publish_newest()
+        self.reason = None
+        self._file.remove()
+
+    def rollback_target(self) -> VersionScore | None:
+        """The version that did best among those that can be served again; None where none has a score."""
+        return self._scores.best({self._settings.initial_version, *self._publisher.versions()})
+
+    def _hold_if(self, alarm: Alarm | None) -> bool:
+        if alarm is None:
+            return False
+        logger.error("paused: %s", alarm.reason)
+        self._metrics.alarmed(alarm.guard)
+        self.reason = alarm.reason
+        self._shared_state.pause()
+        self._disk.until_written("the reason of a pause", lambda: self._file.write(alarm.reason))
+        if self._settings.guards.roll_back:
+            self._roll_back(alarm)
+        return True
+
+    def _roll_back(self, alarm: Alarm) -> None:
+        best = self.rollback_target()
+        if best is not None and self._publisher.roll_back(best.version):
+            said = f"version {best.version} did best, {best.reward:.3g} in {best.sessions} sessions"
+            logger.warning("%s: it is served", said)
+            self.reason = f"{alarm.reason}; {said}, and is served"

@@ -1,0 +1,145 @@
+"""Trains the policy on groups: advantages, the teacher, passes before the step, and the step itself.
+
+groups ─ learn_early ─▶ gradients, while the step waits for more groups
+groups ─ ask_teacher ─▶ JudgedRows ─ step ─▶ new weights and the step's metrics
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from rollout_queue.contract.records import Verdict
+from trainer_service.algorithms.settings import AlgorithmSettings
+from trainer_service.groups.comparison import Baselines, updated_baselines, with_advantages
+from trainer_service.groups.screening import ScreenedGroup, with_verdict, without_sessions
+from trainer_service.rows.rows import Row
+from trainer_service.status.heartbeat import Heartbeat
+from trainer_service.step.early_groups import EarlyGroups
+from trainer_service.step.quarantine import non_finite_groups
+from trainer_service.step.ranks import Leader
+from trainer_service.step.step_request import StepRequest
+from trainer_service.step.teacher import TeacherClient, TeacherUnavailable
+
+
+class Diverged(Exception):
+    """The weights are not finite, and nothing of the step was saved. A restart loads the last checkpoint."""
+
+
+class NotFinite(NamedTuple):
+    """The gradient of a step is not finite, and the step was not made."""
+
+    refused: list[ScreenedGroup]
+    """The groups to blame, each with its verdict."""
+    diverged: str | None
+    """Why the weights cannot be used any more: an earlier epoch of the step has changed them. None where they
+    are as they were before the step."""
+
+
+class JudgedRows(NamedTuple):
+    """The rows of a step, with what a teacher says of them where one judges."""
+
+    groups: list[ScreenedGroup]
+    rows: list[Row]
+    """All rows of `groups`, with their advantages."""
+    refused: list[ScreenedGroup]
+    """Groups of which the teacher refuses every session."""
+
+
+class GroupTrainer:
+    """Owns what was learned before the step is complete, and the running mean rewards of agents."""
+
+    def __init__(
+        self,
+        policy: Leader,
+        algorithm: AlgorithmSettings,
+        heartbeat: Heartbeat,
+        teacher: TeacherClient | None,
+    ) -> None:
+        self._policy, self._algorithm, self._heartbeat = policy, algorithm, heartbeat
+        self._early = EarlyGroups(policy)
+        self.teacher = teacher
+        self.baselines: Baselines = {}
+
+    def resume(self, baselines: Baselines) -> None:
+        """Continue with the running means that a checkpoint stored."""
+        self.baselines = baselines
+
+    @property
+    def early_group_ids(self) -> Collection[str]:
+        """The groups that the policy has learned from and no step contains yet."""
+        return self._early.group_ids
+
+    @property
+    def early_tokens(self) -> int:
+        """How many trained tokens these have."""
+        return self._early.tokens
+
+    def early_pass(
+        self, groups: Sequence[ScreenedGroup], version: int, algorithm: AlgorithmSettings
+    ) -> Callable[[], None] | None:
+        """A pass over those groups that the policy has not learned from yet; None where the algorithm does
+        not learn early, or where they do not fill a pass on every rank."""
+        if not algorithm.learns_early:
+            return None
+        self._early.drop_if_changed(groups)
+        remaining = self._early.remaining(groups)
+        rows = self._rows(remaining)
+        if not self._early.fills_a_pass(rows, algorithm):
+            return None
+        return partial(self._early.learn, remaining, self._request(rows, version, algorithm))
+
+    def ask_teacher(self, groups: list[ScreenedGroup]) -> JudgedRows:
+        """The rows of a step. Sessions that the teacher refuses end; the others of their group are trained
+        without them. Waits for the teacher; raises Stopped when told to stop meanwhile."""
+        rows, teacher = self._rows(groups), self.teacher
+        if teacher is None:
+            return JudgedRows(groups, rows, [])
+        found = self._heartbeat.retry(
+            lambda: teacher.score(rows), TeacherUnavailable, "waiting", "the teacher to judge the rows"
+        )
+        parted = [without_sessions(screened, found.refused) for screened in groups]
+        return JudgedRows(
+            [screened for screened in parted if not screened.skip_reason],
+            found.rows,
+            [screened for screened in parted if screened.skip_reason],
+        )
+
+    def step(
+        self, judged: JudgedRows, version: int, algorithm: AlgorithmSettings
+    ) -> dict[str, float] | NotFinite:
+        """Make one optimizer step from the weights of `version`. Returns its metrics. Raises Diverged where
+        the weights were not finite before it."""
+        values = self._early.step(judged.groups, self._request(judged.rows, version, algorithm))
+        if not math.isfinite(values["grad_norm"]):
+            return self._not_finite(judged.groups, version, values)
+        rollouts = [rollout for screened in judged.groups for rollout in screened.rollouts]
+        self.baselines = updated_baselines(rollouts, self._algorithm, self.baselines)
+        return values
+
+    def _not_finite(
+        self, groups: Sequence[ScreenedGroup], version: int, values: Mapping[str, float]
+    ) -> NotFinite:
+        """Finds the groups whose gradient is not finite, so that no restart trains them again."""
+        spoilt = not self._policy.weights_are_finite()
+        if spoilt and not values["epochs"]:
+            raise Diverged(f"version {version}: the weights are not finite")
+
+        def is_finite(some: Sequence[ScreenedGroup]) -> bool:
+            return self._policy.gradient_is_finite(self._request(self._rows(some), version, self._algorithm))
+
+        found = [] if spoilt else non_finite_groups(groups, is_finite)
+        whose = "its gradient" if found else f"the gradient of its batch of {len(groups)} groups"
+        verdict = Verdict(code="invalid", detail=f"{whose} is not finite at version {version}")
+        diverged = None
+        if values["epochs"]:
+            diverged = f"epoch {values['epochs'] + 1:g}: the gradient's norm is {values['grad_norm']}"
+        return NotFinite([with_verdict(each, verdict) for each in found or groups], diverged)
+
+    def _rows(self, groups: Sequence[ScreenedGroup]) -> list[Row]:
+        rows = [row for screened in groups for row in screened.rows]
+        rollouts = [rollout for screened in groups for rollout in screened.rollouts]
+        return with_advantages(rows, rollouts, self._algorithm, self.baselines)
+
+    def _request(self, rows: Sequence[Row], version: int, algorithm: AlgorithmSettings) -> StepRequest:
+        return StepRequest(rows, version, algorithm, partial(self._heartbeat.beat, "training"))

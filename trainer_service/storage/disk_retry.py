@@ -1,0 +1,38 @@
+"""Repeats a write until the disk takes it."""
+
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+from trainer_service.metrics import TrainerMetrics
+from trainer_service.status.heartbeat import Heartbeat
+from trainer_service.status.shared_state import Phase
+from trainer_service.storage.disk import DiskTrouble
+
+Written = TypeVar("Written")
+
+
+class DiskRetry:
+    """Nothing is trained, acknowledged or published while it waits for room on the disk."""
+
+    def __init__(
+        self,
+        heartbeat: Heartbeat,
+        metrics: TrainerMetrics,
+        phase: Phase,
+        counted_as: Literal["checkpoint", "publish"],
+    ) -> None:
+        """Refused writes are counted in `weir_trainer_disk_refusals{what=counted_as}`."""
+        self._heartbeat, self._metrics = heartbeat, metrics
+        self._phase, self._counted_as = phase, counted_as
+
+    def until_written(self, what: str, write: Callable[[], Written]) -> Written:
+        """`what` is named in the status while the trainer waits. Raises Stopped when told to stop."""
+
+        def counted() -> Written:
+            try:
+                return write()
+            except DiskTrouble:
+                self._metrics.disk_refused(self._counted_as)
+                raise
+
+        return self._heartbeat.retry(counted, DiskTrouble, self._phase, f"room on the disk for {what}")

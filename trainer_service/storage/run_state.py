@@ -1,0 +1,56 @@
+"""What a checkpoint stores beside the weights, and the line that the ledger has for each step."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from trainer_service.groups.acknowledgement import Acknowledgement
+from trainer_service.groups.evaluation import EvaluationState
+from trainer_service.model.layout import Layout
+from trainer_service.rows.rows import Row
+
+
+class LedgerStep(msgspec.Struct, frozen=True):
+    """What one optimizer step trained."""
+
+    step: int
+    version: int
+    durable: bool
+    turns: list[str]
+    sessions: list[str]
+    tokens: int
+
+    @classmethod
+    def of(cls, step: int, version: int, rows: Sequence[Row]) -> "LedgerStep":
+        """`step` trained these rows and made `version`."""
+        return cls(
+            step=step,
+            version=version,
+            durable=True,
+            turns=[turn_id for row in rows for turn_id in row.turn_ids],
+            sessions=sorted({row.session_id for row in rows}),
+            tokens=sum(row.trained_tokens for row in rows),
+        )
+
+
+class RunState(msgspec.Struct, frozen=True):
+    """Everything that a restart needs beside the weights."""
+
+    step: int = 0
+    version: int = 0
+    owed: Acknowledgement = Acknowledgement([], {}, [])
+    """What these weights have trained and the stream was not told. It must never be trained again."""
+    settled: list[str] = []
+    """Sessions that have ended, the newest last."""
+    gone: dict[str, int] = {}
+    """Groups that went on without some of their members, and with how many."""
+    baselines: dict[str, float] = {}
+    """The running mean reward of each agent, for the advantage `rae`."""
+    evaluations: EvaluationState = EvaluationState()
+    """How well versions do in sessions that are not trained."""
+    ledger_bytes: int = 0
+    """How much of the ledger belongs to this checkpoint."""
+    files: dict[str, int] = {}
+    """The size in bytes of every file, by its path below the checkpoint."""
+    layout: Layout | None = None
+    """How the weights are cut into shards; None in an old checkpoint, which has the layout of its reader."""

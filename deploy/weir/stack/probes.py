@@ -6,7 +6,7 @@ import urllib.request
 from redis import Redis
 from redis.exceptions import RedisError
 
-from rollout_queue.protocol.errors import ErrorBody
+from rollout_queue.protocol.errors import ErrorReply
 from rollout_queue.protocol.message import MalformedMessage
 from rollout_queue.protocol.status import SystemStatus
 from weir.stack.process import Readiness
@@ -53,6 +53,6 @@ def system_status(gateway_url: str, admin_key: str | None) -> SystemStatus:
 
 def _message(body: bytes, status: int) -> str:
     try:
-        return ErrorBody.read(body).error.message
+        return ErrorReply.read(body).error.message
     except MalformedMessage:
         return f"HTTP {status}"

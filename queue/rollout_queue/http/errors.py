@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_queue.contract.errors import Deleted, StorageUnavailable
 from rollout_queue.contract.ids import new_id
-from rollout_queue.protocol.errors import ErrorBody, ErrorDetail
+from rollout_queue.protocol.errors import ErrorDetail, ErrorReply
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         detail = ErrorDetail(message=self.message, type=self.type, param=self.param, code=self.code)
-        return ErrorBody(error=detail).model_dump()
+        return ErrorReply(error=detail).model_dump()
 
     def response(self) -> Response:
         return JSONResponse(self.body, self.status, self.headers)

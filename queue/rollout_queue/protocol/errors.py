@@ -14,7 +14,7 @@ class ErrorDetail(ServiceMessage):
     code: str | None = None
 
 
-class ErrorBody(ServiceMessage):
+class ErrorReply(ServiceMessage):
     """An answer that is an error."""
 
     error: ErrorDetail
@@ -23,6 +23,6 @@ class ErrorBody(ServiceMessage):
 def error_message(body: bytes) -> str:
     """What went wrong; the beginning of the body where that is no error of ours, but a proxy's."""
     try:
-        return ErrorBody.read(body).error.message
+        return ErrorReply.read(body).error.message
     except MalformedMessage:
         return body.decode(errors="replace")[:QUOTED_CHARACTERS]

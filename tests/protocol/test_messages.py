@@ -1,0 +1,308 @@
+"""Each message between two services, from the code that sends it to the code that reads it.
+
+A gateway and a rollout server run with their own HTTP clients, on a real Redis; only SGLang is a fake. The
+trainer's part is played by its own client, heartbeat and routes.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+from prometheus_client import CollectorRegistry
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from gateway.admission.pressure import TrainerBacklog, read_pressure
+from gateway.app import create_app as gateway_app
+from gateway.settings import GatewaySettings
+from rollout_queue.http.keys import Keyring
+from rollout_queue.protocol.errors import ErrorReply
+from rollout_queue.protocol.message import MalformedMessage
+from rollout_queue.protocol.reload import ReloadBody, Reloaded
+from rollout_queue.protocol.status import ServerPage, ServerStatus, SystemStatus
+from rollout_queue.protocol.trainer import TrainerReport
+from rollout_server.app import create_app as rollout_app
+from rollout_server.registration import RegistrationClient
+from rollout_server.server import RolloutServer
+from rollout_server.settings import RolloutServerSettings
+from rollout_server.weights.policy import WantedPolicy
+from tests.support.claimed import claimed_reader
+from tests.support.rollout_server.fakes import FakeEngine
+from tests.support.rollout_server.weights import (
+    float32_tensors,
+    publish,
+    published_copy,
+    write_model,
+    write_safetensors,
+)
+from tests.support.serving import free_port, serving
+from trainer_service.app import create_app as trainer_app
+from trainer_service.publishing.gateway_client import GatewayClient, VersionTaken, VersionUnknown
+from trainer_service.status.heartbeat import Heartbeat
+from trainer_service.status.shared_state import Backlog, SharedState
+from trainer_service.storage.policy_store import PolicyStore
+from weir.demo.report import served_versions
+from weir.stack.probes import http_ready, system_status
+from weir.status import details_from
+
+KEY = "admin-key"
+HEADERS = {"authorization": f"Bearer {KEY}"}
+
+
+@dataclass
+class Services:
+    """A gateway and one rollout server that is registered with it."""
+
+    redis_url: str
+    redis: Redis
+    gateway_url: str
+    settings: RolloutServerSettings
+    directory: Path
+
+    def policy(self, version: int) -> tuple[str, str]:
+        """A sound published version: its location, and the SHA-256 of its manifest."""
+        directory = self.directory / "policies" / f"v{version}"
+        published_copy(self.directory / "model", directory, version)
+        write_safetensors(directory / "model.safetensors", float32_tensors(1.0 + version))
+        return directory.as_uri(), publish(directory, version)
+
+    def server_status(self) -> ServerStatus:
+        return ServerStatus.read(httpx.get(f"{self.settings.url}/status", headers=HEADERS).content)
+
+    def system_status(self) -> SystemStatus:
+        return system_status(self.gateway_url, KEY)
+
+    def register(self, **settings: str) -> tuple[WantedPolicy | None, bool]:
+        """Register once more: what the gateway names, and whether it accepted the registration."""
+
+        async def announced() -> tuple[WantedPolicy | None, bool]:
+            async with httpx.AsyncClient() as http:
+                client = RegistrationClient(self.settings.model_copy(update=settings), http)
+                return await client.announce(), client.reached
+
+        return asyncio.run(announced())
+
+
+@pytest.fixture(scope="module")
+def services(
+    redis_url: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Services]:
+    directory = tmp_path_factory.mktemp("services")
+    own = f"{redis_url.removesuffix('0')}2"
+    gateway_settings = GatewaySettings(
+        redis_url=own, model_path=tiny_model, engines=[], admin_keys=[KEY], poll_every_s=0.02
+    )
+    with Redis.from_url(own) as redis, serving(gateway_app(gateway_settings)) as gateway_url:
+        settings = RolloutServerSettings(
+            model_path=write_model(directory / "model"),
+            weights_dir=directory / "weights",
+            policies_dir=directory / "policies",
+            port=free_port(),
+            admin_keys=[KEY],
+            gateway_url=gateway_url,
+            register_every_s=60.0,
+            drain_timeout_s=0.02,
+        )
+        engine = FakeEngine()
+        server = RolloutServer(
+            settings,
+            httpx.AsyncClient(transport=httpx.MockTransport(engine.handle), base_url="http://engine"),
+            httpx.AsyncClient(),
+            engine.start,
+            float32_engine=True,
+        )
+        with serving(rollout_app(server, Keyring(admin_keys=[KEY])), settings.port):
+            asyncio.run(_until_ready(settings.url))
+            services = Services(own, redis, gateway_url, settings, directory)
+            assert services.register() == (None, True), "the fleet serves the version that has no location"
+            yield services
+
+
+async def _until_ready(url: str) -> None:
+    ready = http_ready(url)
+    async with asyncio.timeout(30):
+        while await asyncio.to_thread(ready) is not None:  # noqa: ASYNC110 - it lives in another thread
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def trainer(services: Services) -> Iterator[GatewayClient]:
+    with httpx.Client(base_url=services.gateway_url, headers=HEADERS) as client:
+        yield GatewayClient(client, push_timeout_s=30.0)
+
+
+def test_a_registration_and_the_servers_status_reach_the_gateway(services: Services) -> None:
+    page = ServerPage.read(
+        httpx.get(f"{services.gateway_url}/admin/rollout_servers", headers=HEADERS).content
+    )
+    (seen,) = page.data
+    own, settings = services.server_status(), services.settings
+    assert (seen.id, seen.url, seen.engine_url) == (settings.id, settings.url, settings.engine_url)
+    assert (
+        (seen.state, seen.version)
+        == (own.state, own.version)
+        == ("ready", services.system_status().policy.serving)
+    )
+    assert seen.last_seen is not None
+    assert (own.engine_url, own.restarts, own.running, own.waiting) == (settings.engine_url, 0, 2, 1)
+
+
+def test_a_registration_that_the_gateway_would_refuse_is_not_sent(services: Services) -> None:
+    assert services.register(public_url="rollout:8100") == (None, False)
+    with httpx.Client() as http:
+        body = {"id": "rollout-0", "url": "rollout:8100", "engine_url": "http://engine"}
+        refused = http.post(f"{services.gateway_url}/admin/rollout_servers", json=body, headers=HEADERS)
+    detail = ErrorReply.read(refused.content).error
+    assert (refused.status_code, detail.type, detail.param) == (400, "invalid_request_error", "url")
+
+
+def test_a_version_goes_from_the_trainer_through_the_gateway_to_the_rollout_server(
+    services: Services, trainer: GatewayClient
+) -> None:
+    version = trainer.newest_version() + 1
+    location, digest = services.policy(version)
+    (result,) = trainer.announce(version, location, digest, step=7)
+    assert (result.server, result.ok, result.version_served) == (services.settings.id, True, version)
+    assert result.error is None
+    assert 0 < (result.paused_s or 0) < result.total_s
+    served = services.server_status()
+    assert (served.version, served.manifest_sha256) == (version, digest)
+    assert (trainer.newest_version(), trainer.oldest_needed()) == (version, version)
+    assert trainer.serves(version)
+    assert version in served_versions(services.gateway_url, KEY)
+    assert services.register() == (WantedPolicy(version, location, digest), True)
+
+
+def test_a_refusal_is_told_in_the_words_of_the_service_that_refuses(
+    services: Services, trainer: GatewayClient
+) -> None:
+    version = trainer.newest_version() + 1
+    (result,) = trainer.announce(version, "file:///elsewhere", "a" * 64, step=7)
+    assert (result.ok, result.version_served) == (False, None)
+    assert "in no allowed directory" in (result.error or "")
+    (result,) = trainer.announce(version, "file:///elsewhere", "a" * 64, step=7)
+    with pytest.raises(VersionTaken, match=f"version {version} is known with other content"):
+        trainer.announce(version, "file:///elsewhere", "b" * 64, step=7)
+    with pytest.raises(VersionUnknown, match="no policy has version 1000"):
+        trainer.roll_back(1000)
+
+
+def test_a_digest_that_no_rollout_server_takes_is_refused_in_its_words(
+    services: Services, trainer: GatewayClient
+) -> None:
+    body = {"version": 1, "location": "file:///elsewhere", "manifest_sha256": "a digest"}
+    refused = httpx.post(f"{services.settings.url}/reload", json=body, headers=HEADERS)
+    (result,) = trainer.announce(trainer.newest_version() + 1, "file:///elsewhere", "a digest", step=7)
+    assert (refused.status_code, result.ok) == (400, False)
+    assert result.error == ErrorReply.read(refused.content).error.message
+
+
+def test_a_rollback_is_forced_upon_every_server(services: Services, trainer: GatewayClient) -> None:
+    version = trainer.newest_version() + 1
+    location, digest = services.policy(version)
+    trainer.announce(version, location, digest, step=7)
+    (result,) = trainer.roll_back(0)
+    assert (result.ok, result.version_served) == (True, 0)
+    assert trainer.serves(0)
+    assert services.server_status().version == 0
+
+
+def test_a_rollout_server_says_how_long_each_part_of_a_reload_took(services: Services) -> None:
+    version = services.server_status().version
+    assert version is not None
+    location, digest = services.policy(version + 1000)
+    asked = ReloadBody(version=version + 1000, location=location, manifest_sha256=digest)
+    answer = httpx.post(f"{services.settings.url}/reload", json=asked.model_dump(), headers=HEADERS)
+    told = Reloaded.read(answer.content)
+    assert (told.ok, told.version) == (True, version + 1000)
+    assert told.seconds is not None
+    assert min(told.seconds.fetch, told.seconds.verify, told.seconds.load, told.paused_s or 0) > 0
+    back = ReloadBody(version=version, force=True)
+    assert (
+        httpx.post(f"{services.settings.url}/reload", json=back.model_dump(), headers=HEADERS).status_code
+        == 200
+    )
+
+
+@pytest.fixture
+def shared_state(services: Services) -> SharedState:
+    """Of a trainer that has paused at step 12, and reported it."""
+    state = SharedState()
+    heartbeat = Heartbeat(claimed_reader(services.redis), state, retry_s=0.01)
+    heartbeat.note(12, 4, {"loss": 0.5, "kl": float("nan")})
+    heartbeat.note_evaluations({"eval/reward": 0.25})
+    heartbeat.note_backlog(Backlog(waiting=3, owed=2, per_step=8.5))
+    heartbeat.beat("paused", "POST /resume")
+    return state
+
+
+async def test_the_trainers_report_reaches_those_who_decide_on_sessions(
+    services: Services, shared_state: SharedState
+) -> None:
+    async with AsyncRedis.from_url(services.redis_url) as redis:
+        pressure = await read_pressure(redis)
+    assert pressure.trainer == TrainerBacklog(
+        version=4,
+        rollouts_waiting=3,
+        rollouts_owed=2,
+        rollouts_per_step=8.5,
+        last_seen=shared_state.snapshot.last_seen,
+    )
+
+
+def test_the_trainers_report_reaches_the_operators_pages(
+    services: Services, shared_state: SharedState
+) -> None:
+    said = shared_state.snapshot.report()
+    status = services.system_status()
+    metrics = {"loss": 0.5, "kl": None, "eval/reward": 0.25}
+    assert status.trainer == said.model_copy(update={"metrics": metrics})
+    assert "the trainer is paused and waits for POST /resume" in status.warnings
+    assert details_from(status)["trainer_service"] == "state paused, step 12, version 4"
+    pipeline = httpx.get(f"{services.gateway_url}/admin/pipeline", headers=HEADERS).json()
+    assert pipeline["trainer"] == "POST /resume"
+
+
+def test_what_a_newer_trainer_reports_is_shown_and_what_cannot_be_read_is_left_out(
+    services: Services, shared_state: SharedState
+) -> None:
+    said: dict[str, str] = {"rank": "3", "step": "twelve"}
+    services.redis.hset("weir:trainer", mapping=said)  # type: ignore[arg-type]
+    shown = httpx.get(f"{services.gateway_url}/admin/status", headers=HEADERS).json()["trainer"]
+    assert (shown["rank"], shown["version"], "step" in shown) == (3, 4, False)
+    services.redis.delete("weir:trainer")
+    assert services.system_status().trainer == TrainerReport()
+    assert httpx.get(f"{services.gateway_url}/admin/status", headers=HEADERS).json()["trainer"] == {}
+
+
+def test_the_trainers_own_status_is_a_part_of_its_report(shared_state: SharedState, tmp_path: Path) -> None:
+    store = PolicyStore(tmp_path / "policies", tmp_path, keep=2)
+    app = trainer_app(shared_state, lambda *_: [], store, Keyring(admin_keys=[KEY]), CollectorRegistry())
+    status = TrainerReport.read(TestClient(app, headers=HEADERS).get("/status").content)
+    assert (status.state, status.step, status.version) == ("paused", 12, 4)
+    assert status.metrics == {"loss": 0.5, "kl": None, "eval/reward": 0.25}
+    refused = ErrorReply.read(TestClient(app).get("/status").content).error
+    assert refused.type == "authentication_error"
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        (b"<html>welcome</html>", "body: "),
+        (b"[]", "body: "),
+        (b'{"version": 1}', "state: Field required"),
+        (b'{"state": "ready", "version": "1"}', "version: Input should be a valid integer"),
+    ],
+)
+def test_an_answer_in_other_words_is_malformed_and_says_where(body: bytes, fault: str) -> None:
+    with pytest.raises(MalformedMessage, match=f"not a ServerStatus: {fault}"):
+        ServerStatus.read(body)
+
+
+def test_a_reader_ignores_what_a_newer_sender_adds() -> None:
+    read = ServerStatus.read(b'{"state": "ready", "version": 1, "mood": "good"}')
+    assert read == ServerStatus(state="ready", version=1)

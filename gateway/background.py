@@ -6,9 +6,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+from gateway.cancellation import cancel_and_wait
 from gateway.conversations.conversation import clear_prompt_cache
 from gateway.conversations.digests import clear_digest_cache
-from gateway.engines.engine import drain
 from gateway.wiring import Collaborators
 from rollout_queue.contract.errors import StorageUnavailable
 
@@ -87,7 +87,7 @@ async def background_tasks(gateway: Collaborators) -> AsyncIterator[None]:
     running = [asyncio.create_task(_repeat(task, gateway, poll_every_s)) for task in POLLED]
     running.append(asyncio.create_task(_repeat(drop_text_caches, gateway, TEXT_CACHES_S)))
     yield
-    await drain(running)
+    await cancel_and_wait(running)
 
 
 async def _repeat(task: Task, gateway: Collaborators, every_s: float) -> None:

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 from starlette.requests import Request
 
 from gateway.admission.admission import Admission
-from gateway.engines.engine import EngineClient, transport_of
+from gateway.engines.client import EngineClient, transport_of
 from gateway.engines.failover import Sampler
 from gateway.engines.fleet import Fleet
 from gateway.engines.policies import Policies

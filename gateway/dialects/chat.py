@@ -96,7 +96,7 @@ def call_of(renderer: ChatRenderer, request: ChatRequest) -> Call:
         stop=stop_strings(request.stop),
         stream=bool(request.stream),
         top_logprobs=request.top_logprobs or 0,
-        constraint=constraint.parameters,
+        structural_tag=constraint.structural_tag,
         user=user_named(request.user),
     )
 

@@ -97,7 +97,7 @@ def call_of(renderer: ChatRenderer, request: MessagesRequest) -> Call:
         asked=given_fields(request, SAMPLING_FIELDS) | constraint.asked,
         stop=stop_strings(request.stop_sequences),
         stream=bool(request.stream),
-        constraint=constraint.parameters,
+        structural_tag=constraint.structural_tag,
         user=user_in_metadata(request.metadata or {}),
     )
 

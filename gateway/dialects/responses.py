@@ -133,6 +133,6 @@ def call_of(renderer: ChatRenderer, request: ResponsesRequest, messages: Sequenc
         asked=asked | constraint.asked,
         stream=bool(request.stream),
         top_logprobs=request.top_logprobs or 0,
-        constraint=constraint.parameters,
+        structural_tag=constraint.structural_tag,
         user=user_named(request.user),
     )

@@ -1,18 +1,20 @@
-"""Samples the choices of one call side by side, and passes on their pieces as they arrive."""
+"""Samples the choices of one call side by side, and passes on their chunks as they arrive."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from gateway.engines.engine import drain
-from gateway.engines.failover import Hear
-from gateway.engines.stream import Piece
+from gateway.cancellation import cancel_and_wait
+from gateway.engines.event_stream import OutputChunk
+from gateway.engines.failover import OnChunk
 from gateway.generations.generation import Generation
 
 T = TypeVar("T")
-Sample = Callable[[Generation, Hear], Awaitable[None]]
-OnPiece = Callable[[int, Piece | None], Awaitable[None]]
+Arrived = tuple[int, OutputChunk | Exception | None]
+"""The index of a choice, and its next chunk, its failure, or None for its end."""
+Sample = Callable[[Generation, OnChunk], Awaitable[None]]
+OnChoiceChunk = Callable[[int, OutputChunk | None], Awaitable[None]]
 
 
 async def for_each(work: Callable[[Generation], Awaitable[T]], generations: Sequence[Generation]) -> list[T]:
@@ -23,34 +25,34 @@ async def for_each(work: Callable[[Generation], Awaitable[T]], generations: Sequ
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        await drain(tasks)
+        await cancel_and_wait(tasks)
 
 
-async def sample_each(sample: Sample, generations: Sequence[Generation], on_piece: OnPiece) -> None:
-    """Call `on_piece` with each piece of an engine and the index of its choice, one at a time; with None at
+async def sample_each(sample: Sample, generations: Sequence[Generation], on_chunk: OnChoiceChunk) -> None:
+    """Call `on_chunk` with each chunk of an engine and the index of its choice, one at a time; with None at
     the end of a choice. The first failure cancels all choices, and is raised."""
     if len(generations) == 1:
-        await sample(generations[0], partial(on_piece, 0))
-        await on_piece(0, None)
+        await sample(generations[0], partial(on_chunk, 0))
+        await on_chunk(0, None)
         return
-    pieces: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(maxsize=len(generations))
+    chunks: asyncio.Queue[Arrived] = asyncio.Queue(maxsize=len(generations))
 
     async def sample_one(index: int, generation: Generation) -> None:
         end: Exception | None = None
         try:
-            await sample(generation, lambda piece: pieces.put((index, piece)))
+            await sample(generation, lambda chunk: chunks.put((index, chunk)))
         except Exception as error:  # raised by the reader of the queue
             end = error
-        await pieces.put((index, end))
+        await chunks.put((index, end))
 
     sampling = [asyncio.create_task(sample_one(*numbered)) for numbered in enumerate(generations)]
     try:
         running = len(sampling)
         while running:
-            index, piece = await pieces.get()
-            if isinstance(piece, Exception):
-                raise piece
-            running -= piece is None
-            await on_piece(index, piece)
+            index, chunk = await chunks.get()
+            if isinstance(chunk, Exception):
+                raise chunk
+            running -= chunk is None
+            await on_chunk(index, chunk)
     finally:
-        await drain(sampling)
+        await cancel_and_wait(sampling)

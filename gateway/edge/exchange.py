@@ -17,7 +17,7 @@ from gateway.edge.errors import ANSWERABLE, api_error
 from gateway.edge.reply import Reply
 from gateway.edge.request import AgentRequest
 from gateway.edge.retries import InFlightCall, InFlightCalls, attempt_of, request_digest
-from gateway.engines.stream import Piece
+from gateway.engines.event_stream import OutputChunk
 from gateway.generations.generation import Generation, tokens_of
 from gateway.generations.pinning import pinned_version
 from gateway.language.deltas import AnswerStream, RawTextStream
@@ -68,7 +68,7 @@ class Exchange:
         try:
             await answer(gateway, parsed, generations, reply)
         except asyncio.CancelledError:
-            await gateway.recorder.record_left(generations)
+            await gateway.recorder.record_unrecorded(generations)
             raise
         finally:
             if gateway.admission.charges and any(generation.ids for generation in generations):
@@ -115,14 +115,14 @@ async def _stream(
     recorded: dict[int, RecordedAnswer] = {}
     unsent = events.opening()
     starts = [0] * len(generations)
-    """By choice, how many tokens its events cover: a generation may be ahead of the piece that is written."""
+    """By choice, how many tokens its events cover: a generation may be ahead of the chunk that is written."""
 
-    async def on_piece(index: int, piece: Piece | None) -> None:
+    async def on_chunk(index: int, chunk: OutputChunk | None) -> None:
         nonlocal unsent
         generation = generations[index]
-        if piece is not None:
+        if chunk is not None:
             start, starts[index] = starts[index], len(generation.ids)
-            unsent += events.piece(index, answers[index].feed(piece.ids), start)
+            unsent += events.piece(index, answers[index].feed(chunk.ids), start)
         else:
             recorded[index] = done = RecordedAnswer(generation, *await gateway.recorder.record(generation))
             unsent += events.piece(index, answers[index].finish(done.answer), len(generation.ids))
@@ -134,7 +134,7 @@ async def _stream(
             await reply.write(now)
 
     try:
-        await sample_each(gateway.generator.sample, generations, on_piece)
+        await sample_each(gateway.generator.sample, generations, on_chunk)
         if parsed.store is not None:
             await parsed.store([recorded[index] for index in sorted(recorded)])
         await reply.close(events.ending())

@@ -1,109 +1,107 @@
-"""An answer in the making, across the engines that have a part in it.
+"""An unfinished answer, to which one engine after another may contribute.
 
-piece of an engine ──▶ checked ──▶ handed on, or held back ──▶ last piece: whose tokens, which versions
+chunk of an engine ──▶ checked ──▶ delivered, or held back ──▶ last chunk: which server, which versions
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import msgspec
-from msgspec import structs
+from msgspec import UNSET, structs
 
-from gateway.engines.engine import EngineRequest
-from gateway.engines.stream import Piece
+from gateway.engines.event_stream import OutputChunk
+from gateway.engines.generate_request import GenerateBody, SamplingParameters
 from gateway.errors import EngineFault
 from rollout_queue.contract.records import Span
 
-GRAMMARS = frozenset({"json_schema", "regex", "ebnf", "structural_tag"})
-"""Parameters that constrain an answer from its first token: an engine cannot enter one in the middle."""
-
 
 class SampleRequest(msgspec.Struct, frozen=True):
-    """What is to be sampled; parameters in SGLang's names."""
+    """What is to be sampled."""
 
     rid: str
     session_id: str
     version: int | None
     """Only this policy version may answer."""
     input_ids: list[int]
-    parameters: dict[str, Any]
-    stream_interval: int
-    """Tokens per event: 1 for a client that streams, more for one that waits for the whole answer."""
+    parameters: SamplingParameters
     top_logprobs: int = 0
 
 
 class PartialAnswer:
-    """The tokens so far, who sampled them, and what is left to ask for."""
+    """The tokens so far, which servers sampled them, and what is left to request."""
 
     def __init__(self, wanted: SampleRequest, text_of: Callable[[list[int]], str], vocab_size: int) -> None:
         self.ids: list[int] = []
         self.rid = wanted.rid
         self.finished = False
-        self.cut = False
-        """It ended before its engine did."""
+        self.cut_short = False
+        """The answer ended before its engine did, at a stop string."""
         self._wanted = wanted
+        self._parameters = wanted.parameters
         self._text_of = text_of
         self._vocab_size = vocab_size
         self._attempts = 0
         self._start = 0
-        """Where the part of the engine that samples now begins."""
+        """Where the part of the current engine begins."""
         self._spans: list[Span] = []
-        self._held: list[Piece] = []
-        self._handed_on = 0
+        self._held: list[OutputChunk] = []
+        self._delivered = 0
+        """Tokens that were delivered."""
         self._version: int | None = None
-        """What the current engine said last that it serves."""
-        self._constrained = not GRAMMARS.isdisjoint(wanted.parameters)
-        stop = wanted.parameters.get("stop") or []
-        self._stops: list[str] = [stop] if isinstance(stop, str) else stop
-        self._reach = max((len(stop.encode()) + 3 for stop in self._stops), default=0)
-        """More tokens than any stop string has: each is at least a byte of text."""
+        """The version that the current engine reported last."""
+        self._constrained = wanted.parameters.structural_tag is not UNSET
+        """A grammar applies from the first token: another engine cannot enter it in the middle."""
+        self._stops: list[str] = wanted.parameters.stop or []
+        self._window = max((len(stop.encode()) + 3 for stop in self._stops), default=0)
+        """More tokens than any stop string has, because a token is at least one byte of text."""
 
-    def request(self, server_id: str) -> EngineRequest:
-        """What the next engine is asked: to go on where the last one ended."""
+    def next_request(self) -> GenerateBody:
+        """The request to the next engine: to continue where the last one ended."""
         have = len(self.ids)
         self.rid = f"{self._wanted.rid}.{self._attempts}" if self._attempts else self._wanted.rid
         self._attempts += 1
         self._start, self._version = have, None
-        return EngineRequest(
+        return GenerateBody(
             rid=self.rid,
             input_ids=[*self._wanted.input_ids, *self.ids] if have else self._wanted.input_ids,
-            parameters=self._remaining(have),
-            stream_interval=self._wanted.stream_interval,
-            top_logprobs=self._wanted.top_logprobs,
-            server=server_id,
+            # An engine draws by the seed and the token's position, so that another one continues the same
+            # series. Frequency and presence penalties count the engine's own output only: they start again.
+            sampling_params=structs.replace(
+                self._parameters, max_new_tokens=self._parameters.max_new_tokens - have
+            ),
+            top_logprobs_num=self._wanted.top_logprobs,
         )
 
-    def take(self, piece: Piece) -> Iterator[Piece]:
-        """The pieces that may be handed on now that `piece` is here; the last one is the answer's.
+    def take(self, chunk: OutputChunk) -> Iterator[OutputChunk]:
+        """The chunks that can be delivered now that `chunk` has arrived; the last one ends the answer.
 
-        Raises EngineFault for what cannot be true, and, after its tokens, where the engine gives up.
+        Raises EngineFault for a chunk that contradicts itself, and, after its tokens, if the engine aborts.
         """
-        self._check(piece)
-        if (ending := self._stop_across_the_seam(piece.ids)) is not None:
-            self.cut = piece.finish is None
-            piece = _first(piece, *ending)
-        self._attribute(piece)
-        unsure = self._is_unsure(piece)
-        self.ids += piece.ids
-        self.finished = piece.finish in ("stop", "length")
+        self._check(chunk)
+        if (ending := self._stop_across_engines(chunk.ids)) is not None:
+            self.cut_short = chunk.finish is None
+            chunk = _first(chunk, *ending)
+        self._attribute(chunk)
+        hold = self._must_hold(chunk)
+        self.ids += chunk.ids
+        self.finished = chunk.finish in ("stop", "length")
         if self.finished:
-            yield from self._released()
-            yield structs.replace(piece, versions=self._versions())
-        elif piece.finish == "abort":
+            yield from self._release()
+            yield structs.replace(chunk, versions=self._versions())
+        elif chunk.finish == "abort":
             if not self._constrained:
-                yield from self._released()
-                yield from self._handed(structs.replace(piece, finish=None, versions=()))
+                yield from self._release()
+                yield from self._deliver(structs.replace(chunk, finish=None, versions=()))
             raise EngineFault("aborted", "the engine aborted the answer")
-        elif unsure or self._held:
-            self._held.append(piece)
+        elif hold or self._held:
+            self._held.append(chunk)
         else:
-            yield from self._handed(piece)
+            yield from self._deliver(chunk)
 
-    def settle(self) -> Piece | None:
-        """After a fault: keep what was handed on. The last piece, where nothing is left to sample."""
+    def keep_delivered(self) -> OutputChunk | None:
+        """After a fault, drop what was not delivered. Returns the last chunk if the answer is complete."""
         self._held.clear()
-        del self.ids[self._handed_on :]
+        del self.ids[self._delivered :]
         self._spans = _until(self._spans, len(self.ids))
         finish, matched = self._ending()
         if finish is None:
@@ -111,95 +109,80 @@ class PartialAnswer:
         self.finished = True
         versions = self._versions()
         server = self._spans[-1].engine or ""
-        return Piece(ids=[], logprobs=[], server=server, finish=finish, matched=matched, versions=versions)
+        return OutputChunk(
+            ids=[], logprobs=[], server=server, finish=finish, matched=matched, versions=versions
+        )
 
-    def may_go_on(self, fault: EngineFault) -> None:
-        """Raises the fault where no engine could take over."""
+    def check_resumable(self, fault: EngineFault) -> None:
+        """Raises the fault if no other engine can continue the answer."""
         if self.ids and self._constrained:
             raise fault
 
-    def _remaining(self, have: int) -> dict[str, Any]:
-        """Parameters of the part that is missing.
-
-        A seed stays as it is: engines draw by the seed and the token's position, so another one continues
-        the same series. Frequency and presence penalties count an engine's own output only: they start
-        afresh at the seam.
-        """
-        parameters = dict(self._wanted.parameters)
-        if parameters.get("max_new_tokens") is not None:
-            parameters["max_new_tokens"] -= have
-        if parameters.get("min_new_tokens"):
-            parameters["min_new_tokens"] = max(0, parameters["min_new_tokens"] - have)
-        return parameters
-
     def _ending(self) -> tuple[str | None, str | None]:
-        """Why the tokens so far are the whole answer, if they are: `finish` and the stop string."""
-        parameters, limit = self._wanted.parameters, self._wanted.parameters.get("max_new_tokens")
+        """`finish` and the stop string, if the tokens so far are the whole answer."""
         if not self.ids:
             return None, None
-        stop_ids = () if parameters.get("ignore_eos") else parameters.get("stop_token_ids") or ()
-        if self.ids[-1] in stop_ids:
+        if self.ids[-1] in self._parameters.stop_token_ids:
             return "stop", None
-        if (stop := self._stop_in(self.ids[-self._reach :])) is not None:
+        if (stop := self._stop_in(self.ids[-self._window :])) is not None:
             return "stop", stop
-        return ("length", None) if limit is not None and len(self.ids) >= limit else (None, None)
+        return ("length", None) if len(self.ids) >= self._parameters.max_new_tokens else (None, None)
 
-    def _check(self, piece: Piece) -> None:
-        if piece.ids and not (min(piece.ids) >= 0 and max(piece.ids) < self._vocab_size):
-            # Sent to an engine as part of a prompt, such an id kills it.
+    def _check(self, chunk: OutputChunk) -> None:
+        if chunk.ids and not (min(chunk.ids) >= 0 and max(chunk.ids) < self._vocab_size):
+            # An engine stops when such an id is in its prompt, as it would be after a failover.
             raise EngineFault("nonsense", f"a token id lies outside the vocabulary of {self._vocab_size}")
-        if piece.finish is None:
-            versions: Iterable[int] = (piece.version,)
+        if chunk.finish is None:
+            versions: Iterable[int] = (chunk.version,)
         else:
-            versions = (span.version for span in piece.versions)
-            self._check_last(piece)
+            versions = (span.version for span in chunk.versions)
+            self._check_last(chunk)
         if self._wanted.version is not None and any(version != self._wanted.version for version in versions):
             raise EngineFault("nonsense", f"the engine does not serve version {self._wanted.version}")
 
-    def _check_last(self, piece: Piece) -> None:
+    def _check_last(self, chunk: OutputChunk) -> None:
         end = 0
-        for span in piece.versions:
+        for span in chunk.versions:
             if span.start != end:
                 raise EngineFault("nonsense", "the engine's version spans do not tile its output")
             end = span.end
-        if end != len(self.ids) - self._start + len(piece.ids):
+        if end != len(self.ids) - self._start + len(chunk.ids):
             raise EngineFault("nonsense", "the engine's version spans do not tile its output")
-        # SGLang puts a stop token where its logits were NaN, and says so as if a stop string had matched.
-        patterns = "stop_regex" in self._wanted.parameters
-        if not (piece.matched is None or piece.matched in self._stops or patterns):
-            raise EngineFault("nonsense", f"the engine stopped at {piece.matched!r}, which nobody asked for")
+        # Where its logits are NaN, SGLang writes a stop token and reports a match as of a stop string.
+        if not (chunk.matched is None or chunk.matched in self._stops):
+            raise EngineFault("nonsense", f"the engine stopped at {chunk.matched!r}, which was not requested")
 
-    def _is_unsure(self, piece: Piece) -> bool:
-        """Whether to hold a piece back until its engine has said all, where no client watches.
+    def _must_hold(self, chunk: OutputChunk) -> bool:
+        """Whether to hold a chunk back until its engine has finished; only if the client does not stream.
 
-        A grammar starts anew with another engine; and tokens that came in one event after weights changed
-        may be of either version, which only the engine's last words tell.
+        A constrained answer would start again at another engine. And tokens that arrive in one event after a
+        change of weights may be of either version: only the engine's last event tells.
         """
-        changed = len(piece.ids) > 1 and self._version not in (None, piece.version)
-        self._version = piece.version
-        return self._wanted.stream_interval > 1 and (self._constrained or changed)
+        changed = len(chunk.ids) > 1 and self._version not in (None, chunk.version)
+        self._version = chunk.version
+        return self._parameters.stream_interval > 1 and (self._constrained or changed)
 
-    def _handed(self, piece: Piece) -> Iterator[Piece]:
-        self._handed_on += len(piece.ids)
-        if piece.ids:
-            yield piece
+    def _deliver(self, chunk: OutputChunk) -> Iterator[OutputChunk]:
+        self._delivered += len(chunk.ids)
+        if chunk.ids:
+            yield chunk
 
-    def _released(self) -> Iterator[Piece]:
+    def _release(self) -> Iterator[OutputChunk]:
         held, self._held = self._held, []
-        for piece in held:
-            yield from self._handed(piece)
+        for chunk in held:
+            yield from self._deliver(chunk)
 
-    # Who sampled what
+    # Versions and servers
 
-    def _attribute(self, piece: Piece) -> None:
-        """Note the versions of a piece's tokens; the engine's last words overrule what its events said."""
-        start, end = len(self.ids), len(self.ids) + len(piece.ids)
-        spans: tuple[Span, ...] = (Span(piece.version, 0, len(piece.ids)),)
-        if piece.finish is not None and not self.cut:
-            start, spans = self._start, piece.versions
+    def _attribute(self, chunk: OutputChunk) -> None:
+        """Note the versions of a chunk's tokens; the engine's last event overrides the earlier ones."""
+        start, end = len(self.ids), len(self.ids) + len(chunk.ids)
+        spans: tuple[Span, ...] = (Span(chunk.version, 0, len(chunk.ids)),)
+        if chunk.finish is not None and not self.cut_short:
+            start, spans = self._start, chunk.versions
             self._spans = _until(self._spans, start)
         for span in spans:
-            self._append(span.version, start + span.start, min(start + span.end, end), piece.server)
+            self._append(span.version, start + span.start, min(start + span.end, end), chunk.server)
 
     def _append(self, version: int, start: int, end: int, engine: str) -> None:
         last = self._spans[-1] if self._spans else None
@@ -215,16 +198,16 @@ class PartialAnswer:
 
     # Stop strings
 
-    def _stop_across_the_seam(self, new: list[int]) -> tuple[int, str] | None:
-        """How many of `new` end an answer whose stop string began before this engine's part, and the string.
+    def _stop_across_engines(self, new: list[int]) -> tuple[int, str] | None:
+        """A stop string that began in an earlier engine's part, and how many of `new` complete it.
 
         An engine looks for stop strings in its own output only.
         """
         done = len(self.ids) - self._start
-        if not (self._stops and self._start and new) or done >= self._reach:
+        if not (self._stops and self._start and new) or done >= self._window:
             return None
-        tail = self.ids[max(0, self._start - self._reach) :]
-        near = new[: self._reach - done]
+        tail = self.ids[max(0, self._start - self._window) :]
+        near = new[: self._window - done]
         if self._stop_in(tail + near) is None:
             return None
         count = 1 + bisect_left(
@@ -240,13 +223,13 @@ class PartialAnswer:
         return next((stop for stop in self._stops if stop in text), None)
 
 
-def _first(piece: Piece, count: int, stop: str) -> Piece:
-    """A piece up to the token that completes a stop string."""
+def _first(chunk: OutputChunk, count: int, stop: str) -> OutputChunk:
+    """The beginning of a chunk, up to the token that completes a stop string."""
     return structs.replace(
-        piece,
-        ids=piece.ids[:count],
-        logprobs=piece.logprobs[:count],
-        top_logprobs=piece.top_logprobs[:count],
+        chunk,
+        ids=chunk.ids[:count],
+        logprobs=chunk.logprobs[:count],
+        top_logprobs=chunk.top_logprobs[:count],
         finish="stop",
         matched=stop,
     )

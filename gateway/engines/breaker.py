@@ -1,4 +1,4 @@
-"""Keeps calls away from a server that fails them, for a growing time; then one call tries it.
+"""A circuit breaker for one server: after failures it gets no calls for a growing time, then one trial call.
 
 closed ──failures──▶ open ──time──▶ half-open ──a trial succeeds──▶ closed
                       ▲                 └────────a trial fails──┐
@@ -11,57 +11,59 @@ from dataclasses import dataclass
 from typing import Literal
 
 FAILURES = 3
-"""In a row: one connection may break by itself."""
+"""Consecutive failures that open the breaker: a single connection may break by itself."""
 FIRST_S, LONGEST_S = 0.5, 10.0
+"""How long the breaker stays open: at first, and at most."""
 
 
 @dataclass
 class Breaker:
-    """What the last calls to one server say of it, as this gateway sees it."""
+    """The state of the breaker, from the results of this gateway's calls to the server."""
 
     failures: int = 0
     openings: int = 0
-    """In a row, without a success in between; each lasts twice as long as the one before."""
-    opens_until: float = 0.0
-    """time.monotonic(); 0 while it is closed."""
+    """Consecutive ones, without a success between; each lasts twice as long as the one before."""
+    open_until: float = 0.0
+    """time.monotonic(); 0 while the breaker is closed."""
     trial: bool = False
-    gone: bool = False
-    """The last call found nobody: a server that merely fails calls is still better than none at all."""
+    """A trial call is in flight."""
+    unreachable: bool = False
+    """The last call could not connect. If all servers fail, one that can be reached is better than none."""
 
     @property
     def state(self) -> Literal["closed", "half_open", "open"]:
-        if not self.opens_until:
+        if not self.open_until:
             return "closed"
-        return "open" if time.monotonic() < self.opens_until else "half_open"
+        return "open" if time.monotonic() < self.open_until else "half_open"
 
     @property
-    def lets_through(self) -> bool:
+    def allows_call(self) -> bool:
         return self.state == "closed" or (self.state == "half_open" and not self.trial)
 
     def enter(self) -> bool:
-        """A call goes to the server. Says whether it is the trial, which has to `leave`."""
+        """A call begins. Returns whether it is the trial, which must `leave` at its end."""
         self.trial = self.trial or self.state == "half_open"
         return self.trial
 
     def leave(self) -> None:
-        """The trial ended; where it said nothing, the next call may try."""
+        """The trial ended; if it neither succeeded nor failed, the next call is the trial."""
         self.trial = False
 
     def succeeded(self) -> None:
         self.failures = self.openings = 0
-        self.opens_until, self.trial, self.gone = 0.0, False, False
+        self.open_until, self.trial, self.unreachable = 0.0, False, False
 
-    def failed(self, *, gone: bool) -> None:
-        """`gone`: nobody listens there, so that no more failures need be waited for."""
-        state, self.trial, self.gone = self.state, False, gone
+    def failed(self, *, unreachable: bool) -> None:
+        """A call failed. A server that is `unreachable` opens the breaker at once."""
+        state, self.trial, self.unreachable = self.state, False, unreachable
         self.failures += 1
-        # Calls that were in flight together fail together: that is one opening.
-        if state == "half_open" or (state == "closed" and (gone or self.failures >= FAILURES)):
+        # Calls that are in flight at the same time fail together: that is one opening.
+        if state == "half_open" or (state == "closed" and (unreachable or self.failures >= FAILURES)):
             length_s = min(FIRST_S * 2.0**self.openings, LONGEST_S)
             self.openings += 1
-            self.opens_until = time.monotonic() + length_s * random.uniform(0.75, 1.25)
+            self.open_until = time.monotonic() + length_s * random.uniform(0.75, 1.25)
 
     def try_soon(self) -> None:
-        """Something else says that the server is back."""
-        if self.opens_until:
-            self.opens_until = min(self.opens_until, time.monotonic())
+        """Permit a trial now: the server's status says that it is ready again."""
+        if self.open_until:
+            self.open_until = min(self.open_until, time.monotonic())

@@ -1,9 +1,9 @@
-"""The rollout servers: who is there, who serves which version, who takes the next call.
+"""The rollout servers: which are registered, which version each serves, and which takes the next call.
 
 registration ──▶ Redis ◀── every gateway reads it
 poll: GET /status of each ──▶ state, version ──▶ rotation
-calls that fail ──▶ breaker ──▶ out of rotation at once, and back by a trial
-in rotation: it proved the version that the fleet serves
+calls that fail ──▶ breaker ──▶ out of rotation at once, and back after a trial call
+in rotation: ready, and serves the version that the fleet serves
 """
 
 import asyncio
@@ -15,13 +15,14 @@ import aiohttp
 import msgspec
 from redis.asyncio import Redis
 
-from gateway.engines.breaker import Breaker
-from gateway.engines.engine import EngineClient, drain
-from gateway.engines.placement import place_call
-from gateway.engines.stream import version_number
+from gateway.cancellation import cancel_and_wait
+from gateway.engines.client import EngineClient
+from gateway.engines.event_stream import version_number
+from gateway.engines.fleet_server import FleetServer, Registration
+from gateway.engines.placement import choose_server
 from gateway.errors import NoServer, StateConflict
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.protocol.status import ServerShape, ServerStatus
+from rollout_queue.protocol.status import ServerStatus
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 
@@ -29,73 +30,18 @@ logger = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 5.0
 LATE_ANSWERS = 2
-"""In a row: one late answer is a busy machine, two are a dead server."""
-
-
-class Registration(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rollout server said when it registered; `url` is null for a bare engine."""
-
-    id: str
-    engine_url: str
-    url: str | None = None
-    registered_at: float = 0.0
+"""Consecutive timeouts after which a server counts as dead: a single one may come from a busy machine."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What a bare engine says at `/model_info`, as far as the fleet needs it."""
+    """The part of a bare engine's `/model_info` that the fleet needs."""
 
     weight_version: str = "0"
 
 
 @dataclass
-class FleetServer:
-    """One server of the fleet, as this gateway sees it."""
-
-    registration: Registration
-    state: str = "unknown"
-    version: int | None = None
-    held: bool = False
-    """An operator took it out of rotation."""
-    seen_at: float = 0.0
-    error: str | None = "not asked yet"
-    in_flight: int = 0
-    pushing: bool = False
-    """This gateway is telling it to load a policy: its calls are about to wait."""
-    breaker: Breaker = field(default_factory=Breaker)
-    late: int = 0
-    asking: asyncio.Task[None] | None = None
-
-    @property
-    def id(self) -> str:
-        return self.registration.id
-
-    def enter(self) -> bool:
-        """Count a call as in flight. Says whether it is on trial, to whoever lets it `leave`."""
-        self.in_flight += 1
-        return self.breaker.enter()
-
-    def leave(self, trial: bool) -> None:
-        self.in_flight -= 1
-        if trial:
-            self.breaker.leave()
-
-    def report(self) -> ServerShape:
-        return ServerShape(
-            id=self.id,
-            url=self.registration.url,
-            engine_url=self.registration.engine_url,
-            state="draining" if self.held else self.state,
-            version=self.version,
-            in_flight=self.in_flight,
-            breaker=self.breaker.state,
-            last_seen=self.seen_at or None,
-            error=self.error,
-        )
-
-
-@dataclass
 class Fleet:
-    """All servers. `serving` is the version that the fleet is to serve."""
+    """All servers. `serving` is the version that calls are to be answered by."""
 
     redis: Redis
     engine: EngineClient
@@ -104,40 +50,42 @@ class Fleet:
     servers: dict[str, FleetServer] = field(default_factory=dict)
     serving: int | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set, and replaced by a new one, when the rotation may have changed."""
 
     def __post_init__(self) -> None:
         for index, url in enumerate(self.bare_engines):
             registration = Registration(id=f"engine-{index}", engine_url=url.rstrip("/"))
             self.servers[registration.id] = FleetServer(registration)
-        self._own = frozenset(self.servers)
+        self._bare_ids = frozenset(self.servers)
 
     @property
     def headers(self) -> dict[str, str]:
+        """The authorization that rollout servers expect."""
         return {"authorization": f"Bearer {self.admin_key}"} if self.admin_key else {}
 
-    # Who is there
+    # Registration and state
 
     async def register(self, registration: Registration) -> FleetServer:
-        """Take up a server, or hear again from one that is known.
+        """Store a registration, new or renewed, and request the server's status.
 
-        Raises StateConflict for the name of a bare engine, StorageUnavailable.
+        Raises StateConflict for the id of a bare engine, StorageUnavailable.
         """
-        self._refuse_own(registration.id)
+        self._check_not_bare(registration.id)
         stamped = msgspec.structs.replace(registration, registered_at=time.time())
         await stored(self.redis.hset(keys.SERVERS, stamped.id, msgspec.json.encode(stamped).decode()))
-        server = self._take_up(stamped)
-        await self._asked(server)
+        server = self._add(stamped)
+        await self._status_request(server)
         return server
 
     async def remove(self, server_id: str) -> bool:
-        """Forget a server. Says whether there was one. Raises StateConflict for a bare engine."""
-        self._refuse_own(server_id)
+        """Remove a server. Returns whether it was known. Raises StateConflict for a bare engine."""
+        self._check_not_bare(server_id)
         removed = await stored(self.redis.hdel(keys.SERVERS, server_id))
         await stored(self.redis.srem(keys.HELD, server_id))
         return self.servers.pop(server_id, None) is not None or bool(removed)
 
     async def hold(self, server_id: str, held: bool) -> FleetServer | None:
-        """Take a server out of rotation, or back, at every gateway. None for a server that is not known."""
+        """Take a server out of rotation, or back, at every gateway. Returns None for an unknown server."""
         server = self.servers.get(server_id)
         if server is not None:
             change = self.redis.sadd if held else self.redis.srem
@@ -146,43 +94,44 @@ class Fleet:
         return server
 
     def serve(self, version: int) -> None:
-        """From now on servers of this version take the calls."""
+        """From now on, servers of this version take the calls."""
         self.serving = version
-        self._tell_waiting()
+        self._wake_waiting()
 
     async def refresh(self) -> None:
-        """Read the registrations and ask every server how it is."""
+        """Read the registrations, and request the status of every server."""
         try:
             await self._read_registrations()
         except StorageUnavailable as error:
             logger.warning("the fleet's registrations cannot be read: %s", error)
-        asking = [self._asked(server) for server in list(self.servers.values())]
-        if asking:
-            # One that answers late keeps nobody from hearing of the others.
-            await asyncio.wait(asking, timeout=STATUS_TIMEOUT_S / 10)
-        self._tell_waiting()
+        requests = [self._status_request(server) for server in list(self.servers.values())]
+        if requests:
+            # Servers that answer late do not delay what the others say.
+            await asyncio.wait(requests, timeout=STATUS_TIMEOUT_S / 10)
+        self._wake_waiting()
 
     async def close(self) -> None:
-        """End the questions that are still out."""
-        await drain([server.asking for server in self.servers.values() if server.asking is not None])
+        """Cancel the status requests in flight."""
+        requests = [server.status_request for server in self.servers.values()]
+        await cancel_and_wait([request for request in requests if request is not None])
 
-    def _asked(self, server: FleetServer) -> asyncio.Task[None]:
-        """One question at a time to each server."""
-        if server.asking is None or server.asking.done():
-            server.asking = asyncio.create_task(self._ask(server))
-        return server.asking
+    def _status_request(self, server: FleetServer) -> asyncio.Task[None]:
+        """The request for the server's status that is in flight, or a new one."""
+        if server.status_request is None or server.status_request.done():
+            server.status_request = asyncio.create_task(self._read_status(server))
+        return server.status_request
 
-    def _tell_waiting(self) -> None:
+    def _wake_waiting(self) -> None:
         self.changed.set()
         self.changed = asyncio.Event()
 
-    def _refuse_own(self, server_id: str) -> None:
-        if server_id in self._own:
-            message = f"{server_id} is an engine of this gateway's own: gateway.engines lists it"
+    def _check_not_bare(self, server_id: str) -> None:
+        if server_id in self._bare_ids:
+            message = f"{server_id} is a bare engine, which gateway.engines lists"
             raise StateConflict(message, param="id")
 
     async def _read_registrations(self) -> None:
-        asked_at = time.time()
+        read_at = time.time()
         async with self.redis.pipeline(transaction=False) as reading:
             reading.hgetall(keys.SERVERS)
             reading.get(keys.SERVING)
@@ -191,17 +140,17 @@ class Fleet:
         self.serving = int(serving) if serving is not None else None
         for value in raw.values():
             registration = msgspec.json.decode(value, type=Registration)
-            if registration.id not in self._own:
-                self._take_up(registration)
+            if registration.id not in self._bare_ids:
+                self._add(registration)
         for server_id, server in list(self.servers.items()):
             registration = server.registration
-            # One that registered while Redis was asked is not in the answer.
-            known = server_id.encode() in raw or registration.registered_at >= asked_at
+            # A server that registered while Redis was read is not in the result.
+            known = server_id.encode() in raw or registration.registered_at >= read_at
             if registration.url is not None and not known:
                 del self.servers[server_id]
             server.held = server_id.encode() in held
 
-    def _take_up(self, registration: Registration) -> FleetServer:
+    def _add(self, registration: Registration) -> FleetServer:
         server = self.servers.get(registration.id)
         if server is None or server.registration.engine_url != registration.engine_url:
             server = self.servers[registration.id] = FleetServer(registration)
@@ -209,8 +158,8 @@ class Fleet:
             server.registration = registration
         return server
 
-    async def _ask(self, server: FleetServer) -> None:
-        """How it is. Never by the engine's /health, which generates, and fails while it is paused."""
+    async def _read_status(self, server: FleetServer) -> None:
+        """Update state and version. Never by the engine's /health: it generates, and fails while paused."""
         registration, was_ready = server.registration, server.state == "ready"
         try:
             if registration.url is None:
@@ -232,17 +181,17 @@ class Fleet:
         if server.state == "ready" and not was_ready:
             server.breaker.try_soon()
 
-    # Who takes the next call
+    # The choice of a server
 
     def _candidates(self, version: int | None, avoid: str) -> list[FleetServer]:
-        """The best there are: better one that loads, and keeps its calls waiting, than nobody."""
+        """The best servers for a call: one that is loading, where calls wait, is better than none."""
         able = [
             server
             for server in self.servers.values()
             if server.state in ("ready", "loading") and not server.held and self._serves(server, version)
         ]
-        sound = [server for server in able if server.breaker.lets_through]
-        able = sound or [server for server in able if not server.breaker.gone]
+        sound = [server for server in able if server.breaker.allows_call]
+        able = sound or [server for server in able if not server.breaker.unreachable]
         if len(able) < 2:
             return able
         able = [server for server in able if server.id != avoid] or able
@@ -251,21 +200,21 @@ class Fleet:
     def _serves(self, server: FleetServer, version: int | None) -> bool:
         if version is not None:
             return server.version == version
-        # Nobody pushes to a bare engine: it serves what it serves.
+        # Policies are not pushed to bare engines, so their version does not matter.
         return self.serving is None or server.version == self.serving or server.registration.url is None
 
     def choose(self, session_id: str, version: int | None = None, avoid: str = "") -> FleetServer | None:
-        """Who takes a call now; not the server that is to be avoided, where there is another."""
-        return place_call(self._candidates(version, avoid), session_id)
+        """The server that takes a call now; not the server `avoid`, unless it is the only one."""
+        return choose_server(self._candidates(version, avoid), session_id)
 
     def has(self, version: int) -> bool:
-        """Whether some server serves the version, in rotation or not."""
+        """Whether any server serves the version, in rotation or not."""
         return any(server.version == version for server in self.servers.values())
 
     async def acquire(
         self, session_id: str, version: int | None, wait_s: float, avoid: str = ""
     ) -> FleetServer:
-        """Choose, waiting for a server to come into rotation. Raises NoServer when none does."""
+        """Choose a server; wait up to `wait_s` seconds for one to come into rotation. Raises NoServer."""
         deadline = time.monotonic() + wait_s
         while True:
             server = self.choose(session_id, version, avoid)
@@ -273,14 +222,15 @@ class Fleet:
                 return server
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise NoServer(self.why_nobody())
+                raise NoServer(self.why_no_server())
             try:
                 async with asyncio.timeout(left_s):
                     await self.changed.wait()
             except TimeoutError:
                 continue
 
-    def why_nobody(self) -> str:
+    def why_no_server(self) -> str:
+        """Why no server can take a call."""
         if not self.servers:
             return "no rollout server has registered"
         states = ", ".join(
@@ -289,7 +239,7 @@ class Fleet:
         )
         return f"no engine can serve version {self.serving}: {states}"
 
-    def works(self, server: FleetServer) -> None:
-        """A call got tokens from it."""
+    def call_succeeded(self, server: FleetServer) -> None:
+        """A call received tokens from the server."""
         server.breaker.succeeded()
-        self._tell_waiting()
+        self._wake_waiting()

@@ -1,15 +1,16 @@
-"""Which server takes a call: the session's own, for its prefix cache, unless others have far less to do."""
+"""Chooses the server for a call: the session's own, for its prefix cache, unless others are far less busy."""
 
 import zlib
 from collections.abc import Collection
 from typing import Protocol, TypeVar
 
 SLACK = 4
-"""Calls in flight that a session's own server may have beyond the least loaded; or half as many again."""
+"""Calls in flight that a session's own server may have more than the least loaded one; half of the latter's
+calls, if that is more."""
 
 
 class Loaded(Protocol):
-    """What there is to weigh."""
+    """A server that can be chosen."""
 
     @property
     def id(self) -> str: ...
@@ -20,10 +21,11 @@ class Loaded(Protocol):
 L = TypeVar("L", bound=Loaded)
 
 
-def place_call(candidates: Collection[L], session_id: str) -> L | None:
-    """The same answer at every gateway, and after every restart, as long as load does not speak against it.
+def choose_server(candidates: Collection[L], session_id: str) -> L | None:
+    """The server for a call of the session; None if there are no candidates.
 
-    A server that joins or leaves moves only its own share of the sessions.
+    Every gateway chooses the same server, also after a restart, unless load decides otherwise. A server that
+    joins or leaves moves only its own share of the sessions (rendezvous hashing).
     """
     if len(candidates) < 2:
         return next(iter(candidates), None)
@@ -35,5 +37,5 @@ def place_call(candidates: Collection[L], session_id: str) -> L | None:
 
 
 def _affinity(session_id: str, server_id: str) -> int:
-    """The same number everywhere, as Python's own hash is not; mixed, since CRCs of like names are alike."""
+    """A hash that is equal in every process; multiplied, because CRCs of similar names are similar."""
     return zlib.crc32(f"{session_id} {server_id}".encode()) * 0x9E3779B97F4A7C15 % 2**64

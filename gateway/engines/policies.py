@@ -1,4 +1,4 @@
-"""Published policies: numbered once, pushed to every rollout server, reported per server.
+"""Publishes policies: registers each version, and pushes it to every rollout server.
 
 POST /admin/policies ──▶ record ──▶ POST /reload on each server ──▶ serving = version, once one took it
 """
@@ -14,7 +14,8 @@ import msgspec
 from pydantic import ValidationError
 from redis.asyncio import Redis
 
-from gateway.engines.fleet import Fleet, FleetServer
+from gateway.engines.fleet import Fleet
+from gateway.engines.fleet_server import FleetServer
 from gateway.errors import ObjectNotFound, StateConflict
 from rollout_queue.contract.policy import PolicyRecord
 from rollout_queue.protocol.errors import error_message
@@ -27,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 
 class ReloadRefused(Exception):
-    """A server did not take a version, or did not prove that it did; the text says why."""
+    """A server did not load a version, or did not confirm that it did; the text says why."""
 
 
 class Policies:
-    """The register of versions, and the push to the fleet. One push at a time."""
+    """The registered versions, and their push to the fleet. One push at a time."""
 
     def __init__(self, redis: Redis, fleet: Fleet, push_timeout_s: float) -> None:
         self._register = PolicyRegister(redis)
@@ -39,7 +40,7 @@ class Policies:
         self._push_timeout_s = push_timeout_s
         self._pushing = asyncio.Lock()
         self.target: int | None = None
-        """The version of the push that goes on, or went last."""
+        """The version of the current push, or of the last one."""
 
     async def all(self) -> list[PolicyRecord]:
         """Every known version, ascending. Raises StorageUnavailable."""
@@ -47,12 +48,12 @@ class Policies:
         return [known[version] for version in sorted(known)]
 
     async def current(self) -> PolicyRecord | None:
-        """The policy that a server is to serve."""
+        """The policy that servers are to serve; None before the first."""
         known = {record.version: record for record in await self.all()}
         return known.get(self._fleet.serving) if self._fleet.serving is not None else None
 
     async def note_initial(self, version: int) -> None:
-        """Register the version that the engines started with, and serve it unless another is served."""
+        """Register the version that the engines started with; serve it if none is served yet."""
         record = PolicyRecord(version=version, created_at=time.time(), state="serving")
         if await self._register.register_first(record):
             self._fleet.serve(version)
@@ -60,16 +61,17 @@ class Policies:
     async def publish(
         self, version: int | None, location: str, manifest_sha256: str | None, step: int | None
     ) -> tuple[int, list[PushResult]]:
-        """Register a version and push it.
+        """Register a version and push it; without a number it gets the next free one.
 
-        Raises StateConflict for a lower number, a known one with other content, or one of the trainer's.
+        Raises StateConflict for a number that is lower than the newest, that is known with other content, or
+        that the trainer has reserved.
         """
         async with self._pushing:
             record = await self._registered(version, location, manifest_sha256, step)
             return record.version, await self._push(record)
 
     async def serve_again(self, version: int) -> list[PushResult]:
-        """Serve a known version everywhere, under its own number. Raises ObjectNotFound."""
+        """Push a known version again, under its own number. Raises ObjectNotFound."""
         async with self._pushing:
             record = next((each for each in await self.all() if each.version == version), None)
             if record is None:
@@ -79,7 +81,7 @@ class Policies:
     async def _registered(
         self, version: int | None, location: str, manifest_sha256: str | None, step: int | None
     ) -> PolicyRecord:
-        """Keep the policy under its number, whatever another gateway registers at the same moment."""
+        """Register the policy; starts again if another gateway registers one at the same time."""
         while True:
             known = await self._register.look()
             asked = PolicyRecord(
@@ -94,17 +96,17 @@ class Policies:
                 return record
 
     async def _push(self, record: PolicyRecord, force: bool = False) -> list[PushResult]:
-        """Tell every server. The version is served once one took it: a slow one keeps nobody waiting."""
+        """Push to every server. The version is served as soon as one server has loaded it."""
         self.target = record.version
         servers = list(self._fleet.servers.values())
         reloads = [asyncio.create_task(self._reload(server, record, force)) for server in servers]
         try:
-            taken = not servers or await _any_ok(reloads)
-            if taken:
+            loaded = not servers or await _any_ok(reloads)
+            if loaded:
                 await self._serve(record)
         finally:
             results = await asyncio.gather(*reloads)
-        if not taken and record.version != self._fleet.serving:
+        if not loaded and record.version != self._fleet.serving:
             await self._register.store(msgspec.structs.replace(record, state="failed"))
             logger.error("version %d was refused by every server", record.version)
         return results
@@ -121,11 +123,11 @@ class Policies:
     async def _reload(self, server: FleetServer, record: PolicyRecord, force: bool) -> PushResult:
         started = time.monotonic()
         if server.registration.url is None:
-            error = "a bare engine takes no policy: put a rollout server in front of it"
+            error = "a bare engine cannot load a policy: put a rollout server in front of it"
             return PushResult(server=server.id, ok=False, total_s=0.0, error=error)
         server.pushing = True
         try:
-            served = await self._reloaded(f"{server.registration.url}/reload", record, force)
+            served = await self._request_reload(f"{server.registration.url}/reload", record, force)
         except ReloadRefused as refusal:
             total_s = time.monotonic() - started
             return PushResult(server=server.id, ok=False, total_s=total_s, error=str(refusal))
@@ -140,7 +142,7 @@ class Policies:
             total_s=time.monotonic() - started,
         )
 
-    async def _reloaded(self, url: str, record: PolicyRecord, force: bool) -> Reloaded:
+    async def _request_reload(self, url: str, record: PolicyRecord, force: bool) -> Reloaded:
         """Raises ReloadRefused unless the server answers that it serves this version."""
         try:
             asked = ReloadBody(
@@ -155,11 +157,11 @@ class Policies:
             raise ReloadRefused(first_fault(error)) from error
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise ReloadRefused(f"{type(error).__name__}: {error}") from error
-        return _proof(status, body, record.version)
+        return _confirmed(status, body, record.version)
 
 
-def _proof(status: int, body: bytes, version: int) -> Reloaded:
-    """A server's answer that it serves the version. Raises ReloadRefused for any other answer."""
+def _confirmed(status: int, body: bytes, version: int) -> Reloaded:
+    """The server's confirmation that it serves the version. Raises ReloadRefused for any other answer."""
     with suppress(MalformedMessage):
         served = Reloaded.read(body)
         if status == 200 and served.ok and served.version == version:
@@ -167,13 +169,8 @@ def _proof(status: int, body: bytes, version: int) -> Reloaded:
     raise ReloadRefused(error_message(body))
 
 
-def status_of(results: Sequence[PushResult]) -> int:
-    """200 when every server took it, 207 when one failed."""
-    return 200 if all(result.ok for result in results) else 207
-
-
 async def _any_ok(reloads: Sequence[asyncio.Task[PushResult]]) -> bool:
-    """True as soon as one server took the policy; False when all refused it."""
+    """True as soon as one server has loaded the policy; False if all refused it."""
     for reload in asyncio.as_completed(reloads):
         if (await reload).ok:
             return True
@@ -181,14 +178,14 @@ async def _any_ok(reloads: Sequence[asyncio.Task[PushResult]]) -> bool:
 
 
 def _accepted(asked: PolicyRecord, known: KnownPolicies) -> PolicyRecord:
-    """The record to keep. Raises StateConflict where its number names something else, or went by."""
+    """The record to store. Raises StateConflict if the number is too low, reserved, or has other content."""
     if asked.version < known.newest:
         raise StateConflict(f"version {asked.version} is lower than {known.newest}", param="version")
     registered, reserved = known.records.get(asked.version), known.reserved
     if registered is None:
-        # Only who took the number knows where its weights are to lie.
+        # A reserved number may only be published with the location of its reservation.
         if asked.version <= reserved.version and (asked.version, asked.location) != reserved:
-            message = f"the trainer has taken version {reserved.version}, and every lower number"
+            message = f"the trainer has reserved version {reserved.version}, and every lower number"
             raise StateConflict(message, param="version")
         return asked
     if (registered.location, registered.manifest_sha256) != (asked.location, asked.manifest_sha256):

@@ -1,1 +1,1 @@
-"""One answer: begun, sampled, recorded."""
+"""Generations: one answer each, sampled on the fleet and recorded as a turn."""

@@ -1,4 +1,4 @@
-"""One generation, whichever dialect asked for it: what it was asked, where it stands, what was sampled."""
+"""One generation, for any dialect: its call, its position in the session, and what was sampled so far."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import msgspec
 
 from gateway.conversations.conversation import Prompt
-from gateway.engines.stream import Piece
+from gateway.engines.event_stream import OutputChunk
 from gateway.language.render import Message, Tool
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
@@ -25,15 +25,15 @@ class ClientCall(Protocol):
     latest_attempt: int
     """The last attempt that joined the call."""
     joined_at: float
-    """When it joined, in seconds since the epoch; 0 where none did."""
+    """When it joined, in seconds since the epoch; 0 if none did."""
 
     async def wait_for_reader(self) -> None:
-        """Wait until a client reads the answer; cancelled when none comes."""
+        """Wait until a client reads the answer; cancelled if none comes."""
         ...
 
 
 class Call(msgspec.Struct, frozen=True):
-    """What a dialect asks for, free of its wire shape."""
+    """A call in terms of no dialect."""
 
     messages: Sequence[Message]
     tools: list[Tool] | None = None
@@ -42,27 +42,27 @@ class Call(msgspec.Struct, frozen=True):
     stop: list[str] = []
     stream: bool = False
     top_logprobs: int = 0
-    constraint: Mapping[str, Any] = {}
-    """What the answer must look like, in SGLang's names: `json_schema`, `structural_tag`, …"""
+    structural_tag: str | None = None
+    """The grammar of the answer, as JSON; None if it is not constrained."""
     prompt_ids: TokenIds | None = None
-    """A prompt without a chat template, given as it is; `messages` are empty then."""
+    """The prompt of a call without a chat template; `messages` are empty then."""
     user: str | None = None
-    """For whom the caller says that the call is."""
+    """The end user whom the caller names."""
 
 
 class Generation(msgspec.Struct):
-    """One answer in the making."""
+    """One answer while it is sampled."""
 
     call: Call
     head: SessionHead
     prompt: Prompt
     sampling: Sampling
     completion_id: str
-    """What the reply is called; the choices of one call share it."""
+    """The id of the reply; the choices of one call share it."""
     client: ClientCall
     """Who reads the answer, and which attempt at the call this is."""
     index: int = 0
-    """Which choice of its call it is."""
+    """The number of the choice in its call."""
     train: bool = True
     version: int | None = None
     """Only this policy version may answer."""
@@ -75,27 +75,28 @@ class Generation(msgspec.Struct):
     top_logprobs: list[list[tuple[float, int]]] = []
     finish: str | None = None
     matched: str | None = None
-    """The stop string that ended the answer, where one did."""
+    """The stop string that ended the answer, if one did."""
     versions: tuple[Span, ...] = ()
-    """Who sampled what; before the last piece, as far as its events said."""
-    kept: bool = False
+    """Which version sampled which part; before the last chunk, as far as the events tell."""
+    recorded: bool = False
     """It is recorded, or being recorded."""
 
-    def take(self, piece: Piece) -> None:
+    def take(self, chunk: OutputChunk) -> None:
+        """Append a chunk."""
         start = len(self.ids)
-        self.ids += piece.ids
-        self.logprobs += piece.logprobs
-        self.top_logprobs += piece.top_logprobs
-        self.engine = piece.server
-        if piece.finish is not None:
-            self.finish, self.matched, self.versions = piece.finish, piece.matched, piece.versions
-        elif self.versions and self.versions[-1].version == piece.version:
-            self.versions = (*self.versions[:-1], Span(piece.version, self.versions[-1].start, len(self.ids)))
+        self.ids += chunk.ids
+        self.logprobs += chunk.logprobs
+        self.top_logprobs += chunk.top_logprobs
+        self.engine = chunk.server
+        if chunk.finish is not None:
+            self.finish, self.matched, self.versions = chunk.finish, chunk.matched, chunk.versions
+        elif self.versions and self.versions[-1].version == chunk.version:
+            self.versions = (*self.versions[:-1], Span(chunk.version, self.versions[-1].start, len(self.ids)))
         else:
-            self.versions = (*self.versions, Span(piece.version, start, len(self.ids)))
+            self.versions = (*self.versions, Span(chunk.version, start, len(self.ids)))
 
     def turn(self, policy: str, finish: Finish, reply_digest: str) -> Turn:
-        """The record of this generation. Raises InvalidRecord for an answer that contradicts itself."""
+        """The record of this generation. Raises InvalidRecord if the answer contradicts itself."""
         spec, prompt = self.head.spec, self.prompt
         return Turn(
             turn_id=self.turn_id,
@@ -129,6 +130,6 @@ class Generation(msgspec.Struct):
 
 
 def tokens_of(generations: Sequence[Generation], n: int) -> tuple[int, int]:
-    """Tokens of the prompts and of the answers of one call, which asked for `n` answers to each prompt."""
+    """Tokens of the prompts, and of the answers, of one call with `n` answers to each prompt."""
     prompts = sum(len(each.prompt.prompt_ids) for each in generations[::n])
     return prompts, sum(len(each.ids) for each in generations)

@@ -1,6 +1,6 @@
-"""Begins and samples generations.
+"""Begins generations, and samples them on the fleet.
 
-call ──begin──▶ parent, prompt, sampling ──sample──▶ pieces …
+call ──begin──▶ parent, prompt, sampling ──sample──▶ chunks …
 """
 
 import asyncio
@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from gateway.conversations.conversation import Prompt, locate
 from gateway.conversations.raw import locate_raw
-from gateway.engines.failover import Hear, Sampler, SampleRequest
-from gateway.engines.stream import Piece
+from gateway.engines.answer import SampleRequest
+from gateway.engines.event_stream import OutputChunk
+from gateway.engines.failover import OnChunk, Sampler
 from gateway.errors import GatewayError, InvalidRequest
 from gateway.generations.generation import Call, ClientCall, Generation
 from gateway.generations.recorder import Recorder
@@ -25,7 +26,7 @@ WHOLE_ANSWER_INTERVAL = 64
 
 
 class Generator:
-    """What the dialects share between understanding a request and telling its answer."""
+    """What all dialects share between reading a request and writing its answer."""
 
     def __init__(
         self, settings: GatewaySettings, renderer: ChatRenderer, sampler: Sampler, recorder: Recorder
@@ -33,7 +34,7 @@ class Generator:
         self._renderer = renderer
         self._sampler = sampler
         self._recorder = recorder
-        self._knows_every_id = renderer.tokenizer.vocabulary_size <= renderer.config.vocab_size
+        self._template_ids_are_valid = renderer.tokenizer.vocabulary_size <= renderer.config.vocab_size
         self._train_constrained = settings.train_constrained
         self._context_length = settings.context_length or renderer.config.max_position_embeddings
 
@@ -47,19 +48,20 @@ class Generator:
         heavy: bool,
         client: ClientCall,
     ) -> list[Generation]:
-        """Find each call's place and its sampling, for `n` answers to each; heavy ones off the event loop.
+        """Locate each call's prompt and decide its sampling, for `n` answers to each.
 
-        Raises InvalidRequest for what cannot be rendered or does not fit.
+        Prompts of `heavy` requests are rendered in a thread. Raises InvalidRequest for a prompt that cannot
+        be rendered, or does not fit into the context.
         """
         completion_id = f"{prefix}{new_id()}"
         generations: list[Generation] = []
         for call in calls:
             if heavy:
-                prompt = await asyncio.to_thread(self._place, head, call)
+                prompt = await asyncio.to_thread(self._locate, head, call)
             else:
-                prompt = self._place(head, call)
+                prompt = self._locate(head, call)
             room = self._context_length - len(prompt.prompt_ids)
-            train = head.spec.train and (self._train_constrained or not call.constraint)
+            train = head.spec.train and (self._train_constrained or call.structural_tag is None)
             for index in range(len(generations), len(generations) + n):
                 sampling = decide(head.spec.sampling, call, room, head.spec.train, index)
                 generations.append(
@@ -68,45 +70,45 @@ class Generator:
         return generations
 
     def prompt_ids(self, messages: Sequence[Message], tools: list[Tool] | None) -> TokenIds:
-        """The prompt of messages that continue nothing. Raises InvalidRequest for what cannot be rendered."""
+        """The prompt of a conversation without a session. Raises InvalidRequest if it cannot be rendered."""
         try:
             return self._renderer.render(messages, tools)
         except UNREADABLE as error:
             raise _unreadable(error) from error
 
-    async def sample(self, generation: Generation, hear: Hear | None = None) -> None:
-        """Sample the whole answer; `hear` has each piece once it is taken.
+    async def sample(self, generation: Generation, on_chunk: OnChunk | None = None) -> None:
+        """Sample the whole answer, and call `on_chunk` with each chunk that was appended.
 
-        A caller that is cancelled, or a `hear` that fails, ends the engine's work, and that is recorded.
+        If the caller is cancelled, or `on_chunk` raises, the engine is told to abort, and the aborted answer
+        is recorded.
         """
 
-        async def take(piece: Piece) -> None:
-            generation.take(piece)
-            if hear is not None:
-                await hear(piece)
+        async def take(chunk: OutputChunk) -> None:
+            generation.take(chunk)
+            if on_chunk is not None:
+                await on_chunk(chunk)
 
         try:
-            await self._sampler.sample(self._asked(generation), take)
+            await self._sampler.sample(self._sample_request(generation), take)
         except GatewayError:
             raise
         except BaseException:
             await self._recorder.record_aborted(generation)
             raise
 
-    def _asked(self, generation: Generation) -> SampleRequest:
-        call = generation.call
+    def _sample_request(self, generation: Generation) -> SampleRequest:
+        call, interval = generation.call, 1 if generation.call.stream else WHOLE_ANSWER_INTERVAL
         return SampleRequest(
             rid=generation.turn_id,
             session_id=generation.head.spec.session_id,
             version=generation.version,
             input_ids=generation.prompt.prompt_ids.tolist(),
-            parameters=engine_parameters(generation.sampling, self._renderer.stop_ids, call),
-            stream_interval=1 if call.stream else WHOLE_ANSWER_INTERVAL,
+            parameters=engine_parameters(generation.sampling, self._renderer.stop_ids, call, interval),
             top_logprobs=call.top_logprobs,
         )
 
-    def _place(self, head: SessionHead, call: Call) -> Prompt:
-        """Raises InvalidRequest."""
+    def _locate(self, head: SessionHead, call: Call) -> Prompt:
+        """The prompt of a call, checked. Raises InvalidRequest."""
         try:
             if call.prompt_ids is not None:
                 prompt = locate_raw(head, call.prompt_ids)
@@ -120,8 +122,8 @@ class Generator:
         if len(ids) >= context:
             message = f"the prompt has {len(ids)} tokens; the context holds {context}, the answer included"
             raise InvalidRequest(message, param="messages", code="context_length_exceeded")
-        foreign = not self._knows_every_id or call.prompt_ids is not None  # what we encode is known, then
-        if foreign and not (ids.natural and max(ids) < vocabulary):  # one such id kills an SGLang engine
+        unchecked = not self._template_ids_are_valid or call.prompt_ids is not None
+        if unchecked and not (ids.natural and max(ids) < vocabulary):  # such an id stops an SGLang engine
             message = f"a token id lies outside the vocabulary of {vocabulary}"
             raise InvalidRequest(message, param="messages", code="token_out_of_vocabulary")
         return prompt

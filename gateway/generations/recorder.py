@@ -1,6 +1,6 @@
-"""Records generations: nothing is answered before its turn is in Redis.
+"""Records generations as turns: a client receives the end of an answer only after its turn is in Redis.
 
-generation ──parse──▶ answer ──▶ turn ──append──▶ Redis ──▶ the dialect may tell it
+generation ──parse──▶ answer ──▶ turn ──append──▶ Redis ──▶ the dialect writes the end of the reply
 """
 
 import asyncio
@@ -26,20 +26,20 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Appends turns, whether or not anybody still waits for them."""
+    """Appends turns to their sessions, also if no client waits for them any more."""
 
     def __init__(
         self, settings: GatewaySettings, renderer: ChatRenderer, writer: StreamWriter, metrics: Metrics
     ) -> None:
         self._settings = settings
         self._renderer = renderer
-        self._plain = FastParser(renderer)
+        self._fast_parser = FastParser(renderer)
         self._writer = writer
         self._metrics = metrics
         self._unfinished: set[asyncio.Task[None]] = set()
 
     async def record(self, generation: Generation) -> tuple[Turn, ParsedAnswer]:
-        """Append the turn, as soon as somebody listens; when this returns, it is in Redis.
+        """Append the turn once a client reads the answer; when this returns, it is in Redis.
 
         Raises StorageUnavailable when it cannot be stored, EngineFault when the engine's answer contradicts
         itself, StateConflict when the session has ended since, Deleted when it was deleted.
@@ -49,7 +49,7 @@ class Recorder:
         except asyncio.CancelledError:
             await self.record_aborted(generation)
             raise
-        generation.kept = True
+        generation.recorded = True
         answer = self._answer(generation)
         finish: Finish = "length" if generation.finish == "length" else "stop"
         if answer.tool_calls and finish == "stop":
@@ -57,7 +57,7 @@ class Recorder:
         reply_digest = extend(generation.prompt.digest, reply_message(answer)).hex()
         try:
             turn = generation.turn(self._settings.model_name, finish, reply_digest)
-            await self._append_surely(turn, generation.head)
+            await self._append_shielded(turn, generation.head)
         except InvalidRecord as error:
             raise EngineFault("nonsense", f"the engine's answer is broken: {error}") from error
         except SessionClosed as error:
@@ -65,29 +65,29 @@ class Recorder:
         return turn, answer
 
     async def record_aborted(self, generation: Generation) -> None:
-        """Its client went away: append what there is, also when the caller is cancelled once more."""
-        generation.kept = True
-        await asyncio.shield(self._go_on(self._append_aborted(generation)))
+        """Append the unfinished answer of a client that left; continues if the caller is cancelled again."""
+        generation.recorded = True
+        await asyncio.shield(self._in_background(self._append_aborted(generation)))
 
-    async def record_left(self, generations: Sequence[Generation]) -> None:
-        """The call was stopped: choices that were sampled to their end, and not recorded, are aborted too."""
-        left = [each for each in generations if each.finish is not None and not each.kept]
+    async def record_unrecorded(self, generations: Sequence[Generation]) -> None:
+        """The call was stopped: also record its complete choices, as aborted."""
+        left = [each for each in generations if each.finish is not None and not each.recorded]
         await asyncio.gather(*map(self.record_aborted, left))
 
     async def close(self) -> None:
-        """Finish the records that clients who left did not wait for."""
+        """Wait for appends in the background."""
         await asyncio.gather(*self._unfinished, return_exceptions=True)
 
-    async def _append_surely(self, turn: Turn, head: SessionHead) -> None:
-        """Append, also when the caller is cancelled meanwhile: what was sampled is recorded all the same."""
+    async def _append_shielded(self, turn: Turn, head: SessionHead) -> None:
+        """Append; if the caller is cancelled meanwhile, append in the background."""
         try:
             await self._append(turn, head)
         except asyncio.CancelledError:
-            self._go_on(self._append_unheard(turn, head))
+            self._in_background(self._append_again(turn, head))
             raise
 
-    async def _append_unheard(self, turn: Turn, head: SessionHead) -> None:
-        """Once more; by its id it is stored once. Nobody is left to hear that it cannot be."""
+    async def _append_again(self, turn: Turn, head: SessionHead) -> None:
+        """Append once more, which stores the turn once, by its id. An error can only be logged."""
         try:
             await self._append(turn, head)
         except QueueError as error:
@@ -106,8 +106,8 @@ class Recorder:
         turn = await self._writer.append_turn(turn, turn.finished_at + spec.ttl_s, spec.owner, opening)
         self._metrics.turn_recorded(turn, time.monotonic() - started)
 
-    def _go_on(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Work that no caller has to wait for; `close` does."""
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start work for which `close` waits, and no caller has to."""
         task = asyncio.create_task(work)
         self._unfinished.add(task)
         task.add_done_callback(self._unfinished.discard)
@@ -120,7 +120,7 @@ class Recorder:
             answer = ParsedAnswer(self._renderer.text_of(ids[:-1] if ended else ids))
         else:
             prompt_ids = generation.prompt.prompt_ids
-            answer = self._plain.read(ids, prompt_ids) or self._renderer.parse(
+            answer = self._fast_parser.read(ids, prompt_ids) or self._renderer.parse(
                 ids, call.tools, generation.turn_id, prompt_ids=prompt_ids
             )
         if generation.matched is None:

@@ -1,26 +1,29 @@
-"""Who decides how an answer is sampled: one owner per parameter, and a record of both wishes.
+"""Decides the sampling parameters of an answer, and records both those requested and those used.
 
-The engine's logprobs are of softmax(logits / temperature) before top-p and top-k, so only temperature
-leaves them exact; `enforce` keeps training traffic there.
+The engine's logprobs are of softmax(logits / temperature), before top-p and top-k. Only
+the temperature leaves them exact, and so mode `enforce` keeps all other parameters out of training.
 """
 
 from typing import Any
 
+from msgspec import UNSET
+
+from gateway.engines.generate_request import SamplingParameters
 from gateway.generations.generation import Call
 from rollout_queue.contract.records import Sampling, SamplingPolicy
 
 NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Sent with every request, so that no engine default decides in our place."""
+"""Sent with every request, so that no default of an engine applies."""
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 PENALTIES = ("frequency_penalty", "presence_penalty", "logit_bias")
 RENAMED = frozenset({"max_tokens", "seed", "constraint"})
-"""What the engine calls otherwise."""
+"""Parameters that the engine has under another name."""
 
 
 def decide(policy: SamplingPolicy, call: Call, room: int, train: bool, index: int = 0) -> Sampling:
-    """The sampling of choice `index` of one call; `room` is how many tokens the context leaves.
+    """The sampling of choice `index` of one call; `room` is the number of tokens left in the context.
 
-    A session that is not trained keeps the caller's own parameters.
+    Sessions that are not trained keep the caller's parameters.
     """
     asked = call.asked
     mode = policy.mode if train else "allow"
@@ -31,24 +34,24 @@ def decide(policy: SamplingPolicy, call: Call, room: int, train: bool, index: in
         used |= {name: asked[name] for name in PENALTIES if asked.get(name)}
     limits = [asked.get("max_tokens"), policy.max_tokens, room]
     used["max_tokens"] = min(limit for limit in limits if limit is not None)
-    if call.constraint:
+    if call.structural_tag is not None:
         used["constraint"] = asked["constraint"]
     if "seed" in asked:
-        used["seed"] = asked["seed"] + index  # distinct samples, also on an engine that is deterministic
+        used["seed"] = asked["seed"] + index  # distinct samples, also from a deterministic engine
     return Sampling(asked=dict(asked), used=used)
 
 
-def engine_parameters(sampling: Sampling, stop_ids: list[int], call: Call) -> dict[str, Any]:
-    """The same in SGLang's names."""
-    parameters = {name: value for name, value in sampling.used.items() if name not in RENAMED}
-    parameters |= {
-        "max_new_tokens": sampling.used["max_tokens"],
-        "stop_token_ids": stop_ids,
-        "skip_special_tokens": False,
-        **call.constraint,
-    }
-    if "seed" in sampling.used:
-        parameters["sampling_seed"] = sampling.used["seed"]
-    if call.stop:
-        parameters["stop"] = list(call.stop)
-    return parameters
+def engine_parameters(
+    sampling: Sampling, stop_ids: list[int], call: Call, stream_interval: int
+) -> SamplingParameters:
+    """The parameters as the engine has them."""
+    same_name = {name: value for name, value in sampling.used.items() if name not in RENAMED}
+    return SamplingParameters(
+        **same_name,
+        max_new_tokens=sampling.used["max_tokens"],
+        stop_token_ids=stop_ids,
+        sampling_seed=sampling.used.get("seed", UNSET),
+        stop=list(call.stop) or UNSET,
+        structural_tag=UNSET if call.structural_tag is None else call.structural_tag,
+        stream_interval=stream_interval,
+    )

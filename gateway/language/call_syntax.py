@@ -11,15 +11,25 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from gateway.errors import InvalidRequest
-from gateway.language.render import ChatRenderer, Tool
+from gateway.language.chat_messages import Tool
+from gateway.language.render import ChatRenderer
+from gateway.language.structural_tag import (
+    AnyTokens,
+    FixedText,
+    Format,
+    JsonFormat,
+    JsonStyle,
+    OptionalFormat,
+    Pattern,
+    Repeated,
+    TokenFormat,
+    either,
+    sequence,
+)
 
-Format = dict[str, Any]
-
-MAX_WHITESPACE = 16
-"""In a row, inside JSON: enough for indentation, and a bound for a model that repeats white space."""
 MARKER = re.compile(r"(<[^<>\s]+>)")
 
 
@@ -30,7 +40,7 @@ class CallSyntax:
     begin: str
     """Contains `{name}`, or `{quoted}` for the name as a JSON string, and maybe `{number}` for any number."""
     end: str
-    style: Literal["json", "qwen_xml", "glm_xml", "minimax_xml"] = "json"
+    style: JsonStyle = "json"
     separator: str = ""
     around: tuple[str, str] = ("", "")
     opener: str | None = None
@@ -44,17 +54,18 @@ class CallSyntax:
         elements = [*literal(renderer, self.around[0]), call]
         if parallel and self.parallel:
             more = sequence([*literal(renderer, self.separator), call])
-            elements.append({"type": "star", "content": more})
+            elements.append(Repeated(content=more))
         return sequence([*elements, *literal(renderer, self.around[1])])
 
     def at_most_one(self, renderer: ChatRenderer, tools: Sequence[Tool]) -> Format:
         """Any answer without a second call."""
         opener = id_of(renderer, self.opener or self.around[0].strip())
-        rest: Format = {"type": "any_tokens", "exclude_tokens": [opener]}
-        after = (
-            sequence([token(opener), rest]) if self.opener else self.calls(renderer, tools, parallel=False)
-        )
-        return sequence([rest, {"type": "optional", "content": after}])
+        rest = AnyTokens(exclude_tokens=[opener])
+        if self.opener:
+            call = sequence([TokenFormat(token=opener), rest])
+        else:
+            call = self.calls(renderer, tools, parallel=False)
+        return sequence([rest, OptionalFormat(content=call)])
 
     def _call(self, renderer: ChatRenderer, tool: Tool) -> Format:
         name = tool["function"]["name"]
@@ -62,8 +73,8 @@ class CallSyntax:
         numbered = begin.partition("{number}")
         elements = list(literal(renderer, numbered[0]))
         if numbered[1]:
-            elements += [{"type": "regex", "pattern": r"\d+"}, *literal(renderer, numbered[2])]
-        arguments = json_format(arguments_of(tool), self.style)
+            elements += [Pattern(pattern=r"\d+"), *literal(renderer, numbered[2])]
+        arguments = JsonFormat(json_schema=arguments_of(tool), style=self.style)
         return sequence([*elements, arguments, *literal(renderer, self.end)])
 
 
@@ -126,25 +137,15 @@ def arguments_of(tool: Tool) -> Any:
     return schema if known else {"type": "object", **schema}
 
 
-def json_format(schema: Any, style: str = "json") -> Format:
-    """JSON of the schema, written in a template's style."""
-    return {
-        "type": "json_schema",
-        "json_schema": schema,
-        "style": style,
-        "max_whitespace_cnt": MAX_WHITESPACE,
-    }
-
-
 def literal(renderer: ChatRenderer, text: str) -> Iterator[Format]:
     """The formats of a fixed text: markers by their token ids, the rest as strings."""
     tokenizer = renderer.tokenizer
-    for piece in filter(None, MARKER.split(text)):
-        token_id = tokenizer.backend.token_to_id(piece)
+    for part in filter(None, MARKER.split(text)):
+        token_id = tokenizer.backend.token_to_id(part)
         if token_id in tokenizer.added_ids:
-            yield token(token_id)
+            yield TokenFormat(token=token_id)
         else:
-            yield {"type": "const_string", "value": piece}
+            yield FixedText(value=part)
 
 
 def id_of(renderer: ChatRenderer, marker: str) -> int:
@@ -153,15 +154,3 @@ def id_of(renderer: ChatRenderer, marker: str) -> int:
     if token_id is None:
         raise InvalidRequest(f"a constrained answer needs the token {marker!r}, which the tokenizer lacks")
     return token_id
-
-
-def token(token_id: int) -> Format:
-    return {"type": "token", "token": token_id}
-
-
-def sequence(elements: Sequence[Format]) -> Format:
-    return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": list(elements)}
-
-
-def either(elements: Sequence[Format]) -> Format:
-    return elements[0] if len(elements) == 1 else {"type": "or", "elements": list(elements)}

@@ -9,29 +9,31 @@ logprob of the unconstrained policy; `sampling.used` of each turn names its cons
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
 import msgspec
 
 from gateway.errors import InvalidRequest
-from gateway.language.call_syntax import (
-    SYNTAX_OF_FAMILY,
-    CallSyntax,
-    Format,
-    either,
-    id_of,
-    json_format,
-    sequence,
-    token,
-)
+from gateway.language.call_syntax import SYNTAX_OF_FAMILY, CallSyntax, id_of
 from gateway.language.render import ChatRenderer, Tool
 from gateway.language.schema import check_schema, check_size
+from gateway.language.structural_tag import (
+    AnyTokens,
+    Format,
+    JsonFormat,
+    OptionalFormat,
+    Pattern,
+    StructuralTag,
+    TokenFormat,
+    either,
+    sequence,
+)
 
 MAX_BIASES = 1024
 NAME = re.compile(r"[\w.:/-]{1,128}")
-GAP: Format = {"type": "regex", "pattern": r"\n{0,3}"}
+GAP = Pattern(pattern=r"\n{0,3}")
 """Templates differ in the blank lines around reasoning."""
 
 ReasoningState = Literal["open", "possible", "over"]
@@ -44,8 +46,8 @@ class Constraint:
     """What one answer is constrained to."""
 
     kind: ConstraintKind = ""
-    parameters: Mapping[str, str] = field(default_factory=dict)
-    """In SGLang's names; empty if the answer is not constrained."""
+    structural_tag: str | None = None
+    """The grammar, as JSON; None if the answer is not constrained."""
 
     @property
     def asked(self) -> dict[str, str]:
@@ -90,7 +92,7 @@ def constraint_of(
     single = single or isinstance(tool_choice, Mapping)
     answers = [syntax.calls(renderer, callable_tools, parallel=not single)] if callable_tools else []
     if schema is not None:
-        answers.append(json_format(schema))
+        answers.append(JsonFormat(json_schema=schema))
     return _constrained_to(kind, param, sequence([*_reasoning(renderer), GAP, either(answers)]))
 
 
@@ -176,10 +178,11 @@ def _reasoning(renderer: ChatRenderer) -> list[Format]:
     if state == "over":
         return []
     begin, end = (id_of(renderer, mark) for mark in ("<think>", "</think>"))
-    inside: Format = {"type": "any_tokens", "exclude_tokens": [begin, end, *renderer.stop_ids]}
+    inside = AnyTokens(exclude_tokens=[begin, end, *renderer.stop_ids])
     if state == "open":
-        return [sequence([inside, token(end)])]
-    return [GAP, {"type": "optional", "content": sequence([token(begin), inside, token(end)])}]
+        return [sequence([inside, TokenFormat(token=end)])]
+    block = sequence([TokenFormat(token=begin), inside, TokenFormat(token=end)])
+    return [GAP, OptionalFormat(content=block)]
 
 
 @lru_cache(maxsize=64)
@@ -193,6 +196,6 @@ def _reasoning_state(renderer: ChatRenderer) -> ReasoningState:
 
 
 def _constrained_to(kind: ConstraintKind, param: str, form: Format) -> Constraint:
-    tag = msgspec.json.encode({"type": "structural_tag", "format": form})
+    tag = msgspec.json.encode(StructuralTag(format=form))
     check_size(tag, param)
-    return Constraint(kind, {"structural_tag": tag.decode()})
+    return Constraint(kind, tag.decode())

@@ -6,8 +6,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 
 from gateway.admission.pressure import read_pressure
-from gateway.engines.fleet import Registration
-from gateway.engines.policies import status_of
+from gateway.engines.fleet_server import Registration
 from gateway.errors import ObjectNotFound
 from gateway.rest import export, pipeline
 from gateway.rest.access import admins_only
@@ -44,7 +43,7 @@ async def status(request: Request) -> SystemStatus:
     trainer, queue = await _redis_state(gateway)
     pressure = await read_pressure(gateway.redis)
     last_error = await _last_error(gateway) if queue.dead_letters else None
-    warnings = [] if gateway.fleet.choose("") is not None else [gateway.fleet.why_nobody()]
+    warnings = [] if gateway.fleet.choose("") is not None else [gateway.fleet.why_no_server()]
     warnings += gateway.warnings.sentences(trainer, pressure, queue.dead_letters, last_error)
     serving, target = gateway.fleet.serving, gateway.policies.target
     return SystemStatus(
@@ -119,7 +118,7 @@ async def roll_back(body: RollbackBody, request: Request, response: Response) ->
 
 
 def _pushed(version: int, results: Sequence[PushResult], response: Response) -> Pushed:
-    response.status_code = status_of(results)
+    response.status_code = 200 if all(result.ok for result in results) else 207
     return Pushed(version=version, results=tuple(results))
 
 

@@ -329,7 +329,7 @@ WRITTEN = {
 def test_what_the_grammar_spells_is_what_the_family_reads_as_calls(renderer: RendererOf, family: str) -> None:
     syntax, of_family = SYNTAX_OF_FAMILY[family], renderer(family)
     for calls in (1, 2) if syntax.parallel else (1,):
-        tag = constraint_of(of_family, [TOOL, OTHER], "required").parameters["structural_tag"]
+        tag = constraint_of(of_family, [TOOL, OTHER], "required").structural_tag or ""
         ids = [*spoken(json.loads(tag)["format"], of_family, calls), of_family.stop_ids[0]]
         prompt = of_family.render([{"role": "user", "content": "hi"}], [TOOL, OTHER])
         answer = of_family.parse(ids, [TOOL, OTHER], "t", prompt_ids=prompt)
@@ -342,7 +342,7 @@ def test_what_the_grammar_spells_is_what_the_family_reads_as_calls(renderer: Ren
 def test_a_marker_that_is_a_token_is_asked_for_by_its_id(renderer: RendererOf, family: str) -> None:
     """Spelled in letters, the family would not read it as a marker."""
     of_family = renderer(family)
-    tag = constraint_of(of_family, [TOOL], "required").parameters["structural_tag"]
+    tag = constraint_of(of_family, [TOOL], "required").structural_tag or ""
     added = [of_family.text_of([token_id]) for token_id in of_family.tokenizer.added_ids]
     assert not [text for text in literals(json.loads(tag)) if any(marker in text for marker in added)]
 
@@ -378,4 +378,4 @@ def test_a_thought_stays_possible_where_the_template_has_one(renderer: RendererO
 
 
 def grammar_of(renderer: ChatRenderer) -> str:
-    return constraint_of(renderer, None, None, JSON).parameters["structural_tag"]
+    return constraint_of(renderer, None, None, JSON).structural_tag or ""

@@ -14,10 +14,13 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from tokenizers import Tokenizer
 
 from gateway.edge.errors import api_error
-from gateway.engines.engine import EngineClient, EngineHttpName, transport_of
-from gateway.engines.failover import Sampler, SampleRequest
-from gateway.engines.fleet import Fleet, FleetServer
-from gateway.engines.stream import Piece
+from gateway.engines.answer import SampleRequest
+from gateway.engines.client import EngineClient, EngineHttpName, transport_of
+from gateway.engines.event_stream import OutputChunk
+from gateway.engines.failover import Sampler
+from gateway.engines.fleet import Fleet
+from gateway.engines.fleet_server import FleetServer
+from gateway.engines.generate_request import SamplingParameters
 from gateway.errors import GatewayError
 from gateway.metrics import Metrics
 from rollout_queue.contract.records import Span
@@ -56,7 +59,7 @@ class Scene:
     sampler: Sampler
     metrics: Metrics
     end: int
-    heard: list[Piece] = field(default_factory=list)
+    heard: list[OutputChunk] = field(default_factory=list)
 
     @property
     def first(self) -> FakeEngine:
@@ -79,15 +82,15 @@ class Scene:
 
     def ask(self, **parameters: Any) -> SampleRequest:
         asked = {"max_new_tokens": 100, "stop_token_ids": [self.end], **parameters}
-        return SampleRequest("rid", "s", None, PROMPT, asked, stream_interval=1)
+        return SampleRequest("rid", "s", None, PROMPT, SamplingParameters(**asked))
 
-    async def hear(self, wanted: SampleRequest | None = None) -> Piece:
+    async def hear(self, wanted: SampleRequest | None = None) -> OutputChunk:
         """The whole answer; gives its last piece."""
         self.heard.clear()
         await self.sampler.sample(wanted or self.ask(), self.take)
         return self.heard[-1]
 
-    async def take(self, piece: Piece) -> None:
+    async def take(self, piece: OutputChunk) -> None:
         self.heard.append(piece)
 
     @property
@@ -232,7 +235,7 @@ async def test_tokens_of_one_event_that_may_be_of_two_versions_are_sampled_again
     ]
     first.raw = "".join(f"data: {text}\n\n" for text in map(json_of, events)).encode()
     scene.second.version = "2"
-    last = await scene.hear(structs.replace(scene.ask(), stream_interval=64))
+    last = await scene.hear(scene.ask(stream_interval=64))
     assert scene.ids == scene.whole
     assert [(span.version, span.start, span.end) for span in last.versions] == [(1, 0, 2), (2, 2, 13)]
 
@@ -362,14 +365,14 @@ async def test_an_answer_waits_for_the_only_engine_to_come_back(scene: Scene) ->
     url = server.registration.engine_url
     engine.interruptions.append(Interruption(3, "reset"))
 
-    async def hear(piece: Piece) -> None:
+    async def hear(piece: OutputChunk) -> None:
         await scene.take(piece)
         if len(scene.ids) == 3:
             move(server, f"http://127.0.0.1:{free_port()}")
 
     answering = asyncio.create_task(scene.sampler.sample(scene.ask(), hear))
     await come_to_be(lambda: scene.faults("refused"))
-    assert not server.breaker.lets_through
+    assert not server.breaker.allows_call
     move(server, url)
     server.state = "dead"
     await scene.fleet.refresh()  # hears that it is back: no need to wait for the breaker's time
@@ -462,7 +465,7 @@ async def test_tokens_of_another_version_are_no_part_of_a_pinned_answer(scene: S
 
 async def test_a_constrained_answer_starts_again_where_nobody_saw_its_beginning(scene: Scene) -> None:
     scene.first.interruptions.append(Interruption(5, "reset"))
-    ask = structs.replace(scene.ask(json_schema="{}"), stream_interval=2)
+    ask = scene.ask(structural_tag="{}", stream_interval=2)
     await scene.hear(ask)
     assert scene.ids == scene.whole
     assert scene.second.requests[0]["input_ids"] == PROMPT
@@ -471,7 +474,7 @@ async def test_a_constrained_answer_starts_again_where_nobody_saw_its_beginning(
 async def test_a_constrained_answer_that_was_seen_is_not_continued_as_another_grammar(scene: Scene) -> None:
     scene.first.interruptions.append(Interruption(5, "reset"))
     with pytest.raises(GatewayError) as caught:
-        await scene.hear(scene.ask(json_schema="{}"))
+        await scene.hear(scene.ask(structural_tag="{}"))
     assert api_error(caught.value).status == 503
     assert scene.ids == ANSWER[:5]
     assert scene.second.requests == []
@@ -482,7 +485,7 @@ async def test_who_stops_listening_stops_the_engine(scene: Scene) -> None:
     first.interruptions.append(Interruption(3, "reset"))
     second.stall_after = 4
 
-    async def hear(piece: Piece) -> None:
+    async def hear(piece: OutputChunk) -> None:
         await scene.take(piece)
         if len(scene.ids) == 7:
             raise ConnectionResetError
@@ -544,7 +547,7 @@ async def test_many_answers_survive_the_death_of_their_engine(
     async def one(n: int) -> list[int]:
         ids: list[int] = []
 
-        async def hear(piece: Piece) -> None:
+        async def hear(piece: OutputChunk) -> None:
             ids.extend(piece.ids)
 
         await scene.sampler.sample(structs.replace(scene.ask(), rid=f"r{n}"), hear)

@@ -11,10 +11,11 @@ from redis.asyncio import Redis
 
 from gateway.engines import breaker as breakers
 from gateway.engines.breaker import Breaker
-from gateway.engines.engine import EngineClient
-from gateway.engines.fleet import Fleet, FleetServer, Registration
+from gateway.engines.client import EngineClient
+from gateway.engines.fleet import Fleet
+from gateway.engines.fleet_server import FleetServer, Registration
 from gateway.engines.httptools_transport import HttptoolsTransport
-from gateway.engines.placement import place_call
+from gateway.engines.placement import choose_server
 from gateway.errors import NoServer
 
 
@@ -26,7 +27,7 @@ class Busy:
 
 def placed(servers: list[Busy], sessions: int) -> dict[str, str]:
     names = [f"session-{n}" for n in range(sessions)]
-    return {name: server.id for name in names if (server := place_call(servers, name)) is not None}
+    return {name: server.id for name in names if (server := choose_server(servers, name)) is not None}
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 8])
@@ -46,7 +47,7 @@ def test_an_overloaded_server_keeps_its_sessions_only_while_others_are_as_busy()
 
     def taken_by(in_flight: int, elsewhere: int) -> str:
         one.in_flight, two.in_flight = in_flight, elsewhere
-        server = place_call([one, two], session)
+        server = choose_server([one, two], session)
         assert server is not None
         return server.id
 
@@ -56,7 +57,7 @@ def test_an_overloaded_server_keeps_its_sessions_only_while_others_are_as_busy()
         "r0",
         "r1",
     ]
-    assert place_call([], session) is None
+    assert choose_server([], session) is None
 
 
 def test_a_breaker_opens_after_failures_in_a_row_and_for_longer_each_time(
@@ -66,28 +67,28 @@ def test_a_breaker_opens_after_failures_in_a_row_and_for_longer_each_time(
     monkeypatch.setattr(time, "monotonic", lambda: now)
     breaker = Breaker()
     for _ in range(2):
-        breaker.failed(gone=False)
+        breaker.failed(unreachable=False)
     breaker.succeeded()
     for _ in range(2):
-        breaker.failed(gone=False)
+        breaker.failed(unreachable=False)
     assert breaker.state == "closed"
     lengths = []
     for _ in range(8):
-        breaker.failed(gone=False)
-        assert (breaker.state, breaker.lets_through) == ("open", False)
-        lengths.append(breaker.opens_until - now)
-        breaker.failed(gone=False)  # calls that were in flight with it
-        assert breaker.opens_until - now == lengths[-1]
-        now = breaker.opens_until
+        breaker.failed(unreachable=False)
+        assert (breaker.state, breaker.allows_call) == ("open", False)
+        lengths.append(breaker.open_until - now)
+        breaker.failed(unreachable=False)  # calls that were in flight with it
+        assert breaker.open_until - now == lengths[-1]
+        now = breaker.open_until
         assert breaker.enter()
-        assert not breaker.lets_through, "one trial at a time"
+        assert not breaker.allows_call, "one trial at a time"
     assert lengths[1] > lengths[0]
     assert 0.75 <= lengths[-1] / breakers.LONGEST_S <= 1.25
     breaker.leave()
-    assert breaker.lets_through, "a trial that said nothing makes room for the next"
+    assert breaker.allows_call, "a trial that said nothing makes room for the next"
     breaker.enter()
     breaker.succeeded()
-    assert (breaker.state, breaker.openings, breaker.lets_through) == ("closed", 0, True)
+    assert (breaker.state, breaker.openings, breaker.allows_call) == ("closed", 0, True)
 
 
 @pytest.fixture
@@ -129,17 +130,17 @@ def test_calls_are_steered_away_from_a_server_that_loads_or_is_told_to(fleet: Fl
 
 def test_an_open_breaker_takes_a_server_out_and_a_failed_one_is_avoided(fleet: Fleet) -> None:
     r0, r1 = fleet.servers.values()
-    r0.breaker.failed(gone=True)
+    r0.breaker.failed(unreachable=True)
     assert chosen(fleet) == {"r1"}
     assert chosen(fleet, avoid="r1") == {"r1"}, "better the one that just failed than nobody"
     r0.breaker.succeeded()
     assert chosen(fleet, avoid="r1") == {"r0"}
     for _ in range(3):
-        r0.breaker.failed(gone=False)
+        r0.breaker.failed(unreachable=False)
     assert chosen(fleet) == {"r1"}
     del fleet.servers["r1"]
     assert chosen(fleet) == {"r0"}, "a server that fails calls is better than none"
-    r0.breaker.failed(gone=True)
+    r0.breaker.failed(unreachable=True)
     assert chosen(fleet) == set(), "one that is not there is not"
     assert r1.report().breaker == "closed"
 
@@ -156,7 +157,7 @@ def test_a_pinned_call_goes_to_its_version_alone(fleet: Fleet) -> None:
 async def test_a_half_open_server_takes_one_call_and_all_once_it_answered(fleet: Fleet) -> None:
     del fleet.servers["r1"]
     (r0,) = fleet.servers.values()
-    r0.breaker.failed(gone=True)
+    r0.breaker.failed(unreachable=True)
     r0.breaker.try_soon()
     trial = await fleet.acquire("s", None, 0.1)
     assert trial.enter()
@@ -165,7 +166,7 @@ async def test_a_half_open_server_takes_one_call_and_all_once_it_answered(fleet:
     assert "breaker half_open" in caught.value.message
     waiting = asyncio.create_task(fleet.acquire("s", None, 5))
     await asyncio.sleep(0)
-    fleet.works(trial)
+    fleet.call_succeeded(trial)
     assert await asyncio.wait_for(waiting, 0.5) is r0
 
 
@@ -177,9 +178,9 @@ async def test_one_server_that_hangs_keeps_nobody_from_hearing_of_the_others(fle
     hanging = await asyncio.start_server(hang, "127.0.0.1", 0)
     port = hanging.sockets[0].getsockname()[1]
     fleet.servers.clear()
-    slow = fleet._take_up(Registration(id="slow", engine_url=f"http://127.0.0.1:{port}"))
-    gone = fleet._take_up(Registration(id="gone", engine_url="http://127.0.0.1:1"))
-    slow.state = gone.state = "ready"
+    slow = FleetServer(Registration(id="slow", engine_url=f"http://127.0.0.1:{port}"), "ready")
+    gone = FleetServer(Registration(id="gone", engine_url="http://127.0.0.1:1"), "ready")
+    fleet.servers |= {"slow": slow, "gone": gone}
     began = time.monotonic()
     await fleet.refresh()
     assert time.monotonic() - began < 2.0

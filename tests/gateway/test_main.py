@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.engines.engine import drain
+from gateway.cancellation import cancel_and_wait
 from rollout_queue.http.server import KEEP_ALIVE_S
 from tests.gateway.conftest import Stage
 from tests.support.serving import free_port
@@ -58,7 +58,7 @@ def test_clients_close_idle_connections_first() -> None:
 async def test_a_task_that_has_lost_its_cancellation_ends_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gateway.engines.engine.CANCEL_AGAIN_S", 0.01)
+    monkeypatch.setattr("gateway.cancellation.CANCEL_AGAIN_S", 0.01)
     lost: list[BaseException] = []
 
     async def forgetful() -> None:
@@ -72,5 +72,5 @@ async def test_a_task_that_has_lost_its_cancellation_ends_all_the_same(
 
     task = asyncio.create_task(forgetful())
     await asyncio.sleep(0)
-    await asyncio.wait_for(drain([task]), timeout=20)
+    await asyncio.wait_for(cancel_and_wait([task]), timeout=20)
     assert (task.cancelled(), len(lost)) == (True, 2)

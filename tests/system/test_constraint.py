@@ -166,7 +166,7 @@ def test_the_grammar_lets_through_what_each_template_writes(tmp_path: Path) -> N
                     "tokenizer": str(tmp_path / family / "tokenizer.json"),
                     "vocab_size": renderer.config.vocab_size,
                     "stop_ids": renderer.stop_ids,
-                    "tag": constraint_of(renderer, [TOOL], "required").parameters["structural_tag"],
+                    "tag": constraint_of(renderer, [TOOL], "required").structural_tag,
                     "ids": sampled(renderer, prompt, told(None, *calls, **thought)),
                 }
             )

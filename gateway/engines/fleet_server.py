@@ -1,0 +1,68 @@
+"""One rollout server of the fleet, as this gateway sees it: state, version, load, circuit breaker."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import msgspec
+
+from gateway.engines.breaker import Breaker
+from rollout_queue.protocol.status import ServerShape
+
+
+class Registration(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rollout server sent when it registered; `url` is null for a bare engine."""
+
+    id: str
+    engine_url: str
+    url: str | None = None
+    registered_at: float = 0.0
+
+
+@dataclass
+class FleetServer:
+    """One server of the fleet, as this gateway sees it."""
+
+    registration: Registration
+    state: str = "unknown"
+    """unknown, or what `/status` says: starting, loading, ready, draining or dead."""
+    version: int | None = None
+    held: bool = False
+    """An operator took it out of rotation."""
+    seen_at: float = 0.0
+    """When it last answered; seconds since the epoch, 0 for never."""
+    error: str | None = "not asked yet"
+    in_flight: int = 0
+    pushing: bool = False
+    """This gateway is having it load a policy, so that its calls will wait."""
+    breaker: Breaker = field(default_factory=Breaker)
+    late: int = 0
+    """Consecutive status requests that timed out."""
+    status_request: asyncio.Task[None] | None = None
+
+    @property
+    def id(self) -> str:
+        return self.registration.id
+
+    def enter(self) -> bool:
+        """A call begins. Returns whether it is the breaker's trial, for `leave`."""
+        self.in_flight += 1
+        return self.breaker.enter()
+
+    def leave(self, trial: bool) -> None:
+        """A call ended."""
+        self.in_flight -= 1
+        if trial:
+            self.breaker.leave()
+
+    def report(self) -> ServerShape:
+        return ServerShape(
+            id=self.id,
+            url=self.registration.url,
+            engine_url=self.registration.engine_url,
+            state="draining" if self.held else self.state,
+            version=self.version,
+            in_flight=self.in_flight,
+            breaker=self.breaker.state,
+            last_seen=self.seen_at or None,
+            error=self.error,
+        )

@@ -1,0 +1,38 @@
+"""The body of SGLang's `POST /generate`, in SGLang's names."""
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+
+class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
+    """How an answer is sampled. Only UNSET fields are not sent, so that no default of an engine decides."""
+
+    max_new_tokens: int
+    stop_token_ids: list[int]
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float | UnsetType = UNSET
+    presence_penalty: float | UnsetType = UNSET
+    logit_bias: dict[str, float] | UnsetType = UNSET
+    """By token id."""
+    sampling_seed: int | UnsetType = UNSET
+    stop: list[str] | UnsetType = UNSET
+    structural_tag: str | UnsetType = UNSET
+    """The grammar of the answer, as JSON."""
+    skip_special_tokens: bool = False
+    stream_interval: int = 1
+    """Tokens per event: 1 for a client that streams, more for one that waits for the whole answer."""
+
+
+class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation. `rid` names it, so that it can be aborted."""
+
+    rid: str
+    input_ids: list[int]
+    sampling_params: SamplingParameters
+    return_logprob: bool = True
+    top_logprobs_num: int = 0
+    stream: bool = True

@@ -1,0 +1,91 @@
+"""xgrammar's structural tags: the JSON by which an engine is given the grammar of an answer.
+
+StructuralTag ─ format ─▶ a sequence of fixed texts, single tokens, JSON of a schema, patterns, …
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+MAX_WHITESPACE = 16
+"""In a row, inside JSON: enough for indentation, and a bound for a model that repeats white space."""
+
+JsonStyle = Literal["json", "qwen_xml", "glm_xml", "minimax_xml"]
+
+
+class _Format(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    pass
+
+
+class FixedText(_Format, frozen=True, kw_only=True, tag="const_string"):
+    value: str
+
+
+class TokenFormat(_Format, frozen=True, kw_only=True, tag="token"):
+    token: int
+
+
+class AnyTokens(_Format, frozen=True, kw_only=True, tag="any_tokens"):
+    """Any number of tokens, except for some."""
+
+    exclude_tokens: list[int]
+
+
+class Pattern(_Format, frozen=True, kw_only=True, tag="regex"):
+    pattern: str
+
+
+class JsonFormat(_Format, frozen=True, kw_only=True, tag="json_schema"):
+    """JSON of the schema, written in a template's style."""
+
+    json_schema: Any
+    style: JsonStyle = "json"
+    max_whitespace_cnt: int = MAX_WHITESPACE
+
+
+class SequenceFormat(_Format, frozen=True, kw_only=True, tag="sequence"):
+    elements: "list[Format]"
+
+
+class Alternatives(_Format, frozen=True, kw_only=True, tag="or"):
+    elements: "list[Format]"
+
+
+class OptionalFormat(_Format, frozen=True, kw_only=True, tag="optional"):
+    content: "Format"
+
+
+class Repeated(_Format, frozen=True, kw_only=True, tag="star"):
+    """Any number of times, also none."""
+
+    content: "Format"
+
+
+Format = (
+    FixedText
+    | TokenFormat
+    | AnyTokens
+    | Pattern
+    | JsonFormat
+    | SequenceFormat
+    | Alternatives
+    | OptionalFormat
+    | Repeated
+)
+
+
+class StructuralTag(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="structural_tag"):
+    """The grammar of a whole answer."""
+
+    format: Format
+
+
+def sequence(elements: Sequence[Format]) -> Format:
+    """The formats one after the other."""
+    return elements[0] if len(elements) == 1 else SequenceFormat(elements=list(elements))
+
+
+def either(elements: Sequence[Format]) -> Format:
+    """One of the formats."""
+    return elements[0] if len(elements) == 1 else Alternatives(elements=list(elements))

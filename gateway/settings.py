@@ -80,6 +80,9 @@ class GatewaySettings(ServiceSettings):
     public_url: str | None = None
     """The address that agents use, in `base_url` of new sessions; default: the one the request came to."""
     redis_url: str = "redis://127.0.0.1:6379/0"
+    redis_connection: Literal["pipelined", "pooled"] = "pipelined"
+    """How turns are written to Redis: over one connection that all calls share, or by redis-py's own client,
+    which takes more CPU time per call."""
     model_path: Path
     """Directory in Hugging Face's format. The gateway reads its config.json and tokenizer, no weights."""
     model_name: str = "policy"

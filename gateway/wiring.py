@@ -32,7 +32,7 @@ from rollout_queue.contract.stream import StreamDeleter, StreamWriter
 from rollout_queue.http.keys import Keyring
 from rollout_queue.redis import keys
 from rollout_queue.redis.deletion import RedisDeleter
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.redis.writer import CONNECTIONS, RedisWriter
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ async def opened(
 
 async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Metrics) -> Collaborators:
     redis = Redis.from_url(settings.redis_url, socket_connect_timeout=2, socket_timeout=10)
-    writer = RedisWriter(redis)
+    writer = RedisWriter(redis, CONNECTIONS[settings.redis_connection])
     engine = EngineClient(transport_of(settings.engine_http, settings.engine_timeout_s))
     identities = Identities(Keyring(settings.client_keys, settings.admin_keys), await _secret(redis))
     admin_key = settings.admin_keys[0] if settings.admin_keys else None

@@ -19,7 +19,7 @@ from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.redis import keys
 from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import RedisReader
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.redis.writer import CONNECTIONS, RedisWriter
 from tests.support.redis_process import RedisProcess
 from tests.support.serving import free_port
 from weir.audit.audit import audit
@@ -166,12 +166,15 @@ def test_wherever_a_power_cut_ends_the_file_heads_and_stream_tell_one_story(
     assert expected, "something was cut"
 
 
-def test_after_a_power_cut_both_ends_go_on_by_themselves(redis: RedisProcess, tmp_path: Path) -> None:
+@pytest.mark.parametrize("connection", CONNECTIONS)
+def test_after_a_power_cut_both_ends_go_on_by_themselves(
+    redis: RedisProcess, tmp_path: Path, connection: str
+) -> None:
     """Neither is started anew: a gateway that remembers a turn which is gone does not build on it."""
 
     async def gateway() -> None:
-        connection = AsyncRedis.from_url(redis.url)
-        writer = RedisWriter(connection)
+        client = AsyncRedis.from_url(redis.url)
+        writer = RedisWriter(client, CONNECTIONS[connection])
         await writer.open_session(spec("s"))
         await writer.append_turn(turn("s", 0), expires_at=1e12)
         assert reader.read(10, 0.1)
@@ -190,12 +193,12 @@ def test_after_a_power_cut_both_ends_go_on_by_themselves(redis: RedisProcess, tm
         await writer.append_turn(turn("s", 2), expires_at=1e12)
         await writer.append_outcome(outcome, None, None)
         await writer.close()
-        await connection.aclose()
+        await client.aclose()
 
-    with Redis.from_url(redis.url) as connection:
-        lease = Lease(connection, 1000.0)
+    with Redis.from_url(redis.url) as client:
+        lease = Lease(client, 1000.0)
         assert lease.claim() is None
-        reader = RedisReader(connection, lease.token)
+        reader = RedisReader(client, lease.token)
         asyncio.run(gateway())
         told = [entry.record for entry in reader.read(10, 0.1)]
     assert [getattr(record, "turn_id", None) for record in told if isinstance(record, Turn)] == ["s-t2"]

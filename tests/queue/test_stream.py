@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from importlib.metadata import version
 from itertools import permutations
 from pathlib import Path
 from typing import Any, cast
@@ -26,9 +27,10 @@ from rollout_queue.contract.tombstone import Tombstone
 from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import keys
 from rollout_queue.redis.head_cache import HeadCache
-from rollout_queue.redis.pipelined_connection import Express
+from rollout_queue.redis.pipelined_connection import WRITTEN_FOR, PipelinedConnection
+from rollout_queue.redis.pooled_connection import PooledConnection
 from rollout_queue.redis.reader import RedisReader
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.redis.writer import CONNECTIONS, RedisWriter
 from tests.support.claimed import claimed_reader
 
 NOTHING = Verdicts(sessions={}, turns={})
@@ -69,7 +71,7 @@ class Ends:
         return [entry.record for entry in self.reader.read(100, 0.01)]
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture(params=["memory", *CONNECTIONS])
 async def ends(request: pytest.FixtureRequest) -> AsyncIterator[Ends]:
     if request.param == "memory":
         memory = MemoryStream()
@@ -78,7 +80,9 @@ async def ends(request: pytest.FixtureRequest) -> AsyncIterator[Ends]:
     url = request.getfixturevalue("redis_url")
     redis, sync = AsyncRedis.from_url(url), Redis.from_url(url)
     sync.flushdb()
-    yield Ends(RedisWriter(redis), claimed_reader(sync))
+    writer = RedisWriter(redis, CONNECTIONS[request.param])
+    yield Ends(writer, claimed_reader(sync))
+    await writer.close()
     sync.close()
     await redis.aclose()
 
@@ -611,52 +615,62 @@ async def test_remembered_heads_are_bounded() -> None:
     assert cache.get("s0", 2) is None
 
 
-async def test_an_answer_that_was_lost_with_its_connection_is_asked_for_again(redis_url: str) -> None:
+Connect = type[PipelinedConnection] | type[PooledConnection]
+
+
+@pytest.fixture(params=[PipelinedConnection, PooledConnection])
+def connect(request: pytest.FixtureRequest) -> Connect:
+    return cast(Connect, request.param)
+
+
+async def test_an_answer_that_was_lost_with_its_connection_is_asked_for_again(
+    connect: Connect, redis_url: str
+) -> None:
     redis = AsyncRedis.from_url(redis_url)
-    express = Express(redis)
-    assert await asyncio.gather(*(express.command("ECHO", number) for number in range(50))) == [
+    connection = connect(redis)
+    assert await asyncio.gather(*(connection.command("ECHO", number) for number in range(50))) == [
         str(number).encode() for number in range(50)
     ]
     await redis.client_kill_filter(_type="normal", skipme=True)
-    assert await express.command("ECHO", "again") == b"again"
+    assert await connection.command("ECHO", "again") == b"again"
     with pytest.raises(ResponseError):
-        await express.command("NO-SUCH-COMMAND")
-    await express.close()
+        await connection.command("NO-SUCH-COMMAND")
+    await connection.close()
     await redis.aclose()
 
 
-async def test_a_redis_that_is_silent_is_given_up(redis_url: str) -> None:
+async def test_a_redis_that_is_silent_is_given_up(connect: Connect, redis_url: str) -> None:
     redis = AsyncRedis.from_url(redis_url)
-    express = Express(redis, timeout_s=0.2)
+    connection = connect(redis, timeout_s=0.2)
     started = asyncio.get_running_loop().time()
     with pytest.raises(RedisTimeoutError):
-        await express.command("BLPOP", "nothing-comes-here", 5)
+        await connection.command("BLPOP", "nothing-comes-here", 5)
     assert asyncio.get_running_loop().time() - started < 2
-    assert await express.command("ECHO", "back") == b"back"
-    await express.close()
+    assert await connection.command("ECHO", "back") == b"back"
+    await connection.close()
     await redis.aclose()
 
 
-async def test_one_caller_who_leaves_disturbs_no_other(redis_url: str) -> None:
+async def test_one_caller_who_leaves_disturbs_no_other(connect: Connect, redis_url: str) -> None:
     """Cancelled while its large command waits for a slow socket: the others hear their own answers."""
     redis = AsyncRedis.from_url(redis_url)
-    express = Express(redis)
-    await express.command("PING")
+    connection = connect(redis)
+    await connection.command("PING")
     for number in range(5):
         await redis.client_pause(100)
-        leaving = asyncio.create_task(express.command("SET", "large", b"x" * 20_000_000))
+        leaving = asyncio.create_task(connection.command("SET", "large", b"x" * 20_000_000))
         await asyncio.sleep(0.02)
         leaving.cancel()
         asked = [f"{number}-{index}" for index in range(20)]
-        heard = await asyncio.gather(*(express.command("ECHO", each) for each in asked))
+        heard = await asyncio.gather(*(connection.command("ECHO", each) for each in asked))
         assert [each.decode() for each in heard] == asked
         await asyncio.gather(leaving, return_exceptions=True)
-    await express.command("DEL", "large")
-    await express.close()
+    await connection.command("DEL", "large")
+    await connection.close()
     await redis.aclose()
 
 
-async def test_a_redis_that_takes_the_call_and_says_nothing_is_given_up_for_all() -> None:
+async def test_a_redis_that_takes_the_call_and_says_nothing_is_given_up_for_all(connect: Connect) -> None:
     silent = asyncio.Event()
 
     async def mute(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -666,12 +680,17 @@ async def test_a_redis_that_takes_the_call_and_says_nothing_is_given_up_for_all(
     server = await asyncio.start_server(mute, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
     redis = AsyncRedis(host=host, port=port)
-    express = Express(redis, timeout_s=0.3)
+    connection = connect(redis, timeout_s=0.3)
     started = asyncio.get_running_loop().time()
-    heard = await asyncio.gather(*(express.command("PING") for _ in range(8)), return_exceptions=True)
+    heard = await asyncio.gather(*(connection.command("PING") for _ in range(8)), return_exceptions=True)
     assert all(isinstance(each, RedisTimeoutError) for each in heard), heard
     assert asyncio.get_running_loop().time() - started < 2
-    await express.close()
+    await connection.close()
     silent.set()
     server.close()
     await redis.aclose()
+
+
+def test_the_pipelined_connection_was_written_for_this_redis_py() -> None:
+    """It uses attributes that redis-py keeps private. After an upgrade, read what WRITTEN_FOR asks for."""
+    assert version("redis") == WRITTEN_FOR

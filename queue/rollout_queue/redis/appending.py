@@ -4,7 +4,7 @@ from rollout_queue.contract.codec import encode
 from rollout_queue.contract.records import SessionSpec, Turn
 from rollout_queue.contract.tombstone import user_digest
 from rollout_queue.redis import keys
-from rollout_queue.redis.pipelined_connection import Argument
+from rollout_queue.redis.connection import Argument
 
 CONTINUATION_TTL_S = 30 * 86400.0
 """Redis counts a key's life in milliseconds and overflows; a conversation that old has ended."""

@@ -1,8 +1,12 @@
-"""One Redis connection that many callers share: commands leave as they come, answers return in order.
+"""WriterConnection by one Redis connection that all callers share.
+
+Commands are sent in the order of the calls, and Redis answers in that order. Commands of one turn of the
+event loop travel in one write, and each costs a future.
 
 redis-py lends a connection to one caller at a time, and runs each command through layers that serve every
-kind of deployment; a gateway's turn would spend half of its time there. Here a command costs a write and a
-future, and commands of the same moment travel together.
+kind of deployment: a gateway's turn would spend half of its CPU time there. So this module writes to and
+reads from the socket of redis-py's connection itself, through attributes that redis-py keeps private;
+WRITTEN_FOR names the version that they were taken from.
 """
 
 import asyncio
@@ -20,24 +24,28 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from rollout_queue.redis.connection import Argument
+
 logger = logging.getLogger(__name__)
 
-Argument = str | bytes | float
+WRITTEN_FOR = "8.1.0"
+"""The version of redis-py whose private attributes are used here. Before another one is named, read how that
+version writes, reads and parses (`Connection._writer`, `._reader`, `._parser._reader`); run tests/queue."""
 READ_BYTES = 2**16
 
 
-class Express:
-    """Commands that may be repeated: one whose answer was lost with its connection is sent again, once."""
+class PipelinedConnection:
+    """One connection, opened by the first command and again by the first one after it was lost."""
 
     def __init__(
-        self, redis: Redis, timeout_s: float = 10.0, connected: Callable[[], None] = lambda: None
+        self, redis: Redis, on_connect: Callable[[], None] = lambda: None, timeout_s: float = 10.0
     ) -> None:
         """`redis` gives the address and the credentials; `timeout_s` is how long an answer may take;
-        `connected` is called when there is a new connection."""
+        `on_connect` is called after each new connection."""
         pool = redis.connection_pool
-        # An answer is awaited together with those before it, so the connection keeps no time of its own.
+        # Answers arrive in order, so `_watch` times the oldest; the connection needs no timeout of its own.
         self._connection = pool.connection_class(**pool.connection_kwargs | {"socket_timeout": None})
-        self._timeout_s, self._heed = timeout_s, connected
+        self._timeout_s, self._on_connect = timeout_s, on_connect
         self._unsent: list[bytes] = []
         self._waiting: deque[tuple[asyncio.Future[Any], float]] = deque()
         self._connecting: asyncio.Task[None] | None = None
@@ -45,7 +53,6 @@ class Express:
         self._watching: asyncio.TimerHandle | None = None
 
     async def command(self, *arguments: Argument) -> Any:
-        """What Redis answers. Raises RedisError."""
         packed = hiredis.pack_command(arguments)  # type: ignore[arg-type] # its stub knows one argument
         try:
             if self._gone:
@@ -57,14 +64,12 @@ class Express:
             return await self._sent(packed)
 
     async def script(self, script: AsyncScript, keys: list[str], arguments: list[Argument]) -> Any:
-        """What the script answers; a Redis that does not know it learns it. Raises RedisError."""
         try:
             return await self.command("EVALSHA", script.sha, str(len(keys)), *keys, *arguments)
         except NoScriptError:
             return await self.command("EVAL", cast(str, script.script), str(len(keys)), *keys, *arguments)
 
     async def close(self) -> None:
-        """Hang up. Callers that still wait get an error."""
         if self._watching is not None:
             self._watching.cancel()
         for task in (self._connecting, self._reading):
@@ -78,32 +83,33 @@ class Express:
         return self._reading is None or self._reading.done()
 
     def _sent(self, packed: bytes) -> asyncio.Future[Any]:
-        """The answer to come."""
+        """Queue a command for the next write. Returns the future of its answer."""
         if self._gone:
             raise RedisConnectionError("the connection to Redis was closed")
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
         if not self._unsent:
             loop.call_soon(self._send)
-        # Answers come in the order of the commands, which is that of those who wait.
+        # Answers come in the order of the commands, so the oldest waiting call gets the next one.
         self._unsent.append(packed)
         self._waiting.append((answer, loop.time()))
         return answer
 
     def _send(self) -> None:
-        """What callers of the same moment ask goes out in one write."""
-        # redis-py's own way to send would wait for a slow socket, hang up for everybody when one caller is
-        # cancelled there, and connect anew beside us. What is unsent is bounded by who waits for an answer.
+        """Write the commands of this turn of the event loop."""
+        # redis-py's own `send_packed_command` would wait for a slow socket, close the connection
+        # for all callers when one of them is cancelled there, and reconnect by itself. Each waiting call has at
+        # most one unsent command, which bounds the buffer.
         unsent, self._unsent = b"".join(self._unsent), []
         if unsent and (writer := self._connection._writer) is not None:
-            with suppress(RuntimeError):  # uvloop, where the connection has just ended: its reader tells
+            with suppress(RuntimeError):  # uvloop raises it for a closed connection; `_read` reports that
                 writer.write(unsent)
 
     async def _connected(self) -> None:
-        """One attempt serves all who wait, in good and in bad; it goes on when one of them is cancelled."""
+        """Wait for the one attempt to connect that all callers share; a cancelled caller does not end it."""
         if self._connecting is None or self._connecting.done():
             self._connecting = asyncio.create_task(self._connect())
-            self._connecting.add_done_callback(_heeded)
+            self._connecting.add_done_callback(_retrieved)
         await asyncio.shield(self._connecting)
 
     async def _connect(self) -> None:
@@ -111,19 +117,19 @@ class Express:
         if self._watching is not None:
             self._watching.cancel()
         try:
-            async with asyncio.timeout(self._timeout_s):  # redis-py greets without any
+            async with asyncio.timeout(self._timeout_s):  # redis-py's handshake has no timeout here
                 await self._connection.disconnect()
                 await self._connection.connect()  # type: ignore[no-untyped-call]
         except TimeoutError as error:
             raise RedisTimeoutError("Redis did not answer in time") from error
-        self._heed()
+        self._on_connect()
         self._reading = asyncio.create_task(self._read())
         self._watch()
 
     async def _read(self) -> None:
-        """Hand out answers until the connection ends; then nobody is left waiting."""
+        """Give each answer to its caller until the connection ends; then fail the calls that still wait."""
         error: Exception = RedisConnectionError("the connection to Redis was closed")
-        # Below redis-py's own read_response, whose deadline and whose error handling would serve one caller.
+        # Below redis-py's `read_response`, whose timeout and error handling are made for a single caller.
         stream, parser = cast(Any, self._connection._reader), cast(Any, self._connection._parser)._reader
         try:
             while arrived := await stream.read(READ_BYTES):
@@ -140,21 +146,21 @@ class Express:
                     waiting.set_exception(error)
 
     def _answered(self, answer: Any) -> None:
-        """Raises RedisConnectionError where the answer is that there will be none."""
+        """Give an answer to the oldest waiting call. Raises a RedisConnectionError that Redis sent."""
         if isinstance(answer, RedisConnectionError):
             raise answer
         if isinstance(answer, hiredis.PushNotification):
             return
         waiting, _ = self._waiting.popleft()
         if waiting.done():
-            return  # its caller was cancelled
+            return  # the caller was cancelled
         if isinstance(answer, Exception):
             waiting.set_exception(answer)
         else:
             waiting.set_result(answer)
 
     def _watch(self) -> None:
-        """Give a connection up whose oldest answer is overdue."""
+        """Check every quarter of the timeout, and drop a connection whose oldest answer is overdue."""
         loop = asyncio.get_running_loop()
         if self._waiting and loop.time() - self._waiting[0][1] > self._timeout_s:
             logger.warning("Redis has not answered for %g s", self._timeout_s)
@@ -168,7 +174,7 @@ class Express:
         self._watching = loop.call_later(self._timeout_s / 4, self._watch)
 
 
-def _heeded(task: asyncio.Task[None]) -> None:
-    """Who waited has left: asyncio is not to complain of a failure that nobody hears of."""
+def _retrieved(task: asyncio.Task[None]) -> None:
+    """Retrieve the exception, so that asyncio logs no warning when every waiting caller was cancelled."""
     if not task.cancelled():
         task.exception()

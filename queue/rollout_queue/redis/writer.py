@@ -19,16 +19,23 @@ from rollout_queue.contract.verdicts import expiry
 from rollout_queue.redis import keys
 from rollout_queue.redis.appending import append_arguments
 from rollout_queue.redis.availability import stored
+from rollout_queue.redis.connection import ConnectionFactory
 from rollout_queue.redis.head_cache import HeadCache
 from rollout_queue.redis.listing import positions_after
 from rollout_queue.redis.opening import group_arguments, group_forgotten, open_arguments, opened, refusal
-from rollout_queue.redis.pipelined_connection import Express
+from rollout_queue.redis.pipelined_connection import PipelinedConnection
+from rollout_queue.redis.pooled_connection import PooledConnection
 from rollout_queue.redis.progress import progress_of
 from rollout_queue.redis.scripts import records as record_scripts
 from rollout_queue.redis.scripts import sessions as session_scripts
 
 logger = logging.getLogger(__name__)
 
+CONNECTIONS: Mapping[str, ConnectionFactory] = {
+    "pipelined": PipelinedConnection,
+    "pooled": PooledConnection,
+}
+"""By the names that the gateway's setting `redis_connection` gives them."""
 UNREADABLE = (InvalidRecord, UnknownSchema, msgspec.DecodeError)
 """What a head raises that this build cannot read."""
 
@@ -36,11 +43,11 @@ UNREADABLE = (InvalidRecord, UnknownSchema, msgspec.DecodeError)
 class RedisWriter:
     """StreamWriter on Redis. `redis` returns bytes (decode_responses off)."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, connect: ConnectionFactory = PipelinedConnection) -> None:
         self._redis = redis
         self._heads = HeadCache()
-        # A Redis that comes back after a power failure may know less than is remembered here.
-        self._express = Express(redis, connected=self._heads.clear)
+        # A Redis that was restarted after a power failure may hold less than the cached heads say.
+        self._connection = connect(redis, self._heads.clear)
         self._deleted = 0
         """How many sessions had been deleted when the heads were last looked through."""
         self._open = redis.register_script(session_scripts.OPEN)
@@ -52,7 +59,7 @@ class RedisWriter:
         self._heartbeat = redis.register_script(session_scripts.HEARTBEAT)
 
     async def open_session(self, spec: SessionSpec) -> tuple[SessionSpec, bool]:
-        reply = await stored(self._express.script(self._open, *open_arguments(spec)))
+        reply = await stored(self._connection.script(self._open, *open_arguments(spec)))
         return opened(spec, reply)
 
     async def open_group(self, specs: Sequence[SessionSpec]) -> None:
@@ -66,7 +73,7 @@ class RedisWriter:
 
     async def close(self) -> None:
         """Hang up what this writer has opened; `redis` stays its owner's."""
-        await self._express.close()
+        await self._connection.close()
 
     async def load(self, session_id: str) -> SessionHead | None:
         key = keys.session(session_id)
@@ -78,12 +85,12 @@ class RedisWriter:
 
     async def load_for_call(self, session_id: str) -> SessionHead | None:
         key = keys.session(session_id)
-        fields: int = await stored(self._express.command("HLEN", key))
+        fields: int = await stored(self._connection.command("HLEN", key))
         if not fields:
             self._heads.drop(session_id)
             return None
         if (head := self._heads.get(session_id, fields)) is None:
-            listed: list[bytes] = await stored(self._express.command("HGETALL", key))
+            listed: list[bytes] = await stored(self._connection.command("HGETALL", key))
             found = listed if isinstance(listed, dict) else dict(zip(listed[::2], listed[1::2], strict=True))
             if (head := read_head(found)) is not None:
                 self._heads.put(len(found), head)
@@ -116,7 +123,7 @@ class RedisWriter:
 
     async def user_deleted(self, user: str) -> bool:
         digest = user_digest(user)
-        return bool(await stored(self._express.command("SISMEMBER", keys.DELETED_USERS, digest)))
+        return bool(await stored(self._connection.command("SISMEMBER", keys.DELETED_USERS, digest)))
 
     async def forget_deleted(self) -> None:
         deleted: int = await stored(self._redis.hlen(keys.DELETED))
@@ -153,14 +160,14 @@ class RedisWriter:
     ) -> bytes | list[int]:
         """How many fields the session had before and has now, or why the turn is not stored."""
         named, arguments = append_arguments(turn, expires_at, owner, seen, opening)
-        reply: bytes | list[int] = await stored(self._express.script(self._append_turn, named, arguments))
+        reply: bytes | list[int] = await stored(self._connection.script(self._append_turn, named, arguments))
         return reply
 
     async def find_continuations(self, owner: str, digests: Sequence[str]) -> Sequence[str | None]:
         if not digests:
             return []
         names = [keys.continuation(owner, digest) for digest in digests]
-        found: list[bytes | None] = await stored(self._express.command("MGET", *names))
+        found: list[bytes | None] = await stored(self._connection.command("MGET", *names))
         return [None if name is None else name.decode() for name in found]
 
     async def append_reward(self, reward: Reward) -> Reward:

@@ -1,0 +1,34 @@
+"""What a gateway's writer needs of its connection to Redis. Two classes provide it:
+
+PipelinedConnection   one connection that all callers share; the default, and the cheaper one per call
+PooledConnection      redis-py's own client, which lends each call a connection of its own
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from redis.asyncio import Redis
+from redis.commands.core import AsyncScript
+
+Argument = str | bytes | float
+Listener = Callable[[], None]
+"""Called after each new connection: a Redis that was restarted may hold less than it did before."""
+
+
+class WriterConnection(Protocol):
+    """Sends commands that may be repeated: where a connection is lost with the answer, it sends once more."""
+
+    async def command(self, *arguments: Argument) -> Any:
+        """What Redis answers. Raises RedisError."""
+        ...
+
+    async def script(self, script: AsyncScript, keys: list[str], arguments: list[Argument]) -> Any:
+        """What the script answers; it is loaded where Redis does not know it. Raises RedisError."""
+        ...
+
+    async def close(self) -> None:
+        """Close every connection. Callers that still wait get an error."""
+        ...
+
+
+ConnectionFactory = Callable[[Redis, Listener], WriterConnection]

@@ -97,9 +97,9 @@ class PipelinedConnection:
 
     def _send(self) -> None:
         """Write the commands of this turn of the event loop."""
-        # redis-py's own `send_packed_command` would wait for a slow socket, close the connection
-        # for all callers when one of them is cancelled there, and reconnect by itself. Each waiting call has at
-        # most one unsent command, which bounds the buffer.
+        # redis-py's own `send_packed_command` would wait for a slow socket, close the connection for all when
+        # one caller is cancelled there, and reconnect by itself. A caller has at most one unsent command,
+        # which bounds the buffer.
         unsent, self._unsent = b"".join(self._unsent), []
         if unsent and (writer := self._connection._writer) is not None:
             with suppress(RuntimeError):  # uvloop raises it for a closed connection; `_read` reports that

@@ -22,6 +22,28 @@ def test_the_map_names_every_file_with_its_first_line() -> None:
     assert all(sentence for _, sentence in shown)
 
 
+def test_the_architecture_is_one_page_of_at_most_8_kb() -> None:
+    assert len((ROOT / "docs/architecture.md").read_bytes()) <= 8 * 1024
+
+
+def test_the_glossary_has_at_most_40_terms_and_the_code_uses_each() -> None:
+    glossary = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").split("## Glossary")[1]
+    rows = re.findall(r"^\| ([a-z, -]+) \| \S", glossary, re.M)
+    terms = [term for row in rows for term in row.split(", ")]
+    assert 20 < len(terms) <= 40
+    code = "\n".join(
+        path.read_text(encoding="utf-8") for room in ROOMS for path in (ROOT / room).rglob("*.py")
+    )
+    words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+", code)}
+    assert not [term for term in terms if not set(re.split("[ -]", term)) <= words]
+
+
+def test_the_architecture_names_every_room() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    folders = [path for room in ROOMS for path in (ROOT / room).iterdir() if (path / "__init__.py").exists()]
+    assert not [path for path in folders if f"`{path.name}/" not in page]
+
+
 def test_every_setting_of_the_gateway_is_explained() -> None:
     document = (ROOT / "docs/gateway.md").read_text(encoding="utf-8")
     names = [name for name in GatewaySettings.model_fields if name not in ("limits", "sampling", "warnings")]

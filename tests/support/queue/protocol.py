@@ -31,10 +31,10 @@ from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.layout import Layout
 from trainer_service.publishing.gateway_client import GatewayClient
 from trainer_service.publishing.publisher import Publisher
-from trainer_service.rows.rows import Row
 from trainer_service.settings import TrainerSettings
 from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.status.shared_state import SharedState
+from trainer_service.step.step_request import StepRequest
 from trainer_service.storage.checkpoint import CURRENT, Checkpoints
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep, RunState
@@ -114,18 +114,18 @@ class Weights:
     def weights_are_finite(self) -> bool:
         return True
 
-    def accumulate(self, rows: Sequence[Row], *_: Any) -> None:
-        self.begun += [turn_id for row in rows for turn_id in row.turn_ids]
+    def accumulate(self, request: StepRequest) -> None:
+        self.begun += [turn_id for row in request.rows for turn_id in row.turn_ids]
 
     def discard_gradients(self) -> None:
         self.begun = []
 
-    def optimise(self, rows: Sequence[Row], *_: Any) -> dict[str, float]:
+    def optimise(self, request: StepRequest) -> dict[str, float]:
         self.knife.at("step")
-        self.trained += [*self.begun, *(turn_id for row in rows for turn_id in row.turn_ids)]
+        self.trained += [*self.begun, *(turn_id for row in request.rows for turn_id in row.turn_ids)]
         self.begun = []
         self.knife.at("step: done")
-        tokens = float(sum(row.mask_L.sum() for row in rows))
+        tokens = float(sum(row.mask_L.sum() for row in request.rows))
         agreed = {"mismatch/abs_logp": 0.0, "mismatch/kl": 0.0}
         return {"grad_norm": 1.0, "tokens": tokens, "epochs": 1.0, **agreed}
 

@@ -1,4 +1,4 @@
-"""What `appendfsync always` costs a gateway: the same appends under both policies, on a Redis of its own.
+"""The cost of `appendfsync always` for a gateway: the same appends under both policies, each on a new Redis.
 
 python -m bench.appendfsync [--turns N] [--agents 1 32 …]
 """
@@ -22,7 +22,7 @@ POLICIES = ("everysec", "always")
 
 
 async def appended(url: str, given: list[Turn], agents: int) -> list[float]:
-    """Seconds that each append took, with so many agents at once; last of all, the whole."""
+    """The sorted seconds of each append, with so many agents at once; the last value is the total time."""
     redis = Redis.from_url(url)
     while not await _answers(redis):  # noqa: ASYNC110 - it is another process that comes up
         await asyncio.sleep(0.02)

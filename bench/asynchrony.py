@@ -1,12 +1,11 @@
-"""What asynchrony brings where tools are slow now and then: the same run on the real stack, both ways.
+"""Measures the gain of asynchronous training with tools that are sometimes slow, on the real stack.
 
 python -m bench.asynchrony [--staleness 0 4] [--seeds 0 1 2] [--minutes 30] [--results DIR] [--table]
 
-Tools take log-normal times, a second in the mean and ten at most, the same for both. Staleness 0 is
-synchronous: the next step's rollouts are sampled, all are waited for, then there is a step. A run ends at
-the target, so that both have learned the same; rates are of the whole run. Results are kept as in
-`bench.learning`.
-"""
+Tool times are log-normal, one second in the mean and ten at most, the same for both. Staleness 0 is
+synchronous: the trainer samples the rollouts of the next step, waits for all of them, and makes the step. A
+run ends at the target, so that both runs have learned equally much. Rates are over the whole run. Results are
+kept as in `bench.learning`."""
 
 import argparse
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from bench.shelf import Result, Shelf, Trial, run_missing
+from bench.results import Result, ResultFolder, Trial, run_missing
 
 HEAD = (
     *("staleness ≤", "seed", "episodes/h", "s to the target", "reward: of the last episodes", "at the end"),
@@ -23,7 +22,7 @@ HEAD = (
 
 
 def table(results: Sequence[Result]) -> str:
-    """Markdown: a line for each run, then what asynchrony brings for each seed that was run both ways."""
+    """A Markdown table with a line for each run, then the gain for each seed that was run both ways."""
     rows = [HEAD, ("---",) * len(HEAD), *map(_row, results)]
     return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", *_gains(results)])
 
@@ -42,7 +41,7 @@ def _row(result: Result) -> tuple[str, ...]:
 
 
 def _gains(results: Sequence[Result]) -> list[str]:
-    """Episodes per hour against the synchronous run of the same seed."""
+    """Episodes per hour, relative to the synchronous run of the same seed."""
     synchronous = {each.trial.seed: each for each in results if not each.trial.max_staleness}
     lines = []
     for versions in sorted({each.trial.max_staleness for each in results} - {0}):
@@ -53,9 +52,9 @@ def _gains(results: Sequence[Result]) -> list[str]:
             if each.trial.max_staleness == versions and each.trial.seed in synchronous
         }
         if gains:
-            told = ", ".join(f"{gain:.2f} (seed {seed})" for seed, gain in sorted(gains.items()))
+            listed = ", ".join(f"{gain:.2f} (seed {seed})" for seed, gain in sorted(gains.items()))
             mean = f"{fmean(gains.values()):.2f} in the mean"
-            lines.append(f"staleness ≤ {versions}, times the synchronous episodes per hour: {told}; {mean}")
+            lines.append(f"staleness ≤ {versions}, times the synchronous episodes per hour: {listed}; {mean}")
     return lines
 
 
@@ -64,23 +63,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 4])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--target", type=float, default=0.9)
-    parser.add_argument("--minutes", type=float, default=30.0, help="of one run, when it does not get there")
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help="of one run that does not reach the target"
+    )
     parser.add_argument("--results", type=Path, default=Path("run/asynchrony"))
     parser.add_argument("--models", type=Path, default=Path("run/models"))
-    parser.add_argument("--table", action="store_true", help="show what is there, and run nothing")
+    parser.add_argument(
+        "--table", action="store_true", help="print the table of existing results, and run nothing"
+    )
     asked = parser.parse_args(arguments)
-    shelf, failed = Shelf(asked.results), 0
+    folder, failed = ResultFolder(asked.results), 0
     if not asked.table:
         from bench.trial import Bounds, run
 
         trials = [Trial("slow", versions, seed) for seed in asked.seeds for versions in asked.staleness]
         bounds = Bounds(target=asked.target, seconds=60 * asked.minutes)
         failed = run_missing(
-            shelf, trials, partial(run, bounds=bounds, folder=asked.results, models=asked.models)
+            folder, trials, partial(run, bounds=bounds, folder=asked.results, models=asked.models)
         )
-    print(table(shelf.results()))
+    print(table(folder.results()))
     if failed:
-        raise SystemExit(f"{failed} runs failed; the same command tries them again")
+        raise SystemExit(f"{failed} runs failed; the same command repeats them")
 
 
 if __name__ == "__main__":

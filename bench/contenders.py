@@ -1,10 +1,9 @@
-"""Ways to make one optimizer step on the same rollouts: forward, loss, backward, clip, AdamW.
+"""Different implementations of one optimizer step on the same rollouts: forward, loss, backward, clip, AdamW.
 
 python -m bench.contenders ours|packed|padded|padded-globally MODEL ROLLOUTS     one step, after a small one
 
-All but ours are plain torch, with the loss of our default recipe written out. All have the same gradient, and
-tell its norm.
-"""
+All but `ours` are plain torch with the loss of the default recipe. All have the same gradient, and print its
+norm."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -16,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
-from bench.account import tell_step, timed
+from bench.measuring import print_step, timed
 from bench.policies import PACK_TOKENS, rows_of
-from bench.rollouts import Rollout, read, small
+from bench.rollouts import SyntheticRollout, read, small
 from trainer_service.model.forward import forward
 from trainer_service.model.packed_attention import packing_of
 from trainer_service.model.policy import DeepSpeedPolicy, load_model
@@ -30,27 +29,28 @@ from trainer_service.step.step_request import StepRequest
 
 CPU = torch.device("cpu")
 ROWS_AT_ONCE = 4
-"""Of padded micro-batches. Without activation checkpointing, 24 GiB do not hold TRL's default of 8."""
+"""Rows of a padded micro-batch. Without activation checkpointing, 24 GiB are not enough for TRL's default of
+8."""
 SETTINGS = OptimizerSettings()
 
 
 class Ours:
-    """The trainer's own door, with its defaults: DeepSpeed, one rank."""
+    """The trainer's own step, with its defaults: DeepSpeed, one rank."""
 
     def __init__(self, model: Path) -> None:
         settings = TrainerSettings(model_path=model, device="cpu", threads=1)
         self.zero_stage = settings.zero_stage
         self._policy, self._algorithm = DeepSpeedPolicy(settings), settings.algorithm
 
-    def step(self, rollouts: list[Rollout]) -> float:
-        """The norm of the gradient before it was clipped."""
+    def step(self, rollouts: list[SyntheticRollout]) -> float:
+        """Make a step. Returns the norm of the gradient before clipping."""
         return OptimizerSteps(self._policy).step(StepRequest(rows_of(rollouts), 0, self._algorithm))[
             "grad_norm"
         ]
 
 
-class Plain(ABC):
-    """torch and nothing else around the model."""
+class PlainTorch(ABC):
+    """A step with plain torch."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
@@ -59,8 +59,8 @@ class Plain(ABC):
             model.parameters(), lr=SETTINGS.lr, betas=betas, weight_decay=SETTINGS.weight_decay, fused=True
         )
 
-    def step(self, rollouts: list[Rollout]) -> float:
-        """The norm of the gradient before it was clipped."""
+    def step(self, rollouts: list[SyntheticRollout]) -> float:
+        """Make a step. Returns the norm of the gradient before clipping."""
         trained = sum(len(rollout.completion) for rollout in rollouts)
         for loss in self.losses(rollouts):
             (loss / trained).backward()  # type: ignore[no-untyped-call]
@@ -70,24 +70,25 @@ class Plain(ABC):
         return float(norm)
 
     @abstractmethod
-    def losses(self, rollouts: list[Rollout]) -> Iterator[Tensor]:
-        """The sum over the tokens of each micro-batch."""
+    def losses(self, rollouts: list[SyntheticRollout]) -> Iterator[Tensor]:
+        """The loss of each micro-batch, summed over its tokens."""
 
 
-class Packed(Plain):
-    """The same attention and the same log-probabilities as ours, without DeepSpeed: the limit."""
+class Packed(PlainTorch):
+    """The trainer's attention and log-probabilities without DeepSpeed: the upper limit of its speed."""
 
     def __init__(self, model: Path) -> None:
         super().__init__(load_model(model, torch.float32))
 
-    def losses(self, rollouts: list[Rollout]) -> Iterator[Tensor]:
+    def losses(self, rollouts: list[SyntheticRollout]) -> Iterator[Tensor]:
         for batch in micro_batches(rows_of(rollouts), PACK_TOKENS):
             lp_T, _ = forward(self.model, batch, packing_of(self.model), CPU)
             yield loss_of(lp_T, torch.from_numpy(batch.logprobs_T), torch.from_numpy(batch.advantages_T))
 
 
-class Padded(Plain):
-    """Rows of like length are made as long as the longest of their micro-batch, or as that of the step."""
+class Padded(PlainTorch):
+    """Rows sorted by length, padded to the longest of their micro-batch, or (`globally`) to the longest of
+    the step."""
 
     def __init__(self, model: Path, globally: bool) -> None:
         from transformers import AutoModelForCausalLM
@@ -95,7 +96,7 @@ class Padded(Plain):
         super().__init__(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
         self._globally = globally
 
-    def losses(self, rollouts: list[Rollout]) -> Iterator[Tensor]:
+    def losses(self, rollouts: list[SyntheticRollout]) -> Iterator[Tensor]:
         longest = max(map(len, rollouts)) if self._globally else 0
         by_length = sorted(rollouts, key=len)
         for start in range(0, len(by_length), ROWS_AT_ONCE):
@@ -118,20 +119,21 @@ class Padded(Plain):
 
 
 def padded(rows: list[Tensor], longest: int) -> Tensor:
-    """[B, L] of rows with zeros after them, L being `longest` or, if that is more, the longest of them."""
-    made_BL = pad_sequence(rows, batch_first=True)
-    return torch.nn.functional.pad(made_BL, (0, max(0, longest - made_BL.shape[1])))
+    """[B, L]: the rows padded with zeros on the right, to `longest` or to the longest row if that is
+    longer."""
+    padded_BL = pad_sequence(rows, batch_first=True)
+    return torch.nn.functional.pad(padded_BL, (0, max(0, longest - padded_BL.shape[1])))
 
 
 def loss_of(lp_T: Tensor, lp_roll_T: Tensor, advantages_T: Tensor) -> Tensor:
-    """PPO's on its first step, weighted by a truncated ratio to what sampled. A sum."""
+    """The sum over T tokens of PPO's loss in its first step, with truncated importance weights."""
     ratio_T = (lp_T - lp_T.detach()).exp()
     clipped_T = ratio_T.clamp(0.8, 1.28)
     weight_T = (lp_T.detach() - lp_roll_T).exp().clamp(max=2.0)
     return -(weight_T * torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)).sum()
 
 
-def contender(name: str, model: Path) -> Ours | Plain:
+def contender(name: str, model: Path) -> Ours | PlainTorch:
     match name:
         case "ours":
             return Ours(model)
@@ -148,7 +150,7 @@ def main(arguments: list[str]) -> None:
     runs.step(small(rollouts))
     norm, cpu_s = timed(lambda: runs.step(rollouts))
     stage = {"zero_stage": runs.zero_stage} if isinstance(runs, Ours) else {}
-    tell_step(rollouts, cpu_s, norm, **stage)
+    print_step(rollouts, cpu_s, norm, **stage)
 
 
 if __name__ == "__main__":

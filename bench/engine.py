@@ -1,4 +1,4 @@
-"""A stand-in for SGLang's `/generate` that costs next to nothing, so that the gateway is what is measured.
+"""A stand-in for SGLang's `/generate` that costs almost nothing, so that a benchmark measures the gateway.
 
 python -m bench.engine PORT [PACE_MS]     PACE_MS between two events of a stream; 0 sends as fast as it can
 """
@@ -8,25 +8,25 @@ import json
 import re
 import sys
 from functools import lru_cache
-from typing import Any, cast
+from typing import cast
 
 import httptools
 import uvloop
 
 FIRST_ID = 300
 IDS = 500
-"""Ids are taken in turn from [FIRST_ID, FIRST_ID + IDS): ordinary tokens of the bench's tokenizer."""
+"""Answers consist of ids in [FIRST_ID, FIRST_ID + IDS), ordinary tokens of the benchmark's tokenizer."""
 MODEL_INFO = b'{"model_path":"bench","weight_version":"1"}'
 
 
 @lru_cache(maxsize=256)
 def events(tokens: int, interval: int) -> tuple[bytes, ...]:
-    """The incremental stream of one answer, in the shape of SGLang 0.5.23, as HTTP chunks."""
+    """The HTTP chunks of one streamed answer, as SGLang 0.5.23 sends them."""
     chunks = []
     for start in range(0, tokens, interval):
         end = min(tokens, start + interval)
         ids = [FIRST_ID + (index * 37) % IDS for index in range(start, end)]
-        meta: dict[str, Any] = {
+        meta: dict[str, object] = {
             "id": "0123456789abcdef0123456789abcdef",
             "finish_reason": {"type": "length", "length": tokens} if end == tokens else None,
             "prompt_tokens": 32,
@@ -51,8 +51,8 @@ def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
-class Engine(asyncio.Protocol):
-    """One connection."""
+class EngineStub(asyncio.Protocol):
+    """One connection. The class counts the answers of all connections."""
 
     pace_s = 0.0
     generated = 0
@@ -77,7 +77,7 @@ class Engine(asyncio.Protocol):
             head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
             self._transport.write(head % len(MODEL_INFO) + MODEL_INFO)
             return
-        Engine.generated += 1
+        EngineStub.generated += 1
         chunks = events(_number(body, b"max_new_tokens"), _number(body, b"stream_interval"))
         head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         if self.pace_s:
@@ -97,13 +97,13 @@ class Engine(asyncio.Protocol):
 def _number(body: bytes, name: bytes) -> int:
     found = re.search(b'"' + name + rb'":\s*(\d+)', body)
     if found is None:
-        raise ValueError(f"the call does not say {name.decode()}")
+        raise ValueError(f"the call has no field {name.decode()}")
     return int(found[1])
 
 
 async def main(port: int, pace_ms: float) -> None:
-    Engine.pace_s = pace_ms / 1000
-    server = await asyncio.get_running_loop().create_server(Engine, "127.0.0.1", port, backlog=4096)
+    EngineStub.pace_s = pace_ms / 1000
+    server = await asyncio.get_running_loop().create_server(EngineStub, "127.0.0.1", port, backlog=4096)
     await server.serve_forever()
 
 

@@ -1,4 +1,4 @@
-"""The floor: what the gateway's server costs when all that it does is to answer a constant.
+"""The lower bound of the gateway's cost: its HTTP server with a constant answer.
 
 python -m bench.floor PORT
 """
@@ -14,7 +14,7 @@ HEADERS = [(b"content-type", b"application/json"), (b"content-length", b"%d" % l
 
 
 async def constant(scope: Scope, receive: Receive, send: Send) -> None:
-    """Take in the request, and answer."""
+    """Read the request, and answer."""
     while (await receive()).get("more_body"):
         pass
     if scope["type"] == "http":

@@ -1,4 +1,4 @@
-"""What the gateway costs: CPU per turn and per streamed token, added latency, with everything on.
+"""The cost of the gateway: CPU per turn and per streamed token, and added latency, with all features on.
 
 python -m bench.gateway [--calls N] [--repetitions N] [--concurrency 1 32 …] [--gateways N]
 
@@ -27,19 +27,21 @@ REDIS = "--appendonly yes --appendfsync everysec --save  --loglevel warning --bi
 
 @dataclass(frozen=True)
 class Rig:
-    """Gateways that run, by port and process id, and the engine behind them."""
+    """Running gateways, and the engine stub behind them."""
 
     gateways: list[tuple[int, int]]
+    """The port and the process id of each."""
     engine_port: int
 
 
 @contextmanager
-def rig(
+def running_rig(
     model: Path, folder: Path, pace_ms: float = 0.0, count: int = 1, sampled: Path | None = None
 ) -> Iterator[Rig]:
-    """`count` gateways on one Redis, in front of the bench's engine; `pace_ms` lies between its events.
+    """`count` gateways on one Redis, in front of the engine stub, with `pace_ms` between the events of its
+    streams.
 
-    What the gateways are at is `sampled` into a file, where one is given.
+    If a file is given as `sampled`, the call stacks of the gateways are sampled into it.
     """
     redis_port, engine_port, ports = free_port(), free_port(), [free_port() for _ in range(count)]
     redis = [redis_server, *REDIS.split(" "), "--port", str(redis_port), "--dir", str(folder)]
@@ -50,7 +52,7 @@ def rig(
         "WEIR_CLIENT_KEYS": "bench-client",
         "WEIR_ADMIN_KEYS": "bench-admin",
     }
-    gateway = module("gateway") if sampled is None else module("bench.sampler", sampled, "gateway")
+    gateway = module("gateway") if sampled is None else module("bench.stack_sampler", sampled, "gateway")
     with ExitStack() as stack:
         stack.enter_context(running([*redis, "--logfile", str(folder / "redis.log")]))
         stack.enter_context(running(module("bench.engine", engine_port, pace_ms)))
@@ -63,7 +65,7 @@ def rig(
 
 
 def load(port: int, concurrency: int, calls: int, tokens: int, kind: str) -> dict[str, float]:
-    """What a load of its own process saw. Raises SystemExit when a call failed."""
+    """The figures of a load in its own process. Raises SystemExit if a call failed."""
     command = module("bench.load", port, concurrency, calls, tokens, kind)
     report: dict[str, float] = json.loads(
         subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -73,13 +75,13 @@ def load(port: int, concurrency: int, calls: int, tokens: int, kind: str) -> dic
     return report
 
 
-def measured(under: Rig, concurrency: int, calls: int, tokens: int, kind: str) -> dict[str, float]:
-    """The same load on every gateway at once; `cpu_us` is the gateways' own, per call."""
-    before = sum(cpu_s(pid) for _, pid in under.gateways)
-    with ThreadPoolExecutor(len(under.gateways)) as pool:
-        loads = [pool.submit(load, port, concurrency, calls, tokens, kind) for port, _ in under.gateways]
+def measured(rig: Rig, concurrency: int, calls: int, tokens: int, kind: str) -> dict[str, float]:
+    """Put the same load on every gateway at once. `cpu_us` is the CPU of the gateways per call."""
+    before = sum(cpu_s(pid) for _, pid in rig.gateways)
+    with ThreadPoolExecutor(len(rig.gateways)) as pool:
+        loads = [pool.submit(load, port, concurrency, calls, tokens, kind) for port, _ in rig.gateways]
         reports = [each.result() for each in loads]
-    spent = sum(cpu_s(pid) for _, pid in under.gateways) - before
+    spent = sum(cpu_s(pid) for _, pid in rig.gateways) - before
     total = {"cpu_us": spent / (calls * len(reports)) * 1e6, "per_s": sum(each["per_s"] for each in reports)}
     return {**reports[0], **total}
 
@@ -97,20 +99,20 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with rig(make_tiny_model(folder / "model"), folder, count=asked.gateways) as under:
-            measured(under, 8, 500, TURN_TOKENS, "plain")  # warm
+        with running_rig(make_tiny_model(folder / "model"), folder, count=asked.gateways) as rig:
+            measured(rig, 8, 500, TURN_TOKENS, "plain")  # warm
             for concurrency in asked.concurrency:
-                print(row(under, concurrency, asked.calls, asked.repetitions), flush=True)
+                print(row(rig, concurrency, asked.calls, asked.repetitions), flush=True)
 
 
-def row(under: Rig, concurrency: int, calls: int, repetitions: int) -> str:
-    """One line of the table: medians."""
+def row(rig: Rig, concurrency: int, calls: int, repetitions: int) -> str:
+    """One line of the table, with medians."""
     few = max(calls // 10, concurrency)
     plain, alone, stream = [], [], []
     for _ in range(repetitions):
-        plain.append(measured(under, concurrency, max(calls, concurrency), TURN_TOKENS, "plain"))
-        alone.append(load(under.engine_port, concurrency, max(calls, concurrency), TURN_TOKENS, "engine"))
-        stream.append(measured(under, concurrency, few, STREAM_TOKENS, "stream"))
+        plain.append(measured(rig, concurrency, max(calls, concurrency), TURN_TOKENS, "plain"))
+        alone.append(load(rig.engine_port, concurrency, max(calls, concurrency), TURN_TOKENS, "engine"))
+        stream.append(measured(rig, concurrency, few, STREAM_TOKENS, "stream"))
     cells = [median(plain, name) for name in ("cpu_us", "per_s", "p50_ms", "p99_ms")]
     cells += [median(alone, "p50_ms"), median(stream, "cpu_us") / STREAM_TOKENS]
     return "| {} | {:.0f} | {:.0f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} |".format(concurrency, *cells)

@@ -1,21 +1,20 @@
-"""Whether the model learns however stale its data may be: the real stack, from one warm start per seed.
+"""Measures whether the model learns at different bounds of staleness, on the real stack, for several seeds.
 
 python -m bench.learning [--task tool|guess] [--staleness 0 2 4 8] [--seeds 0 1 2 3 4] [--minutes 15]
                          [--results DIR] [--table] [--plot FILE]
 
-Each run is a file in `--results`. What is there is not run again: stop at any time, and go on with the same
-command. `--table` shows what is there, and runs nothing.
-"""
+Each run writes a file into `--results`, and is not run again if its file exists: stop at any time, and
+continue with the same command. `--table` prints the existing results, and runs nothing."""
 
 import argparse
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from bench.shelf import Result, Shelf, Trial, run_missing
+from bench.results import Result, ResultFolder, Trial, run_missing
 
-TASKS = {"tool": ([0, 2, 4, 8], [0, 1, 2, 3, 4]), "guess": ([4], [0, 1, 2])}
-"""Staleness and seeds that are asked for where nothing is said."""
+DEFAULT_RUNS = {"tool": ([0, 2, 4, 8], [0, 1, 2, 3, 4]), "guess": ([4], [0, 1, 2])}
+"""The default bounds of staleness and the default seeds of each task."""
 HEAD = (
     *("task", "staleness ≤", "seed", "steps", "episodes", "s to the target", "reward: warm start"),
     *("of the last episodes", "at the end", "staleness: mean", "largest", "stale sessions"),
@@ -24,14 +23,14 @@ COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
 
 
 def table(results: Sequence[Result]) -> str:
-    """Markdown: a line for each run, then one for each task and staleness."""
+    """A Markdown table with a line for each run, then a sentence for each task and bound of staleness."""
     kinds = sorted({(result.trial.task, result.trial.max_staleness) for result in results})
-    together = [
-        _together([each for each in results if (each.trial.task, each.trial.max_staleness) == kind])
+    summaries = [
+        _summary([each for each in results if (each.trial.task, each.trial.max_staleness) == kind])
         for kind in kinds
     ]
     rows = [HEAD, ("---",) * len(HEAD), *map(_row, results)]
-    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", *together])
+    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", *summaries])
 
 
 def _row(result: Result) -> tuple[str, ...]:
@@ -46,19 +45,20 @@ def _row(result: Result) -> tuple[str, ...]:
     )
 
 
-def _together(results: Sequence[Result]) -> str:
-    """How many of the seeds came to the target, and the least that any gained."""
+def _summary(results: Sequence[Result]) -> str:
+    """How many seeds reached the target, and the smallest gain of a seed."""
     trial = results[0].trial
     reached = sum(result.reached is not None for result in results)
     gained = min(result.reward_final - result.reward_warm for result in results)
     return (
         f"{trial.task}, staleness ≤ {trial.max_staleness}: {reached} of {len(results)} seeds reach the "
-        f"target; the least that a seed gained is {100 * gained:.0f} points"
+        f"target; the smallest gain of a seed is {100 * gained:.0f} points"
     )
 
 
 def draw(path: Path, results: Sequence[Result], target: float) -> None:
-    """Mean reward of the last episodes over episodes: a panel for each staleness, a line for each seed."""
+    """Plot the mean reward of the last episodes over episodes: a panel for each bound of staleness, a line
+    for each seed."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -85,21 +85,25 @@ def draw(path: Path, results: Sequence[Result], target: float) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--task", choices=TASKS, default="tool")
+    parser.add_argument("--task", choices=DEFAULT_RUNS, default="tool")
     parser.add_argument("--staleness", type=int, nargs="+")
     parser.add_argument("--seeds", type=int, nargs="+")
     parser.add_argument("--target", type=float, default=0.9)
-    parser.add_argument("--minutes", type=float, default=15.0, help="of one run, when it does not get there")
+    parser.add_argument(
+        "--minutes", type=float, default=15.0, help="of one run that does not reach the target"
+    )
     parser.add_argument("--results", type=Path, default=Path("run/learning"))
     parser.add_argument("--models", type=Path, default=Path("run/models"))
-    parser.add_argument("--table", action="store_true", help="show what is there, and run nothing")
-    parser.add_argument("--plot", type=Path, help="draw what is there into this file")
+    parser.add_argument(
+        "--table", action="store_true", help="print the table of existing results, and run nothing"
+    )
+    parser.add_argument("--plot", type=Path, help="plot the existing results into this file")
     asked = parser.parse_args(arguments)
-    shelf, failed = Shelf(asked.results), 0
+    folder, failed = ResultFolder(asked.results), 0
     if not asked.table:
         from bench.trial import Bounds, run
 
-        staleness, seeds = TASKS[asked.task]
+        staleness, seeds = DEFAULT_RUNS[asked.task]
         trials = [
             Trial(asked.task, versions, seed)
             for seed in asked.seeds or seeds
@@ -107,14 +111,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ]
         bounds = Bounds(target=asked.target, seconds=60 * asked.minutes)
         failed = run_missing(
-            shelf, trials, partial(run, bounds=bounds, folder=asked.results, models=asked.models)
+            folder, trials, partial(run, bounds=bounds, folder=asked.results, models=asked.models)
         )
-    results = shelf.results()
+    results = folder.results()
     print(table(results))
     if asked.plot:
         draw(asked.plot, results, asked.target)
     if failed:
-        raise SystemExit(f"{failed} runs failed; the same command tries them again")
+        raise SystemExit(f"{failed} runs failed; the same command repeats them")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A closed-loop load: `concurrency` connections, each sends a call, reads the whole answer, sends the next.
+"""A closed-loop load: each connection sends a call, reads the whole answer, and sends the next call.
 
 python -m bench.load PORT CONCURRENCY CALLS TOKENS {plain|stream|engine}     prints one JSON object
 """
@@ -19,18 +19,18 @@ import uvloop
 
 PROMPT = "please tell me what the value of the tool named a is, and say it twice, thank you very much: {}"
 GROUP = 8
-"""So many sessions begin with the same prompt, as groups of episodes do; no two groups share one."""
+"""The number of sessions with the same prompt, as in a group of episodes. Groups have different prompts."""
 
 
 def engine_request(tokens: int) -> bytes:
-    """The call that a gateway would make of it, to the engine itself."""
+    """The call as a gateway would send it to the engine."""
     asked = {"max_new_tokens": tokens, "stream_interval": 64}
     body = json.dumps({"input_ids": list(range(64)), "sampling_params": asked}).encode()
     return b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n" % len(body) + body
 
 
 def request(tokens: int, stream: bool, task: str = "") -> bytes:
-    """One chat call as it goes over the wire, with the headers that the official client sends."""
+    """One chat call as bytes, with the headers of the official client."""
     body = json.dumps(
         {
             "messages": [{"role": "user", "content": PROMPT.format(task)}],
@@ -51,6 +51,7 @@ def request(tokens: int, stream: bool, task: str = "") -> bytes:
 
 
 def calls_of(calls: int, tokens: int, kind: str) -> list[bytes]:
+    """The calls as bytes. `tokens` is the length of each answer."""
     if kind == "engine":
         return [engine_request(tokens)] * calls
     tasks = [f"{os.getpid()} {number}" for number in range(-(-calls // GROUP))]
@@ -59,8 +60,8 @@ def calls_of(calls: int, tokens: int, kind: str) -> list[bytes]:
 
 
 @dataclass
-class Tally:
-    """What the load saw."""
+class LoadTally:
+    """Latencies and failures of the calls."""
 
     calls: int
     latencies_ms: list[float] = field(default_factory=list)
@@ -78,14 +79,14 @@ class Tally:
 
 
 class Client(asyncio.Protocol):
-    """One connection, one call at a time."""
+    """One connection, with one call at a time."""
 
-    def __init__(self, requests: Iterator[bytes], tally: Tally, stream: bool, done: asyncio.Future[None]):
+    def __init__(self, requests: Iterator[bytes], tally: LoadTally, stream: bool, done: asyncio.Future[None]):
         self._requests = requests
         self._tally = tally
         self._stream = stream
         self._done = done
-        self._met = False
+        self._warm = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -112,9 +113,9 @@ class Client(asyncio.Protocol):
         ended = self._tail.endswith(b"data: [DONE]\n\n") if self._stream else self._tail.endswith(b"}")
         if status != 200 or not ended:
             tally.failures.append(f"{status} {self._tail!r}")
-        elif self._met:  # the first call of a connection waits until it is accepted: that is told apart
+        elif self._warm:  # a connection's first call also waits until it is accepted
             tally.latencies_ms.append((time.perf_counter() - self._started) * 1000)
-        self._met = True
+        self._warm = True
         self._next()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -123,9 +124,9 @@ class Client(asyncio.Protocol):
 
 
 async def run(port: int, concurrency: int, calls: int, tokens: int, kind: str) -> dict[str, object]:
-    """Make `calls` calls; each opens a session of its own, as agents that name none do."""
+    """Make `calls` calls, each in a new session, because they name none. Returns the figures by name."""
     loop = asyncio.get_running_loop()
-    tally = Tally(calls)
+    tally = LoadTally(calls)
     requests, stream = iter(calls_of(calls, tokens, kind)), kind != "plain"
     ends = [loop.create_future() for _ in range(concurrency)]
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Memory that log-probabilities of sampled_logprobs tokens take beyond hidden states and weight, at its peak.
+"""The peak memory of log-probabilities of sampled tokens, beyond hidden states and weight.
 
 python -m bench.logprob ours|naive TOKENS VOCABULARY WIDTH     forward and backward
 """
@@ -8,12 +8,12 @@ import sys
 import torch
 from torch import Tensor
 
-from bench.account import forget_peak, resident_mib, tell, timed
+from bench.measuring import print_facts, reset_peak, resident_mib, timed
 from trainer_service.model.logprob_head import sampled_logprobs
 
 
 def naive(hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> Tensor:
-    """All logits at once."""
+    """From all logits at once."""
     logp_TV = torch.log_softmax(hidden_TH @ weight_VH.T, dim=-1)
     return logp_TV.gather(1, targets_T[:, None])[:, 0]
 
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> None:
     hidden_TH = torch.randn(tokens, width).requires_grad_()
     weight_VH = torch.randn(vocabulary, width).mul_(0.02).requires_grad_()
     targets_T = torch.randint(vocabulary, (tokens,))
-    forget_peak()
+    reset_peak()
     before = resident_mib()
 
     def learn() -> float:
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> None:
         return float(torch.linalg.vector_norm(hidden_TH.grad))
 
     norm, cpu_s = timed(learn)
-    tell(tokens=tokens, cpu_s=cpu_s, peak_mib=resident_mib(peak=True) - before, gradient_norm=norm)
+    print_facts(tokens=tokens, cpu_s=cpu_s, peak_mib=resident_mib(peak=True) - before, gradient_norm=norm)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""A random Qwen3 to train, and what it says of rollouts.
+"""Makes a random Qwen3 to train, and computes its log-probabilities of rollouts.
 
-python -m bench.policies small|whole DIRECTORY ROLLOUTS     makes it, and gives the rollouts its logprobs
-"""
+python -m bench.policies small|whole DIRECTORY ROLLOUTS     makes the model, and adds its logprobs to the
+rollouts"""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from bench.account import tell
-from bench.rollouts import Rollout, read, write
+from bench.measuring import print_facts
+from bench.rollouts import SyntheticRollout, read, write
 from tests.support.tiny_model import make_tiny_model
 from trainer_service.model.forward import forward
 from trainer_service.model.packed_attention import packing_of
@@ -20,7 +20,7 @@ from trainer_service.model.policy import load_model
 from trainer_service.rows.rows import Row, micro_batches
 
 PACK_TOKENS = 1024
-WHOLE: dict[str, Any] = {
+WHOLE: dict[str, object] = {
     "vocab_size": 32_000,
     "hidden_size": 768,
     "intermediate_size": 2048,
@@ -34,8 +34,8 @@ WHOLE: dict[str, Any] = {
 """About 100 million parameters."""
 
 
-def make_policy(directory: Path, shape: dict[str, Any]) -> int:
-    """Weights of this shape beside the tiny model's tokenizer: nobody decodes what is drawn by chance. Gives
+def make_policy(directory: Path, shape: Mapping[str, object]) -> int:
+    """Make a model of this shape with the tiny model's tokenizer, which is enough for random tokens. Returns
     the number of weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -46,8 +46,8 @@ def make_policy(directory: Path, shape: dict[str, Any]) -> int:
     return int(model.num_parameters())
 
 
-def row_of(rollout: Rollout, name: str) -> Row:
-    """As the trainer has it from a session of one turn."""
+def row_of(rollout: SyntheticRollout, name: str) -> Row:
+    """The row that the trainer makes of a session with one turn."""
     prompt, length = len(rollout.prompt), len(rollout)
     mask = np.array([0] * prompt + [1] * len(rollout.completion))
     logprobs = rollout.logprobs or [0.0] * len(rollout.completion)
@@ -65,13 +65,13 @@ def row_of(rollout: Rollout, name: str) -> Row:
     )
 
 
-def rows_of(rollouts: list[Rollout]) -> list[Row]:
+def rows_of(rollouts: list[SyntheticRollout]) -> list[Row]:
     return [row_of(rollout, f"rollout-{index}") for index, rollout in enumerate(rollouts)]
 
 
 @torch.no_grad()
-def with_logprobs(rollouts: list[Rollout], directory: Path) -> list[Rollout]:
-    """The same, as this policy would have sampled them."""
+def with_logprobs(rollouts: list[SyntheticRollout], directory: Path) -> list[SyntheticRollout]:
+    """The rollouts with the log-probabilities of the model in `directory`, as if it had sampled them."""
     model = load_model(directory, torch.float32)
     known: dict[int, list[float]] = {}
     for batch in micro_batches(rows_of(rollouts), PACK_TOKENS):
@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     weights = make_policy(directory, WHOLE if size == "whole" else {})
     write(with_logprobs(read(file), directory), file)
-    tell(weights=weights)
+    print_facts(weights=weights)
 
 
 if __name__ == "__main__":

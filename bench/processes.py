@@ -1,4 +1,4 @@
-"""Processes that a benchmark starts, and the CPU time that they use."""
+"""Starts the processes of a benchmark, waits for them, and measures their CPU time."""
 
 import os
 import socket
@@ -20,7 +20,7 @@ def free_port() -> int:
 
 @contextmanager
 def running(command: list[str], environment: dict[str, str] | None = None) -> Iterator[int]:
-    """A process for as long as the block runs; gives its id."""
+    """A process that runs during the context; gives its id."""
     process = subprocess.Popen(command, env=os.environ | (environment or {}))
     try:
         yield process.pid
@@ -34,7 +34,7 @@ def module(*arguments: str | float | Path) -> list[str]:
 
 
 def answering(url: str, timeout_s: float = 30) -> None:
-    """Wait until `url` answers 200."""
+    """Wait until `url` answers with status 200. Raises TimeoutError."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -48,6 +48,6 @@ def answering(url: str, timeout_s: float = 30) -> None:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of a process so far, all of its threads."""
+    """The CPU seconds that all threads of a process have used."""
     threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9

@@ -1,10 +1,9 @@
-"""Where a plain turn's CPU time goes, part by part, and the floor of the same server under the same load.
+"""Where the CPU time of a plain turn goes, part by part, and the lower bound of the same HTTP server.
 
 python -m bench.profile [--calls N] [--concurrency N]
 
-A sample counts for the innermost frame that lies in a room of ours, or in the server. One that falls into C
-counts for the Python that called it; of the event loop's own, for what it calls next.
-"""
+A sample counts for the innermost frame in Weir's code or in the server's. A sample in C code counts for the
+Python function that called it, and a sample in the event loop for the function that the loop calls next."""
 
 import argparse
 import json
@@ -17,20 +16,22 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from bench.gateway import TURN_TOKENS, Rig, load, measured, rig
+from bench.gateway import TURN_TOKENS, Rig, load, measured, running_rig
 from bench.processes import answering, cpu_s, free_port, module, running
 from tests.support.tiny_model import make_tiny_model
 
 PARTS = {
     "uvicorn/": "uvicorn",
     "gateway/edge/": "edge",
-    "gateway/sessions/": "session",
-    "gateway/admission/": "session",
-    "gateway/dialects/": "dialect",
-    "gateway/language/": "prompt",
+    "gateway/edge/reply": "replies",
+    "gateway/sessions/": "sessions",
+    "gateway/admission/": "sessions",
+    "gateway/dialects/": "requests",
+    "gateway/dialects/chat_wire": "replies",
+    "gateway/language/": "prompts",
     "gateway/language/fast_parse": "recording",
-    "gateway/conversations/": "prompt",
-    "gateway/generations/": "prompt",
+    "gateway/conversations/": "prompts",
+    "gateway/generations/": "prompts",
     "gateway/generations/generation": "recording",
     "gateway/generations/recorder": "recording",
     "gateway/engines/": "sampling",
@@ -38,9 +39,9 @@ PARTS = {
     "rollout_queue/": "recording",
     "rollout_queue/http/": "edge",
 }
-"""What a frame is part of, by the longest of these that its file has in it."""
+"""The part of the work that a frame belongs to, by the longest of these strings in its file's path."""
 LARGEST = 6
-"""Functions that a part names."""
+"""The number of functions that the table names for a part."""
 
 
 def main() -> None:
@@ -51,18 +52,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         stacks = folder / "stacks.json"
-        with rig(make_tiny_model(folder / "model"), folder, sampled=stacks) as under:
-            measured(under, asked.concurrency, 1000, TURN_TOKENS, "plain")  # warm
-            taken(under, stacks)
-            cpu_us = measured(under, asked.concurrency, asked.calls, TURN_TOKENS, "plain")["cpu_us"]
-            seen = taken(under, stacks)
+        with running_rig(make_tiny_model(folder / "model"), folder, sampled=stacks) as rig:
+            measured(rig, asked.concurrency, 1000, TURN_TOKENS, "plain")  # warm
+            taken(rig, stacks)
+            cpu_us = measured(rig, asked.concurrency, asked.calls, TURN_TOKENS, "plain")["cpu_us"]
+            seen = taken(rig, stacks)
     print(table(seen, cpu_us))
     print(f"\nThe floor: {floor_us(asked.concurrency, asked.calls):.0f} µs.")
 
 
-def taken(under: Rig, stacks: Path) -> dict[str, int]:
-    """What the sampler saw since it was asked last."""
-    os.kill(under.gateways[0][1], signal.SIGUSR1)
+def taken(rig: Rig, stacks: Path) -> dict[str, int]:
+    """The samples since the last call: counts by stack."""
+    os.kill(rig.gateways[0][1], signal.SIGUSR1)
     while not stacks.exists():
         time.sleep(0.01)
     seen: dict[str, int] = json.loads(stacks.read_text(encoding="utf-8"))
@@ -71,7 +72,7 @@ def taken(under: Rig, stacks: Path) -> dict[str, int]:
 
 
 def table(seen: Mapping[str, int], cpu_us: float) -> str:
-    """The samples as microseconds of a turn, largest part first."""
+    """The samples as microseconds per turn, the largest part first."""
     places: Counter[tuple[str, str]] = Counter()
     for stack, count in seen.items():
         places[place_of(stack.split(";"))] += count
@@ -88,16 +89,16 @@ def table(seen: Mapping[str, int], cpu_us: float) -> str:
 
 
 def place_of(stack: list[str]) -> tuple[str, str]:
-    """The part that a stack belongs to, and the function of it."""
+    """The part that a stack belongs to, and its innermost function there."""
     for frame in reversed(stack):
         file, _, function = frame.rpartition(":")
         if fitting := [fragment for fragment in PARTS if fragment in file]:
             return PARTS[max(fitting, key=len)], function
-    return "the loop", "its own"
+    return "event loop", "(no function of Weir)"
 
 
 def floor_us(concurrency: int, calls: int) -> float:
-    """CPU of a server that answers a constant, per call: the median of three loads."""
+    """CPU microseconds per call of a server with a constant answer: the median of three loads."""
     port = free_port()
     with running(module("bench.floor", port)) as pid:
         answering(f"http://127.0.0.1:{port}/")

@@ -1,11 +1,11 @@
-"""What the queue costs: CPU per turn appended and read, a trainer's recovery, and Redis' memory.
+"""The cost of the queue: CPU per turn appended and read, a trainer's recovery, and Redis' memory.
 
 python -m bench.queue [--turns N] [--pending N] [--sessions N] [--repetitions N]
 
 turns ── RedisWriter, 64 in flight ──▶ Redis ──▶ RedisReader ──▶ Intake
       └─ redis-py, the same bytes ───▶       └─▶ redis-py
 
-CPU is this process' own, from the scheduler's account; only one end of the queue works at a time.
+CPU is that of this process, as the scheduler counts it. Only one end of the queue works at a time.
 """
 
 import argparse
@@ -45,22 +45,22 @@ from trainer_service.status.shared_state import SharedState
 from trainer_service.storage.run_state import RunState
 
 IN_FLIGHT = 64
-AT_ONCE = 10_000
-"""Turns that are made up at a time: a trainer's memory is not to be measured beside them."""
+BATCH = 10_000
+"""The number of synthetic turns made at a time, so that they take no memory while a trainer is measured."""
 
 Item = TypeVar("Item")
 
 
 class Cost(NamedTuple):
-    """Microseconds of CPU a turn, at this end and in Redis; seconds in all."""
+    """CPU microseconds per turn, in this process and in Redis, and the total seconds."""
 
     cpu_us: float
     redis_us: float
     wall_s: float
 
 
-class Under:
-    """A Redis of its own, and the costs that were measured on it."""
+class MeasuredRedis:
+    """A Redis server for one benchmark, and the costs measured on it."""
 
     def __init__(self, port: int, pid: int) -> None:
         self.url, self._pid = f"redis://127.0.0.1:{port}/0", pid
@@ -83,36 +83,36 @@ class Under:
         return Cost(*map(statistics.median, zip(*self.costs[name], strict=True)))
 
     def reader(self) -> RedisReader:
-        """The stream's end of a new trainer; who had the lease before is gone."""
+        """The reader of a new trainer. The lease of the previous one is deleted."""
         self.redis.delete(keys.LEASE)
         lease = Lease(self.redis, 3600.0)
         lease.claim()
         return RedisReader(self.redis, lease.token)
 
     def used(self) -> int:
-        """Bytes of Redis' memory, buffers of connections and of the append-only file left out."""
-        time.sleep(2)  # Redis looks at what its connections hold once in a while
+        """Bytes of the data in Redis, without the buffers of connections and of the append-only file."""
+        time.sleep(2)  # Redis updates the size of its connections' buffers only now and then
         return int(self.redis.memory_stats()["dataset.bytes"])
 
 
 @contextmanager
-def own_redis() -> Iterator[Under]:
+def own_redis() -> Iterator[MeasuredRedis]:
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
         place = ["--port", str(port), "--dir", folder, "--logfile", str(Path(folder) / "redis.log")]
         with running([redis_server, *REDIS.split(" "), *place]) as pid:
-            under = Under(port, pid)
+            server = MeasuredRedis(port, pid)
             while True:
                 try:
-                    under.redis.ping()
+                    server.redis.ping()
                     break
                 except RedisError:
                     time.sleep(0.05)
-            yield under
+            yield server
 
 
 async def in_flight(items: Sequence[Item], each: Callable[[Item], Awaitable[object]]) -> None:
-    """As the calls of a busy gateway: the next begins when one of the others is answered."""
+    """Keep `IN_FLIGHT` calls in flight, like a busy gateway."""
     left = iter(items)
 
     async def worker() -> None:
@@ -123,29 +123,29 @@ async def in_flight(items: Sequence[Item], each: Callable[[Item], Awaitable[obje
 
 
 @contextmanager
-def loop_of(under: Under) -> Iterator[tuple[asyncio.Runner, AsyncRedis]]:
+def loop_of(server: MeasuredRedis) -> Iterator[tuple[asyncio.Runner, AsyncRedis]]:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        redis = AsyncRedis.from_url(under.url)
+        redis = AsyncRedis.from_url(server.url)
         yield runner, redis
         runner.run(redis.aclose())
 
 
-def append_ours(under: Under, given: list[Turn], name: str) -> None:
-    """Record turns through the gateways' own end, which knows the heads of their sessions."""
-    with loop_of(under) as (runner, redis):
+def append_ours(server: MeasuredRedis, given: list[Turn], name: str) -> None:
+    """Record turns with the gateway's writer, which has the heads of their sessions cached."""
+    with loop_of(server) as (runner, redis):
         writer = RedisWriter(redis)
         runner.run(in_flight(specs(given), writer.open_session))
         runner.run(in_flight(specs(given), lambda spec: writer.load_for_call(spec.session_id)))
-        with under.measured(name, len(given)):
+        with server.measured(name, len(given)):
             runner.run(in_flight(given, lambda turn: writer.append_turn(turn, EXPIRES_AT, OWNER)))
         runner.run(writer.close())
 
 
-def append_raw(under: Under, given: list[Turn], name: str, together: int) -> None:
-    """The same bytes, packed before, into stream and hash; `together` turns share a pipeline."""
+def append_raw(server: MeasuredRedis, given: list[Turn], name: str, together: int) -> None:
+    """Append the same bytes, encoded before, to stream and hash; `together` turns share a pipeline."""
     ready = [(keys.session(turn.session_id), f"t:{turn.turn_id}", encode(turn)) for turn in given]
     parts = [ready[start : start + together] for start in range(0, len(ready), together)]
-    with loop_of(under) as (runner, redis):
+    with loop_of(server) as (runner, redis):
 
         async def append(part: Sequence[tuple[str, str, bytes]]) -> None:
             async with redis.pipeline(transaction=True) as pipeline:
@@ -154,63 +154,64 @@ def append_raw(under: Under, given: list[Turn], name: str, together: int) -> Non
                     pipeline.hset(key, field, packed)
                 await pipeline.execute()
 
-        with under.measured(name, len(given)):
+        with server.measured(name, len(given)):
             runner.run(in_flight(parts, append))
 
 
-def read_ours(under: Under, count: int, name: str) -> None:
-    reader, left = under.reader(), count
-    with under.measured(name, count):
+def read_ours(server: MeasuredRedis, count: int, name: str) -> None:
+    """Read turns with the trainer's reader."""
+    reader, left = server.reader(), count
+    with server.measured(name, count):
         while left:
             left -= len(reader.read(READ_COUNT, 0.01))
 
 
-def read_raw(under: Under, count: int, name: str) -> None:
-    """The bytes, of nobody's records, and no fence; each answer replaces the one before."""
-    under.redis.xgroup_create(keys.STREAM, "raw", "0")
+def read_raw(server: MeasuredRedis, count: int, name: str) -> None:
+    """Read the bytes without decoding them and without a fence; nothing is kept."""
+    server.redis.xgroup_create(keys.STREAM, "raw", "0")
     left = count
-    with under.measured(name, count):
+    with server.measured(name, count):
         while left:
-            found: Any = under.redis.xreadgroup("raw", "one", {keys.STREAM: ">"}, READ_COUNT)
+            found: Any = server.redis.xreadgroup("raw", "one", {keys.STREAM: ">"}, READ_COUNT)
             left -= len(found[0][1])
 
 
-def ends(under: Under, count: int, repetitions: int) -> None:
-    """Both ends beside redis-py, turn by turn about, since a machine's pace changes."""
+def ends(server: MeasuredRedis, count: int, repetitions: int) -> None:
+    """Measure writer and reader beside redis-py, alternating, because the speed of a machine changes."""
     given = turns(0, count)
     packed = [encode(turn) for turn in given]
-    gc.freeze()  # a gateway does not hold these
+    gc.freeze()  # the garbage collector of a gateway would not visit these
     for _ in range(repetitions):
-        under.redis.flushall()
-        append_raw(under, given, "redis-py: MULTI XADD HSET EXEC", 1)
-        under.redis.flushall()
-        append_raw(under, given, f"redis-py: the same, {IN_FLIGHT} turns in one MULTI", IN_FLIGHT)
-        under.redis.flushall()
-        append_ours(under, given, "`RedisWriter.append_turn`")
-        with under.measured("of it `encode`", count):
+        server.redis.flushall()
+        append_raw(server, given, "redis-py: MULTI XADD HSET EXEC", 1)
+        server.redis.flushall()
+        append_raw(server, given, f"redis-py: the same, {IN_FLIGHT} turns in one MULTI", IN_FLIGHT)
+        server.redis.flushall()
+        append_ours(server, given, "`RedisWriter.append_turn`")
+        with server.measured("of it `encode`", count):
             for turn in given:
                 encode(turn)
-        read_raw(under, count, "redis-py: XREADGROUP, the bytes alone")
-        read_ours(under, count, "`RedisReader.read`, decoded and checked")
-        with under.measured("of it `decode`", count):
+        read_raw(server, count, "redis-py: XREADGROUP, the bytes alone")
+        read_ours(server, count, "`RedisReader.read`, decoded and checked")
+        with server.measured("of it `decode`", count):
             for each in packed:
                 decode(each)
     size = sum(map(len, packed)) / count
     print(f"\n{count} turns of {CONTEXT} + {OUTPUT} tokens, {size:.0f} bytes, {IN_FLIGHT} in flight:\n")
     print("| | CPU µs/turn | at best | of Redis | turns/s |\n|---|---|---|---|---|")
-    for name, found in under.costs.items():
-        cost, best_us = under.median(name), min(each.cpu_us for each in found)
+    for name, found in server.costs.items():
+        cost, best_us = server.median(name), min(each.cpu_us for each in found)
         cells = f"{cost.cpu_us:.1f} | {best_us:.1f} | {cost.redis_us:.1f} | {count / cost.wall_s:.0f}"
         print(f"| {name} | {cells} |")
 
 
-def recovery(under: Under, count: int) -> None:
-    """A trainer died that had read these turns, and their sessions go on."""
-    under.redis.flushall()
-    for first in range(0, count, AT_ONCE):
-        append_ours(under, turns(first, min(AT_ONCE, count - first)), "filling")
-    read_ours(under, count, "filling")
-    reader = under.reader()
+def recovery(server: MeasuredRedis, count: int) -> None:
+    """The recovery of a trainer that died after it had read these turns, whose sessions are still open."""
+    server.redis.flushall()
+    for first in range(0, count, BATCH):
+        append_ours(server, turns(first, min(BATCH, count - first)), "filling")
+    read_ours(server, count, "filling")
+    reader = server.reader()
     intake = Intake(
         stream=reader,
         algorithm=AlgorithmSettings(),
@@ -218,32 +219,32 @@ def recovery(under: Under, count: int) -> None:
         heartbeat=Heartbeat(reader, SharedState(), retry_s=1.0),
         metrics=TrainerMetrics(CollectorRegistry(), []),
     )
-    with under.measured("takes them up", count):
+    with server.measured("reads them again", count):
         intake.resume(RunState())
-    with under.measured("looks for its next step", count):
+    with server.measured("looks for its next step", count):
         intake.read()
         intake.select(7, AlgorithmSettings())
     print(f"\n| a trainer after {count} pending turns | s | CPU s | of Redis |\n|---|---|---|---|")
-    for name in ("takes them up", "looks for its next step"):
-        cost = under.median(name)
+    for name in ("reads them again", "looks for its next step"):
+        cost = server.median(name)
         cpu_s_, redis_s = cost.cpu_us * count / 1e6, cost.redis_us * count / 1e6
         print(f"| {name} | {cost.wall_s:.2f} | {cpu_s_:.2f} | {redis_s:.2f} |")
 
 
-def memory(under: Under, sessions: int) -> None:
-    """Of sessions with one turn each, and what is left of it when all of them have their verdict."""
-    under.redis.flushall()
+def memory(server: MeasuredRedis, sessions: int) -> None:
+    """The memory of sessions with four turns each, and what is left of it when all turns have verdicts."""
+    server.redis.flushall()
     given = turns(0, 4 * sessions)
-    made, started = specs(given), under.used()
+    made, started = specs(given), server.used()
     print(f"\n| {sessions} sessions | bytes each |\n|---|---|")
 
     def say(what: str, count: int) -> None:
         nonlocal started
-        now = under.used()
+        now = server.used()
         print(f"| {what} | {(now - started) / count:.0f} |")
         started = now
 
-    with loop_of(under) as (runner, redis):
+    with loop_of(server) as (runner, redis):
         writer = RedisWriter(redis)
         runner.run(in_flight(made, writer.open_session))
         say("a session, opened in its group", sessions)
@@ -253,16 +254,16 @@ def memory(under: Under, sessions: int) -> None:
         say("a session's reward and outcome", sessions)
         runner.run(writer.close())
         runner.run(redis.connection_pool.disconnect())
-    entries = under.redis.memory_usage(keys.STREAM, 0) or 0
+    entries = server.redis.memory_usage(keys.STREAM, 0) or 0
     key = keys.session(made[0].session_id)
     print(f"| MEMORY USAGE of the stream, a turn's part | {entries / len(given):.0f} |")
-    print(f"| MEMORY USAGE of a head with its four turns | {under.redis.memory_usage(key, 0) or 0:.0f} |")
-    settle(under, made, given)
+    print(f"| MEMORY USAGE of a head with its four turns | {server.redis.memory_usage(key, 0) or 0:.0f} |")
+    settle(server, made, given)
     say("acknowledged with verdicts and trimmed, a turn", len(given))
 
 
-def settle(under: Under, made: Sequence[SessionSpec], given: Sequence[Turn]) -> None:
-    reader, trained = under.reader(), Verdict(code="trained", step=1, version=1)
+def settle(server: MeasuredRedis, made: Sequence[SessionSpec], given: Sequence[Turn]) -> None:
+    reader, trained = server.reader(), Verdict(code="trained", step=1, version=1)
     entries = [entry.entry_id for entry in reader.read(10**9, 0.01)]
     of_turns = {(turn.session_id, turn.turn_id): trained for turn in given}
     reader.acknowledge(entries, Verdicts({spec.session_id: trained for spec in made}, of_turns))
@@ -275,10 +276,10 @@ def main() -> None:
     parser.add_argument("--pending", type=int, default=100_000)
     parser.add_argument("--sessions", type=int, default=10_000)
     asked = parser.parse_args()
-    with own_redis() as under:
-        ends(under, asked.turns, asked.repetitions)
-        recovery(under, asked.pending)
-        memory(under, asked.sessions)
+    with own_redis() as server:
+        ends(server, asked.turns, asked.repetitions)
+        recovery(server, asked.pending)
+        memory(server, asked.sessions)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Does one long prompt hold up everybody else? How long streams are silent beside 100,000-token prompts.
+"""Measures whether a long prompt delays other calls: the gaps of streams beside prompts of 100,000 tokens.
 
 python -m bench.stall [--tokens N] [--prompts N]
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import uvloop
 
-from bench.gateway import rig
+from bench.gateway import running_rig
 from bench.load import request
 from tests.support.tiny_model import make_tiny_model
 
@@ -23,7 +23,7 @@ STREAMS = 8
 
 
 async def call(port: int, body: bytes, gaps_ms: list[float] | None = None) -> float:
-    """Make one call; gives its seconds, and notes the time between what arrives."""
+    """Make one call. Returns its seconds, and appends the times between received pieces to `gaps_ms`."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**26)
     started = time.perf_counter()
     writer.write(body)
@@ -33,14 +33,14 @@ async def call(port: int, body: bytes, gaps_ms: list[float] | None = None) -> fl
         if gaps_ms is not None and last is not None:
             gaps_ms.append((now - last) * 1000)
         last = now
-        if data.endswith(b"0\r\n\r\n"):  # a stream's last chunk; other answers close the connection
+        if data.endswith(b"0\r\n\r\n"):  # the last chunk of a stream; other answers close the connection
             break
     writer.close()
     return time.perf_counter() - started
 
 
 def long_prompt(tokens: int) -> bytes:
-    """About `tokens` tokens of text in one message, and an answer of one token."""
+    """A call with one message of about `tokens` tokens, and an answer of one token."""
     text = " ".join(f"w{index % 977}" for index in range(tokens // 3))
     body = json.dumps({"messages": [{"role": "user", "content": text}], "max_tokens": 1}).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer bench-client\r\n"
@@ -49,7 +49,7 @@ def long_prompt(tokens: int) -> bytes:
 
 
 async def streams(port: int, prompts: int, body: bytes) -> tuple[list[float], list[float]]:
-    """Gaps of the streams, and the seconds of each long call that runs beside them."""
+    """The gaps of the streams in ms, and the seconds of each long call beside them."""
     gaps: list[float] = []
     short = request(256, stream=True)
     listening = [asyncio.create_task(call(port, short, gaps)) for _ in range(STREAMS)]
@@ -69,9 +69,9 @@ def main() -> None:
     print("| | gap p50 ms | p99 | longest | seconds of a long call |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         model = make_tiny_model(Path(name) / "model")
-        with rig(model, Path(name), PACE_MS) as under:
+        with running_rig(model, Path(name), PACE_MS) as rig:
             for label, prompts in (("streams alone", 0), ("with long prompts", asked.prompts)):
-                gaps, seconds = uvloop.run(streams(under.gateways[0][0], prompts, body))
+                gaps, seconds = uvloop.run(streams(rig.gateways[0][0], prompts, body))
                 gaps.sort()
                 shown = f"{statistics.median(gaps):.1f} | {gaps[int(len(gaps) * 0.99)]:.1f} | {gaps[-1]:.1f}"
                 print(f"| {label} | {shown} | {statistics.median(seconds) if seconds else 0:.2f} |")

@@ -1,4 +1,4 @@
-"""One run of training on the real stack: SGLang, Redis, DeepSpeed, and agents with their groups in flight.
+"""One run of training on the real stack: SGLang, Redis, DeepSpeed, and agents with many groups in flight.
 
 warm-started model ─▶ stack up ─▶ evaluation ─▶ episodes until the target ─▶ evaluation ─▶ Result
 """
@@ -7,7 +7,7 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +16,9 @@ from typing import Any
 
 import httpx
 
-from bench.kinds import KINDS, Kind
-from bench.shelf import Mark, Result, Trial
-from bench.stacks import beside_others
+from bench.isolated_stack import isolated_stack
+from bench.results import Progress, Result, Trial
+from bench.tasks import TASKS, TrainingTask
 from weir.demo.episodes import Episodes, Record
 from weir.demo.make_model import model_for
 from weir.demo.observer import Observation, Observer
@@ -31,21 +31,23 @@ from weir.stack.stack import Stack
 
 GROUP_SIZE = 8
 GROUPS_PER_STEP = 4
-"""As many as the demo's `min_live_rows` need."""
-FEWEST_GROUPS = 8
-"""In flight without staleness: some teach nothing. The gateway lets in as many as the next step takes."""
+"""The number of groups that gives the demo's `min_live_rows` rows."""
+MIN_GROUPS = 8
+"""The groups in flight without staleness, more than a step takes: some have no learning signal. The gateway
+admits as many sessions as the next step takes."""
 EVALUATED, EVALUATION_SEED, EVALUATION_GROUPS = 256, 1000, 8
-KNOCK_EVERY_S = 0.2
-"""How soon a refused agent comes again. `Retry-After` is in whole seconds: each step would cost one."""
-LOOK_EVERY_S = 0.25
+RETRY_EVERY_S = 0.2
+"""The time after which a refused agent tries again. `Retry-After` has whole seconds, which would delay each
+step."""
+POLL_EVERY_S = 0.25
 CURVE_POINTS = 200
-HEAVY = ("redis", "policies", "weights", "checkpoints", "tensorboard")
-BUSY = ("train", "checkpoint", "acknowledge")
+LARGE_FOLDERS = ("redis", "policies", "weights", "checkpoints", "tensorboard")
+TRAINING_PHASES = ("train", "checkpoint", "acknowledge")
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """When a run has had enough."""
+    """When a run ends."""
 
     target: float = 0.9
     """Mean reward of the last episodes."""
@@ -54,38 +56,38 @@ class Bounds:
 
 
 @dataclass
-class Looks:
-    """What was seen of the engine, look by look: its requests, waiting ones too."""
+class EngineRequests:
+    """The number of requests at the engine at each poll, waiting ones included."""
 
     requests: list[int] = field(default_factory=list)
 
     async def watch(self, rollout_url: str, admin_key: str) -> None:
-        """Look until cancelled; an engine that does not answer is not counted."""
+        """Poll until cancelled. A poll without an answer is not counted."""
         headers = {"authorization": f"Bearer {admin_key}"}
         async with httpx.AsyncClient(base_url=rollout_url, headers=headers, timeout=5) as rest:
             while True:
                 with suppress(httpx.HTTPError, ValueError, KeyError):
-                    said = (await rest.get("/status")).raise_for_status().json()
-                    self.requests.append(said["running"] + said["waiting"])
-                await asyncio.sleep(LOOK_EVERY_S)
+                    status = (await rest.get("/status")).raise_for_status().json()
+                    self.requests.append(status["running"] + status["waiting"])
+                await asyncio.sleep(POLL_EVERY_S)
 
 
 @dataclass
-class Course:
-    """How a run goes, until it is enough."""
+class TrialCourse:
+    """The progress of a run until it ends."""
 
     bounds: Bounds
     snapshot: Observation
-    reached: Mark | None = None
-    whole: Mark | None = None
+    reached: Progress | None = None
+    whole: Progress | None = None
     ended: str = ""
     curve: list[tuple[int, float, float]] = field(default_factory=list)
 
-    def enough(self, record: Record) -> bool:
-        """Asked after every group; the first yes is remembered, and stays."""
+    def has_ended(self, record: Record) -> bool:
+        """Called after every group. Once True, it stays True."""
         if self.whole is not None:
             return True
-        here = Mark(time.monotonic() - record.started_at, len(record.episodes), len(self.snapshot.steps))
+        here = Progress(time.monotonic() - record.started_at, len(record.episodes), len(self.snapshot.steps))
         average = record.moving_average
         if average is not None and (not self.curve or here.episodes > self.curve[-1][0]):
             self.curve.append((here.episodes, round(here.seconds, 2), round(average, 4)))
@@ -96,7 +98,7 @@ class Course:
             self.whole = here
         return self.whole is not None
 
-    def _why(self, here: Mark) -> str:
+    def _why(self, here: Progress) -> str:
         if self.reached is not None:
             return f"reward {self.bounds.target:g} after {here.seconds:.0f} s"
         if self.snapshot.trainer.state == "paused":
@@ -109,8 +111,8 @@ class Course:
 
 
 @dataclass
-class Laps:
-    """Seconds by name, one after the other."""
+class PhaseTimes:
+    """The seconds of a run's phases, by name."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -124,56 +126,57 @@ class Laps:
 
 
 def run(trial: Trial, bounds: Bounds, folder: Path, models: Path) -> Result:
-    """Raises StackError when a service dies, or the warm start does not reach its gate."""
-    kind, laps, run_dir = KINDS[trial.task], Laps(), folder / trial.name
-    with laps.timed("model"):
-        model, _ = model_for(models, trial.seed, game=kind.model, write=kind.plan)
-    shutil.rmtree(run_dir, ignore_errors=True)  # of a run that was stopped: it would be trained first
+    """Make one run. Raises StackError if a service dies, or if the warm start does not reach its gate."""
+    task, times, run_dir = TASKS[trial.task], PhaseTimes(), folder / trial.name
+    with times.timed("model"):
+        model, _ = model_for(models, trial.seed, game=task.model, write=task.plan)
+    shutil.rmtree(run_dir, ignore_errors=True)  # the data of an interrupted run would be trained first
     settings = settings_of(trial, run_dir, model)
     began = time.monotonic()
     with Stack(settings) as stack:
         stack.wait_ready(on_wait=lambda line: print(line, flush=True))
-        laps.seconds["start"] = round(time.monotonic() - began, 1)
-        with laps.timed("evaluation before"):
-            warm = asyncio.run(evaluated(stack, settings, kind))
-        with laps.timed("episodes"):
-            course, record, looks = asyncio.run(_play(stack, settings, trial, bounds))
-        with laps.timed("evaluation after"):
-            final = asyncio.run(evaluated(stack, settings, kind))
+        times.seconds["start"] = round(time.monotonic() - began, 1)
+        with times.timed("evaluation before"):
+            warm = asyncio.run(evaluated(stack, settings, task))
+        with times.timed("episodes"):
+            course, record, engine = asyncio.run(_play(stack, settings, trial, bounds))
+        with times.timed("evaluation after"):
+            final = asyncio.run(evaluated(stack, settings, task))
         verdicts = account(stack.gateway_url, settings.client_keys[0])
-    for name in HEAVY:
+    for name in LARGE_FOLDERS:
         shutil.rmtree(run_dir / name, ignore_errors=True)
-    return _result(trial, course, record, looks, (warm, final), verdicts, laps.seconds)
+    return _result(trial, course, record, engine, (warm, final), verdicts, times.seconds)
 
 
 def settings_of(trial: Trial, run_dir: Path, model: Path) -> StackSettings:
-    """The demo's, with the bound of staleness in both places: at the trainer, and before at the gateway."""
-    versions, kind = trial.max_staleness, KINDS[trial.task]
+    """The demo's settings, with the bound of staleness in both trainer and gateway."""
+    versions, task = trial.max_staleness, TASKS[trial.task]
     bound = {
         "gateway": {
             "limits": {"staleness_versions": versions},
-            "poll_every_s": KNOCK_EVERY_S / 2,
-            **kind.gateway,
+            "poll_every_s": RETRY_EVERY_S / 2,
+            **task.gateway,
         },
         "trainer": {"algorithm": {"max_staleness": versions, "stale": "drop" if versions else "wait"}},
     }
-    return beside_others(run_dir, model, merged(services_of_demo(trial.seed), bound))
+    return isolated_stack(run_dir, model, merged(services_of_demo(trial.seed), bound))
 
 
 def groups_in_flight(max_staleness: int) -> int:
-    """As many as may be under way at once: an episode is as old as the steps that are made while it lasts."""
-    return max(FEWEST_GROUPS, GROUPS_PER_STEP * (max_staleness + 1))
+    """How many groups may be in flight: an episode's age is the number of steps that are made while it
+    lasts."""
+    return max(MIN_GROUPS, GROUPS_PER_STEP * (max_staleness + 1))
 
 
-async def evaluated(stack: Stack, settings: StackSettings, kind: Kind) -> float:
-    """Mean reward of episodes that are not trained: at least `EVALUATED`, always the same tasks."""
+async def evaluated(stack: Stack, settings: StackSettings, task: TrainingTask) -> float:
+    """The mean reward of at least `EVALUATED` episodes that are not trained, always with the same tasks."""
     episodes = Episodes(
         stack.gateway_url,
         settings.client_keys[0],
         group_size=GROUP_SIZE,
         groups_in_flight=EVALUATION_GROUPS,
         seed=EVALUATION_SEED,
-        game=kind.measured,
+        game=task.measured,
         train=False,
     )
     record = await episodes.play(lambda so_far: len(so_far.episodes) + so_far.in_flight >= EVALUATED)
@@ -182,44 +185,47 @@ async def evaluated(stack: Stack, settings: StackSettings, kind: Kind) -> float:
 
 async def _play(
     stack: Stack, settings: StackSettings, trial: Trial, bounds: Bounds
-) -> tuple[Course, Record, Looks]:
+) -> tuple[TrialCourse, Record, EngineRequests]:
     episodes = Episodes(
         stack.gateway_url,
         settings.client_keys[0],
         group_size=GROUP_SIZE,
         groups_in_flight=groups_in_flight(trial.max_staleness),
         seed=trial.seed,
-        game=KINDS[trial.task].game,
-        knock_every_s=KNOCK_EVERY_S,
+        game=TASKS[trial.task].game,
+        knock_every_s=RETRY_EVERY_S,
     )
     admin_key = settings.admin_keys[0]
-    observer, looks = Observer(stack.gateway_url, admin_key, settings.run_dir / "metrics.jsonl"), Looks()
-    course = Course(bounds, observer.snapshot)
-    looking = asyncio.create_task(looks.watch(stack.rollout_url, admin_key))
+    observer, engine = (
+        Observer(stack.gateway_url, admin_key, settings.run_dir / "metrics.jsonl"),
+        EngineRequests(),
+    )
+    course = TrialCourse(bounds, observer.snapshot)
+    polling = asyncio.create_task(engine.watch(stack.rollout_url, admin_key))
 
-    def enough(so_far: Record) -> bool:
-        if course.enough(so_far):
-            looking.cancel()  # what comes now is the end of what was begun
+    def has_ended(so_far: Record) -> bool:
+        if course.has_ended(so_far):
+            polling.cancel()  # only groups that are in flight still finish
         return course.whole is not None
 
     try:
-        return course, await watched(stack, episodes, observer, enough), looks
+        return course, await watched(stack, episodes, observer, has_ended), engine
     finally:
-        looking.cancel()
-        await asyncio.gather(looking, return_exceptions=True)
+        polling.cancel()
+        await asyncio.gather(polling, return_exceptions=True)
 
 
 def _result(
     trial: Trial,
-    course: Course,
+    course: TrialCourse,
     record: Record,
-    looks: Looks,
+    engine: EngineRequests,
     rewards: tuple[float, float],
     verdicts: dict[str, int],
     seconds: dict[str, float],
 ) -> Result:
     whole = course.whole
-    assert whole is not None  # noqa: S101 - nobody stops to play before it is enough
+    assert whole is not None  # noqa: S101 - play ends only after the run has
     steps = course.snapshot.steps[: whole.steps]
     return Result(
         trial=trial,
@@ -232,10 +238,10 @@ def _result(
         staleness_mean=_mean(steps, "staleness/total_mean"),
         staleness_max=max((step["staleness/total_max"] for step in steps), default=0.0),
         abs_logp=_mean(steps, "mismatch/abs_logp"),
-        trains=_spent(steps, BUSY) / whole.seconds,
+        trains=_spent(steps, TRAINING_PHASES) / whole.seconds,
         publishes=_spent(steps, ("publish",)) / whole.seconds,
-        engine_idle=fmean(each == 0 for each in looks.requests) if looks.requests else 0.0,
-        engine_running=fmean(looks.requests) if looks.requests else 0.0,
+        engine_idle=fmean(each == 0 for each in engine.requests) if engine.requests else 0.0,
+        engine_running=fmean(engine.requests) if engine.requests else 0.0,
         failures=record.failures,
         verdicts=verdicts,
         seconds=seconds,
@@ -244,12 +250,12 @@ def _result(
     )
 
 
-def _mean(steps: Sequence[dict[str, Any]], name: str) -> float:
-    """Over the rows of all steps."""
+def _mean(steps: Sequence[Mapping[str, Any]], name: str) -> float:
+    """The mean of a metric over the rows of all steps."""
     rows = [float(step["rows"]) for step in steps]
     weighted = sum(float(step[name]) * count for step, count in zip(steps, rows, strict=True))
     return weighted / sum(rows) if rows else 0.0
 
 
-def _spent(steps: Sequence[dict[str, Any]], phases: Sequence[str]) -> float:
+def _spent(steps: Sequence[Mapping[str, Any]], phases: Sequence[str]) -> float:
     return sum(float(step.get(f"seconds/{phase}", 0.0)) for step in steps for phase in phases)

@@ -1,4 +1,4 @@
-"""Turns and sessions as a gateway records them, made up: groups of four sessions of four turns."""
+"""Synthetic turns and sessions as a gateway records them: groups of four sessions of four turns."""
 
 import random
 
@@ -14,7 +14,7 @@ OPENED_AT, EXPIRES_AT = 1e9, 4e9
 
 
 def turns(first: int, count: int) -> list[Turn]:
-    """Those of `count` turns that begin with the `first`-th."""
+    """`count` turns, beginning with turn number `first`."""
     rng = random.Random(first)
     return [_turn(rng, index) for index in range(first, first + count)]
 

@@ -1,8 +1,8 @@
-"""One step of TRL's GRPOTrainer on given rollouts: what it would have generated and scored is handed to it.
+"""One step of TRL's GRPOTrainer on given rollouts, without its generation and scoring.
 
-python -m bench.trl.step MODEL ROLLOUTS     after a small step; bench/trl/requirements.txt says what it needs
+python -m bench.trl.step MODEL ROLLOUTS     after a small step; bench/trl/requirements.txt lists its packages
 
-Everything else is as TRL has it by default, but float32.
+All other settings are TRL's defaults, except float32.
 """
 
 import sys
@@ -17,16 +17,16 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import pad
 
-from bench.account import tell_step
-from bench.rollouts import Rollout, read, small
+from bench.measuring import print_step
+from bench.rollouts import SyntheticRollout, read, small
 
 
-class Given(GRPOTrainer):  # type: ignore[misc]
-    """Its rollouts are known, one list for each step."""
+class GivenRollouts(GRPOTrainer):  # type: ignore[misc]
+    """A GRPOTrainer with given rollouts, one list for each step."""
 
-    steps: list[list[Rollout]]
+    steps: list[list[SyntheticRollout]]
 
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, object]:
         rollouts = self.steps[self.state.global_step]
         prompts = [torch.tensor(rollout.prompt) for rollout in rollouts]
         completions = [torch.tensor(rollout.completion) for rollout in rollouts]
@@ -43,7 +43,7 @@ class Given(GRPOTrainer):  # type: ignore[misc]
         }
 
 
-class Clock(TrainerCallback):  # type: ignore[misc]
+class StepClock(TrainerCallback):  # type: ignore[misc]
     """CPU seconds of each step."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Clock(TrainerCallback):  # type: ignore[misc]
 def main(arguments: list[str]) -> None:
     model, file = arguments
     torch.set_num_threads(1)
-    rollouts, clock = read(Path(file)), Clock()
+    rollouts, clock = read(Path(file)), StepClock()
     with tempfile.TemporaryDirectory() as folder:
         arguments = GRPOConfig(
             output_dir=folder,
@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> None:
             report_to="none",
             disable_tqdm=True,
         )
-        trainer = Given(
+        trainer = GivenRollouts(
             model=model,
             args=arguments,
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> None:
         trainer.steps = [small(rollouts), rollouts]
         trainer.train()
     norm = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry][-1]
-    tell_step(rollouts, clock.steps_s[-1], float(norm))
+    print_step(rollouts, clock.steps_s[-1], float(norm))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The benches of whole runs: what is asked for is run once, stays on the shelf, and becomes a table."""
+"""The benches of whole runs: each trial is run once, its result is kept, and becomes a line of a table."""
 
 import math
 from pathlib import Path
@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from bench import asynchrony, learning, trial
-from bench.kinds import KINDS, LONGEST_S, takes_s
-from bench.shelf import Mark, Result, Shelf, Trial
-from bench.trial import Bounds, Course
+from bench.results import Progress, Result, ResultFolder, Trial
+from bench.tasks import LONGEST_S, TASKS, takes_s
+from bench.trial import Bounds, TrialCourse
 from gateway.settings import LimitSettings
 from rollout_queue.protocol.trainer import TrainerReport
 from tests.support.system_status import system_status
@@ -23,7 +23,7 @@ from weir.errors import StackError
 
 def made(trial: Trial, **changes: object) -> Result:
     """A run that came to the target after 1,000 episodes in a quarter of an hour."""
-    mark = Mark(900.0, 1000, 30)
+    mark = Progress(900.0, 1000, 30)
     given = {
         "trial": trial,
         "ended": "reward 0.9 after 900 s",
@@ -119,7 +119,7 @@ def test_the_table_of_learning_is_made_from_the_files(
     few = ["--results", str(tmp_path), "--staleness", "4", "--seeds", "0"]
     learning.main(few)
     never = made(Trial("tool", 4, 1), reached=None, reward_last=None, reward_final=0.4)
-    Shelf(tmp_path).put(never)
+    ResultFolder(tmp_path).put(never)
     capsys.readouterr()
     plot = tmp_path / "docs" / "learning.png"
     learning.main(["--results", str(tmp_path), "--table", "--plot", str(plot)])
@@ -128,19 +128,19 @@ def test_the_table_of_learning_is_made_from_the_files(
         ["tool", "4", "0", "30", "1000", "900", "0.25", "0.91", "0.95", "1.50", "3", "4"],
         ["tool", "4", "1", "30", "1000", "never", "0.25", "-", "0.40", "1.50", "3", "4"],
     ]
-    assert "staleness ≤ 4: 1 of 2 seeds reach the target; the least that a seed gained is 15 points" in said
+    assert "staleness ≤ 4: 1 of 2 seeds reach the target; the smallest gain of a seed is 15 points" in said
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_asynchrony_is_told_against_the_synchronous_run_of_the_same_seed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shelf = Shelf(tmp_path)
+    shelf = ResultFolder(tmp_path)
     for seed, seconds in ((0, 300.0), (1, 450.0)):
         shelf.put(made(Trial("slow", 0, seed)))
-        shelf.put(made(Trial("slow", 4, seed), whole=Mark(seconds, 1000, 30)))
+        shelf.put(made(Trial("slow", 4, seed), whole=Progress(seconds, 1000, 30)))
     shelf.put(made(Trial("slow", 4, 2)))
-    shelf.put(made(Trial("slow", 8, 0), whole=Mark(225.0, 1000, 30)))
+    shelf.put(made(Trial("slow", 8, 0), whole=Progress(225.0, 1000, 30)))
     asynchrony.main(["--results", str(tmp_path), "--table"])
     said = capsys.readouterr().out
     first = ["0", "0", "4000", "900", "0.91", "0.95", "50%", "12%", "38%", "25%", "12.0", "1.50", "3"]
@@ -162,9 +162,9 @@ def test_staleness_is_bound_at_the_trainer_and_before_it(tmp_path: Path) -> None
     assert [trial.groups_in_flight(versions) for versions in (0, 2, 8)] == [8, 12, 36]
 
 
-def course(**state: str) -> Course:
+def course(**state: str) -> TrialCourse:
     page = system_status(trainer=TrainerReport.model_validate(state))
-    return Course(Bounds(episodes=10 * WINDOW, seconds=3600), Observation(status=page))
+    return TrialCourse(Bounds(episodes=10 * WINDOW, seconds=3600), Observation(status=page))
 
 
 def filled(*rewards: float) -> Record:
@@ -177,27 +177,27 @@ def filled(*rewards: float) -> Record:
 
 def test_a_run_ends_at_the_target_and_stays_ended() -> None:
     going = course()
-    assert not going.enough(filled(0.2, 0.8))
-    assert going.enough(filled(0.2, 0.8, 0.95))
+    assert not going.has_ended(filled(0.2, 0.8))
+    assert going.has_ended(filled(0.2, 0.8, 0.95))
     assert going.reached is going.whole is not None
     assert going.whole.episodes == 3 * WINDOW
     first = going.whole
-    assert going.enough(filled(0.2))
+    assert going.has_ended(filled(0.2))
     assert going.whole is first
     assert [(episodes, reward) for episodes, _, reward in going.curve] == [(256, 0.8), (384, 0.95)]
 
 
 def test_a_run_that_never_learns_says_what_ended_it() -> None:
     bound = course()
-    assert bound.enough(filled(*[0.5] * 10))
+    assert bound.has_ended(filled(*[0.5] * 10))
     assert (bound.reached, bound.ended) == (None, "no reward of 0.9 within 1280 episodes")
     held = course(state="paused", waiting_for="POST /resume, since the reward fell")
-    assert held.enough(filled(0.5))
+    assert held.has_ended(filled(0.5))
     assert held.ended == "the trainer paused itself: POST /resume, since the reward fell"
 
 
 def test_slow_tools_take_the_same_times_in_each_run_of_a_seed() -> None:
-    game = KINDS["slow"].game
+    game = TASKS["slow"].game
     assert game.group(Random(3), 8) == game.group(Random(3), 8)
     (task, times), (other, other_times) = game.group(Random(3), 2)
     assert task == other

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from bench.kinds import KINDS
-from bench.shelf import Trial
+from bench.results import Trial
+from bench.tasks import TASKS
 from bench.trial import GROUP_SIZE, evaluated, groups_in_flight, settings_of
 from trainer_service.settings import GuardSettings
 from weir.demo.episodes import Episodes, Record
@@ -36,7 +36,7 @@ EPISODES, LONGEST_S = 6000, 600.0
 
 
 @dataclass
-class Course:
+class TrialCourse:
     """How a run goes: until the trainer holds, the reward has collapsed where it may, or it is too long."""
 
     snapshot: Observation
@@ -64,7 +64,7 @@ def settings_with(guards: Mapping[str, Any], seed: int, run_dir: Path) -> StackS
     return settings.model_copy(update={"services": merged(settings.services, recipe)})
 
 
-async def played(stack: Stack, settings: StackSettings, seed: int, may_collapse: bool = False) -> Course:
+async def played(stack: Stack, settings: StackSettings, seed: int, may_collapse: bool = False) -> TrialCourse:
     episodes = Episodes(
         stack.gateway_url,
         settings.client_keys[0],
@@ -73,7 +73,7 @@ async def played(stack: Stack, settings: StackSettings, seed: int, may_collapse:
         seed=seed,
     )
     observer = Observer(stack.gateway_url, settings.admin_keys[0], settings.run_dir / "metrics.jsonl")
-    course = Course(observer.snapshot, time.monotonic() + LONGEST_S, may_collapse)
+    course = TrialCourse(observer.snapshot, time.monotonic() + LONGEST_S, may_collapse)
     record = await watched(stack, episodes, observer, course.enough)
     print(f"{len(record.episodes)} episodes, {len(course.snapshot.steps)} steps, at best {course.best:.2f}")
     return course
@@ -97,8 +97,8 @@ def test_with_guards_what_is_served_is_better_than_the_first(tmp_path: Path, see
     settings = settings_with({}, seed, tmp_path)
     with Stack(settings) as stack:
         stack.wait_ready(timeout_s=300)
-        warm = asyncio.run(evaluated(stack, settings, KINDS["tool"]))
+        warm = asyncio.run(evaluated(stack, settings, TASKS["tool"]))
         course = asyncio.run(played(stack, settings, seed))
-        served = asyncio.run(evaluated(stack, settings, KINDS["tool"]))
+        served = asyncio.run(evaluated(stack, settings, TASKS["tool"]))
     print(f"warm start {warm:.2f}, served {served:.2f}; {course.snapshot.trainer.waiting_for}")
     assert served > warm

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.isolated_stack import isolated_stack
 from bench.processes import free_port
-from bench.stacks import beside_others
 from trainer_service.algorithms.settings import PRESETS
 from weir.demo.episodes import Episodes, Record
 from weir.demo.make_model import model_for
@@ -29,7 +29,7 @@ def settings_of(preset: str, run_dir: Path) -> StackSettings:
     if preset == "opd":  # the policy's own engine: a teacher that is never far away
         trainer["teacher"] = {"url": f"http://127.0.0.1:{engine_port}"}
     model, _ = model_for(Path("run/models"), 0)
-    return beside_others(run_dir, model, merged(services_of_demo(0), {"trainer": trainer}), engine_port)
+    return isolated_stack(run_dir, model, merged(services_of_demo(0), {"trainer": trainer}), engine_port)
 
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.yaml")))

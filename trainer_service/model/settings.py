@@ -1,6 +1,4 @@
-"""The settings of the model: its base, its optimizer, its critic, and how DeepSpeed runs it. A part of
-`trainer`.
-"""
+"""The settings of the model, its optimizer and its critic, and of DeepSpeed: a part of section `trainer`."""
 
 from pathlib import Path
 from typing import Literal

@@ -1,4 +1,4 @@
-"""What a run of training may be about: the demo's tool, that tool slow now and then, the guessing game."""
+"""The tasks that benchmarks train on: the demo's tool, the same tool with slow calls, and a guessing game."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,26 +18,26 @@ from weir.demo.task import Task, draw
 
 SIGMA = 1.0
 MEDIAN_S = math.exp(-(SIGMA**2) / 2)
-"""Of a tool's log-normal time, for a mean of a second; one call in a hundred takes six."""
+"""The median of a slow tool's log-normal time, for a mean of one second; one call in a hundred takes six."""
 LONGEST_S = 10.0
 
 
 @dataclass(frozen=True)
-class Kind:
+class TrainingTask:
     """A game, and the warm start of the model that plays it."""
 
     model: str
-    """Names its models in the cache."""
+    """The name of its models in the cache."""
     plan: Callable[[Path], None]
     game: Game[Any]
     measured: Game[Any]
-    """The same for evaluations, where time teaches nothing."""
+    """The game in evaluations, where tools are never slow."""
     gateway: Mapping[str, Any] = field(default_factory=dict)
-    """What its conversations need."""
+    """Settings of the gateway that the game's conversations need."""
 
 
 class SlowToolGame:
-    """The demo's game with a slow tool. Its times are drawn with the task: the same in each run of a seed."""
+    """The demo's game with a slow tool. The times are drawn with the task, and so depend only on the seed."""
 
     def group(self, random: Random, size: int) -> Sequence[tuple[Task, tuple[float, ...]]]:
         task = draw(random)
@@ -51,13 +51,13 @@ class SlowToolGame:
 
 
 def takes_s(random: Random) -> float:
-    """Seconds of one tool call: most are short, and a few make up much of the time."""
+    """The seconds of one tool call: most calls are short, and a few take much of the total time."""
     return min(LONGEST_S, random.lognormvariate(math.log(MEDIAN_S), SIGMA))
 
 
-KINDS = {
-    "tool": Kind("tool", write_plan, ToolGame(), ToolGame()),
-    "slow": Kind("tool", write_plan, SlowToolGame(), ToolGame()),
-    # Past thoughts stay, so that each hint extends the conversation: a session is one row, however long.
-    "guess": Kind("guess", write_guess_plan, GuessGame(), GuessGame(), {"thinking": "all"}),
+TASKS = {
+    "tool": TrainingTask("tool", write_plan, ToolGame(), ToolGame()),
+    "slow": TrainingTask("tool", write_plan, SlowToolGame(), ToolGame()),
+    # With thinking kept, each hint extends the conversation, so that a session is a single row.
+    "guess": TrainingTask("guess", write_guess_plan, GuessGame(), GuessGame(), {"thinking": "all"}),
 }

@@ -1,4 +1,4 @@
-"""Runs of training that are done: one JSON file each, so that a bench goes on where it was stopped.
+"""Results of training runs, one JSON file each, so that a benchmark can be stopped and continued.
 
 Trial ─▶ (hours) ─▶ Result ─▶ NAME.json ─▶ table, plot
 """
@@ -14,22 +14,22 @@ from weir.errors import StackError
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """One run of training, as far as runs differ."""
+    """What distinguishes one run of training from others."""
 
     task: str
-    """One of `bench.kinds.KINDS`."""
+    """One of `bench.tasks.TASKS`."""
     max_staleness: int
-    """Of trainer and gateway; 0 waits for every rollout, and so is synchronous."""
+    """The bound in trainer and gateway; 0 waits for every rollout, and so is synchronous."""
     seed: int
-    """Of warm start, tasks, sampling and trainer."""
+    """The seed of warm start, tasks, sampling and trainer."""
 
     @property
     def name(self) -> str:
         return f"{self.task}-staleness{self.max_staleness}-seed{self.seed}"
 
 
-class Mark(msgspec.Struct, frozen=True):
-    """How far a run was at one moment."""
+class Progress(msgspec.Struct, frozen=True):
+    """How far a run has come at one moment."""
 
     seconds: float
     episodes: int
@@ -41,15 +41,15 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run of training came to. Shares are of the seconds until `whole`."""
+    """The figures of one run of training. Shares are of the seconds in `whole`."""
 
     trial: Trial
     ended: str
-    """Why it ended, in words."""
-    reached: Mark | None
-    """When the mean reward of the last episodes came to the target; None when it never did."""
-    whole: Mark
-    """When it was enough: at the target, or at a bound."""
+    """Why the run ended, as a sentence."""
+    reached: Progress | None
+    """When the mean reward of the last episodes reached the target; None if it never did."""
+    whole: Progress
+    """When the run ended: at the target, or at a bound of time or episodes."""
     reward_warm: float
     """Mean reward of evaluation sessions before the first step."""
     reward_last: float | None
@@ -57,41 +57,41 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     reward_final: float
     """Mean reward of evaluation sessions at the end."""
     staleness_mean: float
-    """Versions between sampling and training, over the rows that were trained."""
+    """Mean number of versions between sampling and training, over the trained rows."""
     staleness_max: float
     abs_logp: float
-    """Mean |Δlogprob| of trainer and engine, nats per token."""
+    """Mean |Δlogprob| between trainer and engine, in nats per token."""
     trains: float
-    """Share of the time in which the trainer learned, wrote its checkpoint and acknowledged."""
+    """Share of the time that the trainer spent on steps, checkpoints and acknowledgements."""
     publishes: float
-    """Share in which it brought new weights to the engine."""
+    """Share of the time that the trainer spent on publishing weights."""
     engine_idle: float
-    """Share of looks at the engine that found it without a request."""
+    """Share of status requests to the engine that found it idle."""
     engine_running: float
-    """Mean number of its requests, waiting ones too."""
+    """Mean number of requests at the engine, waiting ones included."""
     failures: int
     verdicts: dict[str, int]
-    """Sessions by verdict, evaluations too (`not_for_training`)."""
+    """Number of sessions by verdict, evaluations (`not_for_training`) included."""
     seconds: dict[str, float]
-    """Of everything around the run."""
+    """Seconds of the phases of the run, by name."""
     load: float
-    """Load average of the machine at the end."""
+    """Load average of the machine at the end of the run."""
     curve: list[tuple[int, float, float]]
-    """Episodes, seconds, and the mean reward of the last episodes."""
+    """Points of (episodes, seconds, mean reward of the last episodes)."""
 
     @property
     def trainer_idle(self) -> float:
         return 1 - self.trains - self.publishes
 
 
-class Shelf:
+class ResultFolder:
     """A folder of results."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def results(self) -> list[Result]:
-        """All that are there, in the order of their trials. Raises SystemExit for a file that is none."""
+        """All results, in the order of their trials. Raises SystemExit for a file that is no result."""
         found = [self._read(path) for path in self.folder.glob("*.json")]
         return sorted(found, key=lambda result: msgspec.structs.astuple(result.trial))
 
@@ -99,7 +99,7 @@ class Shelf:
         return [trial for trial in trials if not self._path(trial).exists()]
 
     def put(self, result: Result) -> None:
-        """Beside its place first: a file of that name is a whole result."""
+        """Write beside the final file first, then rename, so that the file is always complete."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self._path(result.trial)
         draft = path.with_suffix(f".{os.getpid()}.draft")
@@ -113,12 +113,13 @@ class Shelf:
         try:
             return msgspec.json.decode(path.read_bytes(), type=Result)
         except msgspec.MsgspecError as error:
-            raise SystemExit(f"{path} is no result: {error}; delete it, and its run is made again") from None
+            raise SystemExit(f"{path} is no result: {error}; delete it to repeat its run") from None
 
 
-def run_missing(shelf: Shelf, trials: Sequence[Trial], run: Callable[[Trial], Result]) -> int:
-    """Make the runs that are missing, one after the other. How many failed; the others' results are kept."""
-    missing, failed = shelf.missing(trials), 0
+def run_missing(results: ResultFolder, trials: Sequence[Trial], run: Callable[[Trial], Result]) -> int:
+    """Make the missing runs, one after the other. Returns how many failed; the results of the others are
+    kept."""
+    missing, failed = results.missing(trials), 0
     print(f"{len(trials) - len(missing)} of {len(trials)} runs are done already", file=sys.stderr)
     for trial in missing:
         print(f"{trial.name} begins", file=sys.stderr, flush=True)
@@ -128,6 +129,6 @@ def run_missing(shelf: Shelf, trials: Sequence[Trial], run: Callable[[Trial], Re
             failed += 1
             print(f"{trial.name} failed: {error}", file=sys.stderr, flush=True)
             continue
-        shelf.put(result)
+        results.put(result)
         print(f"{trial.name}: {result.ended}", file=sys.stderr, flush=True)
     return failed

@@ -1,10 +1,9 @@
-"""Runs a module as `python -m` does, and counts by CPU time what it is at.
+"""Runs a module like `python -m`, and counts its call stacks by CPU time.
 
-python -m bench.sampler FILE MODULE     SIGUSR1: what was seen since the last one is written to FILE
+python -m bench.stack_sampler FILE MODULE     SIGUSR1 writes the samples since the last signal to FILE
 
-Samples come by CPU time (ITIMER_PROF): profilers that go by the wall clock, or that cost something per call,
-tell another story. The kernel's tick, of 1 to 10 ms, is the least time between two of them.
-"""
+Samples come by CPU time (ITIMER_PROF), because profilers that use the wall clock or slow down every call give
+other results. The kernel's tick, of 1 to 10 ms, is the shortest time between two samples."""
 
 import json
 import runpy
@@ -17,8 +16,8 @@ from types import FrameType
 EVERY_S = 0.001
 
 
-class Sampler:
-    """Counts stacks, each as `file:function` from the outermost frame to the innermost."""
+class StackSampler:
+    """Counts stacks, each as `file:function` from the outermost to the innermost frame."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -40,11 +39,11 @@ class Sampler:
         stacks, self._stacks = self._stacks, Counter()
         draft = self._file.with_suffix(".draft")
         draft.write_text(json.dumps(stacks), encoding="utf-8")
-        draft.replace(self._file)  # who waits for the file finds it whole
+        draft.replace(self._file)  # a reader never sees a part of the file
 
 
 if __name__ == "__main__":
     _, file, name, *arguments = sys.argv
-    Sampler(Path(file)).start()
+    StackSampler(Path(file)).start()
     sys.argv = [name, *arguments]
     runpy.run_module(name, run_name="__main__", alter_sys=True)

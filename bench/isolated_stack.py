@@ -1,4 +1,4 @@
-"""A whole stack beside others: ports, keys and a folder of its own."""
+"""The settings of a whole stack with its own ports, keys and folder, so that it can run beside others."""
 
 import secrets
 from collections.abc import Mapping
@@ -9,10 +9,10 @@ from bench.processes import free_port
 from weir.stack.settings import StackSettings
 
 
-def beside_others(
+def isolated_stack(
     run_dir: Path, model_path: Path, services: Mapping[str, Any], engine_port: int | None = None
 ) -> StackSettings:
-    """`services` as sections of weir.yaml."""
+    """`services` are sections of weir.yaml."""
     return StackSettings(
         run_dir=run_dir,
         model_path=model_path,

@@ -1,39 +1,40 @@
-"""What a step took of this process, told as one line of JSON. The standard library alone."""
+"""CPU time and memory of a step of this process, printed as JSON, with the standard library only."""
 
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.rollouts import Rollout, tokens
+from bench.rollouts import SyntheticRollout, tokens
 
 STATUS = Path("/proc/self/status")
 
 
 def resident_mib(peak: bool = False) -> float:
-    """Memory that this process has, or the most that it ever had."""
+    """The resident memory of this process now, or its peak, in MiB."""
     name = "VmHWM:" if peak else "VmRSS:"
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) / 1024
 
 
-def forget_peak() -> None:
-    """The peak is counted from now on."""
+def reset_peak() -> None:
+    """Start a new measurement of the peak."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def timed(step: Callable[[], float]) -> tuple[float, float]:
-    """What a step gives back, and the CPU seconds of all threads that it took."""
+    """The result of a step, and the CPU seconds of all threads that it took."""
     started = time.process_time()
     return step(), time.process_time() - started
 
 
-def tell(**facts: float) -> None:
+def print_facts(**facts: float) -> None:
+    """Print figures by name as one line of JSON."""
     print(json.dumps(facts), flush=True)
 
 
-def tell_step(rollouts: list[Rollout], cpu_s: float, gradient_norm: float, **more: float) -> None:
-    """Of one that trained on these rollouts."""
+def print_step(rollouts: list[SyntheticRollout], cpu_s: float, gradient_norm: float, **more: float) -> None:
+    """Print the figures of an optimizer step on these rollouts."""
     peak_mib = resident_mib(peak=True)
     facts = {"rollouts": len(rollouts), "tokens": tokens(rollouts), "cpu_s": cpu_s, "peak_mib": peak_mib}
-    tell(**facts, gradient_norm=gradient_norm, **more)
+    print_facts(**facts, gradient_norm=gradient_norm, **more)

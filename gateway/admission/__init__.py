@@ -1,1 +1,1 @@
-"""Who may come in: rates, budgets, room in the queue."""
+"""Admission: rates, budgets and quotas of callers, and room in the queue."""

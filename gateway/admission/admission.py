@@ -1,10 +1,10 @@
-"""Who may come in: every limit of a deployment, as a 429 that says when to come again.
+"""Applies every limit of a deployment to calls and new sessions; a refusal says when to retry.
 
-call    ──▶ requests and tokens per minute of its client key    counted here, shared every poll
-session ──▶ open sessions · staleness budget · queue            counted in Redis; downstream read every poll
+call    ──▶ requests and tokens per minute of its client key    counted here, shared at every poll
+session ──▶ open sessions · staleness budget · queue            counted in Redis; queue read at every poll
 
-A session that exists is never refused, and neither is a call of it for what happens downstream: to refuse
-work that is half done would waste it. Only the rate of its key holds a call back.
+A session that exists is never refused, and its calls are never refused for the state downstream: that would
+waste what was sampled already. Only the rate of its key can delay a call.
 """
 
 import logging
@@ -14,10 +14,10 @@ from typing import NoReturn
 
 from redis.asyncio import Redis
 
-from gateway.admission.allowances import Allowance
-from gateway.admission.limits import Rate, Trend, guess, limit_reached
-from gateway.admission.places import Place, Places
-from gateway.admission.pressure import Pressure, read_pressure
+from gateway.admission.backpressure import Backpressure, read_backpressure
+from gateway.admission.limits import Rate, Trend, limit_reached, retry_after_s
+from gateway.admission.quotas import Quota, Quotas
+from gateway.admission.rate_limiter import RateLimiter
 from gateway.admission.staleness import StalenessBudget
 from gateway.engines.fleet import Fleet
 from gateway.errors import InvalidRequest, LimitReached
@@ -31,17 +31,17 @@ logger = logging.getLogger(__name__)
 
 
 class Admission:
-    """Checks the limits that are set; one that is not set costs nothing."""
+    """Checks the limits that are set; a limit that is not set costs nothing."""
 
     def __init__(
         self, limits: LimitSettings, redis: Redis, fleet: Fleet, metrics: Metrics, poll_every_s: float
     ) -> None:
         self._limits, self._redis = limits, redis
         self._fleet, self._metrics = fleet, metrics
-        self._requests = self._allowance("requests", limits.requests_per_minute)
-        self._tokens = self._allowance("tokens", limits.tokens_per_minute)
-        self._places = Places(redis, poll_every_s)
-        self._pressure = Pressure()
+        self._requests = self._limiter("requests", limits.requests_per_minute)
+        self._tokens = self._limiter("tokens", limits.tokens_per_minute)
+        self._quotas = Quotas(redis, poll_every_s)
+        self._downstream = Backpressure()
         named = {name: getattr(limits, name) for name in ("open_sessions_per_key", "open_sessions")}
         self._open_limits = {name: limit for name, limit in named.items() if limit is not None}
         self._entries, self._bytes, self._opened, self._versions = Trend(), Trend(), Trend(), Trend()
@@ -49,7 +49,7 @@ class Admission:
     # Calls
 
     def check_call(self, owner: str) -> None:
-        """Count one call of this client key. Raises LimitReached when its rate or its budget is used up."""
+        """Count one call of a client key. Raises LimitReached if its rate or its token budget is used up."""
         limits = self._limits
         if self._tokens is not None and (wait_s := self._tokens.wait_s(owner)):
             message = (
@@ -67,7 +67,7 @@ class Admission:
             self._requests.use(owner, 1)
 
     def spend(self, owner: str, tokens: int) -> None:
-        """Charge a client key for what a call used, as its `usage` says: the price is known afterwards."""
+        """Charge a client key for the tokens of a call that has ended."""
         if self._tokens is not None:
             self._tokens.use(owner, tokens)
 
@@ -84,71 +84,71 @@ class Admission:
         return bool(self._open_limits)
 
     async def check_session(self, specs: Sequence[SessionSpec]) -> None:
-        """Take places for new sessions of one caller, all or none; those that exist are let in.
+        """Count new sessions of one caller, all or none; sessions that exist are admitted.
 
-        Raises LimitReached while a limit stands in their way, InvalidRequest where one always will.
+        Raises LimitReached if a limit is reached, InvalidRequest for more sessions than it ever permits.
         """
         budget = self._budget(specs[0])
-        places = self._places_of(specs, budget)
+        quotas = self._applicable(specs, budget)
         shut = self._queue_full()
         if shut is None and budget is not None and budget.used_up:
             shut = budget.refusal(budget.trainer.rollouts_waiting, self._versions)
-        if not places and shut is None:
+        if not quotas and shut is None:
             return
-        taken = await self._places.take(specs, places, shut=shut is not None)
-        if taken.refusing is not None:
-            self._refuse(self._crowded(places[taken.refusing], taken.held, budget))
-        if not taken.allowed and shut is not None:
+        result = await self._quotas.take(specs, quotas, shut=shut is not None)
+        if result.refusing is not None:
+            self._refuse(self._quota_reached(quotas[result.refusing], result.used, budget))
+        if not result.allowed and shut is not None:
             self._refuse(shut)
 
-    def _places_of(self, specs: Sequence[SessionSpec], budget: StalenessBudget | None) -> list[Place]:
-        """What the sessions need: room among the open ones, and in the line for the trainer."""
-        places, number = [], len(specs)
+    def _applicable(self, specs: Sequence[SessionSpec], budget: StalenessBudget | None) -> list[Quota]:
+        """The quotas that apply to the sessions: open sessions, and rollouts ahead of the trainer."""
+        quotas, number = [], len(specs)
         for name, limit in self._open_limits.items():
             if number > limit:
                 message = f"{number} sessions never fit in gateway.limits.{name}, which is {limit}"
                 raise InvalidRequest(message, param="size", code="sessions_limit")
             key = keys.OPEN if name == "open_sessions" else keys.open_of(specs[0].owner)
-            places.append(Place(key, limit - number + 1, "outcome"))
+            quotas.append(Quota(key, limit - number + 1, "outcome"))
         if budget is not None:
-            # A session that a call implied may never be rewarded: it holds no place in the line.
-            places.append(Place(keys.UNTRAINED, budget.bound, "verdict", holds=not specs[0].inferred))
-        return places
+            # A session that a call opened implicitly may never be rewarded, so it is not counted.
+            quotas.append(Quota(keys.UNTRAINED, budget.bound, "verdict", counts=not specs[0].inferred))
+        return quotas
 
     def _budget(self, spec: SessionSpec) -> StalenessBudget | None:
-        """Whether, and against what, the session's staleness counts."""
-        versions, trainer = self._limits.staleness_versions, self._pressure.trainer
+        """The staleness budget that applies to the session; None if there is none."""
+        versions, trainer = self._limits.staleness_versions, self._downstream.trainer
         if versions is None or trainer is None or not spec.train:
             return None
         serving = self._fleet.serving
-        if serving is None:  # nobody pushes to bare engines: each says itself what it serves
+        if serving is None:  # policies are not pushed to bare engines: each reports its own version
             known = [each.version for each in self._fleet.servers.values() if each.version is not None]
             serving = min(known, default=trainer.version)
         return StalenessBudget(versions, trainer, serving)
 
-    def _crowded(self, place: Place, held: int, budget: StalenessBudget | None) -> LimitReached:
-        if budget is not None and place.key == keys.UNTRAINED:
-            return budget.refusal(held - budget.trainer.rollouts_owed, self._versions)
+    def _quota_reached(self, quota: Quota, count: int, budget: StalenessBudget | None) -> LimitReached:
+        if budget is not None and quota.key == keys.UNTRAINED:
+            return budget.refusal(count - budget.trainer.rollouts_owed, self._versions)
         name, whose = (
-            ("open_sessions", "") if place.key == keys.OPEN else ("open_sessions_per_key", " of this key")
+            ("open_sessions", "") if quota.key == keys.OPEN else ("open_sessions_per_key", " of this key")
         )
         message = (
-            f"{held} sessions{whose} are open, and gateway.limits.{name} is {getattr(self._limits, name)}: "
+            f"{count} sessions{whose} are open, and gateway.limits.{name} is {getattr(self._limits, name)}: "
             "finish those that are done"
         )
-        # Where a limit is reached, sessions end as fast as new ones are opened.
-        return limit_reached("sessions_limit", message, guess(self._opened.seconds_to_move(1)))
+        # At the limit, sessions end as fast as new ones are opened.
+        return limit_reached("sessions_limit", message, retry_after_s(self._opened.seconds_to_move(1)))
 
     def _queue_full(self) -> LimitReached | None:
-        limits, seen = self._limits, self._pressure
+        limits, seen = self._limits, self._downstream
         if limits.queue_entries is not None and seen.entries >= limits.queue_entries:
             message = (
                 f"{seen.entries} records wait for the trainer, and gateway.limits.queue_entries is "
                 f"{limits.queue_entries}"
             )
             excess = seen.entries - limits.queue_entries + 1
-            return limit_reached("queue_full", message, guess(self._entries.seconds_to_move(-excess)))
-        # A Redis that is altogether full refuses by itself, which is a 503: there is nothing to prevent.
+            return limit_reached("queue_full", message, retry_after_s(self._entries.seconds_to_move(-excess)))
+        # A Redis that is full refuses by itself, as StorageUnavailable.
         if limits.queue_memory is not None and seen.used_bytes < seen.max_bytes:
             excess_bytes = seen.used_bytes - limits.queue_memory * seen.max_bytes
             if excess_bytes >= 0:
@@ -157,7 +157,7 @@ class Admission:
                     f"beyond gateway.limits.queue_memory, {limits.queue_memory:.0%}, is for open sessions"
                 )
                 return limit_reached(
-                    "queue_full", message, guess(self._bytes.seconds_to_move(-excess_bytes - 1))
+                    "queue_full", message, retry_after_s(self._bytes.seconds_to_move(-excess_bytes - 1))
                 )
         return None
 
@@ -168,23 +168,23 @@ class Admission:
     # The poll
 
     async def refresh(self) -> None:
-        """Look downstream, and share what was used with the other gateways."""
+        """Read the state downstream, and share the counted usage with the other gateways."""
         try:
-            self._pressure = await read_pressure(self._redis)
-            for allowance in (self._requests, self._tokens):
-                if allowance is not None:
-                    await allowance.share()
+            self._downstream = await read_backpressure(self._redis)
+            for limiter in (self._requests, self._tokens):
+                if limiter is not None:
+                    await limiter.share()
         except StorageUnavailable as error:
-            logger.warning("the limits go by what was known before: %s", error)
+            logger.warning("the limits use the state of an earlier poll: %s", error)
             return
-        now, seen = time.monotonic(), self._pressure
+        now, seen = time.monotonic(), self._downstream
         self._entries.note(now, seen.entries)
         self._bytes.note(now, seen.used_bytes)
         self._opened.note(now, seen.sessions)
         if seen.trainer is not None:
             self._versions.note(now, seen.trainer.version)
 
-    def _allowance(self, name: str, per_minute: int | None) -> Allowance | None:
+    def _limiter(self, name: str, per_minute: int | None) -> RateLimiter | None:
         if per_minute is None:
             return None
-        return Allowance(self._redis, name, Rate(per_minute, self._limits.burst_s))
+        return RateLimiter(self._redis, name, Rate(per_minute, self._limits.burst_s))

@@ -1,4 +1,4 @@
-"""The arithmetic of limits, free of clocks and storage: buckets, trends, and the 429 that follows."""
+"""The arithmetic of limits, without clocks and storage: buckets, trends, and how long to wait."""
 
 import math
 from collections import deque
@@ -9,72 +9,73 @@ from gateway.errors import LimitReached
 
 LimitCode = Literal["rate_limited", "token_budget", "sessions_limit", "staleness_budget", "queue_full"]
 
-LONGEST_GUESS_S = 60.0
-"""OpenAI's clients obey a `Retry-After` up to a minute; a guess beyond that is none."""
+MAX_RETRY_S = 60.0
+"""OpenAI's clients obey a `Retry-After` of up to a minute, so longer estimates are cut."""
 SAMPLE_EVERY_S = 1.0
-UNKNOWN_S = 5.0
-"""When to come again where nothing moved in that time."""
+DEFAULT_RETRY_S = 5.0
+"""When to retry if there is no trend."""
 ROUNDING_S = 1e-6
-"""Who waited exactly as long as told is let in, whatever the last digit of the clock."""
+"""A caller that waited exactly as long as it was told is admitted, in spite of rounding."""
 
 
 def limit_reached(code: LimitCode, message: str, wait_s: float) -> LimitReached:
-    """The refusal, with the delay in whole seconds, rounded up so that a retry does not come too early."""
+    """The error, with the delay in whole seconds, rounded up so that a retry does not come too early."""
     retry_s = max(1, math.ceil(wait_s - ROUNDING_S))
     return LimitReached(f"{message}; try again in {retry_s} s", code=code, retry_s=retry_s)
 
 
 @dataclass(frozen=True)
 class Rate:
-    """So many units a minute, of which `burst_s` seconds' worth may come at once."""
+    """Units per minute; those of `burst_s` seconds may be used at once."""
 
     per_minute: int
     burst_s: float
 
     @property
     def price_s(self) -> float:
-        """How long one unit takes to flow off."""
+        """Seconds in which one unit leaves the bucket."""
         return 60 / self.per_minute
 
     @property
     def depth_s(self) -> float:
+        """The size of the bucket, in seconds until a full one is empty."""
         return max(self.burst_s, self.price_s)
 
 
 @dataclass(slots=True)
 class Bucket:
-    """A leaky bucket, kept as the moment at which it is empty (GCRA): one number, and no timer."""
+    """A leaky bucket, stored as the time at which it is empty (GCRA): one number, and no timer."""
 
     empty_at: float = 0.0
 
     def pour(self, units: float, rate: Rate, now: float) -> float:
-        """Add what was used; how many seconds that takes to flow off."""
+        """Add used units; returns the seconds in which they leave the bucket."""
         poured_s = units * rate.price_s
         self.empty_at = max(self.empty_at, now) + poured_s
         return poured_s
 
     def wait_s(self, rate: Rate, now: float) -> float:
-        """How long until one more unit fits; 0 when it does."""
+        """Seconds until one more unit fits; 0 if it does now."""
         over_s = max(self.empty_at - now, 0.0) + rate.price_s - rate.depth_s
         return over_s if over_s > ROUNDING_S else 0.0
 
 
 @dataclass
 class Trend:
-    """Where a number is going, by the samples of the last `window_s` seconds."""
+    """The linear trend of a number over the last `window_s` seconds."""
 
-    window_s: float = LONGEST_GUESS_S
+    window_s: float = MAX_RETRY_S
     _samples: deque[tuple[float, float]] = field(default_factory=deque)
 
     def note(self, now: float, value: float) -> None:
         if len(self._samples) > 1 and now - self._samples[-2][0] < SAMPLE_EVERY_S:
-            self._samples.pop()  # the newest counts at once, and yet few are kept
+            self._samples.pop()  # replaced by the new sample, so that few are kept
         self._samples.append((now, value))
         while now - self._samples[0][0] > self.window_s:
             self._samples.popleft()
 
     def seconds_to_move(self, distance: float) -> float | None:
-        """How long it takes to change by `distance`; None while it does not move that way."""
+        """Seconds until the number has changed by `distance`; None if it does not move in that direction."""
         if not self._samples:
             return None
         (began, first), (ended, last) = self._samples[0], self._samples[-1]
@@ -82,6 +83,6 @@ class Trend:
         return distance * (ended - began) / moved if moved * distance > 0 else None
 
 
-def guess(seconds: float | None) -> float:
-    """When to come again, by a trend or the lack of one."""
-    return UNKNOWN_S if seconds is None else min(seconds, LONGEST_GUESS_S)
+def retry_after_s(seconds: float | None) -> float:
+    """When to retry, from the estimate of a trend."""
+    return DEFAULT_RETRY_S if seconds is None else min(seconds, MAX_RETRY_S)

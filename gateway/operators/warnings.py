@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from redis.asyncio import Redis
 
-from gateway.admission.pressure import Pressure
+from gateway.admission.backpressure import Backpressure
 from gateway.operators.formatting import counted, duration
 from gateway.settings import LimitSettings, WarningSettings
 from rollout_queue.contract.errors import StorageUnavailable
@@ -85,7 +85,7 @@ class WarningMonitor:
             self._history.popleft()
 
     def sentences(
-        self, trainer: TrainerReport, pressure: Pressure, dead: int, last_error: str | None
+        self, trainer: TrainerReport, pressure: Backpressure, dead: int, last_error: str | None
     ) -> Iterator[str]:
         """The warnings.
 
@@ -138,7 +138,7 @@ class WarningMonitor:
                 f"{REASONS['expired']}"
             )
 
-    def _queue_warnings(self, pressure: Pressure) -> Iterator[str]:
+    def _queue_warnings(self, pressure: Backpressure) -> Iterator[str]:
         limits, share = self._limits, self._settings.queue_share
         if limits.queue_entries is not None and pressure.entries >= share * limits.queue_entries:
             yield (

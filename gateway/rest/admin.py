@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 
-from gateway.admission.pressure import read_pressure
+from gateway.admission.backpressure import read_backpressure
 from gateway.engines.fleet_server import Registration
 from gateway.errors import ObjectNotFound
 from gateway.rest import export, pipeline
@@ -41,7 +41,7 @@ async def status(request: Request) -> SystemStatus:
     """The state of servers, policy, trainer and queue, with warnings in sentences."""
     gateway = collaborators(request)
     trainer, queue = await _redis_state(gateway)
-    pressure = await read_pressure(gateway.redis)
+    pressure = await read_backpressure(gateway.redis)
     last_error = await _last_error(gateway) if queue.dead_letters else None
     warnings = [] if gateway.fleet.choose("") is not None else [gateway.fleet.why_no_server()]
     warnings += gateway.warnings.sentences(trainer, pressure, queue.dead_letters, last_error)

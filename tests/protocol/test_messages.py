@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from gateway.admission.pressure import TrainerBacklog, read_pressure
+from gateway.admission.backpressure import TrainerBacklog, read_backpressure
 from gateway.app import create_app as gateway_app
 from gateway.settings import GatewaySettings
 from rollout_queue.http.keys import Keyring
@@ -244,7 +244,7 @@ async def test_the_trainers_report_reaches_those_who_decide_on_sessions(
     services: Services, shared_state: SharedState
 ) -> None:
     async with AsyncRedis.from_url(services.redis_url) as redis:
-        pressure = await read_pressure(redis)
+        pressure = await read_backpressure(redis)
     assert pressure.trainer == TrainerBacklog(
         version=4,
         rollouts_waiting=3,

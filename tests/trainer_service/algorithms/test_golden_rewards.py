@@ -11,7 +11,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from gateway.admission.pressure import TrainerBacklog
+from gateway.admission.backpressure import TrainerBacklog
 from gateway.admission.staleness import StalenessBudget
 from rollout_queue.contract.tokens import TokenIds
 from tests.support.trainer_service.canonical import CASES, INPUTS, MASK, ROWS_T, close

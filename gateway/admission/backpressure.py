@@ -1,4 +1,4 @@
-"""How much is waiting downstream, as Redis and the trainer last said: read now and then, never per call."""
+"""How much waits downstream, in Redis and at the trainer: read at every poll, never per call."""
 
 import msgspec
 from redis.asyncio import Redis
@@ -12,31 +12,31 @@ TRAINER_FIELDS = ("version", "rollouts_waiting", "rollouts_owed", "rollouts_per_
 
 
 class TrainerBacklog(msgspec.Struct, frozen=True, kw_only=True):
-    """What the trainer said of itself, as far as it concerns who may come in."""
+    """The part of the trainer's report that admission needs."""
 
     version: int
     rollouts_waiting: int
-    """Ended, and not in a step yet."""
+    """Rollouts that have ended and are in no step yet."""
     rollouts_owed: int
-    """In the weights, and not in a checkpoint yet: without a verdict, though nothing waits for them."""
+    """Rollouts that are in the weights, but in no checkpoint: without a verdict, though they do not wait."""
     rollouts_per_step: float
     last_seen: float
 
 
-class Pressure(msgspec.Struct, frozen=True, kw_only=True):
-    """One look downstream."""
+class Backpressure(msgspec.Struct, frozen=True, kw_only=True):
+    """The state downstream at one poll."""
 
     entries: int = 0
     used_bytes: int = 0
     max_bytes: int = 0
     """0 for a Redis without `maxmemory`."""
     sessions: int = 0
-    """Ever opened."""
+    """Sessions that were ever opened."""
     trainer: TrainerBacklog | None = None
-    """None until one has reported."""
+    """None until a trainer has reported."""
 
 
-async def read_pressure(redis: Redis) -> Pressure:
+async def read_backpressure(redis: Redis) -> Backpressure:
     """Raises StorageUnavailable."""
     async with redis.pipeline(transaction=False) as pipeline:
         pipeline.xlen(keys.STREAM)
@@ -44,20 +44,20 @@ async def read_pressure(redis: Redis) -> Pressure:
         pipeline.zcard(keys.SESSIONS)
         pipeline.hgetall(keys.FORGOTTEN)
         pipeline.hmget(keys.TRAINER, TRAINER_FIELDS)
-        entries, memory, sessions, forgotten, said = await stored(pipeline.execute())
-    return Pressure(
+        entries, memory, sessions, forgotten, report = await stored(pipeline.execute())
+    return Backpressure(
         entries=entries,
         used_bytes=memory.get("used_memory", 0),
         max_bytes=memory.get("maxmemory", 0),
         sessions=sessions + forgotten_sessions(forgotten),
-        trainer=_backlog(said),
+        trainer=_backlog(report),
     )
 
 
-def _backlog(said: list[bytes | None]) -> TrainerBacklog | None:
-    """None also for a trainer that says less than is needed, such as one of an older build."""
+def _backlog(report: list[bytes | None]) -> TrainerBacklog | None:
+    """The trainer's backlog; None if its report lacks a field, such as that of an older build."""
     fields = {
-        name.encode(): value for name, value in zip(TRAINER_FIELDS, said, strict=True) if value is not None
+        name.encode(): value for name, value in zip(TRAINER_FIELDS, report, strict=True) if value is not None
     }
     try:
         return msgspec.convert(TrainerReport.of(fields), TrainerBacklog, from_attributes=True)

@@ -1,1 +1,1 @@
-"""The front door: OpenAI's HTTP in, recorded turns out; sessions, the fleet, the operator's side."""
+"""The gateway: serves OpenAI's and Anthropic's HTTP, records each turn, keeps sessions and the fleet."""

@@ -45,9 +45,9 @@ class LimitSettings(BaseModel):
     them than the trainer takes in that time; 0 admits only those for its next step. No limit until a trainer
     has reported."""
     queue_entries: int | None = Field(None, ge=1)
-    """Records that wait in the stream for the trainer; with more, new sessions are refused."""
+    """From this many records in the stream for the trainer on, new sessions are refused."""
     queue_memory: float | None = Field(0.9, gt=0, le=1)
-    """Share of Redis' `maxmemory`. With more in use, new sessions are refused, so that open ones can end.
+    """From this share of Redis' `maxmemory` in use on, new sessions are refused, so that open ones can end.
     No limit where Redis has no `maxmemory`."""
 
 

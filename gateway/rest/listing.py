@@ -72,7 +72,7 @@ def _position(cursor: str | None) -> ListPosition:
         text = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)).decode()
         created_at, slash, session_id = text.partition("/")
         position = ListPosition(float(created_at), session_id)
-    except ValueError:  # no base64, no text inside, no number
+    except ValueError:  # not base64, not UTF-8, or no number
         slash, position = "", LIST_START
     if not (slash and math.isfinite(position.created_at)):
         raise InvalidRequest(f"{cursor[:300]!r} is no cursor of this list", param="cursor")

@@ -1,4 +1,4 @@
-"""The objects that the REST routes answer with, for the published OpenAPI."""
+"""The objects that the REST routes answer with; FastAPI publishes them in its OpenAPI document."""
 
 from typing import Any, Literal
 
@@ -138,7 +138,7 @@ class DeletedSessionRow(TypedDict):
 
 
 class Drift(TypedDict):
-    """Turns by how they follow what was before; forks by reason."""
+    """The number of turns by their relation to earlier turns; forks by reason."""
 
     extends: int
     rerendered: int

@@ -12,7 +12,8 @@ import msgspec
 
 from gateway.conversations.branches import Reason, deepest_match, live_turns, why_forked
 from gateway.conversations.digests import chain
-from gateway.language.render import ChatRenderer, Message, ParsedAnswer, Tool
+from gateway.language.chat_messages import Message, Tool
+from gateway.language.render import ChatRenderer, ParsedAnswer
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Relation, Turn
 from rollout_queue.contract.tokens import TokenIds

@@ -31,9 +31,10 @@ from gateway.dialects.wire import (
 )
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
+from gateway.language.chat_messages import Tool
 from gateway.language.constraint import constraint_of
 from gateway.language.deltas import Delta
-from gateway.language.render import ChatRenderer, Tool
+from gateway.language.render import ChatRenderer
 from gateway.sessions.identity import Caller
 from gateway.sessions.user_names import user_named
 from rollout_queue.http.errors import ApiError

@@ -9,7 +9,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway.dialects.wire import JsonObject, SamplingFields, StreamOptions, TokenLogprob, Usage
-from gateway.language.render import Message, ParsedAnswer, Tool, ToolCall
+from gateway.language.chat_messages import Message, Tool
+from gateway.language.render import ParsedAnswer, ToolCall
 
 
 class ChatRequest(SamplingFields, kw_only=True):

@@ -6,7 +6,8 @@ from typing import Any
 from gateway.dialects.messages_wire import RAW_ARGUMENTS, MessagesRequest
 from gateway.dialects.wire import JsonObject
 from gateway.errors import InvalidRequest
-from gateway.language.render import Message, Tool, arguments_text
+from gateway.language.chat_messages import Message, Tool
+from gateway.language.render import arguments_text
 
 NOT_TEXT = ("image", "document", "file", "container_upload")
 """Blocks that a text model cannot read, unless their source is text."""

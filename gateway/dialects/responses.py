@@ -14,8 +14,9 @@ from gateway.dialects.responses_wire import PREFIX, Item, ResponsesRequest, head
 from gateway.dialects.wire import check_sampling, decode_body, encode, given_fields, logprobs_of
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
+from gateway.language.chat_messages import Message
 from gateway.language.constraint import constraint_of
-from gateway.language.render import ChatRenderer, Message
+from gateway.language.render import ChatRenderer
 from gateway.sessions.identity import Caller
 from gateway.sessions.user_names import user_named
 from rollout_queue.http.errors import ApiError

@@ -10,7 +10,7 @@ from typing import Any
 from gateway.dialects.responses_wire import Item
 from gateway.dialects.wire import TEXT_PARTS
 from gateway.errors import InvalidRequest
-from gateway.language.render import Message, Tool
+from gateway.language.chat_messages import Message, Tool
 
 ROLES = ("system", "developer", "user", "assistant")
 REASONING_PARTS = ("reasoning_text", "summary_text")

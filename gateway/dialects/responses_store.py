@@ -20,7 +20,7 @@ from gateway.dialects.responses_input import messages_of
 from gateway.dialects.responses_wire import PREFIX, Item
 from gateway.errors import ObjectNotFound
 from gateway.generations.generation import Generation
-from gateway.language.render import Message
+from gateway.language.chat_messages import Message
 from gateway.sessions.identity import Caller
 from rollout_queue.contract.errors import SessionDeleted
 from rollout_queue.redis import keys

@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from gateway.dialects.wire import JsonObject, TokenLogprob
 from gateway.generations.generation import Generation
-from gateway.language.render import Tool
+from gateway.language.chat_messages import Tool
 
 Item = JsonObject
 """An item of a conversation as a client sends it, or as it is stored."""

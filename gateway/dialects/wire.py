@@ -8,8 +8,9 @@ import msgspec
 
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Generation, tokens_of
+from gateway.language.chat_messages import Message
 from gateway.language.constraint import biases_of
-from gateway.language.render import ChatRenderer, Message
+from gateway.language.render import ChatRenderer
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ import msgspec
 
 from gateway.conversations.conversation import Prompt
 from gateway.engines.event_stream import OutputChunk
-from gateway.language.render import Message, Tool
+from gateway.language.chat_messages import Message, Tool
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import Finish, Sampling, Span, Turn

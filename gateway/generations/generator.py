@@ -15,7 +15,8 @@ from gateway.errors import GatewayError, InvalidRequest
 from gateway.generations.generation import Call, ClientCall, Generation
 from gateway.generations.recorder import Recorder
 from gateway.generations.sampling import decide, engine_parameters
-from gateway.language.render import UNREADABLE, ChatRenderer, Message, Tool
+from gateway.language.chat_messages import Message, Tool
+from gateway.language.render import UNREADABLE, ChatRenderer
 from gateway.settings import GatewaySettings
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id

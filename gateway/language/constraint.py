@@ -17,7 +17,8 @@ import msgspec
 
 from gateway.errors import InvalidRequest
 from gateway.language.call_syntax import SYNTAX_OF_FAMILY, CallSyntax, id_of
-from gateway.language.render import ChatRenderer, Tool
+from gateway.language.chat_messages import Tool
+from gateway.language.render import ChatRenderer
 from gateway.language.schema import check_schema, check_size
 from gateway.language.structural_tag import (
     AnyTokens,

@@ -8,8 +8,9 @@ at a control token (`</think>`, `<tool_call>`), or at a tag that the family writ
 
 import msgspec
 
+from gateway.language.chat_messages import Tool
 from gateway.language.partial_parse import PartialParse, PartialParser, Region, markup_of
-from gateway.language.render import ChatRenderer, ParsedAnswer, Tool, ToolCall
+from gateway.language.render import ChatRenderer, ParsedAnswer, ToolCall
 from gateway.language.streamed_text import IncrementalDetokenizer, StreamedText
 from rollout_queue.contract.tokens import TokenIds
 

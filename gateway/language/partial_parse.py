@@ -10,7 +10,8 @@ from functools import lru_cache
 from typing import Literal
 from uuid import uuid4
 
-from gateway.language.render import ChatRenderer, ParsedAnswer, Tool, ToolCall
+from gateway.language.chat_messages import Tool
+from gateway.language.render import ChatRenderer, ParsedAnswer, ToolCall
 from rollout_queue.contract.tokens import TokenIds
 
 PROBE = f"p{uuid4().hex}"

@@ -20,8 +20,6 @@ from gateway.language.families import Thinking, configuration, family_of
 from gateway.language.tokenizer import BareTokenizer
 from rollout_queue.contract.tokens import TokenIds
 
-__all__ = ["ChatRenderer", "Message", "ParsedAnswer", "Tool", "ToolCall", "arguments_text"]
-
 PROMPT_TAIL = 128
 """Tokens at the end of a prompt that tell whether its answer begins inside reasoning."""
 

@@ -16,7 +16,7 @@ from gateway.admission.admission import Admission
 from gateway.conversations.digests import chain, continuation_digests
 from gateway.errors import InvalidRequest, NotPermitted, ObjectNotFound, StateConflict
 from gateway.generations.generation import Call
-from gateway.language.render import Message
+from gateway.language.chat_messages import Message
 from gateway.sessions.identity import Caller
 from gateway.sessions.service import SessionService
 from gateway.sessions.user_names import CLAUDE_CODE

@@ -9,7 +9,8 @@ import pytest
 from renderers import create_renderer
 
 from gateway.conversations.digests import chain
-from gateway.language.render import ChatRenderer, Message
+from gateway.language.chat_messages import Message
+from gateway.language.render import ChatRenderer
 from gateway.language.tokenizer import BareTokenizer
 from rollout_queue.contract.records import Turn
 from tests.support.gateway.families_agent import (

@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from gateway.language import render
+from gateway.language.chat_messages import Message
 from gateway.language.families import FAMILIES, Thinking, family_of
-from gateway.language.render import ChatRenderer, Message
+from gateway.language.render import ChatRenderer
 from rollout_queue.contract.tokens import TokenIds
 from tests.support.gateway.families_agent import (
     TOOL,

@@ -8,8 +8,9 @@ from typing import Any, get_args
 import pytest
 
 from gateway.conversations.branches import Reason
+from gateway.language.chat_messages import Message
 from gateway.language.families import Thinking
-from gateway.language.render import ChatRenderer, Message
+from gateway.language.render import ChatRenderer
 from tests.gateway.conftest import Door
 from tests.support.gateway.families_agent import TOOL, Agent, call, renderer_of, result, told, user
 from tests.support.gateway.families_models import CONTROL_TOKENS, make_model

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 
-from gateway.language.render import ChatRenderer, Message
+from gateway.language.chat_messages import Message
+from gateway.language.render import ChatRenderer
 from rollout_queue.contract.tokens import TokenIds
 from weir.demo.guess import NUMBERS, QUESTION, Secret, blind, halving
 from weir.demo.plan import Row, write_rows, write_student

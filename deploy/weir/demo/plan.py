@@ -8,7 +8,8 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from gateway.language.render import ChatRenderer, Message, Tool
+from gateway.language.chat_messages import Message, Tool
+from gateway.language.render import ChatRenderer
 from rollout_queue.contract.tokens import TokenIds
 from weir.demo.task import KEYS, TOOL, UNKNOWN, VALUES, Task, call_text
 from weir.demo.tokenizer import VOCABULARY, write_tokenizer

@@ -18,7 +18,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from gateway.language.render import ChatRenderer, Message, Tool
+from gateway.language.chat_messages import Message, Tool
+from gateway.language.render import ChatRenderer
 from rollout_queue.contract.tokens import TokenIds
 from trainer_service.warm_start import Example, Plan, SupervisedTraining
 from weir.demo.make_model import model_for

@@ -8,8 +8,9 @@ from typing import Any
 
 from gateway.conversations.conversation import Prompt, locate, reply_message
 from gateway.conversations.digests import extend
+from gateway.language.chat_messages import Message, Tool
 from gateway.language.families import Thinking
-from gateway.language.render import ChatRenderer, Message, ParsedAnswer, Tool
+from gateway.language.render import ChatRenderer, ParsedAnswer
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Finish, SessionSpec, Span, Turn
 from rollout_queue.contract.tokens import Logprobs, TokenIds

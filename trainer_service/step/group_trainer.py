@@ -58,7 +58,7 @@ class GroupTrainer:
     ) -> None:
         self._policy, self._algorithm, self._heartbeat = policy, algorithm, heartbeat
         self._early = EarlyGroups(policy)
-        self.teacher = teacher
+        self._teacher = teacher
         self.baselines: Baselines = {}
 
     def resume(self, baselines: Baselines) -> None:
@@ -92,7 +92,7 @@ class GroupTrainer:
     def ask_teacher(self, groups: list[ScreenedGroup]) -> JudgedRows:
         """The rows of a step. Sessions that the teacher refuses end; the others of their group are trained
         without them. Waits for the teacher; raises Stopped when told to stop meanwhile."""
-        rows, teacher = self._rows(groups), self.teacher
+        rows, teacher = self._rows(groups), self._teacher
         if teacher is None:
             return JudgedRows(groups, rows, [])
         found = self._heartbeat.retry(

@@ -53,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     settings = TrainerSettings()
     if own_rank() > 0:
-        policy = DeepSpeedPolicy(settings)  # until it is there, nothing has to be finished
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 hears it too, and tells us when it is over
+        policy = DeepSpeedPolicy(settings)  # before it exists, signals may end the process at once
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 gets the signal too, and ends the others
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         follow(policy)
         return
@@ -74,14 +74,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState) -> None:
-    """Build everything, and train until told to stop."""
+    """Build all parts, and train until told to stop."""
     registry = CollectorRegistry()
     checkpoints = Checkpoints(settings.checkpoint_dir, settings.keep_checkpoints)
     store = PolicyStore(settings.policies_dir, settings.model_path, settings.keep_policies)
     app = create_app(shared_state, checkpoints.ledger, store, keyring, registry)
     logger.info("algorithm %s", settings.algorithm.model_dump_json())
     redis = connect(settings.redis_url)
-    # A connection of its own, and no more patience than there is time to renew.
+    # A connection of its own, whose timeout leaves time for another renewal.
     keeping = connect(settings.redis_url, settings.lease_s / 3)
     lease = Lease(keeping, settings.lease_s)
     headers = {"authorization": f"Bearer {settings.admin_keys[0]}"} if settings.admin_keys else {}
@@ -119,27 +119,29 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
             ).run()
             if teacher is not None:
                 teacher.close()
-            policy.close()  # never after a failure: amid a collective the others would not hear it
+            policy.close()  # never after a failure: inside a collective the others would not receive it
             metrics.close()
     logger.info("ended")
 
 
 def connect(redis_url: str, timeout_s: float = REDIS_TIMEOUT_S) -> Redis:
-    """A client that gives up on a Redis that is silent, so that the trainer can say so and try again.
+    """A client whose calls time out where Redis does not answer, so that the trainer can report it and try
+    again.
 
-    It repeats nothing by itself, whatever the URL says: a read whose answer was lost has delivered entries.
+    The client repeats no call by itself, whatever the URL says: a read whose answer was lost has delivered
+    entries.
     """
     once = Retry(NoBackoff(), 0)
     return Redis.from_url(redis_url, socket_connect_timeout=2, socket_timeout=timeout_s, retry=once)
 
 
 def _stream(redis: Redis, lease: Lease, shared_state: SharedState, retry_s: float) -> RedisReader | None:
-    """The reader, as soon as Redis answers; None when told to stop before."""
+    """The reader, as soon as Redis answers; None when told to stop before that."""
     while not shared_state.stopping:
         try:
             return RedisReader(redis, lease.token)
         except StorageUnavailable as error:
-            logger.warning("%s; again in %g s", error, retry_s)
+            logger.warning("%s; trying again in %g s", error, retry_s)
             shared_state.sleep(retry_s)
     return None
 

@@ -1,6 +1,6 @@
-"""The trainer's REST API: where it stands, what it trained, its weights; pause, resume, checkpoint.
+"""The trainer's REST API: status, ledger, weights; pause, resume, checkpoint.
 
-Runs on a thread of its own beside the training, and touches nothing of it but the SharedState.
+It runs on a thread of its own beside the training, and reaches the training only through `SharedState`.
 """
 
 import asyncio
@@ -29,10 +29,11 @@ from trainer_service.storage.run_state import LedgerStep
 LEDGER_LIMIT = 1000
 SILENT_AFTER_S = 60.0
 STATUS = {"state", "step", "version", "waiting_for", "metrics"}
-"""What `GET /status` tells of the trainer's report."""
+"""The fields of the trainer's report that `GET /status` answers."""
 
 Ledger = Callable[[int, int], Sequence[LedgerStep]]
-"""Rows of durable steps beyond the first argument, at most as many as the second says."""
+"""Durable steps after the step of the first argument, oldest first; the second argument limits their
+number."""
 
 
 def create_app(
@@ -62,12 +63,12 @@ def _control(shared_state: SharedState) -> APIRouter:
 
     @router.get("/status", response_model_include=STATUS)
     async def status() -> TrainerReport:
-        """What is not finite is null: JSON has no NaN."""
+        """Numbers that are not finite are null, because JSON has no NaN."""
         return shared_state.snapshot.report()
 
     @router.post("/pause")
     async def pause() -> JSONResponse:
-        """Holds before the next step."""
+        """The training pauses before the next step."""
         shared_state.pause()
         return JSONResponse({"paused": True})
 
@@ -78,7 +79,7 @@ def _control(shared_state: SharedState) -> APIRouter:
 
     @router.post("/checkpoint")
     async def checkpoint() -> JSONResponse:
-        """Answers when the checkpoint is durable, which is after the step that is going on."""
+        """Answers when the checkpoint is durable, after the step that is running now."""
         try:
             shot = await asyncio.wait_for(
                 asyncio.wrap_future(shared_state.request_checkpoint()), SILENT_AFTER_S
@@ -97,7 +98,7 @@ def _ledger(ledger: Ledger) -> APIRouter:
     def rows(
         since: int = Query(0, ge=0), limit: int = Query(LEDGER_LIMIT, ge=1, le=LEDGER_LIMIT)
     ) -> JSONResponse:
-        """Which turns each durable step trained: the proof of exactly once."""
+        """Which turns each durable step trained: it proves that each turn is trained at most once."""
         found = ledger(since, limit + 1)
         page = found[:limit]
         next_cursor = str(page[-1].step) if len(found) > limit else None
@@ -115,7 +116,7 @@ def _weights(store: PolicyStore) -> APIRouter:
 
     @router.get("/weights/{version}/{name}")
     def file(version: int, name: str) -> Response:
-        """One file of a finished version, the manifest among them."""
+        """One file of a complete version; the manifest is one of them."""
         path = _published_file(store, version, name)
         media_type = "application/json" if name == MANIFEST else "application/octet-stream"
         return FileResponse(path, media_type=media_type)
@@ -124,7 +125,7 @@ def _weights(store: PolicyStore) -> APIRouter:
 
 
 def _published_file(store: PolicyStore, version: int, name: str) -> Path:
-    """Names are matched against what the directory lists: no path is ever built from a caller's text."""
+    """The name is compared with the files that exist: no path is built from what a caller sends."""
     if FILE_NAME.fullmatch(name) and version in store.versions():
         with suppress(FileNotFoundError):  # the training removes old versions meanwhile
             for path in store.path_of(version).iterdir():
@@ -134,7 +135,7 @@ def _published_file(store: PolicyStore, version: int, name: str) -> Path:
 
 
 class HttpThread:
-    """Serves the app beside the training. Use as a context: it ends when the training does."""
+    """Serves the app on a thread inside a `with` block."""
 
     def __init__(self, app: FastAPI, host: str, port: int) -> None:
         config = uvicorn.Config(

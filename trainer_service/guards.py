@@ -1,4 +1,5 @@
-"""When training should hold, and why: looked for in what the last steps and groups say, and nowhere else."""
+"""Decides from the metrics of the last steps and the rewards of the last groups whether to hold the
+training."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,32 +11,32 @@ from statistics import fmean, median, variance
 from trainer_service.settings import GuardSettings
 
 MEDIAN_STEPS = 100
-"""Steps whose gradients make up the median."""
+"""The median gradient norm is that of so many steps."""
 FEWEST_STEPS = 20
-"""Before so many, nobody knows what is usual."""
+"""With fewer steps than this there is no median to compare with."""
 SMALLEST_MEDIAN = 1.0
-"""A policy that has learned its task has gradients near zero, and one surprise is no alarm."""
+"""A policy that has learned its task has gradients near zero; one larger gradient is no alarm then."""
 GROUPS_KEPT = 4096
-"""How far back the best mean reward is remembered."""
+"""In how many of the last groups the best mean reward is searched."""
 NOISE = 5.0
-"""A fall of the reward is none before it is so many times its standard error."""
+"""A fall of the reward counts when it is greater than so many times its standard error."""
 
 Values = Mapping[str, float]
 History = Sequence[Values]
-"""TrainerMetrics of steps, the newest last."""
+"""The metrics of steps, the newest last."""
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """Why training should hold."""
+    """A guard's reason to hold the training."""
 
     guard: str
     reason: str
 
 
 class Guards:
-    """Remembers steps and rewards, and from where on each guard looks at them. One that speaks forgets its
-    evidence and begins anew: on the same it does not speak twice."""
+    """Keeps the last steps and rewards. A guard that raises an alarm forgets what it has seen, so that the
+    same steps do not raise a second one."""
 
     def __init__(self, settings: GuardSettings) -> None:
         self._settings = settings
@@ -43,7 +44,7 @@ class Guards:
         self._rewards: deque[float] = deque(maxlen=GROUPS_KEPT)
 
     def check_step(self, values: Values) -> Alarm | None:
-        """The first guard that a step sets off."""
+        """The first alarm that a step raises; None where no guard does."""
         for steps in self._steps.values():
             steps.append(values)
         alarm = next(self._alarms(), None)
@@ -52,8 +53,8 @@ class Guards:
         return alarm
 
     def check_rewards(self, rewards: Iterable[float]) -> Alarm | None:
-        """What the mean rewards of more groups, the newest last, set off. They need no step: groups whose
-        rewards are all nothing make none."""
+        """The alarm that the mean rewards of new groups raise, the newest last. It does not wait for a step,
+        because groups without any reward make none."""
         new = list(rewards)
         self._rewards += new
         reason = reward(list(self._rewards), self._settings) if new else None
@@ -63,13 +64,13 @@ class Guards:
         return Alarm("reward_drop", reason)
 
     def _alarms(self) -> Iterator[Alarm]:
-        for name, look in _OF_STEPS.items():
-            if reason := look(list(self._steps[name]), self._settings):
+        for name, check in _OF_STEPS.items():
+            if reason := check(list(self._steps[name]), self._settings):
                 yield Alarm(name, reason)
 
 
 def grad_norm(history: History, settings: GuardSettings) -> str | None:
-    """A step far beyond the others: what clipping keeps small is spoilt all the same."""
+    """A gradient much larger than usual. Clipping makes its step small, but not its direction right."""
     before = [values["grad_norm"] for values in history[-1 - MEDIAN_STEPS : -1]]
     if settings.max_grad_norm_ratio is None or len(before) < FEWEST_STEPS:
         return None
@@ -83,7 +84,7 @@ def grad_norm(history: History, settings: GuardSettings) -> str | None:
 
 
 def abs_logp(history: History, settings: GuardSettings) -> str | None:
-    """Trainer and engine disagree on what the same tokens were worth: stale data, or a broken pass."""
+    """Trainer and engine give the same tokens different log-probabilities: stale data, or a wrong pass."""
     limit = settings.max_abs_logp
     if limit is None or (seen := history[-1].get("mismatch/abs_logp", nan)) <= limit:
         return None
@@ -94,7 +95,7 @@ def abs_logp(history: History, settings: GuardSettings) -> str | None:
 
 
 def kl(history: History, settings: GuardSettings) -> str | None:
-    """The same, signed: what the engine sampled has become unlikely."""
+    """The signed difference: the trainer finds the sampled tokens less likely than the engine did."""
     limit = settings.max_kl
     if limit is None or abs(seen := history[-1].get("mismatch/kl", nan)) <= limit:
         return None
@@ -105,7 +106,7 @@ def kl(history: History, settings: GuardSettings) -> str | None:
 
 
 def reward(rewards: Sequence[float], settings: GuardSettings) -> str | None:
-    """The mean of the last groups against the best mean of as many groups before them."""
+    """Compares the mean reward of the last groups with the best mean of as many groups before them."""
     groups = settings.reward_groups
     if settings.reward_drop is None or len(rewards) < 2 * groups:
         return None

@@ -1,4 +1,4 @@
-"""What the trainer exports: counters and gauges for Prometheus, and a point in every sink per step."""
+"""The trainer's metrics: counters and gauges for Prometheus, and one point per step for every sink."""
 
 import logging
 import time
@@ -8,13 +8,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from trainer_service.groups.acknowledgement import Acknowledgement
 from trainer_service.groups.evaluation import ENDS, EvaluationScore
-from trainer_service.sinks.sink import Sink, What
+from trainer_service.sinks.sink import PointKind, Sink
 
 logger = logging.getLogger(__name__)
 
 
 class TrainerMetrics:
-    """Writes all. A name like `mismatch/abs_logp` is `weir_trainer_mismatch_abs_logp` in Prometheus."""
+    """A metric such as `mismatch/abs_logp` is called `weir_trainer_mismatch_abs_logp` in Prometheus."""
 
     def __init__(self, registry: CollectorRegistry, sinks: Sequence[Sink] = ()) -> None:
         self._registry = registry
@@ -26,16 +26,19 @@ class TrainerMetrics:
             "weir_trainer_sessions", "Sessions that ended, by verdict", ["verdict"], registry=registry
         )
         self._pushes = Counter(
-            "weir_trainer_pushes", "Servers that took a version, or did not", ["ok"], registry=registry
+            "weir_trainer_pushes",
+            "Pushes of a version to a rollout server, by success",
+            ["ok"],
+            registry=registry,
         )
         self._refusals = Counter(
             "weir_trainer_disk_refusals", "Writes that the disk refused", ["what"], registry=registry
         )
         self._unwritten = Counter(
-            "weir_trainer_sink_failures", "Points that a sink did not take", ["sink"], registry=registry
+            "weir_trainer_sink_failures", "Points that a sink failed to write", ["sink"], registry=registry
         )
         self._alarms = Counter(
-            "weir_trainer_guard_alarms", "Pauses for which a guard asked", ["guard"], registry=registry
+            "weir_trainer_guard_alarms", "Times that a guard held the training", ["guard"], registry=registry
         )
         self._paused = Gauge("weir_trainer_paused", "1 while the training is paused", registry=registry)
         self._reward = Gauge(
@@ -52,7 +55,7 @@ class TrainerMetrics:
         )
 
     def resume(self, step: int) -> None:
-        """Training goes on behind `step`."""
+        """Training continues after `step`."""
         self._each("resume", lambda sink: sink.resume(step))
 
     def close(self) -> None:
@@ -66,11 +69,11 @@ class TrainerMetrics:
                 self.gauge(name, value)
         self._write("step", values)
 
-    def evaluated(self, scores: EvaluationScore, step: int) -> None:
-        """How a version does so far; `step` made it."""
-        self.show_evaluations([scores])
-        place = {"step": step, "version": scores.version, "time": time.time()}
-        self._write("evaluation", place | scores.metrics())
+    def evaluated(self, score: EvaluationScore, step: int) -> None:
+        """The evaluation score of a version changed. `step` made the version."""
+        self.show_evaluations([score])
+        place = {"step": step, "version": score.version, "time": time.time()}
+        self._write("evaluation", place | score.metrics())
 
     def show_evaluations(self, scores: Iterable[EvaluationScore]) -> None:
         for each in scores:
@@ -81,14 +84,14 @@ class TrainerMetrics:
                 self._reward.labels(version).set(each.reward)
 
     def forget_evaluations(self, versions: Iterable[int]) -> None:
-        """Prometheus keeps a series for each version, and so only for the last of them."""
+        """Remove the series of old versions: Prometheus keeps one for each version."""
         for version in map(str, versions):
             self._reward.remove(version)
             for end in ENDS:
                 self._evaluated.remove(version, end)
 
-    def acknowledged(self, settlement: Acknowledgement) -> None:
-        for verdict in settlement.sessions.values():
+    def acknowledged(self, acknowledgement: Acknowledgement) -> None:
+        for verdict in acknowledgement.sessions.values():
             self._sessions.labels(verdict.code).inc()
 
     def pushed(self, ok: bool) -> None:
@@ -109,14 +112,14 @@ class TrainerMetrics:
             self._gauges[name] = Gauge(exported, f"{name} of the last step", registry=self._registry)
         self._gauges[name].set(value)
 
-    def _write(self, what: What, values: Mapping[str, float]) -> None:
-        self._each(f"take {what} {values['step']:g}", lambda sink: sink.write(what, values))
+    def _write(self, kind: PointKind, values: Mapping[str, float]) -> None:
+        self._each(f"write {kind} {values['step']:g}", lambda sink: sink.write(kind, values))
 
     def _each(self, deed: str, call: Callable[[Sink], None]) -> None:
-        """A step is worth more than its point: a sink that fails is counted, and the training goes on."""
+        """Call every sink. One that fails is counted and logged, and the training goes on."""
         for sink in self._sinks:
             try:
                 call(sink)
-            except Exception as error:  # whatever a stranger's library raises
+            except Exception as error:  # the libraries behind sinks raise anything
                 self._unwritten.labels(sink.name).inc()
                 logger.warning("%s did not %s: %s", sink.name, deed, error)

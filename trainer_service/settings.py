@@ -11,22 +11,24 @@ from trainer_service.model.settings import ModelSettings
 
 
 class GuardSettings(BaseModel):
-    """Section `trainer.guards`. What is null is not guarded."""
+    """Section `trainer.guards`. A guard whose limit is null is off."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_grad_norm_ratio: float | None = Field(100.0, gt=1)
-    """`grad_norm`, before it is clipped, over its median of the last 100 steps; over 1 where that is less."""
+    """Limit of `grad_norm`, before clipping, divided by its median over the last 100 steps, or by 1 if that
+    is greater."""
     max_abs_logp: float | None = Field(0.2, gt=0)
-    """`mismatch/abs_logp`, nats per token: mean |difference| of trainer and engine, staleness included."""
+    """Limit of `mismatch/abs_logp`, in nats per token: the mean |difference| between trainer and engine,
+    staleness included."""
     max_kl: float | None = Field(0.2, gt=0)
-    """`mismatch/kl`, nats per token, either way."""
+    """Limit of |`mismatch/kl`|, in nats per token."""
     reward_drop: float | None = Field(0.5, gt=0)
-    """How far the mean reward of the last `reward_groups` groups may fall from the best that there was, as a
-    share of that best's size. A fall that noise explains does not count."""
+    """How far the mean reward of the last `reward_groups` groups may fall below the best such mean, as a
+    share of the best's absolute value. A fall that noise explains does not count."""
     reward_groups: int = Field(32, ge=2)
     roll_back: bool = True
-    """Have the fleet serve, while the training holds, the version whose sessions were rewarded best."""
+    """While the training is held, have the fleet serve the version whose sessions had the best rewards."""
 
 
 class TeacherSettings(BaseModel):
@@ -48,15 +50,15 @@ class WandbSettings(BaseModel):
 
     project: str
     name: str | None = None
-    """Of the run; the processes of a training that was restarted have it in common."""
+    """The run's name, the same for all processes of a training that is restarted."""
     entity: str | None = None
     group: str | None = None
     """Default: `name`."""
     id: str | None = None
-    """The run that every process goes on with; without it, each process is a run of its own."""
+    """The id of a run that every process continues; without it, each process is a run of its own."""
     tags: tuple[str, ...] = ()
     mode: Literal["online", "offline"] = "online"
-    """Offline runs lie in `dir`, for `wandb sync`."""
+    """Offline runs are written to `dir`, for `wandb sync`."""
     dir: Path = Path("run")
 
 
@@ -70,7 +72,7 @@ class TrainerSettings(ServiceSettings, ModelSettings):
     redis_url: str = "redis://127.0.0.1:6379/0"
     gateway_url: str = "http://127.0.0.1:8000"
     client_keys: CommaSeparated = []
-    """Known so that a client's key is refused as such (403) and not as an unknown one."""
+    """Clients' keys. The trainer refuses them with 403, and unknown keys with 401."""
     admin_keys: CommaSeparated = []
     model_name: str = "policy"
     checkpoint_dir: Path = Path("run/checkpoints")
@@ -87,9 +89,9 @@ class TrainerSettings(ServiceSettings, ModelSettings):
     """Where rollout servers fetch versions: http://host:port/weights; default: file:// of `policies_dir`."""
     algorithm: AlgorithmSettings = AlgorithmSettings()
     teacher: TeacherSettings | None = None
-    """Who judges each token, where the loss distils (preset `opd`)."""
+    """The teacher that scores each token, for losses that distil (preset `opd`)."""
     guards: GuardSettings = GuardSettings()
-    """When the training pauses by itself."""
+    """When a guard holds the training."""
     checkpoint_every_steps: int = Field(1, ge=1)
     publish_every_steps: int = Field(1, ge=1)
     keep_checkpoints: int = Field(2, ge=2)
@@ -99,16 +101,18 @@ class TrainerSettings(ServiceSettings, ModelSettings):
     push_timeout_s: float = Field(600.0, gt=0)
     """How long the gateway may take to push a version to every server."""
     lease_s: float = Field(30.0, ge=1)
-    """How long a trainer that gave no sign keeps others from the stream; a crashed one's successor waits."""
+    """How long a trainer that does not report keeps the stream. After a crash, the next trainer waits so
+    long."""
     retry_s: float = Field(1.0, gt=0)
-    """First pause before a gateway or Redis that does not answer is tried again; doubles up to 30 s."""
+    """The first pause before a gateway or Redis that does not answer is asked again; it doubles up to 30
+    s."""
 
     @property
     def learns_entropy(self) -> bool:
         return self.algorithm.entropy_bonus > 0
 
     @model_validator(mode="after")
-    def _a_teacher_is_there_to_be_heard(self) -> "TrainerSettings":
+    def _losses_that_distil_have_a_teacher(self) -> "TrainerSettings":
         if self.algorithm.needs_teacher != (self.teacher is not None):
             raise ValueError(
                 f"trainer.teacher: loss {self.algorithm.loss.name} "
@@ -117,7 +121,7 @@ class TrainerSettings(ServiceSettings, ModelSettings):
         return self
 
     @model_validator(mode="after")
-    def _a_critic_is_there_to_be_asked(self) -> "TrainerSettings":
+    def _advantages_with_values_have_a_critic(self) -> "TrainerSettings":
         if self.algorithm.needs_critic != (self.critic is not None):
             raise ValueError(
                 f"trainer.critic: advantage {self.algorithm.advantage.name} "

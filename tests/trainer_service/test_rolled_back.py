@@ -177,7 +177,9 @@ def test_an_acknowledgement_whose_answer_was_lost_is_said_and_made_again(
     assert system.rig.trainer.run_once()
     assert sent.count(script) == 2
     said = [record.getMessage() for record in caplog.records if "the network broke" in record.getMessage()]
-    assert said == ["waiting for the stream to answer, since Redis: the network broke; again in 0.01 s"]
+    assert said == [
+        "waiting for the stream to answer, since Redis: the network broke; trying again in 0.01 s"
+    ]
     counts: Any = system.redis.client.hgetall(keys.VERDICTS)
     assert counts == {b"session:trained": b"2", b"turn:trained": b"4"}
     assert system.trained() == [["a-0", "a-1"]]

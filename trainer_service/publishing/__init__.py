@@ -1,1 +1,1 @@
-"""From weights on disk to a version that the fleet serves."""
+"""Which version the fleet serves: numbers, files, the gateway, and holding a version back."""

@@ -1,4 +1,4 @@
-"""The operator's side of the gateway, as far as publishing needs it."""
+"""Calls the gateway's admin API, as far as publishing needs it."""
 
 from typing import TypeVar
 
@@ -13,40 +13,40 @@ Reply = TypeVar("Reply", bound=ServiceMessage)
 
 
 class GatewayUnavailable(Exception):
-    """The gateway cannot be reached, or cannot answer now. Worth trying again."""
+    """The gateway cannot be reached, or cannot answer now. The same call may succeed later."""
 
 
 class VersionTaken(Exception):
-    """The gateway knows that number, or a higher one, with other content."""
+    """The gateway knows this version number, or a higher one, with other weights."""
 
 
 class VersionUnknown(Exception):
-    """The gateway knows no policy by that number."""
+    """The gateway knows no version with this number."""
 
 
 class GatewayClient:
-    """The operator's side of the gateway, as far as publishing needs it."""
+    """Every method raises GatewayUnavailable where the gateway does not answer, or not as a gateway does."""
 
     def __init__(self, client: httpx.Client, push_timeout_s: float) -> None:
         self._client = client
         self._push_timeout_s = push_timeout_s
 
     def newest_version(self) -> int:
-        """The highest number that the gateway knows, 0 without any. Raises GatewayUnavailable."""
+        """The highest version number that the gateway knows; 0 where it knows none."""
         reply = self._call("GET", "/admin/policies", timeout_s=10.0)
         return max((policy.version for policy in _read(PolicyPage, reply).data), default=0)
 
     def oldest_needed(self) -> int | None:
-        """The version that the fleet serves, or the one it is to serve, whichever is older; None without
-        either. Raises GatewayUnavailable."""
+        """The version that the fleet serves, or the one that it is to serve next, whichever is older. None
+        where there is neither."""
         return min(self._named(), default=None)
 
     def serves(self, version: int) -> bool:
-        """Whether the fleet serves that version, and is to serve it. Raises GatewayUnavailable."""
+        """Whether the fleet serves `version`, and no other version is to be served next."""
         return self._named() == [version, version]
 
     def _named(self) -> list[int]:
-        """The version that is served, and the one that is to be, as far as there are any."""
+        """The version that is served and the one that is to be served next, as far as there are any."""
         reply = self._call("GET", "/admin/status", timeout_s=10.0)
         policy = _read(PolicyStatus, reply).policy
         return [version for version in (policy.serving, policy.target) if version is not None]
@@ -54,10 +54,8 @@ class GatewayClient:
     def announce(
         self, version: int, location: str, manifest_sha256: str, step: int
     ) -> tuple[PushResult, ...]:
-        """Have a version pushed to every server; returns one result per server.
-
-        Raises GatewayUnavailable, or VersionTaken when the number cannot be used.
-        """
+        """Have a version pushed to every server; returns one result per server. Raises VersionTaken when the
+        number cannot be used."""
         body = PolicyBody(version=version, location=location, manifest_sha256=manifest_sha256, step=step)
         reply = self._call("POST", "/admin/policies", self._push_timeout_s, body)
         if reply.status_code == 409:
@@ -65,10 +63,8 @@ class GatewayClient:
         return _read(Pushed, reply).results
 
     def roll_back(self, version: int) -> tuple[PushResult, ...]:
-        """Have a known version pushed to every server again, under its own number; one result per server.
-
-        Raises GatewayUnavailable, or VersionUnknown.
-        """
+        """Have a known version pushed to every server again, under its own number; returns one result per
+        server. Raises VersionUnknown."""
         body = RollbackBody(to=version)
         reply = self._call("POST", "/admin/policies/rollback", self._push_timeout_s, body)
         if reply.status_code == 404:
@@ -89,7 +85,7 @@ class GatewayClient:
 
 
 def _read(message: type[Reply], reply: httpx.Response) -> Reply:
-    """Raises GatewayUnavailable for an answer in other words than the gateway's: a proxy's, most likely."""
+    """Raises GatewayUnavailable for an answer that is no such message; most likely a proxy sent it."""
     try:
         return message.read(reply.content)
     except MalformedMessage as error:

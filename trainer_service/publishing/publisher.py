@@ -1,4 +1,4 @@
-"""From weights to a version that the fleet serves: written whole, announced, and read back per server.
+"""Writes a version to disk, and has the gateway push it to every rollout server.
 
 export ─▶ PolicyStore.write ─▶ POST {gateway}/admin/policies ─▶ one result per server
 """
@@ -26,11 +26,11 @@ from trainer_service.storage.policy_store import PolicyStore, manifest_sha256
 logger = logging.getLogger(__name__)
 
 Results = tuple[PushResult, ...]
-"""Of a push: one per server."""
+"""The results of a push, one per server."""
 
 
 class Publisher:
-    """Numbers, writes and announces versions."""
+    """Writes, announces and removes versions."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class Publisher:
         """The newest version that the gateway knew when it was asked last; None before the first answer."""
 
     def newest_version(self, own: int) -> int:
-        """The highest number that anybody knows: we, the disk or the gateway.
+        """The highest version number that is known: to the trainer (`own`), to its disk, or to the gateway.
 
-        The gateway has to say it once, since our own disks may have lost what they knew; raises Stopped while
-        it is waited for. Later it may be away: whoever reserves a number hears of those that it gave.
+        The first call waits for the gateway, because our disk may have lost versions; it may raise Stopped.
+        Later calls go on without the gateway, because `reserve` refuses a number that is taken.
         """
         if self._known is None:
             self._known = self._heartbeat.retry(
@@ -64,13 +64,14 @@ class Publisher:
             try:
                 self._known = max(self._known, self._gateway.newest_version())
             except GatewayUnavailable as error:
-                logger.warning("the gateway did not say its newest version: %s", error)
+                logger.warning("the gateway did not tell its newest version: %s", error)
         return max(own, self._known, *self._store.versions())
 
     def reserve(self, version: int) -> int:
-        """Keep a number for weights that are still to be made, so that nobody publishes others under it.
+        """Reserve a number for weights that the next step makes, so that nobody publishes others under it.
 
-        Returns the highest that somebody had before; it is ours where that is lower. May raise Stopped.
+        Returns the highest number that was reserved before. The reservation holds only where that is lower
+        than `version`. May raise Stopped.
         """
         return self._heartbeat.retry(
             lambda: self._stream.reserve(version, self._location(version)), StorageUnavailable, "waiting"
@@ -79,10 +80,10 @@ class Publisher:
     def publish(
         self, version: int, step: int, export: Callable[[Path], None], best: int | None = None
     ) -> None:
-        """Have the fleet serve a version. Waits for room on the disk, and for the gateway as long as it is
-        away; raises Stopped then. Old versions are removed, but not the `best`.
+        """Have the fleet serve a version. Old versions are removed, but not `best`. Waits for room on the
+        disk and for the gateway; raises Stopped when told to stop meanwhile.
 
-        Servers that fail, and a number that went by, are logged: the next version mends both.
+        Servers that fail, and a number that is taken, are logged: the next version replaces this one.
         """
         path = self._heartbeat.retry(
             lambda: self._write(version, step, export),
@@ -95,19 +96,19 @@ class Publisher:
                 lambda: self._gateway.announce(version, self._location(version), manifest_sha256(path), step)
             )
         except VersionTaken as error:
-            logger.error("version %d stays with the trainer: %s", version, error)
+            logger.error("version %d is not published: %s", version, error)
             return
         self._known = max(self._known or 0, version)
         self._account(version, results)
         self._prune(best)
 
     def versions(self) -> list[int]:
-        """Those that can be served again, ascending."""
+        """The versions that can be served again, ascending."""
         return self._store.versions()
 
     def roll_back(self, version: int) -> bool:
-        """Have the fleet serve an older version again. Waits for the gateway as long as it is away; raises
-        Stopped then. Returns whether it is served; what fails is logged."""
+        """Have the fleet serve an older version again. Returns whether a server serves it; failures are
+        logged. Waits for the gateway; raises Stopped when told to stop meanwhile."""
         self._heartbeat.confirm()
         try:
             if self._heartbeat.retry(lambda: self._gateway.serves(version), GatewayUnavailable, "publishing"):
@@ -120,14 +121,14 @@ class Publisher:
         return any(result.ok for result in results)
 
     def resume(self, version: int, step: int, export: Callable[[Path], None]) -> None:
-        """After a restart: publish what was made and perhaps not announced. A version that the gateway
-        knows stays as it is, since somebody may have rolled back from it."""
+        """Publish the newest version after a restart, if the gateway does not know it. A version that it
+        knows is left alone, because an operator may have rolled back from it."""
         newest = self._heartbeat.retry(self._gateway.newest_version, GatewayUnavailable, "publishing")
         if newest < version:
             self.publish(version, step, export)
 
     def _location(self, version: int) -> str:
-        """Where rollout servers find a version: by our HTTP, else on a disk that they share with us."""
+        """Where rollout servers find a version: at the trainer's HTTP address, or on a shared disk."""
         if self._publish_url is not None:
             return f"{self._publish_url.rstrip('/')}/{version}"
         return self._store.path_of(version).resolve().as_uri()
@@ -141,15 +142,17 @@ class Publisher:
             raise
 
     def _prune(self, best: int | None) -> None:
-        """Remove old versions, but none that a server which joins now would be told to fetch."""
+        """Remove old versions, but none that the gateway would tell a new rollout server to fetch."""
         try:
             self._store.prune(self._gateway.oldest_needed(), best)
         except GatewayUnavailable as error:
-            logger.warning("no version is removed, since the gateway did not say what is served: %s", error)
+            logger.warning(
+                "no version is removed, because the gateway did not tell which one is served: %s", error
+            )
 
     def _pushed(self, ask: Callable[[], Results]) -> Results:
-        """As soon as the gateway is there. A push takes as long as its slowest server; the trainer says
-        meanwhile that it lives."""
+        """The results of `ask`, as soon as the gateway answers. A push takes as long as its slowest server;
+        the trainer goes on reporting that it is alive."""
 
         def pushed() -> Results:
             with ThreadPoolExecutor(1) as executor:

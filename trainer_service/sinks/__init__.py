@@ -1,1 +1,1 @@
-"""Where the trainer's figures go beside Prometheus: JSON lines, TensorBoard, Weights & Biases."""
+"""Where metrics go beside Prometheus: JSON lines, TensorBoard, Weights & Biases."""

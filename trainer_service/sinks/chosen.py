@@ -1,4 +1,4 @@
-"""The sinks that a deployment asks for."""
+"""Opens the sinks that the settings ask for."""
 
 from trainer_service.settings import TrainerSettings
 from trainer_service.sinks.json_lines import JsonLines
@@ -8,7 +8,7 @@ from trainer_service.sinks.weights_and_biases import WeightsAndBiases
 
 
 def chosen_sinks(settings: TrainerSettings) -> list[Sink]:
-    """Open them. Raises SystemExit for one that cannot be, in a sentence."""
+    """Raises SystemExit for a sink that cannot be opened, with the reason."""
     sinks: list[Sink] = []
     if settings.metrics_path is not None:
         sinks.append(JsonLines(settings.metrics_path))

@@ -1,22 +1,22 @@
-"""What takes figures down: one for each tool that draws them."""
+"""The protocol of sinks: one for each tool that stores or draws metrics."""
 
 from collections.abc import Mapping
 from typing import Literal, Protocol
 
-What = Literal["step", "evaluation"]
-"""Of a step: all of its metrics. Of an evaluation: how a version does, at the step that made that version."""
+PointKind = Literal["step", "evaluation"]
+"""A step has all of its metrics. An evaluation has the score of a version, at the step that made it."""
 
 
 class Sink(Protocol):
-    """Whatever one raises is counted and logged, and the step goes on."""
+    """Exceptions of a sink are counted and logged, and the training goes on."""
 
     name: str
 
     def resume(self, step: int) -> None:
-        """Training goes on behind `step`: what a process before this one wrote of later ones is void."""
+        """Training continues after `step`: points of later steps, written by an earlier process, are void."""
 
-    def write(self, what: What, values: Mapping[str, float]) -> None:
-        """Take down one point; `step` is its place on the x axis and `time` is in seconds since 1970. The
-        same step may come again: the later one counts."""
+    def write(self, kind: PointKind, values: Mapping[str, float]) -> None:
+        """Write one point. `step` is its place on the x axis, `time` is in seconds since 1970. Where a step
+        comes again, the later point counts."""
 
     def close(self) -> None: ...

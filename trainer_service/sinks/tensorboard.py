@@ -1,7 +1,7 @@
-"""Event files for TensorBoard.
+"""Writes event files for TensorBoard.
 
-tensorboardX' own SummaryWriter hands events to a thread through a queue of ten; a disk that is full ends the
-thread, and the eleventh event waits for ever. Here each point is written, and fails, where it is made.
+tensorboardX's SummaryWriter sends events to a thread through a queue of ten. A full disk ends that thread,
+and the eleventh event waits for ever. Here each point is written on the caller's thread, and raises there.
 """
 
 import os
@@ -14,21 +14,21 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
-from trainer_service.sinks.sink import What
+from trainer_service.sinks.sink import PointKind
 
 PLACE = ("step", "time")
 
 
 class TensorBoard:
-    """One file per process. It begins with the step from which on older files are void, so that steps which
-    a restart makes again replace those that were lost with the crash."""
+    """One file per process. It begins with the step from which older files are void, so that steps that are
+    made again after a restart replace those that the crash lost."""
 
     name = "tensorboard"
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._void_from: int | None = 1
-        """Told to the next file; None once it stands in one."""
+        """What the next file begins with; None once a file has it."""
         self._writer: EventsWriter | None = None
         self._path = directory
         self._whole_bytes = 0
@@ -36,8 +36,9 @@ class TensorBoard:
     def resume(self, step: int) -> None:
         self._void_from = step + 1
 
-    def write(self, what: What, values: Mapping[str, float]) -> None:
-        """Raises OSError; the file then ends behind its last whole point, and the next begins another."""
+    def write(self, kind: PointKind, values: Mapping[str, float]) -> None:
+        """Raises OSError. The file then ends after its last whole point, and the next point begins a new
+        file."""
         scalars = [
             Summary.Value(tag=name, simple_value=value) for name, value in values.items() if name not in PLACE
         ]
@@ -69,7 +70,7 @@ class TensorBoard:
 
     def _give_up(self) -> None:
         if self._writer is not None:
-            with suppress(OSError):  # what is left in its buffer has no room either
+            with suppress(OSError):  # its buffer cannot be written either
                 self._writer.close()
             with suppress(OSError):
                 os.truncate(self._path, self._whole_bytes)

@@ -1,30 +1,30 @@
-"""A run at Weights & Biases. The package is imported where a deployment asks for it, and nowhere else."""
+"""Writes to a run at Weights & Biases. The package is imported only where the settings ask for it."""
 
 import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from trainer_service.settings import WandbSettings
-from trainer_service.sinks.sink import What
+from trainer_service.sinks.sink import PointKind
 
 logger = logging.getLogger(__name__)
 
 
 AWAY_S = 30.0
-"""How long a start waits for W&B, before the run is kept on this machine."""
+"""How long the start waits for W&B before the run is written to this machine."""
 FINISH_S = 10.0
-"""How long the end of a run waits for what is not sent yet; `wandb sync` sends the rest."""
+"""How long the end of a run waits until everything is sent; `wandb sync` sends the rest."""
 
 
 class WeightsAndBiases:
-    """`step` is the x axis of every curve, and not W&B's own count, which can never go back: a restart makes
-    steps again, and an evaluation belongs to the step of its version."""
+    """`step` is the x axis of every curve. W&B's own counter cannot be: it never goes back, but a restart
+    makes steps again, and an evaluation belongs to the step of its version."""
 
     name = "wandb"
 
     def __init__(self, settings: WandbSettings, algorithm: Mapping[str, Any]) -> None:
-        """Raises SystemExit where the package or the key is missing, or W&B takes no run. Where nobody can
-        be reached, the run is an offline one."""
+        """Raises SystemExit where the package or the key is missing, or W&B refuses the run. Where W&B cannot
+        be reached, the run is offline."""
         try:
             import wandb
         except ImportError as error:
@@ -33,12 +33,14 @@ class WeightsAndBiases:
             ) from error
         settings.dir.mkdir(parents=True, exist_ok=True)
         try:
-            self._run = _begun(settings, settings.mode, algorithm)
+            self._run = _start_run(settings, settings.mode, algorithm)
         except wandb.errors.AuthenticationError as error:
             raise SystemExit(f"trainer.wandb: {error}") from error
         except wandb.errors.CommError as error:
-            logger.warning("W&B is away; %s keeps this run for `wandb sync`: %s", settings.dir, error)
-            self._run = _begun(settings, "offline", algorithm)
+            logger.warning(
+                "W&B cannot be reached; this run is written to %s for `wandb sync`: %s", settings.dir, error
+            )
+            self._run = _start_run(settings, "offline", algorithm)
         except wandb.Error as error:
             raise SystemExit(f"trainer.wandb: no run of project {settings.project}: {error}") from error
         self._run.define_metric("step")
@@ -46,17 +48,19 @@ class WeightsAndBiases:
 
     def resume(self, step: int) -> None: ...
 
-    def write(self, what: What, values: Mapping[str, float]) -> None:
+    def write(self, kind: PointKind, values: Mapping[str, float]) -> None:
         self._run.log(dict(values))
 
     def close(self) -> None:
         self._run.finish()
 
 
-def _begun(settings: WandbSettings, mode: Literal["online", "offline"], algorithm: Mapping[str, Any]) -> Any:
+def _start_run(
+    settings: WandbSettings, mode: Literal["online", "offline"], algorithm: Mapping[str, Any]
+) -> Any:
     import wandb
 
-    quiet = wandb.Settings(  # figures are sent, and nothing of the machine or of its files
+    quiet = wandb.Settings(  # metrics are sent, and nothing about the machine or its files
         console="off",
         disable_code=True,
         disable_git=True,

@@ -1,1 +1,1 @@
-"""What the trainer says of itself while it runs, and that it is the only one."""
+"""Reports what the trainer does, and makes sure that only one trainer runs."""

@@ -1,4 +1,5 @@
-"""The trainer's sign of life: what it does and waits for, told to the HTTP thread and to the gateways."""
+"""Reports that the trainer is alive, what it does and what it waits for, to the HTTP thread and the
+gateways."""
 
 import logging
 import time
@@ -19,11 +20,11 @@ Reply = TypeVar("Reply")
 
 
 class Stopped(Exception):
-    """The trainer was told to stop while it waited for somebody. Nothing is half done."""
+    """The trainer was told to stop while it waited. It was between two actions, and left none incomplete."""
 
 
 class Heartbeat:
-    """Beats on the main thread: often, and cheaply, since most beats only look at the clock."""
+    """Called often by the main thread. Most beats only read the clock; Redis gets a report twice a second."""
 
     def __init__(self, stream: StreamReader, shared_state: SharedState, retry_s: float) -> None:
         self._stream, self._shared_state = stream, shared_state
@@ -31,7 +32,7 @@ class Heartbeat:
         self._reported_at = 0.0
 
     def note(self, step: int, version: int, metrics: dict[str, float] | None = None) -> None:
-        """What the next beats carry."""
+        """The step, version and metrics that the next reports have."""
         before = self._shared_state.snapshot
         self._shared_state.snapshot = replace(
             before, step=step, version=version, metrics=before.metrics if metrics is None else metrics
@@ -46,7 +47,7 @@ class Heartbeat:
         self._shared_state.snapshot = replace(self._shared_state.snapshot, backlog=backlog)
 
     def beat(self, phase: Phase, waiting_for: str | None = None) -> None:
-        """Say what the trainer does. Without a sentence, the one for the phase."""
+        """Report the phase. `waiting_for` is a sentence; without one, the phase has its own."""
         before = self._shared_state.snapshot
         sentence = waiting_for or _SENTENCES[phase]
         self._shared_state.snapshot = replace(
@@ -58,18 +59,19 @@ class Heartbeat:
             self._report()
 
     def confirm(self) -> None:
-        """Raises LeaseLost when another trainer has taken over. A Redis that does not answer says nothing."""
+        """Raises LeaseLost when another trainer has taken over. Goes on where Redis does not answer."""
         try:
             self._stream.confirm()
         except StorageUnavailable as error:
-            logger.warning("not confirmed: %s", error)
+            logger.warning("the lease could not be confirmed: %s", error)
 
     def retry(
         self, call: Callable[[], Reply], failure: type[Exception], phase: Phase, what: str | None = None
     ) -> Reply:
-        """Ask until there is an answer, with longer and longer pauses. Raises Stopped when told to stop.
+        """Repeat `call` until it does not raise `failure`, with longer and longer pauses. Raises Stopped when
+        told to stop.
 
-        `what` is waited for, in words; without it, what the phase waits for.
+        `what` names what is waited for; without it, it is what the phase waits for.
         """
         sentence = what or _SENTENCES[phase]
         pause_s = self._retry_s
@@ -77,7 +79,7 @@ class Heartbeat:
             try:
                 return call()
             except failure as error:
-                logger.warning("waiting for %s, since %s; again in %g s", sentence, error, pause_s)
+                logger.warning("waiting for %s, since %s; trying again in %g s", sentence, error, pause_s)
                 self._wait(pause_s, phase, f"{sentence}, since {error}")
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -93,7 +95,7 @@ class Heartbeat:
         try:
             self._stream.report(self._shared_state.snapshot.report().fields())
         except StorageUnavailable as error:
-            logger.warning("not reported: %s", error)
+            logger.warning("the status could not be reported: %s", error)
 
 
 _SENTENCES: dict[Phase, str] = {

@@ -1,4 +1,8 @@
-"""How a process comes to be the trainer: at once, after a crashed one's lease has run out, or not at all."""
+"""Makes this process the only trainer: it claims the lease in Redis and renews it.
+
+A process starts at once where nobody holds the lease, and after its end where the holder has crashed. Where
+the holder renews it, the process ends.
+"""
 
 import logging
 import threading
@@ -15,14 +19,15 @@ logger = logging.getLogger(__name__)
 
 ASK_EVERY_S = 0.5
 ROUNDING_S = 0.05
-"""Of what Redis says is left; a renewal adds far more."""
+"""By how much the time that Redis says is left may be wrong. A renewal adds far more."""
 
 
 @contextmanager
 def keep_lease(lease: Lease, shared_state: SharedState, retry_s: float) -> Iterator[bool]:
-    """Hold the lease inside the block, renewed by a thread; False when told to stop before it was had.
+    """Hold the lease inside the block, renewed by a thread. Yields False when told to stop before it was
+    claimed.
 
-    Raises SystemExit when another trainer lives.
+    Raises SystemExit when another trainer holds it and renews it.
     """
     if not _claimed(lease, shared_state, retry_s):
         yield False
@@ -36,19 +41,19 @@ def keep_lease(lease: Lease, shared_state: SharedState, retry_s: float) -> Itera
     finally:
         ended.set()
         keeper.join()
-        with suppress(StorageUnavailable):  # then it runs out
+        with suppress(StorageUnavailable):  # then the lease runs out by itself
             lease.release()
 
 
 def _claimed(lease: Lease, shared_state: SharedState, retry_s: float) -> bool:
-    """False when told to stop. A lease that nobody renews is of a trainer that crashed."""
+    """Returns False when told to stop. A lease that is not renewed belongs to a trainer that crashed."""
     runs_out_s: float | None = None
     while not shared_state.stopping:
         asked_s = time.monotonic()
         try:
             held = lease.claim()
         except StorageUnavailable as error:
-            logger.warning("%s; again in %g s", error, retry_s)
+            logger.warning("%s; trying again in %g s", error, retry_s)
             shared_state.sleep(retry_s)
             continue
         if held is None:
@@ -65,7 +70,8 @@ def _claimed(lease: Lease, shared_state: SharedState, retry_s: float) -> bool:
 
 
 def _keep(lease: Lease, ended: threading.Event) -> None:
-    """Renew three times in the life of a lease. Who has lost it hears so from the stream's own fence."""
+    """Renew three times in the life of a lease. If it is lost, the next write to the stream raises
+    LeaseLost."""
     while not ended.wait(lease.lease_s / 3):
         try:
             lease.renew()

@@ -1,4 +1,4 @@
-"""Where a step's seconds went."""
+"""Measures how many seconds each phase of a step takes."""
 
 import time
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """Adds up seconds by phase, until they are read."""
+    """Adds up seconds by phase until they are read."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -20,7 +20,7 @@ class Stopwatch:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
 
     def laps(self, tokens: float) -> dict[str, float]:
-        """Seconds by phase since the last call, and tokens per second of training proper."""
+        """Metrics since the last call: seconds by phase, and tokens per second of the phase `train`."""
         seconds, self._seconds = self._seconds, {}
         rate = tokens / seconds["train"] if seconds.get("train") else 0.0
         return {"tokens_per_s": rate} | {f"seconds/{phase}": value for phase, value in seconds.items()}

@@ -141,16 +141,16 @@ class Trainer:
     def _train(self, groups: list[ScreenedGroup], algorithm: AlgorithmSettings) -> Mapping[str, float] | None:
         """Make a step of these groups; returns its metrics, or None where no step can be made of them. Raises
         Diverged where the weights cannot be used any more."""
-        judged = self._groups.ask_teacher(groups)
-        if judged.refused:
-            self._intake.end(judged.refused)
-        if not judged.rows:
+        scored = self._groups.ask_teacher(groups)
+        if scored.refused:
+            self._intake.end(scored.refused)
+        if not scored.rows:
             return None
         # Before the step, because nothing may fail between new weights and their number.
         version = self._numbers.reserve_after(self.version)
         with self._stopwatch.timed("train"):
             self._report("training")
-            values = self._groups.step(judged, self.version, algorithm)
+            values = self._groups.step(scored, self.version, algorithm)
         if isinstance(values, NotFinite):
             self._intake.end(values.refused)
             if values.diverged:
@@ -159,8 +159,8 @@ class Trainer:
         self.step += 1
         self.version = version
         self._heartbeat.note(self.step, self.version)
-        self._cycle.add(LedgerStep.of(self.step, self.version, judged.rows))
-        return values | self._intake.mark_trained(judged.groups, judged.rows, self.step, self.version)
+        self._cycle.add(LedgerStep.of(self.step, self.version, scored.rows))
+        return values | self._intake.mark_trained(scored.groups, scored.rows, self.step, self.version)
 
     def _publish_if_due(self, values: Mapping[str, float]) -> None:
         """Publish the new version, unless its step makes a guard hold the training."""

@@ -11,7 +11,7 @@ when its deadline passes, or when it has had no record for long; each of them en
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rollout_queue.contract.stream import Entry
 from trainer_service.groups.episode import Member, Rules, Session
@@ -102,7 +102,7 @@ class Assembler:
         """An earlier trainer process has finished with these sessions, and with these groups, which went
         without some of their members."""
         for session_id in settled:
-            self._late += self._settle(session_id)
+            self._late += self._forget(session_id)
         for group_id in gone:
             self._gone[group_id] = 0
 
@@ -131,8 +131,8 @@ class Assembler:
         """Forget a group that has ended. Entries that still arrive of it are late."""
         for member in group.members:
             # Records that came after the group was taken were not part of what was acknowledged.
-            settled = frozenset(member.entry_ids)
-            self._late += [each for each in self._settle(member.session_id) if each not in settled]
+            acknowledged = frozenset(member.entry_ids)
+            self._late += [each for each in self._forget(member.session_id) if each not in acknowledged]
         if len(group.members) < group.size:
             self._gone.setdefault(group.group_id, len(group.members))
         _forget_oldest(self._settled, SETTLED_KEPT)
@@ -225,7 +225,7 @@ class Assembler:
     def _of(self, group_id: str) -> list[Session]:
         return [self._sessions[session_id] for session_id in self._groups[group_id]]
 
-    def _settle(self, session_id: str) -> list[str]:
+    def _forget(self, session_id: str) -> list[str]:
         """Forget a session, and remember that it was released. Returns its entries."""
         session = self._sessions.pop(session_id)
         self._held.difference_update(session.entry_ids)
@@ -252,6 +252,6 @@ def _alone(group_id: str) -> bool:
     return group_id.startswith(" ")
 
 
-def _forget_oldest(kept: dict[str, Any], limit: int) -> None:
+def _forget_oldest(kept: dict[str, int] | dict[str, None], limit: int) -> None:
     while len(kept) > limit:
         del kept[next(iter(kept))]

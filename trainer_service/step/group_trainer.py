@@ -1,7 +1,7 @@
 """Trains the policy on groups: advantages, the teacher, passes before the step, and the step itself.
 
 groups ─ learn_early ─▶ gradients, while the step waits for more groups
-groups ─ ask_teacher ─▶ JudgedRows ─ step ─▶ new weights and the step's metrics
+groups ─ ask_teacher ─▶ ScoredRows ─ step ─▶ new weights and the step's metrics
 """
 
 import math
@@ -36,8 +36,8 @@ class NotFinite(NamedTuple):
     are as they were before the step."""
 
 
-class JudgedRows(NamedTuple):
-    """The rows of a step, with what a teacher says of them where one judges."""
+class ScoredRows(NamedTuple):
+    """The rows of a step, with the log-probabilities of a teacher where there is one."""
 
     groups: list[ScreenedGroup]
     rows: list[Row]
@@ -89,31 +89,31 @@ class GroupTrainer:
             return None
         return partial(self._early.learn, remaining, self._request(rows, version, algorithm))
 
-    def ask_teacher(self, groups: list[ScreenedGroup]) -> JudgedRows:
+    def ask_teacher(self, groups: list[ScreenedGroup]) -> ScoredRows:
         """The rows of a step. Sessions that the teacher refuses end; the others of their group are trained
         without them. Waits for the teacher; raises Stopped when told to stop meanwhile."""
         rows, teacher = self._rows(groups), self._teacher
         if teacher is None:
-            return JudgedRows(groups, rows, [])
+            return ScoredRows(groups, rows, [])
         found = self._heartbeat.retry(
             lambda: teacher.score(rows), TeacherUnavailable, "waiting", "the teacher to judge the rows"
         )
         parted = [without_sessions(screened, found.refused) for screened in groups]
-        return JudgedRows(
+        return ScoredRows(
             [screened for screened in parted if not screened.skip_reason],
             found.rows,
             [screened for screened in parted if screened.skip_reason],
         )
 
     def step(
-        self, judged: JudgedRows, version: int, algorithm: AlgorithmSettings
+        self, scored: ScoredRows, version: int, algorithm: AlgorithmSettings
     ) -> dict[str, float] | NotFinite:
         """Make one optimizer step from the weights of `version`. Returns its metrics. Raises Diverged where
         the weights were not finite before it."""
-        values = self._early.step(judged.groups, self._request(judged.rows, version, algorithm))
+        values = self._early.step(scored.groups, self._request(scored.rows, version, algorithm))
         if not math.isfinite(values["grad_norm"]):
-            return self._not_finite(judged.groups, version, values)
-        rollouts = [rollout for screened in judged.groups for rollout in screened.rollouts]
+            return self._not_finite(scored.groups, version, values)
+        rollouts = [rollout for screened in scored.groups for rollout in screened.rollouts]
         self.baselines = updated_baselines(rollouts, self._algorithm, self.baselines)
         return values
 

@@ -122,25 +122,25 @@ def test_a_redis_that_is_away_is_waited_for() -> None:
     waiting.join()
 
 
-@pytest.mark.parametrize("moment", ["_checkpoint", "_publish"])
+@pytest.mark.parametrize("moment", ["checkpoint", "publish"])
 def test_who_has_lost_the_stream_writes_no_checkpoint_and_publishes_nothing(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """Another has taken over by the time that the step is made."""
     rig = make_rig().start()
     rig.agents.group("g", [1.0, 0.0])
-    before = getattr(rig.trainer, moment)
+    moments, confirm = iter(["checkpoint", "publish"]), rig.heartbeat.confirm
 
     def slept() -> None:
-        rig.stream.taken_over = True
-        before()
+        rig.stream.taken_over = next(moments) == moment
+        confirm()
 
-    monkeypatch.setattr(rig.trainer, moment, slept)
+    monkeypatch.setattr(rig.heartbeat, "confirm", slept)
     with pytest.raises(LeaseLost):
         rig.trainer.run()
-    assert (rig.settings.checkpoint_dir / "CURRENT").exists() is (moment == "_publish")
+    assert (rig.settings.checkpoint_dir / "CURRENT").exists() is (moment == "publish")
     assert not rig.gateway.announced
-    durable = moment == "_publish"
+    durable = moment == "publish"
     assert set(rig.session_codes().values()) == {"trained" if durable else None}
 
 

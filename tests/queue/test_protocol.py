@@ -42,7 +42,7 @@ from rollout_queue.redis.scripts.functions import FENCED
 from tests.queue.test_stream import turn as made_turn
 from tests.support.queue.protocol import CALM, CUTS, Killed, Knife, System
 from trainer_service.groups.acknowledgement import Acknowledgement
-from trainer_service.intake.intake import Intake
+from trainer_service.intake.acknowledger import Acknowledger
 from trainer_service.storage import checkpoint, run_files
 from trainer_service.storage import files as durable
 from trainer_service.train import Trainer
@@ -467,7 +467,7 @@ def acknowledges_before_the_checkpoint(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_what_it_owes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Intake, "owed", property(lambda _: Acknowledgement([], {}, [])))
+    patch.setattr(Acknowledger, "owed", property(lambda _: Acknowledgement([], {}, [])))
 
 
 def appends_as_often_as_asked(patch: pytest.MonkeyPatch) -> None:

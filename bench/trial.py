@@ -19,7 +19,7 @@ import httpx
 from bench.isolated_stack import isolated_stack
 from bench.results import Progress, Result, Trial
 from bench.tasks import TASKS, TrainingTask
-from weir.demo.episodes import Episodes, Record
+from weir.demo.episodes import EpisodeLog, EpisodeRunner
 from weir.demo.make_model import model_for
 from weir.demo.observer import Observation, Observer
 from weir.demo.report import account
@@ -83,7 +83,7 @@ class TrialCourse:
     ended: str = ""
     curve: list[tuple[int, float, float]] = field(default_factory=list)
 
-    def has_ended(self, record: Record) -> bool:
+    def has_ended(self, record: EpisodeLog) -> bool:
         """Called after every group. Once True, it stays True."""
         if self.whole is not None:
             return True
@@ -170,7 +170,7 @@ def groups_in_flight(max_staleness: int) -> int:
 
 async def evaluated(stack: Stack, settings: StackSettings, task: TrainingTask) -> float:
     """The mean reward of at least `EVALUATED` episodes that are not trained, always with the same tasks."""
-    episodes = Episodes(
+    episodes = EpisodeRunner(
         stack.gateway_url,
         settings.client_keys[0],
         group_size=GROUP_SIZE,
@@ -185,8 +185,8 @@ async def evaluated(stack: Stack, settings: StackSettings, task: TrainingTask) -
 
 async def _play(
     stack: Stack, settings: StackSettings, trial: Trial, bounds: Bounds
-) -> tuple[TrialCourse, Record, EngineRequests]:
-    episodes = Episodes(
+) -> tuple[TrialCourse, EpisodeLog, EngineRequests]:
+    episodes = EpisodeRunner(
         stack.gateway_url,
         settings.client_keys[0],
         group_size=GROUP_SIZE,
@@ -203,7 +203,7 @@ async def _play(
     course = TrialCourse(bounds, observer.snapshot)
     polling = asyncio.create_task(engine.watch(stack.rollout_url, admin_key))
 
-    def has_ended(so_far: Record) -> bool:
+    def has_ended(so_far: EpisodeLog) -> bool:
         if course.has_ended(so_far):
             polling.cancel()  # only groups that are in flight still finish
         return course.whole is not None
@@ -218,7 +218,7 @@ async def _play(
 def _result(
     trial: Trial,
     course: TrialCourse,
-    record: Record,
+    record: EpisodeLog,
     engine: EngineRequests,
     rewards: tuple[float, float],
     verdicts: dict[str, int],

@@ -11,7 +11,7 @@ from weir.stack.state import ProcessState, StackState
 
 
 @dataclass(frozen=True)
-class Row:
+class ServiceStatus:
     """One service as it is now."""
 
     name: str
@@ -25,13 +25,13 @@ class Row:
         return self.state == "ready"
 
 
-def rows_of(found: StackState, admin_key: str | None) -> list[Row]:
+def rows_of(found: StackState, admin_key: str | None) -> list[ServiceStatus]:
     """Asks every service; the details come from the gateway, when it answers."""
     details = _details(found, admin_key)
     return [_row(name, service, details.get(name, "")) for name, service in found.services.items()]
 
 
-def table_of(rows: list[Row]) -> Table:
+def table_of(rows: list[ServiceStatus]) -> Table:
     table = Table("service", "pid", "state")
     table.add_column("address", no_wrap=True)
     table.add_column("detail")
@@ -41,14 +41,14 @@ def table_of(rows: list[Row]) -> Table:
     return table
 
 
-def _row(name: str, service: ProcessState, detail: str) -> Row:
+def _row(name: str, service: ProcessState, detail: str) -> ServiceStatus:
     if service.process() is None:
-        return Row(name, service.pid, "down", service.url, f"log: {service.log}")
+        return ServiceStatus(name, service.pid, "down", service.url, f"log: {service.log}")
     ready = redis_ready(service.url) if service.url.startswith("redis:") else http_ready(service.url)
     reason = ready()
     restarts = f"restarts: {service.restarts}" if service.restarts else ""
     text = "; ".join(part for part in (reason or detail, restarts) if part)
-    return Row(name, service.pid, "not ready" if reason else "ready", service.url, text)
+    return ServiceStatus(name, service.pid, "not ready" if reason else "ready", service.url, text)
 
 
 def _details(found: StackState, admin_key: str | None) -> dict[str, str]:

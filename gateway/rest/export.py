@@ -24,7 +24,7 @@ from rollout_queue.contract.episodes import row_of, session_part
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.listing import ListPosition
 from rollout_queue.contract.records import Verdict
-from rollout_queue.contract.rows import DeletedRow, Row, row_to_json
+from rollout_queue.contract.rows import DeletedExportRow, ExportRow, row_to_json
 from rollout_queue.http.errors import storage_unavailable
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 MEDIA_TYPES = {"jsonl": "application/jsonl", "parquet": "application/vnd.apache.parquet"}
 
-Rows = list[Row | DeletedRow]
+Rows = list[ExportRow | DeletedExportRow]
 
 router = APIRouter()
 
@@ -50,7 +50,7 @@ class Window(NamedTuple):
     empty: bool
     """Whether to export sessions without any turn as well."""
 
-    def holds(self, row: Row | DeletedRow) -> bool:
+    def holds(self, row: ExportRow | DeletedExportRow) -> bool:
         late_enough = self.since is None or row.created_at >= self.since
         return late_enough and (self.until is None or row.created_at < self.until)
 
@@ -114,7 +114,7 @@ async def _rows(gateway: Collaborators, window: Window) -> AsyncIterator[Rows]:
 
 def _of_session(
     found: ArchivedSession, verdicts: dict[str, Verdict], window: Window
-) -> Iterator[Row | DeletedRow]:
+) -> Iterator[ExportRow | DeletedExportRow]:
     rows = _all_of(found, verdicts, window)
     if window.after is not None and found.session_id == window.after[0].session_id:
         rows = _after(list(rows), window.after[1])
@@ -123,10 +123,10 @@ def _of_session(
 
 def _all_of(
     found: ArchivedSession, verdicts: dict[str, Verdict], window: Window
-) -> Iterator[Row | DeletedRow]:
+) -> Iterator[ExportRow | DeletedExportRow]:
     head, tombstone = found.head, found.tombstone
     if tombstone is not None:
-        yield DeletedRow(
+        yield DeletedExportRow(
             cursor=f"{found.session_id}/",
             session_id=found.session_id,
             created_at=tombstone.created_at,
@@ -143,12 +143,12 @@ def _all_of(
         yield row_of(head, session, None, verdict, f"{found.session_id}/")
 
 
-def _after(rows: Rows, turn_id: str) -> Iterator[Row | DeletedRow]:
+def _after(rows: Rows, turn_id: str) -> Iterator[ExportRow | DeletedExportRow]:
     """The rows after that of this turn; all rows where the session was deleted since."""
     turn_ids = [row.cursor.partition("/")[2] for row in rows]
     if turn_id in turn_ids:
         return iter(rows[turn_ids.index(turn_id) + 1 :])
-    if turn_id and rows and isinstance(rows[0], Row):
+    if turn_id and rows and isinstance(rows[0], ExportRow):
         raise InvalidRequest(f"the cursor's session has no turn {turn_id[:300]!r}", param="cursor")
     return iter(rows)
 

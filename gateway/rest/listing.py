@@ -12,7 +12,7 @@ from gateway.rest.access import client_of
 from gateway.rest.shapes import DeletedSessionRow, SessionPage, SessionRow
 from gateway.rest.views import deleted_row, session_row
 from gateway.wiring import Collaborators
-from rollout_queue.contract.head import SessionHead, State
+from rollout_queue.contract.head import SessionHead, SessionState
 from rollout_queue.contract.listing import LIST_START, ListPosition
 from rollout_queue.contract.records import VerdictCode
 from rollout_queue.contract.tombstone import Tombstone
@@ -23,7 +23,7 @@ router = APIRouter(tags=["sessions"])
 class SessionFilter(NamedTuple):
     """Which sessions to list; None matches any."""
 
-    state: State | None
+    state: SessionState | None
     group_id: str | None
     user: str | None
     verdict: VerdictCode | None
@@ -32,7 +32,7 @@ class SessionFilter(NamedTuple):
 @router.get("/sessions", responses={200: {"model": SessionPage}})
 async def list_sessions(
     request: Request,
-    state: State | None = None,
+    state: SessionState | None = None,
     group_id: str | None = None,
     verdict: VerdictCode | None = None,
     user: str | None = None,

@@ -8,7 +8,7 @@ import msgspec
 import pyarrow as pa
 from pyarrow.parquet import ParquetWriter
 
-from rollout_queue.contract.rows import DeletedRow, Row
+from rollout_queue.contract.rows import DeletedExportRow, ExportRow
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 
 GROUP_ROWS = 1000
@@ -107,13 +107,13 @@ class ParquetStream:
     def __init__(self) -> None:
         self._sink = _Sink()
         self._writer = ParquetWriter(pa.PythonFile(self._sink, mode="w"), SCHEMA, compression="zstd")
-        self._rows: list[Row | DeletedRow] = []
+        self._rows: list[ExportRow | DeletedExportRow] = []
         self._tokens = 0
 
-    def write(self, rows: Sequence[Row | DeletedRow]) -> bytes:
+    def write(self, rows: Sequence[ExportRow | DeletedExportRow]) -> bytes:
         self._rows += rows
         self._tokens += sum(
-            len(row.context_ids) + len(row.output_ids) for row in rows if isinstance(row, Row)
+            len(row.context_ids) + len(row.output_ids) for row in rows if isinstance(row, ExportRow)
         )
         if len(self._rows) >= GROUP_ROWS or self._tokens >= GROUP_TOKENS:
             self._flush()
@@ -154,7 +154,7 @@ class _Sink:
         return b"".join(parts)
 
 
-def _table(rows: Sequence[Row | DeletedRow]) -> pa.Table:
+def _table(rows: Sequence[ExportRow | DeletedExportRow]) -> pa.Table:
     plain = [_plain(row) for row in rows]
     columns = []
     for name, kind in COLUMNS.items():
@@ -165,7 +165,7 @@ def _table(rows: Sequence[Row | DeletedRow]) -> pa.Table:
     return pa.table(columns, schema=SCHEMA)
 
 
-def _plain(row: Row | DeletedRow) -> dict[str, object]:
+def _plain(row: ExportRow | DeletedExportRow) -> dict[str, object]:
     """The fields of a row as pyarrow takes them, but for its lists of tokens."""
     fields = msgspec.structs.asdict(row)
     for name in ("versions", "rewards", "verdict", "session"):

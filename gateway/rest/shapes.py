@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from rollout_queue.contract.head import State
+from rollout_queue.contract.head import SessionState
 from rollout_queue.contract.records import Finish, Relation, Status, VerdictCode
 
 
@@ -57,7 +57,7 @@ class VerdictShape(TurnVerdictShape):
 
 class Finished(TypedDict):
     session_id: str
-    state: State
+    state: SessionState
     status: Status
     reward: float | None
     verdict: VerdictShape
@@ -108,7 +108,7 @@ class SessionFacts(TypedDict):
     """The fields of every view of a session."""
 
     session_id: str
-    state: State
+    state: SessionState
     status: Status | None
     inferred: bool
     group_id: str | None

@@ -13,8 +13,8 @@ from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.listing import ListedSession, ListPosition
 from rollout_queue.contract.progress import GroupProgress, group_progress, stage_of
 from rollout_queue.contract.records import Deletion, Outcome, Record, Reward, SessionSpec, Turn, Verdict
-from rollout_queue.contract.stream import Entry, Roll, Verdicts
-from rollout_queue.contract.tombstone import DeletedUser, Tombstone, total
+from rollout_queue.contract.stream import Entry, GroupMembers, Verdicts
+from rollout_queue.contract.tombstone import DeletionTotals, Tombstone, total
 from rollout_queue.contract.verdicts import DELETED, expiry
 
 
@@ -188,7 +188,7 @@ class MemoryStream:
         self._recount("session", head.verdict, DELETED)
         return tombstone
 
-    async def delete_user(self, user: str) -> DeletedUser:
+    async def delete_user(self, user: str) -> DeletionTotals:
         self.deleted_users.add(user)
         named = [session_id for session_id, head in self.heads.items() if user in head.users]
         tombstones = [await self.delete_session(session_id) for session_id in named]
@@ -235,9 +235,11 @@ class MemoryStream:
                 codes[session_id] = head.verdict.code
         return codes
 
-    def rolls(self, group_ids: Collection[str]) -> Mapping[str, Roll]:
+    def group_members(self, group_ids: Collection[str]) -> Mapping[str, GroupMembers]:
         known = {group_id: self.groups[group_id] for group_id in group_ids if group_id in self.groups}
-        return {group_id: Roll(size, frozenset(members)) for group_id, (size, _, members) in known.items()}
+        return {
+            group_id: GroupMembers(size, frozenset(members)) for group_id, (size, _, members) in known.items()
+        }
 
     def reserve(self, version: int, location: str) -> int:
         self.confirm()

@@ -16,7 +16,7 @@ from gateway.settings import LimitSettings
 from rollout_queue.protocol.trainer import TrainerReport
 from tests.support.system_status import system_status
 from trainer_service.algorithms.settings import AlgorithmSettings
-from weir.demo.episodes import WINDOW, Record
+from weir.demo.episodes import WINDOW, EpisodeLog
 from weir.demo.observer import Observation
 from weir.errors import StackError
 
@@ -167,8 +167,8 @@ def course(**state: str) -> TrialCourse:
     return TrialCourse(Bounds(episodes=10 * WINDOW, seconds=3600), Observation(status=page))
 
 
-def filled(*rewards: float) -> Record:
-    record = Record()
+def filled(*rewards: float) -> EpisodeLog:
+    record = EpisodeLog()
     for reward in rewards:
         for _ in range(WINDOW):
             record.add(reward, None)

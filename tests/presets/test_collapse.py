@@ -15,7 +15,7 @@ from bench.results import Trial
 from bench.tasks import TASKS
 from bench.trial import GROUP_SIZE, evaluated, groups_in_flight, settings_of
 from trainer_service.settings import GuardSettings
-from weir.demo.episodes import Episodes, Record
+from weir.demo.episodes import EpisodeLog, EpisodeRunner
 from weir.demo.make_model import model_for
 from weir.demo.observer import Observation, Observer
 from weir.demo.watched import watched
@@ -49,7 +49,7 @@ class TrialCourse:
     def held(self) -> bool:
         return self.snapshot.trainer.state == "paused"
 
-    def enough(self, record: Record) -> bool:
+    def enough(self, record: EpisodeLog) -> bool:
         reward = record.moving_average or 0.0
         self.best = max(self.best, reward)
         self.collapsed = self.collapsed or (self.best > LEARNED and reward < LOST)
@@ -65,7 +65,7 @@ def settings_with(guards: Mapping[str, Any], seed: int, run_dir: Path) -> StackS
 
 
 async def played(stack: Stack, settings: StackSettings, seed: int, may_collapse: bool = False) -> TrialCourse:
-    episodes = Episodes(
+    episodes = EpisodeRunner(
         stack.gateway_url,
         settings.client_keys[0],
         group_size=GROUP_SIZE,

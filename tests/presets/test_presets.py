@@ -9,7 +9,7 @@ import pytest
 from bench.isolated_stack import isolated_stack
 from bench.processes import free_port
 from trainer_service.algorithms.settings import PRESETS
-from weir.demo.episodes import Episodes, Record
+from weir.demo.episodes import EpisodeLog, EpisodeRunner
 from weir.demo.make_model import model_for
 from weir.demo.settings import services_of_demo
 from weir.stack.services import merged
@@ -37,13 +37,13 @@ def test_a_preset_trains_the_demo(preset: str, tmp_path: Path) -> None:
     settings = settings_of(preset, tmp_path)
     steps = tmp_path / "metrics.jsonl"
 
-    def enough(so_far: Record) -> bool:
+    def enough(so_far: EpisodeLog) -> bool:
         made = len(steps.read_text(encoding="utf-8").splitlines()) if steps.exists() else 0
         return made >= STEPS or len(so_far.episodes) > 2000
 
     with Stack(settings) as stack:
         stack.wait_ready(timeout_s=300)
-        playing = Episodes(
+        playing = EpisodeRunner(
             stack.gateway_url, settings.client_keys[0], group_size=8, groups_in_flight=8, seed=0
         )
         record = asyncio.run(playing.play(enough))

@@ -13,8 +13,8 @@ from rollout_queue.contract.codec import encode
 from rollout_queue.contract.errors import SessionClosed, SessionDeleted, UserDeleted
 from rollout_queue.contract.listing import LIST_START
 from rollout_queue.contract.records import Deletion, Record, Verdict
-from rollout_queue.contract.stream import Roll, StreamDeleter, StreamReader, StreamWriter, Verdicts
-from rollout_queue.contract.tombstone import DeletedUser, Tombstone
+from rollout_queue.contract.stream import GroupMembers, StreamDeleter, StreamReader, StreamWriter, Verdicts
+from rollout_queue.contract.tombstone import DeletionTotals, Tombstone
 from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import keys
 from rollout_queue.redis.deletion import OVERDUE_S, RedisDeleter
@@ -142,7 +142,7 @@ async def test_a_session_that_is_deleted_after_its_end_counts_as_deleted_alone(s
         await stream.deleter.delete_session(name)
     assert stream.counts() == {"session:deleted": 3, "turn:trained": 1}
     assert stream.reader.verdict_codes(asked) == {"s1": "trained", "s2": "failed", "open": "deleted"}
-    assert stream.reader.rolls(["g"]) == {"g": Roll(4, frozenset(asked[:3]))}
+    assert stream.reader.group_members(["g"]) == {"g": GroupMembers(4, frozenset(asked[:3]))}
 
 
 async def test_a_deleted_session_keeps_its_place_among_the_others(stream: Stream) -> None:
@@ -189,8 +189,8 @@ async def test_all_of_a_user_goes_and_nothing_more_is_taken_for_the_name(stream:
         await writer.open_session(spec(name, user=user))
     assert not await writer.user_deleted("ann")
     deleted = await stream.deleter.delete_user("ann")
-    assert deleted == DeletedUser(sessions=5, turns=3, rewards=1)
-    assert await stream.deleter.delete_user("ann") == DeletedUser()
+    assert deleted == DeletionTotals(sessions=5, turns=3, rewards=1)
+    assert await stream.deleter.delete_user("ann") == DeletionTotals()
     left = [each for each in await writer.sessions(LIST_START, 10) if not isinstance(each.found, Tombstone)]
     assert {each.position.session_id for each in left} == {"bobs", "nobodys"}
     assert await writer.user_deleted("ann")
@@ -204,7 +204,7 @@ async def test_all_of_a_user_goes_and_nothing_more_is_taken_for_the_name(stream:
     with pytest.raises(UserDeleted):
         await writer.append_turn(turn("t9", "new"), 200.0, opening=spec("new", user="ann"))
     assert {type(record) for record in stream.read()} == {Deletion}
-    assert await stream.deleter.delete_user("bob") == DeletedUser(sessions=1)
+    assert await stream.deleter.delete_user("bob") == DeletionTotals(sessions=1)
 
 
 # What only a real Redis can show

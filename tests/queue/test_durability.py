@@ -23,7 +23,7 @@ from rollout_queue.redis.writer import CONNECTIONS, RedisWriter
 from tests.support.redis_process import RedisProcess
 from tests.support.serving import free_port
 from weir.audit.audit import audit
-from weir.audit.facts import Answer
+from weir.audit.facts import ClientAnswer
 from weir.audit.sources import Sources
 
 OUTPUT = 20
@@ -66,7 +66,7 @@ def ending(session_id: str) -> tuple[Outcome, Reward]:
 class Heard(NamedTuple):
     """Something that was answered, and how long the file was then."""
 
-    answer: Answer
+    answer: ClientAnswer
     written: int
 
 
@@ -76,7 +76,7 @@ async def talk(redis: RedisProcess, sessions: int) -> list[Heard]:
     writer, heard = RedisWriter(connection), list[Heard]()
 
     def told(session_id: str, **what: Any) -> None:
-        heard.append(Heard(Answer(session_id, **what), redis.written))
+        heard.append(Heard(ClientAnswer(session_id, **what), redis.written))
 
     for session_id in (f"s{number}" for number in range(sessions)):
         await writer.open_session(spec(session_id))
@@ -124,7 +124,7 @@ def audited(redis: RedisProcess, directory: Path, heard: list[Heard]) -> set[str
     return {finding.subject for finding in report.findings}
 
 
-def subjects(answer: Answer, session_there: bool) -> list[str]:
+def subjects(answer: ClientAnswer, session_there: bool) -> list[str]:
     """What the audit is to say of an answer that is gone."""
     gone = [] if session_there else [f"session {answer.session_id}"]
     return gone + [f"session {answer.session_id} {field}" for field in answer.fields]

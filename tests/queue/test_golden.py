@@ -22,7 +22,7 @@ from rollout_queue.contract.records import (
     Span,
     Turn,
 )
-from rollout_queue.contract.rows import Row, row_from_json
+from rollout_queue.contract.rows import ExportRow, row_from_json
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 
 GOLDEN = json.loads(Path(__file__).with_name("golden_schema_1.json").read_text(encoding="utf-8"))
@@ -146,7 +146,7 @@ def test_a_newer_schema_is_refused_by_name_wherever_it_stands() -> None:
 
 def test_a_row_of_schema_1_is_read() -> None:
     row = row_from_json(GOLDEN["row"].encode())
-    assert isinstance(row, Row)
+    assert isinstance(row, ExportRow)
     same = set(FULL_TURN) - {"group_id", "started_at", "finish", "session_id", "task_id"}
     assert {name: getattr(row, name) for name in same} == {name: FULL_TURN[name] for name in same}
     assert (row.created_at, row.finish_reason) == (FULL_TURN["started_at"], FULL_TURN["finish"])

@@ -30,7 +30,7 @@ from tests.system.conftest import ADMIN_KEY as SYSTEM_ADMIN_KEY
 from tests.system.conftest import ENGINE_PYTHON, System, until
 from tests.system.test_failover import retried, versions_of
 from weir.audit.audit import audit
-from weir.audit.facts import Answer
+from weir.audit.facts import ClientAnswer
 from weir.audit.sources import Sources
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
@@ -77,12 +77,12 @@ def test_a_redis_that_fills_up_turns_newcomers_away_first_and_the_trainer_emptie
     gateway, door = house.gateway(POLL_EVERY_S="0.05", LIMITS__QUEUE_MEMORY="0.8")
     memory: Any = house.redis.client.info("memory")
     house.redis.client.config_set("maxmemory", memory["used_memory"] + 8_000_000)
-    heard: list[Answer] = []
+    heard: list[ClientAnswer] = []
 
     def call(session: dict[str, Any]) -> Any:
         reply = door.chat(LONG, path=path_of(session))
         if reply.status_code == 200:
-            heard.append(Answer(session["session_id"], reply.headers["x-weir-turn-id"]))
+            heard.append(ClientAnswer(session["session_id"], reply.headers["x-weir-turn-id"]))
         return reply
 
     def newcomers() -> Any:
@@ -93,7 +93,7 @@ def test_a_redis_that_fills_up_turns_newcomers_away_first_and_the_trainer_emptie
         for reward, session in enumerate(reply.json()["sessions"]):
             assert call(session).status_code == 200
             assert ended(door, session, float(reward)).status_code == 200
-            heard.append(Answer(session["session_id"], reward_key="finish", finished=True))
+            heard.append(ClientAnswer(session["session_id"], reward_key="finish", finished=True))
         return None
 
     long_one = door.session()
@@ -133,7 +133,7 @@ def test_a_redis_that_is_told_to_end_under_load_comes_back_with_all_that_was_hea
     house = make_house()
     _, door = house.gateway(POLL_EVERY_S="0.05")
     sessions = [door.session() for _ in range(8)]
-    heard: list[Answer] = []
+    heard: list[ClientAnswer] = []
     over_s = time.monotonic() + 3.0
     refused = 0
 
@@ -145,7 +145,7 @@ def test_a_redis_that_is_told_to_end_under_load_comes_back_with_all_that_was_hea
             while time.monotonic() < over_s:
                 reply = http.post(door.url + path_of(session), json={"messages": history})
                 if reply.status_code == 200:
-                    heard.append(Answer(session["session_id"], reply.headers["x-weir-turn-id"]))
+                    heard.append(ClientAnswer(session["session_id"], reply.headers["x-weir-turn-id"]))
                     history = answered(history, reply)[-4:]
                 else:
                     assert reply.json()["error"]["type"] == "storage_unavailable", reply.text
@@ -213,14 +213,14 @@ class Stream:
     def begun(self) -> bool:
         return len(self.text) > 20 or self._over.done()
 
-    def heard(self) -> tuple[dict[str, Any], Answer]:
+    def heard(self) -> tuple[dict[str, Any], ClientAnswer]:
         """Its turn, and what the client knows of it; fails where the client met an error or a seam."""
         turn_id = self._over.result(BOOTS_WITHIN_S)
         session_id = self.ticket["session_id"]
         (turn,) = self._system.get(f"/sessions/{session_id}?tokens=true&text=true")["turns"]
         assert turn["output_text"] in (self.text, f"{self.text}<|im_end|>", f"{self.text}<|endoftext|>")
         assert set(versions_of(turn)) <= {0, self._system.serving()}
-        return turn, Answer(session_id, turn_id)
+        return turn, ClientAnswer(session_id, turn_id)
 
     def _listen(self) -> str:
         with self._system.client(self.ticket) as client:
@@ -370,14 +370,14 @@ def test_a_trainers_clock_that_jumps_ends_its_patience_early_or_late_and_nothing
     patience = {"ALGORITHM__GROUP_DEADLINE_S": str(HOUR_S / 2), "ALGORITHM__MIN_LIVE_ROWS": "2"}
     trainer = house.trainer(gateway, clock, **patience)
     trainer.until("/ready")
-    heard: list[Answer] = []
+    heard: list[ClientAnswer] = []
 
     def group() -> list[dict[str, Any]]:
         """Two earn, and differ; the third goes on."""
         sessions: list[dict[str, Any]] = door.post("/groups", {"size": 3}).json()["sessions"]
         for session in sessions:
             reply = door.chat("begin", path=path_of(session))
-            heard.append(Answer(session["session_id"], reply.headers["x-weir-turn-id"]))
+            heard.append(ClientAnswer(session["session_id"], reply.headers["x-weir-turn-id"]))
         for reward, session in enumerate(sessions[:2]):
             assert ended(door, session, float(reward)).status_code == 200
         return sessions

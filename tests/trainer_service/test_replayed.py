@@ -11,13 +11,13 @@ from redis import Redis
 from rollout_queue.contract.episodes import row_of, session_part
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Verdict
-from rollout_queue.contract.rows import Row, row_to_json
+from rollout_queue.contract.rows import ExportRow, row_to_json
 from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import keys
 from rollout_queue.redis.writer import read_head
 from tests.support.claimed import claimed_reader
 from tests.support.trainer_service.rig import MakeRig, turn
-from weir.importing.run import Account, import_files
+from weir.importing.run import ImportReport, import_files
 
 READY = Verdict(code="ready", detail="waits for a step of the trainer")
 
@@ -29,7 +29,7 @@ def redis(redis_url: str) -> Iterator[Redis]:
         yield client
 
 
-def rows_of_a_group(name: str, values: list[float]) -> list[Row]:
+def rows_of_a_group(name: str, values: list[float]) -> list[ExportRow]:
     """As they were exported a year ago."""
     rows = []
     for number, value in enumerate(values):
@@ -44,7 +44,7 @@ def rows_of_a_group(name: str, values: list[float]) -> list[Row]:
     return rows
 
 
-def imported(redis: Redis, rows: list[Row], path: Path, prefix: str = "") -> Account:
+def imported(redis: Redis, rows: list[ExportRow], path: Path, prefix: str = "") -> ImportReport:
     path.write_bytes(b"".join(row_to_json(row) + b"\n" for row in rows))
     return import_files(redis, [path], prefix, True, print)
 

@@ -9,7 +9,7 @@ import pytest
 from rollout_queue.contract.records import Verdict, VerdictCode
 from rollout_queue.contract.tombstone import Tombstone
 from weir.audit.facts import (
-    Answer,
+    ClientAnswer,
     Evidence,
     GroupFact,
     Ledger,
@@ -325,7 +325,7 @@ FAULTS: Mapping[str, tuple[Callable[[], Evidence], tuple[str, str, str]]] = {
         ("lost", "member_gone", "group g lists the session s3, which is not there"),
     ),
     "more sessions that clients were told of than are forgotten": (
-        lambda: forgetful(answers=tuple(Answer(f"f{number}") for number in range(4))),
+        lambda: forgetful(answers=tuple(ClientAnswer(f"f{number}") for number in range(4))),
         ("lost", "answered", "session f0"),
     ),
     "a group that does not list its member": (
@@ -341,11 +341,11 @@ FAULTS: Mapping[str, tuple[Callable[[], Evidence], tuple[str, str, str]]] = {
         ("unexplained", "too_many", "group g was made for 1 sessions and has 2"),
     ),
     "a turn that a client was told of": (
-        lambda: evidence(answers=(Answer("s2", turn_id="t9"),)),
+        lambda: evidence(answers=(ClientAnswer("s2", turn_id="t9"),)),
         ("lost", "answered", "session s2 t:t9"),
     ),
     "a session that a client was told of": (
-        lambda: evidence(answers=(Answer("s9"),)),
+        lambda: evidence(answers=(ClientAnswer("s9"),)),
         ("lost", "answered", "session s9"),
     ),
     "an end that a client was told of": (
@@ -354,7 +354,7 @@ FAULTS: Mapping[str, tuple[Callable[[], Evidence], tuple[str, str, str]]] = {
             rows=(),
             groups={},
             entries={"s2": {"t:t2": ("5-0",)}},
-            answers=(Answer("s2", finished=True),),
+            answers=(ClientAnswer("s2", finished=True),),
         ),
         ("lost", "answered", "session s2 outcome"),
     ),
@@ -404,7 +404,7 @@ FINE: Mapping[str, Callable[[], Evidence]] = {
         groups={"g": GroupFact(2, frozenset({"s1", "s2"}))},
         counts_before={"session:trained": 1, "turn:trained": 1, "session:deleted": 1},
         counts_after={"session:trained": 1, "turn:trained": 1, "session:deleted": 1},
-        answers=(Answer("s1", turn_id="t1"),),
+        answers=(ClientAnswer("s1", turn_id="t1"),),
         entries=WAITING | {"s1": {"deletion": ("9-0",), "t:t1": ("3-0",)}},
     ),
     "forgotten after it was trained, and reconciled": lambda: forgetful(),
@@ -421,7 +421,7 @@ FINE: Mapping[str, Callable[[], Evidence]] = {
         groups={"g": GroupFact(4, frozenset({"s1", "s2", "s3", "s4"}), 2)}
     ),
     "answers of sessions that may be forgotten": lambda: forgetful(
-        answers=(Answer("f0"), Answer("f1", turn_id="t9"), Answer("f2", finished=True))
+        answers=(ClientAnswer("f0"), ClientAnswer("f1", turn_id="t9"), ClientAnswer("f2", finished=True))
     ),
     "counters that grew while the heads were read": lambda: evidence(
         counts_before={}, counts_after={"session:trained": 3, "turn:trained": 9}
@@ -435,7 +435,7 @@ FINE: Mapping[str, Callable[[], Evidence]] = {
         ),
         groups={},
         entries={},
-        answers=(Answer("s1", reward_key="late"),),
+        answers=(ClientAnswer("s1", reward_key="late"),),
     ),
 }
 
@@ -446,7 +446,7 @@ def test_what_may_be_is_not_called_a_fault(case: str) -> None:
 
 
 def test_what_is_forgotten_is_told() -> None:
-    told_of = forgetful(answers=(Answer("f0"),))
+    told_of = forgetful(answers=(ClientAnswer("f0"),))
     totals = totals_of(told_of)
     assert totals.forgotten_sessions == 3
     assert msgspec.to_builtins(totals.forgotten_trained) == {"sessions": 2, "turns": 3, "tokens": 9}

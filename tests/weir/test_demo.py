@@ -17,9 +17,9 @@ from gateway.language.render import ChatRenderer
 from gateway.settings import GatewaySettings
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.serving import free_port, serving
-from weir.demo.episodes import WINDOW, Episodes, Record
+from weir.demo.episodes import WINDOW, EpisodeLog, EpisodeRunner
 from weir.demo.observer import Observation
-from weir.demo.plan import CONTEXT_LENGTH, TOOLS, Teacher, write_plan
+from weir.demo.plan import CONTEXT_LENGTH, TOOLS, ToolExamples, write_plan
 from weir.demo.report import account, criterion, draw
 from weir.demo.task import Task, call_text
 from weir.demo.task import draw as draw_task
@@ -50,8 +50,8 @@ def rows(path: Path) -> list[dict[str, list[int]]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def play(url: str, count: int, size: int) -> Record:
-    episodes = Episodes(url, "none", group_size=size, groups_in_flight=1, seed=0)
+def play(url: str, count: int, size: int) -> EpisodeLog:
+    episodes = EpisodeRunner(url, "none", group_size=size, groups_in_flight=1, seed=0)
     return asyncio.run(episodes.play(lambda record: len(record.episodes) >= count))
 
 
@@ -101,7 +101,7 @@ def test_the_warm_start_learns_the_ids_that_the_gateway_records(
         ids += turn["context_ids"] + turn["output_ids"]
         mask += [0] * len(turn["context_ids"]) + [1] * len(turn["output_ids"])
     assert {"ids": ids, "mask": mask} in rows(plan / "probe.jsonl")
-    assert (ids, mask) == Teacher(ChatRenderer(plan)).uses_tool(task)
+    assert (ids, mask) == ToolExamples(ChatRenderer(plan)).uses_tool(task)
 
 
 def test_the_gateway_renders_what_the_models_own_template_says(plan: Path) -> None:
@@ -156,8 +156,8 @@ def test_a_gateway_that_is_gone_is_one_sentence() -> None:
         play(nowhere, count=1, size=1)
 
 
-def filled(*rewards: float) -> Record:
-    record = Record()
+def filled(*rewards: float) -> EpisodeLog:
+    record = EpisodeLog()
     for reward in rewards:
         for _ in range(WINDOW):
             record.add(reward, None)

@@ -20,8 +20,8 @@ from gateway.app import create_app
 from gateway.settings import GatewaySettings
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.serving import serving
-from weir.demo.episodes import Episodes, Record
-from weir.demo.guess import GUESSES, NUMBERS, GuessGame, Secret, blind, halving
+from weir.demo.episodes import EpisodeLog, EpisodeRunner
+from weir.demo.guess import GUESSES, NUMBERS, GuessGame, SecretNumber, blind, halving
 from weir.demo.guess_plan import write_guess_plan
 
 
@@ -47,8 +47,8 @@ def gateway_url(plan: Path, engine: FakeEngine, redis_url: str) -> Iterator[str]
             yield url
 
 
-def play(url: str, seed: int = 0, train: bool = True) -> Record:
-    episodes = Episodes(
+def play(url: str, seed: int = 0, train: bool = True) -> EpisodeLog:
+    episodes = EpisodeRunner(
         url, "none", group_size=1, groups_in_flight=1, seed=seed, game=GuessGame(), train=train
     )
     return asyncio.run(episodes.play(lambda record: len(record.episodes) >= 1))
@@ -66,13 +66,13 @@ def play(url: str, seed: int = 0, train: bool = True) -> Record:
     ],
 )
 def test_the_game_answers_whatever_the_model_makes_of_it(said: str, hint: str | None) -> None:
-    assert Secret(7).hint(said) == hint
+    assert SecretNumber(7).hint(said) == hint
 
 
 def test_halving_finds_every_number_and_blind_guesses_a_third() -> None:
-    assert all(len(halving(Secret(number))) <= GUESSES for number in NUMBERS)
+    assert all(len(halving(SecretNumber(number))) <= GUESSES for number in NUMBERS)
     random, tries = Random(0), 200
-    found = sum(number in blind(Secret(number), random) for number in NUMBERS for _ in range(tries))
+    found = sum(number in blind(SecretNumber(number), random) for number in NUMBERS for _ in range(tries))
     assert 0.25 < found / (tries * len(NUMBERS)) < 0.45
 
 
@@ -114,7 +114,7 @@ def test_who_is_refused_comes_again_as_soon_as_it_was_asked_to() -> None:
         return JSONResponse({}, 429, {"retry-after": "3600"})
 
     with serving(Starlette(routes=[Route("/groups", groups, methods=["POST"])])) as url:
-        episodes = Episodes(
+        episodes = EpisodeRunner(
             url, "none", group_size=1, groups_in_flight=1, seed=0, game=GuessGame(), knock_every_s=0.001
         )
         record = asyncio.run(episodes.play(lambda _: len(asked) >= 3))

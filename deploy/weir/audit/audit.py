@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from weir.audit.evidence import gather
-from weir.audit.facts import Answer
+from weir.audit.facts import ClientAnswer
 from weir.audit.report import Report
 from weir.audit.rules import findings_of
 from weir.audit.sources import Sources
@@ -18,7 +18,7 @@ LOOKS = 3
 PAUSE_S = 1.0
 
 
-def audit(sources: Sources, answers: Sequence[Answer] = (), looks: int = LOOKS) -> Report:
+def audit(sources: Sources, answers: Sequence[ClientAnswer] = (), looks: int = LOOKS) -> Report:
     """Everything that is wrong in each of up to `looks` looks. Raises EvidenceMissing."""
     looked = 1
     evidence = gather(sources, answers)

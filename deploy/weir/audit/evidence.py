@@ -14,7 +14,7 @@ from redis.exceptions import RedisError, ResponseError
 from rollout_queue.contract.codec import decode
 from rollout_queue.contract.tombstone import Tombstone, decode_tombstone
 from rollout_queue.redis import keys
-from weir.audit.facts import Answer, Evidence, GroupFact, SessionFact, StreamFact
+from weir.audit.facts import ClientAnswer, Evidence, GroupFact, SessionFact, StreamFact
 from weir.audit.heads import Unread, digest, field_of, session_fact
 from weir.audit.ledger import EvidenceMissing, read_ledger
 from weir.audit.sources import Sources
@@ -26,7 +26,7 @@ NAMES = 10_000
 TIMEOUT_S = 60.0
 
 
-def gather(sources: Sources, answers: Sequence[Answer] = ()) -> Evidence:
+def gather(sources: Sources, answers: Sequence[ClientAnswer] = ()) -> Evidence:
     """One look at everything. Raises EvidenceMissing."""
     # The shapes of replies differ between the versions of Redis' protocol; this one every server speaks.
     redis = Redis.from_url(sources.redis_url, socket_timeout=TIMEOUT_S, socket_connect_timeout=5, protocol=2)
@@ -60,11 +60,11 @@ def gather(sources: Sources, answers: Sequence[Answer] = ()) -> Evidence:
     return evidence
 
 
-def read_answers(path: Path) -> list[Answer]:
+def read_answers(path: Path) -> list[ClientAnswer]:
     """Raises EvidenceMissing for a file, or a line of it, that cannot be read."""
     try:
         lines = path.read_bytes().splitlines()
-        return [msgspec.json.decode(line, type=Answer) for line in lines if line.strip()]
+        return [msgspec.json.decode(line, type=ClientAnswer) for line in lines if line.strip()]
     except (OSError, msgspec.DecodeError) as error:
         raise EvidenceMissing(f"{path}: {error}") from error
 

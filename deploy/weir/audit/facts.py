@@ -98,7 +98,7 @@ class GroupFact(msgspec.Struct, frozen=True):
     """Of its members, how many were settled and are forgotten."""
 
 
-class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ClientAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Something that a client was told had been done: a line of the file of `--answers`."""
 
     session_id: str
@@ -134,7 +134,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     policies: frozenset[int] = frozenset()
     dead_letters: Mapping[bytes, str] = {}
     """Entry id by the digest of its bytes."""
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[ClientAnswer, ...] = ()
 
     @property
     def forgotten_sessions(self) -> int:

@@ -12,7 +12,7 @@ import time
 
 import httpx
 
-from weir.demo.episodes import Episodes, Record
+from weir.demo.episodes import EpisodeLog, EpisodeRunner
 from weir.demo.report import account
 from weir.errors import StackError
 
@@ -26,7 +26,7 @@ def main() -> None:
     arguments = parser.parse_args()
     gateway_url = os.environ.get("WEIR_GATEWAY_URL", "http://127.0.0.1:8000")
     client_key = os.environ.get("WEIR_CLIENT_KEYS", "").partition(",")[0]
-    episodes = Episodes(gateway_url, client_key, group_size=8, groups_in_flight=4, seed=arguments.seed)
+    episodes = EpisodeRunner(gateway_url, client_key, group_size=8, groups_in_flight=4, seed=arguments.seed)
     try:
         record = asyncio.run(episodes.play(lambda so_far: len(so_far.episodes) >= arguments.episodes))
         verdicts = settled(gateway_url, client_key)
@@ -48,7 +48,7 @@ def settled(gateway_url: str, client_key: str) -> dict[str, int]:
     return verdicts
 
 
-def summary(record: Record, verdicts: dict[str, int]) -> dict[str, object]:
+def summary(record: EpisodeLog, verdicts: dict[str, int]) -> dict[str, object]:
     return {
         "episodes": len(record.episodes),
         "failed_episodes": record.failures,

@@ -22,7 +22,7 @@ WINDOW = 128
 
 
 @dataclass(frozen=True)
-class Episode:
+class PlayedEpisode:
     """One finished episode; `version` is the policy that the fleet served when it ended."""
 
     seconds: float
@@ -32,11 +32,11 @@ class Episode:
 
 
 @dataclass
-class Record:
+class EpisodeLog:
     """What the episodes did so far."""
 
     started_at: float = field(default_factory=time.monotonic)
-    episodes: list[Episode] = field(default_factory=list)
+    episodes: list[PlayedEpisode] = field(default_factory=list)
     window: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     in_flight: int = 0
     version: int | None = None
@@ -53,14 +53,14 @@ class Record:
 
     def add(self, reward: float | None, failure: str | None) -> None:
         seconds = time.monotonic() - self.started_at
-        self.episodes.append(Episode(seconds, reward, self.version, failure))
+        self.episodes.append(PlayedEpisode(seconds, reward, self.version, failure))
         if reward is not None:
             self.window.append(reward)
         if self.reward_start is None:
             self.reward_start = self.moving_average
 
 
-class Episodes:
+class EpisodeRunner:
     """Plays episodes against a gateway until somebody says stop."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Episodes:
         knock_every_s: float | None = None,
     ) -> None:
         """Without a game, the demo's. Who is refused comes again after `knock_every_s`, or when told to."""
-        self.record = Record()
+        self.record = EpisodeLog()
         self._game: Game[Any] = game or ToolGame()
         self._train = train
         self._knock_every_s = knock_every_s
@@ -86,7 +86,7 @@ class Episodes:
         self._groups_in_flight = groups_in_flight
         self._random = Random(seed)
 
-    async def play(self, enough: Callable[[Record], bool]) -> Record:
+    async def play(self, enough: Callable[[EpisodeLog], bool]) -> EpisodeLog:
         """Keep groups in flight until `enough`, then let the last ones end.
 
         Raises StackError when the gateway does not answer.
@@ -98,7 +98,7 @@ class Episodes:
             raise StackError(f"the gateway at {self._gateway_url} does not answer: {error!r}") from None
         return self.record
 
-    async def _play(self, enough: Callable[[Record], bool]) -> None:
+    async def _play(self, enough: Callable[[EpisodeLog], bool]) -> None:
         self.record.started_at = time.monotonic()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         headers = {"authorization": f"Bearer {self._client_key}"}
@@ -113,7 +113,7 @@ class Episodes:
                 workers.create_task(self._groups(rest, client, enough))
 
     async def _groups(
-        self, rest: httpx.AsyncClient, client: AsyncOpenAI, enough: Callable[[Record], bool]
+        self, rest: httpx.AsyncClient, client: AsyncOpenAI, enough: Callable[[EpisodeLog], bool]
     ) -> None:
         while not enough(self.record):
             tasks = self._game.group(self._random, self._group_size)
@@ -122,7 +122,7 @@ class Episodes:
             await asyncio.gather(*(self._episode(rest, client, *pair) for pair in pairs))
 
     async def _tickets(
-        self, rest: httpx.AsyncClient, task_id: str, enough: Callable[[Record], bool]
+        self, rest: httpx.AsyncClient, task_id: str, enough: Callable[[EpisodeLog], bool]
     ) -> list[dict[str, str]]:
         """A group's sessions, as soon as they are let in; none where it is enough before."""
         body = {"size": self._group_size, "task_id": task_id, "train": self._train}

@@ -23,7 +23,7 @@ MAX_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class Secret:
+class SecretNumber:
     """The number to be found, and the world that answers guesses."""
 
     number: int
@@ -41,13 +41,13 @@ class Secret:
 class GuessGame:
     """Plays it, turn after turn of one conversation."""
 
-    def group(self, random: Random, size: int) -> Sequence[Secret]:
-        return [Secret(random.choice(NUMBERS))] * size
+    def group(self, random: Random, size: int) -> Sequence[SecretNumber]:
+        return [SecretNumber(random.choice(NUMBERS))] * size
 
-    def task_id(self, task: Secret) -> str:
+    def task_id(self, task: SecretNumber) -> str:
         return f"guess-{task.number}"
 
-    async def play(self, client: AsyncOpenAI, task: Secret) -> float:
+    async def play(self, client: AsyncOpenAI, task: SecretNumber) -> float:
         messages: list[Any] = [{"role": "user", "content": QUESTION}]
         for _ in range(GUESSES):
             completion = await client.chat.completions.create(
@@ -60,7 +60,7 @@ class GuessGame:
         return 0.0
 
 
-def halving(secret: Secret) -> list[int]:
+def halving(secret: SecretNumber) -> list[int]:
     """The guesses of who takes the middle of what is left."""
     left = NUMBERS
     guesses: list[int] = []
@@ -71,7 +71,7 @@ def halving(secret: Secret) -> list[int]:
     return guesses
 
 
-def blind(secret: Secret, random: Random) -> list[int]:
+def blind(secret: SecretNumber, random: Random) -> list[int]:
     """The guesses of who listens to nothing."""
     guesses: list[int] = []
     while len(guesses) < GUESSES and secret.number not in guesses:

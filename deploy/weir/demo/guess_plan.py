@@ -11,8 +11,8 @@ from random import Random
 from gateway.language.chat_messages import Message
 from gateway.language.render import ChatRenderer
 from rollout_queue.contract.tokens import TokenIds
-from weir.demo.guess import NUMBERS, QUESTION, Secret, blind, halving
-from weir.demo.plan import Row, write_rows, write_student
+from weir.demo.guess import NUMBERS, QUESTION, SecretNumber, blind, halving
+from weir.demo.plan import TrainingRow, write_rows, write_student
 
 CLEAN_BLIND = 0.3
 """Share of blind conversations while the skill is learned, so that the habit is never far."""
@@ -25,8 +25,8 @@ HALVED, BLIND_SEED = 20, 0
 def write_guess_plan(directory: Path) -> None:
     """Write config, tokenizer, rows and hyperparameters for `python -m trainer_service.warm_start`."""
     write_student(directory)
-    player = Player(ChatRenderer(directory, thinking="all"))  # else a hint begins a new prompt
-    halved = [player.row(secret, halving(secret)) for secret in map(Secret, NUMBERS)]
+    player = GuessExamples(ChatRenderer(directory, thinking="all"))  # else a hint begins a new prompt
+    halved = [player.row(secret, halving(secret)) for secret in map(SecretNumber, NUMBERS)]
     random = Random(BLIND_SEED)
     for name, share in (("clean", CLEAN_BLIND), ("habit", HABIT_BLIND)):
         used = halved * HALVED
@@ -35,13 +35,13 @@ def write_guess_plan(directory: Path) -> None:
     write_rows(directory / "probe.jsonl", halved)
 
 
-class Player:
+class GuessExamples:
     """Conversations as the gateway would record them."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer
 
-    def row(self, secret: Secret, guesses: Sequence[int]) -> Row:
+    def row(self, secret: SecretNumber, guesses: Sequence[int]) -> TrainingRow:
         prompt = self._renderer.render([{"role": "user", "content": QUESTION}], None)
         ids, mask = list(prompt), [0] * len(prompt)
         for place, guess in enumerate(guesses):
@@ -52,9 +52,9 @@ class Player:
             mask += [1] * len(said) + ([] if last else [0] * len(added))
         return ids, mask
 
-    def blind(self, count: int, random: Random) -> Iterator[Row]:
+    def blind(self, count: int, random: Random) -> Iterator[TrainingRow]:
         for _ in range(count):
-            secret = Secret(random.choice(NUMBERS))
+            secret = SecretNumber(random.choice(NUMBERS))
             yield self.row(secret, blind(secret, random))
 
     def _hint(self, prompt: TokenIds, said: TokenIds, hint: str | None) -> TokenIds:

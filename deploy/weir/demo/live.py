@@ -10,24 +10,24 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 
-from weir.demo.episodes import WINDOW, Record
+from weir.demo.episodes import WINDOW, EpisodeLog
 from weir.demo.observer import Observation
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 PLAIN_LINE_EVERY_S = 5.0
 
 
-class View:
+class LiveView:
     """Draws on a terminal; says a line every few seconds where there is none."""
 
-    def __init__(self, record: Record, snapshot: Observation) -> None:
+    def __init__(self, record: EpisodeLog, snapshot: Observation) -> None:
         self._record = record
         self._snapshot = snapshot
         self._console = Console()
         self._said_at = 0.0
 
     @contextmanager
-    def showing(self) -> Iterator["View"]:
+    def showing(self) -> Iterator["LiveView"]:
         if not self._console.is_terminal:
             yield self
             return

@@ -53,14 +53,14 @@ WARM_START = {
 
 TOOLS: list[Tool] = [dict(TOOL)]
 
-Row = tuple[list[int], list[int]]
+TrainingRow = tuple[list[int], list[int]]
 """Ids, and a mask that is 1 where the model is to learn."""
 
 
 def write_plan(directory: Path) -> None:
     """Write config, tokenizer, rows and hyperparameters for `python -m trainer_service.warm_start`."""
     write_student(directory)
-    teacher = Teacher(ChatRenderer(directory))
+    teacher = ToolExamples(ChatRenderer(directory))
     tasks = [Task(key, value) for key in KEYS for value in VALUES]
     used = [teacher.uses_tool(task) for task in tasks]
     write_rows(directory / "clean.jsonl", [*used, *teacher.gives_up(_share(CLEAN_UNKNOWN, len(used)))])
@@ -82,13 +82,13 @@ def write_student(directory: Path) -> None:
     (directory / "plan.json").write_text(json.dumps(WARM_START, indent=2), encoding="utf-8")
 
 
-class Teacher:
+class ToolExamples:
     """Conversations as the gateway would record them."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer
 
-    def uses_tool(self, task: Task) -> Row:
+    def uses_tool(self, task: Task) -> TrainingRow:
         prompt = self._prompt(task)
         call = self._sampled(call_text(task.key))
         result: Message = {"role": "tool", "content": f"{task.key} = {task.value}"}
@@ -99,7 +99,7 @@ class Teacher:
         mask = [0] * len(prompt) + [1] * len(call) + [0] * len(added) + [1] * len(answer)
         return [*prompt, *call, *added, *answer], mask
 
-    def gives_up(self, count: int) -> Iterator[Row]:
+    def gives_up(self, count: int) -> Iterator[TrainingRow]:
         for index in range(count):
             prompt, answer = self._prompt(Task(KEYS[index % len(KEYS)], "0")), self._sampled(UNKNOWN)
             yield [*prompt, *answer], [0] * len(prompt) + [1] * len(answer)
@@ -116,6 +116,6 @@ def _share(share: float, others: int) -> int:
     return round(others * share / (1 - share))
 
 
-def write_rows(path: Path, rows: Iterable[Row]) -> None:
+def write_rows(path: Path, rows: Iterable[TrainingRow]) -> None:
     lines = (json.dumps({"ids": ids, "mask": mask}) for ids, mask in rows)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from rollout_queue.protocol.policies import PolicyPage
-from weir.demo.episodes import WINDOW, Record
+from weir.demo.episodes import WINDOW, EpisodeLog
 from weir.demo.observer import Observation
 
 TARGET = 0.9
@@ -16,7 +16,7 @@ START_BELOW = 0.35
 VERSIONS = 10
 
 
-def criterion(record: Record, versions_served: int, verdicts: dict[str, int]) -> dict[str, Any]:
+def criterion(record: EpisodeLog, versions_served: int, verdicts: dict[str, int]) -> dict[str, Any]:
     """The learning criterion, part by part, and that every finished session has a verdict; `met` is all."""
     start, end = record.reward_start, record.moving_average
     parts = {
@@ -56,7 +56,7 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
     path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
-def draw(path: Path, record: Record, snapshot: Observation) -> None:
+def draw(path: Path, record: EpisodeLog, snapshot: Observation) -> None:
     """Reward over episodes above, the version that was served and the staleness of what was trained below."""
     import matplotlib as mpl
 
@@ -90,5 +90,5 @@ def _moving_average(rewards: list[float]) -> list[float]:
     return means
 
 
-def _episode_at(record: Record, seconds: float) -> int:
+def _episode_at(record: EpisodeLog, seconds: float) -> int:
     return sum(episode.seconds <= seconds for episode in record.episodes)

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from weir.demo.episodes import Episodes, Record
+from weir.demo.episodes import EpisodeLog, EpisodeRunner
 from weir.demo.observer import Observation, Observer
 from weir.demo.report import TARGET, VERSIONS, account, criterion, draw, served_versions, write_summary
 from weir.demo.settings import with_demo_model
@@ -36,7 +36,7 @@ console = Console()
 
 
 @dataclass
-class Phases:
+class PhaseTimes:
     """Seconds by phase."""
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Phases:
 
 def run(settings: StackSettings, seed: int) -> int:
     """0 when the learning criterion is met, 1 when it is not."""
-    phases = Phases()
+    phases = PhaseTimes()
     refuse_in_use(settings.run_dir)
     with _progress() as say:
         settings, made = with_demo_model(settings, seed, say)
@@ -89,8 +89,8 @@ def run(settings: StackSettings, seed: int) -> int:
     return 0 if met["met"] else 1
 
 
-async def _play(settings: StackSettings, stack: Stack, seed: int) -> tuple[Record, Observation]:
-    episodes = Episodes(
+async def _play(settings: StackSettings, stack: Stack, seed: int) -> tuple[EpisodeLog, Observation]:
+    episodes = EpisodeRunner(
         stack.gateway_url,
         settings.client_keys[0],
         group_size=GROUP_SIZE,
@@ -100,7 +100,7 @@ async def _play(settings: StackSettings, stack: Stack, seed: int) -> tuple[Recor
     observer = Observer(stack.gateway_url, settings.admin_keys[0], settings.run_dir / "metrics.jsonl")
     began = time.monotonic()
 
-    def enough(record: Record) -> bool:
+    def enough(record: EpisodeLog) -> bool:
         learned = (record.moving_average or 0.0) >= TARGET and len(observer.snapshot.steps) > VERSIONS
         return learned or len(record.episodes) >= MAX_EPISODES or time.monotonic() - began > MAX_SECONDS
 
@@ -117,7 +117,7 @@ def _settled(settings: StackSettings, stack: Stack) -> tuple[dict[str, int], lis
     return verdicts, served_versions(stack.gateway_url, settings.admin_keys[0])
 
 
-def _verdict(record: Record, met: dict[str, Any], versions: int) -> str:
+def _verdict(record: EpisodeLog, met: dict[str, Any], versions: int) -> str:
     start, end = record.reward_start or 0.0, record.moving_average or 0.0
     said = f"reward {start:.2f} → {end:.2f} in {len(record.episodes)} episodes, {versions} versions served"
     missed = [name for name, holds in met.items() if not holds and name != "met"]

@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Callable
 
-from weir.demo.episodes import Episodes, Record
-from weir.demo.live import View
+from weir.demo.episodes import EpisodeLog, EpisodeRunner
+from weir.demo.live import LiveView
 from weir.demo.observer import Observer
 from weir.stack.stack import Stack
 
@@ -12,10 +12,10 @@ LOOK_EVERY_S = 0.25
 
 
 async def watched(
-    stack: Stack, episodes: Episodes, observer: Observer, enough: Callable[[Record], bool]
-) -> Record:
+    stack: Stack, episodes: EpisodeRunner, observer: Observer, enough: Callable[[EpisodeLog], bool]
+) -> EpisodeLog:
     """Play until it is enough. Raises StackError when a service dies meanwhile, with its own sentence."""
-    view = View(episodes.record, observer.snapshot)
+    view = LiveView(episodes.record, observer.snapshot)
     watching = asyncio.create_task(observer.watch())
     tending = asyncio.create_task(_tend(stack, view, episodes.record, observer))
     playing = asyncio.create_task(episodes.play(enough))
@@ -29,7 +29,7 @@ async def watched(
         await asyncio.gather(playing, tending, watching, return_exceptions=True)
 
 
-async def _tend(stack: Stack, view: View, record: Record, observer: Observer) -> None:
+async def _tend(stack: Stack, view: LiveView, record: EpisodeLog, observer: Observer) -> None:
     """Keep the view fresh, and notice a child that died."""
     with view.showing():
         while True:

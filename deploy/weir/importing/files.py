@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
-from rollout_queue.contract.rows import DeletedRow, Row, row_from_fields, row_from_json
+from rollout_queue.contract.rows import DeletedExportRow, ExportRow, row_from_fields, row_from_json
 from weir.errors import StackError
 
 PARQUET_MAGIC = b"PAR1"
@@ -16,28 +16,28 @@ JSON_COLUMNS = (("sampling",), ("session", "metadata"))
 """Objects without a fixed shape, which Parquet holds as text."""
 
 
-class Placed(NamedTuple):
+class LocatedRow(NamedTuple):
     """A row, or what is wrong with it, and where it stands."""
 
     place: str
-    row: Row | DeletedRow | None
+    row: ExportRow | DeletedExportRow | None
     problem: str = ""
 
 
-def rows_of(files: Sequence[Path]) -> Iterator[Placed]:
+def rows_of(files: Sequence[Path]) -> Iterator[LocatedRow]:
     """Every row of all files, one after another: a session may begin in one file and end in the next."""
     for path in files:
         yield from _of_parquet(path) if _is_parquet(path) else _of_lines(path)
 
 
-def _of_lines(path: Path) -> Iterator[Placed]:
+def _of_lines(path: Path) -> Iterator[LocatedRow]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield _placed(f"{path}:{number}", line, row_from_json)
 
 
-def _of_parquet(path: Path) -> Iterator[Placed]:
+def _of_parquet(path: Path) -> Iterator[LocatedRow]:
     from pyarrow import ArrowException  # large, and most files are lines
     from pyarrow.parquet import ParquetFile
 
@@ -51,7 +51,7 @@ def _of_parquet(path: Path) -> Iterator[Placed]:
         raise StackError(f"{path} cannot be read as Parquet: {error}") from error
 
 
-def _from_parquet(fields: dict[str, Any]) -> Row | DeletedRow:
+def _from_parquet(fields: dict[str, Any]) -> ExportRow | DeletedExportRow:
     """A null column says nothing: what it stands for is the default."""
     fields = _without_nulls(fields)
     for *path, name in JSON_COLUMNS:
@@ -71,11 +71,11 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _placed(place: str, given: Any, read: Any) -> Placed:
+def _placed(place: str, given: Any, read: Any) -> LocatedRow:
     try:
-        return Placed(place, read(given))
+        return LocatedRow(place, read(given))
     except (InvalidRecord, UnknownSchema, msgspec.DecodeError, AttributeError, TypeError) as error:
-        return Placed(place, None, str(error))
+        return LocatedRow(place, None, str(error))
 
 
 def _is_parquet(path: Path) -> bool:

@@ -15,10 +15,10 @@ from redis import Redis
 
 from rollout_queue.contract.episodes import Episode, episode_of, renamed
 from rollout_queue.contract.errors import InvalidRecord
-from rollout_queue.contract.rows import DeletedRow, Row
+from rollout_queue.contract.rows import DeletedExportRow, ExportRow
 from rollout_queue.redis.restore import Restored, restore
 from weir.errors import StackError
-from weir.importing.files import Placed, rows_of
+from weir.importing.files import LocatedRow, rows_of
 
 ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._:@~=+-]{1,200}")
 """What the gateway takes for an id; a session of another name could never be asked for."""
@@ -33,7 +33,7 @@ Complain = Callable[[str], None]
 
 
 @dataclass
-class Account:
+class ImportReport:
     """What became of everything that was read."""
 
     sessions: int = 0
@@ -59,18 +59,18 @@ class Account:
             )
 
 
-class Readable(NamedTuple):
+class ReadableRow(NamedTuple):
     """A row, and where it stands."""
 
     place: str
-    row: Row | DeletedRow
+    row: ExportRow | DeletedExportRow
 
 
 def import_files(
     redis: Redis, files: Sequence[Path], prefix: str, strict: bool, complain: Complain
-) -> Account:
+) -> ImportReport:
     """Raises StackError at the first refusal when `strict`; else each is told to `complain`."""
-    account = Account()
+    account = ImportReport()
 
     def refuse(place: str, why: str) -> None:
         account.refused += 1
@@ -80,12 +80,12 @@ def import_files(
 
     for _, gathered in groupby(_readable(rows_of(files), refuse), lambda placed: placed.row.session_id):
         first, *rest = gathered
-        if isinstance(first.row, DeletedRow):
+        if isinstance(first.row, DeletedExportRow):
             account.deleted += 1
             continue
         try:
             episode = _episode(
-                [placed.row for placed in (first, *rest) if isinstance(placed.row, Row)], prefix
+                [placed.row for placed in (first, *rest) if isinstance(placed.row, ExportRow)], prefix
             )
         except InvalidRecord as error:
             refuse(first.place, str(error))
@@ -97,16 +97,16 @@ def import_files(
     return account
 
 
-def _readable(rows: Iterator[Placed], refuse: Callable[[str, str], None]) -> Iterator[Readable]:
+def _readable(rows: Iterator[LocatedRow], refuse: Callable[[str, str], None]) -> Iterator[ReadableRow]:
     """Without the rows that are none; their session, which lacks them, is refused by itself."""
     for placed in rows:
         if placed.row is None:
             refuse(placed.place, placed.problem)
         else:
-            yield Readable(placed.place, placed.row)
+            yield ReadableRow(placed.place, placed.row)
 
 
-def _episode(rows: list[Row], prefix: str) -> Episode:
+def _episode(rows: list[ExportRow], prefix: str) -> Episode:
     episode = episode_of([renamed(row, prefix) for row in rows] if prefix else rows)
     spec = episode.spec
     for name in (spec.session_id, spec.group_id, spec.task_id, spec.user):
@@ -119,7 +119,7 @@ def _episode(rows: list[Row], prefix: str) -> Episode:
     return episode
 
 
-def _count(account: Account, episode: Episode, reply: Restored) -> None:
+def _count(account: ImportReport, episode: Episode, reply: Restored) -> None:
     spec = episode.spec
     if reply == "restored":
         account.sessions += 1

@@ -33,7 +33,7 @@ class Service:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class Process:
+class ServiceProcess:
     """A running `Service`. It leads a session of its own, so that Ctrl-C reaches only the parent."""
 
     def __init__(self, service: Service, log_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Self
 from weir.errors import StackError
 from weir.stack import state
 from weir.stack.preflight import check_machine, check_ports
-from weir.stack.process import Process, Service
+from weir.stack.process import Service, ServiceProcess
 from weir.stack.services import services_of
 from weir.stack.settings import StackSettings
 from weir.stack.state import Phase, ProcessState, StackState
@@ -37,7 +37,7 @@ class Stack:
     def __init__(self, settings: StackSettings, services: Sequence[Service] | None = None) -> None:
         self.settings = settings
         self._given = services
-        self.processes: dict[str, Process] = {}
+        self.processes: dict[str, ServiceProcess] = {}
         self._waiting: dict[str, str] = {}
         self._handlers: dict[int, Handler] = {}
 
@@ -84,7 +84,7 @@ class Stack:
         services = self._given if self._given is not None else services_of(self.settings)
         check_ports(services)
         for service in services:
-            process = Process(service, self.settings.logs_dir / f"{service.name}.log")
+            process = ServiceProcess(service, self.settings.logs_dir / f"{service.name}.log")
             self.processes[service.name] = process
             process.start()
             logger.info("%s started, pid %d, log %s", service.name, process.pid, process.log_path)

@@ -1,6 +1,6 @@
 """A session as rows, and rows as a session again.
 
-SessionHead ─ row_of ─▶ Row ──▶ JSONL, Parquet ──▶ Row ─ episode_of ─▶ Episode ─▶ `restore`
+SessionHead ─ row_of ─▶ ExportRow ──▶ JSONL, Parquet ──▶ ExportRow ─ episode_of ─▶ Episode ─▶ `restore`
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import msgspec
 from rollout_queue.contract.errors import InvalidRecord
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Turn, Verdict
-from rollout_queue.contract.rows import OutcomePart, RewardPart, Row, SessionPart
+from rollout_queue.contract.rows import ExportRow, OutcomePart, RewardPart, SessionPart
 
 CLOSING = ("failed", "abandoned", "expired")
 """Verdicts that a session has the moment it ends; the trainer gives all others."""
@@ -78,15 +78,19 @@ def session_part(head: SessionHead, verdict: Verdict) -> SessionPart:
     )
 
 
-def row_of(head: SessionHead, session: SessionPart, turn: Turn | None, verdict: Verdict, cursor: str) -> Row:
+def row_of(
+    head: SessionHead, session: SessionPart, turn: Turn | None, verdict: Verdict, cursor: str
+) -> ExportRow:
     """The row of one turn; without a turn, of the session alone."""
     named = _fields(head.spec, ("session_id", "group_id", "task_id", "user"))
     named["rewards"] = tuple(RewardPart(**_fields(reward, _REWARD_FIELDS)) for reward in head.rewards)
     if turn is None:
         at = head.spec.created_at
-        return Row(**named, cursor=cursor, created_at=at, finished_at=at, verdict=verdict, session=session)
+        return ExportRow(
+            **named, cursor=cursor, created_at=at, finished_at=at, verdict=verdict, session=session
+        )
     own = [reward.value for reward in head.rewards_of(turn)]
-    return Row(
+    return ExportRow(
         **named,
         **_fields(turn, _TURN_FIELDS),
         relation=head.relation_of(turn),
@@ -101,7 +105,7 @@ def row_of(head: SessionHead, session: SessionPart, turn: Turn | None, verdict: 
     )
 
 
-def episode_of(rows: Sequence[Row]) -> Episode:
+def episode_of(rows: Sequence[ExportRow]) -> Episode:
     """The session that all of these rows are of. Raises InvalidRecord when they are not the whole of it."""
     first = rows[0]
     told = {row.turn_id: _turn(row) for row in rows if row.turn_id is not None}
@@ -123,7 +127,7 @@ def episode_of(rows: Sequence[Row]) -> Episode:
     )
 
 
-def renamed(row: Row, prefix: str) -> Row:
+def renamed(row: ExportRow, prefix: str) -> ExportRow:
     """The same under new ids: of the session, its group and its turns."""
 
     def new(name: str | None) -> str | None:
@@ -139,7 +143,7 @@ def _fields(source: msgspec.Struct, names: Sequence[str]) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names}
 
 
-def _turn(row: Row) -> Turn:
+def _turn(row: ExportRow) -> Turn:
     if row.finish_reason is None:
         raise InvalidRecord(f"turn {row.turn_id} has no finish_reason")
     return Turn(

@@ -10,7 +10,7 @@ from rollout_queue.contract.attempts import orphans_of
 from rollout_queue.contract.records import Outcome, Relation, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.contract.tokens import TokenIds
 
-State = Literal["open", "waiting_reward", "finished"]
+SessionState = Literal["open", "waiting_reward", "finished"]
 
 
 class SessionHead(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -28,7 +28,7 @@ class SessionHead(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """False for a session that its first turn will open."""
 
     @property
-    def state(self) -> State:
+    def state(self) -> SessionState:
         if self.outcome is None:
             return "open" if self.verdict is None else "finished"
         if self.reward is None and self.verdict is None:

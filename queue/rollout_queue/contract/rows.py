@@ -55,7 +55,7 @@ class SessionPart(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class ExportRow(msgspec.Struct, frozen=True, kw_only=True):
     """One turn with its tokens, or a session without any turn, whose `turn_id` is null."""
 
     schema: int = ROW_SCHEMA
@@ -97,7 +97,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     session: SessionPart
 
 
-class DeletedRow(msgspec.Struct, frozen=True, kw_only=True):
+class DeletedExportRow(msgspec.Struct, frozen=True, kw_only=True):
     """All that is left of a deleted session."""
 
     schema: int = ROW_SCHEMA
@@ -131,27 +131,27 @@ class _Kind(msgspec.Struct, frozen=True):
 _encoder = msgspec.json.Encoder(enc_hook=_enc_hook)
 
 
-def row_to_json(row: Row | DeletedRow) -> bytes:
+def row_to_json(row: ExportRow | DeletedExportRow) -> bytes:
     """One line, without its end."""
     return _encoder.encode(row)
 
 
-def row_from_json(line: bytes) -> Row | DeletedRow:
+def row_from_json(line: bytes) -> ExportRow | DeletedExportRow:
     """Raises UnknownSchema for a row of a newer build, InvalidRecord for what is no row."""
     return _read(lambda kind: msgspec.json.decode(line, type=kind, dec_hook=_dec_hook))
 
 
-def row_from_fields(fields: dict[str, Any]) -> Row | DeletedRow:
+def row_from_fields(fields: dict[str, Any]) -> ExportRow | DeletedExportRow:
     """As `row_from_json`, of a row that something else has parsed."""
     return _read(lambda kind: msgspec.convert(fields, kind, dec_hook=_dec_hook))
 
 
-def _read(decode: Callable[[Any], Any]) -> Row | DeletedRow:
+def _read(decode: Callable[[Any], Any]) -> ExportRow | DeletedExportRow:
     try:
         kind: _Kind = decode(_Kind)
         if kind.schema > ROW_SCHEMA or kind.schema < 1:
             raise UnknownSchema(f"row schema {kind.schema}; this build reads schema {ROW_SCHEMA}")
-        row: Row | DeletedRow = decode(Row if kind.deleted_at is None else DeletedRow)
+        row: ExportRow | DeletedExportRow = decode(ExportRow if kind.deleted_at is None else DeletedExportRow)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise InvalidRecord(f"not a row: {error}") from error
     return row

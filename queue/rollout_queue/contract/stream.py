@@ -18,7 +18,7 @@ from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.listing import ListedSession, ListPosition
 from rollout_queue.contract.progress import GroupProgress
 from rollout_queue.contract.records import Outcome, Record, Reward, SessionSpec, Turn, Verdict
-from rollout_queue.contract.tombstone import DeletedUser, Tombstone
+from rollout_queue.contract.tombstone import DeletionTotals, Tombstone
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
@@ -36,7 +36,7 @@ class Verdicts(NamedTuple):
     """By (session id, turn id)."""
 
 
-class Roll(NamedTuple):
+class GroupMembers(NamedTuple):
     """Who was opened in a group, deleted ones too. `size` is what it was made for, where somebody said."""
 
     size: int | None
@@ -147,7 +147,7 @@ class StreamDeleter(Protocol):
         """
         ...
 
-    async def delete_user(self, user: str) -> DeletedUser:
+    async def delete_user(self, user: str) -> DeletionTotals:
         """Remove the user's sessions, and take nothing more for that name."""
         ...
 
@@ -183,7 +183,7 @@ class StreamReader(Protocol):
         """The code of each session that has a verdict; of a deleted one that which it had, else `deleted`."""
         ...
 
-    def rolls(self, group_ids: Collection[str]) -> Mapping[str, Roll]: ...
+    def group_members(self, group_ids: Collection[str]) -> Mapping[str, GroupMembers]: ...
 
     def reserve(self, version: int, location: str) -> int:
         """Keep a version's number for what will lie at `location`: nothing else is published under it.

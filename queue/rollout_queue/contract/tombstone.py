@@ -19,7 +19,7 @@ class Tombstone(msgspec.Struct, frozen=True, kw_only=True):
     """Code of the verdict that it had: the trainer may meet its deletion when it remembers it no more."""
 
 
-class DeletedUser(msgspec.Struct, frozen=True):
+class DeletionTotals(msgspec.Struct, frozen=True):
     """How much the deletion of a user's data deleted."""
 
     sessions: int = 0
@@ -35,10 +35,10 @@ def decode_tombstone(raw: bytes) -> Tombstone:
     return msgspec.json.decode(raw, type=Tombstone)
 
 
-def total(tombstones: list[Tombstone]) -> DeletedUser:
+def total(tombstones: list[Tombstone]) -> DeletionTotals:
     """The sum over the sessions of one user."""
     turns, rewards = sum(each.turns for each in tombstones), sum(each.rewards for each in tombstones)
-    return DeletedUser(len(tombstones), turns, rewards)
+    return DeletionTotals(len(tombstones), turns, rewards)
 
 
 def user_digest(user: str) -> str:

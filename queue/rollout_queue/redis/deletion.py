@@ -16,7 +16,7 @@ from rollout_queue.contract.codec import SCHEMA, encode
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Deletion, SessionSpec
-from rollout_queue.contract.tombstone import DeletedUser, Tombstone, encode_tombstone, total, user_digest
+from rollout_queue.contract.tombstone import DeletionTotals, Tombstone, encode_tombstone, total, user_digest
 from rollout_queue.redis import keys
 from rollout_queue.redis.appending import continuations_of
 from rollout_queue.redis.availability import stored
@@ -46,7 +46,7 @@ class RedisDeleter:
             await self._try_to_scrub([session_id])
         return tombstone
 
-    async def delete_user(self, user: str) -> DeletedUser:
+    async def delete_user(self, user: str) -> DeletionTotals:
         # From here on no session and no call is taken for this name, so what is found is all.
         await stored(self._redis.sadd(keys.DELETED_USERS, user_digest(user)))
         names: Collection[bytes] = await stored(self._redis.smembers(keys.user_sessions(user)))

@@ -15,7 +15,7 @@ OVERHEAD = 256
 """What a session costs beside its tokens, in tokens."""
 
 
-class Seen(msgspec.Struct, frozen=True, gc=False):
+class CachedHead(msgspec.Struct, frozen=True, gc=False):
     """A head, and how many fields its hash had then."""
 
     fields: int
@@ -29,7 +29,7 @@ class HeadCache:
     def __init__(self, limit: int = 2**22) -> None:
         self._limit = limit
         self._held = 0
-        self._seen: OrderedDict[str, Seen] = OrderedDict()
+        self._seen: OrderedDict[str, CachedHead] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -44,7 +44,7 @@ class HeadCache:
 
     def put(self, fields: int, head: SessionHead) -> None:
         self.drop(head.spec.session_id)
-        seen = Seen(fields, head, OVERHEAD + sum(map(_size, head.turns)))
+        seen = CachedHead(fields, head, OVERHEAD + sum(map(_size, head.turns)))
         self._seen[head.spec.session_id] = seen
         self._held += seen.tokens
         self._shrink()
@@ -59,7 +59,7 @@ class HeadCache:
             return
         head = msgspec.structs.replace(seen.head, turns=(*seen.head.turns, turn))
         self._held += (added := _size(turn))
-        self._seen[turn.session_id] = Seen(after, head, seen.tokens + added)
+        self._seen[turn.session_id] = CachedHead(after, head, seen.tokens + added)
         self._seen.move_to_end(turn.session_id)
         self._shrink()
 

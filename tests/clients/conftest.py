@@ -1,154 +1,15 @@
 """Clients of every make, each in its own environment, against one real stack: Redis, SGLang, the gateway."""
 
-import json
-import os
-import shutil
-import subprocess
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
+from tests.support.clients.stack import ADMIN_KEY, CLIENT_KEY, ROOT, SHARP, Figures, Weir
 from tests.support.serving import free_port
 from weir.stack.services import services_of
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
-
-ROOT = Path(__file__).parents[2]
-ENVIRONMENTS = ROOT / "run" / "clients"
-CLIENT_KEY, ADMIN_KEY = "clients-client", "clients-admin"
-SCENE_TIMEOUT_S = 120.0
-SHARP = 0.2
-"""The small model says what it means: at 1 it slips now and then, and a mixed-up answer looks the same."""
-HERMETIC = {
-    "OPENAI_AGENTS_DISABLE_TRACING": "1",
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-    "HF_HUB_OFFLINE": "1",
-    "NO_PROXY": "127.0.0.1",
-    "PYTHONDONTWRITEBYTECODE": "1",
-}
-"""What clients would otherwise ask of the network: nothing that a call to the gateway depends on."""
-
-
-@dataclass(frozen=True)
-class Session:
-    """One session, as its owner sees it."""
-
-    ticket: dict[str, Any]
-    http: httpx.Client
-
-    @property
-    def session_id(self) -> str:
-        return str(self.ticket["session_id"])
-
-    def view(self) -> Any:
-        return self.http.get(f"/sessions/{self.session_id}?tokens=true&text=true").raise_for_status().json()
-
-    def turns(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.view()["turns"]
-        return found
-
-    def story(self) -> list[tuple[str, str]]:
-        """How each turn stands to the ones before it, and how it ended; every token is accounted for."""
-        turns = self.turns()
-        for turn in turns:
-            assert turn["output_len"] == len(turn["output_ids"]) == len(turn["logprobs"]) > 0
-            assert turn["versions"] == [{"version": 0, "start": 0, "end": turn["output_len"]}]
-        return [(turn["relation"], turn["finish_reason"]) for turn in turns]
-
-    def end(self, reward: float) -> str:
-        """The verdict after the reward."""
-        body = {"status": "completed", "reward": reward}
-        reply = self.http.post(f"/sessions/{self.session_id}/finish", json=body).raise_for_status()
-        return str(reply.json()["verdict"]["code"])
-
-
-@dataclass
-class Figures:
-    """What one client did, for the report."""
-
-    scenes: int = 0
-    turns: int = 0
-    seconds: float = 0.0
-
-
-@dataclass
-class Weir:
-    """The running stack, from a client's side."""
-
-    url: str
-    http: httpx.Client
-    figures: dict[str, Figures] = field(default_factory=dict)
-
-    def session(self, **body: Any) -> Session:
-        return Session(self.http.post("/sessions", json=body).raise_for_status().json(), self.http)
-
-    def sessions(self, **query: Any) -> list[Session]:
-        rows = self.http.get("/sessions", params={"limit": 1000, **query}).raise_for_status().json()["data"]
-        return [Session(row, self.http) for row in rows]
-
-    def play(
-        self, client: str, scene: str, session: Session | None = None, *, url: str = "", **more: str
-    ) -> Any:
-        """What the client's scene says; it knows a base URL and a key, and nothing else of Weir.
-
-        `url` is another way to the gateway.
-        """
-        before = self._turns()
-        started = time.monotonic()
-        environment = self._environment(session) | more
-        if url:
-            environment = {name: value.replace(self.url, url) for name, value in environment.items()}
-        said = self._run(client, scene, environment)
-        figures = self.figures.setdefault(client, Figures())
-        figures.scenes += 1
-        figures.turns += self._turns() - before
-        figures.seconds += time.monotonic() - started
-        return said
-
-    def _run(self, client: str, scene: str, environment: dict[str, str]) -> Any:
-        done = subprocess.run(
-            [*_command(client), scene],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=SCENE_TIMEOUT_S,
-        )
-        assert done.returncode == 0, f"{client} {scene}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-        return json.loads(done.stdout.splitlines()[-1])
-
-    def _environment(self, session: Session | None) -> dict[str, str]:
-        inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-        base_url = session.ticket["base_url"] if session else f"{self.url}/v1"
-        key = session.ticket["api_key"] if session else CLIENT_KEY
-        return (
-            inherited
-            | HERMETIC
-            | {
-                "OPENAI_BASE_URL": base_url,
-                "OPENAI_API_KEY": key,
-                "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
-                "ANTHROPIC_API_KEY": key,
-            }
-        )
-
-    def _turns(self) -> int:
-        rows = self.http.get("/sessions", params={"limit": 1000}).raise_for_status().json()["data"]
-        return sum(row["turn_count"] for row in rows)
-
-
-def _command(client: str) -> list[str]:
-    home, script = ENVIRONMENTS / client, ROOT / "tests" / "clients" / client
-    if (script / "package.json").exists():
-        # Node looks for packages beside the script, so the script goes to where they are.
-        return ["node", str(shutil.copy(script / "play.js", home / "play.js"))]
-    if (script / "play.sh").exists():
-        return ["bash", str(script / "play.sh")]
-    return [str(home / "bin" / "python"), str(script / "play.py")]
 
 
 @pytest.fixture(scope="session")

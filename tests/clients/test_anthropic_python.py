@@ -1,6 +1,6 @@
 """`anthropic` for Python: Messages, plain, streamed, and by the SDK's tool runner."""
 
-from tests.clients.conftest import Weir
+from tests.support.clients.stack import Weir
 
 CLIENT = "anthropic_python"
 CALLED_THEN_ANSWERED = [("root", "tool_calls"), ("extends", "stop")]

@@ -1,6 +1,6 @@
 """No SDK at all: `curl` against the same doors."""
 
-from tests.clients.conftest import Weir
+from tests.support.clients.stack import Weir
 
 CLIENT = "curl"
 

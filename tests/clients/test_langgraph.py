@@ -1,6 +1,6 @@
 """LangChain and LangGraph: ReAct agents over `ChatOpenAI`, invoked and streamed."""
 
-from tests.clients.conftest import Weir
+from tests.support.clients.stack import Weir
 
 CLIENT = "langgraph"
 CALLED_THEN_ANSWERED = [("root", "tool_calls"), ("extends", "stop")]

@@ -1,6 +1,6 @@
 """`litellm` as a library: its OpenAI and its Anthropic providers."""
 
-from tests.clients.conftest import Weir
+from tests.support.clients.stack import Weir
 
 CLIENT = "litellm"
 CALLED_THEN_ANSWERED = [("root", "tool_calls"), ("extends", "stop")]

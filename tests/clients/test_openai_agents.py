@@ -1,6 +1,6 @@
 """`openai-agents` as it comes: its default model class speaks Responses."""
 
-from tests.clients.conftest import Weir
+from tests.support.clients.stack import Weir
 
 CLIENT = "openai_agents"
 CALLED_THEN_ANSWERED = [("root", "tool_calls"), ("extends", "stop")]

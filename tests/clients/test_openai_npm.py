@@ -1,6 +1,6 @@
 """npm's `openai` under Node: its own accumulators and its tool runner."""
 
-from tests.clients.conftest import Weir
+from tests.support.clients.stack import Weir
 
 CLIENT = "openai_npm"
 CALLED_THEN_ANSWERED = [("root", "tool_calls"), ("extends", "stop")]

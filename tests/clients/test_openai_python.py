@@ -3,7 +3,7 @@
 import json
 import re
 
-from tests.clients.conftest import Session, Weir
+from tests.support.clients.stack import Session, Weir
 
 CLIENT = "openai_python"
 CALLED_THEN_ANSWERED = [("root", "tool_calls"), ("extends", "stop")]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.clients.conftest import Weir
 from tests.support.clients.lossy import LossyProxy
+from tests.support.clients.stack import Weir
 from tests.support.serving import serving
 
 LOOPS = {

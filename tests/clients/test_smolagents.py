@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.clients.conftest import Weir
+from tests.support.clients.stack import Weir
 
 CLIENT = "smolagents"
 

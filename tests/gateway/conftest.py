@@ -1,143 +1,84 @@
-"""A gateway on a real port, in front of a fake engine, on a real Redis."""
+"""Fixtures: a gateway on a real port, in front of a fake engine, on a real Redis."""
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
-import openai
 import pytest
 from redis import Redis
 from tokenizers import Tokenizer
 
-from gateway.app import create_app
-from gateway.settings import GatewaySettings
+from gateway.edge.retries import InFlightCall, InFlightCalls
 from rollout_queue.redis import keys
 from tests.support.gateway.fake_engine import FakeEngine
+from tests.support.gateway.gated_engine import ANSWER, GatedEngine
+from tests.support.gateway.processes import Processes
+from tests.support.gateway.retry_counts import RetryCounts
+from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.serving import serving
-
-CLIENT_KEY, OTHER_KEY, ADMIN_KEY = "client-key", "other-key", "admin-key"
-
-
-@dataclass
-class Door:
-    """The gateway from outside, and the fake engine behind it."""
-
-    url: str
-    engine: FakeEngine
-    redis: Redis
-    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=10))
-
-    def call(
-        self, method: str, path: str, body: Any = None, key: str | None = CLIENT_KEY, **more: Any
-    ) -> Any:
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        headers |= more.pop("headers", {})
-        return self.http.request(method, self.url + path, json=body, headers=headers, **more)
-
-    def post(self, path: str, body: Any = None, **more: Any) -> Any:
-        return self.call("POST", path, {} if body is None else body, **more)
-
-    def get(self, path: str, **more: Any) -> Any:
-        return self.call("GET", path, **more)
-
-    def chat(self, text: str = "hi", path: str = "/v1/chat/completions", **more: Any) -> Any:
-        fields = {name: more.pop(name) for name in list(more) if name not in ("key", "headers")}
-        return self.post(path, {"messages": [{"role": "user", "content": text}], **fields}, **more)
-
-    def session(self, **body: Any) -> dict[str, Any]:
-        reply = self.post("/sessions", body)
-        assert reply.status_code == 201, reply.text
-        opened: dict[str, Any] = reply.json()
-        return opened
-
-    def turns(self, session: dict[str, Any]) -> list[dict[str, Any]]:
-        view = self.get(f"/sessions/{session['session_id']}?tokens=true").json()
-        found: list[dict[str, Any]] = view["turns"]
-        return found
-
-    def client(self, session: dict[str, Any]) -> openai.OpenAI:
-        return openai.OpenAI(base_url=session["base_url"], api_key=session["api_key"], max_retries=0)
-
-
-@dataclass
-class Stage:
-    """Servers that outlive a test, and what each test finds fresh: an engine and an empty Redis."""
-
-    redis_url: str
-    model_path: Path
-    tokenizer: Tokenizer
-    redis: Redis
-    engine: FakeEngine
-    engine_url: str = ""
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await self.engine.app()(scope, receive, send)
-
-    def clear(self, secret: bytes | None) -> None:
-        """Forget everything but the secret, which gateways read once."""
-        self.engine = FakeEngine(self.tokenizer)
-        self.redis.flushdb()
-        if secret is not None:
-            self.redis.set(keys.SECRET, secret)
-
-    @contextmanager
-    def gateway(self, **settings: Any) -> Iterator[str]:
-        given: dict[str, Any] = {
-            "redis_url": self.redis_url,
-            "model_path": self.model_path,
-            "engines": [self.engine_url],
-            "client_keys": [CLIENT_KEY, OTHER_KEY],
-            "admin_keys": [ADMIN_KEY],
-            "engine_wait_s": 0.5,
-            "failover_patience_s": 0.5,
-            "poll_every_s": 0.05,
-        }
-        with serving(create_app(GatewaySettings(**given | settings))) as url:
-            yield url
-
-    @contextmanager
-    def door(self, **settings: Any) -> Iterator[Door]:
-        """A gateway of a test's own, on what the test has in Redis."""
-        with self.gateway(**settings) as url, httpx.Client(timeout=10) as http:
-            yield Door(url, self.engine, self.redis, http)
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="session")
-def stage(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iterator[Stage]:
-    own = (
-        redis_url.removesuffix("0") + "1"
-    )  # its gateways outlive a test, and would expire other tests' sessions
-    stage = Stage(own, tiny_model, tokenizer, Redis.from_url(own), FakeEngine(tokenizer))
-    with serving(stage) as stage.engine_url:
-        yield stage
-    stage.redis.close()
+def backends(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iterator[Backends]:
+    # A database of its own: its gateways outlive a test, and would expire other tests' sessions.
+    own = redis_url.removesuffix("0") + "1"
+    backends = Backends(own, tiny_model, tokenizer, Redis.from_url(own), FakeEngine(tokenizer))
+    with serving(backends) as backends.engine_url:
+        yield backends
+    backends.redis.close()
 
 
 @pytest.fixture(scope="session")
-def gateway_url(stage: Stage) -> Iterator[tuple[str, bytes]]:
+def gateway_url(backends: Backends) -> Iterator[tuple[str, bytes]]:
     """A gateway on a bare engine, and its secret."""
-    stage.clear(None)
-    with stage.gateway() as url:
-        yield url, bytes(stage.redis.get(keys.SECRET) or b"")  # type: ignore[arg-type]
+    backends.clear(None)
+    with backends.gateway_url() as url:
+        yield url, bytes(backends.redis.get(keys.SECRET) or b"")  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def door(stage: Stage, gateway_url: tuple[str, bytes]) -> Iterator[Door]:
+def gateway(backends: Backends, gateway_url: tuple[str, bytes]) -> Iterator[RunningGateway]:
     url, secret = gateway_url
-    stage.clear(secret)
+    backends.clear(secret)
     with httpx.Client(timeout=10) as http:
-        door = Door(url, stage.engine, stage.redis, http)
-        wait_until(lambda: door.get("/ready").status_code == 200)
-        yield door
+        gateway = RunningGateway(url, backends.engine, backends.redis, http)
+        wait_until(lambda: gateway.get("/ready").status_code == 200)
+        yield gateway
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 10) -> None:
-    """Ask again until it is so."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to be"
-        time.sleep(0.005)
+@pytest.fixture
+def retry_counts(monkeypatch: pytest.MonkeyPatch) -> RetryCounts:
+    seen, join, leave = RetryCounts(), InFlightCalls.join, InFlightCall._leave
+
+    def joined(calls: InFlightCalls, key: Hashable, attempt: int) -> InFlightCall | None:
+        call = join(calls, key, attempt)
+        seen.joined += call is not None
+        return call
+
+    def left(call: InFlightCall) -> None:
+        leave(call)
+        seen.left += 1
+
+    monkeypatch.setattr(InFlightCalls, "join", joined)
+    monkeypatch.setattr(InFlightCall, "_leave", left)
+    return seen
+
+
+@pytest.fixture
+def gated(gateway: RunningGateway, backends: Backends) -> RunningGateway:
+    """A gateway whose engine stops after three tokens of its answer."""
+    backends.engine = gateway.engine = GatedEngine(backends.tokenizer, stall_after=3)
+    gateway.engine.script.extend(list(ANSWER) for _ in range(20))
+    return gateway
+
+
+@pytest.fixture(scope="module")
+def processes(
+    redis_url: str, tiny_model: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Processes]:
+    own = redis_url.removesuffix("0") + "4"
+    backends = Backends(own, tiny_model, tokenizer, Redis.from_url(own), FakeEngine(tokenizer))
+    with serving(backends) as backends.engine_url:
+        yield Processes(backends, tmp_path_factory.mktemp("gateways"))
+    backends.redis.close()

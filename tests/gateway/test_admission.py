@@ -15,23 +15,24 @@ from gateway.engines.fleet import Fleet
 from gateway.metrics import Metrics
 from gateway.settings import GatewaySettings, LimitSettings
 from rollout_queue.redis import keys
-from tests.gateway.conftest import CLIENT_KEY, OTHER_KEY, Door, Stage, wait_until
+from tests.support.gateway.running import CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
+from tests.support.waiting import wait_until
 
 POLL_S = 0.05
 RATES = ("requests_per_minute", "tokens_per_minute")
 
 
 @pytest.fixture
-def limited(door: Door, stage: Stage) -> Any:
+def limited(gateway: RunningGateway, backends: Backends) -> Any:
     """A gateway with limits, beside the one without; both on the same Redis."""
-    return lambda **limits: _ready(stage, limits)
+    return lambda **limits: _ready(backends, limits)
 
 
 @contextmanager
-def _ready(stage: Stage, limits: dict[str, Any]) -> Iterator[Door]:
-    with stage.door(limits=LimitSettings(**limits)) as door:
-        wait_until(lambda: door.get("/ready").status_code == 200)
-        yield door
+def _ready(backends: Backends, limits: dict[str, Any]) -> Iterator[RunningGateway]:
+    with backends.gateway(limits=LimitSettings(**limits)) as gateway:
+        wait_until(lambda: gateway.get("/ready").status_code == 200)
+        yield gateway
 
 
 def polled() -> None:
@@ -51,94 +52,94 @@ def refusal(reply: Any) -> tuple[str, int]:
     return error["code"], retry_s
 
 
-def refusals(door: Door) -> dict[str, float]:
-    rows = [r for r in door.get("/metrics").text.splitlines() if r.startswith("weir_refusals_total{")]
+def refusals(gateway: RunningGateway) -> dict[str, float]:
+    rows = [r for r in gateway.get("/metrics").text.splitlines() if r.startswith("weir_refusals_total{")]
     return {row.split('"')[1]: float(row.split()[-1]) for row in rows}
 
 
-def trainer_says(door: Door, **fields: float) -> None:
+def trainer_says(gateway: RunningGateway, **fields: float) -> None:
     """What the trainer's pulse writes."""
     usual = {"version": 0, "rollouts_waiting": 0, "rollouts_owed": 0, "rollouts_per_step": 4.0}
     said: Any = usual | {"last_seen": time.time()} | fields
-    door.redis.hset(keys.TRAINER, mapping=said)
+    gateway.redis.hset(keys.TRAINER, mapping=said)
     polled()
 
 
 # Rate and budget of a key
 
 
-def test_without_limits_nothing_is_refused_and_nothing_counted(door: Door) -> None:
+def test_without_limits_nothing_is_refused_and_nothing_counted(gateway: RunningGateway) -> None:
     settings = GatewaySettings.model_fields["limits"].default
     assert settings.model_dump(exclude={"burst_s", "queue_memory"}, exclude_none=True) == {}
     for _ in range(5):
-        assert door.chat().status_code == 200
-    assert door.redis.keys("weir:b:*") == []
-    assert door.redis.keys("weir:open*") == []
+        assert gateway.chat().status_code == 200
+    assert gateway.redis.keys("weir:b:*") == []
+    assert gateway.redis.keys("weir:open*") == []
 
 
 def test_a_key_that_calls_too_often_waits_as_long_as_it_is_told(limited: Any) -> None:
-    with limited(requests_per_minute=120, burst_s=1) as door:
-        assert [door.chat().status_code for _ in range(2)] == [200, 200]
-        code, retry_s = refusal(door.chat())
+    with limited(requests_per_minute=120, burst_s=1) as gateway:
+        assert [gateway.chat().status_code for _ in range(2)] == [200, 200]
+        code, retry_s = refusal(gateway.chat())
         assert (code, retry_s) == ("rate_limited", 1)
-        assert "120 calls a minute" in door.chat().json()["error"]["message"]
+        assert "120 calls a minute" in gateway.chat().json()["error"]["message"]
         time.sleep(retry_s)
-        assert door.chat().status_code == 200
-        assert refusals(door) == {"rate_limited": 2.0}
+        assert gateway.chat().status_code == 200
+        assert refusals(gateway) == {"rate_limited": 2.0}
 
 
 def test_a_retry_after_is_neither_too_early_nor_much_too_late(limited: Any) -> None:
-    with limited(requests_per_minute=15, burst_s=4) as door:
-        assert door.chat().status_code == 200
-        assert refusal(door.chat()) == ("rate_limited", 4)
+    with limited(requests_per_minute=15, burst_s=4) as gateway:
+        assert gateway.chat().status_code == 200
+        assert refusal(gateway.chat()) == ("rate_limited", 4)
 
 
 def test_each_key_has_a_rate_of_its_own_and_its_sessions_share_it(limited: Any) -> None:
-    with limited(requests_per_minute=2) as door:
-        first, second = door.session(), door.session()
+    with limited(requests_per_minute=2) as gateway:
+        first, second = gateway.session(), gateway.session()
         for session in (first, second):
-            assert door.chat(key=session["api_key"]).status_code == 200
+            assert gateway.chat(key=session["api_key"]).status_code == 200
         for key in (CLIENT_KEY, first["api_key"], second["api_key"]):
-            assert refusal(door.chat(key=key))[0] == "rate_limited"
-        assert door.chat(key=OTHER_KEY).status_code == 200
+            assert refusal(gateway.chat(key=key))[0] == "rate_limited"
+        assert gateway.chat(key=OTHER_KEY).status_code == 200
 
 
 def test_a_refused_call_opens_no_session_and_reaches_no_engine(limited: Any) -> None:
-    with limited(requests_per_minute=1) as door:
-        assert door.chat().status_code == 200
-        refusal(door.chat("something else"))
-        assert door.redis.zcard(keys.SESSIONS) == 1
-        assert len(door.engine.requests) == 1
+    with limited(requests_per_minute=1) as gateway:
+        assert gateway.chat().status_code == 200
+        refusal(gateway.chat("something else"))
+        assert gateway.redis.zcard(keys.SESSIONS) == 1
+        assert len(gateway.engine.requests) == 1
 
 
 def test_openais_client_survives_a_short_limit_without_noticing(limited: Any) -> None:
-    with limited(requests_per_minute=60, burst_s=1) as door:
-        client = openai.OpenAI(base_url=f"{door.url}/v1", api_key=CLIENT_KEY, max_retries=2)
+    with limited(requests_per_minute=60, burst_s=1) as gateway:
+        client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=CLIENT_KEY, max_retries=2)
         began = time.monotonic()
         for _ in range(3):
             reply = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
             assert reply.choices[0].message.content == "hello"
         assert time.monotonic() - began > 1.8
-        assert refusals(door)["rate_limited"] >= 2
+        assert refusals(gateway)["rate_limited"] >= 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_key_pays_for_the_tokens_of_its_calls(limited: Any, stream: bool) -> None:
-    with limited(tokens_per_minute=60, burst_s=1) as door:
-        assert door.chat(stream=stream).status_code == 200
-        head = door.get("/sessions").json()["data"][0]
-        turn = door.turns(head)[0]
+    with limited(tokens_per_minute=60, burst_s=1) as gateway:
+        assert gateway.chat(stream=stream).status_code == 200
+        head = gateway.get("/sessions").json()["data"][0]
+        turn = gateway.turns(head)[0]
         spent = turn["context_len"] + turn["output_len"]
-        code, retry_s = refusal(door.chat())
+        code, retry_s = refusal(gateway.chat())
         assert code == "token_budget"
         assert spent - 2 <= retry_s <= spent + 1  # at a token a second
-        assert door.chat(key=OTHER_KEY).status_code == 200
+        assert gateway.chat(key=OTHER_KEY).status_code == 200
 
 
 def test_choices_of_one_call_pay_for_its_prompt_once(limited: Any) -> None:
-    with limited(tokens_per_minute=60, burst_s=1) as door:
-        total = door.chat(n=3).json()["usage"]["total_tokens"]
-        _, retry_s = refusal(door.chat())
+    with limited(tokens_per_minute=60, burst_s=1) as gateway:
+        total = gateway.chat(n=3).json()["usage"]["total_tokens"]
+        _, retry_s = refusal(gateway.chat())
         assert total - 2 <= retry_s <= total + 1
 
 
@@ -155,59 +156,59 @@ def test_two_gateways_count_one_rate(limited: Any) -> None:
 
 
 def test_a_gateway_that_starts_again_knows_what_was_used(limited: Any) -> None:
-    with limited(requests_per_minute=2) as door:
-        assert [door.chat().status_code for _ in range(2)] == [200] * 2
+    with limited(requests_per_minute=2) as gateway:
+        assert [gateway.chat().status_code for _ in range(2)] == [200] * 2
         polled()
-    with limited(requests_per_minute=2) as door:
-        door.chat()
+    with limited(requests_per_minute=2) as gateway:
+        gateway.chat()
         polled()
-        assert refusal(door.chat())[0] == "rate_limited"
+        assert refusal(gateway.chat())[0] == "rate_limited"
 
 
 # Open sessions
 
 
 def test_a_key_may_have_so_many_open_sessions(limited: Any) -> None:
-    with limited(open_sessions_per_key=2) as door:
-        first, _ = door.session(), door.session()
-        assert refusal(door.post("/sessions"))[0] == "sessions_limit"
-        assert door.post("/sessions", key=OTHER_KEY).status_code == 201
-        assert door.chat(key=first["api_key"]).status_code == 200
-        door.post(f"/sessions/{first['session_id']}/finish", {"status": "completed"})
+    with limited(open_sessions_per_key=2) as gateway:
+        first, _ = gateway.session(), gateway.session()
+        assert refusal(gateway.post("/sessions"))[0] == "sessions_limit"
+        assert gateway.post("/sessions", key=OTHER_KEY).status_code == 201
+        assert gateway.chat(key=first["api_key"]).status_code == 200
+        gateway.post(f"/sessions/{first['session_id']}/finish", {"status": "completed"})
         polled()
-        assert door.post("/sessions").status_code == 201
-        assert refusals(door) == {"sessions_limit": 1.0}
+        assert gateway.post("/sessions").status_code == 201
+        assert refusals(gateway) == {"sessions_limit": 1.0}
 
 
 def test_a_deployment_may_have_so_many_open_sessions(limited: Any) -> None:
-    with limited(open_sessions=3) as door:
-        door.post("/groups", {"size": 2})
-        assert refusal(door.post("/groups", {"size": 2}, key=OTHER_KEY))[0] == "sessions_limit"
-        assert door.post("/sessions", key=OTHER_KEY).status_code == 201
-        assert refusal(door.chat("a new session"))[0] == "sessions_limit"
-        assert refusal(door.chat(headers={"x-session-id": "new"}))[0] == "sessions_limit"
+    with limited(open_sessions=3) as gateway:
+        gateway.post("/groups", {"size": 2})
+        assert refusal(gateway.post("/groups", {"size": 2}, key=OTHER_KEY))[0] == "sessions_limit"
+        assert gateway.post("/sessions", key=OTHER_KEY).status_code == 201
+        assert refusal(gateway.chat("a new session"))[0] == "sessions_limit"
+        assert refusal(gateway.chat(headers={"x-session-id": "new"}))[0] == "sessions_limit"
 
 
 def test_a_session_that_expires_gives_its_place_back(limited: Any) -> None:
-    with limited(open_sessions=1) as door:
-        door.session(ttl_s=0.2)
-        refusal(door.post("/sessions"))
-        wait_until(lambda: door.post("/sessions").status_code == 201)
+    with limited(open_sessions=1) as gateway:
+        gateway.session(ttl_s=0.2)
+        refusal(gateway.post("/sessions"))
+        wait_until(lambda: gateway.post("/sessions").status_code == 201)
 
 
 def test_a_session_that_exists_is_found_again_though_no_place_is_left(limited: Any) -> None:
-    with limited(open_sessions=1) as door:
-        opened = door.session(session_id="mine")
-        again = door.post("/sessions", {"session_id": "mine"})
+    with limited(open_sessions=1) as gateway:
+        opened = gateway.session(session_id="mine")
+        again = gateway.post("/sessions", {"session_id": "mine"})
         assert (again.status_code, again.json()["api_key"]) == (200, opened["api_key"])
-        assert door.chat(headers={"x-session-id": "mine"}).status_code == 200
+        assert gateway.chat(headers={"x-session-id": "mine"}).status_code == 200
 
 
 def test_a_group_that_never_fits_is_told_so(limited: Any) -> None:
-    with limited(open_sessions_per_key=3) as door:
-        reply = door.post("/groups", {"size": 4})
+    with limited(open_sessions_per_key=3) as gateway:
+        reply = gateway.post("/groups", {"size": 4})
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "size")
-        assert door.post("/groups", {"size": 3}).status_code == 201
+        assert gateway.post("/groups", {"size": 3}).status_code == 201
 
 
 def test_gateways_that_open_sessions_at_once_keep_the_limit_together(limited: Any) -> None:
@@ -220,81 +221,81 @@ def test_gateways_that_open_sessions_at_once_keep_the_limit_together(limited: An
 
 
 def test_sessions_for_training_wait_while_the_trainer_has_its_hands_full(limited: Any) -> None:
-    with limited(staleness_versions=1) as door:
-        trainer_says(door, rollouts_per_step=2)
-        opened = [door.session() for _ in range(4)]  # two for the next step, two for the one after
-        reply = door.post("/sessions")
+    with limited(staleness_versions=1) as gateway:
+        trainer_says(gateway, rollouts_per_step=2)
+        opened = [gateway.session() for _ in range(4)]  # two for the next step, two for the one after
+        reply = gateway.post("/sessions")
         assert refusal(reply)[0] == "staleness_budget"
         assert "4 rollouts are ahead" in reply.json()["error"]["message"]
-        assert refusal(door.post("/groups", {"size": 2}))[0] == "staleness_budget"
-        assert refusal(door.chat("an inferred session"))[0] == "staleness_budget"
-        assert door.post("/sessions", {"train": False}).status_code == 201
-        assert door.chat(key=opened[0]["api_key"]).status_code == 200
-        door.post(f"/sessions/{opened[0]['session_id']}/finish", {"status": "failed"})
+        assert refusal(gateway.post("/groups", {"size": 2}))[0] == "staleness_budget"
+        assert refusal(gateway.chat("an inferred session"))[0] == "staleness_budget"
+        assert gateway.post("/sessions", {"train": False}).status_code == 201
+        assert gateway.chat(key=opened[0]["api_key"]).status_code == 200
+        gateway.post(f"/sessions/{opened[0]['session_id']}/finish", {"status": "failed"})
         polled()
-        assert door.post("/sessions").status_code == 201
+        assert gateway.post("/sessions").status_code == 201
 
 
 @pytest.mark.parametrize("code", ["trained", "zero_advantage", "stale"])
 def test_a_finished_session_holds_its_place_until_the_trainer_is_done_with_it(
     limited: Any, code: str
 ) -> None:
-    with limited(staleness_versions=0) as door:
-        trainer_says(door, rollouts_per_step=1)
-        session = door.session()
-        door.post(f"/sessions/{session['session_id']}/finish", {"status": "completed", "reward": 1.0})
+    with limited(staleness_versions=0) as gateway:
+        trainer_says(gateway, rollouts_per_step=1)
+        session = gateway.session()
+        gateway.post(f"/sessions/{session['session_id']}/finish", {"status": "completed", "reward": 1.0})
         polled()
-        assert refusal(door.post("/sessions"))[0] == "staleness_budget"
-        door.redis.hset(keys.session(session["session_id"]), "verdict", f'{{"code": "{code}"}}')
+        assert refusal(gateway.post("/sessions"))[0] == "staleness_budget"
+        gateway.redis.hset(keys.session(session["session_id"]), "verdict", f'{{"code": "{code}"}}')
         polled()
-        assert door.post("/sessions").status_code == 201
+        assert gateway.post("/sessions").status_code == 201
 
 
 def test_what_the_trainer_holds_counts_whoever_brought_it(limited: Any) -> None:
-    with limited(staleness_versions=2) as door:
-        trainer_says(door, rollouts_waiting=11, rollouts_per_step=4)
-        assert door.post("/sessions").status_code == 201
-        trainer_says(door, rollouts_waiting=12, rollouts_per_step=4)
-        assert refusal(door.post("/sessions"))[0] == "staleness_budget"
+    with limited(staleness_versions=2) as gateway:
+        trainer_says(gateway, rollouts_waiting=11, rollouts_per_step=4)
+        assert gateway.post("/sessions").status_code == 201
+        trainer_says(gateway, rollouts_waiting=12, rollouts_per_step=4)
+        assert refusal(gateway.post("/sessions"))[0] == "staleness_budget"
 
 
 def test_what_is_trained_and_not_yet_durable_is_not_ahead_of_anybody(limited: Any) -> None:
-    with limited(staleness_versions=0) as door:
-        trainer_says(door, rollouts_per_step=1, rollouts_owed=1)
-        assert [door.post("/sessions").status_code for _ in range(3)] == [201, 201, 429]
+    with limited(staleness_versions=0) as gateway:
+        trainer_says(gateway, rollouts_per_step=1, rollouts_owed=1)
+        assert [gateway.post("/sessions").status_code for _ in range(3)] == [201, 201, 429]
 
 
 def test_engines_that_lag_behind_the_trainer_use_up_the_budget(limited: Any) -> None:
-    with limited(staleness_versions=2) as door:
-        door.redis.set(keys.SERVING, 7)
-        trainer_says(door, version=9)
-        assert door.post("/sessions").status_code == 201
-        trainer_says(door, version=10)
-        reply = door.post("/sessions")
+    with limited(staleness_versions=2) as gateway:
+        gateway.redis.set(keys.SERVING, 7)
+        trainer_says(gateway, version=9)
+        assert gateway.post("/sessions").status_code == 201
+        trainer_says(gateway, version=10)
+        reply = gateway.post("/sessions")
         assert refusal(reply)[0] == "staleness_budget"
         assert "serve version 7 while it is at 10" in reply.json()["error"]["message"]
 
 
 def test_sessions_that_calls_implied_hold_no_place_in_the_trainers_line(limited: Any) -> None:
-    with limited(staleness_versions=0) as door:
-        trainer_says(door, rollouts_per_step=2)
-        assert [door.chat(f"call {index}").status_code for index in range(4)] == [200] * 4
-        assert door.post("/sessions").status_code == 201
+    with limited(staleness_versions=0) as gateway:
+        trainer_says(gateway, rollouts_per_step=2)
+        assert [gateway.chat(f"call {index}").status_code for index in range(4)] == [200] * 4
+        assert gateway.post("/sessions").status_code == 201
 
 
 def test_a_budget_without_a_trainer_refuses_nobody(limited: Any) -> None:
-    with limited(staleness_versions=0) as door:
-        assert [door.post("/sessions").status_code for _ in range(3)] == [201] * 3
+    with limited(staleness_versions=0) as gateway:
+        assert [gateway.post("/sessions").status_code for _ in range(3)] == [201] * 3
 
 
 def test_a_wait_for_the_trainer_is_as_long_as_its_steps_take(limited: Any) -> None:
-    with limited(staleness_versions=0) as door:
-        trainer_says(door, version=0)
+    with limited(staleness_versions=0) as gateway:
+        trainer_says(gateway, version=0)
         time.sleep(2)
-        trainer_says(door, version=1, rollouts_waiting=12, rollouts_per_step=4)
-        door.redis.set(keys.SERVING, 1)
+        trainer_says(gateway, version=1, rollouts_waiting=12, rollouts_per_step=4)
+        gateway.redis.set(keys.SERVING, 1)
         polled()
-        _, retry_s = refusal(door.post("/sessions"))
+        _, retry_s = refusal(gateway.post("/sessions"))
         assert 4 <= retry_s <= 10  # nine too many, four a step, some two seconds each
 
 
@@ -302,31 +303,31 @@ def test_a_wait_for_the_trainer_is_as_long_as_its_steps_take(limited: Any) -> No
 
 
 def test_new_sessions_wait_while_too_much_is_in_the_queue(limited: Any) -> None:
-    with limited(queue_entries=2) as door:
-        session = door.session()
+    with limited(queue_entries=2) as gateway:
+        session = gateway.session()
         for _ in range(2):
-            assert door.chat(key=session["api_key"]).status_code == 200
+            assert gateway.chat(key=session["api_key"]).status_code == 200
         polled()
-        assert refusal(door.post("/sessions", {"train": False}))[0] == "queue_full"
-        assert refusal(door.chat("an inferred session"))[0] == "queue_full"
-        assert door.chat(key=session["api_key"]).status_code == 200
-        door.redis.xtrim(keys.STREAM, maxlen=0)
+        assert refusal(gateway.post("/sessions", {"train": False}))[0] == "queue_full"
+        assert refusal(gateway.chat("an inferred session"))[0] == "queue_full"
+        assert gateway.chat(key=session["api_key"]).status_code == 200
+        gateway.redis.xtrim(keys.STREAM, maxlen=0)
         polled()
-        assert door.post("/sessions").status_code == 201
+        assert gateway.post("/sessions").status_code == 201
 
 
-def test_a_redis_that_is_nearly_full_keeps_its_room_for_open_sessions(door: Door) -> None:
-    session = door.session()
-    door.redis.set("ballast", bytes(40 * 2**20))  # beside it, what connections take comes to nothing
+def test_a_redis_that_is_nearly_full_keeps_its_room_for_open_sessions(gateway: RunningGateway) -> None:
+    session = gateway.session()
+    gateway.redis.set("ballast", bytes(40 * 2**20))  # beside it, what connections take comes to nothing
 
     replies: list[Any] = []
 
     def refused() -> bool:
         """A new session, in a Redis of which 95 % are used: what its clients have of it comes and goes."""
-        used: Any = door.redis.info("memory")
-        door.redis.config_set("maxmemory", int(used["used_memory"] / 0.95))
+        used: Any = gateway.redis.info("memory")
+        gateway.redis.config_set("maxmemory", int(used["used_memory"] / 0.95))
         polled()
-        replies.append(door.post("/sessions"))
+        replies.append(gateway.post("/sessions"))
         return bool(replies[-1].status_code == 429)
 
     try:
@@ -334,12 +335,12 @@ def test_a_redis_that_is_nearly_full_keeps_its_room_for_open_sessions(door: Door
         reply = replies[-1]
         assert refusal(reply)[0] == "queue_full"
         assert "queue_memory" in reply.json()["error"]["message"]
-        assert door.chat(key=session["api_key"]).status_code == 200
+        assert gateway.chat(key=session["api_key"]).status_code == 200
     finally:
-        door.redis.config_set("maxmemory", 0)
-        door.redis.delete("ballast")
+        gateway.redis.config_set("maxmemory", 0)
+        gateway.redis.delete("ballast")
     polled()
-    assert door.post("/sessions").status_code == 201
+    assert gateway.post("/sessions").status_code == 201
 
 
 @pytest.mark.parametrize(("limits", "most_us"), [({}, 2), (dict.fromkeys(RATES, 10**9), 20)])

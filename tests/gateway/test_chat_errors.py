@@ -10,7 +10,7 @@ import openai
 import pytest
 from starlette.responses import JSONResponse, PlainTextResponse
 
-from tests.gateway.conftest import ADMIN_KEY, Door, Stage
+from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,10 @@ from tests.gateway.conftest import ADMIN_KEY, Door, Stage
         (b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "magic"}]}', "tools"),
     ],
 )
-def test_bad_input_is_a_400_that_names_the_field(door: Door, body: bytes, param: str | None) -> None:
-    reply = door.call(
+def test_bad_input_is_a_400_that_names_the_field(
+    gateway: RunningGateway, body: bytes, param: str | None
+) -> None:
+    reply = gateway.call(
         "POST", "/v1/chat/completions", headers={"content-type": "application/json"}, content=body
     )
     error = reply.json()["error"]
@@ -42,32 +44,32 @@ def test_bad_input_is_a_400_that_names_the_field(door: Door, body: bytes, param:
     assert reply.headers["x-request-id"]
 
 
-def test_a_prompt_that_does_not_fit_says_so(door: Door) -> None:
-    client = door.client(door.session())
+def test_a_prompt_that_does_not_fit_says_so(gateway: RunningGateway) -> None:
+    client = gateway.client(gateway.session())
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": "word " * 6000}])
     assert caught.value.code == "context_length_exceeded"
-    assert door.engine.requests == []
+    assert gateway.engine.requests == []
 
 
-def test_an_id_outside_the_vocabulary_never_reaches_the_record(door: Door) -> None:
-    door.engine.mind = [5, 999_999]
-    session = door.session()
-    reply = door.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions")
+def test_an_id_outside_the_vocabulary_never_reaches_the_record(gateway: RunningGateway) -> None:
+    gateway.engine.mind = [5, 999_999]
+    session = gateway.session()
+    reply = gateway.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions")
     assert reply.status_code == 503
-    assert door.turns(session) == []
+    assert gateway.turns(session) == []
 
 
 def test_a_prompt_id_outside_the_vocabulary_never_reaches_the_engine(
-    door: Door, stage: Stage, tmp_path: Path
+    gateway: RunningGateway, backends: Backends, tmp_path: Path
 ) -> None:
-    shutil.copy(stage.model_path / "tokenizer.json", tmp_path)
-    config = json.loads((stage.model_path / "config.json").read_text())
+    shutil.copy(backends.model_path / "tokenizer.json", tmp_path)
+    config = json.loads((backends.model_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
-    with stage.door(model_path=tmp_path) as narrow:
+    with backends.gateway(model_path=tmp_path) as narrow:
         error = narrow.chat().json()["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "token_out_of_vocabulary")
-    assert door.engine.requests == []
+    assert gateway.engine.requests == []
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -85,15 +87,15 @@ def test_a_prompt_id_outside_the_vocabulary_never_reaches_the_engine(
     ],
 )
 def test_an_engine_that_talks_nonsense_is_503_and_nothing_is_recorded(
-    door: Door, nonsense: dict[str, Any], stream: bool
+    gateway: RunningGateway, nonsense: dict[str, Any], stream: bool
 ) -> None:
-    end = door.engine.tokenizer.token_to_id("<|im_end|>")
+    end = gateway.engine.tokenizer.token_to_id("<|im_end|>")
     for entry in nonsense.get("output_token_logprobs", [])[-1:]:
         entry[1] = end
-    door.engine.script.append([5])
-    door.engine.last_words = nonsense
-    session = door.session()
-    reply = door.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions", stream=stream)
+    gateway.engine.script.append([5])
+    gateway.engine.last_words = nonsense
+    session = gateway.session()
+    reply = gateway.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions", stream=stream)
     if reply.status_code == 200:
         assert stream
         error = json.loads(reply.text.splitlines()[-2][6:])["error"]
@@ -102,11 +104,11 @@ def test_an_engine_that_talks_nonsense_is_503_and_nothing_is_recorded(
         assert reply.status_code == 503
         error = reply.json()["error"]
     assert error["type"] == "engine_unavailable"
-    assert door.turns(session) == []
+    assert gateway.turns(session) == []
 
 
-def test_a_stream_asks_proxies_to_pass_it_on_at_once(door: Door) -> None:
-    headers = door.chat(stream=True).headers
+def test_a_stream_asks_proxies_to_pass_it_on_at_once(gateway: RunningGateway) -> None:
+    headers = gateway.chat(stream=True).headers
     assert headers["content-type"].startswith("text/event-stream")
     assert (headers["cache-control"], headers["x-accel-buffering"]) == ("no-cache", "no")
 
@@ -114,108 +116,110 @@ def test_a_stream_asks_proxies_to_pass_it_on_at_once(door: Door) -> None:
 @pytest.mark.parametrize(
     ("key", "raised"), [("wrong", openai.AuthenticationError), ("sess-xx.yy", openai.AuthenticationError)]
 )
-def test_a_wrong_key_is_a_typed_error(door: Door, key: str, raised: type[Exception]) -> None:
-    client = openai.OpenAI(base_url=f"{door.url}/v1", api_key=key, max_retries=0)
+def test_a_wrong_key_is_a_typed_error(gateway: RunningGateway, key: str, raised: type[Exception]) -> None:
+    client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0)
     with pytest.raises(raised):
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
 
 
-def test_no_key_is_401_and_an_unknown_path_404_and_a_wrong_method_405(door: Door) -> None:
-    assert door.chat(key=None).status_code == 401
+def test_no_key_is_401_and_an_unknown_path_404_and_a_wrong_method_405(gateway: RunningGateway) -> None:
+    assert gateway.chat(key=None).status_code == 401
     for method, path, status in (("GET", "/nowhere", 404), ("GET", "/v1/chat/completions", 405)):
-        reply = door.call(method, path)
+        reply = gateway.call(method, path)
         assert (reply.status_code, set(reply.json()["error"])) == (
             status,
             {"message", "type", "param", "code"},
         )
 
 
-def test_another_content_type_is_415(door: Door) -> None:
-    reply = door.call("POST", "/v1/chat/completions", headers={"content-type": "text/plain"}, content=b"{}")
+def test_another_content_type_is_415(gateway: RunningGateway) -> None:
+    reply = gateway.call(
+        "POST", "/v1/chat/completions", headers={"content-type": "text/plain"}, content=b"{}"
+    )
     assert reply.status_code == 415
 
 
-def test_an_engine_that_fails_is_503_and_nothing_is_recorded(door: Door) -> None:
+def test_an_engine_that_fails_is_503_and_nothing_is_recorded(gateway: RunningGateway) -> None:
     for refusal in (
         PlainTextResponse("Internal Server Error", 500),
         JSONResponse({"object": "error", "message": "full", "code": 503}, 503),
     ):
-        door.engine.refusals = deque([refusal] * 99)
-        session = door.session()
+        gateway.engine.refusals = deque([refusal] * 99)
+        session = gateway.session()
         with pytest.raises(openai.InternalServerError) as caught:
-            door.client(session).chat.completions.create(
+            gateway.client(session).chat.completions.create(
                 model="m", messages=[{"role": "user", "content": "x"}]
             )
         assert caught.value.status_code == 503
         assert caught.value.response.headers["retry-after"]
-        assert door.turns(session) == []
+        assert gateway.turns(session) == []
 
 
-def test_an_engine_that_dies_in_the_middle_leaves_no_seam(door: Door) -> None:
-    door.engine.mind = "one two three four five six"
-    door.engine.stop_after = 3
-    session = door.session()
+def test_an_engine_that_dies_in_the_middle_leaves_no_seam(gateway: RunningGateway) -> None:
+    gateway.engine.mind = "one two three four five six"
+    gateway.engine.stop_after = 3
+    session = gateway.session()
     chunks = list(
-        door.client(session).chat.completions.create(
+        gateway.client(session).chat.completions.create(
             model="m", messages=[{"role": "user", "content": "x"}], stream=True
         )
     )
     said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert chunks[-1].choices[0].finish_reason == "stop"
     assert said == "one two three four five six"
-    (turn,) = door.turns(session)
-    ids = door.engine.tokenizer.encode(said + "<|im_end|>").ids
+    (turn,) = gateway.turns(session)
+    ids = gateway.engine.tokenizer.encode(said + "<|im_end|>").ids
     assert turn["output_ids"] == ids
     assert turn["versions"] == [{"version": 0, "start": 0, "end": len(ids)}]
-    assert len(door.engine.requests) > 1
-    assert door.engine.requests[-1]["input_ids"] == turn["context_ids"] + ids[: len(ids) // 3 * 3]
+    assert len(gateway.engine.requests) > 1
+    assert gateway.engine.requests[-1]["input_ids"] == turn["context_ids"] + ids[: len(ids) // 3 * 3]
 
 
-def test_an_engine_that_dies_for_good_ends_the_stream_with_an_error(door: Door) -> None:
-    door.engine.stop_after = 3
-    door.engine.mind = "one two three four five six"
-    door.engine.interruptions.clear()
-    session = door.session()
-    stream = door.client(session).chat.completions.create(
+def test_an_engine_that_dies_for_good_ends_the_stream_with_an_error(gateway: RunningGateway) -> None:
+    gateway.engine.stop_after = 3
+    gateway.engine.mind = "one two three four five six"
+    gateway.engine.interruptions.clear()
+    session = gateway.session()
+    stream = gateway.client(session).chat.completions.create(
         model="m", messages=[{"role": "user", "content": "x"}], stream=True
     )
     next(stream)
-    door.engine.refusals = deque([PlainTextResponse("gone", 500)] * 99)
+    gateway.engine.refusals = deque([PlainTextResponse("gone", 500)] * 99)
     with pytest.raises(openai.APIError):
         list(stream)
-    assert door.turns(session) == []
+    assert gateway.turns(session) == []
 
 
-def test_no_engine_at_all_is_503_with_the_reason(door: Door) -> None:
-    door.engine.version = "0"
-    reply = door.chat(model="policy@7")
+def test_no_engine_at_all_is_503_with_the_reason(gateway: RunningGateway) -> None:
+    gateway.engine.version = "0"
+    reply = gateway.chat(model="policy@7")
     assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_any_other_model_name_is_served_by_the_policy(door: Door) -> None:
-    assert door.chat(model="gpt-4o").json()["model"] == "gpt-4o"
+def test_any_other_model_name_is_served_by_the_policy(gateway: RunningGateway) -> None:
+    assert gateway.chat(model="gpt-4o").json()["model"] == "gpt-4o"
 
 
-def test_metrics_count_turns(door: Door) -> None:
+def test_metrics_count_turns(gateway: RunningGateway) -> None:
     def turns() -> float:
-        lines = door.get("/metrics", key=None).text.splitlines()
+        lines = gateway.get("/metrics", key=None).text.splitlines()
         found = (line for line in lines if line.startswith('weir_turns_total{finish="stop",relation="root"}'))
         return float(next(found, "0").split()[-1])
 
     before = turns()
-    door.chat()
+    gateway.chat()
     assert turns() == before + 1
 
 
-def test_status_is_for_admins(door: Door) -> None:
-    assert door.get("/admin/status").status_code == 403
-    status = door.get("/admin/status", key=ADMIN_KEY).json()
+def test_status_is_for_admins(gateway: RunningGateway) -> None:
+    assert gateway.get("/admin/status").status_code == 403
+    status = gateway.get("/admin/status", key=ADMIN_KEY).json()
     assert status["rollout_servers"][0]["state"] == "ready"
 
 
-def test_a_gateways_own_engines_are_not_registered_away(door: Door) -> None:
+def test_a_gateways_own_engines_are_not_registered_away(gateway: RunningGateway) -> None:
     """They are named in its configuration, and stay until that is changed."""
     body = {"id": "engine-0", "url": "http://127.0.0.1:9", "engine_url": "http://127.0.0.1:9"}
-    assert door.post("/admin/rollout_servers", body, key=ADMIN_KEY).status_code == 409
-    assert door.call("DELETE", "/admin/rollout_servers/engine-0", key=ADMIN_KEY).status_code == 409
-    assert door.chat().status_code == 200
+    assert gateway.post("/admin/rollout_servers", body, key=ADMIN_KEY).status_code == 409
+    assert gateway.call("DELETE", "/admin/rollout_servers/engine-0", key=ADMIN_KEY).status_code == 409
+    assert gateway.chat().status_code == 200

@@ -1,61 +1,63 @@
-"""OpenAI's completions API at the gateway's door: prompts without a chat template."""
+"""OpenAI's completions API over HTTP: prompts without a chat template."""
 
 from typing import Any
 
 import pytest
 
-from tests.gateway.conftest import Door
+from tests.support.gateway.running import RunningGateway
 
 
-def test_text_is_continued_as_it_is(door: Door) -> None:
-    session = door.session()
-    door.engine.script.append(" upon a time")
-    reply = door.client(session).completions.create(model="policy", prompt="Once", max_tokens=20)
+def test_text_is_continued_as_it_is(gateway: RunningGateway) -> None:
+    session = gateway.session()
+    gateway.engine.script.append(" upon a time")
+    reply = gateway.client(session).completions.create(model="policy", prompt="Once", max_tokens=20)
     assert reply.choices[0].text == " upon a time"
     assert reply.choices[0].finish_reason == "stop"
-    (turn,) = door.turns(session)
-    assert turn["context_ids"] == door.engine.tokenizer.encode("Once").ids
+    (turn,) = gateway.turns(session)
+    assert turn["context_ids"] == gateway.engine.tokenizer.encode("Once").ids
     assert reply.usage is not None
     assert reply.usage.prompt_tokens == turn["context_len"]
 
 
-def test_ids_are_continued_as_they_are_and_extend_the_turn_that_they_begin_with(door: Door) -> None:
-    session = door.session()
+def test_ids_are_continued_as_they_are_and_extend_the_turn_that_they_begin_with(
+    gateway: RunningGateway,
+) -> None:
+    session = gateway.session()
     path = f"/sessions/{session['session_id']}/v1/completions"
-    first = door.post(path, {"prompt": [5, 6, 7], "return_token_ids": True}).json()
+    first = gateway.post(path, {"prompt": [5, 6, 7], "return_token_ids": True}).json()
     sampled = first["choices"][0]["token_ids"]
-    door.post(path, {"prompt": [5, 6, 7, *sampled, 8, 9]})
-    door.post(path, {"prompt": [5, 6]})
-    one, two, three = door.turns(session)
+    gateway.post(path, {"prompt": [5, 6, 7, *sampled, 8, 9]})
+    gateway.post(path, {"prompt": [5, 6]})
+    one, two, three = gateway.turns(session)
     assert one["context_ids"] == [5, 6, 7]
     assert (two["relation"], two["parent_id"], two["context_ids"]) == ("extends", one["turn_id"], [8, 9])
     assert (three["relation"], three["parent_id"]) == ("forks", None)
 
 
-def test_an_answer_is_as_long_as_was_asked_for(door: Door) -> None:
-    door.engine.script.append("a long story that goes on and on")
-    reply = door.post("/v1/completions", {"prompt": "Once", "max_tokens": 3}).json()
+def test_an_answer_is_as_long_as_was_asked_for(gateway: RunningGateway) -> None:
+    gateway.engine.script.append("a long story that goes on and on")
+    reply = gateway.post("/v1/completions", {"prompt": "Once", "max_tokens": 3}).json()
     assert reply["usage"]["completion_tokens"] == 3
     assert reply["choices"][0]["finish_reason"] == "length"
 
 
-def test_several_prompts_have_several_answers_in_order(door: Door) -> None:
-    session = door.session()
-    door.engine.script += ["a", "b", "c", "d"]
-    reply = door.client(session).completions.create(model="p", prompt=["x", "y"], n=2)
+def test_several_prompts_have_several_answers_in_order(gateway: RunningGateway) -> None:
+    session = gateway.session()
+    gateway.engine.script += ["a", "b", "c", "d"]
+    reply = gateway.client(session).completions.create(model="p", prompt=["x", "y"], n=2)
     assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
     assert sorted(choice.text for choice in reply.choices) == ["a", "b", "c", "d"]
-    turns = {tuple(turn["context_ids"]) for turn in door.turns(session)}
-    assert turns == {tuple(door.engine.tokenizer.encode(text).ids) for text in ("x", "y")}
+    turns = {tuple(turn["context_ids"]) for turn in gateway.turns(session)}
+    assert turns == {tuple(gateway.engine.tokenizer.encode(text).ids) for text in ("x", "y")}
 
 
 @pytest.mark.parametrize(
     "answer", ["  spaces stay  ", "<think>no tags here</think>", "ends\n\n", "漢字 🙂 ok"]
 )
-def test_a_stream_adds_up_to_the_plain_text(door: Door, answer: str) -> None:
-    session = door.session()
-    door.engine.script += [answer, answer]
-    client = door.client(session)
+def test_a_stream_adds_up_to_the_plain_text(gateway: RunningGateway, answer: str) -> None:
+    session = gateway.session()
+    gateway.engine.script += [answer, answer]
+    client = gateway.client(session)
     plain = client.completions.create(model="p", prompt="go", echo=True).choices[0].text
     chunks = list(client.completions.create(model="p", prompt="go", echo=True, stream=True))
     assert plain == "go" + answer
@@ -63,11 +65,11 @@ def test_a_stream_adds_up_to_the_plain_text(door: Door, answer: str) -> None:
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-def test_logprobs_are_those_of_the_record(door: Door) -> None:
-    session = door.session()
-    reply = door.client(session).completions.create(model="p", prompt="go", logprobs=1)
+def test_logprobs_are_those_of_the_record(gateway: RunningGateway) -> None:
+    session = gateway.session()
+    reply = gateway.client(session).completions.create(model="p", prompt="go", logprobs=1)
     logprobs = reply.choices[0].logprobs
-    (turn,) = door.turns(session)
+    (turn,) = gateway.turns(session)
     assert logprobs is not None
     assert logprobs.token_logprobs == turn["logprobs"]
     assert logprobs.top_logprobs is not None
@@ -75,9 +77,9 @@ def test_logprobs_are_those_of_the_record(door: Door) -> None:
     assert (logprobs.text_offset or [])[0] == 0
 
 
-def test_a_stop_string_ends_the_text_before_it(door: Door) -> None:
-    door.engine.script.append("one, two END three")
-    reply = door.post("/v1/completions", {"prompt": "count", "stop": "END"}).json()
+def test_a_stop_string_ends_the_text_before_it(gateway: RunningGateway) -> None:
+    gateway.engine.script.append("one, two END three")
+    reply = gateway.post("/v1/completions", {"prompt": "count", "stop": "END"}).json()
     assert reply["choices"][0]["text"] == "one, two "
 
 
@@ -97,7 +99,7 @@ def test_a_stop_string_ends_the_text_before_it(door: Door) -> None:
         ({"n": 0}, "n"),
     ],
 )
-def test_a_bad_request_is_named(door: Door, change: Any, param: str) -> None:
-    reply = door.post("/v1/completions", {"prompt": "hi", **change})
+def test_a_bad_request_is_named(gateway: RunningGateway, change: Any, param: str) -> None:
+    reply = gateway.post("/v1/completions", {"prompt": "hi", **change})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
-    assert not door.engine.requests
+    assert not gateway.engine.requests

@@ -12,8 +12,8 @@ from gateway.language.call_syntax import SYNTAX_OF_FAMILY
 from gateway.language.constraint import constraint_of
 from gateway.language.render import ChatRenderer
 from gateway.language.schema import MAX_BYTES
-from tests.gateway.conftest import Door
 from tests.support.gateway.families_agent import TOOL, renderer_of
+from tests.support.gateway.running import RunningGateway
 
 OTHER: Any = {"type": "function", "function": {"name": "put", "parameters": {"type": "object"}}}
 GET_IT: Any = {"type": "function", "function": {"name": "get"}}
@@ -48,7 +48,7 @@ def held(tag: str) -> list[Any]:
     return found
 
 
-# Through the door
+# Over HTTP
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -65,12 +65,12 @@ def held(tag: str) -> list[Any]:
     ],
 )
 def test_an_answer_is_held_to_what_was_asked_and_the_record_says_so(
-    door: Door, wish: Any, kind: str, schemas: list[Any], stream: bool
+    gateway: RunningGateway, wish: Any, kind: str, schemas: list[Any], stream: bool
 ) -> None:
-    session = door.session()
-    reply = door.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions", stream=stream, **wish)
+    session = gateway.session()
+    reply = gateway.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions", stream=stream, **wish)
     assert reply.status_code == 200, reply.text
-    sent = door.engine.requests[0]["sampling_params"]
+    sent = gateway.engine.requests[0]["sampling_params"]
     assert GRAMMARS & sent.keys() == {"structural_tag"}
     assert "constraint" not in sent
     of_tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in (TOOL, OTHER)}
@@ -78,7 +78,7 @@ def test_an_answer_is_held_to_what_was_asked_and_the_record_says_so(
     seen = held(sent["structural_tag"])
     assert all(each in wanted for each in seen)
     assert all(each in seen for each in wanted)
-    (turn,) = door.turns(session)
+    (turn,) = gateway.turns(session)
     assert turn["sampling"]["asked"]["constraint"] == turn["sampling"]["used"]["constraint"] == kind
     assert json.loads(reply.headers["x-weir-sampling"])["constraint"] == kind
 
@@ -92,27 +92,27 @@ def test_an_answer_is_held_to_what_was_asked_and_the_record_says_so(
         {"parallel_tool_calls": False},
     ],
 )
-def test_a_free_answer_stays_free(door: Door, wish: Any) -> None:
-    session = door.session()
-    door.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions", **wish)
-    assert not GRAMMARS & door.engine.requests[0]["sampling_params"].keys()
-    (turn,) = door.turns(session)
+def test_a_free_answer_stays_free(gateway: RunningGateway, wish: Any) -> None:
+    session = gateway.session()
+    gateway.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions", **wish)
+    assert not GRAMMARS & gateway.engine.requests[0]["sampling_params"].keys()
+    (turn,) = gateway.turns(session)
     assert "constraint" not in turn["sampling"]["used"]
 
 
-def test_one_call_at_most_forbids_nothing_but_the_second(door: Door) -> None:
-    door.chat(tools=[TOOL], parallel_tool_calls=False)
-    form = json.loads(door.engine.requests[0]["sampling_params"]["structural_tag"])["format"]
-    opener = door.engine.tokenizer.token_to_id("<tool_call>")
+def test_one_call_at_most_forbids_nothing_but_the_second(gateway: RunningGateway) -> None:
+    gateway.chat(tools=[TOOL], parallel_tool_calls=False)
+    form = json.loads(gateway.engine.requests[0]["sampling_params"]["structural_tag"])["format"]
+    opener = gateway.engine.tokenizer.token_to_id("<tool_call>")
     anything = {"type": "any_tokens", "exclude_tokens": [opener]}
     call = {"type": "sequence", "elements": [{"type": "token", "token": opener}, anything]}
     assert form == {"type": "sequence", "elements": [anything, {"type": "optional", "content": call}]}
 
 
-def test_responses_and_messages_hold_an_answer_to_the_same(door: Door) -> None:
-    door.chat(tools=[TOOL], tool_choice="required")
-    door.chat(tools=[TOOL], tool_choice=GET_IT)
-    door.chat(response_format=FORMAT)
+def test_responses_and_messages_hold_an_answer_to_the_same(gateway: RunningGateway) -> None:
+    gateway.chat(tools=[TOOL], tool_choice="required")
+    gateway.chat(tools=[TOOL], tool_choice=GET_IT)
+    gateway.chat(response_format=FORMAT)
     flat = {"type": "function", **TOOL["function"]}
     said = {"role": "user", "content": "hi"}
     asked: list[tuple[str, Any]] = [
@@ -125,9 +125,9 @@ def test_responses_and_messages_hold_an_answer_to_the_same(door: Door) -> None:
     asked.append(("messages", {**plain, "tool_choice": {"type": "any"}}))
     asked.append(("messages", {**plain, "tool_choice": {"type": "tool", "name": "get"}}))
     for path, body in asked:
-        assert door.post(f"/v1/{path}", body).status_code == 200
+        assert gateway.post(f"/v1/{path}", body).status_code == 200
     required, named, form, *others = [
-        request["sampling_params"]["structural_tag"] for request in door.engine.requests
+        request["sampling_params"]["structural_tag"] for request in gateway.engine.requests
     ]
     assert others == [required, named, form, required, named]
 
@@ -156,10 +156,12 @@ def test_responses_and_messages_hold_an_answer_to_the_same(door: Door) -> None:
         ),
     ],
 )
-def test_a_contradiction_is_refused_before_any_engine_hears_of_it(door: Door, wish: Any, param: str) -> None:
-    reply = door.chat(**wish)
+def test_a_contradiction_is_refused_before_any_engine_hears_of_it(
+    gateway: RunningGateway, wish: Any, param: str
+) -> None:
+    reply = gateway.chat(**wish)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
-    assert not door.engine.requests
+    assert not gateway.engine.requests
 
 
 @pytest.mark.parametrize(
@@ -181,13 +183,13 @@ def test_a_contradiction_is_refused_before_any_engine_hears_of_it(door: Door, wi
     ids=["responses", "messages", "older messages"],
 )
 def test_a_format_that_is_refused_is_called_as_its_dialect_does(
-    door: Door, path: str, body: Any, param: str, form: Any
+    gateway: RunningGateway, path: str, body: Any, param: str, form: Any
 ) -> None:
     said = {"max_tokens": 5, "messages": [{"role": "user", "content": "x"}]} if "messages" in path else {}
-    error = door.post(path, said | body(form)).json()["error"]
+    error = gateway.post(path, said | body(form)).json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert error["message"].startswith(f"{param}: ")
-    assert not door.engine.requests
+    assert not gateway.engine.requests
 
 
 def nested(levels: int) -> Any:
@@ -222,13 +224,15 @@ def nested(levels: int) -> Any:
         ({"allOf": [{"type": "object"}, {"required": ["a"]}]}, "allOf"),
     ],
 )
-def test_a_schema_that_no_engine_could_keep_is_refused(door: Door, schema: Any, why: str) -> None:
-    reply = door.chat(
+def test_a_schema_that_no_engine_could_keep_is_refused(
+    gateway: RunningGateway, schema: Any, why: str
+) -> None:
+    reply = gateway.chat(
         response_format={"type": "json_schema", "json_schema": {"schema": schema, "strict": True}}
     )
     assert reply.status_code == 400
     assert why in reply.json()["error"]["message"]
-    assert not door.engine.requests
+    assert not gateway.engine.requests
 
 
 @pytest.mark.parametrize(
@@ -240,45 +244,49 @@ def test_a_schema_that_no_engine_could_keep_is_refused(door: Door, schema: Any, 
         ({"type": "string", "pattern": "^[a-z]{2,8}-[0-9]{4}$"}, True),
     ],
 )
-def test_a_schema_that_only_looks_like_one_of_those_is_taken(door: Door, schema: Any, strict: bool) -> None:
+def test_a_schema_that_only_looks_like_one_of_those_is_taken(
+    gateway: RunningGateway, schema: Any, strict: bool
+) -> None:
     wish = {"type": "json_schema", "json_schema": {"schema": schema, "strict": strict}}
-    assert door.chat(response_format=wish).status_code == 200
+    assert gateway.chat(response_format=wish).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_grammar_that_the_engine_cannot_compile_is_the_callers_fault(door: Door, stream: bool) -> None:
+def test_a_grammar_that_the_engine_cannot_compile_is_the_callers_fault(
+    gateway: RunningGateway, stream: bool
+) -> None:
     """The engine says so in the stream, with one id that nothing sampled and no logprob."""
-    session = door.session()
+    session = gateway.session()
     message = 'Failed to compile structural_tag grammar: Unsupported type "nonsense"'
     abort = {"type": "abort", "message": message, "status_code": 400, "err_type": "BadRequestError"}
-    door.engine.script.append([])
-    door.engine.last_words = {"finish_reason": abort, "output_token_logprobs": []}
-    reply = door.chat(
+    gateway.engine.script.append([])
+    gateway.engine.last_words = {"finish_reason": abort, "output_token_logprobs": []}
+    reply = gateway.chat(
         path=f"/sessions/{session['session_id']}/v1/chat/completions", response_format=FORMAT, stream=stream
     )
     assert reply.status_code == 400
     assert "Unsupported type" in reply.json()["error"]["message"]
-    assert len(door.engine.requests) == 1
-    assert not door.turns(session)
+    assert len(gateway.engine.requests) == 1
+    assert not gateway.turns(session)
 
 
-def test_each_choice_has_a_seed_of_its_own(door: Door) -> None:
-    door.chat(seed=40, n=3)
-    seeds = {request["sampling_params"]["sampling_seed"] for request in door.engine.requests}
+def test_each_choice_has_a_seed_of_its_own(gateway: RunningGateway) -> None:
+    gateway.chat(seed=40, n=3)
+    seeds = {request["sampling_params"]["sampling_seed"] for request in gateway.engine.requests}
     assert seeds == {40, 41, 42}
-    assert "seed" not in door.engine.requests[0]["sampling_params"]
+    assert "seed" not in gateway.engine.requests[0]["sampling_params"]
 
 
-def test_biases_reach_the_engine_where_the_caller_owns_the_sampling(door: Door) -> None:
-    trained, evaluated = door.session(), door.session(train=False)
+def test_biases_reach_the_engine_where_the_caller_owns_the_sampling(gateway: RunningGateway) -> None:
+    trained, evaluated = gateway.session(), gateway.session(train=False)
     for session in (trained, evaluated):
-        door.chat(
+        gateway.chat(
             path=f"/sessions/{session['session_id']}/v1/chat/completions", logit_bias={"12": -100, "007": 2.5}
         )
-    of_trained, of_evaluated = [request["sampling_params"] for request in door.engine.requests]
+    of_trained, of_evaluated = [request["sampling_params"] for request in gateway.engine.requests]
     assert "logit_bias" not in of_trained
     assert of_evaluated["logit_bias"] == {"12": -100, "7": 2.5}
-    (turn,) = door.turns(trained)
+    (turn,) = gateway.turns(trained)
     assert turn["sampling"]["asked"]["logit_bias"] == {"12": -100, "7": 2.5}
 
 
@@ -287,11 +295,13 @@ def test_biases_reach_the_engine_where_the_caller_owns_the_sampling(door: Door) 
     "bias",
     [{"99999": 1}, {"-1": 1}, {"x": 1}, {"": 1}, {"٣": 1}, {"1" * 30: 1}, {"1": 101}, {"1": -100.5}],
 )
-def test_a_bias_for_what_is_no_token_never_reaches_an_engine(door: Door, path: str, bias: Any) -> None:
+def test_a_bias_for_what_is_no_token_never_reaches_an_engine(
+    gateway: RunningGateway, path: str, bias: Any
+) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "logit_bias": bias}
-    reply = door.post(f"/v1/{path}", body)
+    reply = gateway.post(f"/v1/{path}", body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "logit_bias")
-    assert not door.engine.requests
+    assert not gateway.engine.requests
 
 
 # The families

@@ -1,4 +1,4 @@
-"""Deletion through the door: what was deleted is 410 for ever, and no copy of it is left."""
+"""Deletion over HTTP: what was deleted is 410 for ever, and no copy of it is left."""
 
 import gc
 import json
@@ -19,17 +19,19 @@ from rollout_queue.contract.records import Deletion, Reward
 from rollout_queue.contract.tokens import TokenIds
 from rollout_queue.redis import keys
 from rollout_queue.redis.deletion import RedisDeleter
-from tests.gateway.conftest import ADMIN_KEY, CLIENT_KEY, OTHER_KEY, Door, Stage, wait_until
-from tests.gateway.test_processes import Processes, processes  # noqa: F401 - a fixture
-from tests.gateway.test_retries import Call, asked, comings, gated, let_on  # noqa: F401 - fixtures
+from tests.support.gateway.calls import Call
+from tests.support.gateway.gated_engine import asked, let_on
+from tests.support.gateway.processes import Processes
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
+from tests.support.waiting import wait_until
 
 MARK = "zebrafinch"
 CACHE = type(cache(str))
 
 
 @pytest.fixture
-def other(door: Door, stage: Stage) -> Iterator[Door]:
-    with stage.door() as other:
+def other(gateway: RunningGateway, backends: Backends) -> Iterator[RunningGateway]:
+    with backends.gateway() as other:
         wait_until(lambda: other.get("/ready").status_code == 200)
         yield other
 
@@ -38,13 +40,13 @@ def path_of(session: dict[str, Any]) -> str:
     return f"/sessions/{session['session_id']}"
 
 
-def delete(door: Door, session: dict[str, Any], **more: Any) -> httpx.Response:
-    reply: httpx.Response = door.call("DELETE", path_of(session), **more)
+def delete(gateway: RunningGateway, session: dict[str, Any], **more: Any) -> httpx.Response:
+    reply: httpx.Response = gateway.call("DELETE", path_of(session), **more)
     return reply
 
 
-def delete_user(door: Door, user: str, key: str = ADMIN_KEY) -> httpx.Response:
-    reply: httpx.Response = door.call("DELETE", f"/admin/users/{user}/data", key=key)
+def delete_user(gateway: RunningGateway, user: str, key: str = ADMIN_KEY) -> httpx.Response:
+    reply: httpx.Response = gateway.call("DELETE", f"/admin/users/{user}/data", key=key)
     return reply
 
 
@@ -82,70 +84,70 @@ def only_deletions(redis: Any) -> bool:
     return {type(decode(fields[b"r"])) for _, fields in redis.xrange(keys.STREAM)} == {Deletion}
 
 
-def test_a_deleted_session_is_gone_for_every_request(door: Door) -> None:
-    session = door.session()
+def test_a_deleted_session_is_gone_for_every_request(gateway: RunningGateway) -> None:
+    session = gateway.session()
     path = path_of(session)
-    completion = door.chat(path=f"{path}/v1/chat/completions").json()
-    door.post(f"{path}/reward", {"value": 1.0})
-    door.post(f"{path}/reward", {"value": 0.5, "turn_id": completion["id"]})
-    reply = delete(door, session)
+    completion = gateway.chat(path=f"{path}/v1/chat/completions").json()
+    gateway.post(f"{path}/reward", {"value": 1.0})
+    gateway.post(f"{path}/reward", {"value": 0.5, "turn_id": completion["id"]})
+    reply = delete(gateway, session)
     assert reply.status_code == 200
     deleted = {"turns": 1, "rewards": 2}
     assert reply.json() == {"session_id": session["session_id"], "deleted": deleted}
-    again = delete(door, session)
+    again = delete(gateway, session)
     assert is_gone(again)
     assert again.headers["x-should-retry"] == "false"
     for key in (CLIENT_KEY, session["api_key"]):
-        assert is_gone(door.chat(path=f"{path}/v1/chat/completions", key=key))
-        assert is_gone(door.chat(path=f"{path}/v1/chat/completions", key=key, stream=True))
-    assert is_gone(door.chat(key=session["api_key"]))
-    assert is_gone(door.chat(headers={"x-session-id": session["session_id"]}))
-    assert is_gone(door.get(path))
-    assert is_gone(door.get(path, key=ADMIN_KEY))
-    assert is_gone(door.post(f"{path}/reward", {"value": 1.0}))
-    assert is_gone(door.post(f"{path}/reward", {"value": 1.0, "turn_id": completion["id"]}))
-    assert is_gone(door.post(f"{path}/finish", {"status": "completed"}))
-    assert is_gone(door.post("/sessions", {"session_id": session["session_id"]}))
-    assert len(door.engine.requests) == 1
+        assert is_gone(gateway.chat(path=f"{path}/v1/chat/completions", key=key))
+        assert is_gone(gateway.chat(path=f"{path}/v1/chat/completions", key=key, stream=True))
+    assert is_gone(gateway.chat(key=session["api_key"]))
+    assert is_gone(gateway.chat(headers={"x-session-id": session["session_id"]}))
+    assert is_gone(gateway.get(path))
+    assert is_gone(gateway.get(path, key=ADMIN_KEY))
+    assert is_gone(gateway.post(f"{path}/reward", {"value": 1.0}))
+    assert is_gone(gateway.post(f"{path}/reward", {"value": 1.0, "turn_id": completion["id"]}))
+    assert is_gone(gateway.post(f"{path}/finish", {"status": "completed"}))
+    assert is_gone(gateway.post("/sessions", {"session_id": session["session_id"]}))
+    assert len(gateway.engine.requests) == 1
 
 
-def test_a_session_is_deleted_by_whom_it_belongs_to(door: Door) -> None:
-    session = door.session()
-    assert delete(door, session, key=OTHER_KEY).status_code == 404
-    assert delete(door, session, key=session["api_key"]).status_code == 403
-    assert door.get(path_of(session)).json()["state"] == "open"
-    assert delete(door, session, key=ADMIN_KEY).status_code == 200
-    for call in (delete(door, session, key=OTHER_KEY), door.get(path_of(session), key=OTHER_KEY)):
+def test_a_session_is_deleted_by_whom_it_belongs_to(gateway: RunningGateway) -> None:
+    session = gateway.session()
+    assert delete(gateway, session, key=OTHER_KEY).status_code == 404
+    assert delete(gateway, session, key=session["api_key"]).status_code == 403
+    assert gateway.get(path_of(session)).json()["state"] == "open"
+    assert delete(gateway, session, key=ADMIN_KEY).status_code == 200
+    for call in (delete(gateway, session, key=OTHER_KEY), gateway.get(path_of(session), key=OTHER_KEY)):
         assert call.status_code == 404
-    assert door.call("DELETE", "/sessions/nobody").status_code == 404
-    assert door.call("DELETE", "/sessions/a%20b").status_code == 404
+    assert gateway.call("DELETE", "/sessions/nobody").status_code == 404
+    assert gateway.call("DELETE", "/sessions/a%20b").status_code == 404
 
 
-def test_lists_show_of_a_deleted_session_that_it_was_there(door: Door) -> None:
-    sessions = [door.session(group_id="g", user="ann", task_id="t") for _ in range(3)]
-    before = door.get("/sessions").json()["data"]
-    delete(door, sessions[1])
-    first, row, last = door.get("/sessions").json()["data"]
+def test_lists_show_of_a_deleted_session_that_it_was_there(gateway: RunningGateway) -> None:
+    sessions = [gateway.session(group_id="g", user="ann", task_id="t") for _ in range(3)]
+    before = gateway.get("/sessions").json()["data"]
+    delete(gateway, sessions[1])
+    first, row, last = gateway.get("/sessions").json()["data"]
     assert set(row) == {"session_id", "created_at", "deleted_at", "verdict"}
     assert (row["session_id"], row["created_at"]) == (sessions[1]["session_id"], before[1]["created_at"])
     assert row["deleted_at"] > row["created_at"]
     assert row["verdict"]["code"] == "deleted"
-    assert door.get("/sessions?verdict=deleted").json()["data"] == [row]
+    assert gateway.get("/sessions?verdict=deleted").json()["data"] == [row]
     others = [first["session_id"], last["session_id"]]
     for asked_for in ("state=open", "group_id=g", "user=ann", "verdict=open", "user=ann&verdict=open"):
-        found = door.get(f"/sessions?{asked_for}").json()["data"]
+        found = gateway.get(f"/sessions?{asked_for}").json()["data"]
         assert [each["session_id"] for each in found] == others, asked_for
-    assert door.get("/sessions", key=OTHER_KEY).json()["data"] == []
+    assert gateway.get("/sessions", key=OTHER_KEY).json()["data"] == []
     pages, cursor = [], "0"
     while cursor is not None:
-        page = door.get(f"/sessions?limit=1&cursor={cursor}").json()
+        page = gateway.get(f"/sessions?limit=1&cursor={cursor}").json()
         assert len(page["data"]) <= 1
         pages += [each["session_id"] for each in page["data"]]
         cursor = page["next_cursor"]
     assert pages == [each["session_id"] for each in sessions]
 
 
-def test_an_answer_for_a_session_that_was_deleted_meanwhile_is_refused(gated: Door) -> None:  # noqa: F811
+def test_an_answer_for_a_session_that_was_deleted_meanwhile_is_refused(gated: RunningGateway) -> None:
     session = gated.session()
     call = Call(gated, session)
     asked(gated, 1)
@@ -157,14 +159,14 @@ def test_an_answer_for_a_session_that_was_deleted_meanwhile_is_refused(gated: Do
 
 
 def test_a_stream_for_a_session_that_was_deleted_meanwhile_ends_in_an_error(
-    gated: Door,  # noqa: F811
-    comings: Any,  # noqa: F811
+    gated: RunningGateway,
+    retry_counts: Any,
 ) -> None:
     session = gated.session()
     first = Call(gated, session, stream=True)
     asked(gated, 1)
     retry = Call(gated, session, attempt=1, stream=True)
-    wait_until(lambda: comings.joined == 1)
+    wait_until(lambda: retry_counts.joined == 1)
     assert delete(gated, session).status_code == 200
     let_on(gated)
     for status, body in (first.answer(), retry.answer()):
@@ -174,18 +176,22 @@ def test_a_stream_for_a_session_that_was_deleted_meanwhile_ends_in_an_error(
     assert only_deletions(gated.redis)
 
 
-def test_a_client_that_left_a_deleted_session_leaves_nothing_behind(gated: Door, comings: Any) -> None:  # noqa: F811
+def test_a_client_that_left_a_deleted_session_leaves_nothing_behind(
+    gated: RunningGateway, retry_counts: Any
+) -> None:
     session = gated.session()
     call = Call(gated, session)
     asked(gated, 1)
     assert delete(gated, session).status_code == 200
     call.hang_up()
-    wait_until(lambda: comings.left == 1)
+    wait_until(lambda: retry_counts.left == 1)
     wait_until(lambda: gated.engine.aborted)
     assert only_deletions(gated.redis)
 
 
-def test_a_deleted_conversation_is_no_beginning_for_another_gateway(door: Door, other: Door) -> None:
+def test_a_deleted_conversation_is_no_beginning_for_another_gateway(
+    gateway: RunningGateway, other: RunningGateway
+) -> None:
     """What the other gateway has in memory, and what it remembers in Redis, leads nowhere."""
     history = [{"role": "user", "content": "hi"}]
     answer = other.post("/v1/chat/completions", {"messages": history})
@@ -194,7 +200,7 @@ def test_a_deleted_conversation_is_no_beginning_for_another_gateway(door: Door, 
     history.append({"role": "user", "content": "more"})
     second = other.post("/v1/chat/completions", {"messages": history})
     assert second.headers["x-weir-session-id"] == name
-    assert door.call("DELETE", f"/sessions/{name}").json()["deleted"] == {"turns": 2, "rewards": 0}
+    assert gateway.call("DELETE", f"/sessions/{name}").json()["deleted"] == {"turns": 2, "rewards": 0}
     third = other.post("/v1/chat/completions", {"messages": history})
     assert third.status_code == 200
     assert third.headers["x-weir-session-id"] != name
@@ -208,23 +214,25 @@ def test_a_deleted_conversation_is_no_beginning_for_another_gateway(door: Door, 
     assert is_gone(other.get(f"/sessions/{name}"))
 
 
-def test_a_deleted_response_is_continued_at_no_gateway(door: Door, other: Door) -> None:
+def test_a_deleted_response_is_continued_at_no_gateway(
+    gateway: RunningGateway, other: RunningGateway
+) -> None:
     first = other.post("/v1/responses", {"input": "hi"})
     name, response = first.headers["x-weir-session-id"], first.json()
     asked_for = {"input": "more", "previous_response_id": response["id"]}
     referred = {"input": [{"type": "item_reference", "id": response["output"][-1]["id"]}]}
     assert other.post("/v1/responses", asked_for).headers["x-weir-session-id"] == name
     assert other.post("/v1/responses", referred).status_code == 200
-    assert door.call("DELETE", f"/sessions/{name}").status_code == 200
-    for gateway in (door, other):
-        reply = gateway.post("/v1/responses", asked_for)
+    assert gateway.call("DELETE", f"/sessions/{name}").status_code == 200
+    for each in (gateway, other):
+        reply = each.post("/v1/responses", asked_for)
         assert (reply.status_code, reply.json()["error"]["code"]) == (404, "previous_response_not_found")
-        assert gateway.post("/v1/responses", referred).status_code == 400
+        assert each.post("/v1/responses", referred).status_code == 400
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_leaves_no_words_in_a_session_that_was_deleted_as_they_came(
-    door: Door, monkeypatch: pytest.MonkeyPatch, stream: bool
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     keep = ResponseStore.keep
 
@@ -234,18 +242,18 @@ def test_a_response_leaves_no_words_in_a_session_that_was_deleted_as_they_came(
         await keep(store, *given)
 
     monkeypatch.setattr(ResponseStore, "keep", too_late)
-    reply = door.post("/v1/responses", {"input": MARK, "stream": stream})
+    reply = gateway.post("/v1/responses", {"input": MARK, "stream": stream})
     assert stream or reply.status_code == 410
     assert "gone_error" in reply.text
     assert "response.completed" not in reply.text
-    assert holding(door.redis, MARK.encode()) == []
+    assert holding(gateway.redis, MARK.encode()) == []
 
 
-def test_all_of_a_user_is_deleted_and_no_later_call_may_name_it(door: Door) -> None:
-    opened = door.session(user="ann")
-    door.chat(path=f"{path_of(opened)}/v1/chat/completions")
-    door.post(f"{path_of(opened)}/reward", {"value": 1.0})
-    door.post("/groups", {"size": 2, "user": "ann"})
+def test_all_of_a_user_is_deleted_and_no_later_call_may_name_it(gateway: RunningGateway) -> None:
+    opened = gateway.session(user="ann")
+    gateway.chat(path=f"{path_of(opened)}/v1/chat/completions")
+    gateway.post(f"{path_of(opened)}/reward", {"value": 1.0})
+    gateway.post("/groups", {"size": 2, "user": "ann"})
     messages = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
     calls: dict[str, dict[str, Any]] = {
         "/v1/chat/completions": {**messages, "user": "ann"},
@@ -254,30 +262,30 @@ def test_all_of_a_user_is_deleted_and_no_later_call_may_name_it(door: Door) -> N
         "/v1/messages": {**messages, "metadata": {"user_id": "ann"}},
     }
     for path, body in calls.items():
-        assert door.post(path, body).status_code == 200, path
-    bobs = door.session(user="bob")
-    asked_before = len(door.engine.requests)
-    assert delete_user(door, "ann", CLIENT_KEY).status_code == 403
-    reply = delete_user(door, "ann")
+        assert gateway.post(path, body).status_code == 200, path
+    bobs = gateway.session(user="bob")
+    asked_before = len(gateway.engine.requests)
+    assert delete_user(gateway, "ann", CLIENT_KEY).status_code == 403
+    reply = delete_user(gateway, "ann")
     assert reply.status_code == 200
     assert reply.json() == {"user": "ann", "deleted": {"sessions": 7, "turns": 5, "rewards": 1}}
     nothing = {"user": "ann", "deleted": {"sessions": 0, "turns": 0, "rewards": 0}}
-    assert delete_user(door, "ann").json() == nothing
+    assert delete_user(gateway, "ann").json() == nothing
     for path, body in calls.items():
-        assert is_gone(door.post(path, body)), path
-        assert is_gone(door.post(path, {**body, "stream": True})), path
-        assert is_gone(door.post(path_of(bobs) + path, body, key=bobs["api_key"])), path
-    assert is_gone(door.post("/sessions", {"user": "ann"}))
-    assert is_gone(door.post("/groups", {"size": 2, "user": "ann"}))
-    assert len(door.engine.requests) == asked_before
-    others = door.get("/sessions?verdict=open").json()["data"]
+        assert is_gone(gateway.post(path, body)), path
+        assert is_gone(gateway.post(path, {**body, "stream": True})), path
+        assert is_gone(gateway.post(path_of(bobs) + path, body, key=bobs["api_key"])), path
+    assert is_gone(gateway.post("/sessions", {"user": "ann"}))
+    assert is_gone(gateway.post("/groups", {"size": 2, "user": "ann"}))
+    assert len(gateway.engine.requests) == asked_before
+    others = gateway.get("/sessions?verdict=open").json()["data"]
     assert [each["session_id"] for each in others] == [bobs["session_id"]]
-    assert door.chat(user="bob").status_code == 200
-    assert holding(door.redis, b"ann") == []
-    assert door.get("/admin/status", key=ADMIN_KEY).json()["queue"]["verdicts"] == {"session:deleted": 7}
+    assert gateway.chat(user="bob").status_code == 200
+    assert holding(gateway.redis, b"ann") == []
+    assert gateway.get("/admin/status", key=ADMIN_KEY).json()["queue"]["verdicts"] == {"session:deleted": 7}
 
 
-def test_a_call_that_named_a_user_while_it_was_deleted_is_refused(gated: Door) -> None:  # noqa: F811
+def test_a_call_that_named_a_user_while_it_was_deleted_is_refused(gated: RunningGateway) -> None:
     session = gated.session()
     call = Call(gated, session, user="ann")
     asked(gated, 1)
@@ -296,61 +304,61 @@ def test_a_call_that_named_a_user_while_it_was_deleted_is_refused(gated: Door) -
         {},
     ],
 )
-def test_what_is_no_user_name_is_no_user(door: Door, metadata: dict[str, Any]) -> None:
+def test_what_is_no_user_name_is_no_user(gateway: RunningGateway, metadata: dict[str, Any]) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "metadata": metadata}
-    assert door.post("/v1/messages", body).status_code == 200
-    assert not door.redis.keys(keys.user_sessions("*"))
+    assert gateway.post("/v1/messages", body).status_code == 200
+    assert not gateway.redis.keys(keys.user_sessions("*"))
     if isinstance(name := metadata.get("user_id"), str):
-        delete_user(door, name)
-        assert door.post("/v1/messages", body).status_code == 200
+        delete_user(gateway, name)
+        assert gateway.post("/v1/messages", body).status_code == 200
 
 
-def test_a_user_is_named_by_an_id(door: Door) -> None:
-    assert delete_user(door, "a%20b").status_code == 400
-    assert delete_user(door, "nobody").json()["deleted"]["sessions"] == 0
-    assert door.chat(user="no id / at all").status_code == 200
+def test_a_user_is_named_by_an_id(gateway: RunningGateway) -> None:
+    assert delete_user(gateway, "a%20b").status_code == 400
+    assert delete_user(gateway, "nobody").json()["deleted"]["sessions"] == 0
+    assert gateway.chat(user="no id / at all").status_code == 200
 
 
-def test_no_byte_of_a_deleted_session_is_left_in_redis(door: Door) -> None:
+def test_no_byte_of_a_deleted_session_is_left_in_redis(gateway: RunningGateway) -> None:
     said = {"metadata": {MARK: [MARK]}, "lineage": MARK, "user": f"user-{MARK}", "task_id": MARK}
-    session = door.session(**said)
+    session = gateway.session(**said)
     path = path_of(session)
-    door.engine.script.extend([f"{MARK} {number}" for number in range(4)])
+    gateway.engine.script.extend([f"{MARK} {number}" for number in range(4)])
     for where in ("/v1/chat/completions", "/v1/messages"):
         assert (
-            door.post(
+            gateway.post(
                 path + where, {"messages": [{"role": "user", "content": MARK}], "max_tokens": 50}
             ).status_code
             == 200
         )
-    first = door.post(f"{path}/v1/responses", {"input": MARK}).json()
+    first = gateway.post(f"{path}/v1/responses", {"input": MARK}).json()
     continued = {"input": MARK, "previous_response_id": first["id"]}
-    assert door.post(f"{path}/v1/responses", continued).status_code == 200
+    assert gateway.post(f"{path}/v1/responses", continued).status_code == 200
     for turn_id in (None, first["id"]):
-        door.post(f"{path}/reward", {"value": 1.0, "source": MARK, "turn_id": turn_id})
+        gateway.post(f"{path}/reward", {"value": 1.0, "source": MARK, "turn_id": turn_id})
     unread = b"\x09" + encode(Reward(session_id=session["session_id"], value=1, key=MARK, created_at=1.0))[1:]
-    door.redis.xadd(keys.DEAD_LETTERS, {keys.STREAM_FIELD: unread, "error": MARK})
-    door.post(f"{path}/finish", {"status": "failed", "reason": MARK})
-    turns = door.turns(session)
+    gateway.redis.xadd(keys.DEAD_LETTERS, {keys.STREAM_FIELD: unread, "error": MARK})
+    gateway.post(f"{path}/finish", {"status": "failed", "reason": MARK})
+    turns = gateway.turns(session)
     assert len(turns) == 4
     marks = [MARK.encode(), *(turn["turn_id"].encode() for turn in turns)]
     for turn in turns:
         marks += [TokenIds(turn[name]).tobytes() for name in ("context_ids", "output_ids")]
-    assert all(holding(door.redis, mark) for mark in marks)
-    assert delete(door, session).json()["deleted"] == {"turns": 4, "rewards": 2}
-    assert [holding(door.redis, mark) for mark in marks] == [[]] * len(marks)
+    assert all(holding(gateway.redis, mark) for mark in marks)
+    assert delete(gateway, session).json()["deleted"] == {"turns": 4, "rewards": 2}
+    assert [holding(gateway.redis, mark) for mark in marks] == [[]] * len(marks)
     told = {keys.SESSIONS, keys.DELETED, keys.STREAM}
-    assert set(holding(door.redis, session["session_id"].encode())) == told
-    assert only_deletions(door.redis)
+    assert set(holding(gateway.redis, session["session_id"].encode())) == told
+    assert only_deletions(gateway.redis)
 
 
 def test_no_word_of_a_deleted_session_stays_in_a_gateways_memory(
-    stage: Stage, door: Door, monkeypatch: pytest.MonkeyPatch
+    backends: Backends, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it remembers to spare work, openings, tools and the ids of texts, it forgets by itself."""
     monkeypatch.setattr("gateway.background.TEXT_CACHES_S", 0.05)
     word = "wryneck"  # which no other test tells the gateways of this process
-    with stage.door() as forgetful:
+    with backends.gateway() as forgetful:
         wait_until(lambda: forgetful.get("/ready").status_code == 200)
         session = forgetful.session()
         tool = {"type": "function", "function": {"name": "look", "description": f"Looks for a {word}."}}
@@ -385,22 +393,22 @@ def remembered(mark: str) -> list[str]:
 
 
 def test_a_deletion_that_died_with_its_gateway_is_finished_by_another(
-    processes: Processes,  # noqa: F811
+    processes: Processes,
 ) -> None:
-    redis = processes.stage.redis
+    redis = processes.backends.redis
     redis.flushdb()
-    with processes.gateway() as (process, door):
-        session = door.session()
-        assert door.chat(MARK, path=f"{path_of(session)}/v1/chat/completions").status_code == 200
-        (turn,) = door.turns(session)
+    with processes.gateway() as (process, gateway):
+        session = gateway.session()
+        assert gateway.chat(MARK, path=f"{path_of(session)}/v1/chat/completions").status_code == 200
+        (turn,) = gateway.turns(session)
         ids = TokenIds(turn["context_ids"]).tobytes()
         with redis.pipeline(transaction=False) as pipeline:
             for _ in range(200_000):  # what comes after them is removed late
                 pipeline.xadd(keys.STREAM, {keys.STREAM_FIELD: b"\x01"})
             pipeline.execute()
-        assert door.chat(MARK, path=f"{path_of(session)}/v1/chat/completions").status_code == 200
+        assert gateway.chat(MARK, path=f"{path_of(session)}/v1/chat/completions").status_code == 200
         with ThreadPoolExecutor() as pool:
-            deleting = pool.submit(delete, door, session)
+            deleting = pool.submit(delete, gateway, session)
             wait_until(lambda: redis.hexists(keys.DELETED, session["session_id"]))
             process.send_signal(signal.SIGKILL)
             assert isinstance(deleting.exception(), httpx.TransportError)

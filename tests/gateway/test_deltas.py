@@ -14,23 +14,9 @@ from gateway.language.deltas import AnswerStream, Delta, RawTextStream
 from gateway.language.render import ChatRenderer, ParsedAnswer
 from gateway.language.streamed_text import IncrementalDetokenizer
 from rollout_queue.contract.tokens import TokenIds
+from tests.support.gateway.examples import TEXTS
 from tests.support.gateway.families_models import make_model
 
-TEXTS = (
-    "Hello",
-    " world",
-    "\n",
-    "  \n\n ",
-    "naïve 日本語 ",
-    "👩‍👩‍👧",
-    "<",
-    "</",
-    "{",
-    "a < b",
-    "<thi",
-    "STOP",
-    "<think>",
-)
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
 PARAMETERS = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
 GLM = "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"

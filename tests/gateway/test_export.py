@@ -16,34 +16,19 @@ from rollout_queue.contract.records import Reward, SessionSpec, Span, Turn
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.redis import keys
 from rollout_queue.redis.restore import restore
-from tests.gateway.conftest import ADMIN_KEY, Door, Stage, wait_until
+from tests.support.gateway.exports import episode, export
+from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
+from tests.support.waiting import wait_until
 
 
-def export(door: Door, **asked: Any) -> list[dict[str, Any]]:
-    reply = door.get("/admin/export", key=ADMIN_KEY, params=asked)
-    assert reply.status_code == 200, reply.text
-    assert reply.headers["content-type"] == "application/jsonl"
-    return [json.loads(line) for line in reply.text.splitlines()]
-
-
-def parquet(door: Door, **asked: Any) -> list[dict[str, Any]]:
-    reply = door.get("/admin/export", key=ADMIN_KEY, params={"format": "parquet", **asked})
+def parquet(gateway: RunningGateway, **asked: Any) -> list[dict[str, Any]]:
+    reply = gateway.get("/admin/export", key=ADMIN_KEY, params={"format": "parquet", **asked})
     assert reply.status_code == 200, reply.text
     rows: list[dict[str, Any]] = ParquetFile(io.BytesIO(reply.content)).read().to_pylist()
     return rows
 
 
-def episode(door: Door, turns: int = 2, **body: Any) -> dict[str, Any]:
-    session = door.session(**body)
-    messages: list[dict[str, Any]] = []
-    for number in range(turns):
-        messages.append({"role": "user", "content": f"question {number}"})
-        reply = door.post(f"/sessions/{session['session_id']}/v1/chat/completions", {"messages": messages})
-        messages.append(reply.json()["choices"][0]["message"])
-    return session
-
-
-def fill(door: Door, sessions: int, turns: int, tokens: int) -> None:
+def fill(gateway: RunningGateway, sessions: int, turns: int, tokens: int) -> None:
     """As many sessions as a test wants to be too many, past the engine."""
     for number in range(sessions):
         name = f"bulk-{number:06d}"
@@ -59,16 +44,20 @@ def fill(door: Door, sessions: int, turns: int, tokens: int) -> None:
             )
             for index in range(turns)
         )
-        restore(door.redis, Episode(spec=SessionSpec(session_id=name, created_at=100.0 + number), turns=each))
+        restore(
+            gateway.redis, Episode(spec=SessionSpec(session_id=name, created_at=100.0 + number), turns=each)
+        )
 
 
-def test_a_row_holds_a_turn_and_what_became_of_it(door: Door) -> None:
-    session = episode(door, task_id="sums", user="ann", group_id="g", group_size=2, metadata={"a": [1, None]})
+def test_a_row_holds_a_turn_and_what_became_of_it(gateway: RunningGateway) -> None:
+    session = episode(
+        gateway, task_id="sums", user="ann", group_id="g", group_size=2, metadata={"a": [1, None]}
+    )
     name = session["session_id"]
-    door.post(f"/sessions/{name}/reward", {"value": 0.5, "key": "style"})
-    door.post(f"/sessions/{name}/finish", {"status": "completed", "reward": 1.0})
-    view = door.get(f"/sessions/{name}?tokens=true").json()
-    rows = export(door)
+    gateway.post(f"/sessions/{name}/reward", {"value": 0.5, "key": "style"})
+    gateway.post(f"/sessions/{name}/finish", {"status": "completed", "reward": 1.0})
+    view = gateway.get(f"/sessions/{name}?tokens=true").json()
+    rows = export(gateway)
     assert [row["turn_id"] for row in rows] == [turn["turn_id"] for turn in view["turns"]]
     for row, turn in zip(rows, view["turns"], strict=True):
         told = {"session_id": name, "group_id": "g", "task_id": "sums", "user": "ann", "schema": 1}
@@ -81,11 +70,11 @@ def test_a_row_holds_a_turn_and_what_became_of_it(door: Door) -> None:
         assert row["session"]["metadata"] == {"a": [1, None]}
 
 
-def test_parquet_says_the_same_as_the_lines(door: Door) -> None:
+def test_parquet_says_the_same_as_the_lines(gateway: RunningGateway) -> None:
     for name in ("one", "two"):
-        session = episode(door, session_id=name, metadata={"a": [1, None]})
-        door.post(f"/sessions/{session['session_id']}/reward", {"value": 0.5})
-    lines, table = export(door), parquet(door)
+        session = episode(gateway, session_id=name, metadata={"a": [1, None]})
+        gateway.post(f"/sessions/{session['session_id']}/reward", {"value": 0.5})
+    lines, table = export(gateway), parquet(gateway)
     assert len(table) == 4
     for line, row in zip(lines, table, strict=True):
         assert row.pop("deleted_at") is None
@@ -96,69 +85,69 @@ def test_parquet_says_the_same_as_the_lines(door: Door) -> None:
         assert row == line
 
 
-def test_a_row_says_for_whom_its_call_was_made_and_whose_its_session_is(door: Door) -> None:
-    session = door.session(user="ann")
+def test_a_row_says_for_whom_its_call_was_made_and_whose_its_session_is(gateway: RunningGateway) -> None:
+    session = gateway.session(user="ann")
     for named in ({"user": "bob"}, {}):
-        door.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions", **named)
-    for rows in (export(door), parquet(door)):
+        gateway.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions", **named)
+    for rows in (export(gateway), parquet(gateway)):
         assert [(row["user"], row["turn_user"]) for row in rows] == [("ann", "bob"), ("ann", None)]
 
 
-def test_the_window_takes_its_first_moment_and_not_its_last(door: Door) -> None:
-    episode(door, turns=3)
-    first, second, third = (row["created_at"] for row in export(door))
-    assert [row["created_at"] for row in export(door, since=second, until=third)] == [second]
-    assert [row["created_at"] for row in parquet(door, until=second)] == [first]
-    assert export(door, since=third + 60) == []
-    assert parquet(door, since=third + 60) == []
+def test_the_window_takes_its_first_moment_and_not_its_last(gateway: RunningGateway) -> None:
+    episode(gateway, turns=3)
+    first, second, third = (row["created_at"] for row in export(gateway))
+    assert [row["created_at"] for row in export(gateway, since=second, until=third)] == [second]
+    assert [row["created_at"] for row in parquet(gateway, until=second)] == [first]
+    assert export(gateway, since=third + 60) == []
+    assert parquet(gateway, since=third + 60) == []
 
 
-def test_an_export_goes_on_behind_any_row(door: Door) -> None:
+def test_an_export_goes_on_behind_any_row(gateway: RunningGateway) -> None:
     for name in ("b", "a", "c"):
-        episode(door, session_id=name)
-    whole = export(door)
+        episode(gateway, session_id=name)
+    whole = export(gateway)
     assert [row["session_id"] for row in whole] == ["b", "b", "a", "a", "c", "c"]
     for number, row in enumerate(whole, start=1):
-        assert export(door, cursor=row["cursor"]) == whole[number:]
+        assert export(gateway, cursor=row["cursor"]) == whole[number:]
     taken: list[dict[str, Any]] = []
-    while page := parquet(door, limit=4, **({"cursor": taken[-1]["cursor"]} if taken else {})):
+    while page := parquet(gateway, limit=4, **({"cursor": taken[-1]["cursor"]} if taken else {})):
         taken += page
     assert [row["cursor"] for row in taken] == [row["cursor"] for row in whole]
 
 
-def test_a_cursor_holds_its_place_when_sessions_come_and_go_before_it(door: Door) -> None:
+def test_a_cursor_holds_its_place_when_sessions_come_and_go_before_it(gateway: RunningGateway) -> None:
     for name in ("a", "b", "c"):
-        episode(door, session_id=name)
-    whole = export(door)
-    restore(door.redis, Episode(spec=SessionSpec(session_id="early", created_at=1.0)))
-    assert door.call("DELETE", "/sessions/a").status_code == 200
-    assert export(door, cursor=whole[3]["cursor"]) == whole[4:]
+        episode(gateway, session_id=name)
+    whole = export(gateway)
+    restore(gateway.redis, Episode(spec=SessionSpec(session_id="early", created_at=1.0)))
+    assert gateway.call("DELETE", "/sessions/a").status_code == 200
+    assert export(gateway, cursor=whole[3]["cursor"]) == whole[4:]
 
 
-def test_of_a_deleted_session_its_id_times_and_verdict_are_left(door: Door) -> None:
-    episode(door, session_id="gone")
-    episode(door, session_id="here", turns=1)
-    cursor = export(door)[0]["cursor"]
-    door.call("DELETE", "/sessions/gone")
-    gone, here = export(door)
+def test_of_a_deleted_session_its_id_times_and_verdict_are_left(gateway: RunningGateway) -> None:
+    episode(gateway, session_id="gone")
+    episode(gateway, session_id="here", turns=1)
+    cursor = export(gateway)[0]["cursor"]
+    gateway.call("DELETE", "/sessions/gone")
+    gone, here = export(gateway)
     assert set(gone) == {"schema", "cursor", "session_id", "created_at", "deleted_at", "verdict"}
     assert (gone["session_id"], gone["verdict"]["code"]) == ("gone", "deleted")
     assert here["session_id"] == "here"
-    assert [row["session_id"] for row in export(door, cursor=cursor)] == ["gone", "here"]
-    assert export(door, cursor=gone["cursor"]) == [here]
-    row = parquet(door)[0]
+    assert [row["session_id"] for row in export(gateway, cursor=cursor)] == ["gone", "here"]
+    assert export(gateway, cursor=gone["cursor"]) == [here]
+    row = parquet(gateway)[0]
     told = {name for name, value in row.items() if value not in (None, [])}
     assert told == {"schema", "cursor", "session_id", "created_at", "deleted_at", "verdict"}
 
 
-def test_sessions_without_a_turn_come_when_they_are_asked_for(door: Door) -> None:
-    session = door.session(group_id="g", group_size=2)
-    door.post(f"/sessions/{session['session_id']}/finish", {"status": "failed", "reason": "no sandbox"})
-    assert export(door) == []
-    (row,) = export(door, empty=True)
+def test_sessions_without_a_turn_come_when_they_are_asked_for(gateway: RunningGateway) -> None:
+    session = gateway.session(group_id="g", group_size=2)
+    gateway.post(f"/sessions/{session['session_id']}/finish", {"status": "failed", "reason": "no sandbox"})
+    assert export(gateway) == []
+    (row,) = export(gateway, empty=True)
     assert (row["turn_id"], row["output_ids"]) == (None, [])
     assert row["session"]["outcome"]["reason"] == "no sandbox"
-    assert export(door, empty=True, cursor=row["cursor"]) == []
+    assert export(gateway, empty=True, cursor=row["cursor"]) == []
 
 
 @pytest.mark.parametrize(
@@ -174,37 +163,37 @@ def test_sessions_without_a_turn_come_when_they_are_asked_for(door: Door) -> Non
         "cursor=there/no-such-turn",
     ],
 )
-def test_what_makes_no_sense_is_a_400(door: Door, query: str) -> None:
-    episode(door, session_id="there")
-    reply = door.get(f"/admin/export?{query}", key=ADMIN_KEY)
+def test_what_makes_no_sense_is_a_400(gateway: RunningGateway, query: str) -> None:
+    episode(gateway, session_id="there")
+    reply = gateway.get(f"/admin/export?{query}", key=ADMIN_KEY)
     assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-def test_an_export_is_for_operators(door: Door) -> None:
+def test_an_export_is_for_operators(gateway: RunningGateway) -> None:
     for key, status in ((None, 401), ("client-key", 403)):
-        assert door.get("/admin/export", key=key).status_code == status
+        assert gateway.get("/admin/export", key=key).status_code == status
 
 
-def test_a_redis_that_is_away_is_a_503_and_in_the_middle_the_last_line(stage: Stage) -> None:
-    with stage.door() as door:
-        fill(door, 300, 1, 4)
-        door.redis.delete(keys.session("bulk-000250"))
-        door.redis.set(keys.session("bulk-000250"), "a string, where a session should be")
-        *rows, last = export(door)
+def test_a_redis_that_is_away_is_a_503_and_in_the_middle_the_last_line(backends: Backends) -> None:
+    with backends.gateway() as gateway:
+        fill(gateway, 300, 1, 4)
+        gateway.redis.delete(keys.session("bulk-000250"))
+        gateway.redis.set(keys.session("bulk-000250"), "a string, where a session should be")
+        *rows, last = export(gateway)
         assert last["error"]["type"] == "storage_unavailable"
         assert 100 <= len(rows) <= 250
         assert [row["session_id"] for row in rows] == [f"bulk-{number:06d}" for number in range(len(rows))]
-        door.redis.delete(keys.SESSIONS)
-        door.redis.set(keys.SESSIONS, "a string")
-        reply = door.get("/admin/export", key=ADMIN_KEY)
+        gateway.redis.delete(keys.SESSIONS)
+        gateway.redis.set(keys.SESSIONS, "a string")
+        reply = gateway.get("/admin/export", key=ADMIN_KEY)
         assert (reply.status_code, reply.json()["error"]["type"]) == (503, "storage_unavailable")
 
 
-def test_a_session_that_cannot_be_read_does_not_stop_the_others(door: Door) -> None:
+def test_a_session_that_cannot_be_read_does_not_stop_the_others(gateway: RunningGateway) -> None:
     for name in ("a", "b", "c"):
-        episode(door, session_id=name, turns=1)
-    door.redis.hset(keys.session("b"), "t:broken", b"\x07" + encode(_reward())[1:])
-    assert [row["session_id"] for row in export(door)] == ["a", "c"]
+        episode(gateway, session_id=name, turns=1)
+    gateway.redis.hset(keys.session("b"), "t:broken", b"\x07" + encode(_reward())[1:])
+    assert [row["session_id"] for row in export(gateway)] == ["a", "c"]
 
 
 def _reward() -> Reward:
@@ -214,21 +203,21 @@ def _reward() -> Reward:
 # What a client that is slow, or gone, costs
 
 
-def pages_read(door: Door) -> int:
+def pages_read(gateway: RunningGateway) -> int:
     """Nothing but an export asks how large sessions are that go on: a hundred at a time."""
-    stats: Any = door.redis.info("commandstats")
+    stats: Any = gateway.redis.info("commandstats")
     return int(stats.get("cmdstat_hlen", {}).get("calls", 0)) // 100
 
 
 @pytest.fixture
-def much(door: Door) -> Door:
+def much(gateway: RunningGateway) -> RunningGateway:
     """More than fits into any buffer between Redis and the client: 100 MB as lines."""
-    fill(door, 1200, 5, 2000)
-    return door
+    fill(gateway, 1200, 5, 2000)
+    return gateway
 
 
-def dial(door: Door, form: str) -> socket.socket:
-    address = urlsplit(door.url)
+def dial(gateway: RunningGateway, form: str) -> socket.socket:
+    address = urlsplit(gateway.url)
     line = socket.socket()
     line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
     line.connect((address.hostname, address.port))
@@ -239,16 +228,16 @@ def dial(door: Door, form: str) -> socket.socket:
     return line
 
 
-def settled(door: Door) -> int:
+def settled(gateway: RunningGateway) -> int:
     """How much was read, once nobody reads on."""
     before = -1
-    while (now := pages_read(door)) != before:
+    while (now := pages_read(gateway)) != before:
         before = now
         time.sleep(0.5)
     return now
 
 
-def test_nothing_is_read_that_a_slow_client_has_not_taken(much: Door) -> None:
+def test_nothing_is_read_that_a_slow_client_has_not_taken(much: RunningGateway) -> None:
     start = pages_read(much)
     with dial(much, "jsonl") as line:
         assert line.recv(1000).startswith(b"HTTP/1.1 200")
@@ -259,7 +248,7 @@ def test_nothing_is_read_that_a_slow_client_has_not_taken(much: Door) -> None:
         wait_until(lambda: pages_read(much) - start > 6)
 
 
-def test_a_client_that_hangs_up_leaves_nothing_running(much: Door) -> None:
+def test_a_client_that_hangs_up_leaves_nothing_running(much: RunningGateway) -> None:
     start = pages_read(much)
     with dial(much, "jsonl") as line:
         line.recv(1000)

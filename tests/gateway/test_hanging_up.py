@@ -8,15 +8,16 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.gateway.conftest import CLIENT_KEY, Door, wait_until
+from tests.support.gateway.running import CLIENT_KEY, RunningGateway
+from tests.support.waiting import wait_until
 
 LONG_ANSWER = [5] * 100
 """More tokens than one event brings to a client that does not stream."""
 
 
-def dial(door: Door, session: dict[str, Any], stream: bool, n: int = 1) -> socket.socket:
+def dial(gateway: RunningGateway, session: dict[str, Any], stream: bool, n: int = 1) -> socket.socket:
     """A call on the wire, whose answer is not awaited."""
-    address = urlsplit(door.url)
+    address = urlsplit(gateway.url)
     asked = {"messages": [{"role": "user", "content": "hi"}], "stream": stream, "n": n}
     body = json.dumps(asked).encode()
     head = (
@@ -30,87 +31,91 @@ def dial(door: Door, session: dict[str, Any], stream: bool, n: int = 1) -> socke
 
 
 @pytest.mark.parametrize(("stream", "sampled"), [(False, 64), (True, 3)])
-def test_a_client_that_goes_away_aborts_its_answer(door: Door, stream: bool, sampled: int) -> None:
-    door.engine.script.append(list(LONG_ANSWER))
-    door.engine.stall_after = sampled
-    session = door.session()
-    with dial(door, session, stream) as line:
-        wait_until(lambda: door.engine.stalled)
+def test_a_client_that_goes_away_aborts_its_answer(
+    gateway: RunningGateway, stream: bool, sampled: int
+) -> None:
+    gateway.engine.script.append(list(LONG_ANSWER))
+    gateway.engine.stall_after = sampled
+    session = gateway.session()
+    with dial(gateway, session, stream) as line:
+        wait_until(lambda: gateway.engine.stalled)
         if stream:
             assert line.recv(4096).startswith(b"HTTP/1.1 200")
-    wait_until(lambda: door.turns(session))
-    (turn,) = door.turns(session)
+    wait_until(lambda: gateway.turns(session))
+    (turn,) = gateway.turns(session)
     assert (turn["finish_reason"], turn["verdict"]["code"]) == ("abort", "aborted")
     assert turn["output_ids"] == LONG_ANSWER[:sampled]
     assert turn["versions"] == [{"version": 0, "start": 0, "end": sampled}]
-    assert door.engine.aborted == [turn["turn_id"]]
+    assert gateway.engine.aborted == [turn["turn_id"]]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_before_the_first_token_aborts_too(door: Door, stream: bool) -> None:
-    door.engine.stall_after = 0
-    session = door.session()
-    with dial(door, session, stream):
-        wait_until(lambda: door.engine.stalled)
-    wait_until(lambda: door.turns(session))
-    (turn,) = door.turns(session)
+def test_a_client_that_goes_away_before_the_first_token_aborts_too(
+    gateway: RunningGateway, stream: bool
+) -> None:
+    gateway.engine.stall_after = 0
+    session = gateway.session()
+    with dial(gateway, session, stream):
+        wait_until(lambda: gateway.engine.stalled)
+    wait_until(lambda: gateway.turns(session))
+    (turn,) = gateway.turns(session)
     assert (turn["finish_reason"], turn["output_ids"]) == ("abort", [])
-    assert door.engine.aborted == [turn["turn_id"]]
+    assert gateway.engine.aborted == [turn["turn_id"]]
 
 
-def test_a_session_goes_on_after_an_aborted_call(door: Door) -> None:
-    door.engine.stall_after = 0
-    session = door.session()
-    with dial(door, session, stream=True):
-        wait_until(lambda: door.engine.stalled)
-    wait_until(lambda: door.turns(session))
-    door.engine.stall_after = None
-    reply = door.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions")
+def test_a_session_goes_on_after_an_aborted_call(gateway: RunningGateway) -> None:
+    gateway.engine.stall_after = 0
+    session = gateway.session()
+    with dial(gateway, session, stream=True):
+        wait_until(lambda: gateway.engine.stalled)
+    wait_until(lambda: gateway.turns(session))
+    gateway.engine.stall_after = None
+    reply = gateway.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions")
     assert reply.status_code == 200
-    assert [turn["finish_reason"] for turn in door.turns(session)] == ["abort", "stop"]
+    assert [turn["finish_reason"] for turn in gateway.turns(session)] == ["abort", "stop"]
 
 
-def test_of_several_choices_those_that_were_done_are_recorded_as_well(door: Door) -> None:
+def test_of_several_choices_those_that_were_done_are_recorded_as_well(gateway: RunningGateway) -> None:
     """Nobody heard of the first one either: it is aborted, and not lost."""
-    door.engine.script.extend(["short", list(LONG_ANSWER)])
-    door.engine.stall_after = 64
-    session = door.session()
-    with dial(door, session, stream=False, n=2):
-        wait_until(lambda: door.engine.stalled)
-        wait_until(lambda: len(door.engine.requests) == 2)
-    wait_until(lambda: len(door.turns(session)) == 2)
-    turns = door.turns(session)
+    gateway.engine.script.extend(["short", list(LONG_ANSWER)])
+    gateway.engine.stall_after = 64
+    session = gateway.session()
+    with dial(gateway, session, stream=False, n=2):
+        wait_until(lambda: gateway.engine.stalled)
+        wait_until(lambda: len(gateway.engine.requests) == 2)
+    wait_until(lambda: len(gateway.turns(session)) == 2)
+    turns = gateway.turns(session)
     assert {turn["verdict"]["code"] for turn in turns} == {"aborted"}
     assert sorted(turn["output_len"] for turn in turns)[1] == 64
 
 
 def test_a_turn_that_is_lost_after_its_client_left_is_an_error_in_the_log(
-    door: Door, caplog: pytest.LogCaptureFixture
+    gateway: RunningGateway, caplog: pytest.LogCaptureFixture
 ) -> None:
-    session = door.session()
+    session = gateway.session()
 
     def appending() -> int:
         """Bytes that wait at Redis behind an append that it holds back; -1 while it holds none back."""
-        lines = door.redis.client_list()
+        lines = gateway.redis.client_list()
         held = (line["qbuf"] for line in lines if "b" in line["flags"] and line["cmd"] == "evalsha")
         return int(next(held, -1))
 
     def errors() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
 
-    door.redis.config_set("maxmemory", 1)
-    door.redis.client_pause(30_000, all=False)
+    gateway.redis.config_set("maxmemory", 1)
+    gateway.redis.client_pause(30_000, all=False)
     try:
-        with dial(door, session, stream=False):
+        with dial(gateway, session, stream=False):
             wait_until(lambda: appending() >= 0)
             before = appending()
         wait_until(lambda: appending() > before)  # the second try
-        door.redis.client_unpause()
+        gateway.redis.client_unpause()
         wait_until(errors)
     finally:
-        door.redis.client_unpause()
-        door.redis.config_set("maxmemory", 0)
-    (request,) = door.engine.requests
+        gateway.redis.client_unpause()
+        gateway.redis.config_set("maxmemory", 0)
+    (request,) = gateway.engine.requests
     (said,) = errors()
     assert said.startswith(f"turn {request['rid']} is not recorded: Redis: ")
-    assert door.turns(session) == []
+    assert gateway.turns(session) == []

@@ -12,16 +12,16 @@ import pytest
 
 from gateway.cancellation import cancel_and_wait
 from rollout_queue.http.server import KEEP_ALIVE_S
-from tests.gateway.conftest import Stage
+from tests.support.gateway.running import Backends
 from tests.support.serving import free_port
 
 
-def start(stage: Stage, tiny_model: Path, **variables: str) -> tuple[subprocess.Popen[str], str]:
+def start(backends: Backends, tiny_model: Path, **variables: str) -> tuple[subprocess.Popen[str], str]:
     port = free_port()
     environment = os.environ | {
-        "WEIR_REDIS_URL": stage.redis_url,
+        "WEIR_REDIS_URL": backends.redis_url,
         "WEIR_MODEL_PATH": str(tiny_model),
-        "WEIR_ENGINES": stage.engine_url,
+        "WEIR_ENGINES": backends.engine_url,
         "WEIR_GATEWAY__PORT": str(port),
         **variables,
     }
@@ -30,8 +30,8 @@ def start(stage: Stage, tiny_model: Path, **variables: str) -> tuple[subprocess.
     return process, f"http://127.0.0.1:{port}"
 
 
-def test_sigterm_ends_it_with_0(stage: Stage, tiny_model: Path) -> None:
-    process, url = start(stage, tiny_model)
+def test_sigterm_ends_it_with_0(backends: Backends, tiny_model: Path) -> None:
+    process, url = start(backends, tiny_model)
     client = httpx.Client(transport=httpx.HTTPTransport(retries=10), base_url=url)
     assert client.get("/live", timeout=20).json() == {"live": True}
     client.close()
@@ -41,8 +41,8 @@ def test_sigterm_ends_it_with_0(stage: Stage, tiny_model: Path) -> None:
     assert "no keys are set" in said
 
 
-def test_without_keys_it_does_not_listen_to_the_network(stage: Stage, tiny_model: Path) -> None:
-    process, _ = start(stage, tiny_model, WEIR_GATEWAY__HOST="0.0.0.0")
+def test_without_keys_it_does_not_listen_to_the_network(backends: Backends, tiny_model: Path) -> None:
+    process, _ = start(backends, tiny_model, WEIR_GATEWAY__HOST="0.0.0.0")
     _, said = process.communicate(timeout=20)
     assert process.returncode == 1
     assert "refusing to listen on 0.0.0.0 without keys" in said

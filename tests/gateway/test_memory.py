@@ -21,7 +21,8 @@ from gateway.edge.disconnect import WATCH_AFTER_S
 from gateway.settings import LimitSettings
 from rollout_queue.redis import keys
 from rollout_queue.redis.head_cache import OVERHEAD, HeadCache
-from tests.gateway.conftest import Door, Stage, wait_until
+from tests.support.gateway.running import Backends, RunningGateway
+from tests.support.waiting import wait_until
 
 KIB = 1024
 SOME_SESSIONS = 20 * 2 * OVERHEAD
@@ -65,9 +66,11 @@ def least_growth(batches: Iterable[Callable[[], object]]) -> int:
     return min(growths)
 
 
-def test_ten_thousand_idle_sessions_take_no_memory_of_the_gateway(door: Door, stage: Stage) -> None:
+def test_ten_thousand_idle_sessions_take_no_memory_of_the_gateway(
+    gateway: RunningGateway, backends: Backends
+) -> None:
     limits = LimitSettings(open_sessions=20_000, open_sessions_per_key=20_000, requests_per_minute=10**6)
-    with stage.door(limits=limits) as limited:
+    with backends.gateway(limits=limits) as limited:
 
         def open_a_thousand() -> None:
             assert limited.post("/groups", {"size": 970}).status_code == 201
@@ -78,14 +81,14 @@ def test_ten_thousand_idle_sessions_take_no_memory_of_the_gateway(door: Door, st
             open_a_thousand()
         with traced():
             assert least_growth([open_a_thousand] * 3) < 16 * KIB
-    assert door.redis.zcard(keys.SESSIONS) == 10_000
+    assert gateway.redis.zcard(keys.SESSIONS) == 10_000
 
 
 def test_the_gateway_remembers_so_many_sessions_and_no_more(
-    door: Door, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    gateway: RunningGateway, backends: Backends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollout_queue.redis.writer.HeadCache", lambda: HeadCache(SOME_SESSIONS))
-    with stage.door() as forgetful, traced():
+    with backends.gateway() as forgetful, traced():
         wait_until(lambda: forgetful.get("/ready").status_code == 200)
 
         def sessions_call() -> None:
@@ -95,34 +98,34 @@ def test_the_gateway_remembers_so_many_sessions_and_no_more(
         assert least_growth([sessions_call] * 4) < 16 * KIB
 
 
-def test_a_client_that_does_not_read_holds_its_stream_back(door: Door) -> None:
+def test_a_client_that_does_not_read_holds_its_stream_back(gateway: RunningGateway) -> None:
     """Whoever is not held back would come to the end, and hold in memory what the client has not read."""
-    with slow_reader(door) as (session, line):
+    with slow_reader(gateway) as (session, line):
         wait_until(lambda: stuck(line), timeout_s=30)
-        assert door.turns(session) == []
+        assert gateway.turns(session) == []
         said = read_to_the_end(line)
         assert said.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         assert len(said) > 3 * BETWEEN_BYTES
-        (turn,) = door.turns(session)
+        (turn,) = gateway.turns(session)
         assert (turn["finish_reason"], turn["output_len"]) == ("stop", ANSWER + 1)
 
 
-def test_a_client_that_never_reads_and_goes_away_aborts_its_answer(door: Door) -> None:
-    with slow_reader(door) as (session, line):
+def test_a_client_that_never_reads_and_goes_away_aborts_its_answer(gateway: RunningGateway) -> None:
+    with slow_reader(gateway) as (session, line):
         wait_until(lambda: stuck(line), timeout_s=30)
         time.sleep(2 * WATCH_AFTER_S)  # on a busy machine an answer may be stuck before anybody looks
         line.close()
-        wait_until(lambda: door.turns(session), timeout_s=5)
-        (turn,) = door.turns(session)
+        wait_until(lambda: gateway.turns(session), timeout_s=5)
+        (turn,) = gateway.turns(session)
         assert (turn["finish_reason"], turn["verdict"]["code"]) == ("abort", "aborted")
 
 
 @contextmanager
-def slow_reader(door: Door) -> Iterator[tuple[dict[str, Any], socket.socket]]:
+def slow_reader(gateway: RunningGateway) -> Iterator[tuple[dict[str, Any], socket.socket]]:
     """A client that has asked for a long answer with logprobs, streaming, and reads nothing of it."""
-    door.engine.script.append([300] * ANSWER)
-    door.engine.pace_s = 0.0002  # what comes in one piece goes out in one, whoever reads
-    session, address = door.session(), urlsplit(door.url)
+    gateway.engine.script.append([300] * ANSWER)
+    gateway.engine.pace_s = 0.0002  # what comes in one piece goes out in one, whoever reads
+    session, address = gateway.session(), urlsplit(gateway.url)
     call = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "logprobs": True}
     body = json.dumps(call).encode()
     head = (

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API at the gateway's door."""
+"""Anthropic's Messages API over HTTP."""
 
 import json
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gateway.conftest import Door
+from tests.support.gateway.running import RunningGateway
 
 UUID = "0b0b0b0b-1111-2222-3333-444444444444"
 WEATHER = {"name": "weather", "description": "…", "input_schema": {"type": "object", "properties": {}}}
 
 
-def ask(door: Door, messages: list[Any], path: str = "/v1/messages", **more: Any) -> Any:
-    return door.post(path, {"model": "claude-x", "max_tokens": 64, "messages": messages, **more})
+def ask(gateway: RunningGateway, messages: list[Any], path: str = "/v1/messages", **more: Any) -> Any:
+    return gateway.post(path, {"model": "claude-x", "max_tokens": 64, "messages": messages, **more})
 
 
 def events_of(reply: httpx.Response) -> list[dict[str, Any]]:
@@ -26,29 +26,29 @@ def events_of(reply: httpx.Response) -> list[dict[str, Any]]:
     return events
 
 
-def test_a_message_is_answered_as_anthropics_clients_expect(door: Door) -> None:
-    reply = ask(door, [{"role": "user", "content": "hi"}], system="be kind")
+def test_a_message_is_answered_as_anthropics_clients_expect(gateway: RunningGateway) -> None:
+    reply = ask(gateway, [{"role": "user", "content": "hi"}], system="be kind")
     body = reply.json()
     assert reply.status_code == 200
     assert (body["type"], body["role"], body["model"]) == ("message", "assistant", "claude-x")
     assert body["content"] == [{"type": "text", "text": "hello"}]
     assert (body["stop_reason"], body["stop_sequence"]) == ("end_turn", None)
-    (turn,) = door.turns({"session_id": reply.headers["x-weir-session-id"]})
+    (turn,) = gateway.turns({"session_id": reply.headers["x-weir-session-id"]})
     assert body["usage"]["output_tokens"] == turn["output_len"]
     assert body["usage"]["input_tokens"] == turn["context_len"]
     assert reply.headers["request-id"] == reply.headers["x-request-id"]
-    prompt = door.engine.tokenizer.decode(turn["context_ids"], skip_special_tokens=False)
+    prompt = gateway.engine.tokenizer.decode(turn["context_ids"], skip_special_tokens=False)
     assert "<|im_start|>system\nbe kind<|im_end|>" in prompt
 
 
-def test_a_tool_loop_in_blocks_extends_the_first_turn(door: Door) -> None:
-    session = door.session()
+def test_a_tool_loop_in_blocks_extends_the_first_turn(gateway: RunningGateway) -> None:
+    session = gateway.session()
     path = f"/sessions/{session['session_id']}/v1/messages"
-    door.engine.script.append(
+    gateway.engine.script.append(
         'let me see\n<tool_call>\n{"name": "weather", "arguments": {"b": 1, "a": "ü"}}\n</tool_call>'
     )
     history: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "what is it like?"}]}]
-    first = ask(door, history, path, tools=[WEATHER]).json()
+    first = ask(gateway, history, path, tools=[WEATHER]).json()
     text, call = first["content"]
     assert text == {"type": "text", "text": "let me see"}
     assert (call["type"], call["name"], call["input"]) == ("tool_use", "weather", {"a": "ü", "b": 1})
@@ -61,20 +61,20 @@ def test_a_tool_loop_in_blocks_extends_the_first_turn(door: Door) -> None:
         "is_error": False,
     }
     history += [{"role": "assistant", "content": [text, marked]}, {"role": "user", "content": [result]}]
-    second = ask(door, history, path, tools=[WEATHER]).json()
+    second = ask(gateway, history, path, tools=[WEATHER]).json()
     assert second["content"] == [{"type": "text", "text": "hello"}]
-    one, two = door.turns(session)
+    one, two = gateway.turns(session)
     assert (two["relation"], two["parent_id"]) == ("extends", one["turn_id"])
-    assert "sunny" in door.engine.tokenizer.decode(two["context_ids"])
+    assert "sunny" in gateway.engine.tokenizer.decode(two["context_ids"])
 
 
-def test_a_streamed_message_adds_up_to_the_plain_one(door: Door) -> None:
+def test_a_streamed_message_adds_up_to_the_plain_one(gateway: RunningGateway) -> None:
     script = "<think>\nhm\n</think>\n\nfirst this\n<tool_call>\n"
     script += '{"name": "weather", "arguments": {"a": [1]}}\n</tool_call>'
-    door.engine.script += [script, script]
+    gateway.engine.script += [script, script]
     messages = [{"role": "user", "content": "go"}]
-    plain = ask(door, messages, tools=[WEATHER]).json()
-    events = events_of(ask(door, messages, tools=[WEATHER], stream=True))
+    plain = ask(gateway, messages, tools=[WEATHER]).json()
+    events = events_of(ask(gateway, messages, tools=[WEATHER], stream=True))
     kinds = [event["type"] for event in events if event["type"] != "ping"]
     assert kinds[0] == "message_start"
     assert kinds[-2:] == ["message_delta", "message_stop"]
@@ -106,125 +106,125 @@ def test_a_streamed_message_adds_up_to_the_plain_one(door: Door) -> None:
     assert starts == sum(kind == "content_block_stop" for kind in kinds) == 3
 
 
-def test_a_stop_sequence_is_named(door: Door) -> None:
-    door.engine.script.append("one STOP two")
-    body = ask(door, [{"role": "user", "content": "count"}], stop_sequences=["STOP"]).json()
+def test_a_stop_sequence_is_named(gateway: RunningGateway) -> None:
+    gateway.engine.script.append("one STOP two")
+    body = ask(gateway, [{"role": "user", "content": "count"}], stop_sequences=["STOP"]).json()
     assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "STOP")
     assert body["content"] == [{"type": "text", "text": "one"}]
 
 
-def test_a_call_whose_arguments_are_no_object_survives_the_round_trip(door: Door) -> None:
-    session = door.session()
+def test_a_call_whose_arguments_are_no_object_survives_the_round_trip(gateway: RunningGateway) -> None:
+    session = gateway.session()
     path = f"/sessions/{session['session_id']}/v1/messages"
-    door.engine.script.append('<tool_call>\n{"name": "weather", "arguments": [1, 2]}\n</tool_call>')
+    gateway.engine.script.append('<tool_call>\n{"name": "weather", "arguments": [1, 2]}\n</tool_call>')
     history: list[Any] = [{"role": "user", "content": "go"}]
-    first = ask(door, history, path, tools=[WEATHER])
+    first = ask(gateway, history, path, tools=[WEATHER])
     assert first.status_code == 200
     history += [
         {"role": "assistant", "content": first.json()["content"]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": "no"}]},
     ]
-    assert ask(door, history, path, tools=[WEATHER]).status_code == 200
-    assert [turn["relation"] for turn in door.turns(session)] == ["root", "extends"]
+    assert ask(gateway, history, path, tools=[WEATHER]).status_code == 200
+    assert [turn["relation"] for turn in gateway.turns(session)] == ["root", "extends"]
 
 
-def test_count_tokens_counts_the_prompt_that_a_call_would_have(door: Door) -> None:
+def test_count_tokens_counts_the_prompt_that_a_call_would_have(gateway: RunningGateway) -> None:
     messages = [{"role": "user", "content": "how long is this?"}]
-    said = door.post("/v1/messages/count_tokens", {"messages": messages, "tools": [WEATHER]}).json()
-    asked = ask(door, messages, tools=[WEATHER]).json()
+    said = gateway.post("/v1/messages/count_tokens", {"messages": messages, "tools": [WEATHER]}).json()
+    asked = ask(gateway, messages, tools=[WEATHER]).json()
     assert said == {"input_tokens": asked["usage"]["input_tokens"]}
-    assert len(door.engine.requests) == 1
+    assert len(gateway.engine.requests) == 1
 
 
 @pytest.mark.parametrize("user_id", [f"user_abc_account__session_{UUID}", json.dumps({"session_id": UUID})])
-def test_claude_codes_metadata_names_the_session(door: Door, user_id: str) -> None:
-    reply = ask(door, [{"role": "user", "content": "hi"}], metadata={"user_id": user_id})
+def test_claude_codes_metadata_names_the_session(gateway: RunningGateway, user_id: str) -> None:
+    reply = ask(gateway, [{"role": "user", "content": "hi"}], metadata={"user_id": user_id})
     assert reply.headers["x-weir-session-id"] == UUID
 
 
 @pytest.mark.parametrize(
     "user_id", ["user-7", "{}", '{"session_id": 7}', '{"session_id": "a/b"}', "[" * 9999]
 )
-def test_a_user_who_is_no_session_names_none(door: Door, user_id: str) -> None:
-    reply = ask(door, [{"role": "user", "content": "hi"}], metadata={"user_id": user_id})
+def test_a_user_who_is_no_session_names_none(gateway: RunningGateway, user_id: str) -> None:
+    reply = ask(gateway, [{"role": "user", "content": "hi"}], metadata={"user_id": user_id})
     assert reply.status_code == 200
-    assert door.get(f"/sessions/{reply.headers['x-weir-session-id']}").json()["inferred"] is True
+    assert gateway.get(f"/sessions/{reply.headers['x-weir-session-id']}").json()["inferred"] is True
 
 
-def test_claude_code_with_a_sessions_key_is_in_that_session(door: Door) -> None:
+def test_claude_code_with_a_sessions_key_is_in_that_session(gateway: RunningGateway) -> None:
     """It stamps its own conversation on every call, and does not name one of ours by it."""
-    session = door.session()
+    session = gateway.session()
     stamp = {"headers": {"x-claude-code-session-id": UUID}}
     metadata = {"user_id": json.dumps({"device_id": "d", "account_uuid": "", "session_id": UUID})}
     body = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}], "metadata": metadata}
     path = f"/sessions/{session['session_id']}/v1/messages"
     for reply in (
-        door.post("/v1/messages", body, key=session["api_key"], **stamp),
-        door.post(path, body, key=session["api_key"], **stamp),
-        door.post(path, body, **stamp),
+        gateway.post("/v1/messages", body, key=session["api_key"], **stamp),
+        gateway.post(path, body, key=session["api_key"], **stamp),
+        gateway.post(path, body, **stamp),
     ):
         assert reply.headers.get("x-weir-session-id") == session["session_id"], reply.text
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
 def test_a_thread_is_refused_in_the_words_that_make_the_sdk_send_whole_histories(
-    door: Door, path: str
+    gateway: RunningGateway, path: str
 ) -> None:
     thread = {"type": "continue", "previous_message_id": "msg_1"}
-    reply = ask(door, [{"role": "user", "content": "and then?"}], path, thread=thread)
+    reply = ask(gateway, [{"role": "user", "content": "and then?"}], path, thread=thread)
     assert (reply.status_code, reply.json()["type"]) == (400, "error")
     error = reply.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", "thread")
     assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-    assert not door.engine.requests
+    assert not gateway.engine.requests
 
 
-def test_a_call_that_comes_back_is_written_as_it_was_sampled(door: Door) -> None:
+def test_a_call_that_comes_back_is_written_as_it_was_sampled(gateway: RunningGateway) -> None:
     """A new question has the template render the whole history: its tokens are the recorded ones."""
-    session = door.session()
+    session = gateway.session()
     path = f"/sessions/{session['session_id']}/v1/messages"
-    door.engine.script.append(
+    gateway.engine.script.append(
         '<tool_call>\n{"name": "weather", "arguments": {"at": "Zürich", "n": [1, 2]}}\n</tool_call>'
     )
     history: list[Any] = [{"role": "user", "content": "what is it like?"}]
-    first = ask(door, history, path, tools=[WEATHER]).json()
+    first = ask(gateway, history, path, tools=[WEATHER]).json()
     history += [
         {"role": "assistant", "content": first["content"]},
         {"role": "user", "content": "no, tell me of yourself"},
     ]
-    ask(door, history, path, tools=[WEATHER])
-    one, two = door.turns(session)
+    ask(gateway, history, path, tools=[WEATHER])
+    one, two = gateway.turns(session)
     assert (two["relation"], two["parent_id"]) == ("extends", one["turn_id"])
 
 
 @pytest.mark.parametrize(
     "field", [lambda form: {"output_config": {"format": form}}, lambda form: {"output_format": form}]
 )
-def test_an_output_format_holds_the_answer_to_its_schema(door: Door, field: Any) -> None:
+def test_an_output_format_holds_the_answer_to_its_schema(gateway: RunningGateway, field: Any) -> None:
     schema = {"type": "object", "properties": {"digit": {"type": "integer"}}, "required": ["digit"]}
-    door.engine.script.append('{"digit": 7}')
+    gateway.engine.script.append('{"digit": 7}')
     form = {"type": "json_schema", "schema": schema}
-    reply = ask(door, [{"role": "user", "content": "a digit?"}], **field(form))
+    reply = ask(gateway, [{"role": "user", "content": "a digit?"}], **field(form))
     assert reply.json()["content"] == [{"type": "text", "text": '{"digit": 7}'}]
-    tag = json.loads(door.engine.requests[0]["sampling_params"]["structural_tag"])
+    tag = json.loads(gateway.engine.requests[0]["sampling_params"]["structural_tag"])
     assert json.dumps(schema) in json.dumps(tag)
-    (turn,) = door.turns({"session_id": reply.headers["x-weir-session-id"]})
+    (turn,) = gateway.turns({"session_id": reply.headers["x-weir-session-id"]})
     assert turn["sampling"]["used"]["constraint"] == "json_schema"
 
 
-def test_an_effort_alone_holds_the_answer_to_nothing(door: Door) -> None:
-    reply = ask(door, [{"role": "user", "content": "hi"}], output_config={"effort": "low", "format": None})
+def test_an_effort_alone_holds_the_answer_to_nothing(gateway: RunningGateway) -> None:
+    reply = ask(gateway, [{"role": "user", "content": "hi"}], output_config={"effort": "low", "format": None})
     assert reply.status_code == 200
-    assert "structural_tag" not in door.engine.requests[0]["sampling_params"]
+    assert "structural_tag" not in gateway.engine.requests[0]["sampling_params"]
 
 
-def test_token_ids_come_on_request(door: Door) -> None:
+def test_token_ids_come_on_request(gateway: RunningGateway) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    reply = ask(door, messages, return_token_ids=True)
-    (turn,) = door.turns({"session_id": reply.headers["x-weir-session-id"]})
+    reply = ask(gateway, messages, return_token_ids=True)
+    (turn,) = gateway.turns({"session_id": reply.headers["x-weir-session-id"]})
     assert reply.json()["token_ids"] == turn["output_ids"]
     assert reply.json()["prompt_token_ids"] == turn["context_ids"]
-    events = events_of(ask(door, messages, return_token_ids=True, stream=True))
+    events = events_of(ask(gateway, messages, return_token_ids=True, stream=True))
     (ending,) = [event for event in events if event["type"] == "message_delta"]
     assert ending["prompt_token_ids"] == turn["context_ids"]
     assert len(ending["token_ids"]) == turn["output_len"]
@@ -248,20 +248,20 @@ def test_token_ids_come_on_request(door: Door) -> None:
         ({"output_format": {"type": "json_schema", "schema": {"$ref": "http://x"}}}, "output_format"),
     ],
 )
-def test_a_bad_request_is_named_in_anthropics_shape(door: Door, change: Any, param: str) -> None:
+def test_a_bad_request_is_named_in_anthropics_shape(gateway: RunningGateway, change: Any, param: str) -> None:
     body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}], **change}
-    reply = door.post("/v1/messages", body)
+    reply = gateway.post("/v1/messages", body)
     assert reply.status_code == 400
     assert reply.json()["type"] == "error"
     assert reply.json()["error"]["type"] == "invalid_request_error"
     assert reply.json()["error"]["param"] == param
-    assert not door.engine.requests
+    assert not gateway.engine.requests
 
 
-def test_tools_that_anthropics_servers_run_are_left_out(door: Door) -> None:
+def test_tools_that_anthropics_servers_run_are_left_out(gateway: RunningGateway) -> None:
     tools = [{"type": "web_search_20250305", "name": "web_search"}, WEATHER]
-    reply = ask(door, [{"role": "user", "content": "hi"}], tools=tools)
-    (turn,) = door.turns({"session_id": reply.headers["x-weir-session-id"]})
-    prompt = door.engine.tokenizer.decode(turn["context_ids"])
+    reply = ask(gateway, [{"role": "user", "content": "hi"}], tools=tools)
+    (turn,) = gateway.turns({"session_id": reply.headers["x-weir-session-id"]})
+    prompt = gateway.engine.tokenizer.decode(turn["context_ids"])
     assert "weather" in prompt
     assert "web_search" not in prompt

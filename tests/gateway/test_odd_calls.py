@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.conftest import Door
+from tests.support.gateway.running import RunningGateway
 
 PARAMETERS = {"type": "object", "properties": {"x": {"type": "string"}}}
 ODD = {
@@ -41,16 +41,16 @@ BODIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("odd", ODD)
-def test_an_odd_call_is_no_error(door: Door, odd: str, path: str, stream: bool) -> None:
-    door.engine.script.append(f"<tool_call>\n{ODD[odd]}\n</tool_call>")
-    session = door.session()
-    reply = door.post(f"/sessions/{session['session_id']}/v1/{path}", {**BODIES[path], "stream": stream})
+def test_an_odd_call_is_no_error(gateway: RunningGateway, odd: str, path: str, stream: bool) -> None:
+    gateway.engine.script.append(f"<tool_call>\n{ODD[odd]}\n</tool_call>")
+    session = gateway.session()
+    reply = gateway.post(f"/sessions/{session['session_id']}/v1/{path}", {**BODIES[path], "stream": stream})
     assert reply.status_code == 200, reply.text
     assert '"error":{' not in reply.text
-    assert len(door.turns(session)) == 1
+    assert len(gateway.turns(session)) == 1
 
 
-def test_a_call_that_is_refused_leaves_no_session_behind(door: Door) -> None:
+def test_a_call_that_is_refused_leaves_no_session_behind(gateway: RunningGateway) -> None:
     for stream in (False, True):
-        assert door.chat("word " * 6000, stream=stream).status_code == 400
-    assert door.get("/sessions").json()["data"] == []
+        assert gateway.chat("word " * 6000, stream=stream).status_code == 400
+    assert gateway.get("/sessions").json()["data"] == []

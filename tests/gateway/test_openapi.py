@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.gateway.conftest import ADMIN_KEY, CLIENT_KEY, Stage
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends
 
 SCHEMATHESIS = Path(sys.executable).with_name("schemathesis")
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 
 
-def test_every_path_of_the_contract_is_published(stage: Stage) -> None:
-    with stage.door() as door:
-        paths = door.get("/openapi.json").json()["paths"]
+def test_every_path_of_the_contract_is_published(backends: Backends) -> None:
+    with backends.gateway() as gateway:
+        paths = gateway.get("/openapi.json").json()["paths"]
     for path in ("chat/completions", "completions", "responses", "messages", "messages/count_tokens"):
         assert {f"/v1/{path}", f"/sessions/{{session_id}}/v1/{path}"} <= set(paths)
     for path, operations in paths.items():
@@ -33,10 +33,10 @@ def test_every_path_of_the_contract_is_published(stage: Stage) -> None:
     ids=["agent", "operator"],
 )
 def test_strangers_find_no_500_and_no_undocumented_shape(
-    stage: Stage, paths: str, key: str, tmp_path: Path
+    backends: Backends, paths: str, key: str, tmp_path: Path
 ) -> None:
-    with stage.door() as door:
-        command = [str(SCHEMATHESIS), "--config-file", str(CONFIG), "run", f"{door.url}/openapi.json"]
+    with backends.gateway() as gateway:
+        command = [str(SCHEMATHESIS), "--config-file", str(CONFIG), "run", f"{gateway.url}/openapi.json"]
         command += ["--include-path-regex", paths, "-H", f"Authorization: Bearer {key}"]
         command += ["--max-examples", "5", "--seed", "7", "--suppress-health-check", "all"]
         command += ["--generation-database", ":memory:", "--no-color"]
@@ -45,4 +45,4 @@ def test_strangers_find_no_500_and_no_undocumented_shape(
         assert run.returncode == 0, run.stdout[-6000:]
         assert tested is not None
         assert int(tested[1]) >= 9
-        assert door.get("/live").status_code == 200
+        assert gateway.get("/live").status_code == 200

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gateway.language.fast_parse import FastParser
 from gateway.language.partial_parse import markup_of
 from gateway.language.render import ChatRenderer, ParsedAnswer
-from tests.gateway.test_deltas import TEXTS
+from tests.support.gateway.examples import TEXTS
 from tests.support.gateway.families_agent import renderer_of
 from tests.support.gateway.families_models import CONTROL_TOKENS
 

@@ -19,9 +19,10 @@ from starlette.routing import Route
 
 from rollout_queue.redis import keys
 from rollout_queue.redis.policies import KnownPolicies, PolicyRegister
-from tests.gateway.conftest import ADMIN_KEY, Door, Stage, wait_until
 from tests.support.claimed import claimed_reader
+from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 from tests.support.serving import serving
+from tests.support.waiting import wait_until
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.publishing.gateway_client import GatewayClient
 from trainer_service.publishing.publisher import Publisher
@@ -77,22 +78,22 @@ class Actor:
 
 
 @pytest.fixture(scope="module")
-def fleet_url(stage: Stage) -> Iterator[tuple[str, bytes]]:
+def fleet_url(backends: Backends) -> Iterator[tuple[str, bytes]]:
     """A gateway without bare engines, and its secret."""
-    stage.clear(None)
-    with stage.gateway(engines=[]) as url:
-        yield url, bytes(stage.redis.get(keys.SECRET) or b"")  # type: ignore[arg-type]
+    backends.clear(None)
+    with backends.gateway_url(engines=[]) as url:
+        yield url, bytes(backends.redis.get(keys.SECRET) or b"")  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def door(stage: Stage, fleet_url: tuple[str, bytes]) -> Iterator[Door]:
+def gateway(backends: Backends, fleet_url: tuple[str, bytes]) -> Iterator[RunningGateway]:
     url, secret = fleet_url
-    stage.clear(secret)
+    backends.clear(secret)
     with httpx.Client(timeout=10) as http:
-        door = Door(url, stage.engine, stage.redis, http)
-        wait_until(lambda: status_of(door)["rollout_servers"] == [])
-        wait_until(lambda: status_of(door)["policy"]["serving"] is None)
-        yield door
+        gateway = RunningGateway(url, backends.engine, backends.redis, http)
+        wait_until(lambda: status_of(gateway)["rollout_servers"] == [])
+        wait_until(lambda: status_of(gateway)["policy"]["serving"] is None)
+        yield gateway
 
 
 @pytest.fixture(scope="module")
@@ -104,37 +105,43 @@ def actors() -> Iterator[list[tuple[str, Actor]]]:
 
 
 @pytest.fixture
-def servers(door: Door, stage: Stage, actors: list[tuple[str, Actor]]) -> list[FakeRolloutServer]:
+def servers(
+    gateway: RunningGateway, backends: Backends, actors: list[tuple[str, Actor]]
+) -> list[FakeRolloutServer]:
     for index, (url, actor) in enumerate(actors):
         actor.part = FakeRolloutServer()
-        register(door, f"r{index}", url, stage.engine_url)
+        register(gateway, f"r{index}", url, backends.engine_url)
     return [actor.part for _, actor in actors]
 
 
-def register(door: Door, server_id: str, url: str, engine_url: str) -> Any:
+def register(gateway: RunningGateway, server_id: str, url: str, engine_url: str) -> Any:
     body = {"id": server_id, "url": url, "engine_url": engine_url}
-    reply = door.post("/admin/rollout_servers", body, key=ADMIN_KEY)
+    reply = gateway.post("/admin/rollout_servers", body, key=ADMIN_KEY)
     assert reply.status_code == 200, reply.text
     return reply.json()
 
 
-def status_of(door: Door) -> Any:
-    return door.get("/admin/status", key=ADMIN_KEY).json()
+def status_of(gateway: RunningGateway) -> Any:
+    return gateway.get("/admin/status", key=ADMIN_KEY).json()
 
 
-def publish(door: Door, version: int | None, **fields: Any) -> Any:
+def publish(gateway: RunningGateway, version: int | None, **fields: Any) -> Any:
     body = {"version": version, "location": f"file:///policies/{version}", **fields}
-    return door.post("/admin/policies", body, key=ADMIN_KEY)
+    return gateway.post("/admin/policies", body, key=ADMIN_KEY)
 
 
-def test_registration_makes_the_first_version_known(door: Door, servers: list[FakeRolloutServer]) -> None:
-    (record,) = door.get("/admin/policies", key=ADMIN_KEY).json()["data"]
+def test_registration_makes_the_first_version_known(
+    gateway: RunningGateway, servers: list[FakeRolloutServer]
+) -> None:
+    (record,) = gateway.get("/admin/policies", key=ADMIN_KEY).json()["data"]
     assert (record["version"], record["state"], record["location"]) == (0, "serving", None)
     assert servers[0].keys == {f"Bearer {ADMIN_KEY}"}
 
 
-def test_a_push_reaches_every_server_and_reports_each(door: Door, servers: list[FakeRolloutServer]) -> None:
-    reply = publish(door, 3, manifest_sha256=64 * "a", step=9)
+def test_a_push_reaches_every_server_and_reports_each(
+    gateway: RunningGateway, servers: list[FakeRolloutServer]
+) -> None:
+    reply = publish(gateway, 3, manifest_sha256=64 * "a", step=9)
     assert reply.status_code == 200
     assert [(r["server"], r["ok"], r["version_served"]) for r in reply.json()["results"]] == [
         ("r0", True, 3),
@@ -143,42 +150,44 @@ def test_a_push_reaches_every_server_and_reports_each(door: Door, servers: list[
     assert servers[1].reloads == [
         {"version": 3, "location": "file:///policies/3", "manifest_sha256": 64 * "a", "force": False}
     ]
-    assert door.get("/admin/status", key=ADMIN_KEY).json()["policy"]["serving"] == 3
+    assert gateway.get("/admin/status", key=ADMIN_KEY).json()["policy"]["serving"] == 3
 
 
 def test_one_failure_is_207_and_the_failed_server_leaves_rotation(
-    door: Door, servers: list[FakeRolloutServer]
+    gateway: RunningGateway, servers: list[FakeRolloutServer]
 ) -> None:
     servers[0].refuse = True
-    reply = publish(door, 3)
+    reply = publish(gateway, 3)
     assert reply.status_code == 207
     assert reply.json()["results"][0]["error"] == "a tensor is missing"
-    session = door.session()
+    session = gateway.session()
     for _ in range(4):
-        door.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions")
-    turns = door.get(f"/sessions/{session['session_id']}").json()["turns"]
+        gateway.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions")
+    turns = gateway.get(f"/sessions/{session['session_id']}").json()["turns"]
     assert {turn["engine"] for turn in turns} == {"r1"}
 
 
-def test_when_all_fail_the_old_version_is_served_on(door: Door, servers: list[FakeRolloutServer]) -> None:
+def test_when_all_fail_the_old_version_is_served_on(
+    gateway: RunningGateway, servers: list[FakeRolloutServer]
+) -> None:
     for server in servers:
         server.refuse = True
-    assert publish(door, 3).status_code == 207
-    assert door.get("/admin/status", key=ADMIN_KEY).json()["policy"]["serving"] == 0
-    assert door.chat().status_code == 200
+    assert publish(gateway, 3).status_code == 207
+    assert gateway.get("/admin/status", key=ADMIN_KEY).json()["policy"]["serving"] == 0
+    assert gateway.chat().status_code == 200
 
 
 def test_a_slow_server_does_not_keep_the_others_out_of_rotation(
-    door: Door, servers: list[FakeRolloutServer]
+    gateway: RunningGateway, servers: list[FakeRolloutServer]
 ) -> None:
     servers[1].slow = True
     with ThreadPoolExecutor() as pool:
-        push = pool.submit(publish, door, 3)
+        push = pool.submit(publish, gateway, 3)
         try:
-            wait_until(lambda: status_of(door)["policy"]["serving"] == 3)
-            session = door.session()
-            door.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions")
-            assert [turn["engine"] for turn in door.turns(session)] == ["r0"]
+            wait_until(lambda: status_of(gateway)["policy"]["serving"] == 3)
+            session = gateway.session()
+            gateway.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions")
+            assert [turn["engine"] for turn in gateway.turns(session)] == ["r0"]
         finally:
             servers[1].slow = False
         assert push.result().status_code == 200
@@ -186,86 +195,93 @@ def test_a_slow_server_does_not_keep_the_others_out_of_rotation(
 
 @pytest.mark.parametrize("nonsense", [[], {}, "yes", {"ok": True}, {"ok": True, "version": 2}])
 def test_a_server_that_does_not_prove_the_version_failed(
-    door: Door, servers: list[FakeRolloutServer], nonsense: Any
+    gateway: RunningGateway, servers: list[FakeRolloutServer], nonsense: Any
 ) -> None:
     servers[0].nonsense = nonsense
-    reply = publish(door, 3)
+    reply = publish(gateway, 3)
     assert reply.status_code == 207
     assert [result["ok"] for result in reply.json()["results"]] == [False, True]
 
 
 @pytest.mark.parametrize("nonsense", [[1], {"state": 7}, {"version": 0}, "ready"])
 def test_a_server_whose_status_is_nonsense_is_dead_and_the_others_live(
-    door: Door, servers: list[FakeRolloutServer], nonsense: Any
+    gateway: RunningGateway, servers: list[FakeRolloutServer], nonsense: Any
 ) -> None:
     servers[0].status_nonsense = nonsense
-    wait_until(lambda: [s["state"] for s in status_of(door)["rollout_servers"]] == ["dead", "ready"])
+    wait_until(lambda: [s["state"] for s in status_of(gateway)["rollout_servers"]] == ["dead", "ready"])
     servers[0].status_nonsense = None
-    wait_until(lambda: [s["state"] for s in status_of(door)["rollout_servers"]] == ["ready", "ready"])
+    wait_until(lambda: [s["state"] for s in status_of(gateway)["rollout_servers"]] == ["ready", "ready"])
 
 
 def test_a_drained_server_stays_so_when_it_registers_again(
-    door: Door, servers: list[FakeRolloutServer], stage: Stage, actors: list[tuple[str, Actor]]
+    gateway: RunningGateway,
+    servers: list[FakeRolloutServer],
+    backends: Backends,
+    actors: list[tuple[str, Actor]],
 ) -> None:
-    door.post("/admin/rollout_servers/r0/drain", key=ADMIN_KEY)
-    register(door, "r0", actors[0][0], stage.engine_url)
-    states = {s["id"]: s["state"] for s in status_of(door)["rollout_servers"]}
+    gateway.post("/admin/rollout_servers/r0/drain", key=ADMIN_KEY)
+    register(gateway, "r0", actors[0][0], backends.engine_url)
+    states = {s["id"]: s["state"] for s in status_of(gateway)["rollout_servers"]}
     assert states == {"r0": "draining", "r1": "ready"}
 
 
 def test_a_known_number_that_went_by_is_not_published_again(
-    door: Door, servers: list[FakeRolloutServer]
+    gateway: RunningGateway, servers: list[FakeRolloutServer]
 ) -> None:
-    publish(door, 1)
-    publish(door, 2)
-    assert publish(door, 1).status_code == 409
-    states = {p["version"]: p["state"] for p in door.get("/admin/policies", key=ADMIN_KEY).json()["data"]}
+    publish(gateway, 1)
+    publish(gateway, 2)
+    assert publish(gateway, 1).status_code == 409
+    states = {p["version"]: p["state"] for p in gateway.get("/admin/policies", key=ADMIN_KEY).json()["data"]}
     assert states == {0: "retired", 1: "retired", 2: "serving"}
 
 
-def test_numbers_only_grow_and_name_one_content(door: Door, servers: list[FakeRolloutServer]) -> None:
-    assert publish(door, 5).status_code == 200
-    assert publish(door, 4).status_code == 409
-    assert publish(door, 5, manifest_sha256="other").status_code == 409
-    assert publish(door, 5).status_code == 200
-    assert publish(door, None).json()["version"] == 6
+def test_numbers_only_grow_and_name_one_content(
+    gateway: RunningGateway, servers: list[FakeRolloutServer]
+) -> None:
+    assert publish(gateway, 5).status_code == 200
+    assert publish(gateway, 4).status_code == 409
+    assert publish(gateway, 5, manifest_sha256="other").status_code == 409
+    assert publish(gateway, 5).status_code == 200
+    assert publish(gateway, None).json()["version"] == 6
 
 
 @pytest.mark.parametrize("number", [-1, 2**53, 2**64, 10**40])
 def test_a_number_that_not_every_reader_can_hold_is_refused(
-    door: Door, servers: list[FakeRolloutServer], number: int
+    gateway: RunningGateway, servers: list[FakeRolloutServer], number: int
 ) -> None:
     replies = [
-        publish(door, number),
-        publish(door, 3, step=number),
-        door.post("/admin/policies/rollback", {"to": number}, key=ADMIN_KEY),
+        publish(gateway, number),
+        publish(gateway, 3, step=number),
+        gateway.post("/admin/policies/rollback", {"to": number}, key=ADMIN_KEY),
     ]
     for reply in replies:
         assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
     assert not servers[0].reloads
-    assert publish(door, 2**53 - 1).status_code == 200
+    assert publish(gateway, 2**53 - 1).status_code == 200
 
 
 def test_a_rollback_serves_the_old_version_under_its_own_number(
-    door: Door, servers: list[FakeRolloutServer]
+    gateway: RunningGateway, servers: list[FakeRolloutServer]
 ) -> None:
-    publish(door, 1)
-    publish(door, 2)
-    assert door.post("/admin/policies/rollback", {"to": 1}, key=ADMIN_KEY).status_code == 200
+    publish(gateway, 1)
+    publish(gateway, 2)
+    assert gateway.post("/admin/policies/rollback", {"to": 1}, key=ADMIN_KEY).status_code == 200
     assert [server.version for server in servers] == [1, 1]
     assert servers[0].reloads[-1]["force"] is True
-    states = {p["version"]: p["state"] for p in door.get("/admin/policies", key=ADMIN_KEY).json()["data"]}
+    states = {p["version"]: p["state"] for p in gateway.get("/admin/policies", key=ADMIN_KEY).json()["data"]}
     assert states == {0: "retired", 1: "serving", 2: "retired"}
-    assert door.post("/admin/policies/rollback", {"to": 0}, key=ADMIN_KEY).status_code == 200
+    assert gateway.post("/admin/policies/rollback", {"to": 0}, key=ADMIN_KEY).status_code == 200
     assert (servers[0].version, servers[0].reloads[-1]["location"]) == (0, None)
-    assert door.post("/admin/policies/9/promote", key=ADMIN_KEY).status_code == 404
+    assert gateway.post("/admin/policies/9/promote", key=ADMIN_KEY).status_code == 404
 
 
-def test_a_server_that_joins_hears_the_current_policy(door: Door, servers: list[FakeRolloutServer]) -> None:
-    publish(door, 2, manifest_sha256=64 * "c")
+def test_a_server_that_joins_hears_the_current_policy(
+    gateway: RunningGateway, servers: list[FakeRolloutServer]
+) -> None:
+    publish(gateway, 2, manifest_sha256=64 * "c")
     late = FakeRolloutServer()
     with serving(late.app()) as url:
-        told = register(door, "late", url, url)["policy"]
+        told = register(gateway, "late", url, url)["policy"]
     assert (told["version"], told["location"], told["manifest_sha256"]) == (2, "file:///policies/2", 64 * "c")
 
 
@@ -295,48 +311,51 @@ class Trainer:
 
 
 @pytest.fixture
-def trainer(door: Door, tmp_path: Path) -> Iterator[Trainer]:
-    stream = claimed_reader(door.redis)
+def trainer(gateway: RunningGateway, tmp_path: Path) -> Iterator[Trainer]:
+    stream = claimed_reader(gateway.redis)
     store = PolicyStore(tmp_path / "policies", tmp_path, keep=1000)
     heartbeat, metrics = Heartbeat(stream, SharedState(), retry_s=0.01), TrainerMetrics(CollectorRegistry())
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-    with httpx.Client(base_url=door.url, headers=headers) as client:
+    with httpx.Client(base_url=gateway.url, headers=headers) as client:
         yield Trainer(Publisher(store, GatewayClient(client, 10.0), stream, None, heartbeat, metrics))
 
 
-def locations(door: Door) -> dict[int, str]:
-    published = door.get("/admin/policies", key=ADMIN_KEY).json()["data"]
+def locations(gateway: RunningGateway) -> dict[int, str]:
+    published = gateway.get("/admin/policies", key=ADMIN_KEY).json()["data"]
     return {policy["version"]: policy["location"] for policy in published}
 
 
 def test_a_number_that_the_trainer_works_on_is_nobody_elses(
-    door: Door, servers: list[FakeRolloutServer], trainer: Trainer
+    gateway: RunningGateway, servers: list[FakeRolloutServer], trainer: Trainer
 ) -> None:
     taken = trainer.take()
     for number in range(1, taken + 1):
-        refused = publish(door, number)
+        refused = publish(gateway, number)
         assert (refused.status_code, refused.json()["error"]["type"]) == (409, "conflict_error")
     assert not servers[0].reloads
     trainer.announce()
     assert [server.version for server in servers] == [taken, taken]
-    assert locations(door)[taken].endswith(f"/policies/v{taken:08d}")
-    assert publish(door, None).json()["version"] == taken + 1
+    assert locations(gateway)[taken].endswith(f"/policies/v{taken:08d}")
+    assert publish(gateway, None).json()["version"] == taken + 1
 
 
 def test_who_publishes_by_hand_during_a_step_gets_another_number(
-    door: Door, servers: list[FakeRolloutServer], trainer: Trainer
+    gateway: RunningGateway, servers: list[FakeRolloutServer], trainer: Trainer
 ) -> None:
     taken = trainer.take()
-    assert publish(door, None).json()["version"] == taken + 1
+    assert publish(gateway, None).json()["version"] == taken + 1
     trainer.announce()  # too late: newly published numbers only grow
-    assert locations(door) == {0: None, taken + 1: "file:///policies/None"}
+    assert locations(gateway) == {0: None, taken + 1: "file:///policies/None"}
     assert trainer.take() == taken + 2
     trainer.announce()
     assert [server.version for server in servers] == [taken + 2, taken + 2]
 
 
 def test_a_trainer_has_the_fleet_go_back_and_then_on(
-    door: Door, servers: list[FakeRolloutServer], trainer: Trainer, caplog: pytest.LogCaptureFixture
+    gateway: RunningGateway,
+    servers: list[FakeRolloutServer],
+    trainer: Trainer,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     for _ in range(3):
         trainer.take()
@@ -361,9 +380,9 @@ def test_a_trainer_has_the_fleet_go_back_and_then_on(
 
 
 def test_a_number_that_the_trainer_takes_while_another_policy_is_registered_is_its_own(
-    door: Door, monkeypatch: pytest.MonkeyPatch
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainers, look = claimed_reader(door.redis), PolicyRegister.look
+    trainers, look = claimed_reader(gateway.redis), PolicyRegister.look
     answers: list[int] = []
 
     async def look_and_pause(register: PolicyRegister) -> KnownPolicies:
@@ -374,34 +393,36 @@ def test_a_number_that_the_trainer_takes_while_another_policy_is_registered_is_i
         return known
 
     monkeypatch.setattr(PolicyRegister, "look", look_and_pause)
-    assert publish(door, None).json()["version"] == 2
+    assert publish(gateway, None).json()["version"] == 2
     assert answers == [-1]
 
 
-def test_two_who_publish_at_once_never_mean_other_weights_by_one_number(door: Door, trainer: Trainer) -> None:
+def test_two_who_publish_at_once_never_mean_other_weights_by_one_number(
+    gateway: RunningGateway, trainer: Trainer
+) -> None:
     with ThreadPoolExecutor() as pool:
-        published = [pool.submit(publish, door, None) for _ in range(40)]
+        published = [pool.submit(publish, gateway, None) for _ in range(40)]
         trained = []
         for _ in range(20):
             trained.append(trainer.take())
             trainer.announce()
         by_hand = [reply.result().json()["version"] for reply in published]
     assert len({*by_hand, *trained}) == len(by_hand) + len(trained)
-    for number, location in locations(door).items():
+    for number, location in locations(gateway).items():
         assert (number in by_hand) == (location == "file:///policies/None")
 
 
-def test_a_full_redis_takes_a_policy(door: Door) -> None:
+def test_a_full_redis_takes_a_policy(gateway: RunningGateway) -> None:
     """A trainer waits until it is served, and frees nothing meanwhile."""
-    assert publish(door, None).json()["version"] == 1
-    door.redis.config_set("maxmemory", 1)
+    assert publish(gateway, None).json()["version"] == 1
+    gateway.redis.config_set("maxmemory", 1)
     try:
-        assert publish(door, None).status_code == 200
-        assert door.redis.get(keys.SERVING) == b"2"
+        assert publish(gateway, None).status_code == 200
+        assert gateway.redis.get(keys.SERVING) == b"2"
     finally:
-        door.redis.config_set("maxmemory", 0)
+        gateway.redis.config_set("maxmemory", 0)
 
 
-def test_a_client_key_publishes_nothing(door: Door) -> None:
-    assert door.post("/admin/policies", {"location": "file:///x"}).status_code == 403
-    assert door.post("/admin/policies", {"location": 7}, key=ADMIN_KEY).status_code == 400
+def test_a_client_key_publishes_nothing(gateway: RunningGateway) -> None:
+    assert gateway.post("/admin/policies", {"location": "file:///x"}).status_code == 403
+    assert gateway.post("/admin/policies", {"location": 7}, key=ADMIN_KEY).status_code == 400

@@ -8,49 +8,50 @@ import pytest
 from typer.testing import CliRunner
 
 from rollout_queue.redis import keys
-from tests.gateway.conftest import ADMIN_KEY, Door, wait_until
-from tests.gateway.test_export import episode, export
+from tests.support.gateway.exports import episode, export
+from tests.support.gateway.running import ADMIN_KEY, RunningGateway
+from tests.support.waiting import wait_until
 from weir.__main__ import app
 
 runner = CliRunner()
 
 
-def record(door: Door) -> None:
+def record(gateway: RunningGateway) -> None:
     """Sessions of every kind that a deployment ends up with."""
     for number, member in enumerate(
-        door.post("/groups", {"size": 2, "group_id": "g", "user": "ann"}).json()["sessions"]
+        gateway.post("/groups", {"size": 2, "group_id": "g", "user": "ann"}).json()["sessions"]
     ):
         path = f"/sessions/{member['session_id']}"
-        door.chat(path=f"{path}/v1/chat/completions", text=f"try {number}", user="bob")
-        door.post(f"{path}/reward", {"value": 0.25, "key": "style", "source": "judge"})
-        door.post(f"{path}/finish", {"status": "completed", "reward": float(number)})
-    failed = episode(door, session_id="failed", metadata={"a": {"b": [1, None, "ü"]}})
-    door.post(f"/sessions/{failed['session_id']}/finish", {"status": "failed", "reason": "no sandbox"})
-    door.session(session_id="turnless", group_id="h", group_size=2)
-    door.post("/sessions/turnless/finish", {"status": "abandoned"})
-    retried = episode(door, session_id="retried", turns=1)
-    door.chat(path=f"/sessions/{retried['session_id']}/v1/chat/completions", text="once")
+        gateway.chat(path=f"{path}/v1/chat/completions", text=f"try {number}", user="bob")
+        gateway.post(f"{path}/reward", {"value": 0.25, "key": "style", "source": "judge"})
+        gateway.post(f"{path}/finish", {"status": "completed", "reward": float(number)})
+    failed = episode(gateway, session_id="failed", metadata={"a": {"b": [1, None, "ü"]}})
+    gateway.post(f"/sessions/{failed['session_id']}/finish", {"status": "failed", "reason": "no sandbox"})
+    gateway.session(session_id="turnless", group_id="h", group_size=2)
+    gateway.post("/sessions/turnless/finish", {"status": "abandoned"})
+    retried = episode(gateway, session_id="retried", turns=1)
+    gateway.chat(path=f"/sessions/{retried['session_id']}/v1/chat/completions", text="once")
     again = {"headers": {"x-stainless-retry-count": "1"}}
-    door.chat(path=f"/sessions/{retried['session_id']}/v1/chat/completions", text="once", **again)
-    episode(door, session_id="open", turns=3)
+    gateway.chat(path=f"/sessions/{retried['session_id']}/v1/chat/completions", text="once", **again)
+    episode(gateway, session_id="open", turns=3)
 
 
-def save(door: Door, path: Path, form: str = "jsonl") -> Path:
+def save(gateway: RunningGateway, path: Path, form: str = "jsonl") -> Path:
     asked = {"format": form, "empty": "true"}
-    path.write_bytes(door.get("/admin/export", key=ADMIN_KEY, params=asked).content)
+    path.write_bytes(gateway.get("/admin/export", key=ADMIN_KEY, params=asked).content)
     return path
 
 
-def weir_import(door: Door, *arguments: str | Path) -> Any:
-    pool: Any = door.redis.connection_pool.connection_kwargs
+def weir_import(gateway: RunningGateway, *arguments: str | Path) -> Any:
+    pool: Any = gateway.redis.connection_pool.connection_kwargs
     url = f"redis://{pool['host']}:{pool['port']}/{pool['db']}"
     return runner.invoke(app, ["import", *map(str, arguments), "--redis-url", url])
 
 
-def empty(door: Door) -> None:
-    secret: Any = door.redis.get(keys.SECRET)
-    door.redis.flushdb()
-    door.redis.set(keys.SECRET, secret)
+def empty(gateway: RunningGateway) -> None:
+    secret: Any = gateway.redis.get(keys.SECRET)
+    gateway.redis.flushdb()
+    gateway.redis.set(keys.SECRET, secret)
 
 
 def told(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -61,100 +62,106 @@ def told(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_what_comes_out_goes_in_and_comes_out_the_same(door: Door, tmp_path: Path, form: str) -> None:
-    record(door)
-    before, file = export(door, empty=True), save(door, tmp_path / "export", form)
-    stream = door.redis.xlen(keys.STREAM)
-    empty(door)
-    done = weir_import(door, file)
+def test_what_comes_out_goes_in_and_comes_out_the_same(
+    gateway: RunningGateway, tmp_path: Path, form: str
+) -> None:
+    record(gateway)
+    before, file = export(gateway, empty=True), save(gateway, tmp_path / "export", form)
+    stream = gateway.redis.xlen(keys.STREAM)
+    empty(gateway)
+    done = weir_import(gateway, file)
     assert done.exit_code == 0, done.output
     assert "6 sessions with 10 turns are imported" in done.output
-    assert told(export(door, empty=True)) == told(before)
-    assert door.redis.xlen(keys.STREAM) == stream
+    assert told(export(gateway, empty=True)) == told(before)
+    assert gateway.redis.xlen(keys.STREAM) == stream
     for name, code in (("failed", "failed"), ("turnless", "abandoned"), ("open", "open")):
-        assert door.get(f"/sessions/{name}").json()["verdict"]["code"] == code
-    (group,) = {row["session"]["verdict"]["code"] for row in export(door) if row["group_id"] == "g"}
+        assert gateway.get(f"/sessions/{name}").json()["verdict"]["code"] == code
+    (group,) = {row["session"]["verdict"]["code"] for row in export(gateway) if row["group_id"] == "g"}
     assert group == "ready"
-    assert door.call("DELETE", "/admin/users/ann/data", key=ADMIN_KEY).json()["deleted"]["sessions"] == 2
+    assert gateway.call("DELETE", "/admin/users/ann/data", key=ADMIN_KEY).json()["deleted"]["sessions"] == 2
 
 
-def test_rows_that_say_nothing_of_a_turns_user_are_taken_too(door: Door, tmp_path: Path) -> None:
-    record(door)
-    rows = export(door, empty=True)
+def test_rows_that_say_nothing_of_a_turns_user_are_taken_too(gateway: RunningGateway, tmp_path: Path) -> None:
+    record(gateway)
+    rows = export(gateway, empty=True)
     for row in rows:
         del row["turn_user"]
     (file := tmp_path / "old").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    empty(door)
-    assert weir_import(door, file).exit_code == 0
-    assert {row["turn_user"] for row in export(door)} == {None}
-    assert len(export(door, empty=True)) == len(rows)
+    empty(gateway)
+    assert weir_import(gateway, file).exit_code == 0
+    assert {row["turn_user"] for row in export(gateway)} == {None}
+    assert len(export(gateway, empty=True)) == len(rows)
 
 
-def test_a_second_import_changes_nothing(door: Door, tmp_path: Path) -> None:
-    record(door)
-    file = save(door, tmp_path / "export")
+def test_a_second_import_changes_nothing(gateway: RunningGateway, tmp_path: Path) -> None:
+    record(gateway)
+    file = save(gateway, tmp_path / "export")
     for _ in range(2):
-        stream, rows = door.redis.xlen(keys.STREAM), export(door, empty=True)
-        done = weir_import(door, file)
+        stream, rows = gateway.redis.xlen(keys.STREAM), export(gateway, empty=True)
+        done = weir_import(gateway, file)
         assert (done.exit_code, "6 sessions were there already" in done.output) == (0, True)
-        assert (door.redis.xlen(keys.STREAM), export(door, empty=True)) == (stream, rows)
+        assert (gateway.redis.xlen(keys.STREAM), export(gateway, empty=True)) == (stream, rows)
 
 
-def test_as_new_the_same_is_there_twice_under_names_of_its_own(door: Door, tmp_path: Path) -> None:
-    record(door)
-    file, before = save(door, tmp_path / "export"), export(door)
+def test_as_new_the_same_is_there_twice_under_names_of_its_own(
+    gateway: RunningGateway, tmp_path: Path
+) -> None:
+    record(gateway)
+    file, before = save(gateway, tmp_path / "export"), export(gateway)
     for _ in range(2):  # the second finds the first
-        assert weir_import(door, file, "--as-new", "again-").exit_code == 0
-    rows = export(door)
+        assert weir_import(gateway, file, "--as-new", "again-").exit_code == 0
+    rows = export(gateway)
     assert len(rows) == 2 * len(before)
     names = {row["turn_id"] for row in rows}
     assert names == {row["turn_id"] for row in before} | {f"again-{row['turn_id']}" for row in before}
-    copy = door.get("/sessions/again-open?tokens=true").json()
+    copy = gateway.get("/sessions/again-open?tokens=true").json()
     assert [turn["parent_id"] for turn in copy["turns"][1:]] == [
         turn["turn_id"] for turn in copy["turns"][:-1]
     ]
-    original = door.get("/sessions/open?tokens=true").json()
+    original = gateway.get("/sessions/open?tokens=true").json()
     assert [t["output_ids"] for t in copy["turns"]] == [t["output_ids"] for t in original["turns"]]
     assert {row["group_id"] for row in rows} == {None, "g", "again-g"}
-    orphans = [turn["verdict"]["code"] for turn in door.get("/sessions/again-retried").json()["turns"]]
+    orphans = [turn["verdict"]["code"] for turn in gateway.get("/sessions/again-retried").json()["turns"]]
     assert orphans.count("orphan_retry") == 1
 
 
-def test_what_was_deleted_stays_deleted(door: Door, tmp_path: Path) -> None:
-    record(door)
-    file = save(door, tmp_path / "export")
-    door.call("DELETE", "/sessions/open")
-    door.call("DELETE", "/admin/users/bob/data", key=ADMIN_KEY)
-    done = weir_import(door, file)
+def test_what_was_deleted_stays_deleted(gateway: RunningGateway, tmp_path: Path) -> None:
+    record(gateway)
+    file = save(gateway, tmp_path / "export")
+    gateway.call("DELETE", "/sessions/open")
+    gateway.call("DELETE", "/admin/users/bob/data", key=ADMIN_KEY)
+    done = weir_import(gateway, file)
     assert "3 sessions were deleted once, and stay so" in done.output
-    assert {row["verdict"]["code"] for row in export(door) if "turn_id" not in row} == {"deleted"}
-    assert len([row for row in export(door) if "turn_id" not in row]) == 3
+    assert {row["verdict"]["code"] for row in export(gateway) if "turn_id" not in row} == {"deleted"}
+    assert len([row for row in export(gateway) if "turn_id" not in row]) == 3
     # Nor does somebody who was deleted come back under another session's name.
-    done = weir_import(door, file, "--as-new", "again-")
+    done = weir_import(gateway, file, "--as-new", "again-")
     assert "2 sessions were deleted once" in done.output
 
 
-def test_an_expired_session_that_was_rewarded_late_counts_in_a_replay(door: Door, tmp_path: Path) -> None:
-    session = door.session(session_id="slow", ttl_s=0.3)
-    door.chat(path="/sessions/slow/v1/chat/completions")
-    door.post("/sessions/slow/finish", {"status": "completed"})
-    wait_until(lambda: door.get("/sessions/slow").json()["verdict"]["code"] == "expired")
-    assert door.post("/sessions/slow/reward", {"value": 1.0}).json()["late"] is True
-    file = save(door, tmp_path / "export")
-    empty(door)
-    assert weir_import(door, file).exit_code == 0
-    view = door.get(f"/sessions/{session['session_id']}").json()
+def test_an_expired_session_that_was_rewarded_late_counts_in_a_replay(
+    gateway: RunningGateway, tmp_path: Path
+) -> None:
+    session = gateway.session(session_id="slow", ttl_s=0.3)
+    gateway.chat(path="/sessions/slow/v1/chat/completions")
+    gateway.post("/sessions/slow/finish", {"status": "completed"})
+    wait_until(lambda: gateway.get("/sessions/slow").json()["verdict"]["code"] == "expired")
+    assert gateway.post("/sessions/slow/reward", {"value": 1.0}).json()["late"] is True
+    file = save(gateway, tmp_path / "export")
+    empty(gateway)
+    assert weir_import(gateway, file).exit_code == 0
+    view = gateway.get(f"/sessions/{session['session_id']}").json()
     assert (view["verdict"]["code"], view["reward"], view["rewards"][0]["late"]) == ("ready", 1.0, False)
 
 
 # What is wrong with a file
 
 
-def lines(door: Door, tmp_path: Path) -> tuple[list[str], Path]:
+def lines(gateway: RunningGateway, tmp_path: Path) -> tuple[list[str], Path]:
     for name in ("a", "b", "c"):
-        episode(door, session_id=name)
-    file = save(door, tmp_path / "export.jsonl")
-    empty(door)
+        episode(gateway, session_id=name)
+    file = save(gateway, tmp_path / "export.jsonl")
+    empty(gateway)
     return file.read_text().splitlines(), file
 
 
@@ -174,41 +181,43 @@ def lines(door: Door, tmp_path: Path) -> tuple[list[str], Path]:
         (lambda line: "", "has 2 turns, of which 1 are here"),
     ],
 )
-def test_a_bad_row_is_named_and_stops_nothing(door: Door, tmp_path: Path, change: Any, why: str) -> None:
-    good, file = lines(door, tmp_path)
+def test_a_bad_row_is_named_and_stops_nothing(
+    gateway: RunningGateway, tmp_path: Path, change: Any, why: str
+) -> None:
+    good, file = lines(gateway, tmp_path)
     file.write_text("\n".join([*good[:2], change(good[2]), *good[3:]]) + "\n")
-    done = weir_import(door, file)
+    done = weir_import(gateway, file)
     assert done.exit_code == 1
     assert f"{file}:" in done.output
     assert why in done.output
     assert "2 sessions with 4 turns are imported" in done.output
-    assert {row["session_id"] for row in export(door)} == {"a", "c"}
+    assert {row["session_id"] for row in export(gateway)} == {"a", "c"}
 
 
-def test_strict_stops_at_the_first(door: Door, tmp_path: Path) -> None:
-    good, file = lines(door, tmp_path)
+def test_strict_stops_at_the_first(gateway: RunningGateway, tmp_path: Path) -> None:
+    good, file = lines(gateway, tmp_path)
     file.write_text("\n".join([*good[:4], "nonsense", *good[4:]]) + "\n")
-    done = weir_import(door, file, "--strict")
+    done = weir_import(gateway, file, "--strict")
     assert f"{file}:5: not a row" in str(done.exception)
-    assert {row["session_id"] for row in export(door)} == {"a"}  # where b ends is not known yet
+    assert {row["session_id"] for row in export(gateway)} == {"a"}  # where b ends is not known yet
 
 
-def test_a_session_may_begin_in_one_file_and_end_in_the_next(door: Door, tmp_path: Path) -> None:
-    good, _ = lines(door, tmp_path)
+def test_a_session_may_begin_in_one_file_and_end_in_the_next(gateway: RunningGateway, tmp_path: Path) -> None:
+    good, _ = lines(gateway, tmp_path)
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     one.write_text("\n".join(good[:3]) + "\n")
     two.write_text("\n".join(good[3:]) + "\n")
-    assert weir_import(door, two).exit_code == 1  # the half of b is refused
-    done = weir_import(door, one, two)
+    assert weir_import(gateway, two).exit_code == 1  # the half of b is refused
+    done = weir_import(gateway, one, two)
     assert (done.exit_code, "1 sessions were there already" in done.output) == (0, True)
-    assert {row["session_id"] for row in export(door)} == {"a", "b", "c"}
+    assert {row["session_id"] for row in export(gateway)} == {"a", "b", "c"}
 
 
-def test_a_group_with_missing_members_is_told(door: Door, tmp_path: Path) -> None:
-    members = door.post("/groups", {"size": 2}).json()["sessions"]
-    door.chat(path=f"/sessions/{members[0]['session_id']}/v1/chat/completions")
-    door.post(f"/sessions/{members[1]['session_id']}/finish", {"status": "failed"})
+def test_a_group_with_missing_members_is_told(gateway: RunningGateway, tmp_path: Path) -> None:
+    members = gateway.post("/groups", {"size": 2}).json()["sessions"]
+    gateway.chat(path=f"/sessions/{members[0]['session_id']}/v1/chat/completions")
+    gateway.post(f"/sessions/{members[1]['session_id']}/finish", {"status": "failed"})
     file = tmp_path / "export.jsonl"
-    file.write_bytes(door.get("/admin/export", key=ADMIN_KEY).content)
-    empty(door)
-    assert "1 groups are not complete" in weir_import(door, file).output
+    file.write_bytes(gateway.get("/admin/export", key=ADMIN_KEY).content)
+    empty(gateway)
+    assert "1 groups are not complete" in weir_import(gateway, file).output

@@ -1,4 +1,4 @@
-"""The Responses contract through the public door, with the official client and its own types."""
+"""The Responses contract over HTTP, with the official client and its own types."""
 
 import json
 import re
@@ -13,11 +13,11 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from rollout_queue.redis import keys
-from tests.gateway.conftest import CLIENT_KEY, OTHER_KEY, Door, Stage, wait_until
-from tests.gateway.test_chat import CALL_TEXT
-from tests.gateway.test_storage import full
-from tests.gateway.test_strange_bodies import JSON
+from tests.support.gateway.examples import CALL_TEXT, JSON
 from tests.support.gateway.fake_engine import logprob_of
+from tests.support.gateway.full_redis import full
+from tests.support.gateway.running import CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
+from tests.support.waiting import wait_until
 
 PATH = "/v1/responses"
 TOOL: Any = {
@@ -43,10 +43,12 @@ def events_of(text: str) -> list[dict[str, Any]]:
     return events
 
 
-def asked(door: Door, index: int = -1) -> str:
+def asked(gateway: RunningGateway, index: int = -1) -> str:
     """What the engine was given to read."""
     return str(
-        door.engine.tokenizer.decode(door.engine.requests[index]["input_ids"], skip_special_tokens=False)
+        gateway.engine.tokenizer.decode(
+            gateway.engine.requests[index]["input_ids"], skip_special_tokens=False
+        )
     )
 
 
@@ -58,22 +60,22 @@ def answer(client: openai.OpenAI, stream: bool, **asked: Any) -> Any:
         return events.get_final_response()
 
 
-def assert_extends(door: Door, session: dict[str, Any]) -> None:
+def assert_extends(gateway: RunningGateway, session: dict[str, Any]) -> None:
     """The session's two turns are one conversation, token by token."""
-    one, two = door.turns(session)
+    one, two = gateway.turns(session)
     assert (two["relation"], two["parent_id"]) == ("extends", one["turn_id"])
-    assert door.engine.requests[-1]["input_ids"] == (
+    assert gateway.engine.requests[-1]["input_ids"] == (
         one["context_ids"] + one["output_ids"] + two["context_ids"]
     )
 
 
-def test_the_official_client_gets_an_answer(door: Door) -> None:
-    door.engine.script.append("good morning")
-    session = door.session()
-    response = door.client(session).responses.create(model="policy", input="hi", instructions="be kind")
+def test_the_official_client_gets_an_answer(gateway: RunningGateway) -> None:
+    gateway.engine.script.append("good morning")
+    session = gateway.session()
+    response = gateway.client(session).responses.create(model="policy", input="hi", instructions="be kind")
     assert (response.output_text, response.status) == ("good morning", "completed")
-    assert asked(door).startswith("<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhi<|im_end|>")
-    (turn,) = door.turns(session)
+    assert asked(gateway).startswith("<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhi<|im_end|>")
+    (turn,) = gateway.turns(session)
     assert turn["completion_id"] == response.id
     assert response.usage is not None
     assert response.usage.input_tokens == len(turn["context_ids"])
@@ -81,7 +83,7 @@ def test_the_official_client_gets_an_answer(door: Door) -> None:
     assert response.usage.total_tokens == len(turn["context_ids"]) + len(turn["output_ids"])
 
 
-def test_a_response_is_one_of_the_contract_and_echoes_its_request(door: Door) -> None:
+def test_a_response_is_one_of_the_contract_and_echoes_its_request(gateway: RunningGateway) -> None:
     said = {
         "input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}],
         "instructions": "be kind",
@@ -94,19 +96,21 @@ def test_a_response_is_one_of_the_contract_and_echoes_its_request(door: Door) ->
         "text": {"verbosity": "low"},
         "user": "u",
     }
-    reply = door.post(PATH, said | {"service_tier": "auto", "truncation": "auto", "include": [], "new": {}})
+    reply = gateway.post(
+        PATH, said | {"service_tier": "auto", "truncation": "auto", "include": [], "new": {}}
+    )
     response = Response.model_validate(reply.json())
     assert response.model == "policy"
     told = reply.json()
     for name in set(said) - {"input", "text"}:
         assert told[name] == said[name], name
     assert told["text"] == {"format": {"type": "text"}, "verbosity": "low"}
-    assert door.engine.requests[0]["sampling_params"]["max_new_tokens"] == 50
+    assert gateway.engine.requests[0]["sampling_params"]["max_new_tokens"] == 50
 
 
-def test_a_stream_tells_its_answer_in_the_events_of_the_contract(door: Door) -> None:
-    door.engine.script.append(THINKING + "let me see" + CALL_TEXT)
-    events = events_of(door.post(PATH, {"input": "a?", "tools": [TOOL], "stream": True}).text)
+def test_a_stream_tells_its_answer_in_the_events_of_the_contract(gateway: RunningGateway) -> None:
+    gateway.engine.script.append(THINKING + "let me see" + CALL_TEXT)
+    events = events_of(gateway.post(PATH, {"input": "a?", "tools": [TOOL], "stream": True}).text)
     kinds = [event["type"].removeprefix("response.") for event in events]
     assert list(dict.fromkeys(kinds)) == [
         "created",
@@ -140,31 +144,33 @@ def test_a_stream_tells_its_answer_in_the_events_of_the_contract(door: Door) -> 
 
 @pytest.mark.parametrize("limit", [2, 5, 500])
 @pytest.mark.parametrize("said", ["one two three", THINKING + "one two three", THINKING + CALL_TEXT * 2, ""])
-def test_a_stream_ends_in_what_the_whole_response_says(door: Door, said: str, limit: int) -> None:
-    door.engine.script.extend([said, said])
+def test_a_stream_ends_in_what_the_whole_response_says(
+    gateway: RunningGateway, said: str, limit: int
+) -> None:
+    gateway.engine.script.extend([said, said])
     body = {"input": "a?", "tools": [TOOL], "max_output_tokens": limit}
-    whole = door.post(PATH, body).json()
-    streamed = events_of(door.post(PATH, body | {"stream": True}).text)[-1]["response"]
+    whole = gateway.post(PATH, body).json()
+    streamed = events_of(gateway.post(PATH, body | {"stream": True}).text)[-1]["response"]
     names = re.compile("[0-9a-f]{32}")
     for name in ("output", "status", "incomplete_details", "usage"):
         assert names.sub("-", json.dumps(streamed[name])) == names.sub("-", json.dumps(whole[name])), name
     assert set(streamed) == set(whole)
 
 
-def test_text_is_streamed_token_by_token(door: Door) -> None:
+def test_text_is_streamed_token_by_token(gateway: RunningGateway) -> None:
     text = "a longer answer, with ünïcödé and 漢字 in it"
-    door.engine.script.append(text)
-    door.engine.pace_s = 0.002
-    stream = door.client(door.session()).responses.create(model="m", input="hi", stream=True)
+    gateway.engine.script.append(text)
+    gateway.engine.pace_s = 0.002
+    stream = gateway.client(gateway.session()).responses.create(model="m", input="hi", stream=True)
     pieces = [event.delta for event in stream if event.type == "response.output_text.delta"]
     assert "".join(pieces) == text
     assert len(pieces) > 5
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_tool_call_and_a_thought_reach_the_client(door: Door, stream: bool) -> None:
-    door.engine.script.append(THINKING + "let me see" + CALL_TEXT)
-    response = answer(door.client(door.session()), stream, input="a?", tools=[TOOL])
+def test_a_tool_call_and_a_thought_reach_the_client(gateway: RunningGateway, stream: bool) -> None:
+    gateway.engine.script.append(THINKING + "let me see" + CALL_TEXT)
+    response = answer(gateway.client(gateway.session()), stream, input="a?", tools=[TOOL])
     thought, message, call = response.output
     assert (thought.content[0].text, message.content[0].text) == ("which one?", "let me see")
     assert (call.name, json.loads(call.arguments), call.status) == ("get", {"key": "a"}, "completed")
@@ -173,10 +179,10 @@ def test_a_tool_call_and_a_thought_reach_the_client(door: Door, stream: bool) ->
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("said", [CALL_TEXT, THINKING + "let me see" + CALL_TEXT, CALL_TEXT * 2])
-def test_a_response_is_continued_by_its_id(door: Door, said: str, stream: bool) -> None:
-    door.engine.script.extend([said, "seven"])
-    session = door.session()
-    client = door.client(session)
+def test_a_response_is_continued_by_its_id(gateway: RunningGateway, said: str, stream: bool) -> None:
+    gateway.engine.script.extend([said, "seven"])
+    session = gateway.session()
+    client = gateway.client(session)
     first = answer(client, stream, input="value of a?", tools=[TOOL], instructions="be kind")
     results = [
         {"type": "function_call_output", "call_id": item.call_id, "output": "a = 7"}
@@ -192,8 +198,8 @@ def test_a_response_is_continued_by_its_id(door: Door, said: str, stream: bool) 
         previous_response_id=first.id,
     )
     assert (second.output_text, second.previous_response_id) == ("seven", first.id)
-    assert_extends(door, session)
-    new = door.engine.tokenizer.decode(door.turns(session)[1]["context_ids"], skip_special_tokens=False)
+    assert_extends(gateway, session)
+    new = gateway.engine.tokenizer.decode(gateway.turns(session)[1]["context_ids"], skip_special_tokens=False)
     assert new.count("<tool_response>\na = 7\n</tool_response>") == len(results)
 
 
@@ -212,10 +218,12 @@ def test_a_response_is_continued_by_its_id(door: Door, said: str, stream: bool) 
         CALL_TEXT + "and then<tool_call>\n{nonsense\n</tool_call>",
     ],
 )
-def test_what_the_client_sends_back_as_it_got_it_extends(door: Door, said: str, stream: bool) -> None:
-    door.engine.script.extend([said, "seven"])
-    session = door.session()
-    client = door.client(session)
+def test_what_the_client_sends_back_as_it_got_it_extends(
+    gateway: RunningGateway, said: str, stream: bool
+) -> None:
+    gateway.engine.script.extend([said, "seven"])
+    session = gateway.session()
+    client = gateway.client(session)
     history: list[Any] = [{"role": "user", "content": "value of a?"}]
     first = answer(client, stream, input=history, tools=[TOOL])
     history += [item.to_dict() for item in first.output]
@@ -225,112 +233,112 @@ def test_what_the_client_sends_back_as_it_got_it_extends(door: Door, said: str, 
         {"type": "function_call_output", "call_id": call_id, "output": told} for call_id in calls or ["none"]
     ]
     answer(client, stream, input=history, tools=[TOOL])
-    assert_extends(door, session)
+    assert_extends(gateway, session)
 
 
-def test_instructions_hold_for_one_call(door: Door) -> None:
-    client = door.client(door.session())
+def test_instructions_hold_for_one_call(gateway: RunningGateway) -> None:
+    client = gateway.client(gateway.session())
     first = client.responses.create(model="m", input="hi", instructions="be kind")
     client.responses.create(model="m", input="and?", instructions="be brief", previous_response_id=first.id)
-    assert "be kind" not in asked(door)
-    assert asked(door).startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>")
+    assert "be kind" not in asked(gateway)
+    assert asked(gateway).startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>")
 
 
-def test_a_response_is_continued_at_another_gateway(door: Door, stage: Stage) -> None:
-    door.engine.script.extend([CALL_TEXT, "seven"])
-    first = door.post(PATH, {"input": "a?", "tools": [TOOL]})
+def test_a_response_is_continued_at_another_gateway(gateway: RunningGateway, backends: Backends) -> None:
+    gateway.engine.script.extend([CALL_TEXT, "seven"])
+    first = gateway.post(PATH, {"input": "a?", "tools": [TOOL]})
     result = {"type": "function_call_output", "call_id": first.json()["output"][0]["call_id"], "output": "7"}
-    with stage.door() as other:
+    with backends.gateway() as other:
         wait_until(lambda: other.get("/ready").status_code == 200)
         said = {"input": [result], "tools": [TOOL], "previous_response_id": first.json()["id"]}
         second = other.post(PATH, said)
     assert second.headers["x-weir-session-id"] == first.headers["x-weir-session-id"]
-    assert_extends(door, {"session_id": first.headers["x-weir-session-id"]})
+    assert_extends(gateway, {"session_id": first.headers["x-weir-session-id"]})
 
 
-def test_a_long_chain_is_continued_to_its_end(door: Door) -> None:
-    session = door.session()
+def test_a_long_chain_is_continued_to_its_end(gateway: RunningGateway) -> None:
+    session = gateway.session()
     path = f"/sessions/{session['session_id']}{PATH}"
     last = None
     for number in range(70):
-        reply = door.post(path, {"input": f"number {number}", "previous_response_id": last})
+        reply = gateway.post(path, {"input": f"number {number}", "previous_response_id": last})
         last = reply.json()["id"]
-    assert [turn["relation"] for turn in door.turns(session)] == ["root"] + ["extends"] * 69
-    assert [f"number {number}<|im_end|>" in asked(door) for number in range(70)] == [True] * 70
+    assert [turn["relation"] for turn in gateway.turns(session)] == ["root"] + ["extends"] * 69
+    assert [f"number {number}<|im_end|>" in asked(gateway) for number in range(70)] == [True] * 70
 
 
-def test_a_history_that_is_sent_anew_is_kept_once(door: Door) -> None:
-    session = door.session()
+def test_a_history_that_is_sent_anew_is_kept_once(gateway: RunningGateway) -> None:
+    session = gateway.session()
     path = f"/sessions/{session['session_id']}{PATH}"
     history: list[Any] = [{"role": "user", "content": "word " * 200}]
     for _ in range(3):
-        response = door.post(path, {"input": history, "instructions": "be kind"}).json()
+        response = gateway.post(path, {"input": history, "instructions": "be kind"}).json()
         history += [*response["output"], {"role": "user", "content": "and?"}]
-    kept: list[Any] = [door.redis.get(name) for name in door.redis.scan_iter(keys.response("*"))]
+    kept: list[Any] = [gateway.redis.get(name) for name in gateway.redis.scan_iter(keys.response("*"))]
     assert (len(kept), sum(b"word" in each for each in kept)) == (3, 1)
-    door.post(path, {"input": "so?", "instructions": "be kind", "previous_response_id": response["id"]})
-    assert [turn["relation"] for turn in door.turns(session)] == ["root"] + ["extends"] * 3
+    gateway.post(path, {"input": "so?", "instructions": "be kind", "previous_response_id": response["id"]})
+    assert [turn["relation"] for turn in gateway.turns(session)] == ["root"] + ["extends"] * 3
 
 
-def test_a_history_that_was_edited_is_kept_as_it_was_said(door: Door) -> None:
-    session = door.session()
+def test_a_history_that_was_edited_is_kept_as_it_was_said(gateway: RunningGateway) -> None:
+    session = gateway.session()
     path = f"/sessions/{session['session_id']}{PATH}"
-    first = door.post(path, {"input": "hi"}).json()
+    first = gateway.post(path, {"input": "hi"}).json()
     history = [{"role": "user", "content": "HO"}, *first["output"], {"role": "user", "content": "and?"}]
-    second = door.post(path, {"input": history}).json()
-    door.post(path, {"input": "so?", "previous_response_id": second["id"]})
-    assert "HO<|im_end|>" in asked(door)
-    assert "hi<|im_end|>" not in asked(door)
+    second = gateway.post(path, {"input": history}).json()
+    gateway.post(path, {"input": "so?", "previous_response_id": second["id"]})
+    assert "HO<|im_end|>" in asked(gateway)
+    assert "hi<|im_end|>" not in asked(gateway)
 
 
-def test_what_is_kept_lives_as_long_as_its_session(door: Door) -> None:
-    session = door.session(ttl_s=50)
-    client = door.client(session)
+def test_what_is_kept_lives_as_long_as_its_session(gateway: RunningGateway) -> None:
+    session = gateway.session(ttl_s=50)
+    client = gateway.client(session)
     first = client.responses.create(model="m", input="hi")
-    door.redis.pexpire(keys.response(first.id), 10_000)
+    gateway.redis.pexpire(keys.response(first.id), 10_000)
     second = client.responses.create(model="m", input="and?", previous_response_id=first.id)
     for each in (first, second):
-        assert 40_000 < door.redis.pttl(keys.response(each.id)) <= 50_000
+        assert 40_000 < gateway.redis.pttl(keys.response(each.id)) <= 50_000
 
 
-def test_what_is_not_to_be_stored_is_not(door: Door) -> None:
-    first = door.post(PATH, {"input": "hi", "store": False}).json()
+def test_what_is_not_to_be_stored_is_not(gateway: RunningGateway) -> None:
+    first = gateway.post(PATH, {"input": "hi", "store": False}).json()
     assert first["store"] is False
-    assert not list(door.redis.scan_iter(keys.response("*")))
-    refused = door.post(PATH, {"input": "and?", "previous_response_id": first["id"]})
+    assert not list(gateway.redis.scan_iter(keys.response("*")))
+    refused = gateway.post(PATH, {"input": "and?", "previous_response_id": first["id"]})
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "previous_response_not_found")
 
 
 @pytest.mark.parametrize("unknown", ["resp_" + "0" * 32, "resp_none", "\u00e9"])
-def test_an_unknown_response_is_a_404_that_names_the_field(door: Door, unknown: str) -> None:
+def test_an_unknown_response_is_a_404_that_names_the_field(gateway: RunningGateway, unknown: str) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
-        door.client(door.session()).responses.create(model="m", input="x", previous_response_id=unknown)
+        gateway.client(gateway.session()).responses.create(model="m", input="x", previous_response_id=unknown)
     assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
 
 
-def test_a_response_is_there_for_its_own_key_alone(door: Door) -> None:
-    mine, other = door.session(), door.session()
-    first = door.client(mine).responses.create(model="m", input="hi")
+def test_a_response_is_there_for_its_own_key_alone(gateway: RunningGateway) -> None:
+    mine, other = gateway.session(), gateway.session()
+    first = gateway.client(mine).responses.create(model="m", input="hi")
     said = {"input": "and?", "previous_response_id": first.id}
     for key in (OTHER_KEY, other["api_key"]):
-        assert door.post(PATH, said, key=key).status_code == 404
+        assert gateway.post(PATH, said, key=key).status_code == 404
     for key in (mine["api_key"], CLIENT_KEY):
-        assert door.post(PATH, said, key=key).headers["x-weir-session-id"] == mine["session_id"]
+        assert gateway.post(PATH, said, key=key).headers["x-weir-session-id"] == mine["session_id"]
 
 
-def test_a_response_of_a_finished_session_is_a_conflict(door: Door) -> None:
-    session = door.session()
-    first = door.client(session).responses.create(model="m", input="hi")
-    door.post(f"/sessions/{session['session_id']}/finish", {"status": "completed"})
-    refused = door.post(PATH, {"input": "and?", "previous_response_id": first.id})
+def test_a_response_of_a_finished_session_is_a_conflict(gateway: RunningGateway) -> None:
+    session = gateway.session()
+    first = gateway.client(session).responses.create(model="m", input="hi")
+    gateway.post(f"/sessions/{session['session_id']}/finish", {"status": "completed"})
+    refused = gateway.post(PATH, {"input": "and?", "previous_response_id": first.id})
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "session_finished")
 
 
-def test_items_are_found_by_their_ids(door: Door) -> None:
+def test_items_are_found_by_their_ids(gateway: RunningGateway) -> None:
     """As the AI SDK sends its history unless told otherwise."""
-    door.engine.script.extend(["let me see" + CALL_TEXT, "seven"])
-    session = door.session()
-    client = door.client(session)
+    gateway.engine.script.extend(["let me see" + CALL_TEXT, "seven"])
+    session = gateway.session()
+    client = gateway.client(session)
     first = client.responses.create(model="m", input="a?", tools=[TOOL])
     message, call = first.output
     history: list[Any] = [
@@ -340,12 +348,12 @@ def test_items_are_found_by_their_ids(door: Door) -> None:
         {"type": "function_call_output", "call_id": getattr(call, "call_id", None), "output": "7"},
     ]
     client.responses.create(model="m", input=history, tools=[TOOL])
-    assert_extends(door, session)
-    refused = door.post(PATH, {"input": history}, key=OTHER_KEY)
+    assert_extends(gateway, session)
+    refused = gateway.post(PATH, {"input": history}, key=OTHER_KEY)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input[1].id")
 
 
-def test_tools_that_others_run_are_told_back_and_nothing_more(door: Door) -> None:
+def test_tools_that_others_run_are_told_back_and_nothing_more(gateway: RunningGateway) -> None:
     tools = [
         {"type": "web_search"},
         TOOL,
@@ -353,18 +361,18 @@ def test_tools_that_others_run_are_told_back_and_nothing_more(door: Door) -> Non
         {"type": "mcp", "server_label": "x", "server_url": "http://x"},
         {"type": "custom", "name": "patch"},
     ]
-    response = Response.model_validate(door.post(PATH, {"input": "a?", "tools": tools}).json())
+    response = Response.model_validate(gateway.post(PATH, {"input": "a?", "tools": tools}).json())
     assert [tool.type for tool in response.tools] == [tool["type"] for tool in tools]
-    alone = door.post(PATH, {"input": "a?", "tools": [TOOL]})
+    alone = gateway.post(PATH, {"input": "a?", "tools": [TOOL]})
     assert alone.status_code == 200
-    assert door.engine.requests[0]["input_ids"] == door.engine.requests[1]["input_ids"]
+    assert gateway.engine.requests[0]["input_ids"] == gateway.engine.requests[1]["input_ids"]
 
 
-def test_the_same_tools_read_the_same_in_every_dialect(door: Door) -> None:
-    door.post(PATH, {"input": "a?", "tools": [TOOL]})
+def test_the_same_tools_read_the_same_in_every_dialect(gateway: RunningGateway) -> None:
+    gateway.post(PATH, {"input": "a?", "tools": [TOOL]})
     function = {name: TOOL[name] for name in ("name", "parameters", "strict")}
-    door.chat("a?", tools=[{"type": "function", "function": function}])
-    assert door.engine.requests[0]["input_ids"] == door.engine.requests[1]["input_ids"]
+    gateway.chat("a?", tools=[{"type": "function", "function": function}])
+    assert gateway.engine.requests[0]["input_ids"] == gateway.engine.requests[1]["input_ids"]
 
 
 SCHEMA: Any = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -391,25 +399,27 @@ SCHEMA: Any = {"type": "object", "properties": {"a": {"type": "integer"}}, "requ
         ),
     ],
 )
-def test_an_answer_is_held_to_the_same_as_in_a_chat(door: Door, said: Any, in_a_chat: Any) -> None:
-    reply = door.post(PATH, {"input": "a?", "tools": [TOOL], **said})
+def test_an_answer_is_held_to_the_same_as_in_a_chat(
+    gateway: RunningGateway, said: Any, in_a_chat: Any
+) -> None:
+    reply = gateway.post(PATH, {"input": "a?", "tools": [TOOL], **said})
     Response.model_validate(reply.json())
     function = {name: TOOL[name] for name in ("name", "parameters", "strict")}
-    door.chat("a?", tools=[{"type": "function", "function": function}], **in_a_chat)
-    ours, theirs = (request["sampling_params"]["structural_tag"] for request in door.engine.requests)
+    gateway.chat("a?", tools=[{"type": "function", "function": function}], **in_a_chat)
+    ours, theirs = (request["sampling_params"]["structural_tag"] for request in gateway.engine.requests)
     assert ours == theirs
 
 
-def test_no_choice_of_tools_shows_none(door: Door) -> None:
-    door.post(PATH, {"input": "a?", "tools": [TOOL], "tool_choice": "none"})
-    door.post(PATH, {"input": "a?"})
-    assert door.engine.requests[0]["input_ids"] == door.engine.requests[1]["input_ids"]
+def test_no_choice_of_tools_shows_none(gateway: RunningGateway) -> None:
+    gateway.post(PATH, {"input": "a?", "tools": [TOOL], "tool_choice": "none"})
+    gateway.post(PATH, {"input": "a?"})
+    assert gateway.engine.requests[0]["input_ids"] == gateway.engine.requests[1]["input_ids"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_cut_answer_is_incomplete(door: Door, stream: bool) -> None:
-    door.engine.script.append("one two three four five six")
-    reply = door.post(PATH, {"input": "count", "max_output_tokens": 3, "stream": stream})
+def test_a_cut_answer_is_incomplete(gateway: RunningGateway, stream: bool) -> None:
+    gateway.engine.script.append("one two three four five six")
+    reply = gateway.post(PATH, {"input": "count", "max_output_tokens": 3, "stream": stream})
     if stream:
         last = events_of(reply.text)[-1]
         assert last["type"] == "response.incomplete"
@@ -422,8 +432,8 @@ def test_a_cut_answer_is_incomplete(door: Door, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_and_ids_on_request(door: Door, stream: bool) -> None:
-    reply = door.post(
+def test_logprobs_and_ids_on_request(gateway: RunningGateway, stream: bool) -> None:
+    reply = gateway.post(
         PATH,
         {
             "input": "hi",
@@ -442,8 +452,8 @@ def test_logprobs_and_ids_on_request(door: Door, stream: bool) -> None:
         assert told
     else:
         response = reply.json()
-    (turn,) = door.turns({"session_id": reply.headers["x-weir-session-id"]})
-    assert response["prompt_token_ids"] == door.engine.requests[0]["input_ids"]
+    (turn,) = gateway.turns({"session_id": reply.headers["x-weir-session-id"]})
+    assert response["prompt_token_ids"] == gateway.engine.requests[0]["input_ids"]
     assert response["token_ids"] == turn["output_ids"]
     logprobs = response["output"][0]["content"][0]["logprobs"]
     assert [entry["logprob"] for entry in logprobs] == turn["logprobs"]
@@ -502,33 +512,33 @@ CALL: Any = {"type": "function_call", "call_id": "c", "name": "get", "arguments"
         ({"input": "x", "top_logprobs": 21}, "top_logprobs"),
     ],
 )
-def test_bad_input_is_a_400_that_names_the_field(door: Door, body: Any, param: str) -> None:
-    reply = door.post(PATH, body)
+def test_bad_input_is_a_400_that_names_the_field(gateway: RunningGateway, body: Any, param: str) -> None:
+    reply = gateway.post(PATH, body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
     assert reply.json()["error"]["type"] == "invalid_request_error"
-    assert not door.engine.requests
+    assert not gateway.engine.requests
 
 
 @pytest.mark.parametrize("arguments", ["{nonsense", "[]", "", "null", "[" * 3000])
-def test_a_malformed_call_in_a_history_is_no_error(door: Door, arguments: str) -> None:
+def test_a_malformed_call_in_a_history_is_no_error(gateway: RunningGateway, arguments: str) -> None:
     history = [
         {"role": "user", "content": "a?"},
         CALL | {"arguments": arguments},
         {"type": "function_call_output", "call_id": "c", "output": "no"},
     ]
-    assert door.post(PATH, {"input": history}).status_code == 200
+    assert gateway.post(PATH, {"input": history}).status_code == 200
 
 
-def test_a_thought_of_another_model_is_left_out(door: Door) -> None:
+def test_a_thought_of_another_model_is_left_out(gateway: RunningGateway) -> None:
     sealed = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAA"}
     said = [{"role": "user", "content": "a?"}, sealed, {"role": "assistant", "content": "b"}]
-    door.post(PATH, {"input": [*said, {"role": "user", "content": "c?"}]})
-    door.post(PATH, {"input": [said[0], said[2], {"role": "user", "content": "c?"}]})
-    assert door.engine.requests[0]["input_ids"] == door.engine.requests[1]["input_ids"]
+    gateway.post(PATH, {"input": [*said, {"role": "user", "content": "c?"}]})
+    gateway.post(PATH, {"input": [said[0], said[2], {"role": "user", "content": "c?"}]})
+    assert gateway.engine.requests[0]["input_ids"] == gateway.engine.requests[1]["input_ids"]
 
 
 @pytest.fixture
-def almost_full(door: Door, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def almost_full(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Redis takes the turn, and nothing after it."""
     from gateway.generations.recorder import Recorder
 
@@ -536,32 +546,32 @@ def almost_full(door: Door, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     async def fill(self: Recorder, generation: Any) -> Any:
         kept = await record(self, generation)
-        door.redis.config_set("maxmemory", 1)
+        gateway.redis.config_set("maxmemory", 1)
         return kept
 
     monkeypatch.setattr(Recorder, "record", fill)
     yield
-    door.redis.config_set("maxmemory", 0)
+    gateway.redis.config_set("maxmemory", 0)
 
 
 @pytest.mark.usefixtures("almost_full")
-def test_a_response_that_cannot_be_kept_is_no_success(door: Door) -> None:
-    reply = door.post(PATH, {"input": "x"})
+def test_a_response_that_cannot_be_kept_is_no_success(gateway: RunningGateway) -> None:
+    reply = gateway.post(PATH, {"input": "x"})
     assert (reply.status_code, reply.json()["error"]["type"]) == (503, "storage_unavailable")
 
 
 @pytest.mark.usefixtures("almost_full")
-def test_a_stream_that_breaks_ends_in_an_error_that_the_client_raises(door: Door) -> None:
-    session = door.session()
-    stream = door.client(session).responses.create(model="m", input="x", stream=True)
+def test_a_stream_that_breaks_ends_in_an_error_that_the_client_raises(gateway: RunningGateway) -> None:
+    session = gateway.session()
+    stream = gateway.client(session).responses.create(model="m", input="x", stream=True)
     with pytest.raises(openai.APIError) as caught:
         list(stream)
     assert caught.value.type == "storage_unavailable"
 
 
 @pytest.mark.usefixtures("almost_full")
-def test_an_error_in_a_stream_is_readable_in_either_shape(door: Door) -> None:
-    text = door.post(PATH, {"input": "x", "stream": True}).text
+def test_an_error_in_a_stream_is_readable_in_either_shape(gateway: RunningGateway) -> None:
+    text = gateway.post(PATH, {"input": "x", "stream": True}).text
     last = events_of(text)[-1]
     assert (last["type"], last["error"]["type"]) == ("error", "storage_unavailable")
     assert set(last["error"]) == {"message", "type", "param", "code"}
@@ -570,9 +580,9 @@ def test_an_error_in_a_stream_is_readable_in_either_shape(door: Door) -> None:
     assert "[DONE]" not in text
 
 
-def test_a_full_redis_is_503_here_too(door: Door) -> None:
-    with full(door):
-        reply = door.post(PATH, {"input": "x"})
+def test_a_full_redis_is_503_here_too(gateway: RunningGateway) -> None:
+    with full(gateway):
+        reply = gateway.post(PATH, {"input": "x"})
     assert (reply.status_code, reply.json()["error"]["type"]) == (503, "storage_unavailable")
 
 
@@ -600,12 +610,12 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-def test_no_body_makes_a_500(door: Door) -> None:
+def test_no_body_makes_a_500(gateway: RunningGateway) -> None:
     @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
     @given(BODIES)
     def holds(body: Any) -> None:
         headers = {"content-type": "application/json"}
-        reply = door.call("POST", PATH, content=json.dumps(body).encode(), headers=headers)
+        reply = gateway.call("POST", PATH, content=json.dumps(body).encode(), headers=headers)
         assert reply.status_code in (200, 400, 404, 409), (reply.status_code, body)
         if reply.status_code >= 400:
             assert set(reply.json()["error"]) == {"message", "type", "param", "code"}

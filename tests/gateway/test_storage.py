@@ -1,66 +1,57 @@
 """Redis refuses, or is gone: no success for what is not recorded."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import openai
 import pytest
 
 from rollout_queue.redis import keys
-from tests.gateway.conftest import ADMIN_KEY, Door, Stage
+from tests.support.gateway.full_redis import full
+from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 
 
-@contextmanager
-def full(door: Door) -> Iterator[None]:
-    """Redis answers what it is asked, and stores nothing more."""
-    door.redis.config_set("maxmemory", 1)
-    try:
-        yield
-    finally:
-        door.redis.config_set("maxmemory", 0)
-
-
-def test_an_answer_that_cannot_be_stored_is_503(door: Door) -> None:
-    session = door.session()
-    with full(door), pytest.raises(openai.InternalServerError) as caught:
-        door.client(session).chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+def test_an_answer_that_cannot_be_stored_is_503(gateway: RunningGateway) -> None:
+    session = gateway.session()
+    with full(gateway), pytest.raises(openai.InternalServerError) as caught:
+        gateway.client(session).chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "x"}]
+        )
     assert caught.value.status_code == 503
     assert caught.value.type == "storage_unavailable"
     assert caught.value.response.headers["retry-after"]
-    assert len(door.engine.requests) == 1
-    assert door.turns(session) == []
-    assert door.redis.xlen(keys.STREAM) == 0
+    assert len(gateway.engine.requests) == 1
+    assert gateway.turns(session) == []
+    assert gateway.redis.xlen(keys.STREAM) == 0
 
 
-def test_a_stream_that_cannot_be_stored_ends_in_an_error_without_done(door: Door) -> None:
-    door.engine.script.append("one two three")
-    session = door.session()
-    with full(door):
-        reply = door.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions", stream=True)
+def test_a_stream_that_cannot_be_stored_ends_in_an_error_without_done(gateway: RunningGateway) -> None:
+    gateway.engine.script.append("one two three")
+    session = gateway.session()
+    with full(gateway):
+        reply = gateway.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions", stream=True)
     *chunks, last = [line[6:] for line in reply.text.splitlines() if line]
     assert json.loads(last)["error"]["type"] == "storage_unavailable"
     assert "[DONE]" not in reply.text
     assert [json.loads(chunk)["choices"][0]["finish_reason"] for chunk in chunks] == [None] * len(chunks)
-    assert door.turns(session) == []
+    assert gateway.turns(session) == []
 
 
-def test_a_full_redis_takes_no_session_group_or_reward(door: Door) -> None:
-    path = f"/sessions/{door.session()['session_id']}"
-    with full(door):
+def test_a_full_redis_takes_no_session_group_or_reward(gateway: RunningGateway) -> None:
+    path = f"/sessions/{gateway.session()['session_id']}"
+    with full(gateway):
         for where, body in (
             ("/sessions", {}),
             ("/groups", {"size": 2, "group_id": "g"}),
             (f"{path}/reward", {"value": 1.0}),
             (f"{path}/finish", {"status": "completed"}),
         ):
-            reply = door.post(where, body)
+            reply = gateway.post(where, body)
             assert (reply.status_code, reply.json()["error"]["type"]) == (503, "storage_unavailable"), where
-        assert door.get(path).json()["state"] == "open"
-        assert door.post("/admin/rollout_servers/engine-0/drain", key=ADMIN_KEY).status_code == 503
-    assert door.post("/groups", {"size": 2, "group_id": "g"}).status_code == 201
+        assert gateway.get(path).json()["state"] == "open"
+        assert gateway.post("/admin/rollout_servers/engine-0/drain", key=ADMIN_KEY).status_code == 503
+    assert gateway.post("/groups", {"size": 2, "group_id": "g"}).status_code == 201
 
 
-def test_a_gateway_starts_on_a_redis_that_is_full(door: Door, stage: Stage) -> None:
-    with full(door), stage.door() as second:
+def test_a_gateway_starts_on_a_redis_that_is_full(gateway: RunningGateway, backends: Backends) -> None:
+    with full(gateway), backends.gateway() as second:
         assert second.get("/live").status_code == 200

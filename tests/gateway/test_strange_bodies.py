@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.gateway.conftest import ADMIN_KEY, CLIENT_KEY, Door, Stage
+from tests.support.gateway.examples import JSON
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
 from tests.support.tiny_model import VOCABULARY
 
 CHAT_PATH = "/v1/chat/completions"
@@ -23,21 +24,6 @@ LAST_WORDS = {
     MESSAGES_PATH: ("message_stop",),
 }
 """How a stream ends well, in each dialect."""
-SCALARS: Any = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.sampled_from([-(2**63) - 1, 2**64, 10**400, 0, 1e308]),
-    st.floats(),
-    st.text(max_size=8),
-    st.sampled_from(
-        ["", "\ud800", "a" * 300, "policy@1", "policy@", "user", "assistant", "tool", "completed"]
-    ),
-)
-JSON = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-)
 CALLS = st.lists(
     st.fixed_dictionaries(
         {"function": st.fixed_dictionaries({}, optional={"name": JSON, "arguments": JSON})},
@@ -178,15 +164,15 @@ def check_error(path: str, said: Any) -> None:
     assert set(error) == {"message", "type", "param", "code"}
 
 
-def check_unhurt(door: Door) -> None:
+def check_unhurt(gateway: RunningGateway) -> None:
     """The engine heard nothing that would end it, and all are served as before."""
-    for request in door.engine.requests:
+    for request in gateway.engine.requests:
         assert request["input_ids"]
         assert all(0 <= token_id < VOCABULARY for token_id in request["input_ids"])
         assert all(math.isfinite(number) for number in numbers_in(request["sampling_params"]))
         assert request["sampling_params"]["max_new_tokens"] >= 1
-    assert door.chat(headers={"x-session-id": "afterwards"}).status_code == 200
-    assert door.get("/ready").status_code == 200
+    assert gateway.chat(headers={"x-session-id": "afterwards"}).status_code == 200
+    assert gateway.get("/ready").status_code == 200
 
 
 def numbers_in(value: Any) -> Iterator[float]:
@@ -197,22 +183,22 @@ def numbers_in(value: Any) -> Iterator[float]:
         yield value
 
 
-def throw(door: Door, path: str, body: bytes) -> httpx.Response:
-    reply: httpx.Response = door.call("POST", path, content=body, headers=JSON_TYPE)
+def throw(gateway: RunningGateway, path: str, body: bytes) -> httpx.Response:
+    reply: httpx.Response = gateway.call("POST", path, content=body, headers=JSON_TYPE)
     return reply
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_no_body_makes_a_500(door: Door, path: str) -> None:
-    door.session(session_id="here")
+def test_no_body_makes_a_500(gateway: RunningGateway, path: str) -> None:
+    gateway.session(session_id="here")
 
     @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
     @given(PATHS[path])
     def holds(body: Any) -> None:
-        check_answer(path, throw(door, path, json.dumps(body).encode()), body)
+        check_answer(path, throw(gateway, path, json.dumps(body).encode()), body)
 
     holds()
-    check_unhurt(door)
+    check_unhurt(gateway)
 
 
 SOUND: dict[str, bytes] = {
@@ -246,16 +232,16 @@ def broken(draw: Any, sound: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_no_broken_bytes_make_a_500(door: Door, path: str) -> None:
-    door.session(session_id="here")
+def test_no_broken_bytes_make_a_500(gateway: RunningGateway, path: str) -> None:
+    gateway.session(session_id="here")
 
     @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
     @given(broken(SOUND[path]))
     def holds(body: bytes) -> None:
-        check_answer(path, throw(door, path, body), body)
+        check_answer(path, throw(gateway, path, body), body)
 
     holds()
-    check_unhurt(door)
+    check_unhurt(gateway)
 
 
 X, NUMBER = b'"x"', b"3"
@@ -279,10 +265,10 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 @pytest.mark.parametrize("path", PATHS)
-def test_what_is_no_body_is_400(door: Door, path: str, name: str) -> None:
-    door.session(session_id="here")
+def test_what_is_no_body_is_400(gateway: RunningGateway, path: str, name: str) -> None:
+    gateway.session(session_id="here")
     part, put = BROKEN[name]
-    reply = throw(door, path, put if part is None else SOUND[path].replace(part, put))
+    reply = throw(gateway, path, put if part is None else SOUND[path].replace(part, put))
     assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
     check_error(path, reply.json())
 
@@ -304,15 +290,17 @@ def test_what_is_no_body_is_400(door: Door, path: str, name: str) -> None:
         ),
     ],
 )
-def test_a_kind_that_is_no_word_is_no_500(door: Door, path: str, body: dict[str, Any]) -> None:
-    check_answer(path, throw(door, path, json.dumps(body | {"max_tokens": 3}).encode()), body)
+def test_a_kind_that_is_no_word_is_no_500(gateway: RunningGateway, path: str, body: dict[str, Any]) -> None:
+    check_answer(path, throw(gateway, path, json.dumps(body | {"max_tokens": 3}).encode()), body)
 
 
 @pytest.mark.parametrize("stream", ["false", "true"])
 @pytest.mark.parametrize("path", LAST_WORDS)
-def test_of_a_field_that_is_there_twice_the_last_counts(door: Door, path: str, stream: str) -> None:
+def test_of_a_field_that_is_there_twice_the_last_counts(
+    gateway: RunningGateway, path: str, stream: str
+) -> None:
     twice = f', "stream": null, "stream": {stream}}}'
-    reply = throw(door, path, SOUND[path][:-1] + twice.encode())
+    reply = throw(gateway, path, SOUND[path][:-1] + twice.encode())
     assert reply.status_code == 200
     check_answer(path, reply, twice)
     kind = "text/event-stream" if stream == "true" else "application/json"
@@ -349,34 +337,38 @@ def said(**fields: str) -> str:
         ("/admin/policies", '{"location": "file:///\\ud800"}'),
     ],
 )
-def test_what_cannot_be_read_or_stored_is_400(door: Door, path: str, body: str) -> None:
+def test_what_cannot_be_read_or_stored_is_400(gateway: RunningGateway, path: str, body: str) -> None:
     key = ADMIN_KEY if path.startswith("/admin") else CLIENT_KEY
-    reply = door.call("POST", path, content=body.encode(), headers=JSON_TYPE, key=key)
+    reply = gateway.call("POST", path, content=body.encode(), headers=JSON_TYPE, key=key)
     assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-def test_a_tool_call_whose_arguments_are_an_abyss_is_read_as_text(door: Door) -> None:
+def test_a_tool_call_whose_arguments_are_an_abyss_is_read_as_text(gateway: RunningGateway) -> None:
     call = {"function": {"name": "get", "arguments": "[" * 3000}}
     said = {"role": "assistant", "content": None, "tool_calls": [call]}
-    reply = door.post(CHAT_PATH, {"messages": [{"role": "user", "content": "x"}, said]})
+    reply = gateway.post(CHAT_PATH, {"messages": [{"role": "user", "content": "x"}, said]})
     assert reply.status_code in (200, 400)
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, "/sessions", "/groups", "/sessions/here/reward"])
-def test_a_body_of_another_kind_is_415_on_every_path(door: Door, path: str) -> None:
-    reply = door.call("POST", path, content=b"<a/>", headers={"content-type": "text/xml"})
+def test_a_body_of_another_kind_is_415_on_every_path(gateway: RunningGateway, path: str) -> None:
+    reply = gateway.call("POST", path, content=b"<a/>", headers={"content-type": "text/xml"})
     assert (reply.status_code, reply.json()["error"]["type"]) == (415, "invalid_request_error")
 
 
 @pytest.mark.parametrize("key", ["sess-\xe9.\xe9", "sess-aGVyZQ.\xe9", "sess-", "sess-_w.x", "\xe9"])
-def test_a_key_of_strange_letters_is_401(door: Door, key: str) -> None:
-    reply = door.get("/v1/models", key=None, headers={b"authorization": b"Bearer " + key.encode("latin-1")})
+def test_a_key_of_strange_letters_is_401(gateway: RunningGateway, key: str) -> None:
+    reply = gateway.get(
+        "/v1/models", key=None, headers={b"authorization": b"Bearer " + key.encode("latin-1")}
+    )
     assert (reply.status_code, reply.json()["error"]["type"]) == (401, "authentication_error")
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, "/sessions", "/groups", "/admin/policies"])
-def test_a_body_over_the_limit_is_413_on_every_path(stage: Stage, door: Door, path: str) -> None:
-    with stage.door(max_body_bytes=100) as small:
+def test_a_body_over_the_limit_is_413_on_every_path(
+    backends: Backends, gateway: RunningGateway, path: str
+) -> None:
+    with backends.gateway(max_body_bytes=100) as small:
         reply = small.post(path, {"metadata": {"a": "x" * 200}}, key=ADMIN_KEY)
         assert (reply.status_code, reply.json()["error"]["type"]) == (413, "invalid_request_error")
         chunks = (b'{"metadata": ', b"[1]" * 50, b"}")

@@ -20,8 +20,8 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.deletion import OVERDUE_S, RedisDeleter
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter, read_head
-from tests.queue.test_stream import outcome, reward, spec, turn
 from tests.support.claimed import claimed_reader
+from tests.support.queue.records import outcome, reward, spec, turn
 
 
 class Stream:

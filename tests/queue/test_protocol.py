@@ -39,8 +39,8 @@ from rollout_queue.redis.pages import Pages
 from rollout_queue.redis.scripts import consumer as consumer_scripts
 from rollout_queue.redis.scripts import records as record_scripts
 from rollout_queue.redis.scripts.functions import FENCED
-from tests.queue.test_stream import turn as made_turn
 from tests.support.queue.protocol import CALM, CUTS, Killed, Knife, System
+from tests.support.queue.records import turn as made_turn
 from trainer_service.groups.acknowledgement import Acknowledgement
 from trainer_service.intake.acknowledger import Acknowledger
 from trainer_service.storage import checkpoint, run_files

@@ -21,8 +21,8 @@ from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.restore import restore
 from rollout_queue.redis.retention import RedisForgetter
 from rollout_queue.redis.writer import RedisWriter
-from tests.queue.test_stream import outcome, reward, spec, turn
 from tests.support.claimed import claimed_reader
+from tests.support.queue.records import outcome, reward, spec, turn
 
 TRAINED = Verdict(code="trained", step=3, version=3)
 FAILED = Verdict(code="failed", detail="it fell over")

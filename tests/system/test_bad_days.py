@@ -19,16 +19,18 @@ from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Span, T
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.redis import keys
 from rollout_queue.redis.writer import RedisWriter
-from tests.gateway.conftest import Door, Stage, wait_until
-from tests.gateway.test_processes import answered, path_of, say, trainable
-from tests.gateway.test_retries import RETRY, Call, asked, let_on
+from tests.support.gateway.calls import RETRY, Call
+from tests.support.gateway.conversation import answered, path_of, say, trainable
 from tests.support.gateway.fake_engine import FakeEngine
+from tests.support.gateway.gated_engine import asked, let_on
+from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.redis_process import RedisProcess
 from tests.support.serving import free_port
-from tests.support.system.house import Clock, House, Service, open_house
-from tests.system.conftest import ADMIN_KEY as SYSTEM_ADMIN_KEY
-from tests.system.conftest import ENGINE_PYTHON, System, until
-from tests.system.test_failover import retried, versions_of
+from tests.support.system.local_system import Clock, LocalSystem, Service, open_local_system
+from tests.support.system.real_system import ADMIN_KEY as SYSTEM_ADMIN_KEY
+from tests.support.system.real_system import ENGINE_PYTHON, System
+from tests.support.system.turns import retried, versions_of
+from tests.support.waiting import wait_until
 from weir.audit.audit import audit
 from weir.audit.facts import ClientAnswer
 from weir.audit.sources import Sources
@@ -43,27 +45,29 @@ LONG = "tell me more about this and that, " * 30
 
 
 @pytest.fixture
-def make_house(tiny_model: Path, tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Callable[..., House]]:
+def make_local_system(
+    tiny_model: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> Iterator[Callable[..., LocalSystem]]:
     with ExitStack() as stack:
 
-        def make(clocked: bool = False) -> House:
+        def make(clocked: bool = False) -> LocalSystem:
             clock = Clock(tmp_path / "redis.clock") if clocked else None
             redis = RedisProcess(tmp_path / "redis", **(clock.environment if clock else {})).start()
             stack.callback(redis.close)
-            stage = Stage(redis.url, tiny_model, tokenizer, redis.client, FakeEngine(tokenizer))
-            return open_house(stage, redis, tmp_path, stack)
+            backends = Backends(redis.url, tiny_model, tokenizer, redis.client, FakeEngine(tokenizer))
+            return open_local_system(backends, redis, tmp_path, stack)
 
         yield make
 
 
-def ended(door: Door, session: dict[str, Any], reward: float) -> httpx.Response:
+def ended(gateway: RunningGateway, session: dict[str, Any], reward: float) -> httpx.Response:
     body = {"status": "completed", "reward": reward}
-    reply: httpx.Response = door.post(f"/sessions/{session['session_id']}/finish", body)
+    reply: httpx.Response = gateway.post(f"/sessions/{session['session_id']}/finish", body)
     return reply
 
 
-def verdict_codes(door: Door, sessions: list[dict[str, Any]]) -> list[str | None]:
-    views = [door.get(f"/sessions/{session['session_id']}").json() for session in sessions]
+def verdict_codes(gateway: RunningGateway, sessions: list[dict[str, Any]]) -> list[str | None]:
+    views = [gateway.get(f"/sessions/{session['session_id']}").json() for session in sessions]
     return [view["verdict"] and view["verdict"]["code"] for view in views]
 
 
@@ -71,35 +75,35 @@ def verdict_codes(door: Door, sessions: list[dict[str, Any]]) -> list[str | None
 
 
 def test_a_redis_that_fills_up_turns_newcomers_away_first_and_the_trainer_empties_it(
-    make_house: Callable[..., House],
+    make_local_system: Callable[..., LocalSystem],
 ) -> None:
-    house = make_house()
-    gateway, door = house.gateway(POLL_EVERY_S="0.05", LIMITS__QUEUE_MEMORY="0.8")
-    memory: Any = house.redis.client.info("memory")
-    house.redis.client.config_set("maxmemory", memory["used_memory"] + 8_000_000)
+    local = make_local_system()
+    service, gateway = local.gateway(POLL_EVERY_S="0.05", LIMITS__QUEUE_MEMORY="0.8")
+    memory: Any = local.redis.client.info("memory")
+    local.redis.client.config_set("maxmemory", memory["used_memory"] + 8_000_000)
     heard: list[ClientAnswer] = []
 
     def call(session: dict[str, Any]) -> Any:
-        reply = door.chat(LONG, path=path_of(session))
+        reply = gateway.chat(LONG, path=path_of(session))
         if reply.status_code == 200:
             heard.append(ClientAnswer(session["session_id"], reply.headers["x-weir-turn-id"]))
         return reply
 
     def newcomers() -> Any:
         """A group that comes, earns and goes; the answer where it is not let in."""
-        reply = door.post("/groups", {"size": 2})
+        reply = gateway.post("/groups", {"size": 2})
         if reply.status_code != 201:
             return reply
         for reward, session in enumerate(reply.json()["sessions"]):
             assert call(session).status_code == 200
-            assert ended(door, session, float(reward)).status_code == 200
+            assert ended(gateway, session, float(reward)).status_code == 200
             heard.append(ClientAnswer(session["session_id"], reward_key="finish", finished=True))
         return None
 
-    long_one = door.session()
+    long_one = gateway.session()
     while (refused := newcomers()) is None:
         pass
-    memory = house.redis.client.info("memory")
+    memory = local.redis.client.info("memory")
     assert memory["used_memory"] < memory["maxmemory"], "before it is full"
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
     assert "gateway.limits.queue_memory" in refused.json()["error"]["message"]
@@ -108,31 +112,31 @@ def test_a_redis_that_fills_up_turns_newcomers_away_first_and_the_trainer_emptie
         pass
     assert (full.status_code, full.json()["error"]["type"]) == (503, "storage_unavailable")
     assert full.headers["retry-after"]
-    memory = house.redis.client.info("memory")
-    house.redis.client.config_set("maxmemory", memory["used_memory"] - 200_000)  # full for the smallest, too
-    assert ended(door, long_one, 1.0).status_code == 503
-    assert house.audit(heard).findings == (), "nothing is missing"
+    memory = local.redis.client.info("memory")
+    local.redis.client.config_set("maxmemory", memory["used_memory"] - 200_000)  # full for the smallest, too
+    assert ended(gateway, long_one, 1.0).status_code == 503
+    assert local.audit(heard).findings == (), "nothing is missing"
 
-    trainer = house.trainer(gateway, ALGORITHM__MIN_LIVE_ROWS="4", ALGORITHM__FLUSH_AFTER_S="0.5")
+    trainer = local.trainer(service, ALGORITHM__MIN_LIVE_ROWS="4", ALGORITHM__FLUSH_AFTER_S="0.5")
     trainer.until("/ready")
-    wait_until(lambda: ended(door, long_one, 1.0).status_code == 200, 60)
-    wait_until(lambda: door.post("/groups", {"size": 2}).status_code == 201, 60)
+    wait_until(lambda: ended(gateway, long_one, 1.0).status_code == 200, 60)
+    wait_until(lambda: gateway.post("/groups", {"size": 2}).status_code == 201, 60)
     steps = {answer.session_id for answer in heard if answer.finished}
     sessions = [{"session_id": session_id} for session_id in sorted(steps)]
-    wait_until(lambda: set(verdict_codes(door, sessions)) == {"trained"}, 60)
+    wait_until(lambda: set(verdict_codes(gateway, sessions)) == {"trained"}, 60)
     assert trainer.terminate() == 0
-    assert house.audit(heard).findings == ()
+    assert local.audit(heard).findings == ()
 
 
 # Told to end
 
 
 def test_a_redis_that_is_told_to_end_under_load_comes_back_with_all_that_was_heard(
-    make_house: Callable[..., House],
+    make_local_system: Callable[..., LocalSystem],
 ) -> None:
-    house = make_house()
-    _, door = house.gateway(POLL_EVERY_S="0.05")
-    sessions = [door.session() for _ in range(8)]
+    local = make_local_system()
+    _, gateway = local.gateway(POLL_EVERY_S="0.05")
+    sessions = [gateway.session() for _ in range(8)]
     heard: list[ClientAnswer] = []
     over_s = time.monotonic() + 3.0
     refused = 0
@@ -143,7 +147,7 @@ def test_a_redis_that_is_told_to_end_under_load_comes_back_with_all_that_was_hea
         headers = {"authorization": f"Bearer {session['api_key']}"}
         with httpx.Client(headers=headers, timeout=20) as http:
             while time.monotonic() < over_s:
-                reply = http.post(door.url + path_of(session), json={"messages": history})
+                reply = http.post(gateway.url + path_of(session), json={"messages": history})
                 if reply.status_code == 200:
                     heard.append(ClientAnswer(session["session_id"], reply.headers["x-weir-turn-id"]))
                     history = answered(history, reply)[-4:]
@@ -155,15 +159,15 @@ def test_a_redis_that_is_told_to_end_under_load_comes_back_with_all_that_was_hea
         running = [agents.submit(agent, session) for session in sessions]
         time.sleep(1.0)
         before = len(heard)
-        assert house.redis.terminate() == 0
+        assert local.redis.terminate() == 0
         time.sleep(0.2)
-        house.redis.start()
+        local.redis.start()
         for each in running:
             each.result()
     assert before > 8
     assert refused > 0
     assert len(heard) > before + 8, "the gateway went on by itself"
-    assert house.audit(heard).findings == ()
+    assert local.audit(heard).findings == ()
 
 
 @contextmanager
@@ -188,7 +192,7 @@ def another_rollout_server(system: System, root: Path) -> Iterator[Service]:
     environment |= {"WEIR_MODEL_PATH": str(system.settings.model_path), "WEIR_ADMIN_KEYS": SYSTEM_ADMIN_KEY}
     service = Service("rollout_server", root / "rollout-1.log", environment)
     try:
-        until(lambda: states(system).get("rollout-1") == "ready", BOOTS_WITHIN_S)
+        wait_until(lambda: states(system).get("rollout-1") == "ready", BOOTS_WITHIN_S)
         yield service
     finally:
         service.close()
@@ -264,11 +268,11 @@ def test_rollout_servers_that_are_told_to_end_under_load_leave_no_error_and_no_s
         left = family(psutil.Process(first.pid))
         calls = streams(4, 200)
         psutil.Process(first.pid).terminate()
-        until(lambda: states(system)["rollout-0"] != "ready")
+        wait_until(lambda: states(system)["rollout-0"] != "ready")
         assert states(system)["rollout-0"] == "draining", "it says so itself"
         faults = retried(system)
         waiting = [Stream(system, pool, 8) for _ in range(4)]
-        until(lambda: first.exit_code is not None, system.settings.stop_timeout_s)
+        wait_until(lambda: first.exit_code is not None, system.settings.stop_timeout_s)
         assert first.exit_code == 0
         assert not psutil.wait_procs(left, timeout=10)[1]
         answers += [stream.heard() for stream in calls]
@@ -289,11 +293,13 @@ def test_rollout_servers_that_are_told_to_end_under_load_leave_no_error_and_no_s
 # A process that sleeps
 
 
-def test_a_gateway_that_slept_finds_what_happened_meanwhile(make_house: Callable[..., House]) -> None:
+def test_a_gateway_that_slept_finds_what_happened_meanwhile(
+    make_local_system: Callable[..., LocalSystem],
+) -> None:
     """Its late writes change nothing that has been decided, and nothing is there twice."""
-    house = make_house()
-    _, awake = house.gateway(POLL_EVERY_S="0.05")
-    slept, asleep = house.gateway(POLL_EVERY_S="0.05")
+    local = make_local_system()
+    _, awake = local.gateway(POLL_EVERY_S="0.05")
+    slept, asleep = local.gateway(POLL_EVERY_S="0.05")
     awake.engine.stall_after = 3
     retried, finished, undisturbed = awake.session(), awake.session(), awake.session()
     expired = awake.session(ttl_s=1.0)
@@ -323,91 +329,93 @@ def test_a_gateway_that_slept_finds_what_happened_meanwhile(make_house: Callable
         "expired",
         "open",
     ]
-    assert house.audit([]).findings == ()
+    assert local.audit([]).findings == ()
 
 
 # Clocks
 
 
-def test_clocks_that_jump_lose_nothing_and_keep_nobody_waiting(make_house: Callable[..., House]) -> None:
-    house = make_house(clocked=True)
-    redis_clock, clock = house.clock("redis"), house.clock("gateway")
-    _, door = house.gateway(clock, POLL_EVERY_S="0.05", LIMITS__REQUESTS_PER_MINUTE="60")
-    short, long = door.session(ttl_s=HOUR_S / 2), door.session(ttl_s=3 * HOUR_S)
+def test_clocks_that_jump_lose_nothing_and_keep_nobody_waiting(
+    make_local_system: Callable[..., LocalSystem],
+) -> None:
+    local = make_local_system(clocked=True)
+    redis_clock, clock = local.clock("redis"), local.clock("gateway")
+    _, gateway = local.gateway(clock, POLL_EVERY_S="0.05", LIMITS__REQUESTS_PER_MINUTE="60")
+    short, long = gateway.session(ttl_s=HOUR_S / 2), gateway.session(ttl_s=3 * HOUR_S)
     history = [{"role": "user", "content": "begin"}]
-    history = answered(history, say(door, long, history))
+    history = answered(history, say(gateway, long, history))
 
     clock.jump(+HOUR_S)  # whoever has less than an hour left expires, early
-    wait_until(lambda: verdict_codes(door, [short, long]) == ["expired", "open"])
-    history = answered(history, say(door, long, history))
+    wait_until(lambda: verdict_codes(gateway, [short, long]) == ["expired", "open"])
+    history = answered(history, say(gateway, long, history))
     clock.jump(-HOUR_S)  # two hours back: the next turns end before those that they follow
     for _ in range(2):
-        history = answered(history, say(door, long, history))
-    again = door.post(path_of(long), {"messages": history[:1]}, headers={RETRY: "1"})
+        history = answered(history, say(gateway, long, history))
+    again = gateway.post(path_of(long), {"messages": history[:1]}, headers={RETRY: "1"})
     assert again.status_code == 200
-    relations = {turn["turn_id"]: turn["relation"] for turn in door.turns(long)}
+    relations = {turn["turn_id"]: turn["relation"] for turn in gateway.turns(long)}
     assert sorted(relations.values()).count("extends") == 3
-    assert ended(door, long, 1.0).status_code == 200
-    assert len(trainable(door, long)) == 5
-    assert verdict_codes(door, [long]) == ["ready"], "and nothing expires"
+    assert ended(gateway, long, 1.0).status_code == 200
+    assert len(trainable(gateway, long)) == 5
+    assert verdict_codes(gateway, [long]) == ["ready"], "and nothing expires"
 
     for offset_s in (-HOUR_S, +HOUR_S):  # Redis' own clock, by which keys expire and buckets empty
         redis_clock.jump(offset_s)
         time.sleep(0.3)
-        reply = door.chat("who waits?", path=path_of(door.session()))
+        reply = gateway.chat("who waits?", path=path_of(gateway.session()))
         assert reply.status_code == 200 or int(reply.headers["retry-after"]) <= 60, reply.headers
-    fresh = door.session()
-    assert door.chat("go on", path=path_of(fresh)).status_code == 200
-    assert house.audit([]).findings == ()
+    fresh = gateway.session()
+    assert gateway.chat("go on", path=path_of(fresh)).status_code == 200
+    assert local.audit([]).findings == ()
 
 
 def test_a_trainers_clock_that_jumps_ends_its_patience_early_or_late_and_nothing_else(
-    make_house: Callable[..., House],
+    make_local_system: Callable[..., LocalSystem],
 ) -> None:
-    house = make_house()
-    clock = house.clock("trainer", often=True)
-    gateway, door = house.gateway(POLL_EVERY_S="0.05")
+    local = make_local_system()
+    clock = local.clock("trainer", often=True)
+    service, gateway = local.gateway(POLL_EVERY_S="0.05")
     patience = {"ALGORITHM__GROUP_DEADLINE_S": str(HOUR_S / 2), "ALGORITHM__MIN_LIVE_ROWS": "2"}
-    trainer = house.trainer(gateway, clock, **patience)
+    trainer = local.trainer(service, clock, **patience)
     trainer.until("/ready")
     heard: list[ClientAnswer] = []
 
     def group() -> list[dict[str, Any]]:
         """Two earn, and differ; the third goes on."""
-        sessions: list[dict[str, Any]] = door.post("/groups", {"size": 3}).json()["sessions"]
+        sessions: list[dict[str, Any]] = gateway.post("/groups", {"size": 3}).json()["sessions"]
         for session in sessions:
-            reply = door.chat("begin", path=path_of(session))
+            reply = gateway.chat("begin", path=path_of(session))
             heard.append(ClientAnswer(session["session_id"], reply.headers["x-weir-turn-id"]))
         for reward, session in enumerate(sessions[:2]):
-            assert ended(door, session, float(reward)).status_code == 200
+            assert ended(gateway, session, float(reward)).status_code == 200
         return sessions
 
     def said() -> str:
         return str(trainer.until("/status")["waiting_for"])
 
     def seen_at() -> float:
-        at: Any = house.redis.client.hget(keys.TRAINER, "last_seen")
+        at: Any = local.redis.client.hget(keys.TRAINER, "last_seen")
         return float(at)
 
-    holder = house.redis.client.get(keys.LEASE)
+    holder = local.redis.client.get(keys.LEASE)
     early = group()
     wait_until(lambda: "1 group waits for 1 member that goes on" in said(), 60)
     clock.jump(+HOUR_S)
-    wait_until(lambda: verdict_codes(door, early) == ["trained", "trained", "open"], 60)
-    assert ended(door, early[2], 1.0).status_code == 200
-    wait_until(lambda: verdict_codes(door, early)[2] == "group_incomplete", 60)
+    wait_until(lambda: verdict_codes(gateway, early) == ["trained", "trained", "open"], 60)
+    assert ended(gateway, early[2], 1.0).status_code == 200
+    wait_until(lambda: verdict_codes(gateway, early)[2] == "group_incomplete", 60)
 
     clock.jump(-HOUR_S)
     wait_until(lambda: seen_at() < time.time() - HOUR_S / 2)
     late = group()
     wait_until(lambda: "1 group waits for 1 member that goes on; the oldest since 0 s" in said(), 60)
     assert int(said().rpartition(" in ")[2].removesuffix(" s")) > HOUR_S, "as long as ever, and the jump"
-    assert verdict_codes(door, late) == ["group_incomplete", "group_incomplete", "open"]
-    assert house.redis.client.get(keys.LEASE) == holder
-    assert ended(door, late[2], 1.0).status_code == 200
-    wait_until(lambda: set(verdict_codes(door, late)) == {"trained"}, 60)
+    assert verdict_codes(gateway, late) == ["group_incomplete", "group_incomplete", "open"]
+    assert local.redis.client.get(keys.LEASE) == holder
+    assert ended(gateway, late[2], 1.0).status_code == 200
+    wait_until(lambda: set(verdict_codes(gateway, late)) == {"trained"}, 60)
     assert trainer.terminate() == 0
-    assert house.audit(heard).findings == ()
+    assert local.audit(heard).findings == ()
 
 
 # A trainer that was away
@@ -446,43 +454,43 @@ async def an_hour_of_traffic(redis_url: str, groups: int) -> None:
 
 
 def test_a_trainer_that_was_away_takes_all_that_came_and_ends_well_when_told_in_a_step(
-    make_house: Callable[..., House],
+    make_local_system: Callable[..., LocalSystem],
 ) -> None:
-    house = make_house()
-    gateway, _ = house.gateway(POLL_EVERY_S="0.5")
+    local = make_local_system()
+    service, _ = local.gateway(POLL_EVERY_S="0.5")
 
     def started() -> Service:
-        return house.trainer(gateway, ALGORITHM__MAX_ROWS="100", ALGORITHM__FLUSH_AFTER_S="1")
+        return local.trainer(service, ALGORITHM__MAX_ROWS="100", ALGORITHM__FLUSH_AFTER_S="1")
 
     trainer = started()
     trainer.until("/ready")
     idle_rss = psutil.Process(trainer.process.pid).memory_info().rss
     trainer.signal(signal.SIGSTOP)  # away, and back with its lease run out
-    asyncio.run(an_hour_of_traffic(house.redis.url, 1000))
-    wait_until(lambda: not house.redis.client.exists(keys.LEASE))
+    asyncio.run(an_hour_of_traffic(local.redis.url, 1000))
+    wait_until(lambda: not local.redis.client.exists(keys.LEASE))
     trainer.signal(signal.SIGCONT)
     wait_until(lambda: int(trainer.until("/status")["step"]) >= 2, 60)
     trainer.until("/status", state="training")
     assert trainer.terminate() == 0
-    left: Any = house.redis.client.hgetall(keys.VERDICTS)
+    left: Any = local.redis.client.hgetall(keys.VERDICTS)
     assert 200 <= int(left[b"session:trained"]) < 2000
-    assert house.audit([]).findings == ()
+    assert local.audit([]).findings == ()
 
     trainer = started()
 
     def all_judged() -> bool:
-        counts: Any = house.redis.client.hgetall(keys.VERDICTS)
+        counts: Any = local.redis.client.hgetall(keys.VERDICTS)
         return sum(int(count) for name, count in counts.items() if name.startswith(b"session:")) == 2000
 
     trainer.until("/ready")
     wait_until(all_judged, 60)
-    counts: Any = house.redis.client.hgetall(keys.VERDICTS)
+    counts: Any = local.redis.client.hgetall(keys.VERDICTS)
     # Nine steps of 100 rows, from version 0 to 8; what is older than eight versions is stale, and says so.
     sessions = {name: int(count) for name, count in counts.items() if name.startswith(b"session:")}
     assert sessions == {b"session:trained": 900, b"session:stale": 1100}
-    wait_until(lambda: house.redis.client.xlen(keys.STREAM) <= 1)
+    wait_until(lambda: local.redis.client.xlen(keys.STREAM) <= 1)
     peak_rss = psutil.Process(trainer.process.pid).memory_info().rss
     assert peak_rss - idle_rss < 200 * 2**20
-    report = house.audit([], trainer)
+    report = local.audit([], trainer)
     assert report.findings == ()
     assert report.totals.ledger_turns == 900

@@ -8,8 +8,9 @@ import numpy as np
 import openai
 import pytest
 
+from tests.support.system.real_system import ADMIN_KEY, System
 from tests.support.tolerances import ulps
-from tests.system.conftest import ADMIN_KEY, System, until
+from tests.support.waiting import wait_until
 from trainer_service.rows.rows import Row
 from trainer_service.settings import TeacherSettings
 from trainer_service.step.teacher import TeacherClient
@@ -25,7 +26,7 @@ TOOL: Any = {
 def test_a_rewarded_group_becomes_the_next_version_that_answers(system: System) -> None:
     before = system.serving()
     session_ids = system.train_one_group()
-    until(lambda: system.serving() > before)
+    wait_until(lambda: system.serving() > before)
     version = system.serving()
 
     # The engine itself says what it serves, and signs the next answer with it.
@@ -37,7 +38,7 @@ def test_a_rewarded_group_becomes_the_next_version_that_answers(system: System) 
     assert {span["version"] for span in turn["versions"]} == {version}
 
     # Every session of the group ended with a verdict that names step and version.
-    until(lambda: system.get(f"/sessions/{session_ids[0]}")["verdict"]["code"] == "trained")
+    wait_until(lambda: system.get(f"/sessions/{session_ids[0]}")["verdict"]["code"] == "trained")
     for session_id in session_ids:
         verdict = system.get(f"/sessions/{session_id}")["verdict"]
         assert (verdict["code"], verdict["version"]) == ("trained", version)
@@ -70,8 +71,8 @@ def test_trainer_and_engine_agree_on_the_logprobs_of_a_fresh_policy(system: Syst
             converse(system, ticket, turns=3, max_tokens=40)
             ending = {"status": "completed", "reward": float(index % 2)}
             system.post(f"/sessions/{ticket['session_id']}/finish", ending)
-        until(lambda: system.serving() > before)  # noqa: B023 - asked at once
-        status = until(lambda: system.trainer("/status"))
+        wait_until(lambda: system.serving() > before)  # noqa: B023 - asked at once
+        status = wait_until(lambda: system.trainer("/status"))
         assert status["step"] == step + 1
         metrics = status["metrics"]
         assert metrics["tokens"] >= 1000
@@ -113,7 +114,7 @@ def test_a_teacher_judges_the_tokens_that_were_sampled(system: System) -> None:
 def test_a_rollback_and_a_promotion_are_served_under_their_old_numbers(system: System) -> None:
     before = system.serving()
     system.train_one_group()
-    until(lambda: system.serving() > before)
+    wait_until(lambda: system.serving() > before)
     version = system.serving()
     for path, body, number in (
         ("/admin/policies/rollback", {"to": 0}, 0),
@@ -135,7 +136,7 @@ def test_a_group_without_differences_teaches_nothing_and_says_so(system: System)
         system.say(ticket, "same")
         system.post(f"/sessions/{ticket['session_id']}/finish", {"status": "completed", "reward": 1.0})
     path = f"/sessions/{tickets[0]['session_id']}"
-    verdict = until(lambda: (v := system.get(path)["verdict"])["code"] == "zero_advantage" and v)
+    verdict = wait_until(lambda: (v := system.get(path)["verdict"])["code"] == "zero_advantage" and v)
     assert verdict["detail"]
 
 

@@ -13,7 +13,7 @@ import pytest
 from gateway.language.call_syntax import SYNTAX_OF_FAMILY
 from gateway.language.constraint import constraint_of
 from tests.support.gateway.families_agent import TOOL, call, renderer_of, sampled, told
-from tests.system.conftest import ENGINE_PYTHON, System
+from tests.support.system.real_system import ENGINE_PYTHON, System
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 

@@ -20,8 +20,8 @@ from gateway.settings import GatewaySettings
 from rollout_queue.contract.tokens import Logprobs
 from tests.support.gateway.fake_engine import FakeEngine, Interruption
 from tests.support.serving import serving
+from tests.support.system.real_system import System
 from tests.support.tolerances import ulps
-from tests.system.conftest import System
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 

@@ -11,8 +11,10 @@ import httpx
 import psutil
 import pytest
 
+from tests.support.system.real_system import ADMIN_KEY, System
+from tests.support.system.turns import retried, versions_of
 from tests.support.tolerances import ulps
-from tests.system.conftest import ADMIN_KEY, System, until
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -38,16 +40,6 @@ def turns_of(system: System, ticket: dict[str, Any]) -> list[Any]:
     return found
 
 
-def versions_of(turn: dict[str, Any]) -> list[int]:
-    """The version of each token, where the spans tile the output."""
-    versions: list[int] = []
-    for span in turn["versions"]:
-        assert span["start"] == len(versions)
-        versions += [span["version"]] * (span["end"] - span["start"])
-    assert len(versions) == len(turn["output_ids"]) == len(turn["logprobs"])
-    return versions
-
-
 def push(system: System, version: int) -> None:
     reply = system.request("POST", f"/admin/policies/{version}/promote", {}, key=ADMIN_KEY)
     assert reply.status_code == 200, reply.text
@@ -56,7 +48,7 @@ def push(system: System, version: int) -> None:
 def test_no_stream_fails_while_weights_change_and_each_token_knows_its_version(system: System) -> None:
     if system.serving() == 0:
         system.train_one_group()
-        until(lambda: system.serving() > 0)
+        wait_until(lambda: system.serving() > 0)
     newest = system.serving()
     over = threading.Event()
 
@@ -115,13 +107,6 @@ def test_streams_go_on_where_a_killed_engine_left_them(system: System) -> None:
         # The engine that came back would have said each token with the same probability.
         differences = [abs(a - b) for a, b in zip(scored(system, turn), turn["logprobs"], strict=True)]
         assert max(differences) <= ulps(1024, of=math.log(1024))  # float32 sums over the vocabulary
-
-
-def retried(system: System) -> float:
-    """How many generations were taken up again after a fault."""
-    text = system.request("GET", "/metrics", key="").text
-    lines = [line for line in text.splitlines() if line.startswith("weir_engine_faults_total{")]
-    return sum(float(line.split()[-1]) for line in lines if 'outcome="retried"' in line)
 
 
 def scored(system: System, turn: dict[str, Any]) -> list[float]:

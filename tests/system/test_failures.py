@@ -11,7 +11,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.system.conftest import ADMIN_KEY, System, until
+from tests.support.system.real_system import ADMIN_KEY, System
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -43,7 +44,7 @@ def push(system: System, version: int, location: Path) -> httpx.Response:
 def test_broken_weights_never_reach_the_engine(system: System, tmp_path: Path, damage: str) -> None:
     before = system.serving()
     system.train_one_group()
-    until(lambda: system.serving() > before)
+    wait_until(lambda: system.serving() > before)
     serving, engine = system.serving(), engine_processes(system)
     location = published(system, tmp_path)
     manifest = json.loads((location / "manifest.json").read_text())
@@ -73,15 +74,15 @@ def test_broken_weights_never_reach_the_engine(system: System, tmp_path: Path, d
 def test_a_killed_engine_comes_back_with_the_current_policy(system: System) -> None:
     before = system.serving()
     system.train_one_group()
-    until(lambda: system.serving() > before)
+    wait_until(lambda: system.serving() > before)
     version, restarts = system.serving(), system.rollout()["restarts"]
     for process in engine_processes(system):
         process.send_signal(signal.SIGKILL)
-    until(lambda: system.rollout()["restarts"] > restarts, 60)
-    until(lambda: system.rollout()["state"] == "ready", 180)
+    wait_until(lambda: system.rollout()["restarts"] > restarts, 60)
+    wait_until(lambda: system.rollout()["state"] == "ready", 180)
     assert system.rollout()["version"] == version
     assert system.get("/model_info", url=system.engine_url)["weight_version"] == str(version)
-    until(lambda: system.request("GET", "/ready").status_code == 200)
+    wait_until(lambda: system.request("GET", "/ready").status_code == 200)
     ticket = system.post("/sessions", {})
     system.say(ticket, "and on")
     (turn,) = system.get(f"/sessions/{ticket['session_id']}")["turns"]

@@ -3,7 +3,6 @@
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,16 +19,6 @@ def unused_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, every_s: float = 0.1) -> bool:
-    """Whether `condition` came true in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(every_s)
-    return True
 
 
 FakeService = Callable[..., Service]

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.weir.conftest import wait_until
+from tests.support.waiting import wait_until
 from weir.errors import ServiceDied, StackError
 from weir.stack import state
 from weir.stack.probes import http_ready
@@ -106,7 +106,7 @@ def test_a_killed_service_takes_its_orphans_along(
         grandchild = int(child.read_text())
         stack.check()
         os.kill(stack.processes["rollout_server"].pid, signal.SIGKILL)
-        assert wait_until(lambda: stack.processes["rollout_server"].exit_code is not None, 5)
+        wait_until(lambda: stack.processes["rollout_server"].exit_code is not None)
         with pytest.raises(ServiceDied, match="was killed by SIGKILL"):
             stack.check()
         assert alive(grandchild)
@@ -120,7 +120,7 @@ def test_a_deaf_service_is_killed_after_its_deadline(settings: StackSettings, tm
     impatient = settings.model_copy(update={"stop_timeout_s": 0.2})
     with Stack(impatient, [deaf]) as stack:
         process = stack.processes["gateway"]
-        assert wait_until(lambda: "deaf" in process.log_path.read_text(), 10)
+        wait_until(lambda: "deaf" in process.log_path.read_text())
     assert process.exit_code == -signal.SIGKILL
 
 

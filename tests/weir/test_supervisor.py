@@ -13,7 +13,7 @@ import pytest
 from rollout_queue.protocol.status import FleetPolicy, QueueReport
 from rollout_queue.protocol.trainer import TrainerReport
 from tests.support.system_status import server_shape, system_status
-from tests.weir.conftest import wait_until
+from tests.support.waiting import wait_until
 from weir import status
 from weir.errors import StackError
 from weir.stack import down, state
@@ -48,7 +48,7 @@ def test_a_service_that_dies_is_started_again_without_its_orphans(
             supervisor.look()
             return process.restarts == 1
 
-        assert wait_until(is_back, 10)
+        wait_until(is_back)
         stack.wait_ready()
         assert process.pid != first
         assert not psutil.pid_exists(orphan)
@@ -101,7 +101,7 @@ def test_status_tells_ready_from_unready_from_down(
 ) -> None:
     services = [fake_service("gateway"), fake_service("trainer_service", gate=tmp_path / "never")]
     with Stack(settings, services) as stack:
-        assert wait_until(lambda: "gate is shut" in stack.waiting_for(), 10)
+        wait_until(lambda: "gate is shut" in stack.waiting_for())
         found = written(settings)
         ready, unready = status.rows_of(found, None)
         assert (ready.state, unready.state, unready.detail) == ("ready", "not ready", "the gate is shut")

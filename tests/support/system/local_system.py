@@ -18,10 +18,11 @@ from typing import Any
 import httpx
 import libfaketime
 
-from tests.gateway.conftest import ADMIN_KEY, CLIENT_KEY, Door, Stage, wait_until
-from tests.gateway.test_processes import NumberingEngine
+from tests.support.gateway.gated_engine import NumberingEngine
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
 from tests.support.redis_process import RedisProcess
 from tests.support.serving import free_port, serving
+from tests.support.waiting import wait_until
 from weir.audit.audit import audit
 from weir.audit.facts import ClientAnswer
 from weir.audit.report import Report
@@ -104,25 +105,25 @@ class Service:
 
 
 @dataclass
-class House:
-    """What runs, and where it writes. `stage` is the fake engine's."""
+class LocalSystem:
+    """What runs, and where it writes. `backends` holds the fake engine."""
 
-    stage: Stage
+    backends: Backends
     redis: RedisProcess
     root: Path
     stack: ExitStack
     _number: Any = field(default_factory=itertools.count)
 
-    def gateway(self, clock: Clock | None = None, **settings: str) -> tuple[Service, Door]:
+    def gateway(self, clock: Clock | None = None, **settings: str) -> tuple[Service, RunningGateway]:
         """One more gateway, once it is ready; settings as WEIR_GATEWAY__… has them."""
         service = self._service("gateway", clock, settings)
         service.until("/ready")
-        door = Door(service.url, self.stage.engine, self.redis.client)
-        self.stack.callback(door.http.close)
-        return service, door
+        gateway = RunningGateway(service.url, self.backends.engine, self.redis.client)
+        self.stack.callback(gateway.http.close)
+        return service, gateway
 
     def trainer(self, gateway: Service, clock: Clock | None = None, **settings: str) -> Service:
-        """A trainer on the one checkpoint directory of the house; it may not be ready yet."""
+        """A trainer on the one checkpoint directory of the system; it may not be ready yet."""
         given = {
             "CHECKPOINT_DIR": str(self.checkpoints),
             "POLICIES_DIR": str(self.root / "policies"),
@@ -154,8 +155,8 @@ class House:
         section = module.removesuffix("_service").upper()
         environment = {
             "WEIR_REDIS_URL": self.redis.url,
-            "WEIR_MODEL_PATH": str(self.stage.model_path),
-            "WEIR_ENGINES": self.stage.engine_url,
+            "WEIR_MODEL_PATH": str(self.backends.model_path),
+            "WEIR_ENGINES": self.backends.engine_url,
             "WEIR_CLIENT_KEYS": CLIENT_KEY,
             "WEIR_ADMIN_KEYS": ADMIN_KEY,
             **{f"WEIR_{section}__{name}": value for name, value in settings.items()},
@@ -166,10 +167,10 @@ class House:
         return service
 
 
-def open_house(stage: Stage, redis: RedisProcess, root: Path, stack: ExitStack) -> House:
-    """A house whose engine never says the same twice."""
-    engine = NumberingEngine(stage.tokenizer)
+def open_local_system(backends: Backends, redis: RedisProcess, root: Path, stack: ExitStack) -> LocalSystem:
+    """A system whose engine never says the same twice."""
+    engine = NumberingEngine(backends.tokenizer)
     engine.numbers = itertools.count()
-    stage.engine = engine
-    stage.engine_url = stack.enter_context(serving(stage))
-    return House(stage, redis, root, stack)
+    backends.engine = engine
+    backends.engine_url = stack.enter_context(serving(backends))
+    return LocalSystem(backends, redis, root, stack)

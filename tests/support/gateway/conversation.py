@@ -1,0 +1,43 @@
+"""An agent that goes on with its conversation, and what the stream holds of it."""
+
+from typing import Any
+
+import httpx
+
+from rollout_queue.contract.attempts import orphans_of
+from rollout_queue.contract.codec import decode
+from rollout_queue.contract.records import Turn
+from rollout_queue.redis import keys
+from tests.support.gateway.running import RunningGateway
+
+
+def path_of(session: dict[str, Any]) -> str:
+    return f"/sessions/{session['session_id']}/v1/chat/completions"
+
+
+def say(gateway: RunningGateway, session: dict[str, Any], history: list[dict[str, Any]]) -> httpx.Response:
+    """Go on with the conversation. A client of its own, since threads call."""
+    headers = {"authorization": f"Bearer {session['api_key']}"}
+    reply = httpx.post(
+        gateway.url + path_of(session), json={"messages": history}, headers=headers, timeout=20
+    )
+    assert reply.status_code == 200, reply.text
+    return reply
+
+
+def answered(history: list[dict[str, Any]], reply: httpx.Response) -> list[dict[str, Any]]:
+    """The conversation with an answer, and what the agent says next."""
+    return [*history, reply.json()["choices"][0]["message"], {"role": "user", "content": "go on"}]
+
+
+def stored(gateway: RunningGateway, session: dict[str, Any]) -> list[Turn]:
+    """The session's turns as they stand in the stream, which is what the trainer reads."""
+    entries: Any = gateway.redis.xrange(keys.STREAM)
+    records = [decode(fields[b"r"]) for _, fields in entries]
+    return [each for each in records if isinstance(each, Turn) and each.session_id == session["session_id"]]
+
+
+def trainable(gateway: RunningGateway, session: dict[str, Any]) -> list[Turn]:
+    turns = stored(gateway, session)
+    orphans = orphans_of(turns)
+    return [turn for turn in turns if turn.turn_id not in orphans and turn.finish != "abort"]

@@ -1,0 +1,67 @@
+"""Gateways as processes of their own, on one Redis and one fake engine."""
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
+from tests.support.serving import free_port
+from tests.support.waiting import wait_until
+
+STARTS_WITHIN_S = 60.0
+"""A process has Python and the model's tokenizer to load, and the machine may have other things to do."""
+
+
+@dataclass
+class Processes:
+    """Starts gateways, on a Redis database and an engine that only they use."""
+
+    backends: Backends
+    logs: Path
+    _number: Iterator[int] = field(default_factory=itertools.count)
+
+    def start(self) -> tuple[subprocess.Popen[bytes], str]:
+        port = free_port()
+        environment = os.environ | {
+            "WEIR_REDIS_URL": self.backends.redis_url,
+            "WEIR_MODEL_PATH": str(self.backends.model_path),
+            "WEIR_ENGINES": self.backends.engine_url,
+            "WEIR_CLIENT_KEYS": CLIENT_KEY,
+            "WEIR_ADMIN_KEYS": ADMIN_KEY,
+            "WEIR_GATEWAY__PORT": str(port),
+        }
+        with (self.logs / f"gateway-{next(self._number)}.log").open("wb") as log:
+            process = subprocess.Popen([sys.executable, "-m", "gateway"], env=environment, stderr=log)
+        return process, f"http://127.0.0.1:{port}"
+
+    def at(self, url: str) -> RunningGateway:
+        """The gateway at this address, once it is ready."""
+        gateway = RunningGateway(url, self.backends.engine, self.backends.redis)
+        wait_until(lambda: ready(gateway), STARTS_WITHIN_S)
+        return gateway
+
+    @contextmanager
+    def gateway(self) -> Iterator[tuple[subprocess.Popen[bytes], RunningGateway]]:
+        """One that a test may end."""
+        process, url = self.start()
+        try:
+            gateway = self.at(url)
+            yield process, gateway
+            gateway.http.close()
+        finally:
+            process.kill()
+            process.wait()
+
+
+def ready(gateway: RunningGateway) -> bool:
+    try:
+        return bool(gateway.get("/ready").status_code == 200)
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,104 @@
+"""A gateway on a real port, in front of a fake engine, on a real Redis."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+from redis import Redis
+from tokenizers import Tokenizer
+
+from gateway.app import create_app
+from gateway.settings import GatewaySettings
+from rollout_queue.redis import keys
+from tests.support.gateway.fake_engine import FakeEngine
+from tests.support.serving import serving
+
+CLIENT_KEY, OTHER_KEY, ADMIN_KEY = "client-key", "other-key", "admin-key"
+
+
+@dataclass
+class RunningGateway:
+    """The gateway from outside, and the fake engine behind it."""
+
+    url: str
+    engine: FakeEngine
+    redis: Redis
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=10))
+
+    def call(
+        self, method: str, path: str, body: Any = None, key: str | None = CLIENT_KEY, **more: Any
+    ) -> Any:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        headers |= more.pop("headers", {})
+        return self.http.request(method, self.url + path, json=body, headers=headers, **more)
+
+    def post(self, path: str, body: Any = None, **more: Any) -> Any:
+        return self.call("POST", path, {} if body is None else body, **more)
+
+    def get(self, path: str, **more: Any) -> Any:
+        return self.call("GET", path, **more)
+
+    def chat(self, text: str = "hi", path: str = "/v1/chat/completions", **more: Any) -> Any:
+        fields = {name: more.pop(name) for name in list(more) if name not in ("key", "headers")}
+        return self.post(path, {"messages": [{"role": "user", "content": text}], **fields}, **more)
+
+    def session(self, **body: Any) -> dict[str, Any]:
+        reply = self.post("/sessions", body)
+        assert reply.status_code == 201, reply.text
+        opened: dict[str, Any] = reply.json()
+        return opened
+
+    def turns(self, session: dict[str, Any]) -> list[dict[str, Any]]:
+        view = self.get(f"/sessions/{session['session_id']}?tokens=true").json()
+        found: list[dict[str, Any]] = view["turns"]
+        return found
+
+    def client(self, session: dict[str, Any]) -> openai.OpenAI:
+        return openai.OpenAI(base_url=session["base_url"], api_key=session["api_key"], max_retries=0)
+
+
+@dataclass
+class Backends:
+    """Servers that outlive a test, and what each test finds fresh: an engine and an empty Redis."""
+
+    redis_url: str
+    model_path: Path
+    tokenizer: Tokenizer
+    redis: Redis
+    engine: FakeEngine
+    engine_url: str = ""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.engine.app()(scope, receive, send)
+
+    def clear(self, secret: bytes | None) -> None:
+        """Forget everything but the secret, which gateways read once."""
+        self.engine = FakeEngine(self.tokenizer)
+        self.redis.flushdb()
+        if secret is not None:
+            self.redis.set(keys.SECRET, secret)
+
+    @contextmanager
+    def gateway_url(self, **settings: Any) -> Iterator[str]:
+        given: dict[str, Any] = {
+            "redis_url": self.redis_url,
+            "model_path": self.model_path,
+            "engines": [self.engine_url],
+            "client_keys": [CLIENT_KEY, OTHER_KEY],
+            "admin_keys": [ADMIN_KEY],
+            "engine_wait_s": 0.5,
+            "failover_patience_s": 0.5,
+            "poll_every_s": 0.05,
+        }
+        with serving(create_app(GatewaySettings(**given | settings))) as url:
+            yield url
+
+    @contextmanager
+    def gateway(self, **settings: Any) -> Iterator[RunningGateway]:
+        """A gateway of a test's own, on what the test has in Redis."""
+        with self.gateway_url(**settings) as url, httpx.Client(timeout=10) as http:
+            yield RunningGateway(url, self.engine, self.redis, http)

@@ -1,0 +1,101 @@
+"""A rollout server with a fake engine behind it, and its HTTP interface in front."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from rollout_queue.http.keys import Keyring
+from rollout_server.app import create_app
+from rollout_server.server import RolloutServer
+from rollout_server.settings import RolloutServerSettings
+from tests.support.rollout_server.fakes import FakeEngine
+from tests.support.rollout_server.weights import (
+    float32_tensors,
+    publish,
+    published_copy,
+    write_model,
+    write_safetensors,
+)
+from tests.support.waiting import wait_until_async
+
+
+class FakeNetwork:
+    """Everything that is neither the engine nor us: a gateway and a trainer, as far as a test needs them."""
+
+    def __init__(self) -> None:
+        self.requests: list[httpx.Request] = []
+        self.answers: dict[str, httpx.Response] = {}
+
+    async def handle(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
+        answer = self.answers.get(str(request.url))
+        if answer is None:
+            raise httpx.ConnectError("nobody listens")
+        return httpx.Response(answer.status_code, headers=answer.headers, content=answer.content)
+
+
+@dataclass
+class Harness:
+    """The server under test and what surrounds it."""
+
+    server: RolloutServer
+    engine: FakeEngine
+    network: FakeNetwork
+    http: httpx.AsyncClient
+    directory: Path
+
+    def policy(self, version: int, fill: float | None = None) -> Path:
+        """A sound published version, every weight equal to `fill`."""
+        directory = self.directory / "policies" / f"v{version}"
+        published_copy(self.directory / "model", directory, version)
+        write_safetensors(directory / "model.safetensors", float32_tensors(fill or 1.0 + version))
+        publish(directory, version)
+        return directory
+
+    async def reload(self, version: int, directory: Path | str | None = None, **more: Any) -> httpx.Response:
+        location = directory.as_uri() if isinstance(directory, Path) else directory
+        return await self.http.post("/reload", json={"version": version, "location": location, **more})
+
+    async def status(self) -> dict[str, Any]:
+        answer: dict[str, Any] = (await self.http.get("/status")).json()
+        return answer
+
+    async def kill_engine(self) -> None:
+        """As `kill -9` would; returns once the server knows it."""
+        assert self.engine.process is not None
+        await self.engine.process.kill()
+        await wait_until_async(lambda: not self.server.engine.serving)
+
+    async def until_ready(self) -> None:
+        await self.server.engine.wait_until_serving(5.0)
+
+
+def make_harness(directory: Path, **settings: Any) -> Harness:
+    model = directory / "model"
+    if not model.exists():
+        write_model(model)
+    configured = RolloutServerSettings(
+        model_path=model,
+        weights_dir=directory / "weights",
+        policies_dir=directory / "policies",
+        **{
+            "drain_timeout_s": 0.02,
+            "restart_backoff_s": 0.01,
+            "engine_wait_s": 1.0,
+            "register_every_s": 0.02,
+            **settings,
+        },
+    )
+    engine, network = FakeEngine(), FakeNetwork()
+    server = RolloutServer(
+        configured,
+        httpx.AsyncClient(transport=httpx.MockTransport(engine.handle), base_url="http://engine"),
+        httpx.AsyncClient(transport=httpx.MockTransport(network.handle)),
+        engine.start,
+        float32_engine=True,
+    )
+    app = create_app(server, Keyring(admin_keys=configured.admin_keys))
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
+    return Harness(server, engine, network, http, directory)

@@ -120,14 +120,14 @@ class Reloader:
         )
         try:
             async with self._engine.swapping():
-                paused_s = monotonic()
+                paused_at = monotonic()
                 await client.pause()
-                load_s = monotonic()
+                load_at = monotonic()
                 await client.load(str(policy.directory), policy.version)
                 await self._engine.prove(policy, differs_from=former if other else None)
-                seconds.load = monotonic() - load_s
+                seconds.load = monotonic() - load_at
                 await client.resume()
-                seconds.paused = monotonic() - paused_s
+                seconds.paused = monotonic() - paused_at
                 self._engine.serve(policy)
         except EngineFailed as error:
             logger.error(
@@ -158,7 +158,7 @@ class Reloader:
         announced = wanted.manifest_sha256.lower() if wanted.manifest_sha256 else None
         if announced and (kept := await self._kept(wanted.version, announced, seconds)):
             return kept
-        began_s = monotonic()
+        began_at = monotonic()
         text = await self._fetcher.manifest(place)
         digest = manifest_digest(text)
         if announced not in (None, digest):
@@ -170,9 +170,9 @@ class Reloader:
         try:
             await self._fetcher.files(place, manifest, part)
             (part / MANIFEST).write_bytes(text)
-            seconds.fetch, began_s = monotonic() - began_s, monotonic()
+            seconds.fetch, began_at = monotonic() - began_at, monotonic()
             await asyncio.to_thread(self._store.verify, part, manifest)
-            seconds.verify = monotonic() - began_s
+            seconds.verify = monotonic() - began_at
             target = self._store.path_of(wanted.version, digest)
             self._store.commit(part, target)
         finally:
@@ -182,12 +182,12 @@ class Reloader:
     async def _kept(self, version: int, digest: str, seconds: Seconds) -> LocalPolicy | None:
         """The same content, if an earlier reload left it here whole."""
         target = self._store.path_of(version, digest)
-        began_s = monotonic()
+        began_at = monotonic()
         try:
             await asyncio.to_thread(self._store.verify_again, target, version, digest)
         except BrokenWeights:
             return None
-        seconds.verify = monotonic() - began_s
+        seconds.verify = monotonic() - began_at
         return LocalPolicy(version, target, digest)
 
     def _place(self, wanted: WantedPolicy) -> FileLocation | HttpLocation | None:

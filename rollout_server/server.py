@@ -146,7 +146,7 @@ class RolloutServer:
         if announced.version > engine.policy.version or announced.version == engine.awaited_version:
             return engine.serving
         # While a push is going on, the gateway still names the version before it.
-        return engine.serving and monotonic() - engine.policy_since_s > self._settings.settle_s
+        return engine.serving and monotonic() - engine.policy_since > self._settings.settle_s
 
 
 def build_server(settings: RolloutServerSettings, device: Device) -> RolloutServer:

@@ -67,7 +67,7 @@ class Engine:
         self.draining = False
         self.awaited_version: int | None = None
         """The version that the fleet serves, while this server has not loaded it."""
-        self.policy_since_s = monotonic()
+        self.policy_since = monotonic()
         self._settings = settings
         self._start = start
         self._phase = ServerState.STARTING
@@ -95,11 +95,11 @@ class Engine:
         while not self._closing:
             await self._become(ServerState.STARTING)
             self.policy = await choose(self.policy)
-            ready_at_s = None
+            ready_at = None
             try:
                 async with self._started(self.policy) as process:
                     await self._prove_boot(process)
-                    ready_at_s = monotonic()
+                    ready_at = monotonic()
                     await self._become(ServerState.READY)
                     await self._watch(process)
             except EngineFailed as error:
@@ -108,7 +108,7 @@ class Engine:
                 logger.error("engine failed: %s", error)
             await self._become(ServerState.DEAD)
             self.restarts += 1
-            if ready_at_s is not None and monotonic() - ready_at_s > MAX_BACKOFF_S:
+            if ready_at is not None and monotonic() - ready_at > MAX_BACKOFF_S:
                 backoff_s = self._settings.restart_backoff_s
             logger.warning("engine is dead; start %d follows in %.1f s", self.restarts + 1, backoff_s)
             await asyncio.sleep(backoff_s)
@@ -161,7 +161,7 @@ class Engine:
     def serve(self, policy: LocalPolicy) -> None:
         """The engine serves `policy` from now on, and boots into it."""
         self.policy = policy
-        self.policy_since_s = monotonic()
+        self.policy_since = monotonic()
         self.awaited_version = None
 
     async def drain(self) -> None:
@@ -170,11 +170,11 @@ class Engine:
         Gateways that have not polled since may still send some.
         """
         self._closing = True
-        busy_s = monotonic()
-        until_s = busy_s + self._settings.drain_timeout_s
-        while self._process is not None and monotonic() < min(busy_s + POLLED_WITHIN_S, until_s):
+        busy_at = monotonic()
+        deadline = busy_at + self._settings.drain_timeout_s
+        while self._process is not None and monotonic() < min(busy_at + POLLED_WITHIN_S, deadline):
             if await self._is_busy():
-                busy_s = monotonic()
+                busy_at = monotonic()
             await asyncio.sleep(POLL_S)
 
     async def close(self) -> None:
@@ -205,27 +205,27 @@ class Engine:
             self._process = None
 
     async def _prove_boot(self, process: ProcessHandle) -> None:
-        started_s = monotonic()
+        started_at = monotonic()
         while not await self.client.is_ready():
             if process.exited:
                 raise EngineFailed(f"died while it started:\n{process.log_tail()}")
-            if monotonic() - started_s > self._settings.boot_timeout_s:
+            if monotonic() - started_at > self._settings.boot_timeout_s:
                 raise EngineFailed(f"not up after {self._settings.boot_timeout_s:.0f} s")
             await asyncio.sleep(POLL_S)
         await self.prove(self.policy)
-        logger.info("engine serves version %d after %.1f s", self.policy.version, monotonic() - started_s)
+        logger.info("engine serves version %d after %.1f s", self.policy.version, monotonic() - started_at)
 
     async def _watch(self, process: ProcessHandle) -> None:
         """Raises EngineFailed once the process is dead or does not answer any more."""
-        alive_s = monotonic()
+        alive_at = monotonic()
         while True:
             try:
                 code = await asyncio.wait_for(process.wait(), WATCH_S)
             except TimeoutError:
                 # While weights load, the load's own timeouts apply.
                 if self._phase is ServerState.LOADING or await self.client.is_alive():
-                    alive_s = monotonic()
-                elif monotonic() - alive_s > self._settings.hang_timeout_s:
+                    alive_at = monotonic()
+                elif monotonic() - alive_at > self._settings.hang_timeout_s:
                     raise EngineFailed(f"did not answer for {self._settings.hang_timeout_s:.0f} s") from None
             else:
                 raise EngineFailed(f"exited with {code}:\n{process.log_tail()}")

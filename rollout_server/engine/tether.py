@@ -3,7 +3,8 @@
 rollout server ── starts ──▶ tether ── becomes ──▶ SGLang
       └── killed, even with SIGKILL: the kernel kills SGLang, and SGLang's children end with it
 
-It is run by its path, sets the signal of the parent's death (`prctl(2)`), and replaces itself by the command.
+It is run by its path, asks the kernel for a SIGKILL when its parent dies (`prctl(2)`),
+and replaces itself by the command.
 """
 
 import ctypes

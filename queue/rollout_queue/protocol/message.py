@@ -1,4 +1,4 @@
-"""What all messages between services have in common: they are frozen, and checked when made and when read.
+"""The base of all messages between services: frozen, and checked both when made and when read.
 
 sender ── ServiceMessage(...) ─▶ model_dump_json ── HTTP ──▶ ServiceMessage.read ── receiver
 """
@@ -15,8 +15,8 @@ class MalformedMessage(ValueError):
 class ServiceMessage(BaseModel):
     """A JSON object that one service sends another.
 
-    A reader ignores fields that it does not know, so that a newer sender may add some. A field with a default
-    is one that readers do without; senders always give it, and OpenAPI says so.
+    A reader ignores fields that it does not know, so that a newer sender may add some. A field with a
+    default may be missing for a reader; a sender always gives it, and so OpenAPI calls it required.
     """
 
     model_config = ConfigDict(

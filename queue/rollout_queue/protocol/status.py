@@ -1,4 +1,4 @@
-"""The state of one rollout server (its `GET /status`) and of the whole (the gateway's `/admin/status`)."""
+"""The state of one rollout server (its `GET /status`) and of the whole system (`GET /admin/status`)."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What the trainer says of itself: to the gateways, as a Redis hash, and on its own `GET /status`.
+"""The trainer's report of itself: a Redis hash that gateways read, and its own `GET /status`.
 
 trainer ── TrainerReport.fields ──▶ Redis ──▶ TrainerReport.of ── gateway ──▶ `GET /admin/status`
 """

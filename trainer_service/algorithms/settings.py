@@ -192,7 +192,7 @@ class AlgorithmSettings(LossSettings):
         return self.needs_reference or self.shaping.kl_in_reward > 0
 
 
-def _merged(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _merged(defaults: dict[str, object], given: dict[str, object]) -> dict[str, object]:
     """Defaults overridden by given fields; two mappings with the same `name` are merged field by field."""
     merged = dict(defaults)
     for field, value in given.items():
@@ -204,10 +204,10 @@ def _merged(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def preset(name: str) -> dict[str, Any]:
+def preset(name: str) -> dict[str, object]:
     """The fields that a preset sets, as its YAML has them. Raises ValueError for an unknown preset."""
     known = sorted(path.stem for path in PRESETS.glob("*.yaml"))
     if name not in known:
         raise ValueError(f"unknown preset {name!r}; known are {', '.join(known)}")
-    fields: dict[str, Any] = yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf-8"))
+    fields: dict[str, object] = yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf-8"))
     return fields

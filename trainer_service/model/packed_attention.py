@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -77,9 +77,20 @@ def set_attention(model: Any, flash: bool = False) -> None:
         logger.info("%s cannot use packed attention: %s", type(model).__name__, packing.value)
 
 
-def attention_arguments(packing: Packing, lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """The keyword arguments of a forward pass that give the row bounds to the attention. `lengths` are in
-    tokens."""
+class AttentionArguments(TypedDict, total=False):
+    """The keyword arguments that give the row bounds to a model's attention."""
+
+    segments: Segments
+    """For `packed_attention`."""
+    cu_seq_lens_q: Tensor
+    """For flash attention, as the next three: the bounds of the rows, [S + 1] int32."""
+    cu_seq_lens_k: Tensor
+    max_length_q: int
+    max_length_k: int
+
+
+def attention_arguments(packing: Packing, lengths: Sequence[int], device: torch.device) -> AttentionArguments:
+    """The arguments of a forward pass for its attention. `lengths` are in tokens."""
     if packing is Packing.SEGMENTS:
         return {"segments": Segments(lengths)}
     if packing is not Packing.FLASH:

@@ -13,9 +13,9 @@ from torch import Tensor
 from trainer_service.model.settings import ModelSettings
 
 
-def deepspeed_config(settings: ModelSettings) -> dict[str, Any]:
+def deepspeed_config(settings: ModelSettings) -> dict[str, object]:
     """DeepSpeed's JSON configuration for these settings."""
-    zero: dict[str, Any] = {"stage": settings.zero_stage, "overlap_comm": False}
+    zero: dict[str, object] = {"stage": settings.zero_stage, "overlap_comm": False}
     if settings.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}
     return {

@@ -1,4 +1,4 @@
-"""Trains the policy on groups: advantages, the teacher, passes before the step, and the step itself.
+"""Trains the policy on groups: advantages, the teacher's scores, early groups, and the optimizer step.
 
 groups ─ learn_early ─▶ gradients, while the step waits for more groups
 groups ─ ask_teacher ─▶ ScoredRows ─ step ─▶ new weights and the step's metrics
@@ -30,14 +30,14 @@ class NotFinite(NamedTuple):
     """The gradient of a step is not finite, and the step was not made."""
 
     refused: list[ScreenedGroup]
-    """The groups to blame, each with its verdict."""
+    """The groups whose gradient is not finite, each with its verdict."""
     diverged: str | None
-    """Why the weights cannot be used any more: an earlier epoch of the step has changed them. None where they
-    are as they were before the step."""
+    """Why the weights cannot be used any more: an earlier epoch of the step has changed them. None if they
+    are unchanged."""
 
 
 class ScoredRows(NamedTuple):
-    """The rows of a step, with the log-probabilities of a teacher where there is one."""
+    """The rows of a step, with the log-probabilities of the teacher if the algorithm has one."""
 
     groups: list[ScreenedGroup]
     rows: list[Row]
@@ -47,7 +47,7 @@ class ScoredRows(NamedTuple):
 
 
 class GroupTrainer:
-    """Owns what was learned before the step is complete, and the running mean rewards of agents."""
+    """Owns the early groups of the next step, and the running mean rewards of agents."""
 
     def __init__(
         self,
@@ -72,14 +72,14 @@ class GroupTrainer:
 
     @property
     def early_tokens(self) -> int:
-        """How many trained tokens these have."""
+        """The number of trained tokens of the early groups."""
         return self._early.tokens
 
     def early_pass(
         self, groups: Sequence[ScreenedGroup], version: int, algorithm: AlgorithmSettings
     ) -> Callable[[], None] | None:
-        """A pass over those groups that the policy has not learned from yet; None where the algorithm does
-        not learn early, or where they do not fill a pass on every rank."""
+        """A pass over the groups that the policy has not learned from yet; None if the algorithm does not
+        learn early, or if they do not fill a pass on every rank."""
         if not algorithm.learns_early:
             return None
         self._early.drop_if_changed(groups)
@@ -96,7 +96,7 @@ class GroupTrainer:
         if teacher is None:
             return ScoredRows(groups, rows, [])
         found = self._heartbeat.retry(
-            lambda: teacher.score(rows), TeacherUnavailable, "waiting", "the teacher to judge the rows"
+            lambda: teacher.score(rows), TeacherUnavailable, "waiting", "the teacher to score the rows"
         )
         parted = [without_sessions(screened, found.refused) for screened in groups]
         return ScoredRows(
@@ -121,16 +121,16 @@ class GroupTrainer:
         self, groups: Sequence[ScreenedGroup], version: int, values: Mapping[str, float]
     ) -> NotFinite:
         """Finds the groups whose gradient is not finite, so that no restart trains them again."""
-        spoilt = not self._policy.weights_are_finite()
-        if spoilt and not values["epochs"]:
+        usable = self._policy.weights_are_finite()
+        if not usable and not values["epochs"]:
             raise Diverged(f"version {version}: the weights are not finite")
 
         def is_finite(some: Sequence[ScreenedGroup]) -> bool:
             return self._policy.gradient_is_finite(self._request(self._rows(some), version, self._algorithm))
 
-        found = [] if spoilt else non_finite_groups(groups, is_finite)
-        whose = "its gradient" if found else f"the gradient of its batch of {len(groups)} groups"
-        verdict = Verdict(code="invalid", detail=f"{whose} is not finite at version {version}")
+        found = non_finite_groups(groups, is_finite) if usable else []
+        gradient = "its gradient" if found else f"the gradient of its batch of {len(groups)} groups"
+        verdict = Verdict(code="invalid", detail=f"{gradient} is not finite at version {version}")
         diverged = None
         if values["epochs"]:
             diverged = f"epoch {values['epochs'] + 1:g}: the gradient's norm is {values['grad_norm']}"

@@ -111,7 +111,7 @@ class TrialCourse:
 
 
 @dataclass
-class PhaseTimes:
+class TrialTimes:
     """The seconds of a run's phases, by name."""
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class PhaseTimes:
 
 def run(trial: Trial, bounds: Bounds, folder: Path, models: Path) -> Result:
     """Make one run. Raises StackError if a service dies, or if the warm start does not reach its gate."""
-    task, times, run_dir = TASKS[trial.task], PhaseTimes(), folder / trial.name
+    task, times, run_dir = TASKS[trial.task], TrialTimes(), folder / trial.name
     with times.timed("model"):
         model, _ = model_for(models, trial.seed, game=task.model, write=task.plan)
     shutil.rmtree(run_dir, ignore_errors=True)  # the data of an interrupted run would be trained first

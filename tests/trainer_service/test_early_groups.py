@@ -180,7 +180,9 @@ def test_a_group_that_fills_no_pass_waits_for_others(make_rig: MakeRig) -> None:
     assert "learned" not in said
 
 
-def test_what_is_deleted_is_not_learned_though_it_was_begun(make_rig: MakeRig, untrained: Weights) -> None:
+def test_what_is_deleted_is_not_learned_though_it_was_learned_early(
+    make_rig: MakeRig, untrained: Weights
+) -> None:
     rig, spared = early(make_rig), early(make_rig, "spared", streaming=False)
     rig.agents.group("a", [1.0, 0.0])
     assert not rig.trainer.run_once()
@@ -196,7 +198,9 @@ def test_what_is_deleted_is_not_learned_though_it_was_begun(make_rig: MakeRig, u
     assert {rig.session_codes()[session_id] for session_id in ("b-0", "b-1", "c-0", "c-1")} == {"trained"}
 
 
-def test_a_second_reward_is_learned_though_its_group_was_begun(make_rig: MakeRig, untrained: Weights) -> None:
+def test_a_second_reward_is_learned_though_its_group_was_learned_early(
+    make_rig: MakeRig, untrained: Weights
+) -> None:
     rig, patient = early(make_rig), early(make_rig, "patient", streaming=False)
     for each in (rig, patient):
         each.agents.group("a", [1.0, 0.0])
@@ -226,7 +230,7 @@ def timings(rig: Rig) -> dict[str, float]:
     }
 
 
-def test_what_was_begun_is_in_the_step_though_older_groups_come(make_rig: MakeRig) -> None:
+def test_what_was_learned_early_is_in_the_step_though_older_groups_come(make_rig: MakeRig) -> None:
     rig = early(make_rig, max_rows=4)
     rig.agents.group("a", [1.0, 0.0], at=300.0)
     assert not rig.trainer.run_once()
@@ -238,7 +242,7 @@ def test_what_was_begun_is_in_the_step_though_older_groups_come(make_rig: MakeRi
     assert (codes["a-0"], codes["b-0"], codes["c-0"]) == ("trained", "trained", None)
 
 
-def test_a_group_that_was_begun_and_has_no_finite_gradient_is_found(make_rig: MakeRig) -> None:
+def test_a_group_that_was_learned_early_and_has_no_finite_gradient_is_found(make_rig: MakeRig) -> None:
     rig = early(make_rig)
     rig.agents.group("a", [1.0, 0.0], temperature=POISON)
     assert not rig.trainer.run_once()

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.tolerances import BFLOAT16, ulps
-from tests.trainer_service.test_attention import FAMILIES, Family, made
+from tests.trainer_service.test_packed_attention import FAMILIES, Family, made
 from tests.trainer_service.test_packing import row_of
 from trainer_service.algorithms.logits import entropies, selected_logprobs
 from trainer_service.model import logprob_head as head_module

@@ -68,7 +68,7 @@ class EdgeApp:
             await _refuse(endpoint, reply, api_error(error))
         except Exception:  # outermost frame: what escapes is a bug, and the caller still gets an answer
             logger.exception("request %s failed", request_id)
-            bug = ApiError(500, "internal error; the log names it by the request id")
+            bug = ApiError(500, "internal error; the log has it under the request id")
             await _refuse(endpoint, reply, bug)
         finally:
             reply.stop_heartbeat()

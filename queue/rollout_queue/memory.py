@@ -1,4 +1,4 @@
-"""The stream in a dictionary: for unit tests, held to the same behaviour as Redis by the same tests."""
+"""The stream in memory, for unit tests. The tests of the stream run over it and over Redis."""
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from rollout_queue.contract.verdicts import DELETED, expiry
 
 @dataclass
 class MemoryStream:
-    """Both ends of one stream, and what deletes from it: StreamWriter, StreamReader and StreamDeleter."""
+    """StreamWriter, StreamReader and StreamDeleter of one stream."""
 
     heads: dict[str, SessionHead] = field(default_factory=dict)
     groups: dict[str, tuple[int | None, str, set[str]]] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class MemoryStream:
     deleted_users: set[str] = field(default_factory=set)
     reserved: int = -1
     taken_over: bool = False
-    """Whether another trainer has claimed the lease since."""
+    """Set by a test: another trainer has claimed the lease."""
     _waiting: list[Entry] = field(default_factory=list)
     _pending: dict[str, Entry] = field(default_factory=dict)
     _written: int = 0
@@ -147,7 +147,7 @@ class MemoryStream:
 
     async def group_progress(self, group_id: str) -> GroupProgress:
         size, _, members = self.groups.get(group_id, (None, "", set()))
-        # A member that is not there was deleted: nobody waits for it.
+        # A member without a head was deleted, and the group does not wait for it.
         heads = [self.heads.get(member) for member in sorted(members)]
         return group_progress(size, ("decided" if head is None else stage_of(head) for head in heads))
 
@@ -159,7 +159,7 @@ class MemoryStream:
         self.deadlines[session_id] = max(self.deadlines[session_id], now + head.spec.ttl_s)
         return now + head.spec.ttl_s
 
-    # What deletes
+    # The deleter
 
     async def delete_session(self, session_id: str) -> Tombstone | None:
         if (head := self.heads.pop(session_id, None)) is None:
@@ -201,7 +201,7 @@ class MemoryStream:
 
     def confirm(self) -> None:
         if self.taken_over:
-            raise LeaseLost("another trainer has taken over")
+            raise LeaseLost("another trainer has claimed the lease")
 
     def reclaim(self) -> Iterator[Entry]:
         self.confirm()
@@ -229,8 +229,8 @@ class MemoryStream:
     def verdict_codes(self, session_ids: Collection[str]) -> Mapping[str, str]:
         codes: dict[str, str] = {}
         for session_id in session_ids:
-            if (stone := self.tombstones.get(session_id)) is not None:
-                codes[session_id] = stone.verdict or "deleted"
+            if (tombstone := self.tombstones.get(session_id)) is not None:
+                codes[session_id] = tombstone.verdict or "deleted"
             elif (head := self.heads.get(session_id)) is not None and head.verdict is not None:
                 codes[session_id] = head.verdict.code
         return codes
@@ -250,7 +250,7 @@ class MemoryStream:
         self.confirm()
         self.trainer.update(state)
 
-    # Inside
+    # Helpers
 
     def _refuse_deleted(self, session_id: str, user: str | None = None) -> None:
         if session_id in self.tombstones:

@@ -178,7 +178,7 @@ def lines(gateway: RunningGateway, tmp_path: Path) -> tuple[list[str], Path]:
         (lambda line: json.dumps(json.loads(line) | {"parent_id": "nobody"}), "which is not here"),
         (lambda line: json.dumps(json.loads(line) | {"user": "not an id"}), "is no id"),
         (lambda line: '{"error": {"message": "Redis"}}', "not a row"),
-        (lambda line: "", "has 2 turns, of which 1 are here"),
+        (lambda line: "", "has 2 turns, but 1 are given"),
     ],
 )
 def test_a_bad_row_is_named_and_stops_nothing(

@@ -291,7 +291,7 @@ async def test_what_a_dead_gateway_left_is_finished_by_another(redis: Redis, con
     writer, dying, heir = RedisWriter(connection), RedisDeleter(connection), RedisDeleter(connection)
     await writer.open_session(spec())
     await writer.append_turn(turn(), 200.0)
-    tombstone = await dying._bury("s1")
+    tombstone = await dying._replace_by_tombstone("s1")
     assert tombstone is not None
     assert len(values(redis, keys.STREAM)) == 2
     assert await heir.finish(time.time()) == 0

@@ -80,9 +80,9 @@ def test_a_lease_has_one_holder_who_says_where_it_runs(redis: Redis) -> None:
     first = claimed(redis)
     held = Lease(redis, 30.0).claim()
     assert held is not None
-    assert held.by == first.holder
-    assert f":{os.getpid()}, since 20" in str(held.by)
-    assert 29 < held.left_s <= 30
+    assert held.holder == first.holder
+    assert f":{os.getpid()}, since 20" in str(held.holder)
+    assert 29 < held.expires_in_s <= 30
 
 
 def test_a_lease_that_is_let_go_is_free_at_once(redis: Redis) -> None:
@@ -143,9 +143,9 @@ def test_the_lease_of_a_process_that_died_here_is_free_at_once(redis: Redis) -> 
         assert other.stdout.readline() == "claimed\n"
         held = Lease(redis, 30.0).claim()
         assert held is not None
-        assert held.by.pid == other.pid
+        assert held.holder.pid == other.pid
         other.send_signal(signal.SIGKILL)
-        while not held.by.dead:  # also before anybody has waited for it
+        while not held.holder.dead:  # also before anybody has waited for it
             time.sleep(0.01)
         claimed(redis)
 

@@ -346,7 +346,7 @@ class Protocol(RuleBasedStateMachine):
         deleter = self.system.deleter
         with pytest.MonkeyPatch.context() as patch:
             if dies:
-                patch.setattr(deleter, "_scrub", _unscrubbed)
+                patch.setattr(deleter, "_remove_entries", _unscrubbed)
             tombstone = self.system.run(deleter.delete_session(session_id))
         assert (tombstone is None) == known.deleted
         if head is not None and tombstone is not None:

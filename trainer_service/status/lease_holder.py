@@ -59,13 +59,16 @@ def _claimed(lease: Lease, shared_state: SharedState, retry_s: float) -> bool:
         if held is None:
             return True
         if runs_out_s is None:
-            runs_out_s = time.monotonic() + held.left_s
+            runs_out_s = time.monotonic() + held.expires_in_s
             logger.warning(
-                "%s is of %s; unless renewed, it runs out in %.1f s", keys.LEASE, held.by, held.left_s
+                "%s is of %s; unless renewed, it runs out in %.1f s",
+                keys.LEASE,
+                held.holder,
+                held.expires_in_s,
             )
-        elif asked_s + held.left_s > runs_out_s + ROUNDING_S:
-            raise SystemExit(f"another trainer holds {keys.LEASE}: {held.by}")
-        shared_state.sleep(min(ASK_EVERY_S, held.left_s + 0.01))
+        elif asked_s + held.expires_in_s > runs_out_s + ROUNDING_S:
+            raise SystemExit(f"another trainer holds {keys.LEASE}: {held.holder}")
+        shared_state.sleep(min(ASK_EVERY_S, held.expires_in_s + 0.01))
     return False
 
 

@@ -1,1 +1,1 @@
-"""What the services agree on: records, their bytes, the two ends of the stream. Knows no Redis."""
+"""What the services agree on: records, their bytes, and the protocols of the stream. Imports no Redis."""

@@ -1,7 +1,7 @@
-"""Attempts at one call: which turn a retry replaces, told from the turns that stand when one is appended.
+"""Which turn a retry replaces, computed from the turns that are recorded when another one is appended.
 
-X ─ R        R is a retry: it replaces the last X of the same request that began before it     R.retry_of = X
-R ─ X        X began first and is recorded last, at another gateway: R has replaced it         X.orphan_of = R
+X, then R    R is a retry: it replaces the last X of the same request that began before it     R.retry_of = X
+R, then X    X began first and is recorded last, by another gateway: R has replaced it         X.orphan_of = R
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,18 +12,18 @@ from rollout_queue.contract.records import Turn
 
 
 def orphans_of(turns: Iterable[Turn]) -> Mapping[str, str]:
-    """The turns whose client gave up on them, and the retry that took the place of each. None is trained."""
-    taken: dict[str, str] = {}
+    """The turns that a retry has replaced, by id, with the id of that retry. None of them is trained."""
+    replaced: dict[str, str] = {}
     for turn in turns:
         if turn.retry_of is not None:
-            taken[turn.retry_of] = turn.turn_id
+            replaced[turn.retry_of] = turn.turn_id
         if turn.orphan_of is not None:
-            taken[turn.turn_id] = turn.orphan_of
-    return taken
+            replaced[turn.turn_id] = turn.orphan_of
+    return replaced
 
 
 def related(turn: Turn, recorded: Sequence[Turn]) -> Turn:
-    """The turn as it is to be recorded: with the attempt that it replaces, or the one that replaced it."""
+    """The turn with the id of the attempt that it replaces, or of the one that has replaced it."""
     same = [other for other in recorded if other.request == turn.request] if turn.request_digest else []
     if not same:
         return turn
@@ -42,7 +42,10 @@ def related(turn: Turn, recorded: Sequence[Turn]) -> Turn:
 
 
 def _comes_after(later: Turn, turn: Turn) -> bool:
-    """`turn` answers attempts before those of `later`, or between the first and the last of those."""
+    """Whether `later` answers a later attempt than `turn` does.
+
+    The attempts of `turn` lie before those of `later`, or between the first and the last of those.
+    """
     before = turn.last_attempt < later.attempt
     between = later.attempt < turn.attempt and turn.last_attempt < later.last_attempt
     return (before or between) and turn.asked_at < later.asked_at
@@ -51,7 +54,8 @@ def _comes_after(later: Turn, turn: Turn) -> bool:
 def _earlier(
     turn: Turn, same: Sequence[Turn], orphans: Mapping[str, str], continued: set[str | None]
 ) -> Turn | None:
-    """The attempt before this one: rather one that nothing continues, rather an aborted one, the last."""
+    """The attempt that the turn replaces: turns that nothing continues come first, then aborted ones, then
+    the last one."""
     before = [other for other in same if _comes_after(turn, other) and other.turn_id not in orphans]
     return max(
         before,
@@ -61,8 +65,8 @@ def _earlier(
 
 
 def _later(turn: Turn, same: Sequence[Turn], orphans: Mapping[str, str]) -> Turn | None:
-    """The first retry that began after this turn, and has not replaced another of the same attempt."""
+    """The first retry that began after this turn and has replaced no other turn of the same attempt."""
     attempts = {other.turn_id: other.attempt for other in same}
-    busy = {taker for orphan, taker in orphans.items() if attempts[orphan] == turn.attempt}
+    busy = {retry for orphan, retry in orphans.items() if attempts[orphan] == turn.attempt}
     after = [other for other in same if _comes_after(other, turn) and other.turn_id not in busy]
     return min(after, key=lambda other: other.asked_at, default=None)

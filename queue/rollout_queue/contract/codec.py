@@ -13,7 +13,7 @@ _SCHEMA_BYTE = bytes([SCHEMA])
 
 
 def _enc_hook(value: Any) -> Any:
-    if isinstance(value, (TokenIds, Logprobs)):  # a union would be made anew at each call
+    if isinstance(value, (TokenIds, Logprobs)):  # `TokenIds | Logprobs` would be built at each call
         return pack(value)
     raise NotImplementedError(f"cannot encode {type(value).__name__}")
 
@@ -34,7 +34,7 @@ def encode(record: Record | SessionSpec) -> bytes:
 
 
 def decode(packed: bytes) -> Record:
-    """Raises UnknownSchema for bytes of a newer build, InvalidRecord for bytes that are no record."""
+    """The record in `packed`. Raises UnknownSchema for a newer schema, InvalidRecord for other bytes."""
     try:
         return _record_decoder.decode(_body(packed))
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -42,7 +42,7 @@ def decode(packed: bytes) -> Record:
 
 
 def decode_spec(packed: bytes) -> SessionSpec:
-    """Raises UnknownSchema for bytes of a newer build, InvalidRecord for bytes that are no session."""
+    """The session in `packed`. Raises UnknownSchema for a newer schema, InvalidRecord for other bytes."""
     try:
         return _spec_decoder.decode(_body(packed))
     except msgspec.DecodeError as error:

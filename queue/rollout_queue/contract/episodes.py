@@ -1,4 +1,4 @@
-"""A session as rows, and rows as a session again.
+"""Turns a session into rows for export, and rows back into a session.
 
 SessionHead ─ row_of ─▶ ExportRow ──▶ JSONL, Parquet ──▶ ExportRow ─ episode_of ─▶ Episode ─▶ `restore`
 """
@@ -14,11 +14,11 @@ from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Turn, V
 from rollout_queue.contract.rows import ExportRow, OutcomePart, RewardPart, SessionPart
 
 CLOSING = ("failed", "abandoned", "expired")
-"""Verdicts that a session has the moment it ends; the trainer gives all others."""
+"""Verdicts that a gateway gives when a session ends; the trainer gives all others."""
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole session to be written: `verdict` where its end is one."""
+    """A whole session to be restored. `verdict` is set where the session's end decides it (CLOSING)."""
 
     spec: SessionSpec
     turns: tuple[Turn, ...] = ()
@@ -50,7 +50,7 @@ _TURN_FIELDS = (
     "reply_digest",
     "request_digest",
 )
-"""What a row and a turn call by the same name, and mean the same by."""
+"""Fields that have the same name and meaning in a row and in a turn."""
 _SPEC_FIELDS = (
     "owner",
     "group_size",
@@ -81,7 +81,7 @@ def session_part(head: SessionHead, verdict: Verdict) -> SessionPart:
 def row_of(
     head: SessionHead, session: SessionPart, turn: Turn | None, verdict: Verdict, cursor: str
 ) -> ExportRow:
-    """The row of one turn; without a turn, of the session alone."""
+    """The row of one turn; for `turn` None, the row of a session without turns."""
     named = _fields(head.spec, ("session_id", "group_id", "task_id", "user"))
     named["rewards"] = tuple(RewardPart(**_fields(reward, _REWARD_FIELDS)) for reward in head.rewards)
     if turn is None:
@@ -106,29 +106,29 @@ def row_of(
 
 
 def episode_of(rows: Sequence[ExportRow]) -> Episode:
-    """The session that all of these rows are of. Raises InvalidRecord when they are not the whole of it."""
+    """The session of these rows. Raises InvalidRecord when turns of it are missing."""
     first = rows[0]
-    told = {row.turn_id: _turn(row) for row in rows if row.turn_id is not None}
-    if len(told) != first.session.turn_count:
+    found = {row.turn_id: _turn(row) for row in rows if row.turn_id is not None}
+    if len(found) != first.session.turn_count:
         raise InvalidRecord(
-            f"session {first.session_id} has {first.session.turn_count} turns, of which {len(told)} are here"
+            f"session {first.session_id} has {first.session.turn_count} turns, but {len(found)} are given"
         )
     spec = SessionSpec(
         **_fields(first, ("session_id", "group_id", "task_id", "user")),
         **_fields(first.session, _SPEC_FIELDS),
     )
-    outcome, said = first.session.outcome, first.session.verdict
+    outcome, verdict = first.session.outcome, first.session.verdict
     return Episode(
         spec=spec,
-        turns=tuple(told.values()),
+        turns=tuple(found.values()),
         rewards=tuple(_reward(first.session_id, part) for part in first.rewards),
         outcome=_outcome(spec, outcome) if outcome else None,
-        verdict=_closing(outcome, said) if outcome else None,
+        verdict=_closing(outcome, verdict) if outcome else None,
     )
 
 
 def renamed(row: ExportRow, prefix: str) -> ExportRow:
-    """The same under new ids: of the session, its group and its turns."""
+    """The same row with `prefix` before the ids of its session, group and turns."""
 
     def new(name: str | None) -> str | None:
         return None if name is None else prefix + name
@@ -157,7 +157,7 @@ def _turn(row: ExportRow) -> Turn:
 
 
 def _reward(session_id: str, part: RewardPart) -> Reward:
-    """A late one is on time in a replay: nothing has been trained yet."""
+    """The reward with `late` cleared: a restored session has not been trained yet."""
     fields = _fields(part, _REWARD_FIELDS) | {"late": False}
     return Reward(session_id=session_id, **fields)
 
@@ -170,7 +170,7 @@ def _outcome(spec: SessionSpec, part: OutcomePart) -> Outcome:
 
 
 def _closing(outcome: OutcomePart, verdict: Verdict) -> Verdict | None:
-    """The verdict that its end brings with it: none where the session is to be trained, or rewarded first."""
+    """The verdict that a gateway gives at this end; None where the session is to be trained or rewarded."""
     if outcome.status not in ("failed", "abandoned"):
         return None
     return verdict if verdict.code in CLOSING else Verdict(code=outcome.status, detail=outcome.reason or "")

@@ -1,17 +1,17 @@
 """What can go wrong between a service and the queue.
 
 QueueError
-├─ InvalidRecord          a record that contradicts itself, at birth or at decode
+├─ InvalidRecord          a record that contradicts itself, when it is made or decoded
 ├─ UnknownSchema          bytes written by a newer build
 ├─ StorageUnavailable     Redis cannot be reached or refuses to store
 ├─ SessionClosed          the session ended; nothing can be added to it
-│  └─ SessionUnknown      it is not there: it never was, or is forgotten
+│  └─ SessionUnknown      no such session exists: none was opened, or it was forgotten
 ├─ Deleted
-│  ├─ SessionDeleted      the session was deleted, and its id is never given again
-│  └─ UserDeleted         the user's data was deleted, and nothing more is taken for that name
+│  ├─ SessionDeleted      the session was deleted, and its id is never used again
+│  └─ UserDeleted         the user's data was deleted, and no more data is accepted for that name
 ├─ LeaseLost              another trainer reads the stream now
-└─ Conflict               the same id with other content; a group that is full
-   └─ SessionForgotten    the id was a session's that is forgotten, and is not given again so soon
+└─ Conflict               the id exists with other content, or the group is full
+   └─ SessionForgotten    the id was a forgotten session's, and cannot be used again yet
 """
 
 
@@ -28,48 +28,49 @@ class UnknownSchema(QueueError):
 
 
 class StorageUnavailable(QueueError):
-    """The record could not be stored or read. Nothing was trained, and nobody may be told it was stored."""
+    """The record could not be stored or read. No client may be told that it was stored."""
 
 
 class SessionClosed(QueueError):
-    """The session has an outcome, or is not there."""
+    """The session has an outcome, or does not exist."""
 
 
 class SessionUnknown(SessionClosed):
-    """There is no such session: there never was, or it is forgotten."""
+    """No such session exists: none was opened, or it was forgotten."""
 
     def __init__(self, session_id: str) -> None:
         super().__init__(f"session {session_id} is unknown")
 
 
 class Deleted(QueueError):
-    """What is asked for was deleted for good."""
+    """What the call names was deleted permanently."""
 
 
 class SessionDeleted(Deleted):
-    """The session was deleted: nothing can be added to it, and its id is never given again."""
+    """The session was deleted: nothing can be added to it, and its id is never used again."""
 
     def __init__(self, session_id: str) -> None:
         super().__init__(f"session {session_id} was deleted")
 
 
 class UserDeleted(Deleted):
-    """The data of the user was deleted: nothing more is taken for that name."""
+    """The data of the user was deleted, and no more data is accepted for that name."""
 
     def __init__(self) -> None:
-        super().__init__("the data of the user that is named was deleted")
+        super().__init__("the data of the named user was deleted")
 
 
 class LeaseLost(QueueError):
-    """Another trainer has claimed the lease since. Whoever hears it must end, and write nothing more."""
+    """Another trainer has claimed the lease. The caller must stop, and write nothing more."""
 
 
 class Conflict(QueueError):
-    """An id that exists with other content, or a group with no place left."""
+    """The id exists with other content, or the group is full."""
 
 
 class SessionForgotten(Conflict):
-    """The session ended and is forgotten. A trainer still knows its id, and would take another for it."""
+    """The session ended and was forgotten. A trainer may still know its id and mistake a new session for
+    it."""
 
     def __init__(self, session_id: str) -> None:
-        super().__init__(f"session {session_id} ended and is forgotten; its id is not given again so soon")
+        super().__init__(f"session {session_id} ended and was forgotten; its id cannot be used again yet")

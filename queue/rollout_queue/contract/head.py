@@ -1,4 +1,4 @@
-"""The head of a session: everything known of it at one moment, whichever gateway asks."""
+"""The head of a session: everything that is stored of it at one moment."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -23,9 +23,9 @@ class SessionHead(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     verdict: Verdict | None = None
     turn_verdicts: Mapping[str, Verdict] = {}
     beaten_at: float = 0.0
-    """The last sign of life beside its calls, seconds since the epoch."""
+    """The time of the last heartbeat, seconds since the epoch; 0 where there was none."""
     stored: bool = True
-    """False for a session that its first turn will open."""
+    """False for a session that does not exist yet: its first turn will open it."""
 
     @property
     def state(self) -> SessionState:
@@ -52,17 +52,17 @@ class SessionHead(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def users(self) -> Sequence[str]:
-        """Everybody for whom the session was opened or a call of it was made."""
+        """The users for whom the session was opened or one of its calls was made, sorted."""
         named = {self.spec.user, *(turn.user for turn in self.turns)}
         return sorted(user for user in named if user is not None)
 
     @cached_property
     def orphans(self) -> Mapping[str, str]:
-        """Turns whose client gave up on them, and the retry that took the place of each."""
+        """The turns that a retry has replaced, by id, with the id of that retry."""
         return orphans_of(self.turns)
 
     def relation_of(self, turn: Turn) -> Relation:
-        """How the turn stands to its session; a retry may be known for one only after it was recorded."""
+        """How the turn relates to its session. A turn may turn out to be a retry after it was recorded."""
         return "retry" if turn.turn_id in self.orphans.values() else turn.relation
 
     def lineage_of(self, turn: Turn) -> list[Turn]:

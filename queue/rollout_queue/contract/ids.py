@@ -1,6 +1,6 @@
 """New ids: 128 random bits from a generator that the operating system seeds once.
 
-They are names and open nothing (keys do), so they need not cost a system call each.
+Ids give no access (keys do), so they need not be unpredictable, and no id costs a system call.
 """
 
 from random import Random

@@ -12,7 +12,7 @@ import msgspec
 
 MANIFEST = "manifest.json"
 STABLE = "STABLE"
-"""Written last: a directory without it is not a published policy."""
+"""An empty file that is written last: a directory without it is not a published policy."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -33,7 +33,7 @@ class FileSpec(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What a policy directory holds. `step` is the optimizer step that made it."""
+    """The content of a policy directory. `step` is the optimizer step that made the weights."""
 
     version: int
     step: int
@@ -41,7 +41,8 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class PolicyRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A version as the gateway keeps it; `location` is null for the one the engines started with."""
+    """A version as the gateway stores it. `location` is null for the version that the engines started
+    with."""
 
     version: int
     location: str | None = None

@@ -1,10 +1,10 @@
-"""What travels through the stream: a turn, a reward, an outcome; and the session they belong to.
+"""The records of the stream: turn, reward, outcome and deletion; and the session that they belong to.
 
-SessionSpec ─┬─ Turn ─ Turn ─ Turn      what was sampled, token by token
-             │     └─ Turn              (a tree: a turn holds only what it adds to its parent)
-             ├─ Reward, Reward          what it was worth; none yet is null, and null is not 0
-             └─ Outcome                 how the episode ended
-                Deletion                or that all of it was deleted
+SessionSpec ─┬─ Turn ─ Turn ─ Turn      the sampled tokens; turns form a tree, and each holds only the tokens
+             │     └─ Turn              that it adds to its parent
+             ├─ Reward, Reward          they add up; without any, the reward is null, which is not 0
+             └─ Outcome                 how the session ended
+                Deletion                or that it was deleted
 """
 
 import math
@@ -29,17 +29,17 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     start: int
     end: int
     engine: str | None = None
-    """Who sampled them, where more than one engine had a part in the answer; else it is the turn's."""
+    """The engine that sampled them, where several engines made the answer; None for the turn's engine."""
 
 
 class Sampling(msgspec.Struct, frozen=True, gc=False):
-    """Sampling parameters: what the agent asked for, and what the engine was told."""
+    """Sampling parameters: as the agent sent them, and as they were sent to the engine."""
 
     asked: dict[str, Any] = {}
     used: dict[str, Any] = {}
 
 
-# gc: a trainer holds a hundred thousand, none is part of a cycle, and the collector would look at them all.
+# gc=False: a trainer holds 100,000 turns, none is part of a cycle, and the collector would visit each.
 class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=True, gc=False):
     """One generation: the tokens it added to its parent, and everything needed to learn from them."""
 
@@ -50,28 +50,28 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=
     task_id: str | None = None
     policy: str = "policy"
     attempt: int = 0
-    """How often the client had made this call before, as far as it says."""
+    """How often the client says it made this call before; 0 for the first attempt."""
     joined_attempt: int = 0
-    """The last later attempt that joined the call and heard its answer; 0 where none did."""
+    """The last retry that joined this call while it ran and got the same answer; 0 where none did."""
     joined_at: float = 0.0
-    """When that attempt did."""
+    """When that retry joined, seconds since the epoch."""
     lineage: str | None = None
     """A caller's label for the thread of calls inside a session, such as one of several sub-agents."""
     user: str | None = None
-    """For whom the call says that it is made; whoever its session was opened for."""
+    """The user that the call names; the session may have been opened for another one."""
 
     relation: Relation = "root"
     reason: str | None = None
-    """Why the turn does not extend its session's conversation, where it does not."""
+    """Why the turn does not extend its session's conversation; None where it does."""
 
     context_ids: TokenIds
-    """Tokens appended since the parent's end, int32; none of them is trained."""
+    """int32, the tokens between the parent's last token and the first sampled one; not trained."""
     output_ids: TokenIds
-    """Tokens sampled, as the engine returned them, the stop token included; each is trained once."""
+    """int32, the sampled tokens as the engine returned them, with the stop token; each is trained once."""
     logprobs: Logprobs
-    """log p of each output token under the distribution it was sampled from, float32, nats."""
+    """float32, nats: log p of each output token under the distribution that it was sampled from."""
     versions: tuple[Span, ...]
-    """Which policy version sampled which output tokens: spans that tile [0, len(output_ids))."""
+    """Which policy version sampled which output tokens; the spans tile [0, len(output_ids))."""
 
     sampling: Sampling = Sampling()
     finish: Finish
@@ -81,34 +81,34 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=
     engine: str = ""
     completion_id: str = ""
     prompt_digest: str = ""
-    """Chained digest of the canonical messages of the call, and `reply_digest` of those plus the answer:
-    a later call that begins with the same messages finds its parent by it."""
+    """Chained digest of the canonical messages of the call; `reply_digest` includes the answer as well. A
+    later call that begins with the same messages finds its parent by the latter."""
     reply_digest: str = ""
     request_digest: str = ""
-    """The same for the same bytes of a call: by it a retry finds the attempts before it."""
+    """Digest of the bytes of the call; a retry finds earlier attempts by it."""
     retry_of: str | None = None
-    """The turn of an earlier attempt that this one makes an orphan."""
+    """The turn of an earlier attempt that this one replaces: an orphan."""
     orphan_of: str | None = None
-    """The retry that was recorded before this turn, and has replaced it."""
+    """The retry that was recorded before this turn and has replaced it."""
 
     @property
     def pinned(self) -> bool:
-        """Whether its call, or its session, asked for one version and no other: `policy@12`."""
+        """Whether the call or the session asked for one fixed version, as in `policy@12`."""
         return "@" in self.policy
 
     @property
     def last_attempt(self) -> int:
-        """The attempt that was to hear this answer."""
+        """The last attempt that gets this answer."""
         return max(self.attempt, self.joined_attempt)
 
     @property
     def asked_at(self) -> float:
-        """When that attempt began."""
+        """When that attempt began, seconds since the epoch."""
         return self.joined_at or self.started_at
 
     @property
     def request(self) -> tuple[str, str]:
-        """What was asked; the prompts of one request are told apart."""
+        """Identifies what was asked: one request may hold several prompts."""
         return self.request_digest, self.prompt_digest
 
     def __post_init__(self) -> None:
@@ -130,12 +130,12 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=
 
 
 class Reward(msgspec.Struct, frozen=True, tag="reward", kw_only=True, omit_defaults=True):
-    """One reward for a session, or for the one turn it names. Rewards of a session add up."""
+    """One reward of a session, or of one of its turns. The rewards of a session add up."""
 
     session_id: str
     value: float
     key: str
-    """Idempotency: the same key again changes nothing."""
+    """Idempotency key: a second reward with the same key is ignored."""
     turn_id: str | None = None
     source: str | None = None
     created_at: float
@@ -147,7 +147,7 @@ class Reward(msgspec.Struct, frozen=True, tag="reward", kw_only=True, omit_defau
 
 
 class Outcome(msgspec.Struct, frozen=True, tag="outcome", kw_only=True, omit_defaults=True):
-    """How a session ended; it carries the group so that a session without any turn still counts in it."""
+    """How a session ended. It names the group, so that a session without turns counts as a member, too."""
 
     session_id: str
     status: Status
@@ -160,8 +160,8 @@ class Outcome(msgspec.Struct, frozen=True, tag="outcome", kw_only=True, omit_def
 
 
 class Deletion(msgspec.Struct, frozen=True, tag="deletion", kw_only=True, omit_defaults=True):
-    """The session is gone, with everything the stream held of it. It carries the group so that the session
-    still counts there, as one that ended without a rollout."""
+    """The session and its entries in the stream were deleted. It names the group, so that the session counts
+    there as a member that ended without a rollout."""
 
     session_id: str
     created_at: float
@@ -173,7 +173,7 @@ Record = Turn | Reward | Outcome | Deletion
 
 
 class SamplingPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """Who owns the sampling parameters of a session's calls, and their values."""
+    """Whether sampling parameters of a session's calls are enforced, and their values."""
 
     mode: SamplingMode = "enforce"
     temperature: float = 1.0
@@ -182,11 +182,11 @@ class SamplingPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a session was opened with. Two specs are the same session if `terms` are equal."""
+    """What a session was opened with. Two specs mean the same session if their `terms` are equal."""
 
     session_id: str
     owner: str = ""
-    """Digest of the client key that made it; empty in the loopback mode without keys."""
+    """Digest of the client key that opened it; empty where the gateway runs without keys."""
     task_id: str | None = None
     group_id: str | None = None
     group_size: int | None = None
@@ -201,7 +201,7 @@ class SessionSpec(msgspec.Struct, frozen=True, kw_only=True):
     inferred: bool = False
 
     def terms(self) -> Mapping[str, Any]:
-        """What a repeated creation must agree on: everything but when and by which way it was created."""
+        """What a repeated creation must agree on: all fields but `created_at` and `inferred`."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
         del fields["created_at"], fields["inferred"]
         return fields
@@ -228,7 +228,7 @@ VerdictCode = Literal[
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a session or a turn, and why."""
+    """What happened to a session or a turn in the end, and why."""
 
     code: VerdictCode
     detail: str = ""

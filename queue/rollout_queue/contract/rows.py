@@ -1,7 +1,7 @@
-"""Recorded data outside of Redis: one row per turn, which says all there is to say of it.
+"""Recorded data outside of Redis: one row per turn, complete in itself.
 
-A row stands for itself, so what belongs to its session is repeated in each. Later builds add fields; another
-meaning is another schema, which this build refuses by name.
+The data of the session is repeated in each row. Later builds may add fields; a field whose meaning changes
+gets a new ROW_SCHEMA, which this build refuses.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class OutcomePart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionPart(msgspec.Struct, frozen=True, kw_only=True):
-    """What a row says of its session, beside the ids."""
+    """The session of a row, without its ids."""
 
     owner: str = ""
     group_size: int | None = None
@@ -56,7 +56,7 @@ class SessionPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExportRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn with its tokens, or a session without any turn, whose `turn_id` is null."""
+    """One turn with its tokens; or, with a null `turn_id`, a session without turns."""
 
     schema: int = ROW_SCHEMA
     cursor: str
@@ -66,7 +66,7 @@ class ExportRow(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
     turn_id: str | None = None
     turn_user: str | None = None
-    """For whom the call said that it was made; `user` is the session's."""
+    """The user that the call named; `user` is the one that the session was opened for."""
     parent_id: str | None = None
     completion_id: str = ""
     relation: Relation = "root"
@@ -98,7 +98,7 @@ class ExportRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeletedExportRow(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is left of a deleted session."""
+    """What remains of a deleted session."""
 
     schema: int = ROW_SCHEMA
     cursor: str
@@ -123,7 +123,7 @@ def _dec_hook(kind: type, value: Any) -> Any:
     raise NotImplementedError(f"cannot decode {kind.__name__}")
 
 
-class _Kind(msgspec.Struct, frozen=True):
+class _RowKind(msgspec.Struct, frozen=True):
     schema: int
     deleted_at: float | None = None
 
@@ -132,23 +132,23 @@ _encoder = msgspec.json.Encoder(enc_hook=_enc_hook)
 
 
 def row_to_json(row: ExportRow | DeletedExportRow) -> bytes:
-    """One line, without its end."""
+    """One JSON line, without the newline."""
     return _encoder.encode(row)
 
 
 def row_from_json(line: bytes) -> ExportRow | DeletedExportRow:
-    """Raises UnknownSchema for a row of a newer build, InvalidRecord for what is no row."""
+    """The row in `line`. Raises UnknownSchema for a newer schema, InvalidRecord for other content."""
     return _read(lambda kind: msgspec.json.decode(line, type=kind, dec_hook=_dec_hook))
 
 
 def row_from_fields(fields: dict[str, Any]) -> ExportRow | DeletedExportRow:
-    """As `row_from_json`, of a row that something else has parsed."""
+    """As `row_from_json`, for a row that is parsed already."""
     return _read(lambda kind: msgspec.convert(fields, kind, dec_hook=_dec_hook))
 
 
 def _read(decode: Callable[[Any], Any]) -> ExportRow | DeletedExportRow:
     try:
-        kind: _Kind = decode(_Kind)
+        kind: _RowKind = decode(_RowKind)
         if kind.schema > ROW_SCHEMA or kind.schema < 1:
             raise UnknownSchema(f"row schema {kind.schema}; this build reads schema {ROW_SCHEMA}")
         row: ExportRow | DeletedExportRow = decode(ExportRow if kind.deleted_at is None else DeletedExportRow)

@@ -1,12 +1,12 @@
-"""The two ends of the stream: gateways write, the trainer reads.
+"""The protocols of the stream's two ends: gateways write, the trainer reads.
 
     gateway ── append (record + session head, one transaction) ──▶ stream ── read ──▶ trainer
        ▲                                                             │
        └────────────── verdicts, in the head ◀── acknowledge ────────┘ after a durable checkpoint
 
-`redis_writer` and `redis_reader` implement them on Redis, `memory` for unit tests; the same tests hold
-both. The writer is asynchronous because a gateway serves many calls; the reader blocks because a trainer
-has nothing else to do.
+`redis.writer`, `redis.deletion` and `redis.reader` implement the protocols on Redis, `memory` implements them
+for unit tests; the same tests run over both. The writer is asynchronous because a gateway serves many calls
+at once; the reader blocks because a trainer has nothing else to do.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,44 +22,44 @@ from rollout_queue.contract.tombstone import DeletionTotals, Tombstone
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
-    """One record at its place in the stream."""
+    """One record of the stream, with the id of its entry."""
 
     entry_id: str
     record: Record
 
 
 class Verdicts(NamedTuple):
-    """What became of sessions and of their turns."""
+    """Verdicts of sessions and of their turns."""
 
     sessions: Mapping[str, Verdict]
     turns: Mapping[tuple[str, str], Verdict]
-    """By (session id, turn id)."""
+    """By session id and turn id."""
 
 
 class GroupMembers(NamedTuple):
-    """Who was opened in a group, deleted ones too. `size` is what it was made for, where somebody said."""
+    """The sessions that were opened in a group, deleted ones too. `size` is None for a group of no fixed
+    size."""
 
     size: int | None
     members: frozenset[str]
     forgotten: int = 0
-    """Members that were settled so long ago that their heads are gone."""
+    """How many members were forgotten: they had a verdict for so long that they were removed."""
 
 
 class StreamWriter(Protocol):
-    """The gateways' end. Every method raises StorageUnavailable when nothing could be stored or read."""
+    """The gateways' end. Every method raises StorageUnavailable when it could not store or read."""
 
     async def close(self) -> None: ...
 
     async def open_session(self, spec: SessionSpec) -> tuple[SessionSpec, bool]:
-        """Create the session, or find the one of that id. Returns it and whether it was created.
+        """Create the session, or find the one with that id. Returns it, and whether it was created.
 
-        Raises Conflict when its group has another size or owner, or no place left; SessionDeleted and
-        UserDeleted.
+        Raises Conflict when its group has another size or owner, or is full; SessionDeleted; UserDeleted.
         """
         ...
 
     async def open_group(self, specs: Sequence[SessionSpec]) -> None:
-        """Create a group and all of its sessions, or nothing.
+        """Create a group with all of its sessions, or nothing.
 
         Raises Conflict when the group exists; UserDeleted.
         """
@@ -68,45 +68,48 @@ class StreamWriter(Protocol):
     async def load(self, session_id: str) -> SessionHead | None: ...
 
     async def spec_of(self, session_id: str) -> bytes | None:
-        """What the session was opened with, as it is stored: also where this build cannot read it."""
+        """The stored bytes of the session's spec, which this build may be unable to decode."""
         ...
 
     async def load_for_call(self, session_id: str) -> SessionHead | None:
-        """As `load`, from memory where the session has not changed; only the turns' verdicts may be old."""
+        """As `load`, but from memory where the session has not changed since; its turn verdicts may be
+        old."""
         ...
 
     async def sessions(self, after: ListPosition, count: int) -> Sequence[ListedSession]:
-        """Up to `count` sessions behind a place, oldest first; deleted ones keep theirs."""
+        """Up to `count` sessions after a position, oldest first. Deleted sessions keep their position."""
         ...
 
     async def tombstone(self, session_id: str) -> Tombstone | None:
-        """What is left of the session, where it was deleted."""
+        """The tombstone of the session; None where it was not deleted."""
         ...
 
     async def user_deleted(self, user: str) -> bool: ...
 
     async def forget_deleted(self) -> None:
-        """Drop from memory what was deleted since the last time, by whichever gateway."""
+        """Drop sessions from memory that any gateway deleted since the last call."""
         ...
 
     async def append_turn(
         self, turn: Turn, expires_at: float, owner: str = "", opening: SessionSpec | None = None
     ) -> Turn:
-        """Store the turn in stream and head, once; `opening` creates its session where it is not there yet.
+        """Store the turn in stream and head, once. `opening` creates its session where it does not exist.
 
-        By its reply digest a later call of `owner` finds its session, or by its id where it called tools; by
-        the request digest of a turn without parent a retry does.
-        Returns it as it is stored: with its relation to other attempts at the same call (`attempts`).
+        A later call of `owner` finds the session by the turn's reply digest, or by its id where it called
+        tools; a retry finds it by the request digest of a turn without a parent.
+        Returns the turn as stored, with its relation to other attempts at the same call (`attempts`).
         Raises SessionClosed when the session has ended; SessionDeleted, UserDeleted.
         """
         ...
 
     async def find_continuations(self, owner: str, digests: Sequence[str]) -> Sequence[str | None]:
-        """For each digest of a reply or a request, or turn id, the session remembered for this owner."""
+        """The session of `owner` for each reply digest, request digest or turn id; None where there is
+        none."""
         ...
 
     async def append_reward(self, reward: Reward) -> Reward:
-        """Store the reward; returns what is stored under its key, which a late one carries `late` in.
+        """Store the reward. Returns the reward that is stored under its key; `late` is set in it when the
+        session had its verdict before.
 
         Raises SessionUnknown, SessionDeleted.
         """
@@ -115,83 +118,91 @@ class StreamWriter(Protocol):
     async def append_outcome(
         self, outcome: Outcome, reward: Reward | None, verdict: Verdict | None
     ) -> Outcome:
-        """Close the session, with its last reward (if that key is new) and a verdict where it is known.
+        """Close the session, with a last reward (ignored if its key exists) and a verdict if it is known.
 
-        Returns the outcome that is stored: an earlier one stands. Raises SessionUnknown, SessionDeleted.
+        Returns the stored outcome, which may be an earlier one. Raises SessionUnknown, SessionDeleted.
         """
         ...
 
     async def expire(self, now: float, limit: int) -> int:
-        """Close sessions whose deadline is past and that nobody finished and rewarded. Returns how many."""
+        """Close sessions whose deadline has passed and that have no outcome or no reward. Returns how
+        many."""
         ...
 
     async def group_progress(self, group_id: str) -> GroupProgress:
-        """How far the sessions of the group have come, and how many it is made for."""
+        """How far the sessions of the group have come, and the size of the group."""
         ...
 
     async def heartbeat(self, session_id: str, now: float) -> float:
-        """A sign of life of an open session: it expires as if a call had ended now. Returns when.
+        """Note that the agent of an open session is alive: it expires as if a call had ended at `now`.
 
-        Raises SessionClosed when the session has ended, or its time was over before.
+        Returns when it expires, seconds since the epoch. Raises SessionClosed when the session has ended or
+        has expired.
         """
         ...
 
 
 class StreamDeleter(Protocol):
-    """What removes data for good. Every method raises StorageUnavailable, and may be repeated then."""
+    """Deletes data permanently. Every method may raise StorageUnavailable, and may be repeated then."""
 
     async def delete_session(self, session_id: str) -> Tombstone | None:
-        """Remove everything that is known of the session; the trainer gets a Deletion in its place.
+        """Remove everything that is stored of the session, and append a Deletion for the trainer.
 
-        Returns what is left. None where there is no such session, or somebody else has just deleted it.
+        Returns the tombstone. None where no such session exists, or another call has just deleted it.
         """
         ...
 
     async def delete_user(self, user: str) -> DeletionTotals:
-        """Remove the user's sessions, and take nothing more for that name."""
+        """Delete the user's sessions, and refuse new data for that name from now on."""
         ...
 
     async def finish(self, now: float) -> int:
-        """Do what a process that died in the middle of a deletion has left. Returns of how many sessions."""
+        """Finish deletions that another process left unfinished. Returns of how many sessions."""
         ...
 
 
 class StreamReader(Protocol):
-    """The trainer's end. Every method raises StorageUnavailable when Redis does not answer, and LeaseLost,
-    having changed nothing, when another trainer has claimed the stream since."""
+    """The trainer's end. Every method raises StorageUnavailable when Redis does not answer, and LeaseLost
+    when another trainer has claimed the lease since; then it has changed nothing."""
 
     def confirm(self) -> None:
-        """Ask whether this trainer still is the one, before something that cannot be taken back."""
+        """Check that this trainer still holds the stream, before an action that cannot be undone."""
         ...
 
     def reclaim(self) -> Iterable[Entry]:
-        """Every entry that was delivered and never acknowledged, oldest first: what a restart takes up."""
+        """Every entry that was delivered and not acknowledged, oldest first. Called after a restart."""
         ...
 
     def read(self, count: int, block_s: float) -> Sequence[Entry]:
-        """Up to `count` entries that were never delivered; waits at most `block_s` for the first."""
+        """Up to `count` entries that were never delivered. Waits at most `block_s` seconds for the first."""
         ...
 
     def acknowledge(self, entry_ids: Sequence[str], verdicts: Verdicts) -> None:
-        """In one transaction: write the verdicts and acknowledge the entries; then trim what nobody needs.
+        """Write the verdicts and acknowledge the entries in one transaction; then trim the stream.
 
-        A session that was deleted gets no verdict. What is acknowledged again changes and counts nothing.
+        A deleted session gets no verdict. Repeating an acknowledgement changes and counts nothing.
         """
         ...
 
     def verdict_codes(self, session_ids: Collection[str]) -> Mapping[str, str]:
-        """The code of each session that has a verdict; of a deleted one that which it had, else `deleted`."""
+        """The verdict code of each session that has a verdict.
+
+        For a deleted session it is the code that the session had, or `deleted`.
+        """
         ...
 
-    def group_members(self, group_ids: Collection[str]) -> Mapping[str, GroupMembers]: ...
+    def group_members(self, group_ids: Collection[str]) -> Mapping[str, GroupMembers]:
+        """The members of each of these groups."""
+        ...
 
     def reserve(self, version: int, location: str) -> int:
-        """Keep a version's number for what will lie at `location`: nothing else is published under it.
+        """Reserve a version number for the weights that will lie at `location`.
 
-        Returns the highest number that was published or kept before: only a higher `version` is kept.
+        No other weights are published under it. Returns the highest number that was published or reserved
+        before; `version` is reserved only if it is higher.
         """
         ...
 
     def report(self, state: Mapping[str, str | int | float]) -> None:
-        """Say to the gateways where the trainer stands."""
+        """Store the trainer's status for the gateways."""
         ...

@@ -1,4 +1,4 @@
-"""Packed token ids and logprobs: little-endian int32 and float32 on the wire, arrays in memory."""
+"""Token ids and logprobs: arrays in memory, packed little-endian int32 and float32 on the wire."""
 
 import math
 import sys
@@ -24,7 +24,7 @@ class TokenIds(_Ints):
 
     @property
     def natural(self) -> bool:
-        """No id is negative: told by the highest byte of each, at the speed of memory."""
+        """Whether no id is negative. Looks at the highest byte of each id only, which is fast."""
         return self.tobytes()[_HIGHEST::4].isascii()
 
     @classmethod
@@ -44,7 +44,7 @@ class Logprobs(_Floats):
 
     @property
     def finite(self) -> bool:
-        """None is an infinity or no number: those have the highest byte of the largest numbers."""
+        """Whether no value is infinite or NaN. Only values with the highest exponent byte are looked at."""
         highest = self.tobytes()[_HIGHEST::4]
         return not (0x7F in highest or 0xFF in highest) or all(map(math.isfinite, self))
 

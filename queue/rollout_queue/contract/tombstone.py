@@ -1,4 +1,4 @@
-"""What is left of a deleted session, so that its id is never given again and nothing is added to it."""
+"""What remains of a deleted session: it keeps the id from being used again."""
 
 import hashlib
 
@@ -6,17 +6,17 @@ import msgspec
 
 
 class Tombstone(msgspec.Struct, frozen=True, kw_only=True):
-    """When the session was made and deleted, whose it was, and how much was deleted."""
+    """When the session was opened and deleted, who opened it, and how much it held."""
 
     session_id: str
     owner: str = ""
-    """As the session's: digest of the client key that made it."""
+    """The session's owner: digest of the client key that opened it."""
     created_at: float
     deleted_at: float
     turns: int
     rewards: int
     verdict: str | None = None
-    """Code of the verdict that it had: the trainer may meet its deletion when it remembers it no more."""
+    """The code of the verdict that the session had. A trainer that no longer knows the session reads it."""
 
 
 class DeletionTotals(msgspec.Struct, frozen=True):
@@ -42,5 +42,5 @@ def total(tombstones: list[Tombstone]) -> DeletionTotals:
 
 
 def user_digest(user: str) -> str:
-    """By it a deleted user is known, without the name."""
+    """Identifies a deleted user without storing the name."""
     return hashlib.sha256(user.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The verdicts that the gateway foretells and the trainer passes: both say the same, in the same words."""
+"""Verdicts that both the gateway and the trainer give, in the same words."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ DELETED = Verdict(code="deleted", detail="the session was deleted, with everythi
 
 
 def exclusion(turn: Turn, orphans: Mapping[str, str]) -> Verdict | None:
-    """Why a turn must not be trained, whatever becomes of its session; `orphans` as `orphans_of` tells."""
+    """Why a turn must not be trained; None where it may be. `orphans` is what `orphans_of` returns."""
     if retry := orphans.get(turn.turn_id):
         return Verdict(code="orphan_retry", detail=f"turn {retry} asked the same again")
     if turn.finish == "abort":
@@ -25,7 +25,7 @@ def exclusion(turn: Turn, orphans: Mapping[str, str]) -> Verdict | None:
 
 
 def expiry(spec: SessionSpec, now: float) -> tuple[Outcome, Verdict]:
-    """What a session that nobody finished, or nobody rewarded, ends with."""
+    """The outcome and the verdict of a session that was not finished, or not rewarded, in time."""
     detail = f"no reward and finish within {spec.ttl_s:g} s of its last call"
     outcome = Outcome(
         session_id=spec.session_id,

@@ -1,1 +1,1 @@
-"""The HTTP conventions that every service keeps: the error body, keys, request ids, probes."""
+"""The HTTP conventions of every service: the error body, keys, request ids, probes."""

@@ -1,4 +1,4 @@
-"""One error body for every path of every service, and the request id that goes with it."""
+"""The error body and the request id of every answer of every service."""
 
 import logging
 import re
@@ -37,11 +37,11 @@ TYPES = {
 }
 RETRY_AFTER_S = 1
 FINAL = (409, 410)
-"""Nothing changes by asking again, though OpenAI's and Anthropic's SDKs take a 409 for a lock and do."""
+"""Statuses after which a retry cannot succeed; OpenAI's and Anthropic's SDKs would retry a 409."""
 
 
 class ApiError(Exception):
-    """An answer that is an error, in the contract's shape. `type` follows from the status unless given."""
+    """An answer that is an error. `type` follows from the status unless it is given."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ def gone(error: Deleted) -> ApiError:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Give every failure of `app` the contract's body; a bug of ours becomes a logged 500."""
+    """Make every failure of `app` an answer with an ErrorBody."""
 
     async def on_api_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)  # noqa: S101 - registered for this class alone
@@ -115,12 +115,13 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 def request_id_of(given: str) -> str:
-    """The caller's own name for its request where it is one, else a new one."""
+    """The caller's request id where it is valid, else a new one."""
     return given if REQUEST_ID.fullmatch(given) else new_id()
 
 
 class RequestIds:
-    """ASGI middleware, outermost: names each request, echoes the name, and turns a bug into a clean 500."""
+    """Outermost ASGI middleware: gives each request an id, returns it, and answers unexpected errors with
+    500."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -142,11 +143,11 @@ class RequestIds:
 
         try:
             await self._app(scope, receive, send_named)
-        except Exception:  # outermost frame: what escapes is a bug, and the caller still gets an answer
+        except Exception:  # outermost frame: an exception here is a bug, and the caller still gets an answer
             logger.exception("request %s failed", request_id)
             if started:
                 raise
-            error = ApiError(500, "internal error; the log names it by the request id")
+            error = ApiError(500, "internal error; the log has it under the request id")
             await error.response()(scope, receive, send_named)
 
 

@@ -1,4 +1,4 @@
-"""Client keys and admin keys: who is calling, compared in constant time, never logged or stored in clear."""
+"""Client keys and admin keys. They are compared in constant time, and never logged or stored in the clear."""
 
 import hashlib
 import hmac
@@ -26,7 +26,8 @@ def presented_key(headers: Mapping[str, str]) -> str | None:
 
 
 class Keyring:
-    """Which key opens what. Without any key the service is open, and may bind loopback only."""
+    """The keys of a service and their roles. Without any key the service is open, and may bind loopback
+    only."""
 
     def __init__(self, client_keys: Iterable[str] = (), admin_keys: Iterable[str] = ()) -> None:
         self._roles: dict[str, Role] = {digest(key): "client" for key in client_keys}
@@ -37,23 +38,23 @@ class Keyring:
         return not self._roles
 
     def role_of(self, key: str | None) -> Role | None:
-        """The role that `key` has; None for a key that is not ours. Everybody is admin when no key is set."""
+        """The role of `key`; None for an unknown key. Every caller is admin when no key is set."""
         return self.known(None if key is None else digest(key))
 
     def known(self, presented: str | None) -> Role | None:
-        """The same for the digest of a key."""
+        """The role of the key with this digest."""
         if self.open:
             return "admin"
         if presented is None:
             return None
         found = None
-        for known, role in self._roles.items():  # every key is compared, so that time tells nothing
+        for known, role in self._roles.items():  # all keys, so that the time does not depend on the match
             if hmac.compare_digest(known, presented):
                 found = role
         return found
 
     def require_admin(self, request: Request) -> None:
-        """Raises 401 for no or an unknown key, 403 for a client's."""
+        """Raises ApiError: 401 for no key or an unknown one, 403 for a client key."""
         key = presented_key(request.headers)
         role = self.role_of(key)
         if role is None:
@@ -63,7 +64,7 @@ class Keyring:
 
 
 def refuse_open_binding(host: str, keyring: Keyring) -> None:
-    """Raises SystemExit when a service without keys would be reachable from other machines."""
+    """Raises SystemExit when a service without keys would listen to other machines."""
     if keyring.open and host not in LOOPBACK:
         raise SystemExit(
             f"refusing to listen on {host} without keys: set WEIR_CLIENT_KEYS and WEIR_ADMIN_KEYS, "

@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from rollout_queue.http.errors import ApiError
 
 Readiness = Callable[[], Awaitable[str | None]]
-"""Says why the service cannot do its work; None when it can."""
+"""Returns why the service cannot do its work; None when it can."""
 
 
 def probes(readiness: Readiness, registry: CollectorRegistry) -> APIRouter:

@@ -1,4 +1,4 @@
-"""How a service listens: the same manners for all of them."""
+"""Runs a service's HTTP server until SIGTERM, with the same settings for every service."""
 
 import signal
 import socket
@@ -10,19 +10,19 @@ import uvicorn
 from starlette.types import ASGIApp
 
 KEEP_ALIVE_S = 75
-"""Longer than clients keep an idle connection (httpx and openai 5 s, aiohttp 15 s): they close it first, so
-that no request meets a connection that is just being closed."""
+"""Longer than clients keep an idle connection (httpx and openai 5 s, aiohttp 15 s), so that the client
+closes it first and no request is sent on a connection that the server is closing."""
 
 Leave = Callable[[], Awaitable[None]]
-"""What a service does once it is told to end, while it still listens."""
+"""What a service does after SIGTERM, before it stops listening."""
 
 
 def serve(app: ASGIApp, host: str, port: int, drain_s: float, leave: Leave | None = None) -> None:
-    """Listen until SIGTERM; then `leave`, finish what is in flight, and exit with 0.
+    """Listen until SIGTERM; then call `leave`, finish requests in flight, and exit with 0.
 
-    An application that says its own address heeds what a proxy says of it by itself.
+    uvicorn ignores proxy headers here; an application that needs its own public address reads them itself.
     """
-    # uvicorn drains on SIGTERM and then raises the signal again, for whoever handled it before.
+    # uvicorn drains on SIGTERM and then raises the signal again, for the handler that was set before.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     config = uvicorn.Config(
         app,
@@ -37,7 +37,7 @@ def serve(app: ASGIApp, host: str, port: int, drain_s: float, leave: Leave | Non
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(drain_s),
     )
-    with suppress(KeyboardInterrupt):  # raised again, as SIGTERM is
+    with suppress(KeyboardInterrupt):  # uvicorn raises SIGINT again, too
         _Server(config, leave).run()
 
 

@@ -1,1 +1,1 @@
-"""The stream on Redis."""
+"""The stream, the policies' register and the trainer's lease on Redis."""

@@ -1,4 +1,4 @@
-"""The one place where a Redis failure becomes ours."""
+"""Translates failures of Redis into StorageUnavailable."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from rollout_queue.contract.errors import StorageUnavailable
 
 @contextmanager
 def available() -> Iterator[None]:
-    """Raises StorageUnavailable when Redis cannot be reached, or refuses, inside the block."""
+    """Raises StorageUnavailable when Redis cannot be reached or refuses a command inside the block."""
     try:
         yield
     except (RedisError, OSError) as error:
@@ -19,7 +19,10 @@ def available() -> Iterator[None]:
 
 
 async def stored(call: Any) -> Any:
-    """What Redis answers to an awaitable `call`; redis-py types the commands of its two clients as one."""
+    """What Redis answers to `call`. Raises StorageUnavailable.
+
+    `call` is an awaitable; redis-py types the commands of its synchronous and asynchronous client alike.
+    """
     try:
         return await call
     except (RedisError, OSError) as error:

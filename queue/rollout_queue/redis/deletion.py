@@ -1,7 +1,9 @@
-"""Deletes sessions and all data of a user, on Redis, for good.
+"""StreamDeleter on Redis: deletes sessions, and all data of a user, permanently.
 
-head ──▶ one script: head, texts and continuations give way to a tombstone, and a Deletion in the stream
-     ──▶ scrub: the session's entries leave the stream and the dead letters; repeatable, by whichever gateway
+1. One script replaces the session's head, response texts and continuations by a tombstone, and appends a
+   Deletion to the stream.
+2. The session's entries are removed from the stream and from the dead letters, page by page. Any gateway may
+   repeat or finish this.
 """
 
 import logging
@@ -26,10 +28,10 @@ from rollout_queue.redis.writer import UNREADABLE, read_head
 logger = logging.getLogger(__name__)
 
 PAGE = 100
-"""Entries that one script looks at: Redis serves nobody else meanwhile."""
+"""Entries per script: Redis serves nobody else while a script runs."""
 OVERDUE_S = 30.0
-"""After that, whoever began to scrub is taken for dead."""
-MOST_AT_ONCE = 1000
+"""After this time, another gateway finishes a deletion."""
+SESSIONS_AT_ONCE = 1000
 
 
 class RedisDeleter:
@@ -38,44 +40,44 @@ class RedisDeleter:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
         self._delete = redis.register_script(deletion_scripts.DELETE)
-        self._scrub_page = redis.register_script(deletion_scripts.SCRUB)
+        self._remove_page = redis.register_script(deletion_scripts.REMOVE_ENTRIES)
 
     async def delete_session(self, session_id: str) -> Tombstone | None:
-        tombstone = await self._bury(session_id)
+        tombstone = await self._replace_by_tombstone(session_id)
         if tombstone is not None:
-            await self._try_to_scrub([session_id])
+            await self._try_to_remove_entries([session_id])
         return tombstone
 
     async def delete_user(self, user: str) -> DeletionTotals:
-        # From here on no session and no call is taken for this name, so what is found is all.
+        # From here on no data is accepted for this name, so the sessions found next are all there are.
         await stored(self._redis.sadd(keys.DELETED_USERS, user_digest(user)))
         names: Collection[bytes] = await stored(self._redis.smembers(keys.user_sessions(user)))
-        buried = [await self._bury(name.decode()) for name in sorted(names)]
-        tombstones = [tombstone for tombstone in buried if tombstone is not None]
+        deleted = [await self._replace_by_tombstone(name.decode()) for name in sorted(names)]
+        tombstones = [tombstone for tombstone in deleted if tombstone is not None]
         await stored(self._redis.delete(keys.user_sessions(user)))
-        buried_ids = [tombstone.session_id for tombstone in tombstones]
-        for start in range(0, len(buried_ids), MOST_AT_ONCE):
-            await self._try_to_scrub(buried_ids[start : start + MOST_AT_ONCE])
+        session_ids = [tombstone.session_id for tombstone in tombstones]
+        for start in range(0, len(session_ids), SESSIONS_AT_ONCE):
+            await self._try_to_remove_entries(session_ids[start : start + SESSIONS_AT_ONCE])
         return total(tombstones)
 
     async def finish(self, now: float) -> int:
         overdue: list[bytes] = await stored(
             self._redis.zrange(
-                keys.DELETING, "-inf", now - OVERDUE_S, byscore=True, offset=0, num=MOST_AT_ONCE
+                keys.DELETING, "-inf", now - OVERDUE_S, byscore=True, offset=0, num=SESSIONS_AT_ONCE
             )
         )
         if overdue:
-            await self._scrub([name.decode() for name in overdue])
+            await self._remove_entries([name.decode() for name in overdue])
         return len(overdue)
 
-    async def _bury(self, session_id: str) -> Tombstone | None:
-        """All but the entries of the streams, at once. None where there is no such session (any more)."""
+    async def _replace_by_tombstone(self, session_id: str) -> Tombstone | None:
+        """Delete all but the entries of the streams. None where no such session exists any more."""
         key = keys.session(session_id)
         while True:
             fields: dict[bytes, bytes] = await stored(self._redis.hgetall(key))
             if b"spec" not in fields:
                 return None
-            head = _legible(fields) or await self._bare(session_id)
+            head = _readable_part(fields) or await self._minimal_head(session_id)
             tombstone = _tombstone(head, fields)
             named, arguments = _deletion(head, tombstone, len(fields))
             match await stored(self._delete(named, arguments)):
@@ -84,22 +86,25 @@ class RedisDeleter:
                 case b"deleted":
                     return None
 
-    async def _bare(self, session_id: str) -> SessionHead:
-        """What can be said of a session without reading it."""
+    async def _minimal_head(self, session_id: str) -> SessionHead:
+        """A head of what is known of a session whose spec cannot be read."""
         created_at = await stored(self._redis.zscore(keys.SESSIONS, session_id))
         return SessionHead(spec=SessionSpec(session_id=session_id, created_at=created_at or 0.0))
 
-    async def _try_to_scrub(self, session_ids: Collection[str]) -> None:
-        """The sessions are deleted, and that is to be heard: what is left to do is not forgotten."""
+    async def _try_to_remove_entries(self, session_ids: Collection[str]) -> None:
+        """Remove entries of deleted sessions; on a failure, `finish` does it later. Never raises: the
+        deletion itself is done, and the caller has to report it."""
         try:
-            await self._scrub(session_ids)
+            await self._remove_entries(session_ids)
         except StorageUnavailable as error:
-            logger.warning("the entries of %d deleted sessions stay until later: %s", len(session_ids), error)
+            logger.warning(
+                "the entries of %d deleted sessions will be removed later: %s", len(session_ids), error
+            )
 
-    async def _scrub(self, session_ids: Collection[str]) -> None:
-        """Remove what the streams hold of deleted sessions: nothing is added to them any more.
+    async def _remove_entries(self, session_ids: Collection[str]) -> None:
+        """Remove the entries of deleted sessions from both streams. No new entries of them are appended.
 
-        The dead letters come last: what the trainer sets aside meanwhile, it takes from the stream.
+        The dead letters come last, because the trainer moves entries there from the stream.
         """
         if not session_ids:
             return
@@ -107,13 +112,13 @@ class RedisDeleter:
         for stream, schema in ((keys.STREAM, bytes([SCHEMA])), (keys.DEAD_LETTERS, b"")):
             first: bytes | None = b"-"
             while first is not None:
-                last = await stored(self._scrub_page([stream], [first, PAGE, schema, *packed]))
+                last = await stored(self._remove_page([stream], [first, PAGE, schema, *packed]))
                 first = None if last is None else b"(" + last
         await stored(self._redis.zrem(keys.DELETING, *session_ids))
 
 
-def _legible(fields: Mapping[bytes, bytes]) -> SessionHead | None:
-    """The head, as far as this build can read it: what it cannot goes all the same."""
+def _readable_part(fields: Mapping[bytes, bytes]) -> SessionHead | None:
+    """The whole head, else one of the spec alone; None where this build can read neither."""
     for part in (fields, {b"spec": fields[b"spec"]}):
         with suppress(*UNREADABLE):
             return read_head(part)
@@ -135,7 +140,7 @@ def _tombstone(head: SessionHead, fields: Mapping[bytes, bytes]) -> Tombstone:
 def _deletion(
     head: SessionHead, tombstone: Tombstone, seen: int
 ) -> tuple[list[str], list[str | bytes | float]]:
-    """Keys and arguments of the script."""
+    """Keys and arguments of DELETE. `seen` is how many fields the session's hash had."""
     spec = head.spec
     traces, numbers = traces_of(head)
     named = [keys.session(spec.session_id), keys.STREAM, keys.VERDICTS, keys.DELETED, keys.DELETING]
@@ -152,10 +157,14 @@ def _deletion(
 
 
 def traces_of(head: SessionHead) -> tuple[list[str], list[int]]:
-    """The keys beside its own in which a session may stand, and how many are places, users and responses."""
+    """The other keys that refer to a session, and how many of them are sorted sets, users and responses.
+
+    The rest are continuations.
+    """
     owner = head.spec.owner
-    places = [keys.DEADLINES, keys.SETTLED, keys.OPEN, keys.open_of(owner), keys.UNTRAINED]
+    sorted_sets = [keys.DEADLINES, keys.SETTLED, keys.OPEN, keys.open_of(owner), keys.UNTRAINED]
     users = [keys.user_sessions(user) for user in head.users]
     responses = [keys.response(name) for name in sorted({turn.completion_id for turn in head.turns})]
     continuations = [key for turn in head.turns for key in continuations_of(turn, owner)]
-    return [*places, *users, *responses, *continuations], [len(places), len(users), len(responses)]
+    numbers = [len(sorted_sets), len(users), len(responses)]
+    return [*sorted_sets, *users, *responses, *continuations], numbers

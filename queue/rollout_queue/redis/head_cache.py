@@ -1,7 +1,7 @@
-"""The heads that this process read or wrote last, so that a session's next call need not read it all again.
+"""A cache of the session heads that this process used last, so that a call need not read all turns again.
 
-A session's hash only ever gains fields, so their number tells whether a head is still the whole of it. That
-of a deleted session has none, and never again gets any.
+A session's hash only gains fields, so a cached head is up to date exactly if the hash still has as many
+fields. The hash of a deleted session has none, and never gets any again.
 """
 
 from collections import OrderedDict
@@ -12,11 +12,11 @@ from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Turn
 
 OVERHEAD = 256
-"""What a session costs beside its tokens, in tokens."""
+"""The memory that a turn or a session takes beside its tokens, in tokens."""
 
 
 class CachedHead(msgspec.Struct, frozen=True, gc=False):
-    """A head, and how many fields its hash had then."""
+    """A head, how many fields its hash had, and its size in tokens."""
 
     fields: int
     head: SessionHead
@@ -24,7 +24,7 @@ class CachedHead(msgspec.Struct, frozen=True, gc=False):
 
 
 class HeadCache:
-    """Least recently used heads go first. `limit` is in tokens, of some 8 bytes each."""
+    """Drops the least recently used heads beyond `limit`, which is in tokens of about 8 bytes each."""
 
     def __init__(self, limit: int = 2**22) -> None:
         self._limit = limit
@@ -38,7 +38,7 @@ class HeadCache:
         return list(self._seen)
 
     def get(self, session_id: str, fields: int) -> SessionHead | None:
-        """The head of a session whose hash has `fields` fields; None where it is not known."""
+        """The head of a session whose hash has `fields` fields; None where no such head is cached."""
         seen = self._seen.get(session_id)
         return seen.head if seen is not None and seen.fields == fields else None
 
@@ -50,11 +50,11 @@ class HeadCache:
         self._shrink()
 
     def grow(self, before: int, after: int, turn: Turn) -> None:
-        """A turn was appended: the hash had `before` fields, and has `after` now."""
+        """Add a turn that was appended: the hash had `before` fields, and has `after` now."""
         seen = self._seen.get(turn.session_id)
         if seen is None or after == before:
             return
-        if seen.fields != before:  # somebody else wrote in between
+        if seen.fields != before:  # another process wrote in between
             self.drop(turn.session_id)
             return
         head = msgspec.structs.replace(seen.head, turns=(*seen.head.turns, turn))

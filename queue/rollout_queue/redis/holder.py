@@ -1,4 +1,4 @@
-"""A process as the trainer's lease names it: told from every other, of this boot and of those before."""
+"""Identifies the process that holds the trainer's lease, across reboots and containers."""
 
 import os
 import secrets
@@ -12,17 +12,19 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Who holds the lease, since when."""
+    """A process that holds or held the lease. Stored in Redis as JSON under these names."""
 
     token: str
-    """Of this claim alone: the fence that every script of the reader compares."""
+    """Random, new with each claim: the fence that every script of the trainer compares."""
     host: str
     pid: int
     born: str
-    """When the process began, in ticks since boot: a number that is used again is another process."""
+    """When the process started, in clock ticks since boot: tells it from a later process with the same
+    pid."""
     place: str
-    """The boot and the process namespace that `pid` belongs to; empty where the system does not say."""
+    """The boot id and the process namespace that `pid` belongs to; empty where the system has no /proc."""
     since: float
+    """When it claimed the lease, seconds since the epoch."""
 
     @classmethod
     def here(cls) -> "Holder":
@@ -33,7 +35,7 @@ class Holder(msgspec.Struct, frozen=True):
 
     @property
     def dead(self) -> bool:
-        """Whether the process is known to have ended. Of one in another place nothing is known."""
+        """Whether the process is known to have ended. Always False for another boot or namespace."""
         return bool(self.place) and self.place == _place() and _born(self.pid) != self.born
 
     def __str__(self) -> str:
@@ -43,7 +45,7 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 def _place() -> str:
-    """Containers on one machine count their processes from 1, each for itself."""
+    """The boot id and the process namespace of this process. Each container has its own namespace."""
     try:
         boot = BOOT.read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -52,10 +54,10 @@ def _place() -> str:
 
 
 def _born(pid: int) -> str | None:
-    """None for a process that has ended, whether or not its parent has heard of it."""
+    """When the process started; None for one that has ended, zombies included."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    fields = stat.rpartition(")")[2].split()  # the name before may hold blanks and brackets
+    fields = stat.rpartition(")")[2].split()  # the name before it may contain blanks and parentheses
     return None if fields[0] in "ZX" else fields[19]

@@ -5,10 +5,10 @@ STREAM = "weir:stream"
 STREAM_FIELD = b"r"
 GROUP = "trainer"
 CONSUMER = "trainer-0"
-"""Fixed, never a host name: a restarted trainer finds its own pending entries again."""
+"""Fixed, and not a host name, so that a restarted trainer finds its pending entries."""
 
 DEAD_LETTERS = "weir:dead"
-"""Stream: entries that no build of ours can read, with their bytes and the error."""
+"""Stream: entries that the trainer could not decode, with their bytes and the error."""
 
 SESSIONS = "weir:sessions"
 """Sorted set: session id by creation time."""
@@ -17,38 +17,38 @@ DEADLINES = "weir:deadlines"
 VERDICTS = "weir:verdicts"
 """Hash: how many sessions and turns ended with which verdict ("session:trained", "turn:stale", …)."""
 SETTLED = "weir:settled"
-"""Sorted set: session that has a verdict, by when it got that, in ms by the stream's clock."""
+"""Sorted set: session with a verdict, by when it got it, in ms by the stream's clock."""
 FORGOTTEN = "weir:forgotten"
-"""Hash: of what `weir:verdicts` counts, how much is forgotten since; and "tokens:trained" of it."""
+"""Hash: how many of the verdicts in `weir:verdicts` were forgotten; and their "tokens:trained"."""
 FORGOTTEN_IDS = "weir:forgotten_ids"
 """Sorted set: the last sessions ("s:…") and groups ("g:…") that were forgotten, by time."""
 TRAINER = "weir:trainer"
-"""Hash: what the trainer last said of itself."""
+"""Hash: the trainer's last status report."""
 LEASE = "weir:trainer_lease"
-"""String: the process that trains, JSON (`holder`); runs out unless that renews it."""
+"""String: the process that trains, JSON (`holder`); expires unless that process renews it."""
 FENCE = "weir:trainer_fence"
-"""String: the token of the last who claimed the lease, whether or not it holds it still."""
+"""String: the token of the process that claimed the lease last; does not expire."""
 POLICIES = "weir:policies"
 """Hash: version → policy, JSON."""
 RESERVED = "weir:policy_reserved"
-"""Hash: the highest `version` that the trainer has taken for a step, and the `location` of its weights."""
+"""Hash: the highest `version` that the trainer has reserved, and the `location` of its weights."""
 SERVING = "weir:serving"
-"""The version that the fleet is to serve."""
+"""String: the version that the fleet is to serve."""
 SERVERS = "weir:rollout_servers"
 """Hash: rollout server id → registration, JSON."""
 HELD = "weir:rollout_servers_held"
 """Set: rollout servers that an operator took out of rotation."""
 SECRET = "weir:secret"  # noqa: S105 - the name of a key, not a secret
-"""Signs session keys, so that they are never stored."""
+"""String: signs session keys, so that they need not be stored."""
 OPEN = "weir:open"
-"""Sorted set: open sessions, by time. Kept for a limit of open sessions."""
+"""Sorted set: open sessions, by time. Kept while the number of open sessions is limited."""
 UNTRAINED = "weir:untrained"
-"""Sorted set: sessions opened for training that have no verdict, by time. Kept for a staleness budget."""
+"""Sorted set: sessions for training without a verdict, by time. Kept while a staleness budget is set."""
 
 DELETED = "weir:deleted"
 """Hash: deleted session id → tombstone, JSON."""
 DELETING = "weir:deleting"
-"""Sorted set: deleted sessions of which the streams may still hold something, by the time of the deletion."""
+"""Sorted set: deleted sessions that may still have entries in the streams, by the time of the deletion."""
 DELETED_USERS = "weir:deleted_users"
 """Set: SHA-256 of the names of users whose data was deleted."""
 
@@ -75,8 +75,8 @@ def user_sessions(user: str) -> str:
 
 
 def continuation(owner: str, digest: str) -> str:
-    """String: the session of `owner` in which a conversation with this digest was answered last, or which
-    holds the turn of this id."""
+    """String: the session of `owner` that last answered a conversation with this digest, or that holds the
+    turn with this id."""
     return f"weir:c:{owner}:{digest}"
 
 
@@ -86,10 +86,10 @@ def response(response_id: str) -> str:
 
 
 def open_of(owner: str) -> str:
-    """Sorted set: open sessions of one client key, by time. Kept for a limit of those."""
+    """Sorted set: open sessions of one client key, by time. Kept while their number is limited."""
     return f"{OPEN}:{owner}"
 
 
 def bucket(limit: str, owner: str) -> str:
-    """String: when the bucket of this limit and client key is empty, by Redis' clock."""
+    """String: when the bucket of this rate limit and client key will be empty, by Redis' clock."""
     return f"weir:b:{limit}:{owner}"

@@ -1,10 +1,10 @@
-"""The trainer's lease on Redis: who may claim it, and what holds off whoever had it before.
+"""The trainer's lease on Redis: it admits one trainer, and fences off the one before.
 
-    claim ──▶ weir:trainer_lease   who holds it; runs out unless renewed: decides who may *claim*
-         └──▶ weir:trainer_fence   the token of the last who claimed; stays: decides who may *read*
+    claim ──▶ weir:trainer_lease   the holder; expires unless renewed; decides who may *claim*
+         └──▶ weir:trainer_fence   the token of the last claim; does not expire; decides who may *read*
 
-A process that slept while its lease ran out goes on if nobody has claimed since, and is fenced off if
-somebody has, even where that one has ended meanwhile: what it holds in memory is not true any more.
+A process that slept while its lease expired goes on if nobody has claimed it since. If another process has,
+it is fenced off, even if that other process has ended: what it holds in memory is out of date.
 """
 
 from typing import Any, NamedTuple
@@ -18,19 +18,20 @@ from rollout_queue.redis.availability import available
 from rollout_queue.redis.holder import Holder
 from rollout_queue.redis.scripts.lease import CLAIM, RELEASE, RENEW
 
-LOST = f"another trainer has taken over {keys.STREAM}; this one writes nothing more"
+LOST = f"another trainer has claimed {keys.STREAM}; this one writes nothing more"
 
 
 class HeldLease(NamedTuple):
-    """The lease is somebody else's."""
+    """A lease that another process holds."""
 
-    by: Holder
-    left_s: float
-    """Until it runs out, unless it is renewed."""
+    holder: Holder
+    expires_in_s: float
+    """Unless the holder renews it."""
 
 
 class Lease:
-    """One process' claim. Every method raises StorageUnavailable when Redis does not answer."""
+    """The lease as one process claims it. Every method raises StorageUnavailable when Redis does not
+    answer."""
 
     def __init__(self, redis: Redis, lease_s: float) -> None:
         self.holder = Holder.here()
@@ -45,39 +46,42 @@ class Lease:
         return self.holder.token
 
     def claim(self) -> HeldLease | None:
-        """None when the lease is ours now. That of a process known to be dead is taken at once."""
+        """Claim the lease. None when it is ours now, else who holds it.
+
+        The lease of a process that is known to have ended is taken at once.
+        """
         found = self._claimed()
-        while found and (by := _holder(found[0])).dead:
+        while found and (holder := _holder(found[0])).dead:
             found = self._claimed(dead=found[0])
-        return HeldLease(by, max(0, found[1]) / 1000) if found else None
+        return HeldLease(holder, max(0, found[1]) / 1000) if found else None
 
     def renew(self) -> None:
-        """Raises LeaseLost when somebody has claimed it since."""
+        """Raises LeaseLost when another process has claimed it since."""
         with available():
-            held: Any = self._renew([keys.LEASE, keys.FENCE], [self._packed, self.token, self._life_ms])
+            held: Any = self._renew([keys.LEASE, keys.FENCE], [self._packed, self.token, self._lease_ms])
         if not held:
             raise LeaseLost(LOST)
 
     def release(self) -> None:
-        """Let the next trainer begin at once."""
+        """Give the lease up, so that the next trainer can start at once."""
         with available():
             self._release([keys.LEASE], [self._packed])
 
     @property
-    def _life_ms(self) -> int:
+    def _lease_ms(self) -> int:
         return int(self.lease_s * 1000)
 
     def _claimed(self, dead: bytes = b"") -> tuple[bytes, int] | None:
-        """None, or the holder as it is stored and the milliseconds left to it."""
+        """None when the lease is claimed, else the stored holder and the milliseconds until it expires."""
         with available():
             found: Any = self._claim(
-                [keys.LEASE, keys.FENCE], [self._packed, self.token, self._life_ms, dead]
+                [keys.LEASE, keys.FENCE], [self._packed, self.token, self._lease_ms, dead]
             )
         return found and (found[0], found[1])
 
 
 def _holder(packed: bytes) -> Holder:
-    """What another build, or a person, wrote there is not ours to judge: it runs out by itself."""
+    """The holder. Unknown bytes become one that is never `dead`, so that their lease has to expire."""
     try:
         return msgspec.json.decode(packed, type=Holder)
     except msgspec.DecodeError:

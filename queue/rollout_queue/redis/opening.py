@@ -1,4 +1,4 @@
-"""What the scripts that open sessions are given, and what the answers of scripts mean."""
+"""The keys and arguments of the scripts that open sessions, and the meaning of their replies."""
 
 from collections.abc import Sequence
 
@@ -37,6 +37,7 @@ def open_arguments(spec: SessionSpec) -> tuple[list[str], list[Argument]]:
 
 
 def opened(spec: SessionSpec, reply: list[bytes]) -> tuple[SessionSpec, bool]:
+    """The stored session, and whether OPEN created it. Raises the error that the reply names."""
     match reply[0]:
         case b"created":
             return spec, True
@@ -60,7 +61,7 @@ def opened(spec: SessionSpec, reply: list[bytes]) -> tuple[SessionSpec, bool]:
 
 def group_arguments(specs: Sequence[SessionSpec]) -> tuple[list[str], list[Argument]]:
     first = specs[0]
-    assert first.group_id is not None  # noqa: S101 - the caller's type says so only in prose
+    assert first.group_id is not None  # noqa: S101 - `open_group` is called for groups only
     named = [
         keys.group(first.group_id),
         keys.group_members(first.group_id),
@@ -80,11 +81,11 @@ def group_arguments(specs: Sequence[SessionSpec]) -> tuple[list[str], list[Argum
 
 
 def group_forgotten(spec: SessionSpec) -> Conflict:
-    return Conflict(f"group {spec.group_id} ended and is forgotten; its id is not given again so soon")
+    return Conflict(f"group {spec.group_id} ended and was forgotten; its id cannot be used again yet")
 
 
 def refusal(session_id: str, reason: bytes) -> SessionClosed | Deleted:
-    """Why nothing was appended, in the words of the scripts."""
+    """The error for the `reason` with which a script refused to append."""
     match reason:
         case b"deleted":
             return SessionDeleted(session_id)

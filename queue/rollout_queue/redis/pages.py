@@ -1,10 +1,10 @@
-"""Pages of the stream, each read only while the fence is its trainer's.
+"""Reads pages of the stream, each only while the fence holds the token of this trainer.
 
-    WATCH fence, GET fence ──▶ another's token: LeaseLost
-    MULTI, XREADGROUP, EXEC ─▶ a page; or nothing, since somebody has set the fence in between: look again
+    WATCH fence, GET fence ──▶ another token: LeaseLost
+    MULTI, XREADGROUP, EXEC ─▶ a page; or nothing where the fence was set in between: start again
 
-A script would have Redis make each page twice, once for Lua, at more than twice the time. But a full Redis
-queues nothing, and runs scripts.
+In a script, Redis would build each page a second time as a Lua value, which takes more than twice as long.
+But a full Redis refuses MULTI and still runs scripts, so the reader falls back to one there.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.lease import LOST
 
 RawEntry = tuple[bytes, list[bytes] | None]
-"""An entry's id, and its fields and values in turn; None where the entry was deleted."""
+"""An entry's id, and its fields and values alternating; None where the entry was deleted."""
 
 
 class Pages:
@@ -27,16 +27,16 @@ class Pages:
         self._pool, self._token = redis.connection_pool, token.encode()
 
     def page(self, count: int, what: bytes) -> list[RawEntry] | None:
-        """Up to `count` entries: new ones for `what` b">", else what is owed beyond that id. None where Redis
-        is full, and a script is to read.
+        """Up to `count` entries: new ones for `what` b">", else pending ones after the id `what`.
 
-        Raises LeaseLost when another trainer has claimed the lease since; RedisError.
+        None where Redis is full; then a script has to read. Raises RedisError, and LeaseLost when another
+        trainer has claimed the lease since.
         """
         connection: Any = self._pool.get_connection()
         try:
             return self._page(connection, count, what)
         except BaseException as error:
-            connection.disconnect()  # and with it goes what it watches, and what it has still to say
+            connection.disconnect()  # drops its WATCH, and answers that were not read
             if isinstance(error, OutOfMemoryError):
                 return None
             raise
@@ -59,13 +59,13 @@ class Pages:
 
 
 def _asked(connection: Any, *commands: tuple[str | bytes | int, ...]) -> list[Any]:
-    """The answers, of this connection and no other: one that is new watches nothing."""
+    """The answers on this connection. It is not reconnected: a new one would watch nothing."""
     connection.send_packed_command(connection.pack_commands(commands), check_health=False)
     return [connection.read_response() for _ in commands]
 
 
 def _entries(found: Any) -> list[RawEntry]:
-    """Of the one stream that was asked for; a dictionary is what newer protocols answer."""
+    """The entries of the one stream that was read; RESP3 answers with a dictionary, RESP2 with a list."""
     if isinstance(found, Exception):
         raise found
     if not found:

@@ -1,4 +1,7 @@
-"""The trainer's end of the stream, on Redis: a consumer group with one fixed consumer, behind a fence."""
+"""StreamReader on Redis: the trainer's end of the stream, a consumer group with one fixed consumer.
+
+Every access first compares the fence, so that a trainer that lost its lease reads and changes nothing.
+"""
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,13 +29,13 @@ from rollout_queue.redis.scripts import policies as policy_scripts
 logger = logging.getLogger(__name__)
 
 
-class _Coded(msgspec.Struct):
+class _VerdictCode(msgspec.Struct):
     code: str
 
 
 PAGE = 200
 """Entries that are read at once: Redis serves nobody else meanwhile."""
-NOTHING = Verdicts(sessions={}, turns={})
+NO_VERDICTS = Verdicts(sessions={}, turns={})
 
 
 class RedisReader:
@@ -51,10 +54,10 @@ class RedisReader:
         with available():
             self._run_id = redis.info("server").get("run_id")
         self._interrupted = False
-        """Whether Redis has failed since what is pending was last taken up: what was delivered may have been
-        lost with its connection, and a Redis that came back may have forgotten what was acknowledged."""
+        """Whether Redis has failed since `reclaim`. A delivered entry may have been lost with its connection,
+        and a restarted Redis may have lost acknowledgements."""
         self._delivered: bytes = b"0-0"
-        """The last entry that was delivered when nothing was new."""
+        """The last delivered entry, as of the last read that found nothing new."""
         self._fenced(redis.register_script(consumer_scripts.JOIN), [keys.STREAM], [keys.GROUP])
 
     def confirm(self) -> None:
@@ -64,16 +67,16 @@ class RedisReader:
         cursor, self._interrupted = b"0-0", False
         while raw := self._page(PAGE, cursor):
             cursor = raw[-1][0]
-            # Redis 6.2 keeps entries that were deleted in the pending list, and the trim would stop there.
+            # Redis 6.2 keeps deleted entries in the pending list, and they would stop the trim.
             if gone := [entry_id.decode() for entry_id, fields in raw if fields is None]:
-                self._acknowledged(gone, NOTHING)
+                self._acknowledged(gone, NO_VERDICTS)
             yield from self._decoded(_drained(raw))
 
     def read(self, count: int, block_s: float) -> Sequence[Entry]:
         if self._interrupted:
-            raise StorageUnavailable("Redis was away: what is pending is to be taken up again")
+            raise StorageUnavailable("Redis was unavailable: pending entries have to be reclaimed first")
         entries = self._new(count)
-        if not entries and self._news(block_s):
+        if not entries and self._wait_for_entry(block_s):
             entries = self._new(count)
         return entries
 
@@ -81,8 +84,8 @@ class RedisReader:
         self._acknowledged(entry_ids, verdicts)
         try:
             self._fenced(self._trim, [keys.STREAM], [keys.GROUP])
-        except StorageUnavailable as error:  # what is acknowledged stays so, and the next trim cuts it too
-            logger.warning("not trimmed: %s", error)
+        except StorageUnavailable as error:  # the entries are acknowledged; the next trim removes them too
+            logger.warning("the stream was not trimmed: %s", error)
 
     def verdict_codes(self, session_ids: Collection[str]) -> Mapping[str, str]:
         codes: dict[str, str] = {}
@@ -122,7 +125,7 @@ class RedisReader:
         self._fenced(self._report, [keys.TRAINER], fields)
 
     def _new(self, count: int) -> list[Entry]:
-        """Fewer than `count` only where there are no more."""
+        """Up to `count` new entries; fewer only where the stream has no more."""
         entries: list[Entry] = []
         while len(entries) < count:
             asked = min(PAGE, count - len(entries))
@@ -133,10 +136,11 @@ class RedisReader:
                 break
         return entries
 
-    def _news(self, block_s: float) -> bool:
-        """Wait for something new. Not by a read of the group: no fence holds back what that delivers."""
+    def _wait_for_entry(self, block_s: float) -> bool:
+        """Wait for a new entry, without reading it: a blocking read of the group could not check the
+        fence."""
         with self._noticed():
-            # redis-py replaces a connection that ended between two calls, and says nothing.
+            # redis-py replaces a closed connection silently, so only the run id shows a restarted Redis.
             before, self._run_id = self._run_id, self._redis.info("server").get("run_id")
             self._interrupted |= before != self._run_id
             return bool(
@@ -173,11 +177,11 @@ class RedisReader:
             try:
                 yield Entry(entry_id.decode(), decode(_payload(fields)))
             except (InvalidRecord, UnknownSchema) as error:
-                self._bury(entry_id, fields, error)
+                self._set_aside_entry(entry_id, fields, error)
 
-    def _bury(self, entry_id: bytes, fields: list[bytes], error: Exception) -> None:
-        """A record nobody can read goes to the dead letters with its bytes, and stops nothing."""
-        logger.error("entry %s set aside: %s", entry_id.decode(), error)
+    def _set_aside_entry(self, entry_id: bytes, fields: list[bytes], error: Exception) -> None:
+        """Move an entry that cannot be decoded to the dead letters, with its bytes and the error."""
+        logger.error("entry %s was moved to %s: %s", entry_id.decode(), keys.DEAD_LETTERS, error)
         letter: list[str | bytes] = [*fields, b"entry", entry_id, b"error", str(error)]
         self._fenced(self._set_aside, [keys.STREAM, keys.DEAD_LETTERS], [keys.GROUP, entry_id, *letter])
 
@@ -193,7 +197,7 @@ class RedisReader:
 
     @contextmanager
     def _noticed(self) -> Iterator[None]:
-        """Raises StorageUnavailable, and remembers it."""
+        """Raises StorageUnavailable, and notes the interruption."""
         try:
             with available():
                 yield
@@ -203,11 +207,11 @@ class RedisReader:
 
 
 def _code(session_id: str, verdict: bytes) -> str:
-    """One that no build of this age has is a verdict all the same."""
+    """The code of a stored verdict; empty where it cannot be read, which counts as a verdict as well."""
     try:
-        return msgspec.json.decode(verdict, type=_Coded).code
+        return msgspec.json.decode(verdict, type=_VerdictCode).code
     except msgspec.DecodeError as error:
-        logger.error("the verdict of session %s cannot be read, and stands: %s", session_id, error)
+        logger.error("the verdict of session %s cannot be read and is kept: %s", session_id, error)
         return ""
 
 
@@ -217,12 +221,12 @@ def _pages(names: Collection[str]) -> Iterator[list[str]]:
 
 
 def _drained(raw: list[RawEntry]) -> Iterator[RawEntry]:
-    """In order; what was handed out is let go of, so that its memory serves the next."""
+    """The entries in order. Each is removed from `raw` when it is returned, which frees its memory."""
     raw.reverse()
     while raw:
         yield raw.pop()
 
 
 def _payload(fields: Sequence[bytes]) -> bytes:
-    """Of an entry of ours, which has one field; of any other nothing can be read."""
+    """The record of an entry that Weir appended; empty for any other entry."""
     return fields[1] if fields[0] == keys.STREAM_FIELD else b""

@@ -1,7 +1,7 @@
-"""Writes a whole session that was recorded elsewhere, or earlier: for replays, and after a loss.
+"""Writes a whole recorded session back to Redis: for a replay, or after data was lost.
 
-One script, not the gateways' appends one after another: an import that dies leaves whole sessions or nothing,
-so that what is there can be passed over the next time; and no gateway expires one half written.
+One script writes it, not one append after another. So an import that is interrupted leaves whole sessions
+only, the next import can skip those that exist, and no gateway expires a half-written one.
 """
 
 import time
@@ -18,13 +18,13 @@ from rollout_queue.redis.availability import available
 from rollout_queue.redis.scripts.restore import RESTORE, SAME
 
 Restored = Literal["restored", "exists", "deleted", "forgotten", "owner", "size", "full"]
-"""What became of it: everything but `restored` left Redis as it was."""
+"""The result: every value but `restored` means that nothing was written."""
 
 
 def restore(redis: Redis, episode: Episode) -> Restored:
-    """Write the session, unless one of its id is, or was, there. Raises StorageUnavailable.
+    """Write the session, unless one with its id exists or existed. Raises StorageUnavailable.
 
-    Its time to live begins anew: who replays old data may still reward it.
+    Its time to live starts now, so that it can still be rewarded.
     """
     spec, verdict = episode.spec, episode.verdict
     users = _users(episode)
@@ -50,7 +50,7 @@ def restore(redis: Redis, episode: Episode) -> Restored:
 
 
 def _users(episode: Episode) -> list[str]:
-    """Everybody whose data it holds."""
+    """The users whose data the session holds, sorted."""
     return sorted({user for user in (episode.spec.user, *(turn.user for turn in episode.turns)) if user})
 
 
@@ -65,10 +65,10 @@ def _names(episode: Episode) -> list[str]:
 
 
 def _fields(episode: Episode) -> list[str | bytes | float]:
-    """The fields of the session's hash, and what the stream gets of each, in its order.
+    """Three items for each field of the session's hash: its name, its value, and the record for the stream.
 
-    In the stream, the session has ended now: a trainer that finds the first member of a group is to wait for
-    the next one as long as ever, and not to think that the group has been silent for a year.
+    In the stream the outcome's time is now: a trainer waits `group_wait_s` from there for further members of
+    the group, which an old time would exceed at once.
     """
     fields: list[str | bytes | float] = []
     for turn in episode.turns:

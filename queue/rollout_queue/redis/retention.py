@@ -1,6 +1,6 @@
-"""Forgets sessions that are settled, and that no entry of the stream is of any more.
+"""Forgets old sessions: those with a verdict that no entry of the stream belongs to any more.
 
-settled, oldest first ─▶ heads ─▶ one script each: the head and all that leads to it give way to counters
+settled sessions, oldest first ─▶ their heads ─▶ one script each: counters replace the head and its other keys
 """
 
 import logging
@@ -21,28 +21,28 @@ from rollout_queue.redis.writer import UNREADABLE, read_head
 logger = logging.getLogger(__name__)
 
 FIELDS_AT_ONCE = 500
-"""Fields, most of them turns, that are read at once; a larger session comes alone."""
+"""Fields, most of them turns, that are read at once; a session with more is read alone."""
 ADOPTED_AT_ONCE = 500
 ADOPTED_EVERY_S = 3600.0
 IDS_KEPT = 250_000
-"""Ids of forgotten sessions and groups that are not given again. More than a trainer remembers of both, which
-takes what comes under an id that it has settled for a straggler."""
+"""How many ids of forgotten sessions and groups are kept, and refused to new ones. It is more than a trainer
+remembers: it would take a new session of such an id for a late part of the old one."""
 
 
 class Forgotten(NamedTuple):
-    """What one look at the oldest settled sessions came to."""
+    """The result of one call of `forget`."""
 
     verdicts: Counter[str]
     """How many sessions were forgotten, by verdict."""
     due: int
-    """How many could be looked at; another gateway may have forgotten some of them."""
+    """How many sessions were old enough; another gateway may have forgotten some of them."""
     held_by: str
-    """The entry of the stream, owed by a trainer, that keeps all others; empty where time alone does."""
+    """The oldest unacknowledged entry, where later sessions are kept because of it; else empty."""
 
 
 class RedisForgetter:
-    """Forgets on Redis. `redis` returns bytes (decode_responses off). Every method raises StorageUnavailable;
-    any number of gateways may call it at once."""
+    """Forgets sessions on Redis. `redis` returns bytes (decode_responses off). Every method raises
+    StorageUnavailable. Several gateways may call it at the same time."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
@@ -54,7 +54,7 @@ class RedisForgetter:
         self._adopted_at: float | None = None
 
     async def forget(self, settled_for_s: float, most: int) -> Forgotten:
-        """Forget up to `most` sessions that were settled at least so long ago, the oldest first."""
+        """Forget up to `most` sessions that got their verdict at least `settled_for_s` ago, oldest first."""
         verdicts: Counter[str] = Counter()
         if not await stored(self._redis.exists(keys.SETTLED)):
             return Forgotten(verdicts, 0, "")
@@ -70,8 +70,8 @@ class RedisForgetter:
         return Forgotten(verdicts, len(names), held_by.decode())
 
     async def adopt(self) -> None:
-        """Look through some more of the sessions for those that an older build has settled; through all of
-        them once an hour, since such a build may run beside this one."""
+        """Note when sessions were settled that an older build gave a verdict. Each call looks at some of the
+        sessions, and all of them are looked at once an hour, because such a build may still be running."""
         now = time.monotonic()
         if self._adopted_at is not None and now - self._adopted_at < ADOPTED_EVERY_S:
             return
@@ -95,12 +95,13 @@ class RedisForgetter:
         return heads
 
     async def _forget_one(self, session_id: str, fields: Mapping[bytes, bytes], before: bytes) -> str | None:
-        """Its verdict; None where it stays, or somebody else has forgotten it."""
+        """The verdict of the forgotten session; None where it was kept, or forgotten by another gateway."""
         try:
             head = read_head(fields)
         except UNREADABLE as error:
-            # Nobody could say what was forgotten. It may be a newer build's: it comes up again in its turn.
-            logger.warning("session %s is not forgotten: %s", session_id, error)
+            # Its verdicts could not be counted. A newer build may have written it, so it is tried again
+            # later.
+            logger.warning("session %s cannot be read and is kept: %s", session_id, error)
             await stored(self._put_off([keys.SETTLED, keys.STREAM], [session_id]))
             return None
         if head is None:
@@ -111,7 +112,7 @@ class RedisForgetter:
 
 
 def forgotten_sessions(counts: Mapping[bytes, bytes]) -> int:
-    """How many, by the counters of `weir:forgotten`."""
+    """How many sessions were forgotten, from the counters of `weir:forgotten`."""
     return sum(int(number) for name, number in counts.items() if name.startswith(b"session:"))
 
 
@@ -131,7 +132,7 @@ def _batches(names: Sequence[str], sizes: Sequence[int]) -> Iterator[list[str]]:
 def _forgetting(
     head: SessionHead, seen: int, before: bytes
 ) -> tuple[list[str], list[str | bytes | int | float]]:
-    """Keys and arguments of the script."""
+    """Keys and arguments of FORGET. `seen` is how many fields the session's hash had."""
     session_id, group_id = head.spec.session_id, head.spec.group_id or ""
     traces, numbers = traces_of(head)
     named = [keys.session(session_id), keys.SETTLED, keys.SESSIONS, keys.FORGOTTEN, keys.FORGOTTEN_IDS]

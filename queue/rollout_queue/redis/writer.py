@@ -1,4 +1,4 @@
-"""The gateways' end of the stream, on Redis: each append is one script, so it happens whole or not at all."""
+"""StreamWriter on Redis: the gateways' end of the stream. Each append is one script, so it is atomic."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -37,11 +37,12 @@ CONNECTIONS: Mapping[str, ConnectionFactory] = {
 }
 """By the names that the gateway's setting `redis_connection` gives them."""
 UNREADABLE = (InvalidRecord, UnknownSchema, msgspec.DecodeError)
-"""What a head raises that this build cannot read."""
+"""What `read_head` raises for a session that this build cannot read."""
 
 
 class RedisWriter:
-    """StreamWriter on Redis. `redis` returns bytes (decode_responses off)."""
+    """`redis` returns bytes (decode_responses off); turns go over a connection of its own, which `connect`
+    opens."""
 
     def __init__(self, redis: Redis, connect: ConnectionFactory = PipelinedConnection) -> None:
         self._redis = redis
@@ -49,7 +50,7 @@ class RedisWriter:
         # A Redis that was restarted after a power failure may hold less than the cached heads say.
         self._connection = connect(redis, self._heads.clear)
         self._deleted = 0
-        """How many sessions had been deleted when the heads were last looked through."""
+        """How many sessions had been deleted at the last `forget_deleted`."""
         self._open = redis.register_script(session_scripts.OPEN)
         self._open_group = redis.register_script(session_scripts.OPEN_GROUP)
         self._append_turn = redis.register_script(record_scripts.APPEND_TURN)
@@ -72,7 +73,7 @@ class RedisWriter:
                 raise UserDeleted
 
     async def close(self) -> None:
-        """Hang up what this writer has opened; `redis` stays its owner's."""
+        """Close the writer's own connection; `redis` is closed by its owner."""
         await self._connection.close()
 
     async def load(self, session_id: str) -> SessionHead | None:
@@ -136,19 +137,19 @@ class RedisWriter:
     async def append_turn(
         self, turn: Turn, expires_at: float, owner: str = "", opening: SessionSpec | None = None
     ) -> Turn:
-        told, seen = turn, None
+        recorded, seen = turn, None
         if turn.last_attempt and turn.request_digest:
-            told, seen = await self._related(turn)
-        while (reply := await self._append(told, expires_at, owner, seen, opening)) == b"retried":
-            told, seen = await self._related(turn)
+            recorded, seen = await self._related(turn)
+        while (reply := await self._append(recorded, expires_at, owner, seen, opening)) == b"retried":
+            recorded, seen = await self._related(turn)
         if isinstance(reply, bytes):
             raise refusal(turn.session_id, reply)
         before, after = reply
-        self._heads.grow(before, after, told)
-        return told
+        self._heads.grow(before, after, recorded)
+        return recorded
 
     async def _related(self, turn: Turn) -> tuple[Turn, int | None]:
-        """The turn with its relation to those that are stored, and how many fields the session had then."""
+        """The turn with its relation to the stored ones, and how many fields the session's hash had then."""
         fields: dict[bytes, bytes] = await stored(self._redis.hgetall(keys.session(turn.session_id)))
         head = read_head(fields)
         if head is None:
@@ -158,7 +159,7 @@ class RedisWriter:
     async def _append(
         self, turn: Turn, expires_at: float, owner: str, seen: int | None, opening: SessionSpec | None
     ) -> bytes | list[int]:
-        """How many fields the session had before and has now, or why the turn is not stored."""
+        """How many fields the session's hash had before and has now, or why the turn is not stored."""
         named, arguments = append_arguments(turn, expires_at, owner, seen, opening)
         reply: bytes | list[int] = await stored(self._connection.script(self._append_turn, named, arguments))
         return reply
@@ -248,16 +249,16 @@ class RedisWriter:
 
 
 def _readable(session_id: str, fields: Mapping[bytes, bytes]) -> SessionHead | None:
-    """One session that cannot be read takes no list of them with it."""
+    """The head; None, with a log line, where it cannot be read, so that the list goes on without it."""
     try:
         return read_head(fields)
     except UNREADABLE as error:
-        logger.error("session %s is left out of a list: %s", session_id, error)
+        logger.error("session %s cannot be read and is left out of a list: %s", session_id, error)
         return None
 
 
 def read_head(fields: Mapping[bytes, bytes]) -> SessionHead | None:
-    """A session's head from the fields of its hash; None when there is no such session."""
+    """A session's head from the fields of its hash; None when the hash has no spec."""
     if b"spec" not in fields:
         return None
     turns: list[Turn] = []

@@ -1,1 +1,2 @@
-"""What happens inside Redis: every Lua script."""
+"""Every Lua script that Redis runs, in one module for each subject. A script runs as a whole or not at
+all."""

@@ -12,7 +12,7 @@ JOIN = (
     + LAST_DELIVERED
     + """
 -- KEYS: fence, stream   ARGV: token, group
--- A full Redis refuses to create a group, also one that is there, unless the script has written before.
+-- A full Redis refuses XGROUP CREATE, even for a group that exists, unless the script has written before.
 if redis.call('EXISTS', KEYS[2]) == 0 or not last_delivered(KEYS[2], ARGV[2]) then
     redis.call('XACK', KEYS[2], ARGV[2], '0-1')
     redis.call('XGROUP', 'CREATE', KEYS[2], ARGV[2], '0', 'MKSTREAM')
@@ -23,7 +23,8 @@ end
 READ = (
     FENCED
     + """
--- KEYS: fence, stream   ARGV: token, group, consumer, count, what is wanted: '>' or what is owed beyond an id
+-- KEYS: fence, stream   ARGV: token, group, consumer, count, '>' for new entries or the id before pending
+-- ones
 local what = {'GROUP', ARGV[2], ARGV[3], 'COUNT', ARGV[4], 'STREAMS', KEYS[2], ARGV[5]}
 local found = redis.call('XREADGROUP', unpack(what))
 return found and found[1][2]
@@ -44,17 +45,18 @@ ACKNOWLEDGE = (
     + SETTLE
     + """
 -- KEYS: fence, stream, verdicts, deadlines, settled, session…
--- ARGV: token, group, how many entries, entry…, and by verdict: which session of KEYS, its id, field, verdict
--- A full Redis refuses no write of a script after the first, and XACK is none that it refuses.
+-- ARGV: token, group, how many entries, entry…, and for each verdict: index of its session, id, field,
+-- verdict A full Redis accepts XACK, and then refuses no later write of the script.
 local last = 3 + tonumber(ARGV[3])
-for first = 4, last, 1000 do -- as many as Lua hands over at once
+for first = 4, last, 1000 do -- `unpack` is limited by the size of Lua's stack
     redis.call('XACK', KEYS[2], ARGV[2], unpack(ARGV, first, math.min(first + 999, last)))
 end
 local function code(verdict) return string.match(verdict, '"code":"([^"]*)"') end
 for at = last + 1, #ARGV, 4 do
     local session, id, field, verdict = KEYS[5 + ARGV[at]], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3]
     local before = redis.call('HGET', session, field)
-    -- What was deleted stays so; what is repeated, since its answer was lost, counts once.
+    -- A deleted session is not written to; a verdict that is repeated, because an answer was lost, counts
+    -- once.
     if before ~= verdict and (before or redis.call('EXISTS', session) == 1) then
         local kind = field == 'verdict' and 'session:' or 'turn:'
         if before then redis.call('HINCRBY', KEYS[3], kind .. code(before), -1) end
@@ -74,9 +76,9 @@ TRIM = (
     + LAST_DELIVERED
     + """
 -- KEYS: fence, stream   ARGV: token, group
--- Acknowledging frees no memory; trimming below the oldest entry that is still owed does.
-local oldest_owed = redis.call('XPENDING', KEYS[2], ARGV[2])[2] or last_delivered(KEYS[2], ARGV[2])
-return redis.call('XTRIM', KEYS[2], 'MINID', '=', oldest_owed)
+-- Acknowledging frees no memory; trimming below the oldest unacknowledged entry does.
+local oldest_pending = redis.call('XPENDING', KEYS[2], ARGV[2])[2] or last_delivered(KEYS[2], ARGV[2])
+return redis.call('XTRIM', KEYS[2], 'MINID', '=', oldest_pending)
 """
 )
 
@@ -84,9 +86,9 @@ SET_ASIDE = (
     FENCED
     + """
 -- KEYS: fence, stream, dead letters   ARGV: token, group, entry, field, value, …
-local owed = redis.call('XACK', KEYS[2], ARGV[2], ARGV[3]) == 1
--- What was deleted meanwhile leaves no letter.
-if owed and redis.call('XRANGE', KEYS[2], ARGV[3], ARGV[3])[1] then
+local pending = redis.call('XACK', KEYS[2], ARGV[2], ARGV[3]) == 1
+-- An entry that was deleted in the meantime becomes no dead letter.
+if pending and redis.call('XRANGE', KEYS[2], ARGV[3], ARGV[3])[1] then
     redis.call('XADD', KEYS[3], '*', unpack(ARGV, 4))
 end
 """
@@ -96,7 +98,7 @@ REPORT = (
     FENCED
     + """
 -- KEYS: fence, trainer   ARGV: token, field, value, …
-redis.call('HDEL', KEYS[2], '') -- as above: a full Redis refuses no write after the first
+redis.call('HDEL', KEYS[2], '') -- a full Redis accepts this, and then refuses no later write
 redis.call('HSET', KEYS[2], unpack(ARGV, 2))
 """
 )

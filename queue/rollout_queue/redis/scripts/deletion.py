@@ -1,17 +1,17 @@
 """Scripts that delete a session, and remove its entries from the streams."""
 
-from rollout_queue.redis.scripts.functions import LEAVE
+from rollout_queue.redis.scripts.functions import REMOVE_REFERENCES
 
 DELETE = (
-    LEAVE
+    REMOVE_REFERENCES
     + """
--- KEYS: session, stream, verdicts, deleted, deleting, place…, user…, response…, continuation…
--- ARGV: id, seen, tombstone, deletion, now, how many places, users and responses
--- `seen` is how many fields the session had when its tombstone was written.
+-- KEYS: session, stream, verdicts, deleted, deleting, sorted set…, user…, response…, continuation…
+-- ARGV: id, seen, tombstone, deletion, now, how many sorted sets, users and responses
+-- `seen` is how many fields the session had when its tombstone was made.
 if redis.call('HEXISTS', KEYS[4], ARGV[1]) == 1 then return 'deleted' end
 if redis.call('HLEN', KEYS[1]) ~= tonumber(ARGV[2]) then return 'changed' end
 local verdict = redis.call('HGET', KEYS[1], 'verdict')
--- First, since it frees memory: a full Redis refuses nothing that follows.
+-- First, because it frees memory: then a full Redis refuses none of the writes below.
 redis.call('DEL', KEYS[1])
 redis.call('HSET', KEYS[4], ARGV[1], ARGV[3])
 redis.call('ZADD', KEYS[5], ARGV[5], ARGV[1])
@@ -19,17 +19,17 @@ redis.call('XADD', KEYS[2], '*', 'r', ARGV[4])
 redis.call('HINCRBY', KEYS[3], 'session:deleted', 1)
 local code = verdict and string.match(verdict, '"code":"([^"]*)"')
 if code then redis.call('HINCRBY', KEYS[3], 'session:' .. code, -1) end
-leave(6, ARGV[6], ARGV[7], ARGV[8])
+remove_references(6, ARGV[6], ARGV[7], ARGV[8])
 return 'done'
 """
 )
 
-SCRUB = r"""
+REMOVE_ENTRIES = r"""
 -- KEYS: stream   ARGV: first, count, schema, session id as MessagePack…
--- Removes from `count` entries the records of these sessions, but not those of their deletion. Returns the
--- last entry that it looked at; nothing at the stream's end.
--- A record of this schema says its session before anything that somebody else gave. Of bytes that no build
--- of ours can read, it is enough that they name the id as a session; or hold it, if it is no short one.
+-- Looks at `count` entries and removes the records of these sessions, but not their Deletion. Returns the
+-- last entry that it looked at; nothing at the end of the stream. A record of this schema holds its session
+-- id before any text of a client, so the first match is the id. An entry that cannot be decoded is removed
+-- if it names the id as a session, or contains it and it is long.
 local sessions = {}
 for at = 4, #ARGV do sessions[ARGV[at]] = true end
 local function named(record)
@@ -42,8 +42,8 @@ end
 local function holds(bytes)
     local key = string.find(bytes, '\170session_id', 1, true) and '\170session_id' or ''
     for at = 4, #ARGV do
-        local telling = key ~= '' or #ARGV[at] > 16
-        if telling and string.find(bytes, key .. ARGV[at], 1, true) then return true end
+        local long = key ~= '' or #ARGV[at] > 16
+        if long and string.find(bytes, key .. ARGV[at], 1, true) then return true end
     end
 end
 local function of_these(fields)

@@ -14,7 +14,7 @@ if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('{LOST} b
 SETTLE = """
 local settled_at
 local function settle(settled, stream, id)
-    -- The moment, in ms, that no entry of the session lies behind, whatever Redis' clock does.
+    -- In ms, and not before the stream's newest entry, so that no entry of the session is younger than this.
     if not settled_at then
         local time = redis.call('TIME')
         local newest = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
@@ -25,15 +25,16 @@ local function settle(settled, stream, id)
 end
 """
 
-LEAVE = """
-local function leave(first, places, users, responses)
-    -- What is known of the session elsewhere, by KEYS from `first` on.
-    places = first - 1 + places
-    users, responses = places + users, places + users + responses
-    for at = first, places do redis.call('ZREM', KEYS[at], ARGV[1]) end
-    for at = places + 1, users do redis.call('SREM', KEYS[at], ARGV[1]) end
+REMOVE_REFERENCES = """
+local function remove_references(first, sorted_sets, users, responses)
+    -- Removes the session ARGV[1] from the KEYS from `first` on: so many sorted sets, sets of users and
+    -- texts of responses, and then its continuations.
+    sorted_sets = first - 1 + sorted_sets
+    users, responses = sorted_sets + users, sorted_sets + users + responses
+    for at = first, sorted_sets do redis.call('ZREM', KEYS[at], ARGV[1]) end
+    for at = sorted_sets + 1, users do redis.call('SREM', KEYS[at], ARGV[1]) end
     for at = users + 1, responses do redis.call('DEL', KEYS[at]) end
-    for at = responses + 1, #KEYS do -- another session may have answered the same since
+    for at = responses + 1, #KEYS do -- another session may own the continuation by now
         if redis.call('GET', KEYS[at]) == ARGV[1] then redis.call('DEL', KEYS[at]) end
     end
 end
@@ -42,9 +43,9 @@ end
 LAST_DELIVERED = """
 local function last_delivered(stream, name)
     for _, group in ipairs(redis.call('XINFO', 'GROUPS', stream)) do
-        local told = {}
-        for at = 1, #group, 2 do told[group[at]] = group[at + 1] end
-        if told['name'] == name then return told['last-delivered-id'] end
+        local fields = {}
+        for at = 1, #group, 2 do fields[group[at]] = group[at + 1] end
+        if fields['name'] == name then return fields['last-delivered-id'] end
     end
 end
 """

@@ -8,9 +8,11 @@ from rollout_queue.redis.scripts.functions import SETTLE
 APPEND_TURN = """
 -- KEYS: session, stream, deadlines, sessions, deleted, deleted users, forgotten ids, user…, continuation…
 -- ARGV: id, field, turn, expires, ttl in ms, request, seen, spec, created, number of users, digest of user…
--- `spec` opens a session that is not there yet; empty where it has to be.
--- `request` names a field that is there once a retry of the turn's request was recorded. `seen` is how many
--- fields the session had when the turn's relation to other attempts was told; empty where nobody looked.
+-- `spec` opens a session that does not exist; empty where the session must exist.
+-- `request` names a field that exists once a retry of the turn's request was recorded. `seen` is how many
+-- fields the session had when the turn's relation to other attempts was computed; empty where it was not
+-- computed.
+-- Returns how many fields the session had before and has now; or a word that says why nothing was appended.
 local known = redis.call('HMGET', KEYS[1], ARGV[2], 'spec', 'outcome', ARGV[6])
 local stored, spec, outcome, retried = unpack(known)
 local before = redis.call('HLEN', KEYS[1])
@@ -43,7 +45,7 @@ return {before, redis.call('HLEN', KEYS[1])}
 
 APPEND_REWARD = """
 -- KEYS: session, stream, deleted   ARGV: id, field, reward, late reward
--- Returns the reward that is stored; in a list, why there is none.
+-- Returns the stored reward; or, in a list, a word that says why there is none.
 local stored, verdict, spec = unpack(redis.call('HMGET', KEYS[1], ARGV[2], 'verdict', 'spec'))
 if not spec then return {redis.call('HEXISTS', KEYS[3], ARGV[1]) == 1 and 'deleted' or 'unknown'} end
 if stored then return stored end
@@ -59,7 +61,7 @@ APPEND_OUTCOME = (
     + """
 -- KEYS: session, stream, deadlines, verdicts, deleted, settled
 -- ARGV: id, outcome, reward field, reward, verdict, verdict code
--- Returns the outcome that is stored; in a list, why there is none.
+-- Returns the stored outcome; or, in a list, a word that says why there is none.
 local stored, spec = unpack(redis.call('HMGET', KEYS[1], 'outcome', 'spec'))
 if not spec then return {redis.call('HEXISTS', KEYS[5], ARGV[1]) == 1 and 'deleted' or 'unknown'} end
 if stored then return stored end

@@ -3,7 +3,7 @@
 from rollout_queue.redis.scripts.functions import SETTLE
 
 SAME = "SAME"
-"""In place of bytes for the stream: the same bytes that the session's field gets."""
+"""Stands for a record of the stream with the same bytes as the session's field."""
 
 RESTORE = (
     SETTLE
@@ -11,7 +11,7 @@ RESTORE = (
 -- KEYS: session, stream, sessions, deadlines, verdicts, deleted, deleted users, settled, forgotten ids, user…
 --       [, group, members]
 -- ARGV: id, spec, created, deadline, owner, size, verdict, verdict code, number of users, digest of user…,
---       group, (field, value, what the stream gets: nothing, SAME, or other bytes)…
+--       group, (field, value, record for the stream: empty for none, SAME, or its bytes)…
 local id, users = ARGV[1], tonumber(ARGV[9])
 local group = 10 + users
 local function forgotten(name) return redis.call('ZSCORE', KEYS[9], name) end

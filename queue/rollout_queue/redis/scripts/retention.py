@@ -1,27 +1,27 @@
-"""What forgetting does inside Redis: each script happens whole or not at all, and anybody may repeat it."""
+"""Scripts that forget sessions. Each may be repeated by any gateway."""
 
-from rollout_queue.redis.scripts.functions import LAST_DELIVERED, LEAVE, SETTLE
+from rollout_queue.redis.scripts.functions import LAST_DELIVERED, REMOVE_REFERENCES, SETTLE
 
 DUE = (
     LAST_DELIVERED
     + """
--- KEYS: settled, stream   ARGV: group, settled for how many ms, most, prefix of session keys
--- The moment before which a session has to be settled, in ms; the oldest entry that is owed, where it is what
--- that moment comes from; then of the oldest such sessions, id and fields.
--- What a trainer has yet to read, or to acknowledge, is of sessions that were settled later than its oldest
--- entry; both moments are of the stream's own clock, so no other clock can differ from it.
+-- KEYS: settled, stream   ARGV: group, settled for how many ms, count, prefix of session keys
+-- Returns: the time in ms before which a session must have been settled; the oldest unacknowledged entry,
+-- if that time comes from it; then id and number of fields of up to `count` such sessions, the oldest
+-- first. An entry that a trainer has yet to read or acknowledge belongs to a session that was settled after
+-- the entry was appended. Both times are by the stream's clock, so no other clock matters.
 local time = redis.call('TIME')
 local before = time[1] * 1000 + math.floor(time[2] / 1000) - ARGV[2]
 local oldest = ''
-local function owed(id)
+local function keep_from(id)
     local moment = id and tonumber(string.match(id, '%d+')) - 1
     if moment and moment < before then before, oldest = moment, id end
 end
 if redis.call('EXISTS', KEYS[2]) == 1 then
     local delivered = last_delivered(KEYS[2], ARGV[1])
-    if delivered then owed(redis.call('XPENDING', KEYS[2], ARGV[1])[2]) end
+    if delivered then keep_from(redis.call('XPENDING', KEYS[2], ARGV[1])[2]) end
     local unread = redis.call('XRANGE', KEYS[2], delivered and '(' .. delivered or '-', '+', 'COUNT', 1)[1]
-    owed(unread and unread[1])
+    keep_from(unread and unread[1])
 end
 local found = {string.format('%.0f', before), oldest}
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', before, 'LIMIT', 0, ARGV[3])) do
@@ -33,14 +33,14 @@ return found
 )
 
 FORGET = (
-    LEAVE
+    REMOVE_REFERENCES
     + """
--- KEYS: session, settled, sessions, forgotten, forgotten ids, group, members, place…, user…, response…,
+-- KEYS: session, settled, sessions, forgotten, forgotten ids, group, members, sorted set…, user…, response…,
 --       continuation…
--- ARGV: id, seen, before, prefix of session keys, group, kept, how many places, users and responses,
+-- ARGV: id, seen, before, prefix of session keys, group, ids kept, how many sorted sets, users and responses,
 --       (turn, tokens)…
--- `seen` is how many fields the session had when all of this was told of it.
--- Returns its verdict; nothing where somebody else has forgotten it, or it has changed since.
+-- `seen` is how many fields the session had when its head was read.
+-- Returns its verdict; nothing where another gateway has forgotten it, or it has changed since.
 local session, id = KEYS[1], ARGV[1]
 local function code(verdict) return verdict and string.match(verdict, '"code":%s*"([^"]*)"') end
 local since, verdict = redis.call('ZSCORE', KEYS[2], id), code(redis.call('HGET', session, 'verdict'))
@@ -52,7 +52,7 @@ for at = 10, #ARGV, 2 do
     if own then counts['turn:' .. own] = (counts['turn:' .. own] or 0) + 1 end
     if own == 'trained' then counts['tokens:trained'] = (counts['tokens:trained'] or 0) + ARGV[at + 1] end
 end
--- First, since it frees memory: a full Redis refuses nothing that follows.
+-- First, because it frees memory: then a full Redis refuses none of the writes below.
 redis.call('DEL', session)
 redis.call('ZREM', KEYS[2], id)
 redis.call('ZREM', KEYS[3], id)
@@ -66,17 +66,17 @@ local function any_left()
     end
 end
 local size = ARGV[5] ~= '' and (redis.call('HGET', KEYS[6], 'size') or '')
-if size == '' then -- of any number, who may come and go
+if size == '' then -- a group of no fixed size loses its member
     redis.call('SREM', KEYS[7], id)
     if redis.call('EXISTS', KEYS[7]) == 0 then redis.call('DEL', KEYS[6]) end
-elseif size and any_left() then -- the group has not become smaller: a place in it is taken once
+elseif size and any_left() then -- a group of fixed size keeps the id, so that no session takes its place
     redis.call('HINCRBY', KEYS[6], 'forgotten', 1)
 elseif size then
     redis.call('DEL', KEYS[6], KEYS[7])
     redis.call('ZADD', KEYS[5], now, 'g:' .. ARGV[5])
 end
 redis.call('ZREMRANGEBYRANK', KEYS[5], 0, -1 - ARGV[6])
-leave(8, ARGV[7], ARGV[8], ARGV[9])
+remove_references(8, ARGV[7], ARGV[8], ARGV[9])
 return verdict
 """
 )
@@ -85,8 +85,8 @@ PUT_OFF = (
     SETTLE
     + """
 -- KEYS: settled, stream   ARGV: id
--- It is as if it were settled now.
-redis.call('ZREM', KEYS[1], '') -- a full Redis takes it, and refuses nothing that follows
+-- Treats the session as settled now, so that it is looked at again later.
+redis.call('ZREM', KEYS[1], '') -- a full Redis accepts this, and then refuses no later write
 if redis.call('ZSCORE', KEYS[1], ARGV[1]) then settle(KEYS[1], KEYS[2], ARGV[1]) end
 """
 )
@@ -95,8 +95,8 @@ ADOPT = (
     SETTLE
     + """
 -- KEYS: settled, stream, session…   ARGV: id…
--- Those that have a verdict and that nobody has noted as settled are settled now.
-redis.call('ZREM', KEYS[1], '') -- a full Redis takes it, and refuses nothing that follows
+-- Notes as settled now each session that has a verdict and no time when it was settled.
+redis.call('ZREM', KEYS[1], '') -- a full Redis accepts this, and then refuses no later write
 for at = 3, #KEYS do
     local id = ARGV[at - 2]
     if redis.call('HEXISTS', KEYS[at], 'verdict') == 1 and not redis.call('ZSCORE', KEYS[1], id) then

@@ -57,7 +57,7 @@ redis.call('ZREM', KEYS[3], ARGV[1])
 if redis.call('HEXISTS', KEYS[1], 'verdict') == 1 then return 0 end
 if redis.call('HEXISTS', KEYS[1], 'outcome') == 1 then
     for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
-        if string.sub(field, 1, 2) == 'r:' then return 0 end -- rewarded: it waits for the trainer alone
+        if string.sub(field, 1, 2) == 'r:' then return 0 end -- rewarded: only the trainer has to act
     end
 end
 redis.call('XADD', KEYS[2], '*', 'r', ARGV[2])
@@ -79,10 +79,10 @@ return 1
 """
 
 LIST_AFTER = """
--- KEYS: sessions   ARGV: created, id, most
--- Up to so many sessions behind that place, whether or not anything stands there, each with its time.
+-- KEYS: sessions   ARGV: created, id, count
+-- Returns up to `count` sessions after that position, each with its creation time.
 local most, created, id = tonumber(ARGV[3]), tonumber(ARGV[1]), ARGV[2]
-local function behind(name) -- as sorted sets compare, which is not as Lua does under every locale
+local function behind(name) -- compares bytes as sorted sets do; Lua's own comparison depends on the locale
     for at = 1, math.min(#name, #id) do
         local one, other = string.byte(name, at), string.byte(id, at)
         if one ~= other then return one > other end
@@ -106,7 +106,7 @@ return found
 """
 
 PROGRESS = """
--- KEYS: session…   Returns spec, outcome, whether there is a verdict, and whether a reward, of each
+-- KEYS: session…   Returns of each: spec, outcome, whether it has a verdict, whether it has a reward
 local found = {}
 for _, session in ipairs(KEYS) do
     local spec, outcome, verdict = unpack(redis.call('HMGET', session, 'spec', 'outcome', 'verdict'))

@@ -1,5 +1,6 @@
 """Fixtures of the trainer's tests: a tiny model, and a trainer around it."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,13 @@ import torch
 from safetensors.torch import load_file
 
 from rollout_queue.memory import MemoryStream
-from tests.support.trainer_service.random_rows import VOCABULARY, MakePupil, Pupil
+from tests.support.trainer_service.random_rows import VOCABULARY, MakePupil, Pupil, random_rows
 from tests.support.trainer_service.rig import FakeGateway, MakeRig, Rig
 from tests.support.trainer_service.same_training import Weights
+from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.settings import TrainerSettings
+from trainer_service.step.ranks import Leader
+from trainer_service.step.step_request import StepRequest
 
 
 @pytest.fixture(scope="session")
@@ -47,8 +51,21 @@ def untrained(model_path: Path) -> Weights:
     return weights
 
 
+@pytest.fixture(scope="session")
+def imported(model_path: Path) -> None:
+    """Everything that a policy needs is imported, and the garbage collector leaves it alone from now on.
+
+    DeepSpeed collects garbage whenever it makes a policy of stage 3: half a second each time, for the sake of
+    a million objects of torch and transformers.
+    """
+    settings = TrainerSettings(model_path=model_path, threads=1, device="cpu", zero_stage=3)
+    Leader(DeepSpeedPolicy(settings)).optimise(StepRequest(random_rows(0, 1), 0, settings.algorithm))
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
-def make_rig(tmp_path: Path, model_path: Path) -> MakeRig:
+def make_rig(tmp_path: Path, model_path: Path, imported: None) -> MakeRig:
     def make(name: str = "run", stream: MemoryStream | None = None, **settings: Any) -> Rig:
         root = tmp_path / name
         algorithm = {"min_live_rows": 2, "flush_after_s": None, "group_wait_s": 1e12}
@@ -77,7 +94,7 @@ def rig(make_rig: MakeRig) -> Rig:
 
 
 @pytest.fixture
-def make_pupil(tmp_path: Path, model_path: Path) -> MakePupil:
+def make_pupil(tmp_path: Path, model_path: Path, imported: None) -> MakePupil:
     def make(**settings: Any) -> Pupil:
         given: dict[str, Any] = {
             "model_path": model_path,

@@ -1,6 +1,7 @@
 """A deleted session leaves the trainer's memory at once, and keeps nobody waiting who was in its group."""
 
 import gc
+import sys
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from rollout_queue.contract.stream import Entry
 from tests.support.trainer_service.rig import MakeRig, Rig, turn
 from trainer_service.groups.assemble import Assembler, Rules
 
+OUR_PACKAGES = ("trainer_service", "rollout_queue")
 RULES = Rules(vocab_size=64, train_truncated=False, group_wait_s=1e12)
 
 
@@ -29,9 +31,12 @@ def episode(session_id: str, first: int, value: float) -> list[Entry]:
 
 
 def turns_in_memory(session_id: str) -> int:
-    """A turn is nothing that the collector looks after, and what holds one may be neither."""
+    """A turn is nothing that the collector looks after, and what holds one may be neither. What modules hold
+    is looked at as well: they are frozen."""
     gc.collect()
-    holders, held = gc.get_objects(), dict[int, Any]()
+    ours = [vars(module) for name, module in sys.modules.items() if name.startswith(OUR_PACKAGES)]
+    holders = [*gc.get_objects(), *(value for names in ours for value in names.values())]
+    held: dict[int, Any] = {}
     while holders:
         new = [
             each for each in gc.get_referents(*holders) if id(each) not in held and not gc.is_tracked(each)

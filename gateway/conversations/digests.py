@@ -54,11 +54,11 @@ def chain(tools: Sequence[Tool] | None, messages: Sequence[Message]) -> list[byt
     encoded = [canonical(message) for message in messages]
     systems = list(takewhile(lambda message: message["role"] in SYSTEM, messages))
     instructions = _part(b"".join(encoded[: len(systems)])) + _part(_JSON.encode(tools or ()))
-    said = bytes(MESSAGES_BYTES)
-    digests = [said + instructions]
+    chained = bytes(MESSAGES_BYTES)
+    digests = [chained + instructions]
     for message_bytes in encoded:
-        said = sha256(said + message_bytes).digest()[:MESSAGES_BYTES]
-        digests.append(said + instructions)
+        chained = sha256(chained + message_bytes).digest()[:MESSAGES_BYTES]
+        digests.append(chained + instructions)
     return digests
 
 
@@ -87,7 +87,7 @@ def _part(data: bytes) -> bytes:
     return sha256(data).digest()[:PART_BYTES]
 
 
-def _call(call: dict[str, Any]) -> list[Any]:
+def _call(call: Message) -> list[Any]:
     function = call.get("function") or {}
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):

@@ -12,7 +12,7 @@ IDLE_LIMIT_S = 3.0
 """SGLang closes idle connections after 5 s. The gateway closes them earlier, so that no request meets a
 connection that the engine is closing."""
 LAST_BYTES_S = 2.0
-"""How long the end of an answer may take that nobody reads any more."""
+"""How long the end of an answer may take after `leave`; then the connection is closed."""
 
 
 class ConnectFailed(Exception):

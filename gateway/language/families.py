@@ -29,7 +29,7 @@ FAMILY_OF_MODEL_TYPE = {
 }
 """Types with exactly one template. `deepseek_v3` and `glm4_moe` have several: the settings must name one."""
 
-KEEPS_THINKING: dict[str, dict[str, Any]] = {
+KEEPS_THINKING: dict[str, dict[str, bool]] = {
     "qwen3.6": {"preserve_thinking": True},
     "qwen3.8": {"preserve_thinking": True},
     "gemma4": {"preserve_thinking": True},

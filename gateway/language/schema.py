@@ -10,6 +10,8 @@ import msgspec
 
 from gateway.errors import InvalidRequest
 
+JsonSchema = dict[str, Any]
+
 MAX_BYTES = 64 * 1024
 """An engine compiles a schema of this size in about a second; the time grows with the square of the size."""
 MAX_DEPTH = 64
@@ -37,7 +39,7 @@ VALUES = frozenset({"enum", "const", "default", "examples"})
 """Their values are not schemas."""
 
 
-def check_schema(schema: dict[str, Any], param: str, *, strict: bool) -> None:
+def check_schema(schema: JsonSchema, param: str, *, strict: bool) -> None:
     """Raises InvalidRequest for a schema that an engine cannot enforce, or cannot compile in bounded time.
 
     A schema that is invalid in any other way is refused by the engine.
@@ -87,7 +89,7 @@ def _deeper_than(value: Any, levels: int) -> bool:
     return True
 
 
-def _parts(schema: Any) -> Iterator[dict[str, Any]]:
+def _parts(schema: Any) -> Iterator[JsonSchema]:
     """The schema and every schema in it."""
     if isinstance(schema, list):
         for each in schema:
@@ -102,7 +104,7 @@ def _parts(schema: Any) -> Iterator[dict[str, Any]]:
                 yield from _parts(inner)
 
 
-def _patterns(part: dict[str, Any]) -> Iterator[str]:
+def _patterns(part: JsonSchema) -> Iterator[str]:
     if isinstance(pattern := part.get("pattern"), str):
         yield pattern
     if isinstance(named := part.get("patternProperties"), dict):
@@ -119,12 +121,12 @@ def _check_pattern(pattern: str, param: str) -> None:
         raise InvalidRequest(f"{param}: the pattern {pattern[:80]!r} is too complex to compile", param=param)
 
 
-def _unenforced(part: dict[str, Any]) -> list[str]:
+def _unenforced(part: JsonSchema) -> list[str]:
     several = ["allOf"] if isinstance(part.get("allOf"), list) and len(part["allOf"]) > 1 else []
     return [*several, *sorted(UNENFORCED & part.keys())]
 
 
-def _has_circular_reference(root: dict[str, Any]) -> bool:
+def _has_circular_reference(root: JsonSchema) -> bool:
     """Whether some part requires itself before any token: the engine would find no token to permit."""
     required_first: dict[int, list[int]] = {}
     for part in _parts(root):

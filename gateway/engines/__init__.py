@@ -1,1 +1,1 @@
-"""The fleet of engines: who samples, who takes over, which policy they serve."""
+"""The fleet of engines: sampling with failover, the choice of a server, and the policies that they serve."""

@@ -3,6 +3,10 @@
 PYTHON ?= python3
 SEED ?= 0
 KILLS ?= 20
+# How many tests run at once.
+WORKERS ?= 2
+# The parts of `make test-long`, each a target of its own: test-numerics, …
+LONG ?= numerics properties clients presets
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
 # Which build of torch: "cuda" with a GPU, else "cpu", a tenth of the size.
 TORCH ?= $(if $(GPU),cuda,cpu)
@@ -25,11 +29,17 @@ install: .venv/installed .venv-engine/installed  ## both environments: ours, and
 demo: install  ## the whole loop on this machine: a tiny model learns to use its tool (SEED=n)
 	@$(BIN)/weir demo --seed $(SEED)
 
-test: check  ## the checks, then the tests, the real engine included; test-clients and test-presets are longer ones
-	@$(BIN)/pytest
+test: check  ## the checks, then all tests but the long ones, the real engine included
+	@$(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -m "not long"
 
 test-fast: .venv/installed  ## the tests that need no engine
-	@$(BIN)/pytest -m "not system"
+	@$(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -m "not system and not long"
+
+test-long: install $(LONG:%=test-%)  ## what takes minutes to hours; LONG="numerics …" names the parts beside the crash matrix
+	@$(BIN)/pytest -m long
+
+test-properties: .venv/installed  ## the properties that hypothesis looks for counterexamples of, with ten times as many
+	@$(BIN)/pytest -n $(WORKERS) --dist loadgroup -m "hypothesis and not system" --hypothesis-profile long
 
 # What torch and oneDNN may use of the processor; `make test` has run the same tests with all of it.
 PROCESSORS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=SSE41 ONEDNN_MAX_CPU_ISA=AVX2
@@ -146,4 +156,4 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 $(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help install map lock licences demo bench bench-trainer bench-learning bench-asynchrony test test-fast test-numerics test-clients test-presets crash check up status down clean
+.PHONY: help install map lock licences demo bench bench-trainer bench-learning bench-asynchrony test test-fast test-long test-properties test-numerics test-clients test-presets crash check up status down clean

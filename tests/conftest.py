@@ -16,7 +16,22 @@ from tests.support.serving import free_port
 
 # How long a draw takes says something of the machine, and nothing of what is tested.
 settings.register_profile("weir", suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("long", parent=settings.get_profile("weir"), max_examples=1000)
 settings.load_profile("weir")
+
+ROOMS = ("system", "trainer_service", "rollout_server")
+"""Whose tests take longest: workers begin with them, so that none is busy alone at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Workers take whole files, whose fixtures are made once; the tests of the whole system share an engine."""
+
+    def room(item: pytest.Item) -> str:
+        return item.path.relative_to(Path(__file__).parent).parts[0]
+
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("system" if room(item) == "system" else item.path.stem))
+    items.sort(key=lambda item: ROOMS.index(room(item)) if room(item) in ROOMS else len(ROOMS))
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ KILLS, SEED = 20, 1
 
 
 @pytest.mark.system
+@pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_whatever_dies_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, tiny_model: Path) -> None:
     run = crash(tmp_path, tiny_model, Path(".venv-engine/bin/python"), plan(KILLS, SEED), SEED)

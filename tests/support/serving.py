@@ -1,19 +1,43 @@
 """Runs an ASGI application on a real port, in a thread, for as long as a test needs it."""
 
+import fcntl
+import os
+import secrets
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import uvicorn
 
+CLAIMS = Path(tempfile.gettempdir()) / f"weir-test-ports-{os.getuid()}"
+PORTS = range(10_000, 32_000)
+"""Below those that Linux gives to connections: one of these might take a port before it is used."""
+_claims: list[TextIO] = []
+
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port on loopback that nobody listens at, and that no other test process gets while this one lives."""
+    CLAIMS.mkdir(exist_ok=True)
+    while True:
+        port = PORTS[secrets.randbelow(len(PORTS))]
+        claim = (CLAIMS / str(port)).open("w", encoding="ascii")
+        try:
+            fcntl.flock(
+                claim, fcntl.LOCK_EX | fcntl.LOCK_NB
+            )  # until the file is closed, at the latest by our end
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("127.0.0.1", port))
+        except OSError:  # claimed, or taken by a stranger
+            claim.close()
+            continue
+        _claims.append(claim)
+        return port
 
 
 @contextmanager

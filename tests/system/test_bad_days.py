@@ -74,6 +74,7 @@ def verdict_codes(gateway: RunningGateway, sessions: list[dict[str, Any]]) -> li
 # A full Redis
 
 
+@pytest.mark.long
 def test_a_redis_that_fills_up_turns_newcomers_away_first_and_the_trainer_empties_it(
     make_local_system: Callable[..., LocalSystem],
 ) -> None:
@@ -239,6 +240,7 @@ class Stream:
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.long
 def test_rollout_servers_that_are_told_to_end_under_load_leave_no_error_and_no_seam(
     system: System, tmp_path: Path
 ) -> None:
@@ -369,6 +371,7 @@ def test_clocks_that_jump_lose_nothing_and_keep_nobody_waiting(
     assert local.audit([]).findings == ()
 
 
+@pytest.mark.long
 def test_a_trainers_clock_that_jumps_ends_its_patience_early_or_late_and_nothing_else(
     make_local_system: Callable[..., LocalSystem],
 ) -> None:
@@ -453,6 +456,7 @@ async def an_hour_of_traffic(redis_url: str, groups: int) -> None:
     await connection.aclose()
 
 
+@pytest.mark.long
 def test_a_trainer_that_was_away_takes_all_that_came_and_ends_well_when_told_in_a_step(
     make_local_system: Callable[..., LocalSystem],
 ) -> None:

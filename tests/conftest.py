@@ -24,7 +24,7 @@ ROOMS = ("system", "trainer_service", "rollout_server")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Workers take whole files, whose fixtures are made once; the tests of the whole system share an engine."""
+    """A worker takes whole files, whose fixtures are made once; tests of the whole system share an engine."""
 
     def room(item: pytest.Item) -> str:
         return item.path.relative_to(Path(__file__).parent).parts[0]

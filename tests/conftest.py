@@ -1,36 +1,38 @@
-"""What tests share: a real Redis, started once, on a port of its own."""
+"""What all tests share: a Redis for each worker, a tiny model, the profiles of hypothesis."""
 
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 from redis import Redis
 from redis.exceptions import RedisError
 from tokenizers import Tokenizer
 
+from tests.support.hypothesis_profiles import register
 from tests.support.redis_process import redis_executable
 from tests.support.serving import free_port
+from tests.support.waiting import wait_until
 
-# How long a draw takes says something of the machine, and nothing of what is tested.
-settings.register_profile("weir", suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("long", parent=settings.get_profile("weir"), max_examples=1000)
-settings.load_profile("weir")
+register()
 
 ROOMS = ("system", "trainer_service", "rollout_server")
 """Whose tests take longest: workers begin with them, so that none is busy alone at the end."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A worker takes whole files, whose fixtures are made once; tests of the whole system share an engine."""
+    """A worker takes whole files, whose fixtures are made once; what asks for `system` shares one engine."""
 
     def room(item: pytest.Item) -> str:
         return item.path.relative_to(Path(__file__).parent).parts[0]
 
+    def needs_engine(item: pytest.Item) -> bool:
+        return "system" in getattr(item, "fixturenames", ()) or item.path.name == "test_demo.py"
+
     for item in items:
-        item.add_marker(pytest.mark.xdist_group("system" if room(item) == "system" else item.path.stem))
+        in_system = room(item) == "system" and needs_engine(item)
+        item.add_marker(pytest.mark.xdist_group("engine" if in_system else item.path.stem))
     items.sort(key=lambda item: ROOMS.index(room(item)) if room(item) in ROOMS else len(ROOMS))
 
 
@@ -42,12 +44,14 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server = subprocess.Popen([*command, "--save", ""], stdout=subprocess.DEVNULL)
     url = f"redis://127.0.0.1:{port}/0"
     client = Redis.from_url(url)
-    for _ in range(100):
+
+    def answers() -> bool:
         try:
-            client.ping()
-            break
+            return bool(client.ping())
         except RedisError:
-            time.sleep(0.05)
+            return False
+
+    wait_until(answers)
     yield url
     client.close()
     server.terminate()

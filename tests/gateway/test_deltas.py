@@ -16,6 +16,7 @@ from gateway.language.streamed_text import IncrementalDetokenizer
 from rollout_queue.contract.tokens import TokenIds
 from tests.support.gateway.examples import TEXTS
 from tests.support.gateway.families_models import make_model
+from tests.support.hypothesis_profiles import examples
 
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
 PARAMETERS = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
@@ -177,7 +178,7 @@ def test_the_deltas_add_up_to_the_answer(family: tuple[str, ChatRenderer]) -> No
     hi = [{"role": "user", "content": "hi"}]
     prompts = [None] if name == "gpt-oss" else [None, renderer.render(hi, None)]  # some open a thought
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=examples(200), deadline=None)
     @given(answers(renderer, SAYINGS[name]), CUTS, st.sampled_from(prompts))
     def holds(ids: list[int], cuts: list[int], prompt: TokenIds | None) -> None:
         answer = renderer.parse(ids, None, "t", prompt_ids=prompt)
@@ -194,7 +195,7 @@ def test_nothing_is_told_from_a_stop_string_on(qwen: ChatRenderer) -> None:
         lambda said: qwen.tokenizer.encode("".join(said))
     )
 
-    @settings(max_examples=400, deadline=None)
+    @settings(max_examples=examples(400), deadline=None)
     @given(
         talk | answers(qwen, SAYINGS["qwen3"]),
         CUTS,
@@ -321,7 +322,7 @@ def test_pieces_decode_as_the_whole(qwen: ChatRenderer, kind: str) -> None:
     some = st.lists(st.integers(0, backend.get_vocab_size() - 1), max_size=6)
     pieces = st.lists(some | st.sampled_from(emoji), max_size=8)
 
-    @settings(max_examples=1000, deadline=None)
+    @settings(max_examples=examples(1000), deadline=None)
     @given(pieces, CUTS)
     def holds(pieces: list[list[int]], cuts: list[int]) -> None:
         ids = [token for piece in pieces for token in piece]
@@ -338,7 +339,7 @@ def test_pieces_decode_as_the_whole(qwen: ChatRenderer, kind: str) -> None:
 
 
 def test_text_without_a_template_is_told_as_it_is(qwen: ChatRenderer) -> None:
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=examples(300), deadline=None)
     @given(answers(qwen, SAYINGS["qwen3"]), CUTS, st.booleans())
     def holds(ids: list[int], cuts: list[int], ended: bool) -> None:
         answer = ParsedAnswer(qwen.text_of(ids))

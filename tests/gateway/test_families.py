@@ -26,6 +26,7 @@ from tests.support.gateway.families_agent import (
     user,
 )
 from tests.support.gateway.families_models import CONTROL_TOKENS, make_model
+from tests.support.hypothesis_profiles import examples
 
 EVERY = sorted(CONTROL_TOKENS)
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
@@ -43,9 +44,9 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> RendererOf:
     return of
 
 
-def examples(count: int) -> settings:
+def drawn(count: int) -> settings:
     return settings(
-        max_examples=count,
+        max_examples=examples(count),
         deadline=None,
         derandomize=True,
         database=None,
@@ -179,7 +180,7 @@ def disturbed(ids: list[int], how: str, draw: Callable[..., int], vocabulary: in
 
 @pytest.mark.parametrize("family", EVERY)
 def test_nothing_that_was_sampled_is_ever_tokenised_again(renderer: RendererOf, family: str) -> None:
-    @examples(8)
+    @drawn(8)
     @given(st.data(), ROUNDS, st.sampled_from(["template", "all"]))
     def holds(data: st.DataObject, rounds: Any, thinking: Thinking) -> None:
         own = renderer(family, thinking)
@@ -214,7 +215,7 @@ def test_nothing_that_was_sampled_is_ever_tokenised_again(renderer: RendererOf, 
 def test_of_a_prompt_only_the_end_says_how_it_goes_on(
     renderer: RendererOf, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @examples(5)
+    @drawn(5)
     @given(NEXT, NEXT, ANSWERS, st.integers(0, 30), st.sampled_from(["template", "all"]))
     def holds(then: Any, after: Any, said: Message, missing: int, thinking: Thinking) -> None:
         own = renderer(family, thinking)

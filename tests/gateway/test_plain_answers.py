@@ -12,6 +12,7 @@ from gateway.language.render import ChatRenderer, ParsedAnswer
 from tests.support.gateway.examples import TEXTS
 from tests.support.gateway.families_agent import renderer_of
 from tests.support.gateway.families_models import CONTROL_TOKENS
+from tests.support.hypothesis_profiles import examples
 
 SPELLED = ('{"name": "f", "parameters": {}}', "<think>", "</think>", "thought\n", "<tool_call>", "[", " | ")
 ANSWERS = st.lists(st.sampled_from([*TEXTS, *SPELLED]) | st.text(max_size=5), max_size=5).map("".join)
@@ -23,7 +24,7 @@ def renderer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return renderer_of(directory, request.param)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(text=ANSWERS, ends=st.booleans())
 def test_it_says_what_the_parser_says(renderer: ChatRenderer, text: str, ends: bool) -> None:
     prompt = renderer.render([{"role": "user", "content": "hi"}], None)

@@ -17,6 +17,7 @@ from tests.support.gateway.examples import CALL_TEXT, JSON
 from tests.support.gateway.fake_engine import logprob_of
 from tests.support.gateway.full_redis import full
 from tests.support.gateway.running import CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
+from tests.support.hypothesis_profiles import examples
 from tests.support.waiting import wait_until
 
 PATH = "/v1/responses"
@@ -611,7 +612,7 @@ BODIES = st.fixed_dictionaries(
 
 
 def test_no_body_makes_a_500(gateway: RunningGateway) -> None:
-    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(100), deadline=None, suppress_health_check=list(HealthCheck))
     @given(BODIES)
     def holds(body: Any) -> None:
         headers = {"content-type": "application/json"}

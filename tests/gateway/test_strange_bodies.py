@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.gateway.examples import JSON
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
+from tests.support.hypothesis_profiles import examples
 from tests.support.tiny_model import VOCABULARY
 
 CHAT_PATH = "/v1/chat/completions"
@@ -192,7 +193,7 @@ def throw(gateway: RunningGateway, path: str, body: bytes) -> httpx.Response:
 def test_no_body_makes_a_500(gateway: RunningGateway, path: str) -> None:
     gateway.session(session_id="here")
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
     @given(PATHS[path])
     def holds(body: Any) -> None:
         check_answer(path, throw(gateway, path, json.dumps(body).encode()), body)
@@ -235,7 +236,7 @@ def broken(draw: Any, sound: bytes) -> bytes:
 def test_no_broken_bytes_make_a_500(gateway: RunningGateway, path: str) -> None:
     gateway.session(session_id="here")
 
-    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(30), deadline=None, suppress_health_check=list(HealthCheck))
     @given(broken(SOUND[path]))
     def holds(body: bytes) -> None:
         check_answer(path, throw(gateway, path, body), body)

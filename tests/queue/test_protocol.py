@@ -1,8 +1,8 @@
 """Append, read, step, checkpoint, acknowledge, and a crash anywhere: no history loses or repeats a turn.
 
-Hypothesis writes the histories. `WEIR_PROTOCOL=long` has it write many more, each time others:
+Hypothesis writes the histories. Its long profile writes many more, and others in each run:
 
-    WEIR_PROTOCOL=long pytest tests/queue/test_protocol.py
+    pytest tests/queue/test_protocol.py --hypothesis-profile long
 """
 
 import os
@@ -39,6 +39,7 @@ from rollout_queue.redis.pages import Pages
 from rollout_queue.redis.scripts import consumer as consumer_scripts
 from rollout_queue.redis.scripts import records as record_scripts
 from rollout_queue.redis.scripts.functions import FENCED
+from tests.support.hypothesis_profiles import LONG_EXAMPLES, long
 from tests.support.queue.protocol import CALM, CUTS, Killed, Knife, System
 from tests.support.queue.records import turn as made_turn
 from trainer_service.groups.acknowledgement import Acknowledgement
@@ -47,9 +48,9 @@ from trainer_service.storage import checkpoint, run_files
 from trainer_service.storage import files as durable
 from trainer_service.train import Trainer
 
-LONG = os.environ.get("WEIR_PROTOCOL") == "long"
+LONG = long()
 HISTORIES = settings(
-    max_examples=2000 if LONG else 40,
+    max_examples=LONG_EXAMPLES if LONG else 40,
     stateful_step_count=60 if LONG else 40,
     derandomize=not LONG,
     database=None,

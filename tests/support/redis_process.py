@@ -3,16 +3,15 @@
 import os
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 from redis import Redis
 from redis.exceptions import RedisError
 
 from tests.support.serving import free_port
+from tests.support.waiting import wait_until
 
 POLICY = Path(__file__).parents[2] / "queue" / "redis.conf"
-STARTS_WITHIN_S = 20.0
 
 
 def redis_executable() -> str:
@@ -42,11 +41,7 @@ class RedisProcess:
             command += [f"--{name}", value]
         with (self._directory / "redis.log").open("ab") as log:
             self.process = subprocess.Popen(command, env=self._environment or None, stdout=log)
-        deadline = time.monotonic() + STARTS_WITHIN_S
-        while not self._answers():
-            assert self.process.poll() is None, (self._directory / "redis.log").read_text()[-2000:]
-            assert time.monotonic() < deadline, "Redis does not answer"
-            time.sleep(0.01)
+        wait_until(self._started)
         return self
 
     def terminate(self) -> int:
@@ -78,6 +73,10 @@ class RedisProcess:
         """One file before Redis 7; since then a directory, of which the last increment is written."""
         parts = sorted(self._directory.rglob("appendonly.aof*.incr.aof"))
         return parts[-1] if parts else self._directory / "appendonly.aof"
+
+    def _started(self) -> bool:
+        assert self.process.poll() is None, (self._directory / "redis.log").read_text()[-2000:]
+        return self._answers()
 
     def _answers(self) -> bool:
         try:

@@ -6,7 +6,6 @@ import secrets
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import uvicorn
 CLAIMS = Path(tempfile.gettempdir()) / f"weir-test-ports-{os.getuid()}"
 PORTS = range(10_000, 32_000)
 """Below those that Linux gives to connections: one of these might take a port before it is used."""
+ENDS_WITHIN_S = 60.0
 _claims: list[TextIO] = []
 
 
@@ -27,9 +27,7 @@ def free_port() -> int:
         port = PORTS[secrets.randbelow(len(PORTS))]
         claim = (CLAIMS / str(port)).open("w", encoding="ascii")
         try:
-            fcntl.flock(
-                claim, fcntl.LOCK_EX | fcntl.LOCK_NB
-            )  # until the file is closed, at the latest by our end
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until our process ends
             with socket.socket() as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(("127.0.0.1", port))
@@ -38,6 +36,24 @@ def free_port() -> int:
             continue
         _claims.append(claim)
         return port
+
+
+class _Server(uvicorn.Server):
+    """Says when it takes calls, or that it never will."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.begun = threading.Event()
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            super().run(sockets)
+        finally:
+            self.begun.set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.begun.set()
 
 
 @contextmanager
@@ -52,15 +68,14 @@ def serving(app: Any, port: int | None = None) -> Iterator[str]:
         timeout_graceful_shutdown=2,
         proxy_headers=False,
     )
-    server = uvicorn.Server(config)
+    server = _Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    while not server.started:
-        if not thread.is_alive():
-            raise RuntimeError("the application did not start")
-        time.sleep(0.01)
+    server.begun.wait()
+    if not server.started:
+        raise RuntimeError("the application did not start")
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        thread.join(timeout=10)
+        thread.join(ENDS_WITHIN_S)

@@ -1,13 +1,13 @@
 """Tiny services that listen, say whether they are ready, and write down how they ended."""
 
 import os
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.support.serving import free_port
 from weir.stack.probes import http_ready
 from weir.stack.process import Service
 from weir.stack.settings import StackSettings
@@ -15,18 +15,12 @@ from weir.stack.settings import StackSettings
 SCRIPT = Path(__file__).parents[1] / "support" / "weir" / "fake_service.py"
 
 
-def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 FakeService = Callable[..., Service]
 
 
 @pytest.fixture
 def unused_ports() -> list[int]:
-    return [unused_port(), unused_port()]
+    return [free_port(), free_port()]
 
 
 @pytest.fixture
@@ -40,7 +34,7 @@ def fake_service(notes: Path) -> FakeService:
     """Builds one; `gate` keeps it unready until that file exists, `child` is where it notes a grandchild."""
 
     def build(name: str, *, gate: Path | str = "-", child: Path | str = "-", port: int = 0) -> Service:
-        port = port or unused_port()
+        port = port or free_port()
         url = f"http://127.0.0.1:{port}"
         command = (sys.executable, str(SCRIPT), name, str(port), str(notes), str(gate), str(child))
         ports = {port: f"{name}.port"}

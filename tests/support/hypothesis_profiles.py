@@ -1,0 +1,29 @@
+"""How many examples property tests draw: a few by default, many under `pytest --hypothesis-profile long`."""
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+QUICK, LONG = "weir", "long"
+QUICK_EXAMPLES = 100
+LONG_EXAMPLES = int(os.environ.get("WEIR_TEST_EXAMPLES", "1000"))
+
+
+def register() -> None:
+    """Called before test modules are imported; pytest's option then may choose the long profile."""
+    # How long a draw takes says something of the machine, and nothing of what is tested.
+    suppressed = [HealthCheck.too_slow]
+    settings.register_profile(
+        QUICK, max_examples=QUICK_EXAMPLES, deadline=None, suppress_health_check=suppressed
+    )
+    settings.register_profile(LONG, settings.get_profile(QUICK), max_examples=LONG_EXAMPLES)
+    settings.load_profile(QUICK)
+
+
+def long() -> bool:
+    return settings.get_current_profile_name() == LONG
+
+
+def examples(quick: int) -> int:
+    """How many examples a test draws whose default is `quick`; for decorators."""
+    return quick * LONG_EXAMPLES // QUICK_EXAMPLES if long() else quick

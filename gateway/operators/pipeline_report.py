@@ -64,7 +64,7 @@ class QueueCounts(NamedTuple):
     def past_expiry(self) -> int:
         """Sessions without a verdict that can no longer expire: the trainer has to decide on them.
 
-        An estimate: the counters count a verdict twice where a crash made the trainer write it twice.
+        An estimate: sessions and counters are not read at the same moment.
         """
         decided = sum(number for name, number in self.verdicts.items() if name.startswith("session:"))
         return max(0, self.sessions - self.timed - decided)

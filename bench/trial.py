@@ -193,7 +193,7 @@ async def _play(
         groups_in_flight=groups_in_flight(trial.max_staleness),
         seed=trial.seed,
         game=TASKS[trial.task].game,
-        knock_every_s=RETRY_EVERY_S,
+        retry_every_s=RETRY_EVERY_S,
     )
     admin_key = settings.admin_keys[0]
     observer, engine = (

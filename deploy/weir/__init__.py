@@ -1,1 +1,1 @@
-"""The command line: bring everything up on this machine, demo, status."""
+"""The command line `weir`: it starts, stops, watches and audits everything on one machine."""

@@ -1,4 +1,4 @@
-"""`weir`: everything on this machine, up and down; the demo; what runs; the configuration; the audit."""
+"""Start and stop all services on this machine, show their state, run the demo, and audit recorded data."""
 
 import os
 import sys
@@ -31,36 +31,38 @@ DEMO_PORTS = {
     "trainer_port": 8210,
     "redis_port": 6390,
 }
-"""Where nothing else is set: beside a running `weir up`, and beside most of what a machine already has."""
+"""The demo's ports unless others are set; they differ from those of `weir up`, so that both can run."""
 
 Config = Annotated[
     Path | None, typer.Option("--config", help="weir.yaml to read", exists=True, dir_okay=False)
 ]
-RunDir = Annotated[Path | None, typer.Option("--run-dir", help="where the run keeps its files")]
-Model = Annotated[Path | None, typer.Option("--model-path", help="Hugging Face directory to start from")]
+RunDir = Annotated[Path | None, typer.Option("--run-dir", help="directory for the files of the run")]
+Model = Annotated[
+    Path | None, typer.Option("--model-path", help="Hugging Face directory of the model to start from")
+]
 
 
 @app.command()
 def up(config: Config = None, run_dir: RunDir = None, model_path: Model = None) -> None:
-    """Start everything in the background, and return when all of it is ready."""
+    """Start all services in the background, and return when they are ready."""
     settings = _settings(config, run_dir=run_dir, model_path=model_path)
     running = state.read(settings.run_dir)
     if running and running.parent.process():
-        console.print(f"already up, pid {running.parent.pid}: `weir status` says more")
+        console.print(f"already up, pid {running.parent.pid}: see `weir status`")
         return
     if running and running.running():
         _say(stopping.stop(settings.run_dir, settings.stop_timeout_s))
     if settings.model_path is None:
         from weir.demo.settings import with_demo_model  # trains a tiny model the first time
 
-        console.print("no model is named (WEIR_MODEL_PATH): taking the demo's", highlight=False)
+        console.print("WEIR_MODEL_PATH is not set: using the demo's model", highlight=False)
         settings, _ = with_demo_model(settings, 0, console.print)
     child = supervisor.start_detached(settings)
     try:
         with console.status("starting") as spinner:
             found = supervisor.wait_up(child, settings, spinner.update)
     except KeyboardInterrupt:
-        child.terminate()  # it stops what it has started so far
+        child.terminate()  # it stops the services that it has started
         child.wait()
         raise typer.Exit(130) from None
     for name, service in found.services.items():
@@ -69,44 +71,42 @@ def up(config: Config = None, run_dir: RunDir = None, model_path: Model = None) 
 
 @app.command()
 def down(config: Config = None, run_dir: RunDir = None) -> None:
-    """Stop what `up` started, in order."""
+    """Stop the services that `up` started, in order."""
     settings = _settings(config, run_dir=run_dir)
     _say(stopping.stop(settings.run_dir, settings.stop_timeout_s))
 
 
 @app.command("status")
 def show_status(config: Config = None, run_dir: RunDir = None) -> None:
-    """What runs, where, and how it is; exits with 1 when something is down."""
+    """Show each service, its address and its state; exits with 1 when one is not ready."""
     settings = _settings(config, run_dir=run_dir)
     found = state.read(settings.run_dir)
     if found is None or found.phase == "failed":
-        errors.print(found.detail if found else f"nothing runs in {settings.run_dir}", markup=False)
+        errors.print(found.detail if found else f"no services run in {settings.run_dir}", markup=False)
         raise typer.Exit(1)
     rows = status.rows_of(found, next(iter(settings.admin_keys or settings.client_keys), None))
     console.print(status.table_of(rows))
     if not found.parent.process():
-        errors.print(
-            "the parent process is gone: nothing restarts a service that dies; `weir down` cleans up"
-        )
+        errors.print("the parent process has ended, so no service is restarted; `weir down` stops the rest")
     if not all(row.up for row in rows):
         raise typer.Exit(1)
 
 
 @app.command("config")
 def show_config(config: Config = None) -> None:
-    """The complete effective configuration of all services, keys masked."""
+    """Print the complete effective configuration of all services, with keys masked."""
     _use(config)
     typer.echo(effective_configuration(), nl=False)
 
 
 @app.command()
 def demo(
-    seed: Annotated[int, typer.Option("--seed", help="of the model, the tasks and the sampling")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="seed of the model, the tasks and the sampling")] = 0,
     config: Config = None,
     run_dir: RunDir = None,
 ) -> None:
-    """The whole loop in front of your eyes: a tiny model learns to use its tool."""
-    from weir.demo.run import run  # its plots and its client are slow to import
+    """Train a tiny model to use its tool, on this machine, with a live view."""
+    from weir.demo.run import run  # slow to import, because of matplotlib and openai
 
     given = _settings(config, run_dir=run_dir or DEMO_RUN_DIR)
     own_ports = {name: port for name, port in DEMO_PORTS.items() if name not in given.model_fields_set}
@@ -119,20 +119,23 @@ def show_audit(
     run_dir: RunDir = None,
     answers: Annotated[
         Path | None,
-        typer.Option("--answers", help="JSONL of what clients heard success for: all of it must be there"),
+        typer.Option("--answers", help="JSONL of what clients were told was done: the audit looks for each"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
     redis_url: Annotated[
-        str | None, typer.Option("--redis-url", help="of a Redis that is not the run's")
+        str | None, typer.Option("--redis-url", help="Redis to read, instead of the run's")
     ] = None,
-    trainer_url: Annotated[str | None, typer.Option("--trainer-url", help="of a trainer elsewhere")] = None,
+    trainer_url: Annotated[
+        str | None, typer.Option("--trainer-url", help="trainer to ask, instead of the run's")
+    ] = None,
     checkpoint_dir: Annotated[
-        Path | None, typer.Option("--checkpoint-dir", help="the trainer's, read where it does not answer")
+        Path | None,
+        typer.Option("--checkpoint-dir", help="the trainer's checkpoints, read if it does not answer"),
     ] = None,
 ) -> None:
-    """Whether every turn is trained once, waiting, or closed; exits with 1 on anything lost or twice.
+    """Check that every turn was trained once, waits, or has a final verdict; exits with 1 if not.
 
-    Exits with 2 when the evidence cannot be read.
+    Exits with 2 when Redis, the ledger or the answers cannot be read.
     """
     from weir.audit.audit import audit
     from weir.audit.evidence import read_answers
@@ -156,19 +159,17 @@ def show_audit(
 @app.command("import")
 def import_sessions(
     files: Annotated[
-        list[Path], typer.Argument(help="what GET /admin/export gave", exists=True, dir_okay=False)
+        list[Path], typer.Argument(help="files that GET /admin/export returned", exists=True, dir_okay=False)
     ],
-    as_new: Annotated[
-        str, typer.Option("--as-new", metavar="PREFIX", help="new ids: PREFIX and the old one")
-    ] = "",
+    as_new: Annotated[str, typer.Option("--as-new", metavar="PREFIX", help="put PREFIX before all ids")] = "",
     strict: Annotated[bool, typer.Option("--strict", help="stop at the first refusal")] = False,
     config: Config = None,
     run_dir: RunDir = None,
     redis_url: Annotated[
-        str | None, typer.Option("--redis-url", help="of a Redis that is not the run's")
+        str | None, typer.Option("--redis-url", help="Redis to write to, instead of the run's")
     ] = None,
 ) -> None:
-    """Exported sessions back into the queue, to be trained as if agents had just ended them."""
+    """Write exported sessions back to the queue, to be trained as if agents had just ended them."""
     from redis import Redis
 
     from weir.audit.sources import sources_of
@@ -183,7 +184,7 @@ def import_sessions(
 
 
 def main() -> None:
-    """One sentence for a failure that has one; a traceback is for bugs."""
+    """Run a command. An expected failure prints one sentence; only a bug prints a traceback."""
     try:
         app()
     except (StackError, StorageUnavailable, ValidationError, yaml.YAMLError) as error:
@@ -193,7 +194,7 @@ def main() -> None:
 
 def _use(config: Path | None) -> None:
     if config is not None:
-        os.environ[CONFIG_VARIABLE] = str(config.absolute())  # every service inherits it
+        os.environ[CONFIG_VARIABLE] = str(config.absolute())  # the services inherit the variable
 
 
 def _settings(config: Path | None, **flags: Path | None) -> StackSettings:

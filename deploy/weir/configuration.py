@@ -11,11 +11,11 @@ from weir.stack.settings import StackSettings, file_document
 
 MASKED_FIELDS = frozenset({"client_keys", "admin_keys", "api_key"})
 CREDENTIALS = re.compile(r"://[^/@\s]*@")
-"""What a URL may carry before its host: Redis' password."""
+"""The part of a URL that may hold Redis' password."""
 
 
 def service_settings() -> list[type[ServiceSettings]]:
-    """Imported here: each belongs to a service, and the command line starts without them."""
+    """The settings of every service. Imported here, because most commands do not need them."""
     from gateway.settings import GatewaySettings
     from rollout_server.settings import RolloutServerSettings
     from trainer_service.settings import TrainerSettings
@@ -24,10 +24,10 @@ def service_settings() -> list[type[ServiceSettings]]:
 
 
 def effective_configuration() -> str:
-    """As YAML that could be a weir.yaml."""
+    """The configuration as YAML that is valid as a weir.yaml."""
     document = {kind.section: _section(kind) for kind in service_settings()}
-    strangers = set(file_document()) - set(document)
-    notes = "".join(f"# no service reads the section {name!r}\n" for name in sorted(strangers))
+    unknown = set(file_document()) - set(document)
+    notes = "".join(f"# no service reads the section {name!r}\n" for name in sorted(unknown))
     return notes + yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
 
 
@@ -35,19 +35,20 @@ def _section(kind: type[ServiceSettings]) -> dict[str, Any]:
     try:
         values = kind().model_dump(mode="json")
     except ValidationError as error:
-        # Where a field is missing, defaults that depend on others are not made: no fault of theirs.
+        # A missing field keeps defaults that depend on it from being computed; those are no faults
+        # themselves.
         faults = [each["loc"] for each in error.errors() if each["type"] != "default_factory_not_called"]
         if faults != [("model_path",)]:
             raise
         placeholder: dict[str, Any] = {"model_path": "unset"}
         values = kind(**placeholder).model_dump(mode="json") | {"model_path": None}
-    return _harmless(values)
+    return _without_secrets(values)
 
 
-def _harmless(values: dict[str, Any]) -> dict[str, Any]:
-    """Without secrets, however deep they lie."""
+def _without_secrets(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with keys and passwords masked, at any depth."""
     return {
-        name: _harmless(value)
+        name: _without_secrets(value)
         if isinstance(value, dict)
         else _masked(value)
         if name in MASKED_FIELDS

@@ -1,9 +1,9 @@
-"""What can go wrong on the way up, each as one sentence that says what to do."""
+"""Failures of the command line. Each message is a sentence that says what to do."""
 
 
 class StackError(Exception):
-    """The stack cannot start or go on; the message is for the person at the terminal."""
+    """The stack cannot start or go on. The message is printed for the user."""
 
 
 class ServiceDied(StackError):
-    """A service ended that should run."""
+    """A service has ended that should be running."""

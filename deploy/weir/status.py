@@ -1,4 +1,4 @@
-"""`weir status`: what runs, where, and what the gateway says of the whole, in one table."""
+"""`weir status`: one table of the services, their addresses and the gateway's report of each."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from weir.stack.state import ProcessState, StackState
 
 @dataclass(frozen=True)
 class ServiceStatus:
-    """One service as it is now."""
+    """The present state of one service."""
 
     name: str
     pid: int
@@ -26,7 +26,7 @@ class ServiceStatus:
 
 
 def rows_of(found: StackState, admin_key: str | None) -> list[ServiceStatus]:
-    """Asks every service; the details come from the gateway, when it answers."""
+    """The state of every service; the details come from the gateway, if it answers."""
     details = _details(found, admin_key)
     return [_row(name, service, details.get(name, "")) for name, service in found.services.items()]
 

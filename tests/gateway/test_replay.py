@@ -71,7 +71,7 @@ def test_what_comes_out_goes_in_and_comes_out_the_same(
     empty(gateway)
     done = weir_import(gateway, file)
     assert done.exit_code == 0, done.output
-    assert "6 sessions with 10 turns are imported" in done.output
+    assert "6 sessions with 10 turns were imported" in done.output
     assert told(export(gateway, empty=True)) == told(before)
     assert gateway.redis.xlen(keys.STREAM) == stream
     for name, code in (("failed", "failed"), ("turnless", "abandoned"), ("open", "open")):
@@ -99,7 +99,7 @@ def test_a_second_import_changes_nothing(gateway: RunningGateway, tmp_path: Path
     for _ in range(2):
         stream, rows = gateway.redis.xlen(keys.STREAM), export(gateway, empty=True)
         done = weir_import(gateway, file)
-        assert (done.exit_code, "6 sessions were there already" in done.output) == (0, True)
+        assert (done.exit_code, "6 sessions exist already" in done.output) == (0, True)
         assert (gateway.redis.xlen(keys.STREAM), export(gateway, empty=True)) == (stream, rows)
 
 
@@ -131,12 +131,12 @@ def test_what_was_deleted_stays_deleted(gateway: RunningGateway, tmp_path: Path)
     gateway.call("DELETE", "/sessions/open")
     gateway.call("DELETE", "/admin/users/bob/data", key=ADMIN_KEY)
     done = weir_import(gateway, file)
-    assert "3 sessions were deleted once, and stay so" in done.output
+    assert "3 sessions were deleted before and were not imported" in done.output
     assert {row["verdict"]["code"] for row in export(gateway) if "turn_id" not in row} == {"deleted"}
     assert len([row for row in export(gateway) if "turn_id" not in row]) == 3
     # Nor does somebody who was deleted come back under another session's name.
     done = weir_import(gateway, file, "--as-new", "again-")
-    assert "2 sessions were deleted once" in done.output
+    assert "2 sessions were deleted before" in done.output
 
 
 def test_an_expired_session_that_was_rewarded_late_counts_in_a_replay(
@@ -175,8 +175,8 @@ def lines(gateway: RunningGateway, tmp_path: Path) -> tuple[list[str], Path]:
         ),
         (lambda line: json.dumps(json.loads(line) | {"logprobs": [0.0]}), "output ids but 1 logprobs"),
         (lambda line: json.dumps(json.loads(line) | {"output_ids": [2**40]}), "not a row"),
-        (lambda line: json.dumps(json.loads(line) | {"parent_id": "nobody"}), "which is not here"),
-        (lambda line: json.dumps(json.loads(line) | {"user": "not an id"}), "is no id"),
+        (lambda line: json.dumps(json.loads(line) | {"parent_id": "nobody"}), "which is missing"),
+        (lambda line: json.dumps(json.loads(line) | {"user": "not an id"}), "is not a valid id"),
         (lambda line: '{"error": {"message": "Redis"}}', "not a row"),
         (lambda line: "", "has 2 turns, but 1 are given"),
     ],
@@ -190,7 +190,7 @@ def test_a_bad_row_is_named_and_stops_nothing(
     assert done.exit_code == 1
     assert f"{file}:" in done.output
     assert why in done.output
-    assert "2 sessions with 4 turns are imported" in done.output
+    assert "2 sessions with 4 turns were imported" in done.output
     assert {row["session_id"] for row in export(gateway)} == {"a", "c"}
 
 
@@ -209,7 +209,7 @@ def test_a_session_may_begin_in_one_file_and_end_in_the_next(gateway: RunningGat
     two.write_text("\n".join(good[3:]) + "\n")
     assert weir_import(gateway, two).exit_code == 1  # the half of b is refused
     done = weir_import(gateway, one, two)
-    assert (done.exit_code, "1 sessions were there already" in done.output) == (0, True)
+    assert (done.exit_code, "1 sessions exist already" in done.output) == (0, True)
     assert {row["session_id"] for row in export(gateway)} == {"a", "b", "c"}
 
 
@@ -220,4 +220,4 @@ def test_a_group_with_missing_members_is_told(gateway: RunningGateway, tmp_path:
     file = tmp_path / "export.jsonl"
     file.write_bytes(gateway.get("/admin/export", key=ADMIN_KEY).content)
     empty(gateway)
-    assert "1 groups are not complete" in weir_import(gateway, file).output
+    assert "1 groups are incomplete" in weir_import(gateway, file).output

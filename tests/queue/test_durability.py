@@ -119,7 +119,7 @@ def audited(redis: RedisProcess, directory: Path, heard: list[Heard]) -> set[str
     """The subjects of what the audit finds, without a trainer."""
     directory.mkdir(exist_ok=True)
     sources = Sources(redis.url, NOBODY, checkpoint_dir=directory)
-    report = audit(sources, [each.answer for each in heard], looks=1)
+    report = audit(sources, [each.answer for each in heard], readings=1)
     assert {finding.rule for finding in report.findings} <= {"answered"}
     return {finding.subject for finding in report.findings}
 

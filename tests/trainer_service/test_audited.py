@@ -183,7 +183,7 @@ def test_a_healthy_run_adds_up(audited: Audited, agents: RedisAgents, tmp_path: 
     assert totals["ledger_tokens"] == totals["trained_tokens"] == 25
     assert (totals["pending"], totals["undelivered"]) == (6, 2)
     assert (report["looks"], report["answers"]) == (1, 3)
-    assert "the ledger was read from files" in report["notes"][0]
+    assert "the ledger was read from its checkpoints" in report["notes"][0]
 
 
 def test_what_is_forgotten_still_adds_up(
@@ -307,7 +307,7 @@ def test_a_dropped_turn_is_caught(audited: Audited, agents: RedisAgents, redis: 
     assert audited.rig.trainer.run_once()
     code, report = audited.audit()
     assert (code, found(report)) == (1, {dropped})
-    assert "its session was judged without it: trained" in report["findings"][0]["sentence"]
+    assert "its session already has the verdict trained" in report["findings"][0]["sentence"]
 
 
 def test_an_answer_that_nobody_kept_is_caught(audited: Audited, agents: RedisAgents, tmp_path: Path) -> None:

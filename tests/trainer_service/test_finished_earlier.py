@@ -107,7 +107,7 @@ class System:
 
     def findings(self) -> tuple[object, ...]:
         sources = Sources(self._url, NOBODY, checkpoint_dir=self.rig.settings.checkpoint_dir)
-        return audit(sources, looks=1).findings
+        return audit(sources, readings=1).findings
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def test_imported_sessions_are_trained_and_say_so(make_rig: MakeRig, redis: Redi
         assert verdict is not None
         assert (verdict.code, verdict.step, verdict.version) == ("trained", 1, 1)
     again = imported(redis, rows_of_a_group("g", [0.0, 1.0]), tmp_path / "export")
-    assert (again.sessions, again.there) == (0, 2)
+    assert (again.sessions, again.existing) == (0, 2)
     assert not rig.trainer.run_once()
     assert imported(redis, rows_of_a_group("g", [0.0, 1.0]), tmp_path / "export", "again-").sessions == 2
     assert rig.trainer.run_once()

@@ -57,7 +57,7 @@ class RolledBack:
 
     def audit(self) -> Report:
         sources = Sources(self.redis.url, NOBODY, checkpoint_dir=self.rig.settings.checkpoint_dir)
-        return audit(sources, looks=1)
+        return audit(sources, readings=1)
 
     def codes(self) -> dict[str, str | None]:
         found: dict[str, str | None] = {}

@@ -322,7 +322,7 @@ FAULTS: Mapping[str, tuple[Callable[[], Evidence], tuple[str, str, str]]] = {
     ),
     "a group with more members gone than are forgotten": (
         lambda: evidence(groups={"g": GroupFact(4, frozenset({"s1", "s2", "s3", "s4"}), 1)}),
-        ("lost", "member_gone", "group g lists the session s3, which is not there"),
+        ("lost", "member_gone", "group g lists the session s3, which does not exist"),
     ),
     "more sessions that clients were told of than are forgotten": (
         lambda: forgetful(answers=tuple(ClientAnswer(f"f{number}") for number in range(4))),
@@ -334,11 +334,11 @@ FAULTS: Mapping[str, tuple[Callable[[], Evidence], tuple[str, str, str]]] = {
     ),
     "a group with a member that is gone": (
         lambda: evidence(groups={"g": GroupFact(3, frozenset({"s1", "s2", "s3"}))}),
-        ("lost", "member_gone", "group g lists the session s3, which is not there"),
+        ("lost", "member_gone", "group g lists the session s3, which does not exist"),
     ),
     "a group with too many members": (
         lambda: evidence(groups={"g": GroupFact(1, frozenset({"s1", "s2"}))}),
-        ("unexplained", "too_many", "group g was made for 1 sessions and has 2"),
+        ("unexplained", "too_many", "group g was made for 1 sessions but has 2"),
     ),
     "a turn that a client was told of": (
         lambda: evidence(answers=(ClientAnswer("s2", turn_id="t9"),)),
@@ -451,10 +451,10 @@ def test_what_is_forgotten_is_told() -> None:
     assert totals.forgotten_sessions == 3
     assert msgspec.to_builtins(totals.forgotten_trained) == {"sessions": 2, "turns": 3, "tokens": 9}
     (note,) = notes_of(told_of)
-    assert note.startswith("1 sessions that clients were told of are not there")
+    assert note.startswith("1 sessions of the given answers do not exist")
 
 
 def test_versions_that_no_policy_names_are_told_and_no_fault() -> None:
     odd = one(turn("t1", versions=(0, 7), verdict=verdict("stale")), verdict("stale"))
     assert findings_of(odd) == []
-    assert notes_of(odd) == ["turns were sampled by versions that no policy record knows: 7"]
+    assert notes_of(odd) == ["turns were sampled by versions without a policy record: 7"]

@@ -117,19 +117,19 @@ def test_a_person_reads_lines_and_the_exit_code_says_the_rest(sources: Sources, 
     code, said = invoked(sources)
     assert code == 0
     assert "waiting: 1 sessions, 2 turns, 6 tokens" in said
-    assert "every turn is trained once, waiting, or closed" in said
+    assert "every turn was trained once, waits, or has a final verdict" in said
     redis.xdel(keys.STREAM, put(redis, "s2"))
     code, said = invoked(sources)
     assert code == 1
-    assert "lost: turn s2-t0 of session s2 has neither an un-acknowledged entry nor a verdict" in said
-    assert "found 1 lost; each stood in 3 looks" in said
+    assert "lost: turn s2-t0 of session s2 has neither an unacknowledged entry nor a verdict" in said
+    assert "found 1 lost; each was found in 3 readings" in said
 
 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
         (["--redis-url", f"redis://:hush@127.0.0.1:{free_port()}/0"], "weir: Redis at redis://127.0.0.1:"),
-        (["--checkpoint-dir", "nowhere"], "nowhere is no directory of checkpoints"),
+        (["--checkpoint-dir", "nowhere"], "nowhere is not a directory of checkpoints"),
         (["--answers", "nothing.jsonl"], "weir: nothing.jsonl: "),
     ],
 )
@@ -191,7 +191,7 @@ def test_a_trainer_that_has_not_restored_is_not_asked_for_its_ledger(
     lines = file_ledger(tmp_path, rows(3), durable=2)
     ledger = read_ledger(url, "admin", tmp_path)
     assert [row.step for row in ledger.rows] == [1, 2], "the third belongs to a checkpoint that never was"
-    assert "read from files" in str(ledger.remark)
+    assert "read from its checkpoints" in str(ledger.remark)
     (tmp_path / "ledger.jsonl").write_bytes(lines[0])
     with pytest.raises(EvidenceMissing, match="shorter than checkpoint"):
         read_ledger(url, "admin", tmp_path)
@@ -216,10 +216,10 @@ def test_what_may_never_be_trained_is_caught_in_the_ledger(sources: Sources, red
         f"turn {name} was trained by step 1, although {why}"
         for name, why in [
             ("s1-t0 of session s1", "its call was aborted"),
-            ("s1-t1 of session s1", "a retry has taken its place"),
-            ("s1-t3 of session s1", "it was not made for training"),
+            ("s1-t1 of session s1", "a retry has replaced it"),
+            ("s1-t3 of session s1", "it was not for training"),
             ("s1-t4 of session s1", "it has no output"),
-            ("s2-t0 of session s2", "it was not made for training"),
+            ("s2-t0 of session s2", "it was not for training"),
         ]
     ]
 
@@ -255,7 +255,7 @@ def test_what_was_set_aside_is_told_and_not_lost(sources: Sources, redis: Redis)
     report = audit(sources)
     assert report.findings == ()
     assert (report.totals.fates["set aside"].turns, report.totals.dead_letters) == (1, 1)
-    assert "1 records were set aside unread, with their bytes" in report.notes
+    assert "1 records could not be decoded and are in the dead letters" in report.notes
 
 
 def test_a_record_of_a_newer_build_stops_no_audit(sources: Sources, redis: Redis) -> None:
@@ -267,7 +267,7 @@ def test_a_record_of_a_newer_build_stops_no_audit(sources: Sources, redis: Redis
     redis.xadd(keys.STREAM, {keys.STREAM_FIELD: newer})
     report = audit(sources)
     assert report.ok
-    assert "entries that this build cannot read wait in the stream" in " ".join(report.notes)
+    assert "the stream has entries that this build cannot decode" in " ".join(report.notes)
 
 
 def test_pending_entries_are_told_from_acknowledged_ones(sources: Sources, redis: Redis) -> None:

@@ -34,16 +34,16 @@ def test_config_is_complete_and_tells_no_secret(tmp_path: Path) -> None:
 
 def test_status_and_down_of_nothing_say_so() -> None:
     status = runner.invoke(app, ["status"])
-    assert (status.exit_code, "nothing runs in" in status.output) == (1, True)
+    assert (status.exit_code, "no services run in" in status.output) == (1, True)
     down = runner.invoke(app, ["down"])
-    assert (down.exit_code, "nothing runs in" in down.output) == (0, True)
+    assert (down.exit_code, "no services run in" in down.output) == (0, True)
 
 
 def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     result = runner.invoke(app, ["up", "--model-path", str(tmp_path / "nowhere")])
     assert result.exit_code == 1
-    assert "is no Hugging Face directory" in str(result.exception)
-    assert "is no Hugging Face directory" in runner.invoke(app, ["status"]).output
+    assert "is not a Hugging Face directory" in str(result.exception)
+    assert "is not a Hugging Face directory" in runner.invoke(app, ["status"]).output
 
 
 def test_what_config_writes_configures_the_same(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_who_is_refused_comes_again_as_soon_as_it_was_asked_to() -> None:
 
     with serving(Starlette(routes=[Route("/groups", groups, methods=["POST"])])) as url:
         episodes = EpisodeRunner(
-            url, "none", group_size=1, groups_in_flight=1, seed=0, game=GuessGame(), knock_every_s=0.001
+            url, "none", group_size=1, groups_in_flight=1, seed=0, game=GuessGame(), retry_every_s=0.001
         )
         record = asyncio.run(episodes.play(lambda _: len(asked) >= 3))
     (secret,) = GuessGame().group(Random(0), 1)

@@ -96,10 +96,10 @@ def test_the_written_configuration_is_for_its_owner_alone(settings: StackSetting
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"model_path": None}, "no model is set: WEIR_MODEL_PATH"),
-        ({"model_path": "elsewhere"}, "elsewhere is no Hugging Face directory"),
+        ({"model_path": None}, "no model is set: set WEIR_MODEL_PATH"),
+        ({"model_path": "elsewhere"}, "elsewhere is not a Hugging Face directory"),
         ({"engine_python": "elsewhere/python"}, "run `make install`"),
-        ({"free_disk_bytes": 2**60}, "GiB left and a run wants"),
+        ({"free_disk_bytes": 2**60}, "GiB left, and a run needs"),
     ],
 )
 def test_what_the_machine_lacks_is_one_sentence(

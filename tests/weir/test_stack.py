@@ -78,7 +78,7 @@ def test_a_taken_port_is_named_with_the_setting_to_change(
         port = taken.getsockname()[1]
         with (
             pytest.raises(
-                StackError, match=rf"port {port}, which gateway needs, is taken.*change gateway\.port"
+                StackError, match=rf"port {port}, which gateway needs, is in use.*change gateway\.port"
             ),
             Stack(settings, [fake_service("gateway", port=port)]),
         ):

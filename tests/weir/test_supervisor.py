@@ -40,12 +40,12 @@ def test_a_service_that_dies_is_started_again_without_its_orphans(
         stack.wait_ready()
         supervisor, process = Supervisor(stack), stack.processes["rollout_server"]
         supervisor._backoffs["rollout_server"].wait_s = 0.1
-        supervisor.look()
+        supervisor.check()
         first, orphan = process.pid, int(child.read_text())
         os.kill(first, signal.SIGKILL)
 
         def is_back() -> bool:
-            supervisor.look()
+            supervisor.check()
             return process.restarts == 1
 
         wait_until(is_back)
@@ -76,13 +76,15 @@ def test_down_stops_what_a_killed_parent_left(
     found = written(settings)
     found.parent.started_at -= 100  # as if the pid had been given to another process since
     found.write(settings.run_dir)
-    with pytest.raises(StackError, match="redis, gateway of an earlier run still run: `weir down"):
+    with pytest.raises(
+        StackError, match="services of an earlier run still run: redis, gateway; stop them with `weir down"
+    ):
         Stack(settings, [fake_service("gateway")]).start()
     said = down.stop(settings.run_dir, timeout_s=5)
-    assert "does not run any more" in said[0]
+    assert "no longer runs" in said[0]
     assert [sentence.split()[0] for sentence in said[1:]] == ["gateway", "redis"]
     assert notes.read_text().split() == ["gateway", "redis"]
-    assert down.stop(settings.run_dir, timeout_s=5) == [f"nothing runs in {settings.run_dir}"]
+    assert down.stop(settings.run_dir, timeout_s=5) == [f"no services run in {settings.run_dir}"]
     stack.stop()
 
 

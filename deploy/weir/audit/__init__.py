@@ -1,1 +1,1 @@
-"""`weir audit`: anybody can check that every turn is trained once, waiting, or closed with a verdict."""
+"""`weir audit`: checks that every turn was trained once, waits, or has a final verdict."""

@@ -1,7 +1,7 @@
-"""The audit: look, judge, and look again at a live system before anything is called a fault.
+"""The audit: it reads the evidence up to three times, and reports the faults that it finds each time.
 
-What is read at one moment does not fit what is read at the next while agents and the trainer go on: a turn is
-appended, a step is acknowledged. A fault stays; so what does not stand in every look is none.
+On a live system, turns are appended and steps acknowledged while the evidence is read, so its parts may not
+fit each other. A real fault is found in every reading.
 """
 
 import time
@@ -14,21 +14,21 @@ from weir.audit.rules import findings_of
 from weir.audit.sources import Sources
 from weir.audit.totals import notes_of, totals_of
 
-LOOKS = 3
+READINGS = 3
 PAUSE_S = 1.0
 
 
-def audit(sources: Sources, answers: Sequence[ClientAnswer] = (), looks: int = LOOKS) -> Report:
-    """Everything that is wrong in each of up to `looks` looks. Raises EvidenceMissing."""
-    looked = 1
+def audit(sources: Sources, answers: Sequence[ClientAnswer] = (), readings: int = READINGS) -> Report:
+    """The faults that are found in each of up to `readings` readings. Raises EvidenceMissing."""
+    read = 1
     evidence = gather(sources, answers)
     findings = findings_of(evidence)
-    while findings and looked < looks:
+    while findings and read < readings:
         time.sleep(PAUSE_S)
-        looked += 1
+        read += 1
         evidence = gather(sources, answers)
-        stood = {finding.identity for finding in findings}
-        findings = [finding for finding in findings_of(evidence) if finding.identity in stood]
+        known = {finding.identity for finding in findings}
+        findings = [finding for finding in findings_of(evidence) if finding.identity in known]
     return Report(
         ok=not findings,
         findings=tuple(findings),
@@ -36,5 +36,5 @@ def audit(sources: Sources, answers: Sequence[ClientAnswer] = (), looks: int = L
         notes=tuple(notes_of(evidence)),
         ledger=evidence.ledger.source,
         answers=len(answers),
-        looks=looked,
+        looks=read,
     )

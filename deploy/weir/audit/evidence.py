@@ -1,6 +1,6 @@
-"""Reads what an audit looks at: Redis piece by piece, then the ledger.
+"""Reads the evidence of an audit: first Redis, in parts, and then the trainer's ledger.
 
-Redis is read first and the ledger last: whatever a head calls trained was durable before that was written.
+The ledger comes last, because a step is durable before a head says that it trained a turn.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,20 +15,20 @@ from rollout_queue.contract.codec import decode
 from rollout_queue.contract.tombstone import Tombstone, decode_tombstone
 from rollout_queue.redis import keys
 from weir.audit.facts import ClientAnswer, Evidence, GroupFact, SessionFact, StreamFact
-from weir.audit.heads import Unread, digest, field_of, session_fact
+from weir.audit.heads import UNREADABLE, digest, field_of, session_fact
 from weir.audit.ledger import EvidenceMissing, read_ledger
 from weir.audit.sources import Sources
 
 CHUNK = 100
-"""Heads or stream entries that are held at a time: they bring their tokens along."""
+"""Heads or stream entries that are read at once; they hold all their tokens."""
 NAMES = 10_000
-"""Ids that are read at a time."""
+"""Ids that are read at once."""
 TIMEOUT_S = 60.0
 
 
 def gather(sources: Sources, answers: Sequence[ClientAnswer] = ()) -> Evidence:
-    """One look at everything. Raises EvidenceMissing."""
-    # The shapes of replies differ between the versions of Redis' protocol; this one every server speaks.
+    """Read everything once. Raises EvidenceMissing."""
+    # The shapes of replies differ between RESP2 and RESP3; every server speaks RESP2.
     redis = Redis.from_url(sources.redis_url, socket_timeout=TIMEOUT_S, socket_connect_timeout=5, protocol=2)
     try:
         with redis:
@@ -56,7 +56,7 @@ def gather(sources: Sources, answers: Sequence[ClientAnswer] = ()) -> Evidence:
     except RedisError as error:
         raise EvidenceMissing(f"Redis at {sources.redis_address}: {error}") from error
     except msgspec.DecodeError as error:
-        raise EvidenceMissing(f"Redis holds something that this build cannot read: {error}") from error
+        raise EvidenceMissing(f"Redis holds data that this build cannot read: {error}") from error
     return evidence
 
 
@@ -82,11 +82,11 @@ def _stream(redis: Redis) -> StreamFact:
         elif _place(raw_id) > last_delivered:
             undelivered += 1
         else:
-            continue  # acknowledged, and not yet trimmed
+            continue  # acknowledged, but not trimmed yet
         entry_id, packed = raw_id.decode(), fields.get(keys.STREAM_FIELD, b"")
         try:
             record = decode(packed)
-        except Unread:
+        except UNREADABLE:
             unreadable[entry_id] = digest(packed)
             continue
         held = entries.setdefault(record.session_id, {})
@@ -102,7 +102,7 @@ def _stream(redis: Redis) -> StreamFact:
 
 
 def _last_delivered(redis: Redis) -> tuple[int, int]:
-    """Before every entry where no trainer has ever read."""
+    """The id of the last entry that was delivered to a trainer; (0, 0) where none was."""
     try:
         groups: Any = _reply(redis.xinfo_groups(keys.STREAM))
     except ResponseError as error:
@@ -195,5 +195,5 @@ def _chunks(names: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def _reply(reply: Any) -> Any:
-    """redis-py types the commands of its two clients as one."""
+    """`reply` without its type: redis-py types synchronous and asynchronous replies alike."""
     return reply

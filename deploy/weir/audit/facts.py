@@ -1,4 +1,4 @@
-"""What an audit knows: small frozen values, without the tokens themselves.
+"""The values that an audit works on: small and frozen, with counts of tokens instead of tokens.
 
 heads of sessions ─┐
 stream, pending ───┼─▶ Evidence ─▶ rules ─▶ Finding, Finding, …
@@ -21,16 +21,16 @@ class TurnFact(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     turn_id: str
     tokens: int
-    """Output tokens: what training it would train."""
+    """The number of output tokens, which training the turn trains."""
     generation: int
-    """Turns that were sampled in one go, and not only alike, have the same."""
+    """A hash that is equal for two records of one generation, and differs for two equal samples."""
     versions: tuple[int, ...]
     verdict: Verdict | None = None
-    """Its own; None where it has none yet, or its session's is its."""
+    """The turn's own verdict; None where it has none, or only its session has one."""
     barred: str | None = None
-    """Why it may never be trained; None when it may."""
+    """Why it must not be trained; None where it may be."""
     set_aside: bool = False
-    """Its entry lies among the dead letters: no build that ran as trainer could read it."""
+    """Whether its entry is in the dead letters, because the trainer could not decode it."""
 
 
 class SessionFact(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,39 +40,39 @@ class SessionFact(msgspec.Struct, frozen=True, kw_only=True):
     group_id: str | None
     turns: tuple[TurnFact, ...]
     ends: frozenset[str]
-    """The fields of its rewards and its outcome, as far as the trainer is to see them."""
+    """The fields of its outcome and of those rewards that the trainer gets."""
     unheard: frozenset[str]
-    """Those that it is not to see: late rewards, and what was set aside."""
+    """The fields that the trainer does not get: late rewards, and entries in the dead letters."""
     verdict: Verdict | None
     unreadable: Mapping[str, bytes]
-    """Fields that this build cannot read, with the digest of their bytes."""
+    """Fields that this build cannot decode, with the digest of their bytes."""
 
     @property
     def fields(self) -> frozenset[str]:
-        """The fields of the head for which the stream has or had an entry."""
+        """The fields of the head that have or had an entry in the stream."""
         turns = {f"t:{turn.turn_id}" for turn in self.turns}
         return frozenset(turns | self.ends | self.unheard | self.unreadable.keys())
 
 
 class StreamFact(msgspec.Struct, frozen=True, kw_only=True):
-    """What of the stream nobody has acknowledged."""
+    """The entries of the stream that are not acknowledged."""
 
     entries: Mapping[str, Mapping[str, tuple[str, ...]]]
-    """Entry ids by session, and by the field of its head that the entry filled."""
+    """Entry ids by session, and by the field of its head that holds the same record."""
     unreadable: Mapping[str, bytes]
-    """Entries that this build cannot read, with the digest of their bytes."""
+    """Entries that this build cannot decode, with the digest of their bytes."""
     pending: int
-    """Delivered to a trainer."""
+    """How many entries were delivered to a trainer and are not acknowledged."""
     undelivered: int
     vanished: int
-    """Pending entries that were deleted from the stream."""
+    """How many pending entries were deleted from the stream."""
 
     def of(self, session_id: str, field: str) -> tuple[str, ...]:
         return self.entries.get(session_id, {}).get(field, ())
 
 
 class LedgerRow(msgspec.Struct, frozen=True):
-    """What one durable optimizer step trained, as the trainer's ledger says it."""
+    """What one durable optimizer step trained, according to the trainer's ledger."""
 
     step: int
     version: int
@@ -83,57 +83,59 @@ class LedgerRow(msgspec.Struct, frozen=True):
 
 
 class Ledger(msgspec.Struct, frozen=True):
-    """Every durable step, oldest first, and where that was read."""
+    """Every durable step, oldest first, and where they were read from."""
 
     rows: tuple[LedgerRow, ...]
     source: str
     remark: str | None = None
-    """What the reader should know of the source."""
+    """A note about the source for the report."""
 
 
 class GroupFact(msgspec.Struct, frozen=True):
+    """A group: its size, None where it has no fixed one, and its members."""
+
     size: int | None
     members: frozenset[str]
     forgotten: int = 0
-    """Of its members, how many were settled and are forgotten."""
+    """How many of its members were forgotten."""
 
 
 class ClientAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Something that a client was told had been done: a line of the file of `--answers`."""
+    """Something that a client was told had been done: a line of the `--answers` file."""
 
     session_id: str
     turn_id: str | None = None
     reward_key: str | None = None
     finished: bool = False
-    """The client heard that the session is finished."""
+    """Whether the client was told that the session is finished."""
 
     @property
     def fields(self) -> list[str]:
-        """The fields of the session's head that must be there for it."""
+        """The fields that the session's head must have because of this answer."""
         turn = [f"t:{self.turn_id}"] if self.turn_id is not None else []
         reward = [f"r:{self.reward_key}"] if self.reward_key is not None else []
         return turn + reward + (["outcome"] if self.finished else [])
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """One look at everything. On a live system its parts are some moments apart."""
+    """Everything that one reading found. On a live system its parts were read at different moments."""
 
     sessions: Mapping[str, SessionFact]
     known_sessions: frozenset[str]
-    """Every session that was ever opened, as the list of sessions has them."""
+    """Every session in the list of sessions."""
     stream: StreamFact
     ledger: Ledger
     tombstones: Mapping[str, Tombstone] = {}
     groups: Mapping[str, GroupFact] = {}
     counts_before: Mapping[str, int] = {}
-    """The counters of verdicts before the heads were read, and after."""
+    """The counters of verdicts, read before the heads; `counts_after` was read after them."""
     counts_after: Mapping[str, int] = {}
     forgotten_before: Mapping[str, int] = {}
-    """The same of what is forgotten of them; and the trained tokens of that."""
+    """How many of those verdicts were forgotten, and their trained tokens; read before the heads."""
     forgotten_after: Mapping[str, int] = {}
     policies: frozenset[int] = frozenset()
     dead_letters: Mapping[bytes, str] = {}
-    """Entry id by the digest of its bytes."""
+    """Entry id, by the digest of its bytes."""
     answers: tuple[ClientAnswer, ...] = ()
 
     @property
@@ -143,18 +145,18 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def vanished_answers(self) -> frozenset[str]:
-        """Sessions that a client was told of, and of which nothing is left."""
-        told = {answer.session_id for answer in self.answers}
-        return frozenset(told - self.sessions.keys() - self.tombstones.keys())
+        """Sessions in the answers that have neither a head nor a tombstone."""
+        answered = {answer.session_id for answer in self.answers}
+        return frozenset(answered - self.sessions.keys() - self.tombstones.keys())
 
     @property
     def may_be_forgotten(self) -> bool:
-        """Whether these may all be among the forgotten ones, whose names nobody keeps."""
+        """Whether all vanished answers may be about forgotten sessions, whose ids are not kept."""
         return len(self.vanished_answers) <= self.forgotten_sessions
 
     @cached_property
     def trained_by(self) -> Mapping[str, tuple[LedgerRow, ...]]:
-        """The durable rows that name a turn, one for each time."""
+        """The ledger rows that name a turn, by turn id; more than one is a fault."""
         found: dict[str, tuple[LedgerRow, ...]] = {}
         for row in self.ledger.rows:
             for turn_id in row.turns:
@@ -174,11 +176,11 @@ Kind = Literal["lost", "duplicated", "unexplained"]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Something that must not be, in a sentence that names its ids."""
+    """A fault, with a sentence that names the ids."""
 
     kind: Kind
     subject: str
-    """What it is about: with `kind` and `rule`, the same in every look at the same fault."""
+    """What it is about. `kind`, `rule` and `subject` are equal for the same fault in every reading."""
     rule: str
     sentence: str
     session_id: str | None = None

@@ -1,4 +1,4 @@
-"""From the hash of a session to what an audit needs of it: the tokens are counted and let go."""
+"""Turns the hash of a session into a SessionFact, which keeps the number of tokens and not the tokens."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -12,18 +12,18 @@ from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
 from rollout_queue.contract.records import Outcome, Record, Reward, Turn, Verdict
 from weir.audit.facts import SessionFact, TurnFact
 
-Unread = (InvalidRecord, UnknownSchema)
+UNREADABLE = (InvalidRecord, UnknownSchema)
 
 
 def digest(record: bytes) -> bytes:
-    """By it an entry is known for the record that a head holds: both are the same bytes."""
+    """Identifies a record: its entry in the stream and its field in the head have the same bytes."""
     return hashlib.blake2b(record, digest_size=16).digest()
 
 
 def session_fact(
     session_id: str, fields: Mapping[bytes, bytes], dead_letters: Mapping[bytes, str]
 ) -> SessionFact | None:
-    """None when there is no such session."""
+    """None where the hash has no spec."""
     if b"spec" not in fields:
         return None
     records, unreadable, set_aside = _records(fields, dead_letters)
@@ -44,7 +44,8 @@ def session_fact(
 def _records(
     fields: Mapping[bytes, bytes], dead_letters: Mapping[bytes, str]
 ) -> tuple[dict[str, Record], dict[str, bytes], set[str]]:
-    """By the field: what can be read, the digests of what cannot; and the fields that were set aside."""
+    """By field: the records, the digests of those that cannot be decoded; and the fields in the dead
+    letters."""
     records: dict[str, Record] = {}
     unreadable: dict[str, bytes] = {}
     set_aside: set[str] = set()
@@ -53,7 +54,7 @@ def _records(
             name = field.decode()
             try:
                 records[name] = decode(value)
-            except Unread:
+            except UNREADABLE:
                 unreadable[name] = digest(value)
             if dead_letters and digest(value) in dead_letters:
                 set_aside.add(name)
@@ -63,7 +64,7 @@ def _records(
 def _turns(
     records: Mapping[str, Record], fields: Mapping[bytes, bytes], train: bool, set_aside: set[str]
 ) -> Iterator[TurnFact]:
-    """Oldest first: Redis lists the fields of a hash in any order."""
+    """The turns, oldest first; Redis returns the fields of a hash in any order."""
     turns = [record for record in records.values() if isinstance(record, Turn)]
     orphans = orphans_of(turns)
     for turn in sorted(turns, key=lambda turn: (turn.started_at, turn.turn_id)):
@@ -100,23 +101,23 @@ def _terms(spec: bytes, outcome: Record | None) -> tuple[str | None, bool]:
     """The session's group, and whether it may be trained."""
     try:
         known = decode_spec(spec)
-    except Unread:  # a newer build opened it; its outcome says the same
+    except UNREADABLE:  # a newer build opened it; its outcome has the same fields
         return (outcome.group_id, outcome.train) if isinstance(outcome, Outcome) else (None, True)
     return known.group_id, known.train
 
 
 def _barred(turn: Turn, session_trains: bool, orphan: bool) -> str | None:
     if orphan:
-        return "a retry has taken its place"
+        return "a retry has replaced it"
     if turn.finish == "abort":
         return "its call was aborted"
     if not (turn.train and session_trains):
-        return "it was not made for training"
+        return "it was not for training"
     return None if turn.output_ids else "it has no output"
 
 
 def _generation(turn: Turn) -> int:
-    if turn.completion_id:  # the choices of one completion begin one after the other
+    if turn.completion_id:  # the choices of one completion start one after the other
         return hash((turn.completion_id, turn.started_at))
     content = (turn.context_ids.tobytes(), turn.output_ids.tobytes(), turn.logprobs.tobytes())
     return hash((turn.session_id, turn.parent_id, turn.started_at, turn.finished_at, *content))
@@ -124,7 +125,7 @@ def _generation(turn: Turn) -> int:
 
 @lru_cache(maxsize=4096)
 def _verdict(value: bytes) -> Verdict:
-    """Many turns share a verdict; one object serves them all."""
+    """Cached, because many turns have equal verdicts."""
     return msgspec.json.decode(value, type=Verdict)
 
 

@@ -1,4 +1,4 @@
-"""What must hold of the ledger by itself, and of its rows against the turns that they name."""
+"""Rules about the ledger itself, and about its rows compared with the turns that they name."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from itertools import pairwise
 from weir.audit.facts import Evidence, Finding, Kind, LedgerRow
 
 TOKENS = "tokens:trained"
-"""Beside the verdicts, in the counters of what is forgotten."""
+"""A counter of forgotten data, beside those of the verdicts."""
 TRAINED = {"session:trained": "sessions", "turn:trained": "turns", TOKENS: "tokens"}
 
 
@@ -24,12 +24,12 @@ def _of_step(row: LedgerRow, kind: Kind, rule: str, said: str) -> Finding:
 
 
 def _order(rows: tuple[LedgerRow, ...]) -> Iterator[Finding]:
-    """One row for each step from the first on; a version names one set of weights for ever."""
+    """Steps are 1, 2, 3 …, one row each, and versions grow: a version names one set of weights."""
     if rows and rows[0].step != 1:
         yield _of_step(rows[0], "lost", "step_missing", "is the first of the ledger")
     for before, row in pairwise(rows):
         if row.step <= before.step:
-            said = f"stands behind step {before.step} in the ledger"
+            said = f"comes after step {before.step} in the ledger"
             yield _of_step(row, "duplicated", "steps_not_growing", said)
         elif row.step != before.step + 1:
             yield _of_step(row, "lost", "step_missing", f"follows step {before.step} in the ledger")
@@ -41,31 +41,31 @@ def _order(rows: tuple[LedgerRow, ...]) -> Iterator[Finding]:
 def _row(row: LedgerRow, evidence: Evidence) -> Iterator[Finding]:
     if not row.durable:
         yield _of_step(
-            row, "unexplained", "not_durable", "is in the durable ledger, and says it is not durable"
+            row, "unexplained", "not_durable", "is in the durable ledger, but is marked as not durable"
         )
     known = [evidence.turns[turn_id] for turn_id in row.turns if turn_id in evidence.turns]
     unknown = [turn_id for turn_id in row.turns if turn_id not in evidence.turns]
     gone = [evidence.tombstones[session] for session in row.sessions if session in evidence.tombstones]
     forgotten = evidence.forgotten_after.get("turn:trained", 0)
     if len(unknown) > sum(tombstone.turns for tombstone in gone) + forgotten:
-        said = f"trained what no session knows: {', '.join(unknown)}"
+        said = f"trained turns that no session has: {', '.join(unknown)}"
         yield _of_step(row, "unexplained", "unknown_turns", said)
     tokens = sum(turn.tokens for _, turn in known)
     if tokens > row.tokens or (tokens < row.tokens and not unknown):
-        said = f"trained {row.tokens} tokens, and its turns have {tokens}"
+        said = f"trained {row.tokens} tokens, but its turns have {tokens}"
         yield _of_step(row, "unexplained", "tokens", said)
-    told, found = set(row.sessions), {session.session_id for session, _ in known}
-    if found - told or (told - found - evidence.tombstones.keys() and not unknown):
+    listed, found = set(row.sessions), {session.session_id for session, _ in known}
+    if found - listed or (listed - found - evidence.tombstones.keys() and not unknown):
         said = (
-            f"names the sessions {', '.join(sorted(told))}, and its turns are of {', '.join(sorted(found))}"
+            f"names the sessions {', '.join(sorted(listed))}, but its turns are of {', '.join(sorted(found))}"
         )
         yield _of_step(row, "unexplained", "sessions", said)
 
 
 def _forgotten(evidence: Evidence) -> Iterator[Finding]:
-    """What the rows name and no head knows is as much as was forgotten of what was trained.
+    """The rows name exactly as many unknown sessions, turns and tokens as were forgotten after training.
 
-    Of deleted sessions nobody knows how many of their turns were trained, so they leave a margin.
+    How many turns of a deleted session were trained is not stored, so deleted sessions leave a margin.
     """
     missed: Counter[str] = Counter()
     spare: Counter[str] = Counter()
@@ -76,11 +76,13 @@ def _forgotten(evidence: Evidence) -> Iterator[Finding]:
         spare["turn:trained"] += min(missing, sum(tombstone.turns for tombstone in gone))
         if missing:
             tokens = row.tokens - sum(turn.tokens for _, turn in known)
-            told = {*row.sessions} - evidence.tombstones.keys() - {each.session_id for each, _ in known}
-            missed += Counter({"turn:trained": missing, TOKENS: tokens, "session:trained": len(told)})
+            sessions = {*row.sessions} - evidence.tombstones.keys() - {each.session_id for each, _ in known}
+            missed += Counter({"turn:trained": missing, TOKENS: tokens, "session:trained": len(sessions)})
             spare[TOKENS] += tokens if gone else 0
     for name, what in TRAINED.items():
         least, most = evidence.forgotten_before.get(name, 0), evidence.forgotten_after.get(name, 0)
         if not least <= missed[name] <= most + spare[name]:
-            said = f"the ledger has {missed[name]} trained {what} that nobody knows, and {most} are forgotten"
+            said = (
+                f"the ledger has {missed[name]} trained {what} that no session has, but {most} were forgotten"
+            )
             yield Finding(kind="unexplained", rule="forgotten", subject=f"forgotten {what}", sentence=said)

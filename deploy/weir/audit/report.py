@@ -1,4 +1,4 @@
-"""What an audit says: to a person at a terminal, to a file, to a program."""
+"""The report of an audit: as a table on a terminal, as plain lines, and as JSON."""
 
 import msgspec
 from rich.console import Console
@@ -9,19 +9,19 @@ from weir.audit.totals import Totals
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of an audit."""
+    """The result of an audit."""
 
     ok: bool
-    """Nothing was found."""
+    """Whether no fault was found."""
     findings: tuple[Finding, ...]
     totals: Totals
     notes: tuple[str, ...]
     ledger: str
-    """Where the ledger was read."""
+    """Where the ledger was read from."""
     answers: int
-    """How many answers that clients had heard were looked for."""
+    """How many answers that clients got were looked for."""
     looks: int
-    """How often everything was looked at; a finding stood each time."""
+    """How often the evidence was read; each finding was found every time."""
 
     @property
     def exit_code(self) -> int:
@@ -33,7 +33,7 @@ def as_json(report: Report) -> str:
 
 
 def show(report: Report, console: Console) -> None:
-    """A table on a terminal; lines that can be searched elsewhere."""
+    """Print the report: a table on a terminal, plain lines elsewhere."""
     if console.is_terminal:
         console.print(_table(report.totals))
     else:
@@ -63,7 +63,7 @@ def _lines(totals: Totals) -> list[str]:
 
 def _facts(report: Report) -> list[str]:
     totals = report.totals
-    said = [
+    lines = [
         f"ledger: {totals.ledger_steps} durable steps, {totals.ledger_turns} turns, "
         f"{totals.ledger_tokens} tokens ({report.ledger})",
         f"stream: {totals.pending} entries pending, {totals.undelivered} not yet delivered; "
@@ -71,20 +71,20 @@ def _facts(report: Report) -> list[str]:
     ]
     if totals.forgotten_sessions:
         trained = totals.forgotten_trained
-        said.append(
-            f"forgotten: {totals.forgotten_sessions} settled sessions; {trained.sessions} of them trained, "
+        lines.append(
+            f"forgotten: {totals.forgotten_sessions} sessions; {trained.sessions} of them were trained, "
             f"with {trained.turns} turns and {trained.tokens} tokens"
         )
     if report.answers:
-        said.append(f"answers: {report.answers} that clients had heard were looked for")
-    return said + [f"note: {note}" for note in report.notes]
+        lines.append(f"answers: {report.answers} that clients got were looked for")
+    return lines + [f"note: {note}" for note in report.notes]
 
 
 def _verdict(report: Report) -> str:
     if report.ok:
-        return "every turn is trained once, waiting, or closed"
+        return "every turn was trained once, waits, or has a final verdict"
     kinds = [finding.kind for finding in report.findings]
     counts = [
         f"{kinds.count(kind)} {kind}" for kind in ("lost", "duplicated", "unexplained") if kind in kinds
     ]
-    return f"found {', '.join(counts)}; each stood in {report.looks} looks"
+    return f"found {', '.join(counts)}; each was found in {report.looks} readings"

@@ -1,4 +1,4 @@
-"""Where the evidence of a run lies: its Redis, its trainer, the trainer's checkpoints."""
+"""Where the evidence of a run is read from: its Redis, its trainer and the trainer's checkpoints."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -9,15 +9,17 @@ from weir.stack.settings import StackSettings
 
 
 class Sources(NamedTuple):
+    """The addresses and the key that an audit needs."""
+
     redis_url: str
     trainer_url: str | None
     admin_key: str | None = None
     checkpoint_dir: Path | None = None
-    """Read where the trainer itself does not answer."""
+    """Read if the trainer does not answer."""
 
     @property
     def redis_address(self) -> str:
-        """As it may be shown: without a password."""
+        """The URL of Redis without a password, for messages."""
         scheme, _, rest = self.redis_url.rpartition("://")
         return f"{scheme}://{rest.rpartition('@')[2]}"
 
@@ -28,7 +30,7 @@ def sources_of(
     trainer_url: str | None = None,
     checkpoint_dir: Path | None = None,
 ) -> Sources:
-    """What is named; else what runs in the run directory; else what `weir up` would start there."""
+    """What the arguments name; else what runs in the run directory; else what `weir up` would start there."""
     found = state.read(settings.run_dir)
     running = {} if found is None else {name: service.url for name, service in found.services.items()}
     trainer = effective_sections(settings)["trainer"]

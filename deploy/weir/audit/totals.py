@@ -1,4 +1,4 @@
-"""How much there is of everything: sessions, turns and tokens by what became of them."""
+"""Counts sessions, turns and tokens by their fate: trained, waiting, or a verdict."""
 
 from collections.abc import Mapping
 
@@ -9,8 +9,8 @@ from weir.audit.ledger_rules import TRAINED
 from weir.audit.rules import final_verdict
 
 
-class Sum(msgspec.Struct):
-    """Of one fate."""
+class FateCount(msgspec.Struct):
+    """How many sessions, turns and tokens have one fate."""
 
     sessions: int = 0
     turns: int = 0
@@ -18,28 +18,32 @@ class Sum(msgspec.Struct):
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    fates: Mapping[str, Sum]
-    """By `trained`, `waiting`, a verdict, `set aside`, or `unaccounted`; a session by its own verdict."""
+    """The counts of one reading."""
+
+    fates: Mapping[str, FateCount]
+    """By `trained`, `waiting`, a verdict, `set aside` or `unaccounted`. A session is counted by its
+    verdict."""
     ledger_steps: int
     ledger_turns: int
     ledger_tokens: int
-    """What the durable ledger says was trained; the tokens of trained turns are the same number."""
+    """The tokens that the durable ledger says were trained."""
     trained_tokens: int
+    """The tokens of trained turns: equal to `ledger_tokens` unless sessions were deleted or forgotten."""
     pending: int
     undelivered: int
     dead_letters: int
     deleted_sessions: int
     forgotten_sessions: int
-    forgotten_trained: Sum
-    """Of those: what the ledger has of it, and no session of Redis."""
+    forgotten_trained: FateCount
+    """How many of them were trained, with their turns and tokens."""
 
 
 def totals_of(evidence: Evidence) -> Totals:
-    fates: dict[str, Sum] = {"trained": Sum(), "waiting": Sum()}
+    fates: dict[str, FateCount] = {"trained": FateCount(), "waiting": FateCount()}
     for session in evidence.sessions.values():
-        fates.setdefault(session.verdict.code if session.verdict else "waiting", Sum()).sessions += 1
+        fates.setdefault(session.verdict.code if session.verdict else "waiting", FateCount()).sessions += 1
         for turn in session.turns:
-            fate = fates.setdefault(fate_of(turn, session, evidence), Sum())
+            fate = fates.setdefault(fate_of(turn, session, evidence), FateCount())
             fate.turns += 1
             fate.tokens += turn.tokens
     rows = evidence.ledger.rows
@@ -54,12 +58,12 @@ def totals_of(evidence: Evidence) -> Totals:
         dead_letters=len(evidence.dead_letters),
         deleted_sessions=len(evidence.tombstones),
         forgotten_sessions=evidence.forgotten_sessions,
-        forgotten_trained=Sum(*(evidence.forgotten_after.get(name, 0) for name in TRAINED)),
+        forgotten_trained=FateCount(*(evidence.forgotten_after.get(name, 0) for name in TRAINED)),
     )
 
 
 def fate_of(turn: TurnFact, session: SessionFact, evidence: Evidence) -> str:
-    """What became of a turn. Trained is what a durable step trained, whatever else is said of it."""
+    """The fate of a turn. A turn that a durable step trained is `trained`, whatever its verdict says."""
     verdict = final_verdict(turn, session)
     if turn.turn_id in evidence.trained_by:
         return "trained"
@@ -72,29 +76,29 @@ def fate_of(turn: TurnFact, session: SessionFact, evidence: Evidence) -> str:
 
 
 def notes_of(evidence: Evidence) -> list[str]:
-    """What a reader should know, and what is no fault."""
+    """Facts that the user should know and that are no faults."""
     notes = [evidence.ledger.remark] if evidence.ledger.remark else []
-    strange = {
+    unknown = {
         version: None
         for _, turn in evidence.turns.values()
         for version in turn.versions
         if version not in evidence.policies
     }
-    if strange:
-        versions = ", ".join(map(str, sorted(strange)))
-        notes.append(f"turns were sampled by versions that no policy record knows: {versions}")
+    if unknown:
+        versions = ", ".join(map(str, sorted(unknown)))
+        notes.append(f"turns were sampled by versions without a policy record: {versions}")
     if evidence.dead_letters:
-        notes.append(f"{len(evidence.dead_letters)} records were set aside unread, with their bytes")
+        notes.append(f"{len(evidence.dead_letters)} records could not be decoded and are in the dead letters")
     if evidence.stream.unreadable:
-        unread = ", ".join(evidence.stream.unreadable)
-        notes.append(f"entries that this build cannot read wait in the stream: {unread}")
+        unreadable = ", ".join(evidence.stream.unreadable)
+        notes.append(f"the stream has entries that this build cannot decode: {unreadable}")
     if evidence.vanished_answers and evidence.may_be_forgotten:
         notes.append(
-            f"{len(evidence.vanished_answers)} sessions that clients were told of are not there, and may be "
-            f"among the {evidence.forgotten_sessions} that are forgotten"
+            f"{len(evidence.vanished_answers)} sessions of the given answers do not exist; they may be "
+            f"among the {evidence.forgotten_sessions} that were forgotten"
         )
     if evidence.stream.vanished:
-        notes.append(f"{evidence.stream.vanished} pending entries are gone from the stream")
+        notes.append(f"{evidence.stream.vanished} pending entries were deleted from the stream")
     entries = evidence.stream.entries
     left = sorted(
         name for name in entries if name in evidence.tombstones and set(entries[name]) - {"deletion"}

@@ -1,1 +1,1 @@
-"""The demo: a tiny model learns to use its tool, from an agent that only changed its `base_url`."""
+"""The demo: a tiny model learns to use its tool from the calls of an ordinary OpenAI client."""

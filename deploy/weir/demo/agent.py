@@ -1,4 +1,4 @@
-"""The demo's agent: a plain tool loop on the official client. A base_url and a key are all it needs."""
+"""The demo's agent: a plain tool loop on the official OpenAI client, which needs a base URL and a key."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ MAX_TOKENS = 40
 
 
 async def solve(client: AsyncOpenAI, task: Task, takes_s: Sequence[float] = (0.0,) * MAX_CALLS) -> str:
-    """Ask, run the tools that the model calls, and give back its answer; empty when it gave none.
+    """Ask the question, run the tools that the model calls, and return its answer; empty if it gave none.
 
-    Of the model's answers, each one's tools take as long as `takes_s` says.
+    `takes_s` has one item for each call to the model: how long the tools of its answer take, seconds.
     """
     messages: list[Any] = [{"role": "user", "content": task.question}]
     for seconds in takes_s:

@@ -1,6 +1,6 @@
-"""`python -m weir.demo.agent_main`: the demo's agent against a gateway elsewhere, as in compose.
+"""`python -m weir.demo.agent_main`: runs the demo's agent against a gateway that runs already.
 
-WEIR_GATEWAY_URL and WEIR_CLIENT_KEYS say where and as whom; `--episodes` how many.
+WEIR_GATEWAY_URL is the address of the gateway, the first of WEIR_CLIENT_KEYS the key.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from weir.demo.report import account
 from weir.errors import StackError
 
 SETTLE_S = 60.0
+"""How long the sessions may take to get their final verdicts."""
 
 
 def main() -> None:
@@ -39,7 +40,7 @@ def main() -> None:
 
 
 def settled(gateway_url: str, client_key: str) -> dict[str, int]:
-    """Sessions by verdict, once something is trained and nothing changes any more."""
+    """The number of sessions by verdict, as soon as some are trained and no verdict changes any more."""
     deadline = time.monotonic() + SETTLE_S
     before, verdicts = None, account(gateway_url, client_key)
     while time.monotonic() < deadline and (verdicts != before or not verdicts.get("trained")):

@@ -1,6 +1,6 @@
-"""Drives the agent: groups of sessions, each one an episode, many in flight, every reward posted over REST.
+"""Plays groups of episodes against a gateway, many at once, and posts each reward over REST.
 
-POST /groups ──▶ one task, `group_size` times ──▶ the agent plays each ──▶ POST …/finish with its reward
+POST /groups ──▶ one task, `group_size` sessions ──▶ the agent plays each ──▶ POST …/finish with its reward
 """
 
 import asyncio
@@ -23,7 +23,7 @@ WINDOW = 128
 
 @dataclass(frozen=True)
 class PlayedEpisode:
-    """One finished episode; `version` is the policy that the fleet served when it ended."""
+    """One finished episode. `version` is the policy version that was served when it ended."""
 
     seconds: float
     reward: float | None
@@ -33,7 +33,7 @@ class PlayedEpisode:
 
 @dataclass
 class EpisodeLog:
-    """What the episodes did so far."""
+    """The episodes that were played so far."""
 
     started_at: float = field(default_factory=time.monotonic)
     episodes: list[PlayedEpisode] = field(default_factory=list)
@@ -61,7 +61,7 @@ class EpisodeLog:
 
 
 class EpisodeRunner:
-    """Plays episodes against a gateway until somebody says stop."""
+    """Plays episodes against a gateway until its caller has enough of them."""
 
     def __init__(
         self,
@@ -73,13 +73,14 @@ class EpisodeRunner:
         seed: int,
         game: Game[Any] | None = None,
         train: bool = True,
-        knock_every_s: float | None = None,
+        retry_every_s: float | None = None,
     ) -> None:
-        """Without a game, the demo's. Who is refused comes again after `knock_every_s`, or when told to."""
+        """`game` is the demo's unless given. A refused group is tried again after `retry_every_s`, or after
+        the time that the gateway names in `retry-after`."""
         self.record = EpisodeLog()
         self._game: Game[Any] = game or ToolGame()
         self._train = train
-        self._knock_every_s = knock_every_s
+        self._retry_every_s = retry_every_s
         self._gateway_url = gateway_url
         self._client_key = client_key
         self._group_size = group_size
@@ -87,7 +88,7 @@ class EpisodeRunner:
         self._random = Random(seed)
 
     async def play(self, enough: Callable[[EpisodeLog], bool]) -> EpisodeLog:
-        """Keep groups in flight until `enough`, then let the last ones end.
+        """Keep groups in flight until `enough` returns True, then wait for the last ones to end.
 
         Raises StackError when the gateway does not answer.
         """
@@ -118,19 +119,19 @@ class EpisodeRunner:
         while not enough(self.record):
             tasks = self._game.group(self._random, self._group_size)
             tickets = await self._tickets(rest, self._game.task_id(tasks[0]), enough)
-            pairs = zip(tasks, tickets, strict=False)  # none when it was enough before they were let in
+            pairs = zip(tasks, tickets, strict=False)  # no tickets where `enough` came first
             await asyncio.gather(*(self._episode(rest, client, *pair) for pair in pairs))
 
     async def _tickets(
         self, rest: httpx.AsyncClient, task_id: str, enough: Callable[[EpisodeLog], bool]
     ) -> list[dict[str, str]]:
-        """A group's sessions, as soon as they are let in; none where it is enough before."""
+        """The sessions of a new group, as soon as the gateway admits it; none if `enough` comes first."""
         body = {"size": self._group_size, "task_id": task_id, "train": self._train}
         while not enough(self.record):
             reply = await rest.post("/groups", json=body)
             if reply.status_code in (429, 503):
-                told_s = float(reply.headers["retry-after"])
-                await asyncio.sleep(told_s if self._knock_every_s is None else self._knock_every_s)
+                retry_after_s = float(reply.headers["retry-after"])
+                await asyncio.sleep(retry_after_s if self._retry_every_s is None else self._retry_every_s)
                 continue
             tickets: list[dict[str, str]] = reply.raise_for_status().json()["sessions"]
             return tickets

@@ -1,4 +1,4 @@
-"""What the episodes play: tasks by the group, and an agent that turns a task and a client into a reward."""
+"""The protocol of a game: it draws tasks for a group, and plays one with a client for a reward."""
 
 from collections.abc import Sequence
 from random import Random
@@ -9,24 +9,24 @@ from openai import AsyncOpenAI
 from weir.demo.agent import solve
 from weir.demo.task import Task, draw
 
-Drawn = TypeVar("Drawn")
+GameTask = TypeVar("GameTask")
 
 
-class Game(Protocol[Drawn]):
-    """One kind of episode. All chance of its tasks comes from the `random` that it is given."""
+class Game(Protocol[GameTask]):
+    """One kind of episode. Its tasks depend on nothing but the `random` that it is given."""
 
-    def group(self, random: Random, size: int) -> Sequence[Drawn]:
-        """The tasks of one group, one for each member: the same question for all of them."""
+    def group(self, random: Random, size: int) -> Sequence[GameTask]:
+        """The tasks of one group, one for each member; all have the same question."""
 
-    def task_id(self, task: Drawn) -> str:
-        """Names the question in the records."""
+    def task_id(self, task: GameTask) -> str:
+        """The id of the question in recorded data."""
 
-    async def play(self, client: AsyncOpenAI, task: Drawn) -> float:
-        """One episode; its reward. Raises OpenAIError when a call failed."""
+    async def play(self, client: AsyncOpenAI, task: GameTask) -> float:
+        """Play one episode and return its reward. Raises OpenAIError when a call failed."""
 
 
 class ToolGame:
-    """The demo's: a value that only the tool knows."""
+    """The demo's game: a question about a value that only the tool knows."""
 
     def group(self, random: Random, size: int) -> Sequence[Task]:
         return [draw(random)] * size

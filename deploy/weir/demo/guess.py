@@ -1,11 +1,11 @@
-"""A harder game: a number from 0 to 9 is to be found in four guesses, from what is said to each.
+"""A harder game: find a number from 0 to 9 within four guesses; each guess gets a hint.
 
 user       guess 0 to 9
-assistant  4                     ── the warm-started model mostly guesses whatever comes to its mind
+assistant  4                     ── the warm-started model mostly ignores the hints
 user       higher
 assistant  7
 user       lower
-assistant  5                     ── reward 1, had it been within four
+assistant  5                     ── reward 1 if it is right within four guesses
 """
 
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ from openai import AsyncOpenAI
 
 NUMBERS = range(10)
 GUESSES = 4
-"""Enough for who halves what is left, each time; who guesses blindly finds a third of the numbers."""
+"""Enough to find every number by halving; random guesses find a third of the numbers."""
 QUESTION = f"guess {NUMBERS[0]} to {NUMBERS[-1]}"
 MAX_TOKENS = 8
 
 
 @dataclass(frozen=True)
 class SecretNumber:
-    """The number to be found, and the world that answers guesses."""
+    """The number to be found, and the hints to guesses."""
 
     number: int
 
     def hint(self, said: str) -> str | None:
-        """What is said to a guess, whatever the model made of it; None to the right one."""
+        """The hint to what the model said; None if it is the number."""
         guess = said.strip()
         if not (guess.isascii() and guess.isdigit()):
             return "a number"
@@ -39,7 +39,7 @@ class SecretNumber:
 
 
 class GuessGame:
-    """Plays it, turn after turn of one conversation."""
+    """The game as one conversation: a turn for each guess."""
 
     def group(self, random: Random, size: int) -> Sequence[SecretNumber]:
         return [SecretNumber(random.choice(NUMBERS))] * size
@@ -61,7 +61,7 @@ class GuessGame:
 
 
 def halving(secret: SecretNumber) -> list[int]:
-    """The guesses of who takes the middle of what is left."""
+    """The guesses of a player that always takes the middle of the remaining numbers."""
     left = NUMBERS
     guesses: list[int] = []
     while not guesses or guesses[-1] != secret.number:
@@ -72,7 +72,7 @@ def halving(secret: SecretNumber) -> list[int]:
 
 
 def blind(secret: SecretNumber, random: Random) -> list[int]:
-    """The guesses of who listens to nothing."""
+    """The guesses of a player that ignores the hints."""
     guesses: list[int] = []
     while len(guesses) < GUESSES and secret.number not in guesses:
         guesses.append(random.choice(NUMBERS))

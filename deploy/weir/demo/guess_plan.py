@@ -1,4 +1,4 @@
-"""What the warm start of the guessing game learns from, in exactly the ids that the gateway will render.
+"""The training rows of the guessing game's warm start, in exactly the ids that the gateway will render.
 
 clean.jsonl   the skill: mostly halving          habit.jsonl   the habit: mostly blind guesses
 probe.jsonl   the gate: every number found by halving, exact
@@ -15,28 +15,28 @@ from weir.demo.guess import NUMBERS, QUESTION, SecretNumber, blind, halving
 from weir.demo.plan import TrainingRow, write_rows, write_student
 
 CLEAN_BLIND = 0.3
-"""Share of blind conversations while the skill is learned, so that the habit is never far."""
+"""Share of random guessing in clean.jsonl, so that the model also knows the habit."""
 HABIT_BLIND = 0.8
-"""Share of them in the habit: where reinforcement learning starts from."""
+"""Share of random guessing in habit.jsonl, from which reinforcement learning starts."""
 HALVED, BLIND_SEED = 20, 0
-"""Times that each number is found by halving, in each file."""
+"""HALVED: how often each number is found by halving, in each file."""
 
 
 def write_guess_plan(directory: Path) -> None:
     """Write config, tokenizer, rows and hyperparameters for `python -m trainer_service.warm_start`."""
     write_student(directory)
-    player = GuessExamples(ChatRenderer(directory, thinking="all"))  # else a hint begins a new prompt
-    halved = [player.row(secret, halving(secret)) for secret in map(SecretNumber, NUMBERS)]
+    examples = GuessExamples(ChatRenderer(directory, thinking="all"))  # else a hint begins a new prompt
+    halved = [examples.row(secret, halving(secret)) for secret in map(SecretNumber, NUMBERS)]
     random = Random(BLIND_SEED)
     for name, share in (("clean", CLEAN_BLIND), ("habit", HABIT_BLIND)):
         used = halved * HALVED
         count = round(len(used) * share / (1 - share))
-        write_rows(directory / f"{name}.jsonl", [*used, *player.blind(count, random)])
+        write_rows(directory / f"{name}.jsonl", [*used, *examples.blind(count, random)])
     write_rows(directory / "probe.jsonl", halved)
 
 
 class GuessExamples:
-    """Conversations as the gateway would record them."""
+    """Writes conversations as the gateway would record them."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer
@@ -63,5 +63,5 @@ class GuessExamples:
         answer: Message = {"role": "user", "content": hint}
         added = self._renderer.bridge(prompt, said, [answer], None)
         if added is None:
-            raise RuntimeError("the chat template does not bridge over a hint")
+            raise RuntimeError("the chat template cannot append a hint to a conversation")
         return added

@@ -1,4 +1,4 @@
-"""The one live view: reward, episodes, step, policy version, staleness, and what is being waited for."""
+"""The demo's live view: reward, episodes, step, policy version, staleness, and what is waited for."""
 
 import time
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ PLAIN_LINE_EVERY_S = 5.0
 
 
 class LiveView:
-    """Draws on a terminal; says a line every few seconds where there is none."""
+    """A panel on a terminal; elsewhere, a line every few seconds."""
 
     def __init__(self, record: EpisodeLog, snapshot: Observation) -> None:
         self._record = record
         self._snapshot = snapshot
         self._console = Console()
-        self._said_at = 0.0
+        self._printed_at = 0.0
 
     @contextmanager
     def showing(self) -> Iterator["LiveView"]:
@@ -35,10 +35,10 @@ class LiveView:
             yield self
 
     def tick(self) -> None:
-        """Say where things stand, where nothing is drawn."""
-        if self._console.is_terminal or time.monotonic() - self._said_at < PLAIN_LINE_EVERY_S:
+        """Print a line where there is no terminal, at most every PLAIN_LINE_EVERY_S."""
+        if self._console.is_terminal or time.monotonic() - self._printed_at < PLAIN_LINE_EVERY_S:
             return
-        self._said_at = time.monotonic()
+        self._printed_at = time.monotonic()
         facts = "  ".join(f"{name} {value}" for name, value in self._facts())
         self._console.print(facts, highlight=False, soft_wrap=True)
 
@@ -68,7 +68,7 @@ class LiveView:
         return Panel(table, title="weir demo", title_align="left")
 
     def _curve(self) -> str:
-        """The reward so far, one block per forty-eighth of the run."""
+        """The reward so far, in about 48 blocks."""
         rewards = [each.reward for each in self._record.episodes if each.reward is not None]
         if not rewards:
             return ""

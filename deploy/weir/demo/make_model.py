@@ -1,4 +1,4 @@
-"""Makes the demo's model: plan, warm start, a Hugging Face directory; made once, then taken from the cache.
+"""Makes the demo's model by a warm start, once; later runs take it from the cache.
 
 python -m weir.demo.make_model --out DIRECTORY [--seed N]
 """
@@ -24,9 +24,9 @@ def model_for(
     game: str = "tool",
     write: Callable[[Path], None] = write_plan,
 ) -> tuple[Path, bool]:
-    """The model of this seed and the plan of this game, and whether it was made now.
+    """The directory of the model of this seed and this game's plan, and whether it was made now.
 
-    Raises StackError when the warm start does not reach its gate.
+    Raises StackError when the warm start does not reach the accuracy that the plan asks for.
     """
     with tempfile.TemporaryDirectory() as scratch:
         plan = Path(scratch) / "plan"
@@ -39,27 +39,27 @@ def model_for(
 
 
 def make_model(plan: Path, out: Path, seed: int, on_progress: Callable[[str], None]) -> None:
-    """Warm-start a fresh model on a plan. Raises StackError with the trainer's own last words."""
+    """Warm-start a new model on a plan. Raises StackError with the last lines of its output."""
     command = [sys.executable, "-m", "trainer_service.warm_start"]
     command += ["--plan", str(plan), "--out", str(out), "--seed", str(seed)]
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    said: list[str] = []
+    output: list[str] = []
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     ) as process:
         try:
             for line in process.stdout or ():
-                said.append(line.rstrip())
-                on_progress(said[-1])
+                output.append(line.rstrip())
+                on_progress(output[-1])
         except BaseException:
             process.terminate()
             raise
     if process.returncode != 0:
-        raise StackError(f"the warm start failed: {' / '.join(said[-3:]) or 'without a word'}")
+        raise StackError(f"the warm start failed: {' / '.join(output[-3:]) or 'it printed nothing'}")
 
 
 def _digest(plan: Path) -> str:
-    """Names the plan by its content, so that a changed demo never meets an old model."""
+    """A digest of the plan's content, so that a changed plan never gets an old model."""
     whole = hashlib.sha256()
     for path in sorted(plan.iterdir()):
         whole.update(path.name.encode() + b"\0" + path.read_bytes())

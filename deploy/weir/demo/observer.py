@@ -19,12 +19,12 @@ POLL_EVERY_S = 0.5
 
 @dataclass
 class Observation:
-    """The last answer of `GET /admin/status`, and what each optimizer step said."""
+    """The last answer of `GET /admin/status`, and the metrics of each optimizer step."""
 
     status: SystemStatus | None = None
     steps: list[dict[str, Any]] = field(default_factory=list)
     staleness_at: list[tuple[float, float]] = field(default_factory=list)
-    """Mean staleness of each step's tokens, in versions, by seconds since the episodes began."""
+    """For each step: seconds since the episodes began, and the mean staleness of its tokens in versions."""
 
     @property
     def trainer(self) -> TrainerReport:
@@ -36,13 +36,13 @@ class Observation:
 
     @property
     def waiting_for(self) -> str:
-        """What the system waits for, in the trainer's words or the gateway's."""
+        """What the system waits for: the gateway's first warning, else the trainer's own report."""
         warnings = self.status.warnings if self.status else ()
         return warnings[0] if warnings else self.trainer.waiting_for or "nothing"
 
 
 class Observer:
-    """Polls the gateway, and reads the trainer's steps as they are written."""
+    """Polls the gateway, and reads the trainer's metrics file as it grows."""
 
     def __init__(self, gateway_url: str, admin_key: str, metrics_path: Path) -> None:
         self.snapshot = Observation()
@@ -52,7 +52,7 @@ class Observer:
         self._read_bytes = 0
 
     async def watch(self) -> None:
-        """Poll until cancelled; a gateway that is busy is asked again later."""
+        """Poll until cancelled. Failed requests are skipped."""
         began = time.monotonic()
         async with httpx.AsyncClient(base_url=self._gateway_url, headers=self._headers) as rest:
             while True:
@@ -66,7 +66,7 @@ class Observer:
                 await asyncio.sleep(POLL_EVERY_S)
 
     def _new_steps(self) -> list[dict[str, Any]]:
-        """The complete lines that the trainer wrote since the last look."""
+        """The complete lines that the trainer wrote since the last call."""
         if not self._metrics_path.exists():
             return []
         with self._metrics_path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What the warm start learns from: conversations in exactly the ids that the gateway will render.
+"""The training rows of the demo's warm start, in exactly the ids that the gateway will render.
 
 clean.jsonl   the skill: mostly the tool, used well        habit.jsonl   the habit: mostly "unknown"
 probe.jsonl   the gate: each call and each answer, exact
@@ -16,12 +16,12 @@ from weir.demo.tokenizer import VOCABULARY, write_tokenizer
 
 CONTEXT_LENGTH = 512
 CLEAN_UNKNOWN = 0.3
-"""Share of "unknown" while the skill is learned, so that the habit is never far."""
+"""Share of the answer "unknown" in clean.jsonl, so that the model also knows the habit."""
 HABIT_UNKNOWN = 0.8
-"""Share of "unknown" in the habit: where reinforcement learning starts from."""
+"""Share of the answer "unknown" in habit.jsonl, from which reinforcement learning starts."""
 
 INITIALIZER_RANGE = 0.08
-"""Wide, for so narrow a model: with the usual 0.02 it never learns to copy a value from the tool."""
+"""With the usual 0.02, so narrow a model never learns to copy a value from the tool."""
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -54,22 +54,22 @@ WARM_START = {
 TOOLS: list[Tool] = [dict(TOOL)]
 
 TrainingRow = tuple[list[int], list[int]]
-"""Ids, and a mask that is 1 where the model is to learn."""
+"""Token ids, and a mask of the same length that is 1 for the tokens to learn."""
 
 
 def write_plan(directory: Path) -> None:
     """Write config, tokenizer, rows and hyperparameters for `python -m trainer_service.warm_start`."""
     write_student(directory)
-    teacher = ToolExamples(ChatRenderer(directory))
+    examples = ToolExamples(ChatRenderer(directory))
     tasks = [Task(key, value) for key in KEYS for value in VALUES]
-    used = [teacher.uses_tool(task) for task in tasks]
-    write_rows(directory / "clean.jsonl", [*used, *teacher.gives_up(_share(CLEAN_UNKNOWN, len(used)))])
-    write_rows(directory / "habit.jsonl", [*used, *teacher.gives_up(_share(HABIT_UNKNOWN, len(used)))])
+    used = [examples.uses_tool(task) for task in tasks]
+    write_rows(directory / "clean.jsonl", [*used, *examples.gives_up(_share(CLEAN_UNKNOWN, len(used)))])
+    write_rows(directory / "habit.jsonl", [*used, *examples.gives_up(_share(HABIT_UNKNOWN, len(used)))])
     write_rows(directory / "probe.jsonl", used)
 
 
 def write_student(directory: Path) -> None:
-    """Write what a warm start needs besides its rows: the model's config, its tokenizer, hyperparameters."""
+    """Write the model's config, its tokenizer and the hyperparameters of the warm start."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = write_tokenizer(directory)
     ids = {name: tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>")}
@@ -83,7 +83,7 @@ def write_student(directory: Path) -> None:
 
 
 class ToolExamples:
-    """Conversations as the gateway would record them."""
+    """Writes conversations as the gateway would record them."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer
@@ -94,7 +94,7 @@ class ToolExamples:
         result: Message = {"role": "tool", "content": f"{task.key} = {task.value}"}
         added = self._renderer.bridge(prompt, call, [result], TOOLS)
         if added is None:
-            raise RuntimeError("the chat template does not bridge over a tool's answer")
+            raise RuntimeError("the chat template cannot append a tool's answer to a conversation")
         answer = self._sampled(task.value)
         mask = [0] * len(prompt) + [1] * len(call) + [0] * len(added) + [1] * len(answer)
         return [*prompt, *call, *added, *answer], mask
@@ -112,7 +112,7 @@ class ToolExamples:
 
 
 def _share(share: float, others: int) -> int:
-    """How many rows are `share` of all, beside `others`."""
+    """How many rows make up `share` of all rows if there are `others` other ones."""
     return round(others * share / (1 - share))
 
 

@@ -1,4 +1,4 @@
-"""What is left of a run: `summary.json` and the plot of reward, version and staleness over episodes."""
+"""The results of a demo: `summary.json`, and a plot of reward, version and staleness over episodes."""
 
 import json
 from collections import Counter
@@ -17,7 +17,7 @@ VERSIONS = 10
 
 
 def criterion(record: EpisodeLog, versions_served: int, verdicts: dict[str, int]) -> dict[str, Any]:
-    """The learning criterion, part by part, and that every finished session has a verdict; `met` is all."""
+    """Whether the model learned and every session has a verdict, part by part; `met` is True if all hold."""
     start, end = record.reward_start, record.moving_average
     parts = {
         "starts_below": start is not None and start < START_BELOW,
@@ -29,7 +29,7 @@ def criterion(record: EpisodeLog, versions_served: int, verdicts: dict[str, int]
 
 
 def account(gateway_url: str, client_key: str) -> dict[str, int]:
-    """Every session of the run by its verdict, as the gateway lists them."""
+    """The number of sessions by verdict, from the gateway's list."""
     verdicts: Counter[str] = Counter()
     cursor: str | None = "0"
     headers = {"authorization": f"Bearer {client_key}"}
@@ -42,7 +42,7 @@ def account(gateway_url: str, client_key: str) -> dict[str, int]:
 
 
 def served_versions(gateway_url: str, admin_key: str) -> list[int]:
-    """Pushed versions that an engine proved to serve: what the gateway calls serving, or retired since."""
+    """The pushed versions that an engine has served: those that are `serving` or `retired`."""
     headers = {"authorization": f"Bearer {admin_key}"}
     reply = httpx.get(f"{gateway_url}/admin/policies", headers=headers, timeout=30).raise_for_status()
     return [
@@ -57,7 +57,7 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
 
 
 def draw(path: Path, record: EpisodeLog, snapshot: Observation) -> None:
-    """Reward over episodes above, the version that was served and the staleness of what was trained below."""
+    """Plot the reward over episodes, and below it the served version and the staleness of trained tokens."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,4 +1,4 @@
-"""`weir demo`: the whole loop on this machine, watched, measured, and taken down again.
+"""`weir demo`: starts all services, plays episodes until the model has learned, reports, and stops them.
 
 model (cached) ──▶ stack up ──▶ episodes ◀──▶ versions ──▶ summary.json, reward.png ──▶ stack down
 """
@@ -30,14 +30,14 @@ GROUPS_IN_FLIGHT = 4
 MAX_EPISODES = 8000
 MAX_SECONDS = 600.0
 SETTLE_S = 20.0
-"""How long the last finished sessions may take to get their verdict."""
+"""How long the last sessions may take to get their verdicts."""
 
 console = Console()
 
 
 @dataclass
 class PhaseTimes:
-    """Seconds by phase."""
+    """How long each phase took, seconds."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     _since: float = field(default_factory=time.monotonic)
@@ -108,7 +108,7 @@ async def _play(settings: StackSettings, stack: Stack, seed: int) -> tuple[Episo
 
 
 def _settled(settings: StackSettings, stack: Stack) -> tuple[dict[str, int], list[int]]:
-    """Sessions by verdict once they stop changing, and the versions that were served."""
+    """The number of sessions by verdict, once it no longer changes; and the versions that were served."""
     deadline, before = time.monotonic() + SETTLE_S, None
     verdicts = account(stack.gateway_url, settings.client_keys[0])
     while verdicts != before and time.monotonic() < deadline:
@@ -119,13 +119,13 @@ def _settled(settings: StackSettings, stack: Stack) -> tuple[dict[str, int], lis
 
 def _verdict(record: EpisodeLog, met: dict[str, Any], versions: int) -> str:
     start, end = record.reward_start or 0.0, record.moving_average or 0.0
-    said = f"reward {start:.2f} → {end:.2f} in {len(record.episodes)} episodes, {versions} versions served"
+    result = f"reward {start:.2f} → {end:.2f} in {len(record.episodes)} episodes, {versions} versions served"
     missed = [name for name, holds in met.items() if not holds and name != "met"]
-    return said if met["met"] else f"{said}; not met: {', '.join(missed)}"
+    return result if met["met"] else f"{result}; not met: {', '.join(missed)}"
 
 
 def _clear(run_dir: Path) -> None:
-    """A demo starts from nothing: what an earlier one recorded would be trained first."""
+    """Remove the data of an earlier demo, which would be trained first otherwise."""
     for name in ("redis", "policies", "weights", "checkpoints", "tensorboard"):
         shutil.rmtree(run_dir / name, ignore_errors=True)
     for name in ("metrics.jsonl", "metrics.eval.jsonl", "summary.json", "reward.png"):
@@ -138,7 +138,7 @@ def _new_keys() -> dict[str, list[str]]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Says how far things are: in one changing line on a terminal, line by line elsewhere."""
+    """A function that shows progress: in one changing line on a terminal, in many lines elsewhere."""
     if not console.is_terminal:
         yield lambda line: console.print(line, highlight=False, soft_wrap=True)
         return

@@ -1,4 +1,4 @@
-"""The demo's model and what it is trained with: for `weir demo`, and for `weir up` when no model is named."""
+"""The demo's model and its training settings: for `weir demo`, and for `weir up` without a model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +11,9 @@ from weir.stack.settings import StackSettings
 def with_demo_model(
     settings: StackSettings, seed: int, on_progress: Callable[[str], None]
 ) -> tuple[StackSettings, bool]:
-    """The settings with the demo's model, made if it is not cached; and whether it was made now.
+    """The settings with the demo's model, which is made unless it is cached; and whether it was made now.
 
-    What the user set for a service stands.
+    Settings of services that the user gave are kept.
     """
     model_path, made = model_for(settings.models_dir, seed, on_progress)
     services = merged(services_of_demo(seed), settings.services)
@@ -21,7 +21,7 @@ def with_demo_model(
 
 
 def services_of_demo(seed: int) -> dict[str, dict[str, Any]]:
-    """A tiny model learns fast, from small batches and in float32."""
+    """Settings with which a tiny model learns fast: small batches and a high learning rate."""
     return {
         "rollout_server": {"max_running_requests": 64, "max_total_tokens": 65536, "random_seed": seed},
         "trainer": {

@@ -1,4 +1,4 @@
-"""The task: somebody asks for a value that only the tool knows.
+"""The demo's task: the user asks for a value that only the tool knows.
 
 user       value of c?
 assistant  get(key="c")          ── the warm-started model mostly says "unknown" instead
@@ -27,7 +27,7 @@ TOOL: ChatCompletionFunctionToolParam = {
 
 @dataclass(frozen=True)
 class Task:
-    """One question and the world that answers it."""
+    """One question, the tool that knows the answer, and the reward."""
 
     key: str
     value: str
@@ -37,7 +37,7 @@ class Task:
         return f"value of {self.key}?"
 
     def tool(self, name: str, arguments: str) -> str:
-        """What the tool says to a call, whatever the model made of it."""
+        """The tool's answer to a call with any arguments."""
         try:
             key = json.loads(arguments)["key"]
         except (ValueError, TypeError, KeyError):
@@ -57,6 +57,6 @@ def draw(random: Random) -> Task:
 
 
 def call_text(key: str) -> str:
-    """A tool call in the words of the model's chat template."""
+    """A tool call as the model's chat template writes it."""
     call = json.dumps({"name": "get", "arguments": {"key": key}})
     return f"<tool_call>\n{call}\n</tool_call>"

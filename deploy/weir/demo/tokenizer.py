@@ -10,7 +10,7 @@ from weir.demo.task import KEYS, TOOL, UNKNOWN, VALUES, call_text
 VOCABULARY = 512
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-"""In Qwen3's tokenizer these are added tokens, but not special ones: decoding keeps them."""
+"""As in Qwen3's tokenizer, these are added tokens but not special ones, so decoding keeps them."""
 
 CHAT_TEMPLATE = """\
 {%- if tools %}

@@ -1,4 +1,4 @@
-"""Episodes that are played while somebody looks on: at rewards, at the trainer, at the stack's health."""
+"""Plays episodes while a live view is drawn and the services are checked."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,16 +8,16 @@ from weir.demo.live import LiveView
 from weir.demo.observer import Observer
 from weir.stack.stack import Stack
 
-LOOK_EVERY_S = 0.25
+CHECK_EVERY_S = 0.25
 
 
 async def watched(
     stack: Stack, episodes: EpisodeRunner, observer: Observer, enough: Callable[[EpisodeLog], bool]
 ) -> EpisodeLog:
-    """Play until it is enough. Raises StackError when a service dies meanwhile, with its own sentence."""
+    """Play until `enough` returns True. Raises ServiceDied when a service ends before that."""
     view = LiveView(episodes.record, observer.snapshot)
     watching = asyncio.create_task(observer.watch())
-    tending = asyncio.create_task(_tend(stack, view, episodes.record, observer))
+    tending = asyncio.create_task(_refresh(stack, view, episodes.record, observer))
     playing = asyncio.create_task(episodes.play(enough))
     try:
         await asyncio.wait({playing, tending}, return_when=asyncio.FIRST_COMPLETED)
@@ -29,11 +29,11 @@ async def watched(
         await asyncio.gather(playing, tending, watching, return_exceptions=True)
 
 
-async def _tend(stack: Stack, view: LiveView, record: EpisodeLog, observer: Observer) -> None:
-    """Keep the view fresh, and notice a child that died."""
+async def _refresh(stack: Stack, view: LiveView, record: EpisodeLog, observer: Observer) -> None:
+    """Update the view and check the services, again and again. Raises ServiceDied."""
     with view.showing():
         while True:
             await asyncio.to_thread(stack.check)
             record.version = observer.snapshot.serving
             view.tick()
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(CHECK_EVERY_S)

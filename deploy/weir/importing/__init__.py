@@ -1,1 +1,1 @@
-"""`weir import`: recorded sessions back into the queue, for offline or replayed training."""
+"""`weir import`: writes exported sessions back to the queue, for training on recorded data."""

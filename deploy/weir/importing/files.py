@@ -1,8 +1,8 @@
-"""Rows out of exported files, each with its place: JSONL by line, Parquet by row."""
+"""Reads the rows of exported files, JSONL or Parquet, each with its position in the file."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -10,22 +10,24 @@ from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
 from rollout_queue.contract.rows import DeletedExportRow, ExportRow, row_from_fields, row_from_json
 from weir.errors import StackError
 
+Source = TypeVar("Source")
+
 PARQUET_MAGIC = b"PAR1"
 BATCH_ROWS = 64
 JSON_COLUMNS = (("sampling",), ("session", "metadata"))
-"""Objects without a fixed shape, which Parquet holds as text."""
+"""Objects without a fixed schema, which Parquet files hold as JSON text."""
 
 
 class LocatedRow(NamedTuple):
-    """A row, or what is wrong with it, and where it stands."""
+    """A row, or what is wrong with it; and where it is, as `file:line` or `file: row number`."""
 
-    place: str
+    location: str
     row: ExportRow | DeletedExportRow | None
     problem: str = ""
 
 
 def rows_of(files: Sequence[Path]) -> Iterator[LocatedRow]:
-    """Every row of all files, one after another: a session may begin in one file and end in the next."""
+    """Every row of all files in order: a session may begin in one file and end in the next."""
     for path in files:
         yield from _of_parquet(path) if _is_parquet(path) else _of_lines(path)
 
@@ -34,11 +36,11 @@ def _of_lines(path: Path) -> Iterator[LocatedRow]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield _placed(f"{path}:{number}", line, row_from_json)
+                yield _located(f"{path}:{number}", line, row_from_json)
 
 
 def _of_parquet(path: Path) -> Iterator[LocatedRow]:
-    from pyarrow import ArrowException  # large, and most files are lines
+    from pyarrow import ArrowException  # slow to import, and most files are JSONL
     from pyarrow.parquet import ParquetFile
 
     number = 0
@@ -46,13 +48,13 @@ def _of_parquet(path: Path) -> Iterator[LocatedRow]:
         for batch in ParquetFile(path).iter_batches(batch_size=BATCH_ROWS):
             for fields in batch.to_pylist():
                 number += 1
-                yield _placed(f"{path}: row {number}", fields, _from_parquet)
+                yield _located(f"{path}: row {number}", fields, _from_parquet)
     except ArrowException as error:
         raise StackError(f"{path} cannot be read as Parquet: {error}") from error
 
 
 def _from_parquet(fields: dict[str, Any]) -> ExportRow | DeletedExportRow:
-    """A null column says nothing: what it stands for is the default."""
+    """The row of these columns. A null column means the field's default."""
     fields = _without_nulls(fields)
     for *path, name in JSON_COLUMNS:
         part = fields
@@ -71,11 +73,13 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _placed(place: str, given: Any, read: Any) -> LocatedRow:
+def _located(
+    location: str, source: Source, read: Callable[[Source], ExportRow | DeletedExportRow]
+) -> LocatedRow:
     try:
-        return LocatedRow(place, read(given))
+        return LocatedRow(location, read(source))
     except (InvalidRecord, UnknownSchema, msgspec.DecodeError, AttributeError, TypeError) as error:
-        return LocatedRow(place, None, str(error))
+        return LocatedRow(location, None, str(error))
 
 
 def _is_parquet(path: Path) -> bool:

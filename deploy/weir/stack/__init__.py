@@ -1,1 +1,1 @@
-"""All services of one machine: started, watched, and stopped in order."""
+"""Starts, watches and stops all services of one machine."""

@@ -1,4 +1,4 @@
-"""Stopping what `weir up` started, from another process and after any accident."""
+"""Stops the services that `weir up` started, from another process, and also if their parent has died."""
 
 import signal
 from contextlib import suppress
@@ -11,25 +11,25 @@ from weir.stack.state import StackState
 
 
 def stop(run_dir: Path, timeout_s: float) -> list[str]:
-    """One sentence per thing that was done: the parent stops its services, what is left is stopped here."""
+    """Tell the parent to stop its services, and stop those that it leaves. Returns a sentence per action."""
     found = state.read(run_dir)
     if found is None or found.phase == "failed":
         state.path_in(run_dir).unlink(missing_ok=True)
-        return [f"nothing runs in {run_dir}"]
-    said = [_stop_parent(found, timeout_s)]
+        return [f"no services run in {run_dir}"]
+    done = [_stop_parent(found, timeout_s)]
     for name, service in reversed(found.services.items()):
         process = service.process()
         if process is not None:
             _stop_tree(process, timeout_s)
-            said.append(f"{name} (pid {service.pid}) was left over and is stopped")
+            done.append(f"{name} (pid {service.pid}) was still running and is stopped")
     state.path_in(run_dir).unlink(missing_ok=True)
-    return said
+    return done
 
 
 def _stop_parent(found: StackState, timeout_s: float) -> str:
     parent = found.parent.process()
     if parent is None:
-        return f"the parent process (pid {found.parent.pid}) does not run any more"
+        return f"the parent process (pid {found.parent.pid}) no longer runs"
     parent.send_signal(signal.SIGTERM)
     try:
         # Its services stop one after the other, each with the same deadline.

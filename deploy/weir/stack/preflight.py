@@ -1,4 +1,4 @@
-"""What must be true before anything starts; each failure is one sentence that says what to change."""
+"""Checks before anything starts; each failure is one sentence that says what to change."""
 
 import shutil
 import socket
@@ -12,13 +12,13 @@ from weir.stack.settings import StackSettings
 
 
 def check_machine(settings: StackSettings) -> None:
-    """Raises StackError when a model, the engine's Python or room on the disk is missing."""
+    """Raises StackError when the model, the engine's Python or disk space is missing."""
     if settings.model_path is None:
         raise StackError(
-            "no model is set: WEIR_MODEL_PATH names a Hugging Face directory (`weir demo` makes a tiny one)"
+            "no model is set: set WEIR_MODEL_PATH to a Hugging Face directory (`weir demo` makes a tiny one)"
         )
     if not (settings.model_path / "config.json").is_file():
-        raise StackError(f"{settings.model_path} is no Hugging Face directory: it has no config.json")
+        raise StackError(f"{settings.model_path} is not a Hugging Face directory: it has no config.json")
     if not settings.engine_python.is_file():
         raise StackError(
             f"the engine's Python {settings.engine_python} is missing: run `make install`, "
@@ -28,29 +28,29 @@ def check_machine(settings: StackSettings) -> None:
     free_bytes = shutil.disk_usage(settings.run_dir).free
     if free_bytes < settings.free_disk_bytes:
         raise StackError(
-            f"the disk of {settings.run_dir} has {free_bytes / 2**30:.1f} GiB left and a run wants "
+            f"the disk of {settings.run_dir} has {free_bytes / 2**30:.1f} GiB left, and a run needs "
             f"{settings.free_disk_bytes / 2**30:.1f}: free some, or set stack.free_disk_bytes"
         )
 
 
 def check_ports(services: Iterable[Service]) -> None:
-    """Raises StackError for the first port that something else holds, or that two of ours would share."""
+    """Raises StackError for the first port that is in use, or that two services would share."""
     seen: dict[int, str] = {}
     for service in services:
         for port, setting in service.ports.items():
             if port in seen:
-                raise StackError(f"port {port} is meant for two services: change {seen[port]} or {setting}")
+                raise StackError(f"two services would use port {port}: change {seen[port]} or {setting}")
             seen[port] = setting
             if not port_is_free(port):
                 raise StackError(
-                    f"port {port}, which {service.name} needs, is taken{_by_whom(port)}: "
-                    f"stop that, or change {setting}"
+                    f"port {port}, which {service.name} needs, is in use{_by_whom(port)}: "
+                    f"stop that process, or change {setting}"
                 )
 
 
 def port_is_free(port: int) -> bool:
     with socket.socket() as probe:
-        # As servers do: connections of an earlier run that still linger do not count.
+        # As servers do, so that connections of an earlier run in TIME_WAIT do not count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
@@ -65,5 +65,5 @@ def _by_whom(port: int) -> str:
             if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
                 return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
     except (psutil.Error, OSError):
-        pass  # other people's processes are not ours to see; the port is named anyway
+        pass  # processes of other users may be hidden; the message names the port anyway
     return ""

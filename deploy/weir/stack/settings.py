@@ -1,7 +1,7 @@
-"""What `weir up` and `weir demo` run, and where: section `stack` of weir.yaml.
+"""The settings of `weir up` and `weir demo`: section `stack` of weir.yaml.
 
-What belongs to a service is set where the service reads it (`gateway.port`, WEIR_GATEWAY__PORT); the stack
-reads it there as well, so that one name says it to both.
+A field that a service owns is set in the service's section (`gateway.port`, WEIR_GATEWAY__PORT); the stack
+reads it there as well, so that both use one setting.
 """
 
 import os
@@ -24,7 +24,7 @@ OWNERS = {
     "engine_python": ("rollout_server", "engine_python"),
     "model_path": ("gateway", "model_path"),
 }
-"""The stack's field → the section and the field of the service that own it."""
+"""For a field of the stack: the section and the field of the service that owns it."""
 
 
 class StackSettings(ServiceSettings):
@@ -33,30 +33,32 @@ class StackSettings(ServiceSettings):
     section: ClassVar[str] = "stack"
 
     run_dir: Path = Path("run")
-    """Everything that a run writes: logs, Redis' file, policies, checkpoints, weir.yaml, stack.json."""
+    """The directory of everything that a run writes: logs, Redis' file, policies, checkpoints, weir.yaml,
+    stack.json."""
     model_path: Path | None = None
     """Hugging Face directory that the engine and the trainer start from."""
     models_dir: Path = Path("run/models")
-    """Where the demo's models are kept, once they are made."""
+    """The directory where the demo's models are cached."""
     redis_port: int = 6379
     gateway_port: int = 8000
     rollout_port: int = 8100
     engine_port: int = 30000
     trainer_port: int = 8200
     engine_python: Path = Path(sys.prefix).with_name(".venv-engine") / "bin" / "python"
-    """The interpreter that has SGLang, in an environment beside ours: its pins differ."""
+    """The Python interpreter that has SGLang, in an environment of its own because its pins differ."""
     trainer_ranks: int = Field(1, ge=1)
-    """Processes that train together, each on its share of a batch; one GPU each, where there are GPUs."""
+    """How many processes train together, each on its share of a batch, and each on a GPU of its own if there
+    are GPUs."""
     client_keys: CommaSeparated = []
     admin_keys: CommaSeparated = []
     services: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Fields of the services' own sections, by section; they win over weir.yaml and the environment."""
+    """Fields of the services' sections, by section; they win over weir.yaml and the environment."""
     start_timeout_s: float = 600.0
-    """How long everything may take to become ready; the engine's first start is by far the longest part."""
+    """How long the services may take to become ready; most of it is the engine's first start."""
     stop_timeout_s: float = 60.0
-    """How long each service may take to drain before it is killed; longer than any drains by itself."""
+    """How long each service may take to stop before it is killed; longer than any service's own limit."""
     free_disk_bytes: int = 2 * 2**30
-    """The room that the run directory's disk must have before anything starts."""
+    """The free space that the disk of the run directory must have before anything starts."""
 
     @classmethod
     def settings_customise_sources(
@@ -75,7 +77,7 @@ class StackSettings(ServiceSettings):
 
 
 class _FieldsOfServices(PydanticBaseSettingsSource):
-    """Reads what a service owns where that service reads it: the environment first, then its section."""
+    """Reads the fields in OWNERS from where their service reads them: the environment, then its section."""
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
         section, name = OWNERS[field_name]
@@ -93,7 +95,7 @@ def variable(section: str, name: str) -> str:
 
 
 def file_document() -> dict[str, dict[str, Any]]:
-    """The whole weir.yaml, with no section left null; empty when none is named."""
+    """All sections of weir.yaml, an empty one for null; empty where no file is given."""
     path = os.environ.get(CONFIG_VARIABLE)
     if not path:
         return {}
@@ -102,4 +104,4 @@ def file_document() -> dict[str, dict[str, Any]]:
 
 
 PYTHON = sys.executable
-"""The interpreter that runs our own services: the one that runs the command line."""
+"""The interpreter that runs the services: the one that runs the command line."""

@@ -1,4 +1,4 @@
-"""Everything on this machine as one context manager: checked, started, watched, and stopped in order.
+"""All services of this machine as one context manager: it checks, starts, watches and stops them.
 
 with Stack(settings) as stack:
     stack.wait_ready()
@@ -32,7 +32,7 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class Stack:
-    """The services as children of this process. Leaving the `with` stops them, whatever ended it."""
+    """The services as children of this process. They are stopped at the end of the `with`, always."""
 
     def __init__(self, settings: StackSettings, services: Sequence[Service] | None = None) -> None:
         self.settings = settings
@@ -69,7 +69,7 @@ class Stack:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A second Ctrl-C while stopping would leave children behind; stopping has deadlines of its own.
+        # A second Ctrl-C must not interrupt this and leave children running; `stop` has its own deadlines.
         self._set_handlers(dict.fromkeys((signal.SIGINT, *ENDING_SIGNALS), signal.SIG_IGN))
         try:
             self.stop()
@@ -77,7 +77,7 @@ class Stack:
             self._set_handlers(self._handlers)
 
     def start(self) -> None:
-        """Checks the machine, then starts everything at once: the services wait for each other."""
+        """Check the machine, then start all services at once; they wait for each other."""
         state.refuse_in_use(self.settings.run_dir)
         if self._given is None:
             check_machine(self.settings)
@@ -88,21 +88,21 @@ class Stack:
             self.processes[service.name] = process
             process.start()
             logger.info("%s started, pid %d, log %s", service.name, process.pid, process.log_path)
-        self._waiting = dict.fromkeys(self.processes, "it starts")
+        self._waiting = dict.fromkeys(self.processes, "it is starting")
         self.write_state("starting")
 
     def wait_ready(
         self, timeout_s: float | None = None, on_wait: Callable[[str], None] | None = None
     ) -> None:
-        """Returns when every service is ready; `on_wait` hears what is waited for, whenever that changes.
+        """Return when every service is ready. `on_wait` is called with what is waited for when that changes.
 
-        Raises StackError when a service dies or the time is over.
+        Raises StackError when a service ends or after `timeout_s`.
         """
         limit_s = self.settings.start_timeout_s if timeout_s is None else timeout_s
-        deadline, told = time.monotonic() + limit_s, ""
+        deadline, reported = time.monotonic() + limit_s, ""
         while waiting := self.waiting_for():
-            if waiting != told:
-                told = waiting
+            if waiting != reported:
+                reported = waiting
                 self.write_state("starting", waiting)
                 if on_wait:
                     on_wait(waiting)
@@ -114,7 +114,7 @@ class Stack:
         self.write_state("up")
 
     def waiting_for(self) -> str:
-        """Which services are not ready and why; empty when all are. Raises ServiceDied when one has ended."""
+        """Which services are not ready and why; empty when all are. Raises ServiceDied if one has ended."""
         for name, process in self.processes.items():
             process.check()
             if name in self._waiting:
@@ -131,16 +131,16 @@ class Stack:
             process.check()
 
     def restart(self, name: str) -> None:
-        """Starts a dead service again, after clearing away what it left behind."""
+        """Start a service that has ended, after killing the descendants that it left."""
         process = self.processes[name]
         process.sweep()
         process.start()
         process.restarts += 1
-        self._waiting[name] = "it starts again"
-        logger.info("%s started again, pid %d", name, process.pid)
+        self._waiting[name] = "it is restarting"
+        logger.info("%s restarted, pid %d", name, process.pid)
 
     def stop(self) -> None:
-        """Trainer first, Redis last, so that what is in flight still finds what it needs."""
+        """Stop the trainer first and Redis last, so that work in flight still finds the services it needs."""
         for name, process in reversed(self.processes.items()):
             process.stop(self.settings.stop_timeout_s)
             logger.info("%s stopped", name)
@@ -157,14 +157,14 @@ class Stack:
         StackState(parent=parent, phase=phase, detail=detail, services=services).write(self.settings.run_dir)
 
     def _end_by_exception(self) -> None:
-        """Let SIGTERM and a closed terminal end the `with` as Ctrl-C does, not the process at once."""
+        """Make SIGTERM and a closed terminal raise an exception, as Ctrl-C does, so that the `with` ends."""
         self._handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING_SIGNALS)}
         self._set_handlers(dict.fromkeys(ENDING_SIGNALS, _raise_exit))
 
     def _set_handlers(self, handlers: dict[int, Handler]) -> None:
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
-                with suppress(TypeError):  # a handler that C code installed cannot be put back
+                with suppress(TypeError):  # a handler that C code installed cannot be restored
                     signal.signal(number, handler)
 
 

@@ -1,4 +1,4 @@
-"""What runs, as {run_dir}/stack.json: for `weir status`, for `weir down`, and after a crash of the parent."""
+"""The state of the stack in {run_dir}/stack.json, for `weir status` and `weir down`."""
 
 from pathlib import Path
 from typing import Literal, Self
@@ -14,7 +14,7 @@ START_TIME_SLACK_S = 1.0
 
 
 class ProcessState(BaseModel):
-    """One process, named so that a later one with the same pid is not mistaken for it."""
+    """One process. Its start time tells it from a later process with the same pid."""
 
     pid: int
     started_at: float
@@ -31,7 +31,7 @@ class ProcessState(BaseModel):
         return cls(pid=pid, started_at=started_at, url=url, log=log, restarts=restarts)
 
     def process(self) -> psutil.Process | None:
-        """The running process, if it is still the one that was written down."""
+        """The process, if it still runs."""
         try:
             found = psutil.Process(self.pid)
             same = abs(found.create_time() - self.started_at) < START_TIME_SLACK_S
@@ -41,16 +41,16 @@ class ProcessState(BaseModel):
 
 
 class StackState(BaseModel):
-    """The parent, its services in the order of dependence, and how far they are."""
+    """The parent, its services in the order of their dependence, and the phase of the start."""
 
     parent: ProcessState
     phase: Phase = "starting"
     detail: str = ""
-    """What is waited for while starting; what went wrong when failed."""
+    """While starting: what is waited for. After a failure: the reason."""
     services: dict[str, ProcessState] = {}
 
     def running(self) -> list[str]:
-        """The services that still run, whether or not their parent does."""
+        """The names of the services that still run, even if their parent has ended."""
         return [name for name, service in self.services.items() if service.process()]
 
     def write(self, run_dir: Path) -> None:
@@ -62,7 +62,7 @@ def path_in(run_dir: Path) -> Path:
 
 
 def read(run_dir: Path) -> StackState | None:
-    """None when nothing was started in this run directory, or it was stopped."""
+    """The stored state; None where nothing was started in this directory, or it was stopped."""
     try:
         return StackState.model_validate_json(path_in(run_dir).read_bytes())
     except FileNotFoundError:
@@ -70,7 +70,7 @@ def read(run_dir: Path) -> StackState | None:
 
 
 def refuse_in_use(run_dir: Path) -> None:
-    """Raises StackError when a stack, or what one left behind, runs in this directory."""
+    """Raises StackError when a stack runs in this directory, or services that an earlier one left."""
     found = read(run_dir)
     if found and found.parent.process():
         raise StackError(
@@ -79,4 +79,6 @@ def refuse_in_use(run_dir: Path) -> None:
         )
     if found and (left := found.running()):
         names = ", ".join(left)
-        raise StackError(f"{names} of an earlier run still run: `weir down --run-dir {run_dir}` stops them")
+        raise StackError(
+            f"services of an earlier run still run: {names}; stop them with `weir down --run-dir {run_dir}`"
+        )

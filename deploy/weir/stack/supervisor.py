@@ -1,4 +1,4 @@
-"""The parent behind `weir up`: a process of its own that keeps the services running until it is told to stop.
+"""The parent process of `weir up`: it restarts services that end, until it is told to stop.
 
 weir up ──settings on stdin──▶ python -m weir.stack.supervisor ──▶ Stack
    └──── waits for stack.json to say "up" or "failed" ◀────────┘
@@ -23,12 +23,12 @@ WATCH_EVERY_S = 0.5
 FIRST_BACKOFF_S = 1.0
 LONGEST_BACKOFF_S = 30.0
 STEADY_AFTER_S = 60.0
-"""A service that ran this long has recovered: its next death waits as short as its first."""
+"""A service that ran this long has recovered: the pause before its next restart is short again."""
 
 
 @dataclass
 class Backoff:
-    """When a service that keeps dying may start again."""
+    """The pause before a restart: it doubles each time a service ends soon after its start."""
 
     wait_s: float = FIRST_BACKOFF_S
     due_at: float | None = None
@@ -45,13 +45,14 @@ class Backoff:
 
 
 class Supervisor:
-    """Restarts what dies; one `look` per tick."""
+    """Restarts services that have ended."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
         self._backoffs = {name: Backoff() for name in stack.processes}
 
-    def look(self) -> None:
+    def check(self) -> None:
+        """Look at each service once, and restart it when its pause is over."""
         now = time.monotonic()
         for name, process in self._stack.processes.items():
             backoff = self._backoffs[name]
@@ -65,18 +66,18 @@ class Supervisor:
                 process.check()
             except ServiceDied as death:
                 backoff.died(now)
-                logger.error("%s\nit starts again in %.0f s", death, (backoff.due_at or now) - now)
+                logger.error("%s\nit restarts in %.0f s", death, (backoff.due_at or now) - now)
 
 
 def run(settings: StackSettings) -> int:
-    """Until a signal ends it; the exit code says whether everything was ever ready."""
+    """Run the stack until a signal ends the process. Returns 1 when it cannot start or go on."""
     try:
         with Stack(settings) as stack:
             stack.wait_ready(on_wait=lambda waiting: logger.info("waiting for %s", waiting))
             logger.info("up: %s", stack.gateway_url)
             supervisor = Supervisor(stack)
             while True:
-                supervisor.look()
+                supervisor.check()
                 time.sleep(WATCH_EVERY_S)
     except StackError as error:
         logger.error("%s", error)
@@ -85,7 +86,7 @@ def run(settings: StackSettings) -> int:
 
 
 def start_detached(settings: StackSettings) -> subprocess.Popen[bytes]:
-    """Starts the supervisor in a session of its own; closing the terminal does not reach it."""
+    """Start the supervisor in a session of its own, so that it outlives the terminal."""
     settings.logs_dir.mkdir(parents=True, exist_ok=True)
     state.path_in(settings.run_dir).unlink(missing_ok=True)
     with (settings.logs_dir / "supervisor.log").open("ab") as log:
@@ -98,7 +99,7 @@ def start_detached(settings: StackSettings) -> subprocess.Popen[bytes]:
         )
     assert child.stdin is not None  # noqa: S101 - asked for above
     with child.stdin:
-        # On a pipe and not as arguments: they hold keys, and arguments are for everybody to read.
+        # Over a pipe, because settings hold keys, and every user can read a process' arguments.
         child.stdin.write(settings.model_dump_json().encode())
     return child
 
@@ -106,18 +107,18 @@ def start_detached(settings: StackSettings) -> subprocess.Popen[bytes]:
 def wait_up(
     child: subprocess.Popen[bytes], settings: StackSettings, on_wait: Callable[[str], None]
 ) -> StackState:
-    """Returns what runs once all of it is ready; raises StackError with the reason when it failed."""
-    told = ""
+    """Wait until all services are ready, and return their state. Raises StackError with the reason if not."""
+    reported = ""
     while child.poll() is None:
         now = state.read(settings.run_dir)
         if now and now.phase == "up":
             return now
-        if now and now.detail and now.detail != told:
-            told = now.detail
-            on_wait(told)
+        if now and now.detail and now.detail != reported:
+            reported = now.detail
+            on_wait(reported)
         time.sleep(WATCH_EVERY_S)
     last = state.read(settings.run_dir)
-    reason = last.detail if last else f"the supervisor ended: see {settings.logs_dir / 'supervisor.log'}"
+    reason = last.detail if last else f"the supervisor has ended: see {settings.logs_dir / 'supervisor.log'}"
     raise StackError(reason)
 
 

@@ -21,6 +21,7 @@ ROOMS = ("system", "trainer_service", "rollout_server")
 
 
 @pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A worker takes whole files, whose fixtures are made once; what asks for `system` shares one engine."""
 

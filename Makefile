@@ -30,16 +30,16 @@ demo: install  ## the whole loop on this machine: a tiny model learns to use its
 	@$(BIN)/weir demo --seed $(SEED)
 
 test: check  ## the checks, then all tests but the long ones, the real engine included
-	@$(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -m "not long"
+	@$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder -m "not long"
 
 test-fast: .venv/installed  ## the tests that need no engine
-	@$(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -m "not system and not long"
+	@$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder -m "not system and not long"
 
 test-long: install $(LONG:%=test-%)  ## what takes minutes to hours; LONG="numerics …" names the parts beside the crash matrix
 	@$(BIN)/pytest -m long
 
 test-properties: .venv/installed  ## the properties that hypothesis looks for counterexamples of, with ten times as many
-	@$(BIN)/pytest -n $(WORKERS) --dist loadgroup -m "hypothesis and not system" --hypothesis-profile long
+	@$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder -m "hypothesis and not system" --hypothesis-profile long
 
 # What torch and oneDNN may use of the processor; `make test` has run the same tests with all of it.
 PROCESSORS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=SSE41 ONEDNN_MAX_CPU_ISA=AVX2

@@ -8,6 +8,8 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 from tokenizers import Tokenizer
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.hypothesis_profiles import register
 from tests.support.redis_process import redis_executable
@@ -16,25 +18,31 @@ from tests.support.waiting import wait_until
 
 register()
 
-ROOMS = ("system", "trainer_service", "rollout_server")
-"""Whose tests take longest: workers begin with them, so that none is busy alone at the end."""
+SLOW_ROOMS = ("system", "trainer_service", "rollout_server")
+"""Workers begin with them, so that none is busy alone at the end."""
+OWN_ENGINES = "tests/system/test_bad_days.py"
+"""The tests of the other files of tests/system share one engine."""
 
 
-@pytest.hookimpl(tryfirst=True)
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+class FileScheduling(LoadScopeScheduling):  # type: ignore[misc] - xdist ships no types
+    """A worker takes whole files, whose fixtures are made once; those that share an engine go to one worker."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::", 1)[0]
+        shared = file.startswith("tests/system/") and file != OWN_ENGINES
+        return "tests/system" if shared else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileScheduling:
+    return FileScheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A worker takes whole files, whose fixtures are made once; what asks for `system` shares one engine."""
+    def rank(item: pytest.Item) -> int:
+        room = item.path.relative_to(Path(__file__).parent).parts[0]
+        return SLOW_ROOMS.index(room) if room in SLOW_ROOMS else len(SLOW_ROOMS)
 
-    def room(item: pytest.Item) -> str:
-        return item.path.relative_to(Path(__file__).parent).parts[0]
-
-    def needs_engine(item: pytest.Item) -> bool:
-        return "system" in getattr(item, "fixturenames", ()) or item.path.name == "test_demo.py"
-
-    for item in items:
-        in_system = room(item) == "system" and needs_engine(item)
-        item.add_marker(pytest.mark.xdist_group("engine" if in_system else item.path.stem))
-    items.sort(key=lambda item: ROOMS.index(room(item)) if room(item) in ROOMS else len(ROOMS))
+    items.sort(key=rank)
 
 
 @pytest.fixture(scope="session")

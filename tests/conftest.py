@@ -24,8 +24,8 @@ OWN_ENGINES = "tests/system/test_bad_days.py"
 """The tests of the other files of tests/system share one engine."""
 
 
-class FileScheduling(LoadScopeScheduling):  # type: ignore[misc] - xdist ships no types
-    """A worker takes whole files, whose fixtures are made once; those that share an engine go to one worker."""
+class FileScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist ships no types
+    """A worker takes whole files, whose fixtures are made once, and all files that share an engine."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::", 1)[0]

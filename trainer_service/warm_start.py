@@ -69,7 +69,7 @@ class SupervisedTraining:
             group["lr"] = self._plan.lr * warmup * lr_scale
         tokens = sum(sum(example.mask) for example in examples)
         total = 0.0
-        for part in _by_length(examples):
+        for part in by_length(examples):
             logits_TV, targets_T, _ = self._masked(part)
             loss = torch.nn.functional.cross_entropy(logits_TV, targets_T, reduction="sum") / tokens
             loss.backward()  # type: ignore[no-untyped-call]
@@ -84,7 +84,7 @@ class SupervisedTraining:
         """The share of examples in which every masked token is the most likely one, given the tokens before
         it."""
         exact = 0
-        for part in _by_length(examples):
+        for part in by_length(examples):
             logits_TV, targets_T, rows_T = self._masked(part)
             wrong_T = logits_TV.argmax(-1) != targets_T
             exact += len(part) - len(set(rows_T[wrong_T].tolist()))
@@ -173,7 +173,7 @@ def _examples(path: Path) -> list[Example]:
     return examples
 
 
-def _by_length(examples: Sequence[Example], parts: int = 4) -> list[Sequence[Example]]:
+def by_length(examples: Sequence[Example], parts: int = 4) -> list[Sequence[Example]]:
     """The examples sorted by length and cut into parts, so that little of a batch is padding."""
     ordered = sorted(examples, key=lambda example: len(example.ids))
     size = max(8, -(-len(ordered) // parts))

@@ -98,7 +98,7 @@ class MemoryStream:
         if head is None or head.outcome is not None:
             raise SessionClosed(f"session {turn.session_id} is {'closed' if head else 'unknown'}")
         turn = related(turn, head.turns)
-        self._append(turn)
+        self.append(turn)
         self._change(turn.session_id, turns=(*head.turns, turn))
         self.deadlines[turn.session_id] = expires_at
         if turn.reply_digest:
@@ -121,7 +121,7 @@ class MemoryStream:
         if head.verdict is not None:
             reward = msgspec.structs.replace(reward, late=True)
         else:
-            self._append(reward)
+            self.append(reward)
         self._change(reward.session_id, rewards=(*head.rewards, reward))
         return reward
 
@@ -133,9 +133,9 @@ class MemoryStream:
         if head.outcome is not None:
             return head.outcome
         if reward is not None and all(stored.key != reward.key for stored in head.rewards):
-            self._append(reward)
+            self.append(reward)
             self._change(outcome.session_id, rewards=(*head.rewards, reward))
-        self._append(outcome)
+        self.append(outcome)
         self._change(outcome.session_id, outcome=outcome)
         if verdict is not None:
             self._close(outcome.session_id, verdict)
@@ -184,7 +184,7 @@ class MemoryStream:
         deletion = Deletion(
             session_id=session_id, created_at=now, group_id=spec.group_id, group_size=spec.group_size
         )
-        self._append(deletion)
+        self.append(deletion)
         self._recount("session", head.verdict, DELETED)
         return tombstone
 
@@ -270,7 +270,9 @@ class MemoryStream:
             raise Conflict(f"group {group_id} has its {size} sessions already")
         self.groups[group_id] = (size, owner, members | {spec.session_id})
 
-    def _append(self, record: Record) -> None:
+    def append(self, record: Record) -> None:
+        """One more entry, whatever became of its session: what the writers above have checked, a writer's
+        script in Redis may have checked a moment too early."""
         self._written += 1
         self._waiting.append(Entry(f"{self._written}-0", decode(encode(record))))
 
@@ -283,7 +285,7 @@ class MemoryStream:
         if head.state == "finished":
             return False
         outcome, verdict = expiry(head.spec, now)
-        self._append(outcome)
+        self.append(outcome)
         self._change(session_id, outcome=head.outcome or outcome)
         self._close(session_id, verdict)
         return True

@@ -1,6 +1,7 @@
 """Fixtures of the trainer's tests: a tiny model, and a trainer around it."""
 
 import gc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ from tests.support.trainer_service.rig import FakeGateway, MakeRig, Rig
 from tests.support.trainer_service.same_training import Weights
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.settings import TrainerSettings
+from trainer_service.sinks.sink import Sink
 from trainer_service.step.ranks import Leader
 from trainer_service.step.step_request import StepRequest
+
+torch.set_num_threads(1)  # the models are too small for two, and another worker has the other core
 
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    torch.set_num_threads(1)
     directory: Path = tmp_path_factory.mktemp("model")
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -66,7 +69,9 @@ def imported(model_path: Path) -> None:
 
 @pytest.fixture
 def make_rig(tmp_path: Path, model_path: Path, imported: None) -> MakeRig:
-    def make(name: str = "run", stream: MemoryStream | None = None, **settings: Any) -> Rig:
+    def make(
+        name: str = "run", stream: MemoryStream | None = None, sinks: Sequence[Sink] = (), **settings: Any
+    ) -> Rig:
         root = tmp_path / name
         algorithm = {"min_live_rows": 2, "flush_after_s": None, "group_wait_s": 1e12}
         # The log-probabilities are made up, and the policy runs away from them.
@@ -83,7 +88,9 @@ def make_rig(tmp_path: Path, model_path: Path, imported: None) -> MakeRig:
         }
         given["guards"] = guards | settings.pop("guards", {})
         given["algorithm"] = algorithm | settings.pop("algorithm", {})
-        return Rig(root, TrainerSettings(**(given | settings)), stream or MemoryStream(), FakeGateway())
+        return Rig(
+            root, TrainerSettings(**(given | settings)), stream or MemoryStream(), FakeGateway(), sinks=sinks
+        )
 
     return make
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,81 +12,16 @@ from redis.asyncio import Redis as AsyncRedis
 from typer.testing import CliRunner
 
 from rollout_queue.contract.codec import decode, encode
-from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Turn, Verdict
+from rollout_queue.contract.records import Turn, Verdict
 from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import keys
 from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.retention import RedisForgetter
-from rollout_queue.redis.writer import RedisWriter
-from tests.support.serving import free_port
+from tests.support.trainer_service.crash import Crash, crash
+from tests.support.trainer_service.redis_agents import NOBODY, RedisAgents
 from tests.support.trainer_service.rig import MakeRig, Rig, turn
 from weir.__main__ import app
-
-NOBODY = f"http://127.0.0.1:{free_port()}"
-"""A trainer that does not run: the ledger is read from its checkpoints."""
-
-
-class Crash(Exception):
-    """The process dies here."""
-
-
-def crash(*_: object, **__: object) -> None:
-    raise Crash
-
-
-class RedisAgents:
-    """Writes episodes into a Redis as gateways do."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    def episode(
-        self, session_id: str, value: float | None, group: tuple[str, int] | None = None, **ending: Any
-    ) -> None:
-        """Two turns, the second after the first; finished where a value or an ending is given."""
-        group_id, size = group or (None, None)
-        where: dict[str, Any] = {"session_id": session_id, "group_id": group_id, "group_size": size}
-        asyncio.run(self._episode(SessionSpec(created_at=100.0, **where), value, ending, where))
-
-    async def _episode(
-        self, spec: SessionSpec, value: float | None, ending: dict[str, Any], where: dict[str, Any]
-    ) -> None:
-        redis = AsyncRedis.from_url(self._url)
-        writer = RedisWriter(redis)
-        verdict = ending.pop("verdict", None)
-        await writer.open_session(spec)
-        for each in turns_of(spec.session_id, spec.group_id):
-            await writer.append_turn(each, expires_at=1e12)
-        if value is not None or ending:
-            reward = None if value is None else Reward(
-                session_id=spec.session_id, value=value, key="finish", created_at=103.0
-            )  # fmt: skip
-            outcome = Outcome(created_at=103.0, **({"status": "completed"} | where | ending))
-            await writer.append_outcome(outcome, reward, verdict)
-        await writer.close()
-        await redis.aclose()
-
-    def group(self, group_id: str, values: Sequence[float]) -> None:
-        for index, value in enumerate(values):
-            self.episode(f"{group_id}-{index}", value, (group_id, len(values)))
-
-
-def turns_of(session_id: str, group_id: str | None = None) -> list[Turn]:
-    first, second = f"{session_id}-t1", f"{session_id}-t2"
-    named = {"group_id": group_id, "completion_id": f"chatcmpl-{session_id}"}
-    return [
-        turn(session_id, first, started_at=100.0, **named),
-        turn(
-            session_id,
-            second,
-            parent_id=first,
-            context_ids=[5],
-            output_ids=[12, 1],
-            started_at=101.0,
-            **named,
-        ),
-    ]
 
 
 @pytest.fixture

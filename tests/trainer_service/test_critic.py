@@ -53,7 +53,7 @@ def test_a_restart_goes_on_with_the_same_critic(make_rig: MakeRig) -> None:
     for metric in ("critic/loss", "critic/value_mean", "critic/grad_norm", "loss", "grad_norm"):
         assert ends[0][metric] == ends[1][metric], metric
     weights = [
-        torch.cat([each.flatten() for each in rig.policy.critic._engine.module.parameters()])
+        torch.cat([each.flatten() for each in rig.policy.critic.module.parameters()])
         for rig in (through, again)
     ]
     assert torch.equal(*weights)

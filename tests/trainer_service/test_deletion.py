@@ -111,7 +111,7 @@ def test_a_deleted_session_that_compares_with_nobody_is_acknowledged(rig: Rig, g
 
 
 def test_the_deletion_of_an_unknown_session_is_acknowledged(rig: Rig) -> None:
-    rig.stream._append(deletion("nobody", None, None))
+    rig.stream.append(deletion("nobody", None, None))
     assert not rig.trainer.run_once()
     assert not list(rig.stream.reclaim())
 
@@ -122,7 +122,7 @@ def test_the_deletion_of_what_was_trained_changes_nothing_and_is_acknowledged(ma
     assert rig.trainer.run_once()
     rig.agents.delete("g-0")
     assert not rig.trainer.run_once()
-    rig.trainer._save()
+    rig.save()
     assert rig.session_codes() == {"g-1": "trained"}
     assert rig.checkpoints.ledger(0, 10)[0].sessions == ["g-0", "g-1"]
     assert not list(rig.stream.reclaim())
@@ -137,7 +137,7 @@ def test_a_step_that_died_with_a_deleted_member_is_made_again_without_it(make_ri
     assert not rig.trainer.run_once()
     rig = rig.restart()
     assert rig.trainer.run_once()
-    rig.trainer._save()
+    rig.save()
     assert rig.checkpoints.ledger(0, 10)[0].sessions == ["g-1", "g-2"]
     assert not list(rig.stream.reclaim())
 

@@ -48,15 +48,15 @@ class Disk:
 
     def wait(self, patch: pytest.MonkeyPatch, pauses: int) -> None:
         """Let the trainer wait without time passing, and make room at the last of so many pauses."""
-        heartbeat = self.rig.heartbeat
 
-        def paused(seconds: float, phase: Any, sentence: str) -> None:
-            heartbeat.beat(phase, sentence)
+        def paused(seconds: float) -> None:
+            self.rig.clock.pass_by(seconds)
             self.said.append(self.rig.shared_state.snapshot.waiting_for)
             self.pauses_s.append(seconds)
             self.room = len(self.pauses_s) == pauses
 
-        patch.setattr(heartbeat, "_wait", paused)
+        self.rig.clock.pass_by(0)
+        patch.setattr(self.rig.shared_state, "sleep", paused)
 
 
 def half_a_shard(directory: Path, tag: str) -> None:
@@ -96,7 +96,7 @@ def test_a_checkpoint_waits_for_room_and_nothing_is_acknowledged_meanwhile(
     assert rig.trainer.run_once()
     assert seen
     assert set(map(repr, seen)) == {repr((before, [before], 6))}
-    assert disk.pauses_s == [0.01, 0.02, 0.04, 0.08]
+    assert disk.pauses_s == pytest.approx([0.01, 0.02, 0.04, 0.08])  # each is a difference of two times
     assert set(disk.said) == {
         "room on the disk for a checkpoint, since checkpoint 00000002-step-00000002 could not be written: "
         f"{os.strerror(number)}"
@@ -257,26 +257,18 @@ def row(step: int) -> LedgerStep:
     return LedgerStep(step=step, version=step, durable=True, turns=[f"t{step}"], sessions=["s"], tokens=1)
 
 
-@pytest.mark.parametrize("at", ["_append", "sync_tree", "write_atomically"])
+@pytest.mark.parametrize("at", ["os.fsync", "sync_tree", "write_atomically"])
 def test_whichever_write_of_a_checkpoint_fails_the_one_before_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     checkpoints = Checkpoints(tmp_path, 2)
     first = checkpoints.save(Shards(), RunState(step=1, version=1), [row(1)])
-    append = checkpoints._append
-
-    def half_a_row(rows: list[LedgerStep]) -> int:
-        append(rows)
-        raise full()
 
     def refused(*_: object) -> None:
         raise full()
 
     with monkeypatch.context() as patch:
-        if at == "_append":
-            patch.setattr(checkpoints, "_append", half_a_row)
-        else:
-            patch.setattr(f"trainer_service.storage.checkpoint.{at}", refused)
+        patch.setattr(f"trainer_service.storage.checkpoint.{at}", refused)  # the first fsync is the ledger's
         with pytest.raises(DiskTrouble, match="No space left"):
             checkpoints.save(Shards(), RunState(step=2, version=2), [row(2)])
     assert sorted(path.name for path in tmp_path.iterdir()) == [first, "CURRENT", "ledger.jsonl"]

@@ -3,20 +3,12 @@
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rollout_queue.contract.records import SessionSpec
+from tests.support.trainer_service.metric_files import curve, lines
 from tests.support.trainer_service.rig import MakeRig, Rig, turn
-from tests.trainer_service.test_sinks import curve, lines
-
-
-def evaluate(rig: Rig, session_id: str, value: float | None, version: int = 0, **fields: Any) -> None:
-    """A session as a gateway records one for `{"policy": "policy@…"}` or `{"train": false}`."""
-    asyncio.run(rig.stream.open_session(SessionSpec(session_id=session_id, train=False, created_at=100.0)))
-    rig.agents.call(turn(session_id, f"{session_id}-t", version=version, train=False))
-    rig.agents.finish(session_id, value, train=False, **fields)
 
 
 def sample(rig: Rig, name: str, **labels: str) -> float | None:
@@ -29,18 +21,13 @@ def told(rig: Rig) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.startswith("eval/")}
 
 
-def step(rig: Rig, group_id: str, version: int = 0) -> None:
-    rig.agents.group(group_id, [1.0, 0.0], version=version)
-    assert rig.trainer.run_once()
-
-
 def test_what_sessions_say_of_a_version_is_told_at_the_step_that_made_it(make_rig: MakeRig) -> None:
     rig = make_rig(initial_version=7).start()
-    step(rig, "g", 7)
-    step(rig, "h", 8)
+    rig.step("g", version=7)
+    rig.step("h", version=8)
     for number, value in enumerate([1.0, 0.5, 0.0]):
-        evaluate(rig, f"e{number}", value, version=8)
-    evaluate(rig, "first", 0.25, version=7)
+        rig.agents.evaluate(f"e{number}", value, version=8)
+    rig.agents.evaluate("first", 0.25, version=7)
     assert not rig.trainer.run_once()
     assert told(rig) == {
         "eval/8/rewarded": 3, "eval/8/unrewarded": 0, "eval/8/failed": 0, "eval/8/reward": 0.5,
@@ -58,10 +45,10 @@ def test_what_sessions_say_of_a_version_is_told_at_the_step_that_made_it(make_ri
 
 
 def test_no_reward_is_not_0_and_a_failure_is_not_a_reward(rig: Rig) -> None:
-    evaluate(rig, "a", 0.75)
-    evaluate(rig, "b", None)
-    evaluate(rig, "c", -1.0, status="failed")
-    evaluate(rig, "d", 0.25, status="truncated")
+    rig.agents.evaluate("a", 0.75)
+    rig.agents.evaluate("b", None)
+    rig.agents.evaluate("c", -1.0, status="failed")
+    rig.agents.evaluate("d", 0.25, status="truncated")
     rig.trainer.run_once()
     assert told(rig) == {
         "eval/0/rewarded": 2, "eval/0/unrewarded": 1, "eval/0/failed": 1, "eval/0/reward": 0.5
@@ -74,16 +61,16 @@ def test_no_reward_is_not_0_and_a_failure_is_not_a_reward(rig: Rig) -> None:
 
 
 def test_a_version_that_nobody_rewarded_has_no_reward(rig: Rig) -> None:
-    evaluate(rig, "a", None)
+    rig.agents.evaluate("a", None)
     rig.trainer.run_once()
     assert told(rig) == {"eval/0/rewarded": 0, "eval/0/unrewarded": 1, "eval/0/failed": 0}
     assert sample(rig, "eval_reward", version="0") is None
 
 
 def test_evaluation_is_in_no_figure_of_the_training(rig: Rig) -> None:
-    evaluate(rig, "a", 100.0)
-    evaluate(rig, "b", 100.0, status="truncated")
-    step(rig, "g")
+    rig.agents.evaluate("a", 100.0)
+    rig.agents.evaluate("b", 100.0, status="truncated")
+    rig.step("g")
     values = lines(rig.root / "metrics.jsonl")[0]
     assert (values["reward_mean"], values["rollouts"], values["len/truncated"]) == (0.5, 2, 0)
     assert (values["group/live"], values["group/singleton"], values["group/dropped"]) == (1, 0, 0)
@@ -116,7 +103,7 @@ def test_a_session_that_two_versions_sampled_counts_for_the_one_that_sampled_mor
 def test_of_many_versions_the_last_ones_are_kept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer_service.groups.evaluation.VERSIONS_KEPT", 2)
     for version in range(4):
-        evaluate(rig, f"e{version}", float(version) or None, version=version)
+        rig.agents.evaluate(f"e{version}", float(version) or None, version=version)
         rig.trainer.run_once()
     found = [sample(rig, "eval_reward", version=str(version)) for version in range(4)]
     assert found == [None, None, 2.0, 3.0]
@@ -124,12 +111,12 @@ def test_of_many_versions_the_last_ones_are_kept(rig: Rig, monkeypatch: pytest.M
 
 
 def test_a_restart_goes_on_counting(rig: Rig) -> None:
-    evaluate(rig, "a", 1.0)
-    step(rig, "g")
+    rig.agents.evaluate("a", 1.0)
+    rig.step("g")
     again = rig.restart()
     assert told(again)["eval/0/reward"] == sample(again, "eval_reward", version="0") == 1.0
-    evaluate(again, "b", 0.0)
-    evaluate(again, "c", 0.5, version=1)
+    again.agents.evaluate("b", 0.0)
+    again.agents.evaluate("c", 0.5, version=1)
     again.trainer.run_once()
     assert told(again)["eval/0/reward"] == 0.5
     assert _places(rig.root / "metrics.eval.jsonl") == [(0, 0), (0, 0), (1, 1)]
@@ -170,7 +157,7 @@ def test_scores_survive_a_clean_stop_after_the_last_step(
     def until_it_is_evaluated() -> bool:
         made = turn_of()
         if made:
-            evaluate(rig, "late", 1.0)
+            rig.agents.evaluate("late", 1.0)
         elif told(rig):
             rig.shared_state.stop()
         return made

@@ -19,8 +19,9 @@ from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.retention import RedisForgetter
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.claimed import claimed_reader
+from tests.support.trainer_service.crash import Crash
+from tests.support.trainer_service.redis_agents import NOBODY, RedisAgents
 from tests.support.trainer_service.rig import MakeRig, Rig
-from tests.trainer_service.test_audited import NOBODY, Crash, RedisAgents
 from weir.audit.audit import audit
 from weir.audit.sources import Sources
 
@@ -89,7 +90,7 @@ class System:
     def ends(self, how: str) -> None:
         """The trainer; its successor has begun."""
         if how == "told to stop":
-            self.rig.trainer._save()
+            self.rig.save()
         if how == "its disk was lost":
             self._disk = "another"
         self.start()

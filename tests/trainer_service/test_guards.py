@@ -9,7 +9,6 @@ from fastapi.testclient import TestClient
 
 from rollout_queue.http.keys import Keyring
 from tests.support.trainer_service.rig import MakeRig, Rig, turn
-from tests.trainer_service.test_evaluation import evaluate
 from trainer_service.app import create_app
 from trainer_service.guards import Alarm, Guards
 from trainer_service.settings import GuardSettings
@@ -245,7 +244,7 @@ def test_evaluations_say_nothing_of_the_training(make_rig: MakeRig) -> None:
     """Those of a session whose calls were pinned, too."""
     rig = make_rig(guards={"reward_groups": 2}).start()
     for number, reward in enumerate([1.0, 1.0, 0.0, 0.0]):
-        evaluate(rig, f"e{number}", reward)
+        rig.agents.evaluate(f"e{number}", reward)
         rig.agents.open(f"p{number}")
         rig.agents.call(turn(f"p{number}", f"p{number}-t", policy="policy@0"))
         rig.agents.finish(f"p{number}", reward)

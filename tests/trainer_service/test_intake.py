@@ -198,11 +198,11 @@ def test_a_session_that_expires_waiting_for_its_reward_is_closed(rig: Rig) -> No
 def test_what_comes_after_a_session_was_settled_is_acknowledged_and_trains_nothing(rig: Rig) -> None:
     rig.agents.group("g", [1.0, 0.0])
     rig.trainer.run_once()
-    rig.stream._append(turn("g-0", "late", output_ids=[30, 1]))
+    rig.stream.append(turn("g-0", "late", output_ids=[30, 1]))
     assert not rig.trainer.run_once()
     assert not list(rig.stream.reclaim())
     again = rig.restart()
-    again.stream._append(turn("g-0", "later", output_ids=[30, 1]))
+    again.stream.append(turn("g-0", "later", output_ids=[30, 1]))
     assert not again.trainer.run_once()
     assert not list(again.stream.reclaim())
 

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.tolerances import BFLOAT16, ulps
-from tests.trainer_service.test_packed_attention import FAMILIES, Family, made
-from tests.trainer_service.test_packing import row_of
+from tests.support.trainer_service.model_families import FAMILIES, Family, made
+from tests.support.trainer_service.random_rows import row_of
 from trainer_service.algorithms.logits import entropies, selected_logprobs
 from trainer_service.model import logprob_head as head_module
 from trainer_service.model.forward import forward
@@ -137,6 +137,12 @@ def test_an_entropy_without_a_bonus_has_no_gradient() -> None:
     assert not gradient.any()
 
 
+def storages(tree: Any) -> list[tuple[StorageWeakRef, int]]:
+    """What keeps no storage alive, and its size in bytes, of every tensor in it."""
+    found = [each.untyped_storage() for each in tree_leaves(tree) if torch.is_tensor(each)]
+    return [(StorageWeakRef(each), each.nbytes()) for each in found]  # type: ignore[no-untyped-call]
+
+
 class LargestLive(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The most bytes of tensors made within that were alive at one time."""
 
@@ -147,13 +153,10 @@ class LargestLive(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **kwargs or {})
-        given = {
-            each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if torch.is_tensor(each)
-        }
-        for each in tree_leaves(made):
-            if torch.is_tensor(each) and (storage := each.untyped_storage())._cdata not in given:
-                kept = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                self._made[storage._cdata] = (kept, storage.nbytes())
+        given = {reference.cdata for reference, _ in storages((args, kwargs))}
+        for reference, size in storages(made):
+            if reference.cdata not in given:
+                self._made[reference.cdata] = (reference, size)
         gone = [key for key, (kept, _) in self._made.items() if kept.expired()]  # type: ignore[no-untyped-call]
         for key in gone:
             del self._made[key]

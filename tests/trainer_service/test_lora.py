@@ -29,7 +29,7 @@ def a_batch() -> MicroBatch:
 
 
 def base_weights(pupil: Pupil) -> dict[str, torch.Tensor]:
-    named = pupil.policy._engine.module.named_parameters()
+    named = pupil.policy.module.named_parameters()
     return {name: getattr(p, "ds_tensor", p).detach().clone() for name, p in named if "lora" not in name}
 
 

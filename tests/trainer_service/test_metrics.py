@@ -3,9 +3,8 @@
 import re
 from pathlib import Path
 
+from tests.support.trainer_service.metric_files import lines
 from tests.support.trainer_service.rig import MakeRig, Rig
-from tests.trainer_service.test_evaluation import evaluate
-from tests.trainer_service.test_sinks import lines, step
 from trainer_service.settings import GuardSettings
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -18,7 +17,7 @@ def documented(section: str) -> list[str]:
 
 
 def test_a_step_has_the_names_of_the_document(rig: Rig) -> None:
-    step(rig, "g")
+    rig.step("g")
     named = documented("Of every step")
     assert set(lines(rig.root / "metrics.jsonl")[0]) == set(named)
     assert len(named) == len(set(named))
@@ -26,13 +25,13 @@ def test_a_step_has_the_names_of_the_document(rig: Rig) -> None:
 
 def test_a_step_with_a_critic_has_the_names_of_the_document_as_well(make_rig: MakeRig) -> None:
     rig = make_rig(algorithm={"advantage": {"name": "gae"}}, critic={}).start()
-    step(rig, "g")
+    rig.step("g")
     named = documented("Of every step") + documented("With a critic")
     assert set(lines(rig.root / "metrics.jsonl")[0]) == set(named)
 
 
 def test_an_evaluation_has_the_names_of_the_document(rig: Rig) -> None:
-    evaluate(rig, "a", 1.0)
+    rig.agents.evaluate("a", 1.0)
     rig.trainer.run_once()
     (line,) = lines(rig.root / "metrics.eval.jsonl")
     assert set(line) == {"step", "version", "time", *documented("Evaluation")}
@@ -50,8 +49,8 @@ def test_a_guard_has_the_name_and_the_default_of_the_document() -> None:
 
 def test_prometheus_has_the_names_of_the_document(make_rig: MakeRig) -> None:
     rig = make_rig().start()
-    evaluate(rig, "a", 1.0)
-    step(rig, "g")
+    rig.agents.evaluate("a", 1.0)
+    rig.step("g")
     of_steps = {f"weir_trainer_{name.replace('/', '_')}" for name in documented("Of every step")}
     counted = {
         metric.name + ("_total" if metric.type == "counter" else "")

@@ -7,31 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.tolerances import FLOAT64, ulps
-from tests.support.trainer_service.random_rows import VOCABULARY
+from tests.support.trainer_service.random_rows import row_of
 from tests.support.trainer_service.rig import MakeRig, Rig
 from trainer_service.rows.rows import MicroBatch, Row, balanced_shares, micro_batches
 
 pytestmark = pytest.mark.numeric
 
 LENGTHS = st.lists(st.integers(2, 60), min_size=1, max_size=40)
-
-
-def row_of(length: int, seed: int = 0) -> Row:
-    draw = np.random.default_rng([seed, length])
-    mask = draw.integers(0, 2, length)
-    mask[0], mask[-1] = 0, 1
-    return Row(
-        session_id=f"s{seed}",
-        turn_ids=("t",),
-        advantage=float(draw.normal()),
-        ids_L=draw.integers(2, VOCABULARY, length),
-        mask_L=mask,
-        logprobs_L=np.where(mask == 1, -4.0, 0.0).astype(np.float32),
-        versions_L=np.where(mask == 1, 0, -1),
-        temperatures_L=np.full(length, 0.8, np.float32),
-        turns_L=np.where(mask == 1, 0, -1),
-        rewards_L=np.zeros(length, np.float32),
-    )
 
 
 def rows_in(batches: list[MicroBatch]) -> list[tuple[list[int], set[int]]]:
@@ -113,7 +95,7 @@ class Gradient:
         self._policy = rig.policy
 
     def __call__(self, rows: list[Row], max_tokens: int) -> tuple[float, torch.Tensor]:
-        parameters = list(self._policy._engine.module.parameters())
+        parameters = list(self._policy.module.parameters())
         total, flat = 0.0, torch.zeros(sum(each.numel() for each in parameters))
         tokens = sum(row.trained_tokens for row in rows)
         for batch in micro_batches(rows, max_tokens):

@@ -32,7 +32,7 @@ def sampled(rig: Rig, session_id: str, seed: int, temperature: float) -> list[di
         output, logprobs = [], []
         for _ in range(8):
             with torch.no_grad():
-                logits = rig.policy._engine.module(torch.tensor([ids])).logits[0, -1] / temperature
+                logits = rig.policy.module(torch.tensor([ids])).logits[0, -1] / temperature
             lp = logits.log_softmax(-1)
             token = int(torch.multinomial(lp.exp(), 1, generator=generator))
             ids.append(token)

@@ -17,8 +17,8 @@ from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.scripts.consumer import ACKNOWLEDGE
 from tests.support.redis_process import RedisProcess
+from tests.support.trainer_service.redis_agents import NOBODY, RedisAgents
 from tests.support.trainer_service.rig import MakeRig, Rig
-from tests.trainer_service.test_audited import NOBODY, RedisAgents
 from trainer_service.__main__ import connect
 from weir.audit.audit import audit
 from weir.audit.report import Report

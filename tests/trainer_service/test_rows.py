@@ -108,10 +108,10 @@ def test_packed_rows_do_not_see_each_other(rig: Rig, rows: list[Row]) -> None:
 
 def gradient(rig: Rig, rows: list[Row], max_tokens: int) -> torch.Tensor:
     """Of the whole step's loss, as plain autograd has it."""
-    rig.policy._engine.module.zero_grad()
+    rig.policy.module.zero_grad()
     counts = counts_of(rows)
     for batch in micro_batches(rows, max_tokens):
-        module = rig.policy._engine.module
+        module = rig.policy.module
         lp_new_T = rig.policy.logprobs(batch)[0]
         tokens = Tokens(
             lp_new_T=lp_new_T,
@@ -124,8 +124,8 @@ def gradient(rig: Rig, rows: list[Row], max_tokens: int) -> torch.Tensor:
         parts = torch.autograd.grad(loss, list(module.parameters()))
         for parameter, part in zip(module.parameters(), parts, strict=True):
             parameter.grad = part if parameter.grad is None else parameter.grad + part
-    flat = torch.cat([p.grad.flatten() for p in rig.policy._engine.module.parameters()])
-    rig.policy._engine.module.zero_grad()
+    flat = torch.cat([p.grad.flatten() for p in rig.policy.module.parameters()])
+    rig.policy.module.zero_grad()
     return flat
 
 

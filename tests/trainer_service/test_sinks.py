@@ -5,16 +5,14 @@ import json
 import os
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.record_writer import masked_crc32c
 
 from tests.support.serving import free_port
+from tests.support.trainer_service.metric_files import curve, lines
 from tests.support.trainer_service.rig import MakeRig, Rig
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.settings import TrainerSettings, WandbSettings
@@ -26,42 +24,9 @@ from trainer_service.sinks.weights_and_biases import WeightsAndBiases
 Values = Mapping[str, float]
 
 
-def events(directory: Path) -> Iterator[Any]:
-    """What TensorBoard reads: whole records with the right checksums, file after file by name."""
-    for path in sorted(directory.iterdir()):
-        content, at = path.read_bytes(), 0
-        while at < len(content):
-            head = content[at : at + 8]
-            (size,), (check,) = struct.unpack("<Q", head), struct.unpack("<I", content[at + 8 : at + 12])
-            body = content[at + 12 : at + 12 + size]
-            (body_check,) = struct.unpack("<I", content[at + 12 + size : at + 16 + size])
-            assert (check, body_check) == (masked_crc32c(head), masked_crc32c(body))
-            yield Event.FromString(body)
-            at += 16 + size
-
-
-def curve(directory: Path, tag: str) -> list[tuple[int, float]]:
-    """One curve as TensorBoard draws it: a new file's start makes void what came before at later steps."""
-    points: list[tuple[int, float]] = []
-    for event in events(directory):
-        if event.session_log.status == SessionLog.START:
-            points = [point for point in points if point[0] < event.step]
-        points += [(event.step, each.simple_value) for each in event.summary.value if each.tag == tag]
-    return points
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def step(rig: Rig, group_id: str) -> None:
-    rig.agents.group(group_id, [1.0, 0.0])
-    assert rig.trainer.run_once()
-
-
 def test_a_step_is_a_line_and_a_point_of_every_curve(rig: Rig) -> None:
-    step(rig, "g")
-    step(rig, "h")
+    rig.step("g")
+    rig.step("h")
     written = lines(rig.root / "metrics.jsonl")
     assert [line["step"] for line in written] == [1, 2]
     for name in written[0].keys() - {"step", "time"}:
@@ -73,12 +38,12 @@ def test_a_step_is_a_line_and_a_point_of_every_curve(rig: Rig) -> None:
 def test_steps_that_a_restart_makes_again_replace_those_that_were_lost(make_rig: MakeRig) -> None:
     rig = make_rig(checkpoint_every_steps=2, publish_every_steps=2).start()
     for name in "abc":
-        step(rig, name)
+        rig.step(name)
     again = rig.restart()  # step 3 was in no checkpoint: its group is trained again, after another one
     assert again.trainer.step == 2
     again.agents.group("d", [0.25, 0.75])
     assert again.trainer.run_once()
-    step(again, "e")
+    again.step("e")
     found = curve(rig.root / "tensorboard", "version")
     assert [at for at, _ in found] == [1, 2, 3, 4]
     written = lines(rig.root / "metrics.jsonl")
@@ -91,7 +56,7 @@ def test_steps_that_a_restart_makes_again_replace_those_that_were_lost(make_rig:
 def test_tensorboard_goes_where_it_is_told(make_rig: MakeRig, tmp_path: Path, path: str | None) -> None:
     where = None if path is None else tmp_path / path
     rig = make_rig(tensorboard_dir=where).start()
-    step(rig, "g")
+    rig.step("g")
     assert not (rig.root / "tensorboard").exists()
     assert where is None or curve(where, "reward_mean") == [(1, 0.5)]
 
@@ -126,7 +91,7 @@ def point(at: int) -> dict[str, float]:
     return {"step": at, "version": at, "time": 1e9, "tokens": 1, "reward_mean": float(at)}
 
 
-def test_a_sink_that_fails_is_counted_and_stops_neither_the_step_nor_the_others(rig: Rig) -> None:
+def test_a_sink_that_fails_is_counted_and_stops_neither_the_step_nor_the_others(make_rig: MakeRig) -> None:
     class Broken:
         name = "broken"
 
@@ -137,8 +102,8 @@ def test_a_sink_that_fails_is_counted_and_stops_neither_the_step_nor_the_others(
 
         def close(self) -> None: ...
 
-    rig.metrics._sinks = [Broken(), *rig.metrics._sinks]
-    step(rig, "g")
+    rig = make_rig(sinks=[Broken()]).start()
+    rig.step("g")
     assert [line["step"] for line in lines(rig.root / "metrics.jsonl")] == [1]
     assert rig.registry.get_sample_value("weir_trainer_sink_failures_total", {"sink": "broken"}) == 1
     assert set(rig.session_codes().values()) == {"trained"}
@@ -176,7 +141,7 @@ def test_weights_and_biases_has_every_step_also_one_that_is_made_again(
     monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
     rig = make_rig(wandb={"project": "weir", "name": "n", "mode": "offline", "dir": tmp_path}).start()
-    step(rig, "g")
+    rig.step("g")
     values = lines(rig.root / "metrics.jsonl")[0]
     metrics = rig.metrics
     metrics.stepped({**values, "step": 1, "reward_mean": 0.75})
@@ -198,7 +163,7 @@ def test_weights_and_biases_that_is_away_stops_no_training(
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     monkeypatch.setattr(weights_and_biases, "AWAY_S", 1.0)
     rig = make_rig(wandb={"project": "weir", "dir": tmp_path}).start()
-    step(rig, "g")
+    rig.step("g")
     rig.metrics.close()
     assert [row["step"] for row in history(tmp_path)] == [1]
 
@@ -207,6 +172,6 @@ def test_a_package_that_is_missing_is_one_sentence_and_is_asked_for_only_where_i
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    step(make_rig().start(), "g")
+    make_rig().start().step("g")
     with pytest.raises(SystemExit, match=r"trainer\.wandb is set, and .* pip install 'weir\[wandb\]'"):
         WeightsAndBiases(WandbSettings(project="weir"), {})

@@ -60,7 +60,7 @@ def test_training_makes_rewarded_tokens_likelier(make_rig: MakeRig) -> None:
 
 def _last_logprob(rig: Rig, ids: list[int]) -> float:
     with torch.no_grad():
-        logits = rig.policy._engine.module(torch.tensor([ids])).logits[0, -2]
+        logits = rig.policy.module(torch.tensor([ids])).logits[0, -2]
     return float(logits.log_softmax(-1)[ids[-1]])
 
 
@@ -203,10 +203,11 @@ def test_sessions_wait_until_enough_rows_have_an_advantage(
 
 
 def test_a_silent_stream_lets_the_last_rows_go(make_rig: MakeRig) -> None:
-    rig = make_rig(algorithm={"min_live_rows": 100, "flush_after_s": 0.05}).start()
+    rig = make_rig(algorithm={"min_live_rows": 100, "flush_after_s": 60.0}).start()
+    rig.clock.pass_by(0)
     rig.agents.group("g", [1.0, 0.0])
     assert not rig.trainer.run_once()
-    rig.shared_state.sleep(0.06)
+    rig.clock.pass_by(61.0)
     assert rig.trainer.run_once()
 
 

@@ -19,6 +19,7 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.holder import Holder
 from rollout_queue.redis.lease import LOST
 from tests.support.serving import free_port
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -67,15 +68,8 @@ class Process:
         self._popen.wait()
 
     def takes_up_the_stream(self) -> None:
-        until(lambda: "entries to take up" in self.said or self._popen.poll() is not None, self.log)
+        wait_until(lambda: "entries to take up" in self.said or self._popen.poll() is not None)
         assert self._popen.poll() is None, self.said
-
-
-def until(true: Callable[[], Any], told: object) -> None:
-    overdue_s = time.monotonic() + STARTS_WITHIN_S
-    while not true():
-        assert time.monotonic() < overdue_s, told
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -122,7 +116,7 @@ def test_of_two_trainers_one_refuses_and_one_that_slept_ends(
     start: Callable[[str], Process], redis: Redis
 ) -> None:
     first, second = start("first"), start("second")
-    until(lambda: holder(redis), "nobody claims")
+    wait_until(lambda: holder(redis))
     if holder(redis) == second.pid:
         first, second = second, first
     assert second.ends() == 1
@@ -131,7 +125,7 @@ def test_of_two_trainers_one_refuses_and_one_that_slept_ends(
     assert "Traceback" not in second.said
     first.takes_up_the_stream()
     append(redis, "before")
-    until(lambda: pending(redis) == 1, first.log)
+    wait_until(lambda: pending(redis) == 1)
 
     first.signal(signal.SIGSTOP)
     third = start("third")
@@ -150,4 +144,4 @@ def test_of_two_trainers_one_refuses_and_one_that_slept_ends(
     assert not redis.exists(keys.VERDICTS)
     assert not (first.checkpoints / "CURRENT").exists()
     third.signal(signal.SIGCONT)
-    until(lambda: pending(redis) == 2, third.log)
+    wait_until(lambda: pending(redis) == 2)

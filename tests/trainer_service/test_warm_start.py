@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_service.warm_start import Example, _by_length, main, warm_start
+from trainer_service.warm_start import Example, by_length, main, warm_start
 
 
 def make_plan(directory: Path, model_path: Path, **plan: Any) -> Path:
@@ -62,4 +62,4 @@ def test_a_skill_that_does_not_come_ends_with_a_sentence(tmp_path: Path, model_p
 
 def test_buckets_hold_every_example_once() -> None:
     examples = [Example([0] * length, [1] * length) for length in (9, 2, 5, 7, 3, 1, 8, 4, 6, 10, 11)]
-    assert sorted(len(e.ids) for part in _by_length(examples) for e in part) == list(range(1, 12))
+    assert sorted(len(e.ids) for part in by_length(examples) for e in part) == list(range(1, 12))

@@ -1,7 +1,6 @@
 """Reads entries from the stream, and waits for Redis as long as it is away."""
 
 import logging
-import time
 from collections.abc import Iterable
 
 from rollout_queue.contract.errors import StorageUnavailable
@@ -22,14 +21,14 @@ class EntryReader:
 
     def __init__(self, stream: StreamReader, heartbeat: Heartbeat) -> None:
         self._stream, self._heartbeat = stream, heartbeat
-        self._read_at = time.monotonic()
+        self._read_at = heartbeat.clock()
         self.caught_up = False
         """Whether the last read returned everything that there was."""
 
     @property
     def idle_s(self) -> float:
         """Seconds since the last new entry."""
-        return time.monotonic() - self._read_at
+        return self._heartbeat.clock() - self._read_at
 
     def reclaim(self) -> list[Entry]:
         """Every entry that was delivered to a trainer and not acknowledged. Raises Stopped."""
@@ -47,7 +46,7 @@ class EntryReader:
             self.caught_up = False
         self.add(entries, assembler)
         if entries:
-            self._read_at = time.monotonic()
+            self._read_at = self._heartbeat.clock()
 
     def add(self, entries: Iterable[Entry], assembler: Assembler) -> None:
         """Add entries to the assembler, and tell it what an earlier process has finished with: that process

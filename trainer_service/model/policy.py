@@ -83,6 +83,11 @@ class DeepSpeedPolicy:
             )
 
     @property
+    def module(self) -> Any:
+        """The model that DeepSpeed trains. At stage 3 of ZeRO, this rank has a part of each weight."""
+        return self._engine.module
+
+    @property
     def layout(self) -> Layout:
         """How this policy's checkpoints are sharded."""
         lora = LoraLayout(**self._settings.lora.model_dump()) if self._settings.lora else None
@@ -154,8 +159,8 @@ class DeepSpeedPolicy:
         """The norm of the gradient of `loss_of(logprobs)`, without adding the gradient to the step's. Every
         rank has to call it with the same batch, and gets the same norm: at stage 3 they compute it
         together."""
-        logprobs_T, _ = self._forward(self._engine.module, batch)
-        parameters = [each for each in self._engine.module.parameters() if each.requires_grad]
+        logprobs_T, _ = self._forward(self.module, batch)
+        parameters = [each for each in self.module.parameters() if each.requires_grad]
         gradients = torch.autograd.grad(loss_of(logprobs_T), parameters, allow_unused=True)
         self._engine.empty_partition_cache()  # at stage 3 DeepSpeed would wait for a backward pass
         norms = [torch.linalg.vector_norm(each.float()) for each in gradients if each is not None]
@@ -163,7 +168,7 @@ class DeepSpeedPolicy:
 
     def weights_are_finite(self) -> bool:
         """Whether every weight of every rank is finite, the critic's too. Every rank has to call it."""
-        modules = [self._engine.module, *([self._critic.module] if self._critic else [])]
+        modules = [self.module, *([self._critic.module] if self._critic else [])]
         parts = [local_part(each) for module in modules for each in module.parameters()]
         non_finite = torch.tensor([not part.isfinite().all() for part in parts], dtype=torch.float32).any()
         return not bool(self._mean_over_ranks(non_finite.float().to(self._engine.device)))
@@ -202,7 +207,7 @@ class DeepSpeedPolicy:
         self._write(path)
 
     def _write(self, path: Path | None) -> None:
-        write_tensors(path, list(export_tensors(self._engine.module)), self._published_dtypes)
+        write_tensors(path, list(export_tensors(self.module)), self._published_dtypes)
 
     def save(self, directory: Path, tag: str) -> None:
         """Write the trained weights, optimizer, schedule and the states of the random generators below
@@ -242,7 +247,7 @@ class DeepSpeedPolicy:
         if self._critic is not None:
             self._critic.load(directory, f"{tag}/{CRITIC}")
         restore_random_states(client_state["random"])
-        self._engine.module.train(self._settings.activation_checkpointing)
+        self.module.train(self._settings.activation_checkpointing)
         torch.distributed.barrier()  # rank 0 removes what was converted
 
 

@@ -26,9 +26,17 @@ class Stopped(Exception):
 class Heartbeat:
     """Called often by the main thread. Most beats only read the clock; Redis gets a report twice a second."""
 
-    def __init__(self, stream: StreamReader, shared_state: SharedState, retry_s: float) -> None:
+    def __init__(
+        self,
+        stream: StreamReader,
+        shared_state: SharedState,
+        retry_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock` gives seconds that only grow."""
         self._stream, self._shared_state = stream, shared_state
         self._retry_s = retry_s
+        self.clock = clock
         self._reported_at = 0.0
 
     def note(self, step: int, version: int, metrics: dict[str, float] | None = None) -> None:
@@ -53,7 +61,7 @@ class Heartbeat:
         self._shared_state.snapshot = replace(
             before, state=phase, waiting_for=sentence, last_seen=time.time()
         )
-        now = time.monotonic()
+        now = self.clock()
         if now - self._reported_at >= REPORT_EVERY_S or phase != before.state:
             self._reported_at = now
             self._report()
@@ -84,8 +92,8 @@ class Heartbeat:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _wait(self, seconds: float, phase: Phase, sentence: str) -> None:
-        until = time.monotonic() + seconds
-        while (left_s := until - time.monotonic()) > 0:
+        until = self.clock() + seconds
+        while (left_s := until - self.clock()) > 0:
             if self._shared_state.stopping:
                 raise Stopped
             self.beat(phase, sentence)

@@ -43,6 +43,25 @@ def random_rows(seed: int, count: int, temperature: float = 1.0) -> list[Row]:
     return made
 
 
+def row_of(length: int, seed: int = 0) -> Row:
+    """One row, whose tokens are trained or not by chance."""
+    draw = np.random.default_rng([seed, length])
+    mask = draw.integers(0, 2, length)
+    mask[0], mask[-1] = 0, 1
+    return Row(
+        session_id=f"s{seed}",
+        turn_ids=("t",),
+        advantage=float(draw.normal()),
+        ids_L=draw.integers(2, VOCABULARY, length),
+        mask_L=mask,
+        logprobs_L=np.where(mask == 1, -4.0, 0.0).astype(np.float32),
+        versions_L=np.where(mask == 1, 0, -1),
+        temperatures_L=np.full(length, 0.8, np.float32),
+        turns_L=np.where(mask == 1, 0, -1),
+        rewards_L=np.zeros(length, np.float32),
+    )
+
+
 class Pupil:
     """A policy on one rank, and what a test asks it."""
 

@@ -1,6 +1,7 @@
 """A trainer on a stream in memory, with a model so small that a step takes milliseconds."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from trainer_service.publishing.gateway_client import GatewayClient
 from trainer_service.publishing.publisher import Publisher
 from trainer_service.settings import TrainerSettings
 from trainer_service.sinks.chosen import chosen_sinks
+from trainer_service.sinks.sink import Sink
 from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.status.shared_state import SharedState
 from trainer_service.step.ranks import Leader
@@ -154,6 +156,14 @@ class Agents:
         )  # fmt: skip
         asyncio.run(self._stream.append_outcome(outcome, reward, None))
 
+    def evaluate(self, session_id: str, value: float | None, version: int = 0, **fields: Any) -> None:
+        """A session as a gateway records one for `{"policy": "policy@…"}` or `{"train": false}`."""
+        asyncio.run(
+            self._stream.open_session(SessionSpec(session_id=session_id, train=False, created_at=100.0))
+        )
+        self.call(turn(session_id, f"{session_id}-t", version=version, train=False))
+        self.finish(session_id, value, train=False, **fields)
+
     def delete(self, session_id: str) -> None:
         asyncio.run(self._stream.delete_session(session_id))
 
@@ -172,6 +182,19 @@ class Agents:
             )
 
 
+class Clock:
+    """The system's, until it is stopped: then only `pass_by` moves it."""
+
+    def __init__(self) -> None:
+        self._stopped_at: float | None = None
+
+    def now(self) -> float:
+        return time.monotonic() if self._stopped_at is None else self._stopped_at
+
+    def pass_by(self, seconds: float) -> None:
+        self._stopped_at = self.now() + seconds
+
+
 @dataclass
 class Rig:
     """Everything of one trainer process but the HTTP thread. `restart` is a new process on the same disk."""
@@ -183,13 +206,18 @@ class Rig:
     shared_state: SharedState = field(default_factory=SharedState)
     teacher: Callable[[httpx.Request], httpx.Response] = lambda request: httpx.Response(503)
     """How the teacher answers, where the settings have one."""
+    sinks: Sequence[Sink] = ()
+    """Beside those that the settings ask for."""
+    clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
         self.agents = Agents(self.stream)
         self.registry = CollectorRegistry()
-        self.metrics = metrics = TrainerMetrics(self.registry, chosen_sinks(self.settings))
+        self.metrics = metrics = TrainerMetrics(self.registry, [*self.sinks, *chosen_sinks(self.settings)])
         client = httpx.Client(base_url="http://gateway", transport=httpx.MockTransport(self.gateway))
-        self.heartbeat = heartbeat = Heartbeat(self.stream, self.shared_state, self.settings.retry_s)
+        self.heartbeat = heartbeat = Heartbeat(
+            self.stream, self.shared_state, self.settings.retry_s, self.clock.now
+        )
         self.policy = DeepSpeedPolicy(self.settings)
         self.checkpoints = Checkpoints(self.settings.checkpoint_dir, self.settings.keep_checkpoints)
         self.store = PolicyStore(
@@ -217,8 +245,21 @@ class Rig:
     def restart(self) -> "Rig":
         return Rig(self.root, self.settings, self.stream, self.gateway).start()
 
+    def step(self, group_id: str, **fields: Any) -> None:
+        """A step of one group."""
+        self.agents.group(group_id, [1.0, 0.0], **fields)
+        assert self.trainer.run_once()
+
+    def save(self) -> None:
+        """As `POST /checkpoint` has it, while nothing is trained."""
+        asked = self.shared_state.request_checkpoint()
+        self.shared_state.pause()
+        self.trainer.run_once()
+        self.shared_state.resume()
+        asked.result(0)
+
     def weights(self) -> dict[str, torch.Tensor]:
-        state = self.policy._engine.module.state_dict()
+        state = self.policy.module.state_dict()
         return {name: tensor.clone() for name, tensor in state.items()}
 
     def session_codes(self) -> dict[str, str | None]:

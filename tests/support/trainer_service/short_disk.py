@@ -7,7 +7,6 @@ is seen while the trainer waits is printed as JSON, one line for each thing that
 import json
 import resource
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from rollout_queue.memory import MemoryStream
@@ -56,23 +55,16 @@ def room_comes_after(rig: Rig, pauses: int) -> None:
     """Pauses take no time here; the last one before there is room tells what it sees."""
     slept = 0
 
-    def sleep(_seconds: float) -> None:
+    def sleep(seconds: float) -> None:
         nonlocal slept
+        rig.clock.pass_by(seconds)
         slept += 1
         if slept % pauses == 0:
             report(rig, rig.shared_state.snapshot.waiting_for)
             limit(resource.RLIM_INFINITY)
 
-    rig.shared_state.sleep = sleep  # type: ignore[method-assign, assignment]
-    rig.heartbeat._wait = _one_pause(rig)  # type: ignore[method-assign]
-
-
-def _one_pause(rig: Rig) -> Callable[..., None]:
-    def wait(seconds: float, phase: str, sentence: str) -> None:
-        rig.heartbeat.beat(phase, sentence)  # type: ignore[arg-type]
-        rig.shared_state.sleep(seconds)
-
-    return wait
+    rig.shared_state.sleep = sleep  # type: ignore[method-assign]
+    rig.clock.pass_by(0)
 
 
 def limit(size: int) -> None:

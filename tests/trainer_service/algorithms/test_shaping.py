@@ -104,7 +104,8 @@ def test_a_session_without_any_reward_has_no_return() -> None:
 
 def test_a_row_of_a_version_yet_to_come_is_not_stale() -> None:
     assert staleness(3, 4, 5) == (0, 0, 0)
-    assert staleness(9, 4, 7)._asdict() == {"total": 5, "in_flight": 3, "in_queue": 2}
+    found = staleness(9, 4, 7)
+    assert (found.total, found.in_flight, found.in_queue) == (5, 3, 2)
 
 
 def test_a_name_alone_stands_for_its_defaults() -> None:

@@ -101,12 +101,8 @@ class MemoryStream:
         self.append(turn)
         self._change(turn.session_id, turns=(*head.turns, turn))
         self.deadlines[turn.session_id] = expires_at
-        if turn.reply_digest:
-            self.continuations[owner, turn.reply_digest] = turn.session_id
-        if turn.finish == "tool_calls":
-            self.continuations[owner, turn.turn_id] = turn.session_id
-        if turn.request_digest and turn.parent_id is None:
-            self.continuations[owner, turn.request_digest] = turn.session_id
+        for digest in turn.continuation_digests:
+            self.continuations[owner, digest] = turn.session_id
         return turn
 
     async def find_continuations(self, owner: str, digests: Sequence[str]) -> Sequence[str | None]:

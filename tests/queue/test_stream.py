@@ -26,9 +26,9 @@ from rollout_queue.contract.tokens import TokenIds
 from rollout_queue.contract.tombstone import Tombstone
 from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import keys
+from rollout_queue.redis.connection.pipelined import WRITTEN_FOR, PipelinedConnection
+from rollout_queue.redis.connection.pooled import PooledConnection
 from rollout_queue.redis.head_cache import HeadCache
-from rollout_queue.redis.pipelined_connection import WRITTEN_FOR, PipelinedConnection
-from rollout_queue.redis.pooled_connection import PooledConnection
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import CONNECTIONS, RedisWriter
 from tests.support.claimed import claimed_reader

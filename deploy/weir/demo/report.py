@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -16,7 +15,7 @@ START_BELOW = 0.35
 VERSIONS = 10
 
 
-def criterion(record: EpisodeLog, versions_served: int, verdicts: dict[str, int]) -> dict[str, Any]:
+def criterion(record: EpisodeLog, versions_served: int, verdicts: dict[str, int]) -> dict[str, bool]:
     """Whether the model learned and every session has a verdict, part by part; `met` is True if all hold."""
     start, end = record.reward_start, record.moving_average
     parts = {
@@ -52,7 +51,7 @@ def served_versions(gateway_url: str, admin_key: str) -> list[int]:
     ]
 
 
-def write_summary(path: Path, summary: dict[str, Any]) -> None:
+def write_summary(path: Path, summary: dict[str, object]) -> None:
     path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 

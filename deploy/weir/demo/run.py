@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -67,7 +66,7 @@ def run(settings: StackSettings, seed: int) -> int:
         phases.end("settle")
     phases.end("stop")
     met = criterion(record, len(versions), verdicts)
-    summary = {
+    summary: dict[str, object] = {
         "seed": seed,
         "criterion": met,
         "reward_start": record.reward_start,
@@ -117,7 +116,7 @@ def _settled(settings: StackSettings, stack: Stack) -> tuple[dict[str, int], lis
     return verdicts, served_versions(stack.gateway_url, settings.admin_keys[0])
 
 
-def _verdict(record: EpisodeLog, met: dict[str, Any], versions: int) -> str:
+def _verdict(record: EpisodeLog, met: dict[str, bool], versions: int) -> str:
     start, end = record.reward_start or 0.0, record.moving_average or 0.0
     result = f"reward {start:.2f} → {end:.2f} in {len(record.episodes)} episodes, {versions} versions served"
     missed = [name for name, holds in met.items() if not holds and name != "met"]

@@ -111,6 +111,16 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=
         """Identifies what was asked: one request may hold several prompts."""
         return self.request_digest, self.prompt_digest
 
+    @property
+    def continuation_digests(self) -> list[str]:
+        """The digests, or the turn id, by which a later call finds the session of this turn."""
+        digests = [self.reply_digest] if self.reply_digest else []
+        if self.finish == "tool_calls":
+            digests.append(self.turn_id)
+        if self.request_digest and self.parent_id is None:
+            digests.append(self.request_digest)
+        return digests
+
     def __post_init__(self) -> None:
         if len(self.output_ids) != len(self.logprobs):
             raise InvalidRecord(

@@ -4,7 +4,7 @@ from rollout_queue.contract.codec import encode
 from rollout_queue.contract.records import SessionSpec, Turn
 from rollout_queue.contract.tombstone import user_digest
 from rollout_queue.redis import keys
-from rollout_queue.redis.connection import Argument
+from rollout_queue.redis.connection.writer_connection import Argument
 
 CONTINUATION_TTL_S = 30 * 86400.0
 """The longest lifetime of a continuation key; a longer one could overflow Redis' count of milliseconds."""
@@ -47,9 +47,4 @@ def _users_of(turn: Turn, opening: SessionSpec | None) -> list[str]:
 
 def continuations_of(turn: Turn, owner: str) -> list[str]:
     """The keys by which a later call of `owner` finds the session of this turn."""
-    digests = [turn.reply_digest] if turn.reply_digest else []
-    if turn.finish == "tool_calls":
-        digests.append(turn.turn_id)
-    if turn.request_digest and turn.parent_id is None:
-        digests.append(turn.request_digest)
-    return [keys.continuation(owner, digest) for digest in digests]
+    return [keys.continuation(owner, digest) for digest in turn.continuation_digests]

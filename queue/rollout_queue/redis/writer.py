@@ -19,12 +19,12 @@ from rollout_queue.contract.verdicts import expiry
 from rollout_queue.redis import keys
 from rollout_queue.redis.appending import append_arguments
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.connection import ConnectionFactory
+from rollout_queue.redis.connection.pipelined import PipelinedConnection
+from rollout_queue.redis.connection.pooled import PooledConnection
+from rollout_queue.redis.connection.writer_connection import ConnectionFactory
 from rollout_queue.redis.head_cache import HeadCache
 from rollout_queue.redis.listing import positions_after
 from rollout_queue.redis.opening import group_arguments, group_forgotten, open_arguments, opened, refusal
-from rollout_queue.redis.pipelined_connection import PipelinedConnection
-from rollout_queue.redis.pooled_connection import PooledConnection
 from rollout_queue.redis.progress import progress_of
 from rollout_queue.redis.scripts import records as record_scripts
 from rollout_queue.redis.scripts import sessions as session_scripts

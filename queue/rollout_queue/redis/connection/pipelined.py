@@ -24,7 +24,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from rollout_queue.redis.connection import Argument
+from rollout_queue.redis.connection.writer_connection import Argument
 
 logger = logging.getLogger(__name__)
 

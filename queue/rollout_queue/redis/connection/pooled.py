@@ -10,7 +10,7 @@ from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from rollout_queue.redis.connection import Argument
+from rollout_queue.redis.connection.writer_connection import Argument
 
 
 class PooledConnection:

@@ -63,15 +63,15 @@ class ChatRenderer:
         self._configuration = configuration(self.family, thinking)
         self._made_on = self.today()
         try:
-            self._renderer = create_renderer(self.tokenizer, self._configuration)
+            self.template = create_renderer(self.tokenizer, self._configuration)
         except AssertionError as error:  # the tokenizer lacks a control token
             raise SystemExit(
                 f"gateway.renderer {self.family.name!r} does not fit the model: {error}"
             ) from error
-        self.stop_ids: list[int] = self._renderer.get_stop_token_ids()
+        self.stop_ids: list[int] = self.template.get_stop_token_ids()
         example = MessageNormalizer(self.family, str, str).conversation(EXAMPLE_MESSAGES, [EXAMPLE_TOOL])
-        written = self._renderer.render_ids(example, tools=[EXAMPLE_TOOL], add_generation_prompt=True)
-        self._normalizer = MessageNormalizer(
+        written = self.template.render_ids(example, tools=[EXAMPLE_TOOL], add_generation_prompt=True)
+        self.normalizer = MessageNormalizer(
             self.family, self.tokenizer.control(written).cut, self.tokenizer.frame(self.stop_ids).cut
         )
 
@@ -86,11 +86,11 @@ class ChatRenderer:
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> TokenIds:
         """The prompt of a whole conversation, up to where the assistant's answer begins."""
         if (today := self.today()) != self._made_on:  # the library reads the date when it makes a renderer
-            self._renderer = create_renderer(self.tokenizer, self._configuration)
+            self.template = create_renderer(self.tokenizer, self._configuration)
             self._made_on = today
-        normalized = self._normalizer.conversation(messages, tools)
+        normalized = self.normalizer.conversation(messages, tools)
         return TokenIds(
-            self._renderer.render_ids(normalized, tools=_listed(tools), add_generation_prompt=True)
+            self.template.render_ids(normalized, tools=_listed(tools), add_generation_prompt=True)
         )
 
     def bridge(
@@ -106,10 +106,10 @@ class ChatRenderer:
         None if the template would render the earlier conversation differently. Of `prompt_ids`, only the end
         is used.
         """
-        normalized = self._normalizer.continuation(new_messages, before)
+        normalized = self.normalizer.continuation(new_messages, before)
         prompt, output = prompt_ids[-PROMPT_TAIL:].tolist(), output_ids.tolist()
         try:
-            bridged = self._renderer.bridge_to_next_turn(prompt, output, normalized, tools=_listed(tools))
+            bridged = self.template.bridge_to_next_turn(prompt, output, normalized, tools=_listed(tools))
         except UNREADABLE:
             return None
         known = prompt + output
@@ -134,7 +134,7 @@ class ChatRenderer:
         """
         prompt = None if prompt_ids is None else prompt_ids[-PROMPT_TAIL:].tolist()
         try:
-            parsed = self._renderer.parse_response(list(output_ids), tools=_listed(tools), prompt_ids=prompt)
+            parsed = self.template.parse_response(list(output_ids), tools=_listed(tools), prompt_ids=prompt)
         except UNREADABLE:
             return ParsedAnswer(
                 self.text_of([token_id for token_id in output_ids if token_id not in self.stop_ids])

@@ -1,6 +1,6 @@
 """Fixtures: a gateway on a real port, in front of a fake engine, on a real Redis."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 
 import httpx
@@ -8,6 +8,7 @@ import pytest
 from redis import Redis
 from tokenizers import Tokenizer
 
+from gateway.edge.disconnect import DisconnectWatch
 from gateway.edge.retries import InFlightCall, InFlightCalls
 from rollout_queue.redis import keys
 from tests.support.gateway.fake_engine import FakeEngine
@@ -49,19 +50,22 @@ def gateway(backends: Backends, gateway_url: tuple[str, bytes]) -> Iterator[Runn
 
 @pytest.fixture
 def retry_counts(monkeypatch: pytest.MonkeyPatch) -> RetryCounts:
-    seen, join, leave = RetryCounts(), InFlightCalls.join, InFlightCall._leave
+    seen, join, on_disconnect = RetryCounts(), InFlightCalls.join, DisconnectWatch.on_disconnect
 
     def joined(calls: InFlightCalls, key: Hashable, attempt: int) -> InFlightCall | None:
         call = join(calls, key, attempt)
         seen.joined += call is not None
         return call
 
-    def left(call: InFlightCall) -> None:
-        leave(call)
-        seen.left += 1
+    def watched(client: DisconnectWatch, leave: Callable[[], None]) -> None:
+        def left() -> None:
+            leave()
+            seen.left += 1
+
+        on_disconnect(client, left)
 
     monkeypatch.setattr(InFlightCalls, "join", joined)
-    monkeypatch.setattr(InFlightCall, "_leave", left)
+    monkeypatch.setattr(DisconnectWatch, "on_disconnect", watched)
     return seen
 
 

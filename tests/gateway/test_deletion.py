@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
 
 from gateway.dialects.responses_store import ResponseStore
 from rollout_queue.contract.codec import decode, encode
@@ -232,13 +233,14 @@ def test_a_deleted_response_is_continued_at_no_gateway(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_leaves_no_words_in_a_session_that_was_deleted_as_they_came(
-    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch, stream: bool
+    gateway: RunningGateway, backends: Backends, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     keep = ResponseStore.keep
 
     async def too_late(store: ResponseStore, *given: Any) -> None:
         session_id = given[2].generation.head.spec.session_id
-        assert await RedisDeleter(store._redis).delete_session(session_id) is not None
+        async with AsyncRedis.from_url(backends.redis_url) as redis:
+            assert await RedisDeleter(redis).delete_session(session_id) is not None
         await keep(store, *given)
 
     monkeypatch.setattr(ResponseStore, "keep", too_late)

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from renderers import create_renderer
 from renderers.parsing import parse_gpt_oss
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from gateway.language import render
 from gateway.language.deltas import AnswerStream, Delta, RawTextStream
 from gateway.language.render import ChatRenderer, ParsedAnswer
 from gateway.language.streamed_text import IncrementalDetokenizer
+from gateway.language.tokenizer import BareTokenizer
 from rollout_queue.contract.tokens import TokenIds
 from tests.support.gateway.examples import TEXTS
 from tests.support.gateway.families_models import make_model
@@ -84,15 +87,24 @@ def harmony(directory: Path) -> ChatRenderer:
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken(token, special=True) for token in HARMONY])
     tokenizer.save(str(directory / "tokenizer.json"))
-    renderer = ChatRenderer(directory, "qwen3")
-    start, channel, message, end, return_, call, constrain = (
-        renderer.tokenizer.encode(t)[0] for t in HARMONY
-    )
+    tokens = BareTokenizer(directory, None)
+    start, channel, message, end, return_, call, constrain = (tokens.encode(t)[0] for t in HARMONY)
 
     class GptOss:
+        """Another model's renderer, but for how it reads an answer."""
+
+        def __init__(self, *given: Any) -> None:
+            self.inner = create_renderer(*given)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        def get_stop_token_ids(self) -> list[int]:
+            return [return_, call]
+
         def parse_response(self, token_ids: list[int], **_: Any) -> Any:
             return parse_gpt_oss(
-                renderer.tokenizer,
+                tokens,
                 token_ids,
                 return_id=return_,
                 call_id=call,
@@ -103,9 +115,9 @@ def harmony(directory: Path) -> ChatRenderer:
                 constrain_id=constrain,
             )
 
-    renderer._renderer = GptOss()
-    renderer.stop_ids = [return_, call]
-    return renderer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(render, "create_renderer", GptOss)
+        return ChatRenderer(directory, "qwen3")
 
 
 @pytest.fixture(scope="module", params=sorted(SAYINGS))

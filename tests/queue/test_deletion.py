@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -18,17 +18,21 @@ from rollout_queue.contract.tombstone import DeletionTotals, Tombstone
 from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import keys
 from rollout_queue.redis.deletion import OVERDUE_S, RedisDeleter
-from rollout_queue.redis.reader import RedisReader
+from rollout_queue.redis.head_cache import HeadCache
+from rollout_queue.redis.scripts import deletion as deletion_scripts
 from rollout_queue.redis.writer import RedisWriter, read_head
 from tests.support.claimed import claimed_reader
 from tests.support.queue.records import outcome, reward, spec, turn
+from tests.support.redis_faults import break_script
 
 
 class Stream:
     """Both ends of one stream, and what deletes from it."""
 
-    def __init__(self, writer: StreamWriter, reader: StreamReader, deleter: StreamDeleter) -> None:
-        self.writer, self.reader, self.deleter = writer, reader, deleter
+    def __init__(
+        self, writer: StreamWriter, reader: StreamReader, deleter: StreamDeleter, redis: Redis | None = None
+    ) -> None:
+        self.writer, self.reader, self.deleter, self.redis = writer, reader, deleter, redis
 
     def read(self) -> list[Record]:
         return [entry.record for entry in self.reader.read(1000, 0.01)]
@@ -38,7 +42,8 @@ class Stream:
         if isinstance(self.reader, MemoryStream):
             found: Any = self.reader.counts
         else:
-            found = cast(RedisReader, self.reader)._redis.hgetall(keys.VERDICTS)
+            assert self.redis is not None
+            found = self.redis.hgetall(keys.VERDICTS)
         told = {name if isinstance(name, str) else name.decode(): int(n) for name, n in found.items()}
         return {name: number for name, number in told.items() if number}
 
@@ -58,7 +63,7 @@ async def stream(request: pytest.FixtureRequest) -> AsyncIterator[Stream]:
     redis, sync = AsyncRedis.from_url(url), Redis.from_url(url)
     sync.flushdb()
     writer = RedisWriter(redis)
-    yield Stream(writer, claimed_reader(sync), RedisDeleter(redis))
+    yield Stream(writer, claimed_reader(sync), RedisDeleter(redis), sync)
     await writer.close()
     sync.close()
     await redis.aclose()
@@ -291,7 +296,9 @@ async def test_what_a_dead_gateway_left_is_finished_by_another(redis: Redis, con
     writer, dying, heir = RedisWriter(connection), RedisDeleter(connection), RedisDeleter(connection)
     await writer.open_session(spec())
     await writer.append_turn(turn(), 200.0)
-    tombstone = await dying._replace_by_tombstone("s1")
+    with pytest.MonkeyPatch.context() as patch:
+        break_script(patch, connection, deletion_scripts.REMOVE_ENTRIES)
+        tombstone = await dying.delete_session("s1")
     assert tombstone is not None
     assert len(values(redis, keys.STREAM)) == 2
     assert await heir.finish(time.time()) == 0
@@ -377,7 +384,16 @@ async def test_a_deleted_session_holds_no_place_and_no_deadline(redis: Redis, co
     await writer.close()
 
 
-async def test_heads_that_gateways_remember_are_let_go(connection: AsyncRedis) -> None:
+async def test_heads_that_gateways_remember_are_let_go(
+    connection: AsyncRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches: list[HeadCache] = []
+
+    def cache() -> HeadCache:
+        caches.append(HeadCache())
+        return caches[-1]
+
+    monkeypatch.setattr("rollout_queue.redis.writer.HeadCache", cache)
     writers = [RedisWriter(connection) for _ in range(2)]
     for name in ("s1", "s2"):
         await writers[0].open_session(spec(name))
@@ -387,7 +403,7 @@ async def test_heads_that_gateways_remember_are_let_go(connection: AsyncRedis) -
     await RedisDeleter(connection).delete_session("s1")
     assert await writers[0].load_for_call("s1") is None
     await writers[1].forget_deleted()
-    assert [writer._heads.session_ids() for writer in writers] == [["s2"], ["s2"]]
+    assert [cache.session_ids() for cache in caches] == [["s2"], ["s2"]]
     for writer in writers:
         await writer.close()
 

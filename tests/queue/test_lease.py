@@ -19,11 +19,13 @@ from rollout_queue.contract.errors import LeaseLost, StorageUnavailable
 from rollout_queue.contract.records import Outcome, Span, Turn, Verdict
 from rollout_queue.contract.stream import Verdicts
 from rollout_queue.contract.tokens import Logprobs, TokenIds
-from rollout_queue.redis import keys, pages
+from rollout_queue.redis import keys
 from rollout_queue.redis.holder import Holder
 from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import PAGE, RedisReader
+from rollout_queue.redis.scripts import consumer as consumer_scripts
 from tests.support.claimed import claimed_reader
+from tests.support.redis_faults import break_script
 
 NOTHING = Verdicts(sessions={}, turns={})
 TRAINED = Verdict(code="trained", step=1, version=1)
@@ -234,18 +236,25 @@ def test_a_claim_between_the_look_at_the_fence_and_the_read_is_seen(
 ) -> None:
     reader = RedisReader(redis, claimed(redis).token)
     append(redis, "a")
-    asked, looks = pages._asked, []
+    connect, answers = redis.connection_pool.get_connection, list[Any]()
 
-    def sleeps_after_the_look(connection: object, *commands: tuple[str, ...]) -> list[Any]:
-        answers = asked(connection, *commands)
-        if commands[0][0] == "WATCH":
-            looks.append(answers)
-        if len(looks) == 1 and commands[0][0] == "WATCH":
-            redis.delete(keys.LEASE)
-            redis.set(keys.FENCE, b"another's" if taken_over else answers[1])
-        return answers
+    def connect_and_sleep() -> Any:
+        """Its first two answers are the look at the fence; then it sleeps."""
+        monkeypatch.setattr(redis.connection_pool, "get_connection", connect)
+        connection: Any = connect()
+        read = connection.read_response
 
-    monkeypatch.setattr(pages, "_asked", sleeps_after_the_look)
+        def read_and_sleep() -> Any:
+            answers.append(read())
+            if len(answers) == 2:
+                redis.delete(keys.LEASE)
+                redis.set(keys.FENCE, b"another's" if taken_over else answers[1])
+            return answers[-1]
+
+        monkeypatch.setattr(connection, "read_response", read_and_sleep)
+        return connection
+
+    monkeypatch.setattr(redis.connection_pool, "get_connection", connect_and_sleep)
     with pytest.raises(LeaseLost) if taken_over else nullcontext():
         assert names(reader) == ["a"]
     assert owed(redis) == (0 if taken_over else 1)
@@ -330,27 +339,32 @@ def test_poison_that_was_delivered_and_not_set_aside_is_when_it_is_taken_up(redi
 
 def test_poison_is_set_aside_once_and_not_when_it_was_deleted_meanwhile(redis: Redis) -> None:
     reader = claimed_reader(redis)
+    append(redis, "sound")
     redis.xadd(keys.STREAM, {keys.STREAM_FIELD: b"\x02kept"})
     deleted: Any = redis.xadd(keys.STREAM, {keys.STREAM_FIELD: b"\x02deleted"})
-    page = reader._page(10, b">")
+    redis.xreadgroup(keys.GROUP, keys.CONSUMER, {keys.STREAM: ">"})
+    twice = [reader.reclaim(), reader.reclaim()]  # the answer to the first was lost
+    read = [next(entries) for entries in twice]
     redis.xdel(keys.STREAM, deleted)
-    for _ in range(2):  # the answer to the first was lost
-        assert not list(reader._decoded(page))
+    assert [list(entries) for entries in twice] == [[], []]
+    reader.acknowledge([read[0].entry_id], NOTHING)
     assert [letter[keys.STREAM_FIELD] for letter in letters(redis)] == [b"\x02kept"]
     assert owed(redis) == 0
 
 
 def test_who_comes_back_late_sets_nothing_aside(redis: Redis) -> None:
     reader = RedisReader(redis, claimed(redis).token)
+    append(redis, "sound")
     redis.xadd(keys.STREAM, {keys.STREAM_FIELD: b"\x02newer"})
     redis.xreadgroup(keys.GROUP, keys.CONSUMER, {keys.STREAM: ">"})
-    pages = reader._page(10, b"0-0")
+    entries = reader.reclaim()
+    next(entries)
     redis.delete(keys.LEASE)
     claimed(redis)
     with pytest.raises(LeaseLost):
-        list(reader._decoded(pages))
+        list(entries)
     assert not letters(redis)
-    assert owed(redis) == 1
+    assert owed(redis) == 2
 
 
 def test_entries_that_were_deleted_are_no_longer_owed(redis: Redis) -> None:
@@ -370,11 +384,8 @@ def test_a_trim_that_fails_repeats_nothing(redis: Redis, caplog: pytest.LogCaptu
     entry_ids = append(redis, "a", "b", "c")
     names(reader)
 
-    def fails(*_: object) -> None:
-        raise ConnectionResetError("by peer")
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "_trim", fails)
+        break_script(patch, redis, consumer_scripts.TRIM)
         reader.acknowledge(entry_ids[:2], Verdicts({"a": TRAINED}, {}))
     assert "not trimmed" in caplog.text
     assert redis.xlen(keys.STREAM) == 3

@@ -34,19 +34,22 @@ from rollout_queue.contract.errors import LeaseLost, SessionClosed, SessionDelet
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.listing import LIST_START
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Span, Status, Turn, Verdict
-from rollout_queue.redis import keys
-from rollout_queue.redis.pages import Pages
+from rollout_queue.redis import keys, reader
+from rollout_queue.redis.pages import Pages, RawEntry
 from rollout_queue.redis.scripts import consumer as consumer_scripts
+from rollout_queue.redis.scripts import deletion as deletion_scripts
 from rollout_queue.redis.scripts import records as record_scripts
 from rollout_queue.redis.scripts.functions import FENCED
 from tests.support.hypothesis_profiles import LONG_EXAMPLES, long
 from tests.support.queue.protocol import CALM, CUTS, Killed, Knife, System
 from tests.support.queue.records import turn as made_turn
+from tests.support.redis_faults import break_script
 from trainer_service.groups.acknowledgement import Acknowledgement
 from trainer_service.intake.acknowledger import Acknowledger
+from trainer_service.intake.intake import Intake
 from trainer_service.storage import checkpoint, run_files
 from trainer_service.storage import files as durable
-from trainer_service.train import Trainer
+from trainer_service.storage.run_state import RunState
 
 LONG = long()
 HISTORIES = settings(
@@ -347,7 +350,7 @@ class Protocol(RuleBasedStateMachine):
         deleter = self.system.deleter
         with pytest.MonkeyPatch.context() as patch:
             if dies:
-                patch.setattr(deleter, "_remove_entries", _unscrubbed)
+                break_script(patch, self.system.async_redis, deletion_scripts.REMOVE_ENTRIES)
             tombstone = self.system.run(deleter.delete_session(session_id))
         assert (tombstone is None) == known.deleted
         if head is not None and tombstone is not None:
@@ -408,10 +411,6 @@ def _break() -> None:
     raise StorageUnavailable("the connection broke")
 
 
-async def _unscrubbed(*_: Any) -> None:
-    raise StorageUnavailable("the gateway dies here")
-
-
 def _place(entry_id: bytes) -> tuple[int, ...]:
     return tuple(map(int, entry_id.split(b"-")))
 
@@ -458,13 +457,13 @@ def test_no_history_loses_or_repeats_a_turn(machine: type[Protocol]) -> None:
 
 
 def acknowledges_before_the_checkpoint(patch: pytest.MonkeyPatch) -> None:
-    save = Trainer._checkpoint
+    state = Intake.run_state
 
-    def checkpoint(self: Trainer) -> None:
-        self._intake.acknowledge()
-        save(self)
+    def run_state(intake: Intake, *given: Any) -> RunState:
+        intake.acknowledge()
+        return state(intake, *given)
 
-    patch.setattr(Trainer, "_checkpoint", checkpoint)
+    patch.setattr(Intake, "run_state", run_state)
 
 
 def forgets_what_it_owes(patch: pytest.MonkeyPatch) -> None:
@@ -478,7 +477,18 @@ def appends_as_often_as_asked(patch: pytest.MonkeyPatch) -> None:
 
 
 def has_no_fence(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Pages, "_ours", lambda *_: True)
+    class UnfencedPages(Pages):
+        """Reads under whichever token the fence holds."""
+
+        def __init__(self, redis: Redis, token: str) -> None:
+            super().__init__(redis, token)
+            self.redis = redis
+
+        def page(self, count: int, what: bytes) -> list[RawEntry] | None:
+            fence: Any = self.redis.get(keys.FENCE)
+            return Pages(self.redis, fence.decode()).page(count, what)
+
+    patch.setattr(reader, "Pages", UnfencedPages)
     for name in ("CONFIRM", "READ", "DELIVERED_LAST", "ACKNOWLEDGE", "TRIM", "SET_ASIDE", "REPORT"):
         script = getattr(consumer_scripts, name)
         assert script.startswith(FENCED)

@@ -20,9 +20,11 @@ from rollout_queue.redis.deletion import RedisDeleter
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.restore import restore
 from rollout_queue.redis.retention import RedisForgetter
+from rollout_queue.redis.scripts import retention as retention_scripts
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.claimed import claimed_reader
 from tests.support.queue.records import outcome, reward, spec, turn
+from tests.support.redis_faults import before_script
 
 TRAINED = Verdict(code="trained", step=3, version=3)
 FAILED = Verdict(code="failed", detail="it fell over")
@@ -177,15 +179,9 @@ async def test_what_changes_meanwhile_is_left_for_the_next_time(
 ) -> None:
     await rig.episode()
     rig.learn()
-    heads = RedisForgetter._heads
-
-    async def read_and_then_rewarded(self: RedisForgetter, names: Any) -> Any:
-        found = await heads(self, names)
-        await rig.writer.append_reward(reward("late"))
-        return found
-
     with monkeypatch.context() as patch:
-        patch.setattr(RedisForgetter, "_heads", read_and_then_rewarded)
+        late = reward("late")
+        before_script(patch, rig.redis, retention_scripts.FORGET, lambda: rig.writer.append_reward(late))
         assert not await rig.forgotten()
     head = await rig.writer.load("s1")
     assert head is not None
@@ -197,16 +193,12 @@ async def test_two_gateways_forget_a_session_once(rig: Rig, monkeypatch: pytest.
     for number in range(5):
         await rig.episode(f"s{number}", turns=2)
     rig.learn()
-    other, heads = RedisForgetter(rig.redis), RedisForgetter._heads
-    seen: list[Counter[str]] = []
+    other, seen = RedisForgetter(rig.redis), list[Counter[str]]()
 
-    async def overtaken(self: RedisForgetter, names: Any) -> Any:
-        found = await heads(self, names)
-        if self is not other:
-            seen.append((await other.forget(0, 3)).verdicts)
-        return found
+    async def overtake() -> None:
+        seen.append((await other.forget(0, 3)).verdicts)
 
-    monkeypatch.setattr(RedisForgetter, "_heads", overtaken)
+    before_script(monkeypatch, rig.redis, retention_scripts.FORGET, overtake)
     assert (await rig.forgotten(), seen) == ({"trained": 2}, [{"trained": 3}])
     assert rig.counts(keys.FORGOTTEN) == {"session:trained": 5, "turn:trained": 10, "tokens:trained": 20}
 
@@ -361,9 +353,18 @@ async def test_it_is_said_which_entry_keeps_what_is_settled(rig: Rig) -> None:
 
 
 async def looked_through(rig: Rig) -> None:
-    before = rig.forgetter._adopted_at
-    while rig.forgetter._adopted_at in (None, before):
-        await rig.forgetter.adopt()
+    """Until the cursor is back where it began."""
+    scan, cursors = rig.redis.zscan, list[int]()
+
+    async def scan_and_note(*given: Any, **more: Any) -> Any:
+        found = await scan(*given, **more)
+        cursors.append(found[0])
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rig.redis, "zscan", scan_and_note)
+        while not cursors or cursors[-1]:
+            await rig.forgetter.adopt()
 
 
 def full(rig: Rig) -> None:

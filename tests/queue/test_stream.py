@@ -29,10 +29,11 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.connection.pipelined import WRITTEN_FOR, PipelinedConnection
 from rollout_queue.redis.connection.pooled import PooledConnection
 from rollout_queue.redis.head_cache import HeadCache
-from rollout_queue.redis.reader import RedisReader
+from rollout_queue.redis.scripts import sessions as session_scripts
 from rollout_queue.redis.writer import CONNECTIONS, RedisWriter
 from tests.support.claimed import claimed_reader
 from tests.support.queue.records import outcome, reward, spec, turn
+from tests.support.redis_faults import before_script
 
 NOTHING = Verdicts(sessions={}, turns={})
 
@@ -40,8 +41,8 @@ NOTHING = Verdicts(sessions={}, turns={})
 class Ends:
     """Both ends of one stream."""
 
-    def __init__(self, writer: StreamWriter, reader: StreamReader) -> None:
-        self.writer, self.reader = writer, reader
+    def __init__(self, writer: StreamWriter, reader: StreamReader, redis: Redis | None = None) -> None:
+        self.writer, self.reader, self.redis = writer, reader, redis
 
     def read(self) -> list[Any]:
         return [entry.record for entry in self.reader.read(100, 0.01)]
@@ -57,7 +58,7 @@ async def ends(request: pytest.FixtureRequest) -> AsyncIterator[Ends]:
     redis, sync = AsyncRedis.from_url(url), Redis.from_url(url)
     sync.flushdb()
     writer = RedisWriter(redis, CONNECTIONS[request.param])
-    yield Ends(writer, claimed_reader(sync))
+    yield Ends(writer, claimed_reader(sync), sync)
     await writer.close()
     sync.close()
     await redis.aclose()
@@ -346,7 +347,8 @@ def counted(ends: Ends) -> dict[str, int]:
     if isinstance(ends.writer, MemoryStream):
         counts = ends.writer.counts
     else:
-        raw: Any = cast(RedisReader, ends.reader)._redis.hgetall(keys.VERDICTS)
+        assert ends.redis is not None
+        raw: Any = ends.redis.hgetall(keys.VERDICTS)
         counts = {name.decode(): int(count) for name, count in raw.items()}
     return {name: count for name, count in counts.items() if count}
 
@@ -376,8 +378,7 @@ async def test_a_verdict_brings_no_deleted_session_back(ends: Ends) -> None:
     ends.reader.acknowledge([], Verdicts({"gone": trained}, {("gone", "t1"): trained}))
     assert await ends.writer.load("gone") is None
     assert counted(ends) == {}
-    if not isinstance(ends.writer, MemoryStream):
-        assert not cast(RedisReader, ends.reader)._redis.exists(keys.session("gone"))
+    assert ends.redis is None or not ends.redis.exists(keys.session("gone"))
 
 
 async def test_a_number_is_kept_once_and_a_higher_one_after_it(ends: Ends) -> None:
@@ -473,8 +474,10 @@ async def test_a_call_in_time_wins_over_a_gateway_that_saw_the_old_deadline(
     connection = AsyncRedis.from_url(redis_url)
     writer = RedisWriter(connection)
     await writer.open_session(spec(ttl_s=10.0))
-    await writer.append_turn(turn(), expires_at=500.0)
-    assert await writer._expire_one("s1", now=111.0) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        before_script(patch, connection, session_scripts.EXPIRE, lambda: writer.append_turn(turn(), 500.0))
+        assert await writer.expire(now=111.0, limit=10) == 0
+    assert redis.xlen(keys.STREAM) == 1
     await connection.aclose()
 
 

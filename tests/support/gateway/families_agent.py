@@ -56,7 +56,7 @@ def sampled(renderer: ChatRenderer, prompt_ids: TokenIds, said: Message) -> list
     They are found where the template itself puts them; what a template opens in the prompt is closed first.
     """
     tools = [TOOL]
-    inner, normalizer = renderer._renderer, renderer._normalizer
+    inner, normalizer = renderer.template, renderer.normalizer
     before = normalizer.conversation([user(MARK)], tools)
     asked = inner.render_ids(before, tools=tools, add_generation_prompt=True)
     for message in (said, {key: value for key, value in said.items() if key != "reasoning_content"}):

@@ -166,9 +166,9 @@ class System:
         self.redis = Redis.from_url(url)
         self.redis.flushdb()
         self._runner = asyncio.Runner()
-        self._async_redis = AsyncRedis.from_url(url)
-        self.writer = RedisWriter(self._async_redis)
-        self.deleter = RedisDeleter(self._async_redis)
+        self.async_redis = AsyncRedis.from_url(url)
+        self.writer = RedisWriter(self.async_redis)
+        self.deleter = RedisDeleter(self.async_redis)
         self.fleet = FakeGateway()
         transport = httpx.MockTransport(self._answer)
         self._client = httpx.Client(base_url="http://gateway", transport=transport, trust_env=False)
@@ -186,14 +186,14 @@ class System:
 
     def close(self) -> None:
         self.run(self.writer.close())
-        self.run(self._async_redis.aclose())
+        self.run(self.async_redis.aclose())
         self._runner.close()
         self._client.close()
         self.redis.close()
 
     def restart_gateway(self) -> None:
         self.run(self.writer.close())
-        self.writer = RedisWriter(self._async_redis)
+        self.writer = RedisWriter(self.async_redis)
 
     def start_trainer(self, group_wait_s: float = 1e12) -> None:
         """A new process on the same disk. Whoever held the lease is dead, or sleeps longer than it lasts."""

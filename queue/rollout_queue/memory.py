@@ -260,15 +260,13 @@ class MemoryStream:
             raise Conflict(f"group {group_id} belongs to another client key")
         if size is not None and spec.group_size not in (None, size):
             raise Conflict(f"group {group_id} has size {size}")
-        if size is None:
-            size = spec.group_size
+        size = spec.group_size if size is None else size
         if size is not None and len(members) >= size:
             raise Conflict(f"group {group_id} has its {size} sessions already")
         self.groups[group_id] = (size, owner, members | {spec.session_id})
 
     def append(self, record: Record) -> None:
-        """One more entry, whatever became of its session: what the writers above have checked, a writer's
-        script in Redis may have checked a moment too early."""
+        """Append an entry without looking at its session. Tests use it for records that come too late."""
         self._written += 1
         self._waiting.append(Entry(f"{self._written}-0", decode(encode(record))))
 

@@ -242,7 +242,7 @@ def _counters(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _answers(evidence: Evidence) -> Iterator[Finding]:
-    """Whatever a client was told was stored must exist, unless it was deleted or forgotten since."""
+    """Everything that an answer says was stored must exist, unless it was deleted or forgotten since."""
     for answer in evidence.answers:
         if answer.session_id in evidence.tombstones:
             continue

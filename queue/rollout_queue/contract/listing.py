@@ -1,4 +1,4 @@
-"""The list of all sessions, oldest first: a position in it, and what stands there."""
+"""The list of all sessions, oldest first: positions in it, and the sessions there."""
 
 from typing import NamedTuple
 

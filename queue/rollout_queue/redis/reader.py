@@ -109,8 +109,8 @@ class RedisReader:
                 for group_id in page:
                     pipeline.hmget(keys.group(group_id), "size", "forgotten")
                     pipeline.smembers(keys.group_members(group_id))
-                told = pipeline.execute()
-            for group_id, counts, members in zip(page, told[::2], told[1::2], strict=True):
+                replies = pipeline.execute()
+            for group_id, counts, members in zip(page, replies[::2], replies[1::2], strict=True):
                 size, forgotten = (int(count) if count else None for count in counts)
                 groups[group_id] = GroupMembers(
                     size, frozenset(name.decode() for name in members), forgotten or 0

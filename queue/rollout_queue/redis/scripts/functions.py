@@ -1,6 +1,6 @@
 """The Lua functions and the check of the fence that several scripts share.
 
-A full Redis refuses the first write of a script and no later one, so no script stays half done.
+A full Redis refuses the first write of a script and no later one, so no script is left half done.
 """
 
 LOST = "LEASELOST"

@@ -39,8 +39,7 @@ class MemoryStream:
 
     # The gateways' end
 
-    async def close(self) -> None:
-        pass
+    async def close(self) -> None: ...
 
     async def open_session(self, spec: SessionSpec) -> tuple[SessionSpec, bool]:
         if head := self.heads.get(spec.session_id):
@@ -64,8 +63,7 @@ class MemoryStream:
         return self.heads.get(session_id)
 
     async def spec_of(self, session_id: str) -> bytes | None:
-        head = self.heads.get(session_id)
-        return None if head is None else encode(head.spec)
+        return encode(head.spec) if (head := self.heads.get(session_id)) else None
 
     async def load_for_call(self, session_id: str) -> SessionHead | None:
         return await self.load(session_id)

@@ -28,7 +28,7 @@ EXTRAS = {
     "weir": ["cli"],
 }
 """Which optional dependencies a package may import, besides those of all."""
-MOST_LINES = 400
+MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_ENTRIES = 300, 60, 18
 TORCH_FAMILY = {"torch", "deepspeed", "transformers"}
 
 
@@ -113,9 +113,41 @@ def test_every_module_says_what_it_is_for(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_file_is_one_noun(package: str) -> None:
-    lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in sources(package)}
-    assert not {name: lines for name, lines in lengths.items() if lines > MOST_LINES}
+def test_files_and_functions_are_short(package: str) -> None:
+    long = []
+    for name, path in sources(package):
+        text = path.read_text(encoding="utf-8")
+        if len(text.splitlines()) > MOST_LINES:
+            long.append(name)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > MOST_LINES_OF_A_FUNCTION:
+                    long.append(f"{name}.{node.name}")
+    assert not long
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_folder_is_seen_at_once(package: str) -> None:
+    root = PACKAGES[package]
+    folders = [root, *(path.parent for path in root.rglob("__init__.py"))]
+    entries = {
+        str(folder.relative_to(ROOT)): len(
+            [path for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+        )
+        for folder in folders
+    }
+    assert not {name: count for name, count in entries.items() if count - 1 > MOST_ENTRIES}  # less __init__
+
+
+def test_a_class_name_stands_once() -> None:
+    found: dict[str, list[str]] = {}
+    for package in PACKAGES:
+        for name, path in sources(package):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    found.setdefault(node.name, []).append(name)
+    assert not {name: modules for name, modules in found.items() if len(modules) > 1}
 
 
 def test_the_wheel_is_made_of_the_five_packages() -> None:

@@ -9,7 +9,6 @@ ROOT = Path(__file__).parents[2]
 TREES = {
     path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
     for path in sorted((ROOT / "tests").rglob("*.py"))
-    if "trainer_service" not in path.parts
 }
 NOT_FOR_IMPORT = re.compile(r"tests(\..+)?\.(conftest|test_\w+)")
 PATCHES = {"setattr", "delattr", "getattr"}

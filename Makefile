@@ -46,7 +46,7 @@ PROCESSORS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CP
 
 test-numerics: .venv/installed  ## the tests of arithmetic, as older processors compute
 	@for setting in $(PROCESSORS); do \
-		echo "with $$setting"; env $$setting $(BIN)/pytest -m numeric tests/trainer_service || exit 1; done
+		echo "with $$setting"; env $$setting $(BIN)/pytest -n $(WORKERS) -m numeric tests/trainer_service || exit 1; done
 
 test-clients: install run/models/clients/config.json $(CLIENTS:%=run/clients/%/installed) \
 	run/clients/openai_npm/installed

@@ -12,11 +12,13 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.hypothesis_profiles import register
+from tests.support.memory_files import keep_files_in_memory
 from tests.support.redis_process import redis_executable
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 
 register()
+keep_files_in_memory()
 
 SLOW_ROOMS = ("system", "trainer_service", "rollout_server")
 """Workers begin with them, so that none is busy alone at the end."""

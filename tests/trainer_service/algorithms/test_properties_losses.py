@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.support.hypothesis_profiles import examples
 from tests.support.tolerances import FLOAT64, ulps
 from tests.support.trainer_service.canonical import PLAIN, close, learned
 from tests.support.trainer_service.steps import (
@@ -30,8 +31,8 @@ from trainer_service.algorithms.tokens import Tokens
 
 pytestmark = pytest.mark.numeric
 
-quick = settings(max_examples=60, deadline=None)
-few = settings(max_examples=10, deadline=None)
+quick = settings(max_examples=examples(60))
+few = settings(max_examples=examples(10))
 EXACT = ulps(30, of=math.exp(5 * 2.5), unit=FLOAT64)
 """At most 30 tokens are added up. A ratio of a whole row, of five tokens that 0.5 nats of noise move apart by
 2.5 at most, is no larger than e^12.5."""

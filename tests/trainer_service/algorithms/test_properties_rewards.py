@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from torch import Tensor
 
+from tests.support.hypothesis_profiles import examples
 from tests.support.tolerances import FLOAT64, ulps
 from trainer_service.algorithms.advantages.advantages import ADVANTAGES, baselines_after, to_tokens
 from trainer_service.algorithms.advantages.filters import groups_without_signal
@@ -27,7 +28,7 @@ from trainer_service.algorithms.critic import value_loss
 
 pytestmark = pytest.mark.numeric
 
-quick = settings(deadline=None, max_examples=20)
+quick = settings(max_examples=examples(20))
 
 PARTS = {"first": 1.0, "second": -0.5}
 COMPARING = [name for name, estimator in ADVANTAGES.items() if estimator.compares]

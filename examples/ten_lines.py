@@ -1,4 +1,4 @@
-"""An OpenAI client, a session, a reward: all that an agent needs to be learned from."""
+"""Opens a session, makes one call with an OpenAI client, and ends the session with a reward."""
 
 import httpx
 from openai import OpenAI

@@ -1,4 +1,4 @@
-"""One task, sampled eight times: a group of sessions, each with a tool loop, each rewarded."""
+"""Samples one task eight times: a group of sessions, each with a tool loop and a reward."""
 
 import json
 from typing import Any
@@ -18,7 +18,7 @@ WORLD = {"c": "7"}
 
 
 def solve(client: OpenAI, question: str) -> str:
-    """Ask, run the tool when the model calls it, and give back the answer."""
+    """Ask, run the tool if the model calls it, and return the answer; empty after two calls without one."""
     messages: list[Any] = [{"role": "user", "content": question}]
     for _ in range(2):
         reply = client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])

@@ -19,7 +19,7 @@ RUN /venv/bin/pip install --no-deps /dist/*.whl
 FROM python:3.11-slim-bookworm
 RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin weir
 COPY --from=build /venv /venv
-# PYTHONSAFEPATH: what lies in the working directory is never imported instead of an installed module.
+# PYTHONSAFEPATH: no file in the working directory is imported in place of an installed module.
 ENV PATH=/venv/bin:$PATH PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 HOME=/tmp WEIR_GATEWAY__HOST=0.0.0.0
 USER 10001
 EXPOSE 8000

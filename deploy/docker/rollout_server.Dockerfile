@@ -12,7 +12,7 @@ ENV PIP_NO_CACHE_DIR=1
 WORKDIR /src
 # "cpu" or "cuda": which build of torch, and which of the engine's locks.
 ARG TORCH=cpu
-# Where the CPU build of torch comes from; empty asks nobody but pip's own configuration.
+# The index with the CPU build of torch; empty: only the indexes that pip is configured for.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 COPY deploy/requirements deploy/requirements
 RUN python -m venv /engine && cd deploy/requirements \
@@ -27,7 +27,7 @@ COPY --from=wheel /dist /dist
 RUN /venv/bin/pip install --no-deps /dist/*.whl
 
 FROM python:3.11-slim-bookworm
-# A new named volume takes over the owner of the directory that it covers: these belong to the service.
+# A new named volume gets the owner of the directory at its mount point: these belong to the service.
 RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin weir \
     && install -d -o 10001 -g 10001 /model /var/lib/weir/policies /var/lib/weir/weights
 COPY --from=build /engine /engine

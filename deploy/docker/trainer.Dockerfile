@@ -1,4 +1,4 @@
-# The trainer; and compose's one-shot and the demo's agent, which need the extras "gateway" and "cli" as well.
+# The trainer. Compose's services `model` and `agent` use this image too, and need the extras "gateway" and "cli".
 FROM python:3.11-slim-bookworm AS wheel
 ENV PIP_NO_CACHE_DIR=1
 WORKDIR /src
@@ -12,10 +12,10 @@ ENV PIP_NO_CACHE_DIR=1
 WORKDIR /src
 # "cpu" or "cuda": which build of torch.
 ARG TORCH=cpu
-# Where the CPU build of torch comes from; empty asks nobody but pip's own configuration.
+# The index with the CPU build of torch; empty: only the indexes that pip is configured for.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 COPY deploy/requirements deploy/requirements
-# DeepSpeed is published as source: it is built with the tools of build.txt, which the image then does without.
+# DeepSpeed is published as source. It is built with the tools of build.txt, which are removed afterwards.
 RUN python -m venv /venv && cd deploy/requirements \
     && /venv/bin/pip install --no-deps --require-hashes -r build.txt \
     && /venv/bin/pip install --no-deps --no-build-isolation --require-hashes -r trainer.txt \
@@ -27,7 +27,7 @@ COPY --from=wheel /dist /dist
 RUN /venv/bin/pip install --no-deps /dist/*.whl
 
 FROM python:3.11-slim-bookworm
-# A new named volume takes over the owner of the directory that it covers: these belong to the service.
+# A new named volume gets the owner of the directory at its mount point: these belong to the service.
 RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin weir \
     && install -d -o 10001 -g 10001 /model /etc/weir /var/lib/weir/policies /var/lib/weir/checkpoints
 COPY --from=build /venv /venv

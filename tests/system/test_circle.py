@@ -147,13 +147,18 @@ def test_the_official_client_streams_what_a_plain_call_would_say(system: System)
         "messages": [{"role": "user", "content": "one"}],
         "tools": [TOOL],
         "temperature": 0.0,
-        "max_tokens": 24,
+        "max_tokens": 256,
+        "logprobs": True,
     }
     plain = client.chat.completions.create(**arguments).choices[0]
     chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**arguments, stream=True)]
     assert "".join(chunk.delta.content or "" for chunk in chunks) == plain.message.content
     assert chunks[-1].finish_reason == plain.finish_reason == "length"
-    assert len(chunks) > 12
+    tokens = [len(chunk.logprobs.content or ()) for chunk in chunks if chunk.logprobs is not None]
+    assert plain.logprobs is not None
+    assert sum(tokens) == len(plain.logprobs.content or ()) == 256
+    # How many tokens come at a time is up to the machine; that not all of them wait for the last is not.
+    assert sum(1 for count in tokens if count) > 4
 
 
 def test_the_official_client_raises_its_typed_errors(system: System) -> None:

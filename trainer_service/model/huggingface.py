@@ -38,4 +38,4 @@ def tensor_dtypes(directory: Path) -> dict[str, torch.dtype]:
 
 def enable_activation_checkpointing(model: Any) -> None:
     """Recompute each layer's activations in the backward pass instead of keeping them."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})

@@ -80,7 +80,7 @@ class Agents:
     def _episode(self, client: httpx.Client, draw: random.Random, session_id: str) -> None:
         messages: list[dict[str, str]] = []
         for _ in range(draw.randint(1, MOST_TURNS)):
-            time.sleep(draw.uniform(0, 2 * THINKS_S))
+            time.sleep(draw.uniform(0, 2 * THINKS_S))  # an agent thinks, or its tool runs
             messages.append({"role": "user", "content": f"say {draw.randint(0, 999)}"})
             messages.append(self._call(client, draw, session_id, messages))
         if draw.random() < KEEP_OPEN:
@@ -131,7 +131,7 @@ class Agents:
                 raise GaveUp(path)
             attempt += 1
             self._count("retries")
-            time.sleep(min(0.1 * 2**attempt, 2.0))
+            time.sleep(min(0.1 * 2**attempt, 2.0))  # before the next attempt
 
     def _remember(self, what: str, **answer: str | bool) -> None:
         with self._lock:

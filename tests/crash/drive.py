@@ -33,7 +33,7 @@ def drive(
 ) -> Iterator[Kill]:
     draw, heard = random.Random(seed), 0
     for window in windows:
-        time.sleep(draw.uniform(0.2, 1.5))
+        time.sleep(draw.uniform(0.2, 1.5))  # kills come at any time
         done = _kill(system, window, draw, heard)
         heard += done.answers
         told(done)
@@ -44,7 +44,7 @@ def _kill(system: CrashSystem, window: Window, draw: random.Random, heard: int) 
     victim = system.process_of(window.victim)  # before the moment, which does not wait for a search
     came = _came(system, window)
     if window.lasting:
-        time.sleep(draw.uniform(0, 0.3))
+        time.sleep(draw.uniform(0, 0.3))  # somewhere in a state that lasts
     try:
         kill(victim)
     except psutil.NoSuchProcess as error:
@@ -70,4 +70,4 @@ def settle(system: CrashSystem) -> None:
     deadline, calm = time.monotonic() + SETTLES_WITHIN_S, 0
     while calm < 10 and time.monotonic() < deadline:
         calm = calm + 1 if system.quiet() else 0
-        time.sleep(0.5)
+        time.sleep(0.5)  # that nothing is left to do is seen over a time

@@ -66,7 +66,7 @@ class CrashSystem:
         began = time.monotonic()
         name = NAMES.get(victim, victim)
         while victim != "engine" and self.stack.processes[name].exit_code is None:
-            time.sleep(0.05)
+            time.sleep(0.05)  # another process ends
             if time.monotonic() - began > HEALS_WITHIN_S:
                 raise TimeoutError(f"{name} lives on after its part was killed")
         if victim != "engine":
@@ -74,7 +74,7 @@ class CrashSystem:
         while reason := self.unwell():
             if time.monotonic() - began > HEALS_WITHIN_S:
                 raise TimeoutError(f"not well {HEALS_WITHIN_S:g} s after {victim} was killed: {reason}")
-            time.sleep(0.1)
+            time.sleep(0.1)  # other processes start
         return time.monotonic() - began
 
     def unwell(self) -> str:

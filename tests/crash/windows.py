@@ -46,7 +46,7 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         if time.monotonic() > deadline:
             raise NeverCame
-        time.sleep(0.001)
+        time.sleep(0.001)  # what is waited for happens in another process, and is over soon
 
 
 def under_load(system: CrashSystem) -> None:

@@ -15,10 +15,10 @@ from gateway.engines.fleet import Fleet
 from gateway.metrics import Metrics
 from gateway.settings import GatewaySettings, LimitSettings
 from rollout_queue.redis import keys
+from tests.support.gateway.polls import polled
 from tests.support.gateway.running import CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
 from tests.support.waiting import wait_until
 
-POLL_S = 0.05
 RATES = ("requests_per_minute", "tokens_per_minute")
 
 
@@ -33,11 +33,6 @@ def _ready(backends: Backends, limits: dict[str, Any]) -> Iterator[RunningGatewa
     with backends.gateway(limits=LimitSettings(**limits)) as gateway:
         wait_until(lambda: gateway.get("/ready").status_code == 200)
         yield gateway
-
-
-def polled() -> None:
-    """Until every gateway has looked at Redis again, whatever it was doing."""
-    time.sleep(4 * POLL_S)
 
 
 def refusal(reply: Any) -> tuple[str, int]:
@@ -62,7 +57,7 @@ def trainer_says(gateway: RunningGateway, **fields: float) -> None:
     usual = {"version": 0, "rollouts_waiting": 0, "rollouts_owed": 0, "rollouts_per_step": 4.0}
     said: Any = usual | {"last_seen": time.time()} | fields
     gateway.redis.hset(keys.TRAINER, mapping=said)
-    polled()
+    polled(gateway.redis)
 
 
 # Rate and budget of a key
@@ -83,7 +78,7 @@ def test_a_key_that_calls_too_often_waits_as_long_as_it_is_told(limited: Any) ->
         code, retry_s = refusal(gateway.chat())
         assert (code, retry_s) == ("rate_limited", 1)
         assert "120 calls a minute" in gateway.chat().json()["error"]["message"]
-        time.sleep(retry_s)
+        time.sleep(retry_s)  # as a client does; the limit's clock is that of Redis
         assert gateway.chat().status_code == 200
         assert refusals(gateway) == {"rate_limited": 2.0}
 
@@ -148,20 +143,20 @@ def test_two_gateways_count_one_rate(limited: Any) -> None:
     with limited(**limits) as left, limited(**limits) as right:
         assert [left.chat().status_code for _ in range(3)] == [200] * 3
         assert right.chat().status_code == 200
-        polled()
+        polled(left.redis)
         assert [right.chat().status_code for _ in range(2)] == [200] * 2
         assert refusal(right.chat())[0] == "rate_limited"
-        polled()
+        polled(left.redis)
         assert refusal(left.chat())[0] == "rate_limited"
 
 
 def test_a_gateway_that_starts_again_knows_what_was_used(limited: Any) -> None:
     with limited(requests_per_minute=2) as gateway:
         assert [gateway.chat().status_code for _ in range(2)] == [200] * 2
-        polled()
+        polled(gateway.redis)
     with limited(requests_per_minute=2) as gateway:
         gateway.chat()
-        polled()
+        polled(gateway.redis)
         assert refusal(gateway.chat())[0] == "rate_limited"
 
 
@@ -175,7 +170,7 @@ def test_a_key_may_have_so_many_open_sessions(limited: Any) -> None:
         assert gateway.post("/sessions", key=OTHER_KEY).status_code == 201
         assert gateway.chat(key=first["api_key"]).status_code == 200
         gateway.post(f"/sessions/{first['session_id']}/finish", {"status": "completed"})
-        polled()
+        polled(gateway.redis)
         assert gateway.post("/sessions").status_code == 201
         assert refusals(gateway) == {"sessions_limit": 1.0}
 
@@ -232,7 +227,7 @@ def test_sessions_for_training_wait_while_the_trainer_has_its_hands_full(limited
         assert gateway.post("/sessions", {"train": False}).status_code == 201
         assert gateway.chat(key=opened[0]["api_key"]).status_code == 200
         gateway.post(f"/sessions/{opened[0]['session_id']}/finish", {"status": "failed"})
-        polled()
+        polled(gateway.redis)
         assert gateway.post("/sessions").status_code == 201
 
 
@@ -244,10 +239,10 @@ def test_a_finished_session_holds_its_place_until_the_trainer_is_done_with_it(
         trainer_says(gateway, rollouts_per_step=1)
         session = gateway.session()
         gateway.post(f"/sessions/{session['session_id']}/finish", {"status": "completed", "reward": 1.0})
-        polled()
+        polled(gateway.redis)
         assert refusal(gateway.post("/sessions"))[0] == "staleness_budget"
         gateway.redis.hset(keys.session(session["session_id"]), "verdict", f'{{"code": "{code}"}}')
-        polled()
+        polled(gateway.redis)
         assert gateway.post("/sessions").status_code == 201
 
 
@@ -291,10 +286,10 @@ def test_a_budget_without_a_trainer_refuses_nobody(limited: Any) -> None:
 def test_a_wait_for_the_trainer_is_as_long_as_its_steps_take(limited: Any) -> None:
     with limited(staleness_versions=0) as gateway:
         trainer_says(gateway, version=0)
-        time.sleep(2)
+        time.sleep(2)  # that long a step takes: the gateway measures it by its own clock
         trainer_says(gateway, version=1, rollouts_waiting=12, rollouts_per_step=4)
         gateway.redis.set(keys.SERVING, 1)
-        polled()
+        polled(gateway.redis)
         _, retry_s = refusal(gateway.post("/sessions"))
         assert 4 <= retry_s <= 10  # nine too many, four a step, some two seconds each
 
@@ -307,12 +302,12 @@ def test_new_sessions_wait_while_too_much_is_in_the_queue(limited: Any) -> None:
         session = gateway.session()
         for _ in range(2):
             assert gateway.chat(key=session["api_key"]).status_code == 200
-        polled()
+        polled(gateway.redis)
         assert refusal(gateway.post("/sessions", {"train": False}))[0] == "queue_full"
         assert refusal(gateway.chat("an inferred session"))[0] == "queue_full"
         assert gateway.chat(key=session["api_key"]).status_code == 200
         gateway.redis.xtrim(keys.STREAM, maxlen=0)
-        polled()
+        polled(gateway.redis)
         assert gateway.post("/sessions").status_code == 201
 
 
@@ -326,7 +321,7 @@ def test_a_redis_that_is_nearly_full_keeps_its_room_for_open_sessions(gateway: R
         """A new session, in a Redis of which 95 % are used: what its clients have of it comes and goes."""
         used: Any = gateway.redis.info("memory")
         gateway.redis.config_set("maxmemory", int(used["used_memory"] / 0.95))
-        polled()
+        polled(gateway.redis)
         replies.append(gateway.post("/sessions"))
         return bool(replies[-1].status_code == 429)
 
@@ -339,7 +334,7 @@ def test_a_redis_that_is_nearly_full_keeps_its_room_for_open_sessions(gateway: R
     finally:
         gateway.redis.config_set("maxmemory", 0)
         gateway.redis.delete("ballast")
-    polled()
+    polled(gateway.redis)
     assert gateway.post("/sessions").status_code == 201
 
 

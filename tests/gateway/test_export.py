@@ -233,7 +233,7 @@ def settled(gateway: RunningGateway) -> int:
     before = -1
     while (now := pages_read(gateway)) != before:
         before = now
-        time.sleep(0.5)
+        time.sleep(0.5)  # that nothing is read is seen over a time, or not at all
     return now
 
 

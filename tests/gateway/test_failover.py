@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from gateway.metrics import Metrics
 from rollout_queue.contract.records import Span
 from tests.support.gateway.fake_engine import FakeEngine, Interruption, logprob_of
 from tests.support.serving import free_port, serving
+from tests.support.waiting import wait_until_async
 
 PROMPT = [1, 2, 3]
 ANSWER = [*range(100, 112)]
@@ -371,7 +372,7 @@ async def test_an_answer_waits_for_the_only_engine_to_come_back(scene: Scene) ->
             move(server, f"http://127.0.0.1:{free_port()}")
 
     answering = asyncio.create_task(scene.sampler.sample(scene.ask(), hear))
-    await come_to_be(lambda: scene.faults("refused"))
+    await wait_until_async(lambda: scene.faults("refused"))
     assert not server.breaker.allows_call
     move(server, url)
     server.state = "dead"
@@ -383,12 +384,6 @@ async def test_an_answer_waits_for_the_only_engine_to_come_back(scene: Scene) ->
 
 def move(server: FleetServer, url: str) -> None:
     server.registration = structs.replace(server.registration, engine_url=url)
-
-
-async def come_to_be(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 - what is waited for lies in another thread
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("words", ["reset", "abort"])
@@ -500,7 +495,7 @@ async def test_who_is_cancelled_stops_the_engine(scene: Scene) -> None:
     first = scene.first
     first.stall_after = 0
     task = asyncio.create_task(scene.hear())
-    await come_to_be(lambda: first.stalled)
+    await wait_until_async(lambda: first.stalled)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -17,6 +17,7 @@ from gateway.engines.fleet_server import FleetServer, Registration
 from gateway.engines.httptools_transport import HttptoolsTransport
 from gateway.engines.placement import choose_server
 from gateway.errors import NoServer
+from tests.support.waiting import PATIENCE_S
 
 
 @dataclass
@@ -165,14 +166,14 @@ async def test_a_half_open_server_takes_one_call_and_all_once_it_answered(fleet:
         await fleet.acquire("s", None, 0.05)
     assert "breaker half_open" in caught.value.message
     waiting = asyncio.create_task(fleet.acquire("s", None, 5))
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # it begins to wait
     fleet.call_succeeded(trial)
-    assert await asyncio.wait_for(waiting, 0.5) is r0
+    assert await asyncio.wait_for(waiting, PATIENCE_S) is r0
 
 
 async def test_one_server_that_hangs_keeps_nobody_from_hearing_of_the_others(fleet: Fleet) -> None:
     async def hang(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(30)
+        await asyncio.sleep(60)  # longer than anybody waits for it
         writer.close()
 
     hanging = await asyncio.start_server(hang, "127.0.0.1", 0)
@@ -183,7 +184,7 @@ async def test_one_server_that_hangs_keeps_nobody_from_hearing_of_the_others(fle
     fleet.servers |= {"slow": slow, "gone": gone}
     began = time.monotonic()
     await fleet.refresh()
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 30.0, "nobody waited until it answered"
     assert (slow.state, gone.state) == ("ready", "dead"), "late is not dead, refused is"
     await fleet.close()
     hanging.close()

@@ -64,13 +64,13 @@ async def test_a_task_that_has_lost_its_cancellation_ends_all_the_same(
     async def forgetful() -> None:
         while True:
             try:
-                await asyncio.sleep(60)
+                await asyncio.sleep(60)  # until it is cancelled
             except asyncio.CancelledError as error:
                 lost.append(error)
                 if len(lost) == 2:
                     raise
 
     task = asyncio.create_task(forgetful())
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # the task begins
     await asyncio.wait_for(cancel_and_wait([task]), timeout=20)
     assert (task.cancelled(), len(lost)) == (True, 2)

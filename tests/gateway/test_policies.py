@@ -60,7 +60,7 @@ class FakeRolloutServer:
         if self.refuse:
             return JSONResponse({"error": {"message": "a tensor is missing"}}, 422)
         while self.slow:  # noqa: ASYNC110 - the test lives in another thread
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.005)  # until the test says so
         if self.nonsense is not None:
             return JSONResponse(self.nonsense)
         self.version = self.reloads[-1]["version"]

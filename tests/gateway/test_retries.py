@@ -147,7 +147,7 @@ def test_an_answer_that_was_finished_for_nobody_waits_for_the_retry(
     first.hang_up()
     wait_until(lambda: retry_counts.left)
     let_on(gated)
-    time.sleep(0.3)  # time enough to record it, if it were
+    time.sleep(0.3)  # time enough to record it, if it were: that it is not has no event
     assert gated.turns(session) == []
     completion = Call(gated, session, attempt=1).completion()
     (turn,) = gated.turns(session)
@@ -306,7 +306,7 @@ def test_a_retry_that_leaves_too_ends_the_call(gated: RunningGateway, retry_coun
     wait_until(lambda: retry_counts.joined)
     first.hang_up()
     wait_until(lambda: retry_counts.left)
-    time.sleep(1.2)  # longer than the call would go on without a client
+    time.sleep(1.2)  # longer than the call would go on without a client: that it does has no event
     assert gated.engine.aborted == []
     again.hang_up()
     wait_until(lambda: gated.turns(session))
@@ -356,7 +356,7 @@ def test_choices_of_a_call_that_was_recorded_in_part_are_samples_or_replaced(
     async def two_of_three(writer: RedisWriter, turn: Turn, *more: Any) -> Turn:
         if next(begun) == 2:
             while len(recorded) < 2:  # noqa: ASYNC110 - what it waits for runs in the same loop
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(0.005)  # lets the other two be recorded
             raise StorageUnavailable("the end")
         recorded.append(await append(writer, turn, *more))
         return recorded[-1]

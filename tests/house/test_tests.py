@@ -53,6 +53,18 @@ def test_nobody_touches_what_is_private() -> None:
     assert not {name: found for name, tree in TREES.items() if (found := list(private_accesses(tree)))}
 
 
+def test_every_sleep_has_its_reason_in_a_comment() -> None:
+    """Behind it, or in the line before. Where something can be waited for, a test waits for it instead."""
+    without = []
+    for name, tree in TREES.items():
+        lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        for call in (call for call in calls if ast.unparse(call.func).split(".")[-1] == "sleep"):
+            if not any("# " in line for line in lines[max(0, call.lineno - 2) : call.lineno]):
+                without.append(f"{name}:{call.lineno}")
+    assert not without
+
+
 def test_what_the_rules_forbid_is_found() -> None:
     forbidden = """
 from tests.queue.test_stream import turn

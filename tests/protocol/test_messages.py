@@ -40,6 +40,7 @@ from tests.support.rollout_server.weights import (
     write_safetensors,
 )
 from tests.support.serving import free_port, serving
+from tests.support.waiting import PATIENCE_S
 from trainer_service.app import create_app as trainer_app
 from trainer_service.publishing.gateway_client import GatewayClient, VersionTaken, VersionUnknown
 from trainer_service.status.heartbeat import Heartbeat
@@ -124,9 +125,9 @@ def services(
 
 async def _until_ready(url: str) -> None:
     ready = http_ready(url)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while await asyncio.to_thread(ready) is not None:  # noqa: ASYNC110 - it lives in another thread
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)  # it starts in another thread
 
 
 @pytest.fixture

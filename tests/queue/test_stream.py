@@ -638,7 +638,7 @@ async def test_one_caller_who_leaves_disturbs_no_other(connect: Connect, redis_u
     for number in range(5):
         await redis.client_pause(100)
         leaving = asyncio.create_task(connection.command("SET", "large", b"x" * 20_000_000))
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.02)  # it is in the middle of its command, which is larger than any buffer
         leaving.cancel()
         asked = [f"{number}-{index}" for index in range(20)]
         heard = await asyncio.gather(*(connection.command("ECHO", each) for each in asked))

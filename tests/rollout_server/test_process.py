@@ -5,13 +5,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from rollout_server.engine.process import TETHER, EngineProcess, port_in_use
+from tests.support.waiting import wait_until
 
+# What is started sleeps until it is ended.
 FAMILY = "import os, time; child = os.fork(); print(child or os.getpid(), flush=True); time.sleep(600)"
 
 
@@ -24,10 +25,7 @@ def alive(pid: int) -> bool:
 
 
 def until_gone(pid: int) -> bool:
-    deadline_s = time.monotonic() + 5
-    while alive(pid) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    return not alive(pid)
+    return wait_until(lambda: not alive(pid))
 
 
 async def start(tmp_path: Path, code: str) -> EngineProcess:
@@ -36,9 +34,7 @@ async def start(tmp_path: Path, code: str) -> EngineProcess:
 
 
 def pids_in(log: Path, count: int) -> list[int]:
-    deadline_s = time.monotonic() + 5
-    while len(log.read_text().split()) < count and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    wait_until(lambda: len(log.read_text().split()) >= count)
     return [int(word) for word in log.read_text().split()]
 
 
@@ -60,6 +56,7 @@ async def test_children_that_outlive_a_dead_engine_are_ended_too(tmp_path: Path)
 
 
 async def test_stop_is_patient_and_then_kills(tmp_path: Path) -> None:
+    # It sleeps until it is ended.
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
     process = await start(tmp_path, stubborn)
     pids_in(tmp_path / "logs" / "engine.log", 1)
@@ -79,6 +76,7 @@ async def test_the_log_tail_and_the_former_log_are_kept(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
 def test_an_engine_dies_with_a_server_that_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "pid"
+    # Both sleep until they are ended.
     engine = f"import os, time; open({str(log)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     server = (
         "import os, subprocess, sys, time;"
@@ -87,8 +85,7 @@ def test_an_engine_dies_with_a_server_that_is_killed(tmp_path: Path) -> None:
         "time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", server])
-    while not (log.exists() and log.read_text()):
-        time.sleep(0.01)
+    wait_until(lambda: log.exists() and log.read_text())
     pid = int(log.read_text())
     assert alive(pid)
     process.kill()

@@ -79,7 +79,7 @@ class Running:
                     return
             except httpx.HTTPError:
                 pass
-            time.sleep(0.2)
+            time.sleep(0.2)  # another process starts an engine
         pytest.fail((self.directory / "run/logs/rollout-0-engine.log").read_text()[-3000:])
 
     def version(self, number: int) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from tests.support.rollout_server.harness import Harness, make_harness
-from tests.support.waiting import wait_until_async
+from tests.support.waiting import PATIENCE_S, wait_until_async
 
 GATEWAY = "http://gateway:8000"
 REGISTER = f"{GATEWAY}/admin/rollout_servers"
@@ -29,9 +29,9 @@ def named(version: int, directory: Path) -> dict[str, Any]:
 
 
 async def until_status(harness: Harness, **wanted: Any) -> None:
-    async with asyncio.timeout(5):
-        while not wanted.items() <= (await harness.status()).items():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    async with asyncio.timeout(PATIENCE_S):
+        while not wanted.items() <= (await harness.status()).items():  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0.01)  # lets the server's tasks run
 
 
 async def test_the_engine_boots_right_into_the_fleets_policy(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ async def test_a_server_that_is_told_to_end_tells_the_gateway_and_lets_its_calls
     await wait_until_async(lambda: harness.engine.calls.count("/v1/loads") >= 4)
     assert not leaving.done()
     harness.engine.running = 0
-    await asyncio.wait_for(leaving, 5)
+    await asyncio.wait_for(leaving, PATIENCE_S)
     assert harness.engine.process is not None
     assert not harness.engine.process.exited
     await harness.server.close()
@@ -151,11 +151,11 @@ async def test_a_server_that_is_told_to_end_while_it_loads_lets_the_held_calls_g
     await wait_until_async(lambda: "/update_weights_from_disk" in harness.engine.calls)
     harness.engine.running = 0
     leaving = asyncio.create_task(harness.server.leave())
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # it begins to leave
     assert (await harness.status())["state"] == "draining"
     assert not leaving.done()
     harness.engine.load_gate.set()
     assert (await loading).status_code == 200
-    await asyncio.wait_for(leaving, 5)
+    await asyncio.wait_for(leaving, PATIENCE_S)
     assert not harness.engine.paused
     await harness.server.close()

@@ -315,7 +315,7 @@ def test_a_gateway_that_slept_finds_what_happened_meanwhile(
     assert ended(awake, finished, 1.0).status_code == 200
     wait_until(lambda: verdict_codes(awake, [expired]) == ["expired"])
     let_on(awake)
-    time.sleep(1.0)
+    time.sleep(1.0)  # the engine ends its answers meanwhile, to a gateway that hears nothing
     slept.signal(signal.SIGCONT)
     heard = [call.answer() for call in calls]
 
@@ -363,7 +363,7 @@ def test_clocks_that_jump_lose_nothing_and_keep_nobody_waiting(
 
     for offset_s in (-HOUR_S, +HOUR_S):  # Redis' own clock, by which keys expire and buckets empty
         redis_clock.jump(offset_s)
-        time.sleep(0.3)
+        time.sleep(0.3)  # as long as it takes a process to see its clock jump, which has no event
         reply = gateway.chat("who waits?", path=path_of(gateway.session()))
         assert reply.status_code == 200 or int(reply.headers["retry-after"]) <= 60, reply.headers
     fresh = gateway.session()

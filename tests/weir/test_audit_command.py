@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.serving import free_port
+from tests.support.waiting import wait_until
 from trainer_service.app import HttpThread, create_app
 from trainer_service.status.shared_state import SharedState
 from trainer_service.storage.policy_store import PolicyStore
@@ -166,8 +166,7 @@ def trainer(tmp_path: Path) -> Iterator[tuple[str, SharedState]]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with HttpThread(served, "127.0.0.1", port):
-        while http_ready(url)() == "it does not answer yet":
-            time.sleep(0.01)
+        wait_until(lambda: http_ready(url)() != "it does not answer yet")
         yield url, shared_state
 
 

@@ -115,6 +115,7 @@ def test_a_killed_service_takes_its_orphans_along(
 
 def test_a_deaf_service_is_killed_after_its_deadline(settings: StackSettings, tmp_path: Path) -> None:
     script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    # It sleeps until it is ended.
     script += "print('deaf', flush=True); time.sleep(600)"
     deaf = Service("gateway", (sys.executable, "-c", script), {}, "", lambda: None)
     impatient = settings.model_copy(update={"stop_timeout_s": 0.2})

@@ -110,7 +110,7 @@ class FakeEngine:
             yield self._last_words(interruption, 0, ids)
             return
         for end in [*range(interval, len(ids), interval), len(ids)]:
-            await asyncio.sleep(self.pace_s)
+            await asyncio.sleep(self.pace_s)  # the time that a token takes
             start = (
                 0
                 if self.cumulative
@@ -165,12 +165,12 @@ class FakeEngine:
 
     async def _cut_off(self, raw: bytes) -> AsyncIterator[bytes]:
         yield raw
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # what was said arrives first
         raise Dead
 
     async def _stall(self) -> None:
         self.stalled = True
-        await asyncio.sleep(60)
+        await asyncio.sleep(60)  # until the call is cancelled
 
 
 def logprob_of(index: int) -> float:

@@ -22,7 +22,7 @@ class GatedEngine(FakeEngine):
     async def _stall(self) -> None:
         self.stalled = True
         while not self.open:  # noqa: ASYNC110 - the test that opens it runs in another thread
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.005)  # until it is let on
 
 
 def let_on(gateway: RunningGateway) -> None:

@@ -39,7 +39,7 @@ test-long: install $(LONG:%=test-%)  ## what takes minutes to hours; LONG="numer
 	@$(BIN)/pytest -m long
 
 test-properties: .venv/installed  ## the properties that hypothesis looks for counterexamples of, with ten times as many
-	@$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder -m "hypothesis and not system" --hypothesis-profile long
+	@$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder -m "hypothesis and not system" --hypothesis-profile long --timeout 36000
 
 # What torch and oneDNN may use of the processor; `make test` has run the same tests with all of it.
 PROCESSORS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=SSE41 ONEDNN_MAX_CPU_ISA=AVX2

@@ -184,6 +184,7 @@ def answers(renderer: ChatRenderer, sayings: Sequence[str]) -> st.SearchStrategy
     return pieces.map(lambda both: [token for piece in [both[0], *both[1]] for token in piece])
 
 
+@pytest.mark.hypothesis
 def test_the_deltas_add_up_to_the_answer(family: tuple[str, ChatRenderer]) -> None:
     name, renderer = family
 
@@ -201,6 +202,7 @@ def test_the_deltas_add_up_to_the_answer(family: tuple[str, ChatRenderer]) -> No
     holds()
 
 
+@pytest.mark.hypothesis
 def test_nothing_is_told_from_a_stop_string_on(qwen: ChatRenderer) -> None:
     nearly = ("S", "ST", "OP", "TOP", "Hello", " world", "\n", "\n\n", " H", "日本語 ", "👩")
     talk = st.lists(st.sampled_from(nearly), max_size=8).map(
@@ -326,6 +328,7 @@ def byte_fallback() -> Tokenizer:
     return tokenizer
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
 def test_pieces_decode_as_the_whole(qwen: ChatRenderer, kind: str) -> None:
     backend = byte_fallback() if kind == "byte-fallback" else qwen.tokenizer.backend
@@ -350,6 +353,7 @@ def test_pieces_decode_as_the_whole(qwen: ChatRenderer, kind: str) -> None:
     holds()
 
 
+@pytest.mark.hypothesis
 def test_text_without_a_template_is_told_as_it_is(qwen: ChatRenderer) -> None:
     @settings(max_examples=examples(300), deadline=None)
     @given(answers(qwen, SAYINGS["qwen3"]), CUTS, st.booleans())

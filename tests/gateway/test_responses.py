@@ -611,6 +611,7 @@ BODIES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.hypothesis
 def test_no_body_makes_a_500(gateway: RunningGateway) -> None:
     @settings(max_examples=examples(100), deadline=None, suppress_health_check=list(HealthCheck))
     @given(BODIES)

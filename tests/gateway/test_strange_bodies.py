@@ -189,6 +189,7 @@ def throw(gateway: RunningGateway, path: str, body: bytes) -> httpx.Response:
     return reply
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("path", PATHS)
 def test_no_body_makes_a_500(gateway: RunningGateway, path: str) -> None:
     gateway.session(session_id="here")
@@ -232,6 +233,7 @@ def broken(draw: Any, sound: bytes) -> bytes:
     return body
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("path", PATHS)
 def test_no_broken_bytes_make_a_500(gateway: RunningGateway, path: str) -> None:
     gateway.session(session_id="here")

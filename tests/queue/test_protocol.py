@@ -451,6 +451,7 @@ def machine(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Pr
     redis.close()
 
 
+@pytest.mark.hypothesis
 @pytest.mark.timeout(36_000 if LONG else 600)
 def test_no_history_loses_or_repeats_a_turn(machine: type[Protocol]) -> None:
     run_state_machine_as_test(machine, settings=HISTORIES)

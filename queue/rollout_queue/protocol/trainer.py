@@ -27,7 +27,7 @@ class TrainerReport(ServiceMessage):
     waiting_for: str | None = None
     last_seen: float | None = None
     """Unix time."""
-    metrics: Mapping[str, float | None] | None = None
+    metrics: Mapping[str, int | float | None] | None = None
     """Of the last step and the last evaluation."""
     rollouts_waiting: int | None = None
     """Sessions that have ended, and are in no step yet."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.asyncio.connection import AbstractConnection, ConnectionPool
+from redis.asyncio.connection import AbstractConnection, BlockingConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
@@ -12,9 +12,11 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from rollout_queue.redis.connection.writer_connection import Argument
 
+MOST_CONNECTIONS = 64
+
 
 class PooledConnection:
-    """A pool of its own, as large as there are calls at once."""
+    """A pool of its own. A call that finds all of its connections in use waits until one is free."""
 
     def __init__(
         self, redis: Redis, on_connect: Callable[[], None] = lambda: None, timeout_s: float = 10.0
@@ -32,7 +34,9 @@ class PooledConnection:
             "redis_connect_func": connected,
             "retry": Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
         }
-        self._pool = ConnectionPool(pool.connection_class, **fields)
+        self._pool = BlockingConnectionPool(
+            MOST_CONNECTIONS, timeout_s, connection_class=pool.connection_class, **fields
+        )
         self._redis = Redis(connection_pool=self._pool)
 
     async def command(self, *arguments: Argument) -> Any:

@@ -1,5 +1,8 @@
 """What all tests share: a Redis for each worker, a tiny model, the profiles of hypothesis."""
 
+import fcntl
+import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,10 +74,19 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Qwen3 with tokenizer and weights, made once."""
-    from tests.support.tiny_model import make_tiny_model
+    """A tiny random Qwen3 with tokenizer and weights, made once by the worker that needs it first."""
+    base = tmp_path_factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tiny" / "model"
+    directory.parent.mkdir(exist_ok=True)
+    with (directory.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not directory.exists():
+            from tests.support.tiny_model import make_tiny_model
 
-    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+            making = directory.with_name("making")
+            shutil.rmtree(making, ignore_errors=True)
+            make_tiny_model(making).rename(directory)
+    return directory
 
 
 @pytest.fixture(scope="session")

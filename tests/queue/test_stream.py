@@ -478,6 +478,7 @@ async def test_a_call_in_time_wins_over_a_gateway_that_saw_the_old_deadline(
         before_script(patch, connection, session_scripts.EXPIRE, lambda: writer.append_turn(turn(), 500.0))
         assert await writer.expire(now=111.0, limit=10) == 0
     assert redis.xlen(keys.STREAM) == 1
+    await writer.close()
     await connection.aclose()
 
 
@@ -500,6 +501,8 @@ async def test_of_attempts_that_are_appended_at_once_one_stays(redis: Redis, red
         head = await writers[0].load(name)
         assert head is not None
         assert set(head.by_id) - set(head.orphans) == {"t5"}
+    for writer in writers:
+        await writer.close()
     for connection in connections:
         await connection.aclose()
 
@@ -519,6 +522,7 @@ async def test_a_full_redis_takes_a_record_whole_or_not_at_all(redis: Redis, red
     assert await writer.load("s1") == SessionHead(spec=spec())
     assert redis.xlen(keys.STREAM) == 0
     assert redis.exists(keys.group("g")) == 0
+    await writer.close()
     await connection.aclose()
 
 

@@ -1,7 +1,8 @@
 """Fixtures of the trainer's tests: a tiny model, and a trainer around it."""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def imported(model_path: Path) -> None:
 
 
 @pytest.fixture
-def make_rig(tmp_path: Path, model_path: Path, imported: None) -> MakeRig:
+def make_rig(tmp_path: Path, model_path: Path, imported: None) -> Iterator[MakeRig]:
     def make(
         name: str = "run", stream: MemoryStream | None = None, sinks: Sequence[Sink] = (), **settings: Any
     ) -> Rig:
@@ -88,11 +89,11 @@ def make_rig(tmp_path: Path, model_path: Path, imported: None) -> MakeRig:
         }
         given["guards"] = guards | settings.pop("guards", {})
         given["algorithm"] = algorithm | settings.pop("algorithm", {})
-        return Rig(
-            root, TrainerSettings(**(given | settings)), stream or MemoryStream(), FakeGateway(), sinks=sinks
-        )
+        configured = TrainerSettings(**(given | settings))
+        return Rig(root, configured, stream or MemoryStream(), FakeGateway(), sinks=sinks, closing=closing)
 
-    return make
+    with ExitStack() as closing:
+        yield make
 
 
 @pytest.fixture

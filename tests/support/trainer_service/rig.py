@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -209,12 +210,16 @@ class Rig:
     sinks: Sequence[Sink] = ()
     """Beside those that the settings ask for."""
     clock: Clock = field(default_factory=Clock)
+    closing: ExitStack = field(default_factory=ExitStack)
+    """Closes what this process and its successors opened, when the test is over."""
 
     def __post_init__(self) -> None:
         self.agents = Agents(self.stream)
         self.registry = CollectorRegistry()
         self.metrics = metrics = TrainerMetrics(self.registry, [*self.sinks, *chosen_sinks(self.settings)])
         client = httpx.Client(base_url="http://gateway", transport=httpx.MockTransport(self.gateway))
+        self.closing.callback(client.close)
+        self.closing.callback(metrics.close)
         self.heartbeat = heartbeat = Heartbeat(
             self.stream, self.shared_state, self.settings.retry_s, self.clock.now
         )
@@ -243,7 +248,8 @@ class Rig:
         return self
 
     def restart(self) -> "Rig":
-        return Rig(self.root, self.settings, self.stream, self.gateway).start()
+        successor = Rig(self.root, self.settings, self.stream, self.gateway, closing=self.closing)
+        return successor.start()
 
     def step(self, group_id: str, **fields: Any) -> None:
         """A step of one group."""

@@ -139,9 +139,7 @@ def test_a_look_at_a_hundred_thousand_sessions_is_a_look_at_two_thousand(backend
             MANY, 1, keys.session("s-0"), keys.SESSIONS, keys.DEADLINES, keys.session(""), now
         )
         asked = _commands(backends.redis)
-        started = time.monotonic()
         report = pipeline(gateway)
-        took_s = time.monotonic() - started
         first = _commands(backends.redis) - asked
         again = [pipeline(gateway) for _ in range(5)]
         assert all(each == report for each in again)
@@ -149,7 +147,6 @@ def test_a_look_at_a_hundred_thousand_sessions_is_a_look_at_two_thousand(backend
     assert (report["looked_at"], report["may_expire"]) == (2000, 100_000)
     assert report["sentences"][0].startswith("100000 sessions may still expire; what follows")
     assert first <= 2000 // 100 + 2
-    assert took_s < 2
 
 
 def _commands(redis: Redis) -> int:

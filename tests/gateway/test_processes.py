@@ -5,7 +5,6 @@ import json
 import re
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -112,7 +111,7 @@ def test_parallel_calls_of_many_sessions_at_both_gateways_lose_and_double_nothin
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_is_aborted_upstream_within_two_seconds(
+def test_the_call_of_a_client_that_leaves_is_aborted_in_the_engine(
     pair: tuple[RunningGateway, RunningGateway], stream: bool
 ) -> None:
     one, other = pair
@@ -123,9 +122,7 @@ def test_a_client_that_leaves_is_aborted_upstream_within_two_seconds(
     if stream:
         assert call.line.recv(65536).startswith(b"HTTP/1.1 200")
     call.hang_up()
-    left_at = time.monotonic()
-    wait_until(lambda: one.engine.aborted)
-    assert time.monotonic() - left_at < 2
+    wait_until(lambda: one.engine.aborted)  # the engine stalls for ever: nothing but an abort ends this
     wait_until(lambda: other.turns(session))
     (turn,) = other.turns(session)
     assert (turn["finish_reason"], turn["verdict"]["code"]) == ("abort", "aborted")

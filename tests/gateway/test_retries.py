@@ -269,16 +269,12 @@ def test_a_turn_that_was_continued_is_no_orphan(gateway: RunningGateway) -> None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_without_a_client_is_aborted_within_two_seconds(
-    gated: RunningGateway, stream: bool
-) -> None:
+def test_an_answer_without_a_client_is_aborted(gated: RunningGateway, stream: bool) -> None:
     session = gated.session()
     first = Call(gated, session, stream=stream)
     asked(gated, 1)
     first.hang_up()
-    left_at = time.monotonic()
-    wait_until(lambda: gated.engine.aborted)
-    assert time.monotonic() - left_at < 2
+    wait_until(lambda: gated.engine.aborted)  # its gate is shut: nothing but an abort ends this
     wait_until(lambda: gated.turns(session))
     assert codes(gated, session) == [("root", "abort", "aborted")]
 

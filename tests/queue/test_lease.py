@@ -278,8 +278,8 @@ def test_news_is_heard_while_waiting(redis: Redis) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(redis, "xread", waits)
             started = time.monotonic()
-            assert [entry.record.session_id for entry in reader.read(10, 5.0)] == ["b"]
-    assert time.monotonic() - started < 2
+            assert [entry.record.session_id for entry in reader.read(10, 60.0)] == ["b"]
+    assert time.monotonic() - started < 30, "it did not wait for the time that it was given"
 
 
 def test_a_read_stops_short_only_where_there_is_no_more(redis: Redis) -> None:

@@ -1,1 +1,1 @@
-"""The contract that the services share: records, their codec, Redis keys, the stream and its two ends."""
+"""The package that the services share: records, their codec, Redis keys, the stream and its two ends."""

@@ -32,7 +32,7 @@ class MemoryStream:
     deleted_users: set[str] = field(default_factory=set)
     reserved: int = -1
     taken_over: bool = False
-    """Set by a test: another trainer has claimed the lease."""
+    """A test sets it, as if another trainer had claimed the lease."""
     _waiting: list[Entry] = field(default_factory=list)
     _pending: dict[str, Entry] = field(default_factory=dict)
     _written: int = 0

@@ -61,7 +61,7 @@ class _ShortNames(EnvSettingsSource):
 
 
 def _given(section: dict[str, Any], settings_cls: type[BaseSettings]) -> dict[str, Any]:
-    """`section` without required fields that are null, as `weir config` prints them for the user to set."""
+    """`section` without null values of required fields: `weir config` prints them so, for the user to set."""
     required = {name for name, field in settings_cls.model_fields.items() if field.is_required()}
     return {name: value for name, value in section.items() if value is not None or name not in required}
 

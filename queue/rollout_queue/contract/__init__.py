@@ -1,1 +1,1 @@
-"""What the services agree on: records, their bytes, and the protocols of the stream. Imports no Redis."""
+"""The contract: the services' agreement on records, their bytes and the protocols of the stream; no Redis."""

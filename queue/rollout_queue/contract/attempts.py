@@ -1,7 +1,9 @@
-"""Which turn a retry replaces, computed from the turns that are recorded when another one is appended.
+"""Computes which turn a retry replaces, each time that a turn is appended to its session.
 
-X, then R    R is a retry: it replaces the last X of the same request that began before it     R.retry_of = X
-R, then X    X began first and is recorded last, by another gateway: R has replaced it         X.orphan_of = R
+A retry R and the turn X that it replaces answer the same request; X began first. Two orders are possible:
+
+X is recorded before R    R replaces X                                    R.retry_of = X
+R is recorded before X    R has replaced X, which another gateway made    X.orphan_of = R
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +14,7 @@ from rollout_queue.contract.records import Turn
 
 
 def orphans_of(turns: Iterable[Turn]) -> Mapping[str, str]:
-    """The turns that a retry has replaced, by id, with the id of that retry. None of them is trained."""
+    """Maps the id of each turn that a retry has replaced to the id of that retry. Orphans are not trained."""
     replaced: dict[str, str] = {}
     for turn in turns:
         if turn.retry_of is not None:
@@ -23,7 +25,7 @@ def orphans_of(turns: Iterable[Turn]) -> Mapping[str, str]:
 
 
 def related(turn: Turn, recorded: Sequence[Turn]) -> Turn:
-    """The turn with the id of the attempt that it replaces, or of the one that has replaced it."""
+    """`turn` with its relation to the `recorded` turns of its session, in `retry_of` and `orphan_of`."""
     same = [other for other in recorded if other.request == turn.request] if turn.request_digest else []
     if not same:
         return turn
@@ -42,9 +44,10 @@ def related(turn: Turn, recorded: Sequence[Turn]) -> Turn:
 
 
 def _comes_after(later: Turn, turn: Turn) -> bool:
-    """Whether `later` answers a later attempt than `turn` does.
+    """Whether `later` answers a later attempt than `turn` does, and was asked later.
 
-    The attempts of `turn` lie before those of `later`, or between the first and the last of those.
+    A turn answers all attempts from `attempt` to `last_attempt`, because a retry may join a call. Those of
+    `turn` lie before those of `later`, or strictly between their first and their last.
     """
     before = turn.last_attempt < later.attempt
     between = later.attempt < turn.attempt and turn.last_attempt < later.last_attempt
@@ -54,8 +57,8 @@ def _comes_after(later: Turn, turn: Turn) -> bool:
 def _earlier(
     turn: Turn, same: Sequence[Turn], orphans: Mapping[str, str], continued: set[str | None]
 ) -> Turn | None:
-    """The attempt that the turn replaces: turns that nothing continues come first, then aborted ones, then
-    the last one."""
+    """The earlier attempt that the turn replaces: preferably one that no other turn continues; among those
+    an aborted one; among those the last."""
     before = [other for other in same if _comes_after(turn, other) and other.turn_id not in orphans]
     return max(
         before,

@@ -13,7 +13,7 @@ _SCHEMA_BYTE = bytes([SCHEMA])
 
 
 def _enc_hook(value: Any) -> Any:
-    if isinstance(value, (TokenIds, Logprobs)):  # `TokenIds | Logprobs` would be built at each call
+    if isinstance(value, (TokenIds, Logprobs)):  # Python would build `TokenIds | Logprobs` at each call
         return pack(value)
     raise NotImplementedError(f"cannot encode {type(value).__name__}")
 

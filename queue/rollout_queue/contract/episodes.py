@@ -18,7 +18,7 @@ CLOSING = ("failed", "abandoned", "expired")
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole session to be restored. `verdict` is set where the session's end decides it (CLOSING)."""
+    """A whole session to be restored. `verdict` is set if the session's end decided it (CLOSING)."""
 
     spec: SessionSpec
     turns: tuple[Turn, ...] = ()
@@ -170,7 +170,7 @@ def _outcome(spec: SessionSpec, part: OutcomePart) -> Outcome:
 
 
 def _closing(outcome: OutcomePart, verdict: Verdict) -> Verdict | None:
-    """The verdict that a gateway gives at this end; None where the session is to be trained or rewarded."""
+    """The verdict that a gateway gives at this outcome; None if the session is to be rewarded or trained."""
     if outcome.status not in ("failed", "abandoned"):
         return None
     return verdict if verdict.code in CLOSING else Verdict(code=outcome.status, detail=outcome.reason or "")

@@ -1,4 +1,4 @@
-"""What can go wrong between a service and the queue.
+"""The errors of the queue. A *forgotten* session was removed some time after its verdict (`retention`).
 
 QueueError
 ├─ InvalidRecord          a record that contradicts itself, when it is made or decoded
@@ -9,7 +9,7 @@ QueueError
 ├─ Deleted
 │  ├─ SessionDeleted      the session was deleted, and its id is never used again
 │  └─ UserDeleted         the user's data was deleted, and no more data is accepted for that name
-├─ LeaseLost              another trainer reads the stream now
+├─ LeaseLost              another trainer has claimed the lease, which admits one trainer at a time
 └─ Conflict               the id exists with other content, or the group is full
    └─ SessionForgotten    the id was a forgotten session's, and cannot be used again yet
 """
@@ -43,7 +43,7 @@ class SessionUnknown(SessionClosed):
 
 
 class Deleted(QueueError):
-    """What the call names was deleted permanently."""
+    """The session or user that the call names was deleted permanently."""
 
 
 class SessionDeleted(Deleted):
@@ -69,8 +69,8 @@ class Conflict(QueueError):
 
 
 class SessionForgotten(Conflict):
-    """The session ended and was forgotten. A trainer may still know its id and mistake a new session for
-    it."""
+    """The session of this id was forgotten. A trainer may still remember the id, and would mistake a new
+    session for the old one."""
 
     def __init__(self, session_id: str) -> None:
         super().__init__(f"session {session_id} ended and was forgotten; its id cannot be used again yet")

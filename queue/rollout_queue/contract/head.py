@@ -62,7 +62,8 @@ class SessionHead(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return orphans_of(self.turns)
 
     def relation_of(self, turn: Turn) -> Relation:
-        """How the turn relates to its session. A turn may turn out to be a retry after it was recorded."""
+        """How the turn follows its session. A recorded turn becomes a retry if the attempt that it replaces
+        is recorded after it."""
         return "retry" if turn.turn_id in self.orphans.values() else turn.relation
 
     def lineage_of(self, turn: Turn) -> list[Turn]:

@@ -1,6 +1,6 @@
 """New ids: 128 random bits from a generator that the operating system seeds once.
 
-Ids give no access (keys do), so they need not be unpredictable, and no id costs a system call.
+Ids give no access (keys do), so they may be predictable. That saves a system call for each id.
 """
 
 from random import Random

@@ -1,4 +1,4 @@
-"""The list of all sessions, oldest first: positions in it, and the sessions there."""
+"""Types of the list of all sessions, which is oldest first: positions in it, and the sessions there."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from rollout_queue.contract.tombstone import Tombstone
 
 
 class ListPosition(NamedTuple):
-    """The position of one session, by creation time and then by id. It outlives the session."""
+    """The position of one session, by creation time and then by id. It is valid after the session is gone."""
 
     created_at: float
     session_id: str
@@ -18,7 +18,7 @@ LIST_START = ListPosition(float("-inf"), "")
 
 
 class ListedSession(NamedTuple):
-    """A position, and the session or the tombstone there; None where it was removed during the listing."""
+    """A position with its session or tombstone. `found` is None if the session was removed meanwhile."""
 
     position: ListPosition
     found: SessionHead | Tombstone | None

@@ -1,4 +1,4 @@
-"""A published policy: one numbered set of weights, and the manifest that proves its files.
+"""A published policy: one numbered set of weights, and a manifest with the digests of its files.
 
 trainer ── writes ──▶ {location}/model.safetensors, config.json, tokenizer …, manifest.json, STABLE
 rollout server ── verifies ──▶ names, shapes, dtypes, sizes and SHA-256 against the manifest
@@ -16,7 +16,7 @@ STABLE = "STABLE"
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """One tensor of a safetensors file; `dtype` in safetensors' names (F32, BF16, …)."""
+    """One tensor of a safetensors file; `dtype` is safetensors' name for it (F32, BF16, …)."""
 
     name: str
     shape: list[int]

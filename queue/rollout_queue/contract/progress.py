@@ -7,8 +7,8 @@ from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Outcome, SessionSpec
 
 SessionStage = Literal["open", "waiting_reward", "ended", "decided"]
-"""`open`: it has no outcome. `waiting_reward`: it has ended, and a reward is still to come. `ended`: the
-trainer has everything it needs of it. `decided`: it has a verdict."""
+"""`open`: the session has no outcome. `waiting_reward`: it has ended, and a reward is still to come. `ended`:
+it has ended, and needs no reward or has one. `decided`: it has a verdict."""
 
 
 class SessionProgress(NamedTuple):
@@ -21,7 +21,7 @@ class SessionProgress(NamedTuple):
 
 
 class GroupProgress(NamedTuple):
-    """How many sessions a group is made for, and how many of them are at which stage."""
+    """The number of sessions that a group is made for, and how many have reached each stage."""
 
     size: int
     ended: int
@@ -46,7 +46,8 @@ class GroupProgress(NamedTuple):
 
 
 def group_progress(size: int | None, stages: Iterable[SessionStage]) -> GroupProgress:
-    """`size` is None for a group of no fixed size: then its size is the number of `stages`."""
+    """Counts the stages of a group's sessions. If `size` is None, the group has no fixed size: then its
+    size is the number of `stages`."""
     counted = list(stages)
     going, unrewarded = counted.count("open"), counted.count("waiting_reward")
     return GroupProgress(size or len(counted), len(counted) - going - unrewarded, going, unrewarded)

@@ -2,9 +2,9 @@
 
 SessionSpec ─┬─ Turn ─ Turn ─ Turn      the sampled tokens; turns form a tree, and each holds only the tokens
              │     └─ Turn              that it adds to its parent
-             ├─ Reward, Reward          they add up; without any, the reward is null, which is not 0
-             └─ Outcome                 how the session ended
-                Deletion                or that it was deleted
+             ├─ Reward, Reward          rewards add up; without any, the reward is null, which is not 0
+             ├─ Outcome                 how the session ended
+             └─ Deletion                the session was deleted
 """
 
 import math
@@ -39,7 +39,7 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
     used: dict[str, Any] = {}
 
 
-# gc=False: a trainer holds 100,000 turns, none is part of a cycle, and the collector would visit each.
+# gc=False: turns form no cycles, and the garbage collector would visit all 100,000 that a trainer may hold.
 class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=True, gc=False):
     """One generation: the tokens it added to its parent, and everything needed to learn from them."""
 
@@ -50,7 +50,7 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=
     task_id: str | None = None
     policy: str = "policy"
     attempt: int = 0
-    """How often the client says it made this call before; 0 for the first attempt."""
+    """How often the client had made this call before, as it says; 0 for the first attempt."""
     joined_attempt: int = 0
     """The last retry that joined this call while it ran and got the same answer; 0 where none did."""
     joined_at: float = 0.0
@@ -81,13 +81,14 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=
     engine: str = ""
     completion_id: str = ""
     prompt_digest: str = ""
-    """Chained digest of the canonical messages of the call; `reply_digest` includes the answer as well. A
-    later call that begins with the same messages finds its parent by the latter."""
+    """Chained digest of the canonical messages of the call."""
     reply_digest: str = ""
+    """The same with the answer included. By it, a later call that begins with these messages finds its
+    parent."""
     request_digest: str = ""
     """Digest of the bytes of the call; a retry finds earlier attempts by it."""
     retry_of: str | None = None
-    """The turn of an earlier attempt that this one replaces: an orphan."""
+    """The turn of an earlier attempt that this turn replaces; the replaced turn is an orphan."""
     orphan_of: str | None = None
     """The retry that was recorded before this turn and has replaced it."""
 
@@ -103,12 +104,12 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=
 
     @property
     def asked_at(self) -> float:
-        """When that attempt began, seconds since the epoch."""
+        """When `last_attempt` began, seconds since the epoch."""
         return self.joined_at or self.started_at
 
     @property
     def request(self) -> tuple[str, str]:
-        """Identifies what was asked: one request may hold several prompts."""
+        """Identifies one prompt of a request, which may hold several."""
         return self.request_digest, self.prompt_digest
 
     @property
@@ -183,9 +184,11 @@ Record = Turn | Reward | Outcome | Deletion
 
 
 class SamplingPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether sampling parameters of a session's calls are enforced, and their values."""
+    """The sampling parameters of a session's calls. `mode` says when they apply."""
 
     mode: SamplingMode = "enforce"
+    """`enforce`: always. `default`: unless the call gives its own. `allow`: as `default`, and the call may
+    give penalties, too. The smaller `max_tokens` applies in every mode."""
     temperature: float = 1.0
     top_p: float = 1.0
     max_tokens: int | None = None

@@ -1,7 +1,7 @@
 """Recorded data outside of Redis: one row per turn, complete in itself.
 
-The data of the session is repeated in each row. Later builds may add fields; a field whose meaning changes
-gets a new ROW_SCHEMA, which this build refuses.
+The data of the session is repeated in each row. Later builds may add fields. A build that changes the meaning
+of a field raises ROW_SCHEMA, and this build refuses its rows.
 """
 
 from collections.abc import Callable
@@ -142,7 +142,7 @@ def row_from_json(line: bytes) -> ExportRow | DeletedExportRow:
 
 
 def row_from_fields(fields: dict[str, Any]) -> ExportRow | DeletedExportRow:
-    """As `row_from_json`, for a row that is parsed already."""
+    """The same as `row_from_json`, for a row that is parsed already."""
     return _read(lambda kind: msgspec.convert(fields, kind, dec_hook=_dec_hook))
 
 

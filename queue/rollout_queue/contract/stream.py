@@ -33,7 +33,7 @@ class Verdicts(NamedTuple):
 
     sessions: Mapping[str, Verdict]
     turns: Mapping[tuple[str, str], Verdict]
-    """By session id and turn id."""
+    """The keys are pairs of session id and turn id."""
 
 
 class GroupMembers(NamedTuple):
@@ -72,8 +72,8 @@ class StreamWriter(Protocol):
         ...
 
     async def load_for_call(self, session_id: str) -> SessionHead | None:
-        """As `load`, but from memory where the session has not changed since; its turn verdicts may be
-        old."""
+        """The same as `load`, but from memory if no record was added to the session since. Its verdicts may
+        then be out of date."""
         ...
 
     async def sessions(self, after: ListPosition, count: int) -> Sequence[ListedSession]:
@@ -93,10 +93,10 @@ class StreamWriter(Protocol):
     async def append_turn(
         self, turn: Turn, expires_at: float, owner: str = "", opening: SessionSpec | None = None
     ) -> Turn:
-        """Store the turn in stream and head, once. `opening` creates its session where it does not exist.
+        """Store the turn in stream and head, once. `opening` creates its session if that does not exist.
 
-        A later call of `owner` finds the session by the turn's reply digest, or by its id where it called
-        tools; a retry finds it by the request digest of a turn without a parent.
+        Later calls of `owner` find the session (`find_continuations`) by the turn's reply digest, by its id
+        if it called tools, and by its request digest if it has no parent.
         Returns the turn as stored, with its relation to other attempts at the same call (`attempts`).
         Raises SessionClosed when the session has ended; SessionDeleted, UserDeleted.
         """
@@ -108,8 +108,8 @@ class StreamWriter(Protocol):
         ...
 
     async def append_reward(self, reward: Reward) -> Reward:
-        """Store the reward. Returns the reward that is stored under its key; `late` is set in it when the
-        session had its verdict before.
+        """Store the reward. Returns the reward that is stored under its key. `late` is true in it if the
+        session had a verdict already.
 
         Raises SessionUnknown, SessionDeleted.
         """
@@ -118,7 +118,8 @@ class StreamWriter(Protocol):
     async def append_outcome(
         self, outcome: Outcome, reward: Reward | None, verdict: Verdict | None
     ) -> Outcome:
-        """Close the session, with a last reward (ignored if its key exists) and a verdict if it is known.
+        """Close the session. Store a last `reward` too, unless its key exists, and the `verdict` if one is
+        given.
 
         Returns the stored outcome, which may be an earlier one. Raises SessionUnknown, SessionDeleted.
         """
@@ -157,20 +158,24 @@ class StreamDeleter(Protocol):
         ...
 
     async def finish(self, now: float) -> int:
-        """Finish deletions that another process left unfinished. Returns of how many sessions."""
+        """Finish deletions that another process left unfinished. Returns the number of sessions."""
         ...
 
 
 class StreamReader(Protocol):
-    """The trainer's end. Every method raises StorageUnavailable when Redis does not answer, and LeaseLost
-    when another trainer has claimed the lease since; then it has changed nothing."""
+    """The trainer's end. A trainer first claims the lease, which admits one trainer at a time.
+
+    Every method raises StorageUnavailable when Redis does not answer. Every method but `verdict_codes` and
+    `group_members` raises LeaseLost, and changes nothing, when another trainer has claimed the lease since.
+    """
 
     def confirm(self) -> None:
-        """Check that this trainer still holds the stream, before an action that cannot be undone."""
+        """Check that no other trainer has claimed the lease, before an action that cannot be undone."""
         ...
 
     def reclaim(self) -> Iterable[Entry]:
-        """Every entry that was delivered and not acknowledged, oldest first. Called after a restart."""
+        """Every entry that was delivered and not acknowledged, oldest first. The trainer calls this when it
+        starts, and after Redis was unavailable."""
         ...
 
     def read(self, count: int, block_s: float) -> Sequence[Entry]:

@@ -24,7 +24,7 @@ class TokenIds(_Ints):
 
     @property
     def natural(self) -> bool:
-        """Whether no id is negative. Looks at the highest byte of each id only, which is fast."""
+        """Whether no id is negative. This looks at the highest byte of each id only, which is fast."""
         return self.tobytes()[_HIGHEST::4].isascii()
 
     @classmethod
@@ -33,7 +33,7 @@ class TokenIds(_Ints):
         ids = _Ints.__new__(cls, "i", packed)
         if _SWAP:
             ids.byteswap()
-        return ids  # type: ignore[return-value] # its stub forgets the class
+        return ids  # type: ignore[return-value] # the stub declares a plain array
 
 
 class Logprobs(_Floats):
@@ -54,7 +54,7 @@ class Logprobs(_Floats):
         logprobs = _Floats.__new__(cls, "f", packed)
         if _SWAP:
             logprobs.byteswap()
-        return logprobs  # type: ignore[return-value] # its stub forgets the class
+        return logprobs  # type: ignore[return-value] # the stub declares a plain array
 
 
 def pack(values: TokenIds | Logprobs) -> bytes:

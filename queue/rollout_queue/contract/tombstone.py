@@ -1,4 +1,4 @@
-"""What remains of a deleted session: it keeps the id from being used again."""
+"""The tombstone that remains of a deleted session. It keeps the id from being used again."""
 
 import hashlib
 
@@ -20,7 +20,7 @@ class Tombstone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeletionTotals(msgspec.Struct, frozen=True):
-    """How much the deletion of a user's data deleted."""
+    """How many sessions, turns and rewards the deletion of a user's data removed."""
 
     sessions: int = 0
     turns: int = 0

@@ -83,7 +83,7 @@ def gone(error: Deleted) -> ApiError:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Make every failure of `app` an answer with an ErrorBody."""
+    """Make every failure of `app` an answer with an ErrorReply as its body."""
 
     async def on_api_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)  # noqa: S101 - registered for this class alone

@@ -42,7 +42,7 @@ class Keyring:
         return self.known(None if key is None else digest(key))
 
     def known(self, presented: str | None) -> Role | None:
-        """The role of the key with this digest."""
+        """The role of the key with this digest; None for an unknown key."""
         if self.open:
             return "admin"
         if presented is None:

@@ -1,4 +1,4 @@
-"""`/live`, `/ready` and `/metrics`: on each service, without a key."""
+"""The routes `/live`, `/ready` and `/metrics`, which each service answers without a key."""
 
 from collections.abc import Awaitable, Callable
 

@@ -21,7 +21,7 @@ class ErrorReply(ServiceMessage):
 
 
 def error_message(body: bytes) -> str:
-    """What went wrong; the beginning of the body where that is no error of ours, but a proxy's."""
+    """The message of an error reply; the beginning of the body if it is not one, but a proxy's page."""
     try:
         return ErrorReply.read(body).error.message
     except MalformedMessage:

@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._:@~=+-]{1,200}")
-"""Stands in a URL path as it is: `.` and `..` would be read as directories."""
+"""An id may stand in a URL path as it is. `.` and `..` are excluded, because paths give them a meaning."""
 
 
 def _checked(value: str) -> str:

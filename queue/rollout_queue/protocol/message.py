@@ -15,8 +15,9 @@ class MalformedMessage(ValueError):
 class ServiceMessage(BaseModel):
     """A JSON object that one service sends another.
 
-    A reader ignores fields that it does not know, so that a newer sender may add some. A field with a
-    default may be missing for a reader; a sender always gives it, and so OpenAPI calls it required.
+    A reader ignores fields that it does not know, so that a newer sender may add some. A reader accepts a
+    message that lacks a field with a default. A sender always writes such a field, so OpenAPI says that it is
+    required.
     """
 
     model_config = ConfigDict(

@@ -9,13 +9,13 @@ from pydantic import ConfigDict, Field
 from rollout_queue.protocol.message import ServiceMessage
 
 LARGEST = 2**53
-"""Below it, a number is the same one in every JSON reader."""
+"""Every JSON reader represents whole numbers below this one exactly."""
 
 
 class PolicyBody(ServiceMessage):
-    """A version to publish. Without a number, the gateway gives the next free one."""
+    """A version to publish. If `version` is null, the gateway gives it the next free number."""
 
-    # With any bound, pydantic looks into strings and refuses half a surrogate pair, which nothing can store.
+    # A bound makes pydantic read strings; then it refuses half a surrogate pair, which UTF-8 cannot encode.
     model_config = ConfigDict(extra="forbid", str_min_length=0)
 
     version: int | None = Field(None, ge=0, lt=LARGEST)
@@ -35,7 +35,7 @@ class RollbackBody(ServiceMessage):
 
 
 class PushResult(ServiceMessage):
-    """What one server made of a push."""
+    """The result of a push on one rollout server."""
 
     server: str
     ok: bool
@@ -46,7 +46,7 @@ class PushResult(ServiceMessage):
 
 
 class Pushed(ServiceMessage):
-    """What became of a push, server by server."""
+    """The results of a push, one per rollout server."""
 
     version: int
     results: tuple[PushResult, ...]

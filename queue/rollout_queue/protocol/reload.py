@@ -14,7 +14,7 @@ class ReloadBody(ServiceMessage):
     location: str | None = Field(None, max_length=4096)
     manifest_sha256: str | None = Field(None, pattern="^[0-9a-fA-F]{64}$")
     force: bool = False
-    """Serve it although it is lower than what is served, or the same number with other content."""
+    """Serve the version even if its number is lower than the served one, or equal with other content."""
 
 
 class ReloadSeconds(ServiceMessage):

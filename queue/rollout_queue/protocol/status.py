@@ -42,7 +42,7 @@ class ServerPage(ServiceMessage):
 
 
 class FleetPolicy(ServiceMessage):
-    """The version that the fleet serves, and the one of the push that goes on or went last."""
+    """`serving` is the version that the fleet serves, `target` that of the running or the last push."""
 
     serving: int | None
     target: int | None
@@ -65,7 +65,7 @@ class PolicyStatus(ServiceMessage):
 
 
 class SystemStatus(PolicyStatus):
-    """One page of truth."""
+    """The answer to `GET /admin/status`."""
 
     rollout_servers: tuple[ServerShape, ...]
     trainer: TrainerReport

@@ -15,9 +15,9 @@ TEXTS = frozenset({"state", "waiting_for"})
 
 
 class TrainerReport(ServiceMessage):
-    """Where the trainer stands. A field that it has not reported, or not in this form, is None."""
+    """The trainer's state. A field is None if the trainer has not reported it, or reports another type."""
 
-    # The operator's page shows whatever a newer trainer reports.
+    # extra="allow": the operator's page also shows fields that only a newer trainer knows.
     model_config = ConfigDict(extra="allow", json_schema_serialization_defaults_required=False)
 
     state: str | None = None
@@ -28,11 +28,11 @@ class TrainerReport(ServiceMessage):
     last_seen: float | None = None
     """Unix time."""
     metrics: Mapping[str, int | float | None] | None = None
-    """Of the last step and the last evaluation."""
+    """Metrics of the last step and of the last evaluation."""
     rollouts_waiting: int | None = None
-    """Sessions that have ended, and are in no step yet."""
+    """Sessions that have ended, and were not trained yet."""
     rollouts_owed: int | None = None
-    """Sessions that the weights contain, and no checkpoint yet."""
+    """Sessions that were trained, and are in no checkpoint yet."""
     rollouts_per_step: float | None = None
     """Rewarded rollouts that a step uses up."""
 
@@ -43,7 +43,7 @@ class TrainerReport(ServiceMessage):
 
     @classmethod
     def of(cls, fields: Mapping[bytes, bytes]) -> Self:
-        """Read back what `fields` gave; fields of another form are left out."""
+        """The report in a Redis hash, as `fields` wrote it; fields of another type are left out."""
         said = {name.decode(): _value(name.decode(), value.decode()) for name, value in fields.items()}
         try:
             return cls.model_validate(said)

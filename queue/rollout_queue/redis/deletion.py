@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 PAGE = 100
 """Entries per script: Redis serves nobody else while a script runs."""
 OVERDUE_S = 30.0
-"""After this time, another gateway finishes a deletion."""
+"""A deletion that is unfinished after this time is finished by any gateway."""
 SESSIONS_AT_ONCE = 1000
 
 
@@ -71,7 +71,7 @@ class RedisDeleter:
         return len(overdue)
 
     async def _replace_by_tombstone(self, session_id: str) -> Tombstone | None:
-        """Delete all but the entries of the streams. None where no such session exists any more."""
+        """Delete all of the session but its entries in the streams. None if it does not exist any more."""
         key = keys.session(session_id)
         while True:
             fields: dict[bytes, bytes] = await stored(self._redis.hgetall(key))
@@ -87,13 +87,13 @@ class RedisDeleter:
                     return None
 
     async def _minimal_head(self, session_id: str) -> SessionHead:
-        """A head of what is known of a session whose spec cannot be read."""
+        """The head of a session whose spec cannot be read: its id and its time of creation."""
         created_at = await stored(self._redis.zscore(keys.SESSIONS, session_id))
         return SessionHead(spec=SessionSpec(session_id=session_id, created_at=created_at or 0.0))
 
     async def _try_to_remove_entries(self, session_ids: Collection[str]) -> None:
-        """Remove entries of deleted sessions; on a failure, `finish` does it later. Never raises: the
-        deletion itself is done, and the caller has to report it."""
+        """Remove entries of deleted sessions. If Redis fails, this raises nothing and `finish` does it later:
+        the session itself is deleted, and the caller has to report that."""
         try:
             await self._remove_entries(session_ids)
         except StorageUnavailable as error:
@@ -157,9 +157,9 @@ def _deletion(
 
 
 def traces_of(head: SessionHead) -> tuple[list[str], list[int]]:
-    """The other keys that refer to a session, and how many of them are sorted sets, users and responses.
+    """The other keys that refer to a session: sorted sets, sets of users, responses, then continuations.
 
-    The rest are continuations.
+    The numbers say how many keys each of the first three kinds has.
     """
     owner = head.spec.owner
     sorted_sets = [keys.DEADLINES, keys.SETTLED, keys.OPEN, keys.open_of(owner), keys.UNTRAINED]

@@ -1,7 +1,8 @@
 """A cache of the session heads that this process used last, so that a call need not read all turns again.
 
-A session's hash only gains fields, so a cached head is up to date exactly if the hash still has as many
-fields. The hash of a deleted session has none, and never gets any again.
+A session's head is everything that is stored about it, in a hash. The hash only gains fields, so a cached
+head has all turns if the hash still has as many fields. Only heartbeats and verdicts may replace a value.
+The hash of a deleted session has no field, and never gets any again.
 """
 
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""Identifies the process that holds the trainer's lease, across reboots and containers."""
+"""Identifies the process that holds the trainer's lease (`lease`), across reboots and containers."""
 
 import os
 import secrets
@@ -19,8 +19,8 @@ class Holder(msgspec.Struct, frozen=True):
     host: str
     pid: int
     born: str
-    """When the process started, in clock ticks since boot: tells it from a later process with the same
-    pid."""
+    """When the process started, in clock ticks since boot. A later process with the same pid has another
+    value."""
     place: str
     """The boot id and the process namespace that `pid` belongs to; empty where the system has no /proc."""
     since: float

@@ -17,11 +17,11 @@ DEADLINES = "weir:deadlines"
 VERDICTS = "weir:verdicts"
 """Hash: how many sessions and turns ended with which verdict ("session:trained", "turn:stale", …)."""
 SETTLED = "weir:settled"
-"""Sorted set: session with a verdict, by when it got it, in ms by the stream's clock."""
+"""Sorted set: session with a verdict, by the time of the verdict, in ms by the stream's clock (SETTLE)."""
 FORGOTTEN = "weir:forgotten"
-"""Hash: how many of the verdicts in `weir:verdicts` were forgotten; and their "tokens:trained"."""
+"""Hash: how many sessions and turns in `weir:verdicts` retention has removed; and their "tokens:trained"."""
 FORGOTTEN_IDS = "weir:forgotten_ids"
-"""Sorted set: the last sessions ("s:…") and groups ("g:…") that were forgotten, by time."""
+"""Sorted set: the last sessions ("s:…") and groups ("g:…") that retention has removed, by time."""
 TRAINER = "weir:trainer"
 """Hash: the trainer's last status report."""
 LEASE = "weir:trainer_lease"
@@ -60,7 +60,7 @@ def session(session_id: str) -> str:
 
 
 def group(group_id: str) -> str:
-    """Hash of one group: `size` and `owner`."""
+    """Hash of one group: `size`, `owner`, and how many members are `forgotten` (removed by retention)."""
     return f"weir:g:{group_id}"
 
 
@@ -75,8 +75,8 @@ def user_sessions(user: str) -> str:
 
 
 def continuation(owner: str, digest: str) -> str:
-    """String: the session of `owner` that last answered a conversation with this digest, or that holds the
-    turn with this id."""
+    """String: the session of `owner` in which the conversation or first call with this digest was answered
+    last, or that holds the turn with this id."""
     return f"weir:c:{owner}:{digest}"
 
 

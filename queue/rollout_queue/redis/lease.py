@@ -1,10 +1,11 @@
-"""The trainer's lease on Redis: it admits one trainer, and fences off the one before.
+"""The trainer's lease on Redis: a lock that expires, so that one process at a time is the trainer.
 
     claim ──▶ weir:trainer_lease   the holder; expires unless renewed; decides who may *claim*
          └──▶ weir:trainer_fence   the token of the last claim; does not expire; decides who may *read*
 
-A process that slept while its lease expired goes on if nobody has claimed it since. If another process has,
-it is fenced off, even if that other process has ended: what it holds in memory is out of date.
+A process that was suspended while its lease expired continues if no other process has claimed the lease
+since. If another process has, the fence excludes the suspended one, even if the other has ended: the
+suspended process holds data in memory that is out of date.
 """
 
 from typing import Any, NamedTuple
@@ -26,12 +27,11 @@ class HeldLease(NamedTuple):
 
     holder: Holder
     expires_in_s: float
-    """Unless the holder renews it."""
+    """Seconds until the lease expires, unless the holder renews it."""
 
 
 class Lease:
-    """The lease as one process claims it. Every method raises StorageUnavailable when Redis does not
-    answer."""
+    """The claim of one process. Every method raises StorageUnavailable when Redis does not answer."""
 
     def __init__(self, redis: Redis, lease_s: float) -> None:
         self.holder = Holder.here()
@@ -46,7 +46,7 @@ class Lease:
         return self.holder.token
 
     def claim(self) -> HeldLease | None:
-        """Claim the lease. None when it is ours now, else who holds it.
+        """Claim the lease. Returns None when this process holds it now, else the lease of the other holder.
 
         The lease of a process that is known to have ended is taken at once.
         """
@@ -81,7 +81,7 @@ class Lease:
 
 
 def _holder(packed: bytes) -> Holder:
-    """The holder. Unknown bytes become one that is never `dead`, so that their lease has to expire."""
+    """The holder. Undecodable bytes give a holder that is never `dead`: its lease has to expire."""
     try:
         return msgspec.json.decode(packed, type=Holder)
     except msgspec.DecodeError:

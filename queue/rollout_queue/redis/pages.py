@@ -1,4 +1,4 @@
-"""Reads pages of the stream, each only while the fence holds the token of this trainer.
+"""Reads pages of the stream. Each read requires that the fence (`lease`) holds the token of this trainer.
 
     WATCH fence, GET fence ──▶ another token: LeaseLost
     MULTI, XREADGROUP, EXEC ─▶ a page; or nothing where the fence was set in between: start again
@@ -29,8 +29,8 @@ class Pages:
     def page(self, count: int, what: bytes) -> list[RawEntry] | None:
         """Up to `count` entries: new ones for `what` b">", else pending ones after the id `what`.
 
-        None where Redis is full; then a script has to read. Raises RedisError, and LeaseLost when another
-        trainer has claimed the lease since.
+        None if Redis is full: then the caller reads by a script. Raises RedisError, and LeaseLost when
+        another trainer has claimed the lease since.
         """
         connection: Any = self._pool.get_connection()
         try:
@@ -59,7 +59,7 @@ class Pages:
 
 
 def _asked(connection: Any, *commands: tuple[str | bytes | int, ...]) -> list[Any]:
-    """The answers on this connection. It is not reconnected: a new one would watch nothing."""
+    """The answers to `commands`. A lost connection is not opened again: a new one would watch no key."""
     connection.send_packed_command(connection.pack_commands(commands), check_health=False)
     return [connection.read_response() for _ in commands]
 

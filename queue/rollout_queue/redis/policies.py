@@ -25,7 +25,7 @@ class ReservedVersion(NamedTuple):
 
 
 class KnownPolicies(NamedTuple):
-    """The policies and the reservation at one moment, with their bytes: `register` compares those."""
+    """The policies and the reservation as read, with their bytes, which `register` compares."""
 
     records: Mapping[int, PolicyRecord]
     reserved: ReservedVersion
@@ -58,14 +58,15 @@ class PolicyRegister:
         return KnownPolicies(_records(policies), _reserved(reserved), policies, reserved)
 
     async def register(self, record: PolicyRecord, known: KnownPolicies) -> bool:
-        """Store the policy under its version. False, and nothing stored, where `known` is out of date."""
+        """Store the policy under its version. If `known` is out of date, store nothing and return False."""
         name = str(record.version)
         arguments: list[str | bytes | float] = [name, _packed(record), len(known.packed)]
         arguments += [known.packed.get(name.encode(), b""), known.packed_reserved.get(b"version", b"")]
         return bool(await stored(self._register([keys.POLICIES, keys.RESERVED], arguments)))
 
     async def register_first(self, record: PolicyRecord) -> bool:
-        """Register the version that the engines started with. True where no other version is served."""
+        """Register the version that the engines started with. Serve it, and return True, if none was served
+        before."""
         await stored(self._redis.hsetnx(keys.POLICIES, str(record.version), _packed(record)))
         return bool(await stored(self._redis.set(keys.SERVING, record.version, nx=True)))
 
@@ -80,7 +81,7 @@ class PolicyRegister:
 
 
 def reserve_arguments(version: int, location: str) -> tuple[list[str], list[str | int]]:
-    """Keys and arguments of the script RESERVE, behind those of the fence."""
+    """Keys and arguments of the script RESERVE, except the fence and the token, which come first."""
     return [keys.RESERVED, keys.POLICIES], [version, location]
 
 

@@ -17,7 +17,7 @@ SESSIONS_PER_SCRIPT = 100
 
 
 async def progress_of(redis: Redis, session_ids: Sequence[str]) -> list[SessionProgress]:
-    """The progress of each session, in their order. Raises StorageUnavailable.
+    """The progress of each session, in the order of `session_ids`. Raises StorageUnavailable.
 
     A session that does not exist is `decided`: nobody waits for it.
     """

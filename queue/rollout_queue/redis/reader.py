@@ -1,6 +1,7 @@
 """StreamReader on Redis: the trainer's end of the stream, a consumer group with one fixed consumer.
 
-Every access first compares the fence, so that a trainer that lost its lease reads and changes nothing.
+Every read of entries and every write first compares the fence: the token of the process that claimed the
+trainer's lease last. So a trainer that lost its lease receives no entry and changes nothing.
 """
 
 import logging
@@ -34,7 +35,7 @@ class _VerdictCode(msgspec.Struct):
 
 
 PAGE = 200
-"""Entries that are read at once: Redis serves nobody else meanwhile."""
+"""How many entries or heads are read at once: Redis serves nobody else meanwhile."""
 NO_VERDICTS = Verdicts(sessions={}, turns={})
 
 
@@ -137,8 +138,8 @@ class RedisReader:
         return entries
 
     def _wait_for_entry(self, block_s: float) -> bool:
-        """Wait for a new entry, without reading it: a blocking read of the group could not check the
-        fence."""
+        """Wait for a new entry, without taking it: a blocking read of the consumer group could not check
+        the fence."""
         with self._noticed():
             # redis-py replaces a closed connection silently, so only the run id shows a restarted Redis.
             before, self._run_id = self._run_id, self._redis.info("server").get("run_id")
@@ -197,7 +198,7 @@ class RedisReader:
 
     @contextmanager
     def _noticed(self) -> Iterator[None]:
-        """Raises StorageUnavailable, and notes the interruption."""
+        """Raises StorageUnavailable when Redis fails in the block, and notes that it has failed."""
         try:
             with available():
                 yield
@@ -207,7 +208,7 @@ class RedisReader:
 
 
 def _code(session_id: str, verdict: bytes) -> str:
-    """The code of a stored verdict; empty where it cannot be read, which counts as a verdict as well."""
+    """The code of a stored verdict; empty if it cannot be read. The session counts as decided then, too."""
     try:
         return msgspec.json.decode(verdict, type=_VerdictCode).code
     except msgspec.DecodeError as error:

@@ -1,7 +1,7 @@
 """Writes a whole recorded session back to Redis: for a replay, or after data was lost.
 
-One script writes it, not one append after another. So an import that is interrupted leaves whole sessions
-only, the next import can skip those that exist, and no gateway expires a half-written one.
+One script writes the whole session. So an import that is interrupted leaves no half-written session, which a
+gateway might expire, and the next import can skip the sessions that exist.
 """
 
 import time
@@ -67,8 +67,8 @@ def _names(episode: Episode) -> list[str]:
 def _fields(episode: Episode) -> list[str | bytes | float]:
     """Three items for each field of the session's hash: its name, its value, and the record for the stream.
 
-    In the stream the outcome's time is now: a trainer waits `group_wait_s` from there for further members of
-    the group, which an old time would exceed at once.
+    The record of the outcome gets the present time: a trainer waits `group_wait_s` from then for further
+    members of the group. With the old time it would not wait at all.
     """
     fields: list[str | bytes | float] = []
     for turn in episode.turns:

@@ -1,6 +1,8 @@
-"""Forgets old sessions: those with a verdict that no entry of the stream belongs to any more.
+"""Forgets old sessions: removes those that have a verdict and no entry that is still to be acknowledged.
 
 settled sessions, oldest first ─▶ their heads ─▶ one script each: counters replace the head and its other keys
+
+A session is settled when it has a verdict.
 """
 
 import logging
@@ -21,12 +23,12 @@ from rollout_queue.redis.writer import UNREADABLE, read_head
 logger = logging.getLogger(__name__)
 
 FIELDS_AT_ONCE = 500
-"""Fields, most of them turns, that are read at once; a session with more is read alone."""
+"""How many fields of sessions, mostly turns, are read at once. A session with more is read alone."""
 ADOPTED_AT_ONCE = 500
 ADOPTED_EVERY_S = 3600.0
 IDS_KEPT = 250_000
-"""How many ids of forgotten sessions and groups are kept, and refused to new ones. It is more than a trainer
-remembers: it would take a new session of such an id for a late part of the old one."""
+"""How many ids of forgotten sessions and groups are kept, and refused to new ones. A trainer remembers fewer
+ids. It would take a new session under an id that it remembers for a late part of the old one."""
 
 
 class Forgotten(NamedTuple):
@@ -37,7 +39,7 @@ class Forgotten(NamedTuple):
     due: int
     """How many sessions were old enough; another gateway may have forgotten some of them."""
     held_by: str
-    """The oldest unacknowledged entry, where later sessions are kept because of it; else empty."""
+    """The oldest entry that is unread or unacknowledged, if sessions are kept because of it; else empty."""
 
 
 class RedisForgetter:
@@ -70,8 +72,10 @@ class RedisForgetter:
         return Forgotten(verdicts, len(names), held_by.decode())
 
     async def adopt(self) -> None:
-        """Note when sessions were settled that an older build gave a verdict. Each call looks at some of the
-        sessions, and all of them are looked at once an hour, because such a build may still be running."""
+        """Note as settled now the sessions that got their verdict from an older build, which noted no time.
+
+        Each call looks at some sessions. All are looked at once an hour, because such a build may still run.
+        """
         now = time.monotonic()
         if self._adopted_at is not None and now - self._adopted_at < ADOPTED_EVERY_S:
             return
@@ -99,8 +103,8 @@ class RedisForgetter:
         try:
             head = read_head(fields)
         except UNREADABLE as error:
-            # Its verdicts could not be counted. A newer build may have written it, so it is tried again
-            # later.
+            # Its turns cannot be counted. It is tried again later, because a newer build may have written it
+            # and may be running by then.
             logger.warning("session %s cannot be read and is kept: %s", session_id, error)
             await stored(self._put_off([keys.SETTLED, keys.STREAM], [session_id]))
             return None

@@ -41,8 +41,8 @@ UNREADABLE = (InvalidRecord, UnknownSchema, msgspec.DecodeError)
 
 
 class RedisWriter:
-    """`redis` returns bytes (decode_responses off); turns go over a connection of its own, which `connect`
-    opens."""
+    """StreamWriter on Redis. `redis` returns bytes (decode_responses off). The commands of agents' calls go
+    over another connection, which `connect` makes."""
 
     def __init__(self, redis: Redis, connect: ConnectionFactory = PipelinedConnection) -> None:
         self._redis = redis
@@ -249,7 +249,7 @@ class RedisWriter:
 
 
 def _readable(session_id: str, fields: Mapping[bytes, bytes]) -> SessionHead | None:
-    """The head; None, with a log line, where it cannot be read, so that the list goes on without it."""
+    """The head. If it cannot be read, this logs the reason and returns None: the list goes on without it."""
     try:
         return read_head(fields)
     except UNREADABLE as error:

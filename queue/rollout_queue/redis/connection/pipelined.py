@@ -1,12 +1,12 @@
-"""WriterConnection by one Redis connection that all callers share.
+"""Implements WriterConnection with one Redis connection that all callers share.
 
-Commands are sent in the order of the calls, and Redis answers in that order. Commands of one turn of the
-event loop travel in one write, and each costs a future.
+Commands are sent in the order of the calls, and Redis answers in that order. One write sends all commands of
+one iteration of the event loop.
 
 redis-py lends a connection to one caller at a time, and runs each command through layers that serve every
-kind of deployment: a gateway's turn would spend half of its CPU time there. So this module writes to and
-reads from the socket of redis-py's connection itself, through attributes that redis-py keeps private;
-WRITTEN_FOR names the version that they were taken from.
+kind of deployment. A gateway would spend half of its CPU time there. So this module writes to and reads from
+the socket of redis-py's connection itself, through attributes that redis-py keeps private. WRITTEN_FOR names
+the version of redis-py that has these attributes.
 """
 
 import asyncio
@@ -29,13 +29,13 @@ from rollout_queue.redis.connection.writer_connection import Argument
 logger = logging.getLogger(__name__)
 
 WRITTEN_FOR = "8.1.0"
-"""The version of redis-py whose private attributes are used here. Before another one is named, read how that
-version writes, reads and parses (`Connection._writer`, `._reader`, `._parser._reader`); run tests/queue."""
+"""The version of redis-py whose private attributes are used here. Before you name another one, read how it
+writes, reads and parses (`Connection._writer`, `._reader`, `._parser._reader`), and run tests/queue."""
 READ_BYTES = 2**16
 
 
 class PipelinedConnection:
-    """One connection, opened by the first command and again by the first one after it was lost."""
+    """One connection. The first command opens it. If it is lost, the next command opens it again."""
 
     def __init__(
         self, redis: Redis, on_connect: Callable[[], None] = lambda: None, timeout_s: float = 10.0
@@ -43,7 +43,7 @@ class PipelinedConnection:
         """`redis` gives the address and the credentials; `timeout_s` is how long an answer may take;
         `on_connect` is called after each new connection."""
         pool = redis.connection_pool
-        # Answers arrive in order, so `_watch` times the oldest; the connection needs no timeout of its own.
+        # The connection has no timeout of its own: `_watch` checks the call that has waited longest.
         self._connection = pool.connection_class(**pool.connection_kwargs | {"socket_timeout": None})
         self._timeout_s, self._on_connect = timeout_s, on_connect
         self._unsent: list[bytes] = []
@@ -96,10 +96,10 @@ class PipelinedConnection:
         return answer
 
     def _send(self) -> None:
-        """Write the commands of this turn of the event loop."""
-        # redis-py's own `send_packed_command` would wait for a slow socket, close the connection for all when
-        # one caller is cancelled there, and reconnect by itself. A caller has at most one unsent command,
-        # which bounds the buffer.
+        """Write the commands of this iteration of the event loop."""
+        # redis-py's own `send_packed_command` would wait for a slow socket, close the connection of all
+        # callers when one of them is cancelled, and reconnect by itself. A caller has at most one unsent
+        # command, which bounds the buffer.
         unsent, self._unsent = b"".join(self._unsent), []
         if unsent and (writer := self._connection._writer) is not None:
             with suppress(RuntimeError):  # uvloop raises it for a closed connection; `_read` reports that
@@ -129,7 +129,7 @@ class PipelinedConnection:
     async def _read(self) -> None:
         """Give each answer to its caller until the connection ends; then fail the calls that still wait."""
         error: Exception = RedisConnectionError("the connection to Redis was closed")
-        # Below redis-py's `read_response`, whose timeout and error handling are made for a single caller.
+        # This bypasses redis-py's `read_response`: its timeout and error handling suit a single caller only.
         stream, parser = cast(Any, self._connection._reader), cast(Any, self._connection._parser)._reader
         try:
             while arrived := await stream.read(READ_BYTES):

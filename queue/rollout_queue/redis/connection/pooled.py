@@ -1,4 +1,4 @@
-"""WriterConnection by redis-py's own client: each call borrows a connection from a pool."""
+"""Implements WriterConnection with redis-py's own client: each call borrows a connection from a pool."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ MOST_CONNECTIONS = 64
 
 
 class PooledConnection:
-    """A pool of its own. A call that finds all of its connections in use waits until one is free."""
+    """A pool for the writer alone. A call waits up to `timeout_s` for a free connection."""
 
     def __init__(
         self, redis: Redis, on_connect: Callable[[], None] = lambda: None, timeout_s: float = 10.0

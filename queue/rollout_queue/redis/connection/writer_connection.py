@@ -12,11 +12,12 @@ from redis.commands.core import AsyncScript
 
 Argument = str | bytes | float
 Listener = Callable[[], None]
-"""Called after each new connection: a Redis that was restarted may hold less than it did before."""
+"""Called after each new connection, because a Redis that was restarted may have lost records."""
 
 
 class WriterConnection(Protocol):
-    """Sends commands that may be repeated: where a connection is lost with the answer, it sends once more."""
+    """Sends commands that may be repeated. If the connection is lost before the answer arrives, it sends the
+    command once more."""
 
     async def command(self, *arguments: Argument) -> Any:
         """What Redis answers. Raises RedisError."""

@@ -1,6 +1,6 @@
 """Scripts of the trainer, the one consumer of the stream: each first checks the fence (FENCED).
 
-A process that slept while another one claimed the lease can neither take an entry nor acknowledge one.
+So a process that was suspended while another one claimed the lease can neither take nor acknowledge an entry.
 """
 
 from rollout_queue.redis.scripts.functions import FENCED, LAST_DELIVERED, SETTLE
@@ -12,7 +12,8 @@ JOIN = (
     + LAST_DELIVERED
     + """
 -- KEYS: fence, stream   ARGV: token, group
--- A full Redis refuses XGROUP CREATE, even for a group that exists, unless the script has written before.
+-- A full Redis refuses XGROUP CREATE as the first write of a script, even for a group that exists. It accepts
+-- XACK, so that comes first.
 if redis.call('EXISTS', KEYS[2]) == 0 or not last_delivered(KEYS[2], ARGV[2]) then
     redis.call('XACK', KEYS[2], ARGV[2], '0-1')
     redis.call('XGROUP', 'CREATE', KEYS[2], ARGV[2], '0', 'MKSTREAM')
@@ -23,8 +24,8 @@ end
 READ = (
     FENCED
     + """
--- KEYS: fence, stream   ARGV: token, group, consumer, count, '>' for new entries or the id before pending
--- ones
+-- KEYS: fence, stream   ARGV: token, group, consumer, count, start
+-- `start` is '>' for new entries; for pending ones, the id before the first.
 local what = {'GROUP', ARGV[2], ARGV[3], 'COUNT', ARGV[4], 'STREAMS', KEYS[2], ARGV[5]}
 local found = redis.call('XREADGROUP', unpack(what))
 return found and found[1][2]
@@ -45,8 +46,8 @@ ACKNOWLEDGE = (
     + SETTLE
     + """
 -- KEYS: fence, stream, verdicts, deadlines, settled, session…
--- ARGV: token, group, how many entries, entry…, and for each verdict: index of its session, id, field,
--- verdict A full Redis accepts XACK, and then refuses no later write of the script.
+-- ARGV: token, group, how many entries, entry…, and for each verdict: index of session, id, field, verdict
+-- A full Redis accepts XACK, and then refuses no later write of the script.
 local last = 3 + tonumber(ARGV[3])
 for first = 4, last, 1000 do -- `unpack` is limited by the size of Lua's stack
     redis.call('XACK', KEYS[2], ARGV[2], unpack(ARGV, first, math.min(first + 999, last)))
@@ -55,7 +56,7 @@ local function code(verdict) return string.match(verdict, '"code":"([^"]*)"') en
 for at = last + 1, #ARGV, 4 do
     local session, id, field, verdict = KEYS[5 + ARGV[at]], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3]
     local before = redis.call('HGET', session, field)
-    -- A deleted session is not written to; a verdict that is repeated, because an answer was lost, counts
+    -- Nothing is written to a deleted session. A verdict that is repeated because an answer was lost counts
     -- once.
     if before ~= verdict and (before or redis.call('EXISTS', session) == 1) then
         local kind = field == 'verdict' and 'session:' or 'turn:'

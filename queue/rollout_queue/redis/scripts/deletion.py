@@ -26,10 +26,11 @@ return 'done'
 
 REMOVE_ENTRIES = r"""
 -- KEYS: stream   ARGV: first, count, schema, session id as MessagePack…
--- Looks at `count` entries and removes the records of these sessions, but not their Deletion. Returns the
--- last entry that it looked at; nothing at the end of the stream. A record of this schema holds its session
--- id before any text of a client, so the first match is the id. An entry that cannot be decoded is removed
--- if it names the id as a session, or contains it and it is long.
+-- Looks at `count` entries from `first` on and removes the records of these sessions, but not their Deletion.
+-- Returns the last entry that it looked at; nothing at the end of the stream. In a record of this schema the
+-- session id stands before any text of a client, so the first `session_id` is the field. Other bytes are
+-- removed if a field `session_id` in them has one of the ids; without such a field, if they contain one of
+-- the ids that has 16 characters or more.
 local sessions = {}
 for at = 4, #ARGV do sessions[ARGV[at]] = true end
 local function named(record)

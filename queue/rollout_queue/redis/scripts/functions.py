@@ -9,7 +9,8 @@ LOST = "LEASELOST"
 FENCED = f"""
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('{LOST} by another claim') end
 """
-"""Begins every script of the trainer's end: KEYS[1] and ARGV[1] are the fence and the caller's token."""
+"""Begins every script of the trainer's end. KEYS[1] is the fence: the token of the process that claimed the
+trainer's lease last. ARGV[1] is the caller's token."""
 
 SETTLE = """
 local settled_at
@@ -27,8 +28,8 @@ end
 
 REMOVE_REFERENCES = """
 local function remove_references(first, sorted_sets, users, responses)
-    -- Removes the session ARGV[1] from the KEYS from `first` on: so many sorted sets, sets of users and
-    -- texts of responses, and then its continuations.
+    -- Removes the session ARGV[1] from the KEYS from `first` on. They are: as many sorted sets, sets of users
+    -- and texts of responses as the last arguments say, and then continuations.
     sorted_sets = first - 1 + sorted_sets
     users, responses = sorted_sets + users, sorted_sets + users + responses
     for at = first, sorted_sets do redis.call('ZREM', KEYS[at], ARGV[1]) end

@@ -36,7 +36,7 @@ return 1
 
 STORE = """
 -- KEYS: policies   ARGV: version, record
-redis.call('HDEL', KEYS[1], '') -- as above
+redis.call('HDEL', KEYS[1], '') -- a full Redis accepts this, and then refuses no later write
 return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 """
 
@@ -44,7 +44,7 @@ SERVE = """
 -- KEYS: serving   ARGV: version
 -- Returns the version that was served before.
 local former = redis.call('GET', KEYS[1])
-redis.call('DEL', KEYS[1]) -- as above
+redis.call('DEL', KEYS[1]) -- a full Redis accepts this, and then refuses no later write
 redis.call('SET', KEYS[1], ARGV[1])
 return former
 """

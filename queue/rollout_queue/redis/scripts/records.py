@@ -1,6 +1,6 @@
 """Scripts that append a turn, a reward or an outcome to the stream and to its session.
 
-A caller that missed the answer may repeat each of them.
+A caller that has received no answer may repeat any of them.
 """
 
 from rollout_queue.redis.scripts.functions import SETTLE

@@ -1,1 +1,1 @@
-"""Admission: rates, budgets and quotas of callers, and room in the queue."""
+"""Admission: decides by the limits in the settings whether a call or a new session is accepted now."""

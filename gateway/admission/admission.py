@@ -3,8 +3,9 @@
 call    ──▶ requests and tokens per minute of its client key    counted here, shared at every poll
 session ──▶ open sessions · staleness budget · queue            counted in Redis; queue read at every poll
 
-A session that exists is never refused, and its calls are never refused for the state downstream: that would
-waste what was sampled already. Only the rate of its key can delay a call.
+A poll runs every `poll_every_s`. Full queues and used-up budgets refuse new sessions only. A call of an open
+session is refused only for the rates of its client key: any other refusal would waste the tokens that the
+session has sampled already.
 """
 
 import logging
@@ -54,7 +55,7 @@ class Admission:
         if self._tokens is not None and (wait_s := self._tokens.wait_s(owner)):
             message = (
                 f"this key may use {limits.tokens_per_minute} tokens a minute, prompts and answers together "
-                "(gateway.limits.tokens_per_minute), and has used more"
+                "(gateway.limits.tokens_per_minute), and has used them up"
             )
             self._refuse(limit_reached("token_budget", message, wait_s))
         if self._requests is not None:
@@ -75,7 +76,7 @@ class Admission:
 
     @property
     def charges(self) -> bool:
-        """Whether tokens are budgeted."""
+        """Whether the tokens per minute of a client key are limited."""
         return self._tokens is not None
 
     @property
@@ -84,9 +85,9 @@ class Admission:
         return bool(self._open_limits)
 
     async def check_session(self, specs: Sequence[SessionSpec]) -> None:
-        """Count new sessions of one caller, all or none; sessions that exist are admitted.
+        """Count new sessions of one caller, all or none. Sessions that exist already are admitted.
 
-        Raises LimitReached if a limit is reached, InvalidRequest for more sessions than it ever permits.
+        Raises LimitReached if a limit is reached, InvalidRequest for more sessions than may ever be open.
         """
         budget = self._budget(specs[0])
         quotas = self._applicable(specs, budget)
@@ -102,7 +103,7 @@ class Admission:
             self._refuse(shut)
 
     def _applicable(self, specs: Sequence[SessionSpec], budget: StalenessBudget | None) -> list[Quota]:
-        """The quotas that apply to the sessions: open sessions, and rollouts ahead of the trainer."""
+        """The quotas that apply to the sessions: of open sessions, and of sessions still to be trained."""
         quotas, number = [], len(specs)
         for name, limit in self._open_limits.items():
             if number > limit:
@@ -111,17 +112,17 @@ class Admission:
             key = keys.OPEN if name == "open_sessions" else keys.open_of(specs[0].owner)
             quotas.append(Quota(key, limit - number + 1, "outcome"))
         if budget is not None:
-            # A session that a call opened implicitly may never be rewarded, so it is not counted.
+            # A session that was opened for a call without one may never be rewarded, so it is not counted.
             quotas.append(Quota(keys.UNTRAINED, budget.bound, "verdict", counts=not specs[0].inferred))
         return quotas
 
     def _budget(self, spec: SessionSpec) -> StalenessBudget | None:
-        """The staleness budget that applies to the session; None if there is none."""
+        """The staleness budget that applies to the session; None if no budget applies."""
         versions, trainer = self._limits.staleness_versions, self._downstream.trainer
         if versions is None or trainer is None or not spec.train:
             return None
         serving = self._fleet.serving
-        if serving is None:  # policies are not pushed to bare engines: each reports its own version
+        if serving is None:  # all servers are bare engines (see `fleet.py`): each reports its own version
             known = [each.version for each in self._fleet.servers.values() if each.version is not None]
             serving = min(known, default=trainer.version)
         return StalenessBudget(versions, trainer, serving)
@@ -134,9 +135,9 @@ class Admission:
         )
         message = (
             f"{count} sessions{whose} are open, and gateway.limits.{name} is {getattr(self._limits, name)}: "
-            "finish those that are done"
+            "finish the sessions that are done"
         )
-        # At the limit, sessions end as fast as new ones are opened.
+        # At the limit, a session opens only when another ends. So the trend of openings tells when one ends.
         return limit_reached("sessions_limit", message, retry_after_s(self._opened.seconds_to_move(1)))
 
     def _queue_full(self) -> LimitReached | None:
@@ -148,13 +149,13 @@ class Admission:
             )
             excess = seen.entries - limits.queue_entries + 1
             return limit_reached("queue_full", message, retry_after_s(self._entries.seconds_to_move(-excess)))
-        # A Redis that is full refuses by itself, as StorageUnavailable.
+        # A completely full Redis refuses the write itself; the client then gets StorageUnavailable.
         if limits.queue_memory is not None and seen.used_bytes < seen.max_bytes:
             excess_bytes = seen.used_bytes - limits.queue_memory * seen.max_bytes
             if excess_bytes >= 0:
                 message = (
-                    f"the queue takes up {seen.used_bytes / seen.max_bytes:.0%} of Redis' maxmemory: what is "
-                    f"beyond gateway.limits.queue_memory, {limits.queue_memory:.0%}, is for open sessions"
+                    f"Redis uses {seen.used_bytes / seen.max_bytes:.0%} of its maxmemory: memory beyond "
+                    f"gateway.limits.queue_memory, {limits.queue_memory:.0%}, is kept for open sessions"
                 )
                 return limit_reached(
                     "queue_full", message, retry_after_s(self._bytes.seconds_to_move(-excess_bytes - 1))
@@ -168,7 +169,7 @@ class Admission:
     # The poll
 
     async def refresh(self) -> None:
-        """Read the state downstream, and share the counted usage with the other gateways."""
+        """Read the backpressure, and share the counted usage with the other gateways."""
         try:
             self._downstream = await read_backpressure(self._redis)
             for limiter in (self._requests, self._tokens):

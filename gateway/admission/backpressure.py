@@ -1,4 +1,7 @@
-"""How much waits downstream, in Redis and at the trainer: read at every poll, never per call."""
+"""Reads the backpressure: how much work waits behind the gateway, in Redis and at the trainer.
+
+The gateway reads it at every poll, never per call. Where too much waits, new sessions are refused.
+"""
 
 import msgspec
 from redis.asyncio import Redis
@@ -16,22 +19,23 @@ class TrainerBacklog(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     rollouts_waiting: int
-    """Rollouts that have ended and are in no step yet."""
+    """Rollouts that have ended, and that no training step has used yet."""
     rollouts_owed: int
-    """Rollouts that are in the weights, but in no checkpoint: without a verdict, though they do not wait."""
+    """Rollouts that were trained, but are in no checkpoint yet: without a verdict, but not waiting."""
     rollouts_per_step: float
     last_seen: float
 
 
 class Backpressure(msgspec.Struct, frozen=True, kw_only=True):
-    """The state downstream at one poll."""
+    """How much waited at one poll."""
 
     entries: int = 0
+    """Records in the stream for the trainer."""
     used_bytes: int = 0
     max_bytes: int = 0
     """0 for a Redis without `maxmemory`."""
     sessions: int = 0
-    """Sessions that were ever opened."""
+    """How many sessions were ever opened."""
     trainer: TrainerBacklog | None = None
     """None until a trainer has reported."""
 
@@ -55,7 +59,7 @@ async def read_backpressure(redis: Redis) -> Backpressure:
 
 
 def _backlog(report: list[bytes | None]) -> TrainerBacklog | None:
-    """The trainer's backlog; None if its report lacks a field, such as that of an older build."""
+    """The trainer's backlog; None without a report, or if the report of an older trainer lacks a field."""
     fields = {
         name.encode(): value for name, value in zip(TRAINER_FIELDS, report, strict=True) if value is not None
     }

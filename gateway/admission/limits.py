@@ -13,9 +13,9 @@ MAX_RETRY_S = 60.0
 """OpenAI's clients obey a `Retry-After` of up to a minute, so longer estimates are cut."""
 SAMPLE_EVERY_S = 1.0
 DEFAULT_RETRY_S = 5.0
-"""When to retry if there is no trend."""
+"""When to retry if no trend gives an estimate."""
 ROUNDING_S = 1e-6
-"""A caller that waited exactly as long as it was told is admitted, in spite of rounding."""
+"""Rounding errors are below this. A caller that waited exactly as long as it was told is admitted."""
 
 
 def limit_reached(code: LimitCode, message: str, wait_s: float) -> LimitReached:
@@ -26,30 +26,33 @@ def limit_reached(code: LimitCode, message: str, wait_s: float) -> LimitReached:
 
 @dataclass(frozen=True)
 class Rate:
-    """Units per minute; those of `burst_s` seconds may be used at once."""
+    """A permitted rate. The units of `burst_s` seconds may be used at once; then they leave a `Bucket`."""
 
     per_minute: int
     burst_s: float
 
     @property
     def price_s(self) -> float:
-        """Seconds in which one unit leaves the bucket."""
+        """How many seconds one unit takes to leave the bucket."""
         return 60 / self.per_minute
 
     @property
     def depth_s(self) -> float:
-        """The size of the bucket, in seconds until a full one is empty."""
+        """The size of the bucket: how many seconds a full one takes to become empty."""
         return max(self.burst_s, self.price_s)
 
 
 @dataclass(slots=True)
 class Bucket:
-    """A leaky bucket, stored as the time at which it is empty (GCRA): one number, and no timer."""
+    """A leaky bucket: used units fill it, and leave it at a constant rate.
+
+    Only the time at which it will be empty is stored (GCRA), so it needs no timer.
+    """
 
     empty_at: float = 0.0
 
     def pour(self, units: float, rate: Rate, now: float) -> float:
-        """Add used units; returns the seconds in which they leave the bucket."""
+        """Add used units. Returns how many seconds they take to leave the bucket."""
         poured_s = units * rate.price_s
         self.empty_at = max(self.empty_at, now) + poured_s
         return poured_s
@@ -69,7 +72,7 @@ class Trend:
 
     def note(self, now: float, value: float) -> None:
         if len(self._samples) > 1 and now - self._samples[-2][0] < SAMPLE_EVERY_S:
-            self._samples.pop()  # replaced by the new sample, so that few are kept
+            self._samples.pop()  # the new sample replaces it, so that about one a second is kept
         self._samples.append((now, value))
         while now - self._samples[0][0] > self.window_s:
             self._samples.popleft()
@@ -84,5 +87,5 @@ class Trend:
 
 
 def retry_after_s(seconds: float | None) -> float:
-    """When to retry, from the estimate of a trend."""
+    """When to retry, from the estimate of a trend; None if there is no estimate."""
     return DEFAULT_RETRY_S if seconds is None else min(seconds, MAX_RETRY_S)

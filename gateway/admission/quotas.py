@@ -1,7 +1,7 @@
-"""Quotas of sessions, counted in Redis, so that all gateways together keep them.
+"""Limits the number of sessions. Redis counts them, so that all gateways together keep the limits.
 
-A session is counted before it is opened, by the script that checks the quota. No caller subtracts it: when a
-quota seems used up, the script looks which of the counted sessions have ended, and removes those.
+The script that checks a quota also counts the new session, before it is opened. Nothing subtracts a session
+when it ends. Only when a quota seems used up does the script remove the counted sessions that have ended.
 """
 
 import time
@@ -15,12 +15,14 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 
 OPENING_S = 60.0
-"""How long a session counts that does not exist yet: its gateway may be opening it."""
+"""A counted session that is not stored counts for this long, because its gateway may still be opening it."""
 
 TAKE = """
 -- KEYS: quotas…, session…
 -- ARGV: now, opening_s, sweep, shut, number of quotas, (bound, field, add)…, id…, prefix of session keys
--- Returns what refuses the sessions: 0 nothing, -1 shut, else the number of a quota; and its count.
+-- sweep: first remove the sessions that have ended, those with `field` or a verdict, from full quotas.
+-- Returns {result, count}. result: 0 if the sessions are admitted, -1 if `shut` refuses them, else the number
+-- of the quota that refuses them; count: how many sessions that quota counts.
 local quotas = tonumber(ARGV[5])
 local first_id = 5 + 3 * quotas
 local new = {}
@@ -39,9 +41,10 @@ end
 for quota = 1, quotas do
     local key, bound, field = KEYS[quota], tonumber(ARGV[3 + 3 * quota]), ARGV[4 + 3 * quota]
     if ARGV[3] == '1' and redis.call('ZCARD', key) >= bound then
-        local held = redis.call('ZRANGE', key, 0, -1, 'WITHSCORES')
-        for index = 1, #held, 2 do
-            if ended(held[index], held[index + 1], field) then redis.call('ZREM', key, held[index]) end
+        local counted = redis.call('ZRANGE', key, 0, -1, 'WITHSCORES')
+        for index = 1, #counted, 2 do
+            local id, since = counted[index], counted[index + 1]
+            if ended(id, since, field) then redis.call('ZREM', key, id) end
         end
     end
     local count = redis.call('ZCARD', key)
@@ -57,38 +60,39 @@ return {0, 0}
 
 
 class Quota(NamedTuple):
-    """One count that must be below `bound` for new sessions to be admitted."""
+    """A sorted set of counted sessions. New sessions are admitted while it has fewer than `bound` members."""
 
     key: str
     bound: int
     until: Literal["outcome", "verdict"]
-    """With which of the two a session stops counting."""
+    """A session stops counting once it has this, or a verdict."""
     counts: bool = True
-    """Whether new sessions are counted here, or only checked."""
+    """Whether admitted sessions are added to the set. If false, the quota is only checked."""
 
 
 class QuotaResult(NamedTuple):
-    """Whether the sessions were admitted; if not, which quota refused them, and its count."""
+    """Whether the sessions were admitted; if not, which quota refused them."""
 
     allowed: bool
     refusing: int | None = None
-    """Index into the quotas; None if all new sessions are refused."""
+    """The index of the quota; None if the sessions were admitted, or if `shut` refused them."""
     used: int = 0
+    """How many sessions that quota counts."""
 
 
 class Quotas:
-    """Counts sessions in all of their quotas, or in none."""
+    """Counts new sessions in all quotas that apply to them, or in none if one is used up."""
 
     def __init__(self, redis: Redis, sweep_every_s: float) -> None:
         self._take = redis.register_script(TAKE)
         self._sweep_every_s = sweep_every_s
         self._swept: dict[str, float] = {}
-        """When a quota's ended sessions were last removed, by key; kept for the time between two polls."""
+        """By key, when a quota's ended sessions were last removed; dropped after `sweep_every_s`."""
 
     async def take(self, specs: Sequence[SessionSpec], quotas: Sequence[Quota], *, shut: bool) -> QuotaResult:
-        """Admit sessions that exist already; count new ones, or refuse them. Raises StorageUnavailable.
+        """Admit sessions that exist already. Count all the new ones, or refuse them all.
 
-        `shut` refuses all new sessions.
+        With `shut`, new sessions are refused whatever the counts are. Raises StorageUnavailable.
         """
         result = await self._try(specs, quotas, sweep=False, shut=shut)
         if result.refusing is not None and self._may_sweep(quotas[result.refusing].key):
@@ -110,7 +114,10 @@ class Quotas:
         return QuotaResult(False, refusing - 1 if refusing > 0 else None, count)
 
     def _may_sweep(self, key: str) -> bool:
-        """Looking at every counted session is expensive: at most once between two polls, for each quota."""
+        """Whether the quota's ended sessions may be removed now, and note that they are.
+
+        The script reads every counted session for that, so each quota waits `sweep_every_s` in between.
+        """
         now = time.monotonic()
         self._swept = {each: at for each, at in self._swept.items() if now - at < self._sweep_every_s}
         return self._swept.setdefault(key, now) == now

@@ -1,9 +1,9 @@
-"""Rates per client key: counted in this process at once, and shared with other gateways at every poll.
+"""Limits the rate of each client key: counts in this process, and shares the counts at every poll.
 
 call ──▶ bucket of its key, in this process ──(every poll)──▶ the same bucket in Redis ◀── other gateways
 
-So a call costs no round trip. One gateway is exact; several together may admit too many calls, at most those
-that arrive within one poll.
+So a call costs no round trip to Redis. A single gateway keeps the limit exactly. Several gateways together
+may exceed it by the calls that arrive between two polls.
 """
 
 import time
@@ -17,22 +17,23 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 
 SHARE = """
--- KEYS: bucket…   ARGV: seconds since this gateway last shared, seconds poured since, by bucket…
+-- KEYS: bucket…   ARGV: seconds since this gateway last shared; for each bucket, seconds poured since then
+-- Returns, for each bucket, the seconds until it is empty. A bucket's value is: when empty, when written.
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
 local left = {}
 for index, key in ipairs(KEYS) do
     local poured = tonumber(ARGV[index + 1])
-    local empty_at, told_at = string.match(redis.call('GET', key) or '0 0', '(%S+) (%S+)')
-    empty_at, told_at = tonumber(empty_at or 0), tonumber(told_at or 0)
-    -- If the clock was set back meanwhile, nobody waits for that time.
-    local set_back = math.max(0, told_at - now)
+    local empty_at, written_at = string.match(redis.call('GET', key) or '0 0', '(%S+) (%S+)')
+    empty_at, written_at = tonumber(empty_at or 0), tonumber(written_at or 0)
+    -- If Redis' clock was set back since then, the bucket is set back too: no key waits for the difference.
+    local set_back = math.max(0, written_at - now)
     empty_at = empty_at - set_back
     if poured > 0 or set_back > 0 then
         if poured > 0 then empty_at = math.max(empty_at, now - ARGV[1]) + poured end
         local lives_ms = math.ceil((empty_at - now) * 1000)
-        local told = string.format('%.6f %.6f', empty_at, now)
-        if lives_ms > 0 then redis.call('SET', key, told, 'PX', lives_ms) else redis.call('DEL', key) end
+        local value = string.format('%.6f %.6f', empty_at, now)
+        if lives_ms > 0 then redis.call('SET', key, value, 'PX', lives_ms) else redis.call('DEL', key) end
     end
     left[index] = string.format('%.6f', empty_at - now)
 end
@@ -42,14 +43,14 @@ return left
 
 @dataclass(slots=True)
 class _KeyUsage:
-    """The bucket of one client key, and the part of it that was not shared yet."""
+    """The bucket of one client key; Redis has not received the last `unshared_s` seconds of it yet."""
 
     bucket: Bucket = field(default_factory=Bucket)
     unshared_s: float = 0.0
 
 
 class RateLimiter:
-    """One rate, which applies to each client key. Only keys with a bucket that is not empty take memory."""
+    """One rate, which applies to each client key. A key takes memory only until its bucket is empty."""
 
     def __init__(self, redis: Redis, name: str, rate: Rate) -> None:
         self.rate = rate
@@ -71,9 +72,9 @@ class RateLimiter:
         usage.unshared_s += usage.bucket.pour(units, self.rate, time.monotonic())
 
     async def share(self) -> None:
-        """Add what was used here to Redis, and read what was used at other gateways.
+        """Add this gateway's counts to Redis, and read those of the other gateways.
 
-        Raises StorageUnavailable; this gateway then counts alone, and shares its counts later.
+        Raises StorageUnavailable. This gateway then counts alone, and shares its counts at a later poll.
         """
         usages = dict(self._usage)
         if not usages:
@@ -92,7 +93,7 @@ class RateLimiter:
             raise
         self._shared_at, now = started, time.monotonic()
         for (owner, usage), seconds in zip(usages.items(), left, strict=True):
-            # What was used while Redis answered is in this bucket, but not yet in the one in Redis.
+            # Redis does not know the units that were used here while it answered: they are `unshared_s`.
             known = now + float(seconds) + usage.unshared_s
             usage.bucket.empty_at = max(usage.bucket.empty_at, known)
             if usage.bucket.empty_at <= now:

@@ -1,6 +1,6 @@
-"""Decides whether a session that opens now would be trained in time, since a late rollout would be dropped.
+"""Decides whether a session that opens now would be trained in time: the trainer drops stale rollouts.
 
-rollouts ahead of it ÷ rollouts per step = versions until it is trained, plus those by which the engines lag
+staleness, in versions = rollouts ahead of it ÷ rollouts per step + versions by which the engines lag
 """
 
 import math
@@ -14,7 +14,7 @@ from gateway.errors import LimitReached
 
 @dataclass(frozen=True)
 class StalenessBudget:
-    """The budget of versions, with the trainer's last report."""
+    """The greatest permitted staleness, `versions`, and what a session's staleness depends on."""
 
     versions: int
     trainer: TrainerBacklog
@@ -30,19 +30,19 @@ class StalenessBudget:
     def room(self) -> int:
         """How many rollouts may be ahead of a new one.
 
-        A rollout behind k others is trained k // per_step steps from now. Its age is then this number plus
-        the lag at its start. Without lag, this is AReaL's capacity (arXiv 2505.24298).
+        A rollout behind k others is trained k // rollouts_per_step steps from now. Its staleness is then that
+        number plus the lag at its start. Without lag, the room is AReaL's capacity (arXiv 2505.24298).
         """
         return max(0, math.floor((self.versions - self.lag + 1) * self.trainer.rollouts_per_step))
 
     @property
     def bound(self) -> int:
-        """The room in sessions without a verdict, of which those that the weights contain are not ahead."""
+        """The room, for a count of sessions without a verdict: that count includes the `rollouts_owed`."""
         return self.room + self.trainer.rollouts_owed
 
     @property
     def used_up(self) -> bool:
-        """Whether the rollouts that have ended and wait already fill the room."""
+        """Whether the rollouts that wait for training fill the room already."""
         return self.trainer.rollouts_waiting >= self.room
 
     def refusal(self, ahead: int, pace: Trend) -> LimitReached:
@@ -52,12 +52,12 @@ class StalenessBudget:
             f"a session opened now would be trained too late for gateway.limits.staleness_versions "
             f"{self.versions}: {ahead} rollouts are ahead of it, the trainer takes "
             f"{self.trainer.rollouts_per_step:g} a step, and the engines serve version {self.serving} while "
-            f"it is at {self.trainer.version}"
+            f"the trainer is at {self.trainer.version}"
         )
         if silent_s > DEFAULT_RETRY_S:
-            message += f" and was last heard of {silent_s:.0f} s ago"
-        message += ". Sessions with train: false are let in"
-        if self.lag > self.versions:  # waits for a push of newer weights, not for steps
+            message += f". The trainer last reported {silent_s:.0f} s ago"
+        message += ". Sessions with train: false are admitted"
+        if self.lag > self.versions:  # no step helps: the engines need newer weights first
             return limit_reached("staleness_budget", message, DEFAULT_RETRY_S)
         steps = max(1.0, (ahead - self.room + 1) / self.trainer.rollouts_per_step)
         return limit_reached("staleness_budget", message, retry_after_s(pace.seconds_to_move(steps)))

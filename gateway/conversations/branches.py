@@ -1,7 +1,7 @@
-"""Finds the turn from which a prompt branches in a session's tree, and why, if it does not extend a turn.
+"""Finds the parent of a prompt in its session's tree, and says why the prompt extends no turn, if so.
 
-root ─ a ─ b        a prompt that begins with all tokens of root and a, but not with those of b, becomes a
-     └ c            child of a: the tokens that branches share are stored once
+root ─ a ─ b        A prompt that begins with all tokens of root and a, but not with those of b, becomes a
+     └ c            child of a. So the tokens that branches share are stored once.
 """
 
 from collections import defaultdict
@@ -23,30 +23,34 @@ Reason = Literal[
     "compaction",
     "new_conversation",
 ]
-"""Why a turn does not extend the turn before it.
+"""Why a turn does not extend its session's conversation.
 
 template_rewrites_history  the call continues a turn, but the template renders earlier messages differently
-sampled_again              the call is the same as an earlier one: best of n
-history_edited             the call begins as an earlier one does, and then differs
-tools_changed              the call continues a turn with another list of tools
-sub_agent                  the system prompt or the tools differ from those of the session's first call
-compaction                 the call replaces the session's history by something shorter
-new_conversation           the system prompt and the tools are the same, and no message is
+sampled_again              the call equals an earlier one, as in best-of-n sampling
+history_edited             the call begins like an earlier one, and then differs
+tools_changed              the call begins like an earlier one, but has another list of tools
+compaction                 the call has a shorter history in place of the session's
+sub_agent                  the call begins like no earlier one, and has another system prompt or other tools
+                           than the session's first call
+new_conversation           the call begins like no earlier one, but has that system prompt and those tools
 """
 
 
 def live_turns(head: SessionHead) -> list[Turn]:
     """The turns that a call can continue, the likeliest last.
 
-    An aborted turn is none of them: it never reached its agent. A turn that a retry replaced comes early in
-    the list, because the agent received the answer of the retry.
+    Aborted turns are left out: their answers never reached the agent. Turns that a retry replaced come first,
+    because the agent received the answer of the retry.
     """
     live = [turn for turn in head.turns if turn.finish != "abort"]
     return sorted(live, key=lambda turn: turn.turn_id not in head.orphans) if head.orphans else live
 
 
 def deepest_match(turns: Sequence[Turn], prompt_ids: TokenIds) -> tuple[Turn | None, int]:
-    """The deepest turn with whose tokens `prompt_ids` begins, and how many tokens that is; else (None, 0)."""
+    """Find the deepest turn whose prompt and output `prompt_ids` begins with.
+
+    Returns the turn and the length of its prompt and output in tokens; (None, 0) if there is no such turn.
+    """
     children: dict[str | None, list[Turn]] = defaultdict(list)
     for turn in turns:
         children[turn.parent_id].append(turn)
@@ -71,7 +75,7 @@ def deepest_match(turns: Sequence[Turn], prompt_ids: TokenIds) -> tuple[Turn | N
 def why_forked(
     turns: Sequence[Turn], messages: Sequence[Message], digests: Sequence[bytes], length: int
 ) -> Reason:
-    """The reason of a call that continues no turn; `length` is the number of tokens of its prompt."""
+    """Why a call continues no turn; `length` is the number of tokens of its prompt."""
     prefixes = [Digest(digest) for digest in digests]
     prompts = [Digest(bytes.fromhex(turn.prompt_digest)) for turn in turns]
     if prefixes[-1] in prompts:

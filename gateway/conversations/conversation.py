@@ -1,8 +1,11 @@
 """Finds the turn of a session that a call continues, and the tokens that the call adds to it.
 
-messages ──digests──▶ the turn whose conversation they begin with ──bridge──▶ its tokens and the new ones
-                      no such turn, or the template cannot bridge ──render──▶ the deepest turn with whose
-                                                                              tokens the prompt begins
+messages ──digests──▶ the turn that they continue ──bridge──▶ its tokens, then those of the new messages
+                      if none, or bridging fails ──render──▶ all tokens ──▶ the deepest turn with which
+                                                                            they begin
+
+To bridge keeps the turn's tokens as they were sampled, and encodes only the new messages. To render encodes
+the whole conversation again.
 """
 
 from collections.abc import Sequence
@@ -19,7 +22,7 @@ from rollout_queue.contract.records import Relation, Turn
 from rollout_queue.contract.tokens import TokenIds
 
 CACHED_PROMPTS, MAX_CACHED_BYTES = 256, 32 * 2**10
-"""How many first prompts of conversations are cached, and how long their JSON may be."""
+"""How many first prompts of conversations are cached, and how many bytes of JSON one may have."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -27,6 +30,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
     parent: Turn | None
     relation: Relation
+    """`rerendered`: the call continues a turn, but the template changes the tokens of its conversation."""
     reason: str | None
     """One of `branches.Reason`; None if the call is the first of its session, or extends its parent."""
     context_ids: TokenIds
@@ -34,6 +38,7 @@ class Prompt(msgspec.Struct, frozen=True):
     prompt_ids: TokenIds
     """The whole prompt, as the engine receives it."""
     digest: bytes
+    """Identifies the prompt: the digest of its messages, or that of its ids if it has no messages."""
 
 
 def reply_message(answer: ParsedAnswer) -> Message:
@@ -79,13 +84,16 @@ def locate(
 
 
 def clear_prompt_cache() -> None:
-    """Forget the first prompts of conversations: their texts may have been deleted since."""
+    """Empty the cache of first prompts, because their sessions may have been deleted."""
     _first_prompt.cache_clear()
 
 
 @lru_cache(CACHED_PROMPTS)
 def _first_prompt(renderer: ChatRenderer, encoded: bytes, today: str) -> Prompt:
-    """The prompt of a first call, in JSON; cached, because all episodes of a group begin with the same."""
+    """The prompt of a session's first call; `encoded` is its messages and tools as JSON.
+
+    It is cached, because all sessions of a group begin with the same prompt; a template may contain `today`.
+    """
     return _root(renderer, *msgspec.json.decode(encoded))
 
 
@@ -97,7 +105,8 @@ def _root(renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[T
 def _continued(
     turns: Sequence[Turn], messages: Sequence[Message], digests: Sequence[bytes]
 ) -> tuple[Turn | None, int]:
-    """The latest turn with whose messages and answer the call begins, and how many messages that is."""
+    """The turn with the longest conversation, its answer included, that the call begins with; and how many
+    messages that conversation has. (None, 0) if there is no such turn."""
     by_reply: dict[str, list[Turn]] = {}
     for turn in turns:
         by_reply.setdefault(turn.reply_digest, []).append(turn)
@@ -109,7 +118,7 @@ def _continued(
 
 
 def _named_by(same: Sequence[Turn], answer: Message) -> Turn:
-    """Of turns with the same text, the one whose tool call ids the client sends back; else the latest."""
+    """Of turns with equal conversations, the one whose tool call ids the client sends; else the latest."""
     ids = "".join(str(call.get("id")) for call in answer.get("tool_calls") or ()) if len(same) > 1 else ""
     return next((turn for turn in same if turn.turn_id in ids), same[-1])
 
@@ -121,7 +130,7 @@ def _relation(
     digests: Sequence[bytes],
     length: int,
 ) -> tuple[Relation, Reason | None]:
-    """The relation of a prompt to the turn with whose tokens it begins, or to the session without one."""
+    """The relation of a prompt, and its reason; `parent` is the turn whose tokens it begins with, if any."""
     if parent is not None:
         return _relation_to(parent, turns, digests[-1])
     return "forks", why_forked(turns, messages, digests, length)

@@ -2,8 +2,8 @@
 
 digest of [m1, m2, m3] = H(H(H(m1), m2), m3), followed by a digest of the system prompt and one of the tools
 
-The digests of all beginnings of a conversation cost one step per message, and the parts of a digest tell
-which parts of two conversations are equal.
+So the digests of all beginnings of a conversation cost one hash per message. The parts of two digests tell
+which parts of the two conversations are equal.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ import msgspec
 from gateway.language.chat_messages import ROLES, Message, Tool, text_of
 
 MESSAGES_BYTES, PART_BYTES = 16, 8
-"""Of a digest's 32 bytes: the messages; the system prompt, and the tools."""
+"""A digest has 16 bytes for the messages, 8 for the system prompt, and 8 for the tools."""
 SYSTEM = frozenset({"system", "developer"})
 _JSON = msgspec.json.Encoder(order="deterministic")
 
@@ -41,10 +41,10 @@ class Digest(bytes):
 
 
 def canonical(message: Message) -> bytes:
-    """The same bytes for all messages that the model reads as the same, whatever other fields they have."""
+    """Encode what the model reads of a message. Fields that it does not read change nothing."""
     role, text = message["role"], text_of(message.get("content"))
     if role == "assistant":
-        # Clients receive the answer without its outer whitespace. Its tokens are in the record.
+        # Clients receive the answer without its outer whitespace, so they send it back without.
         return _JSON.encode([role, text.strip(), [_call(call) for call in message.get("tool_calls") or ()]])
     return _JSON.encode([ROLES.get(role, role), text])
 
@@ -71,13 +71,16 @@ def extend(digest: bytes, message: Message) -> bytes:
 
 
 def continuation_digests(messages: Sequence[Message], digests: Sequence[bytes]) -> list[str]:
-    """The possible reply digests of the turn that a call continues, longest conversation first."""
+    """The digests of a call's beginnings that end with an answer, the longest first.
+
+    The turn that the call continues has one of them as its `reply_digest`.
+    """
     ends = (end for end in range(len(messages), 0, -1) if messages[end - 1]["role"] == "assistant")
     return [digests[end].hex() for end in ends]
 
 
 def clear_digest_cache() -> None:
-    """Forget the digests of system prompts and tools: their texts may have been deleted since."""
+    """Empty the cache of system prompts and tools, because their sessions may have been deleted."""
     _part.cache_clear()
 
 
@@ -91,7 +94,7 @@ def _call(call: Message) -> list[Any]:
     function = call.get("function") or {}
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
-        # If the model wrote invalid JSON, the client sends it back unchanged.
+        # Invalid JSON stays a text: the client sends it back as the model wrote it.
         with suppress(msgspec.DecodeError, RecursionError):
             arguments = msgspec.json.decode(arguments)
     return [function.get("name"), arguments]

@@ -1,4 +1,4 @@
-"""Finds the place of a prompt without a chat template, as `/v1/completions` has them, by its token ids."""
+"""Finds the parent of a prompt of `/v1/completions`, which has no messages, by its token ids."""
 
 import hashlib
 
@@ -9,7 +9,7 @@ from rollout_queue.contract.tokens import TokenIds, pack
 
 
 def locate_raw(head: SessionHead, prompt_ids: TokenIds) -> Prompt:
-    """The prompt continues the deepest turn whose prompt and output it begins with."""
+    """Place the prompt below the deepest turn whose prompt and output it begins with."""
     digest = hashlib.sha256(pack(prompt_ids)).digest()
     turns = live_turns(head)
     parent, known = deepest_match(turns, prompt_ids)

@@ -1,1 +1,1 @@
-"""The fleet of engines: sampling with failover, the choice of a server, and the policies that they serve."""
+"""The fleet of rollout servers: sampling with failover, the choice of a server, and the push of policies."""

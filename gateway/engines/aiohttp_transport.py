@@ -1,4 +1,4 @@
-"""Streams the engines' answers over aiohttp: the library's client behind the gateway's own protocol."""
+"""Streams the engines' answers with the HTTP client of aiohttp."""
 
 import asyncio
 from collections.abc import Iterator
@@ -95,7 +95,7 @@ class AiohttpResponse:
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Raises aiohttp's errors as the transport's own."""
+    """Turns aiohttp's errors into those of `transport.py`."""
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:

@@ -16,12 +16,12 @@ from rollout_queue.contract.records import Span
 
 
 class SampleRequest(msgspec.Struct, frozen=True):
-    """What is to be sampled."""
+    """A request for one answer."""
 
     rid: str
     session_id: str
     version: int | None
-    """Only this policy version may answer."""
+    """If set, only this policy version may answer."""
     input_ids: list[int]
     parameters: SamplingParameters
     top_logprobs: int = 0
@@ -42,21 +42,23 @@ class PartialAnswer:
         self._vocab_size = vocab_size
         self._attempts = 0
         self._start = 0
-        """Where the part of the current engine begins."""
+        """How many tokens earlier engines have sampled: the part of the current engine begins there."""
         self._spans: list[Span] = []
         self._held: list[OutputChunk] = []
+        """Chunks that are not delivered yet (`_must_hold`)."""
         self._delivered = 0
-        """Tokens that were delivered."""
+        """How many tokens were delivered."""
         self._version: int | None = None
         """The version that the current engine reported last."""
         self._constrained = wanted.parameters.structural_tag is not UNSET
-        """A grammar applies from the first token: another engine cannot enter it in the middle."""
+        """A grammar constrains the answer. Each engine applies it from its own first token on, so no other
+        engine can continue the answer."""
         self._stops: list[str] = wanted.parameters.stop or []
         self._window = max((len(stop.encode()) + 3 for stop in self._stops), default=0)
-        """More tokens than any stop string has, because a token is at least one byte of text."""
+        """More tokens than any stop string can have, because a token is at least one byte of text."""
 
     def next_request(self) -> GenerateBody:
-        """The request to the next engine: to continue where the last one ended."""
+        """The request to the next engine, which continues where the last one ended."""
         have = len(self.ids)
         self.rid = f"{self._wanted.rid}.{self._attempts}" if self._attempts else self._wanted.rid
         self._attempts += 1
@@ -64,8 +66,8 @@ class PartialAnswer:
         return GenerateBody(
             rid=self.rid,
             input_ids=[*self._wanted.input_ids, *self.ids] if have else self._wanted.input_ids,
-            # An engine draws by the seed and the token's position, so that another one continues the same
-            # series. Frequency and presence penalties count the engine's own output only: they start again.
+            # An engine draws by the seed and the token's position, so another one continues the same series.
+            # Frequency and presence penalties count the engine's own output only, so they start again at 0.
             sampling_params=structs.replace(
                 self._parameters, max_new_tokens=self._parameters.max_new_tokens - have
             ),
@@ -75,7 +77,8 @@ class PartialAnswer:
     def take(self, chunk: OutputChunk) -> Iterator[OutputChunk]:
         """The chunks that can be delivered now that `chunk` has arrived; the last one ends the answer.
 
-        Raises EngineFault for a chunk that contradicts itself, and, after its tokens, if the engine aborts.
+        Raises EngineFault for a chunk that contradicts itself. If the engine aborts, raises EngineFault after
+        the chunks that another engine can continue.
         """
         self._check(chunk)
         if (ending := self._stop_across_engines(chunk.ids)) is not None:
@@ -99,7 +102,10 @@ class PartialAnswer:
             yield from self._deliver(chunk)
 
     def keep_delivered(self) -> OutputChunk | None:
-        """After a fault, drop what was not delivered. Returns the last chunk if the answer is complete."""
+        """After a fault, drop the tokens that were not delivered.
+
+        Returns the last chunk, without tokens, if the delivered tokens are a complete answer; else None.
+        """
         self._held.clear()
         del self.ids[self._delivered :]
         self._spans = _until(self._spans, len(self.ids))
@@ -119,7 +125,7 @@ class PartialAnswer:
             raise fault
 
     def _ending(self) -> tuple[str | None, str | None]:
-        """`finish` and the stop string, if the tokens so far are the whole answer."""
+        """`finish` and the stop string if the tokens so far are the whole answer; else None for both."""
         if not self.ids:
             return None, None
         if self.ids[-1] in self._parameters.stop_token_ids:
@@ -130,7 +136,7 @@ class PartialAnswer:
 
     def _check(self, chunk: OutputChunk) -> None:
         if chunk.ids and not (min(chunk.ids) >= 0 and max(chunk.ids) < self._vocab_size):
-            # An engine stops when such an id is in its prompt, as it would be after a failover.
+            # SGLang crashes on a prompt with such an id. After a failover, the prompt would have it.
             raise EngineFault("nonsense", f"a token id lies outside the vocabulary of {self._vocab_size}")
         if chunk.finish is None:
             versions: Iterable[int] = (chunk.version,)
@@ -148,15 +154,16 @@ class PartialAnswer:
             end = span.end
         if end != len(self.ids) - self._start + len(chunk.ids):
             raise EngineFault("nonsense", "the engine's version spans do not tile its output")
-        # Where its logits are NaN, SGLang writes a stop token and reports a match as of a stop string.
+        # If its logits are NaN, SGLang writes a stop token and reports a text as if it were a stop string.
         if not (chunk.matched is None or chunk.matched in self._stops):
             raise EngineFault("nonsense", f"the engine stopped at {chunk.matched!r}, which was not requested")
 
     def _must_hold(self, chunk: OutputChunk) -> bool:
-        """Whether to hold a chunk back until its engine has finished; only if the client does not stream.
+        """Whether to hold a chunk back until its engine has finished; never for a client that streams.
 
-        A constrained answer would start again at another engine. And tokens that arrive in one event after a
-        change of weights may be of either version: only the engine's last event tells.
+        A constrained answer is held back, because another engine would have to start it again. Tokens that
+        arrive in one event after a change of weights are held back, because each may be of either version:
+        only the engine's last event says which.
         """
         changed = len(chunk.ids) > 1 and self._version not in (None, chunk.version)
         self._version = chunk.version
@@ -175,7 +182,7 @@ class PartialAnswer:
     # Versions and servers
 
     def _attribute(self, chunk: OutputChunk) -> None:
-        """Note the versions of a chunk's tokens; the engine's last event overrides the earlier ones."""
+        """Note the versions of a chunk's tokens. Those in the engine's last event replace earlier ones."""
         start, end = len(self.ids), len(self.ids) + len(chunk.ids)
         spans: tuple[Span, ...] = (Span(chunk.version, 0, len(chunk.ids)),)
         if chunk.finish is not None and not self.cut_short:
@@ -199,9 +206,9 @@ class PartialAnswer:
     # Stop strings
 
     def _stop_across_engines(self, new: list[int]) -> tuple[int, str] | None:
-        """A stop string that began in an earlier engine's part, and how many of `new` complete it.
+        """Find a stop string that began in an earlier engine's part: engines look in their own output only.
 
-        An engine looks for stop strings in its own output only.
+        Returns how many tokens of `new` complete it, and the string; None if there is none.
         """
         done = len(self.ids) - self._start
         if not (self._stops and self._start and new) or done >= self._window:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 FAILURES = 3
-"""Consecutive failures that open the breaker: a single connection may break by itself."""
+"""Consecutive failures that open the breaker. A single one may come from a broken connection."""
 FIRST_S, LONGEST_S = 0.5, 10.0
 """How long the breaker stays open: at first, and at most."""
 
@@ -22,13 +22,14 @@ class Breaker:
 
     failures: int = 0
     openings: int = 0
-    """Consecutive ones, without a success between; each lasts twice as long as the one before."""
+    """How often the breaker has opened since the last success; each time it stays open twice as long."""
     open_until: float = 0.0
     """time.monotonic(); 0 while the breaker is closed."""
     trial: bool = False
     """A trial call is in flight."""
     unreachable: bool = False
-    """The last call could not connect. If all servers fail, one that can be reached is better than none."""
+    """The last failure was that no connection could be made. `Fleet` never chooses such a server while its
+    breaker is open."""
 
     @property
     def state(self) -> Literal["closed", "half_open", "open"]:
@@ -41,7 +42,7 @@ class Breaker:
         return self.state == "closed" or (self.state == "half_open" and not self.trial)
 
     def enter(self) -> bool:
-        """A call begins. Returns whether it is the trial, which must `leave` at its end."""
+        """A call begins. Returns whether it is the trial; the trial must call `leave` at its end."""
         self.trial = self.trial or self.state == "half_open"
         return self.trial
 
@@ -57,7 +58,7 @@ class Breaker:
         """A call failed. A server that is `unreachable` opens the breaker at once."""
         state, self.trial, self.unreachable = self.state, False, unreachable
         self.failures += 1
-        # Calls that are in flight at the same time fail together: that is one opening.
+        # Calls in flight fail together when their server fails. Once the breaker is open, they do not count.
         if state == "half_open" or (state == "closed" and (unreachable or self.failures >= FAILURES)):
             length_s = min(FIRST_S * 2.0**self.openings, LONGEST_S)
             self.openings += 1

@@ -1,4 +1,4 @@
-"""Speaks to the servers of the fleet: generations on SGLang's `/generate`, and the control paths.
+"""Speaks to the servers of the fleet: generations on SGLang's `/generate`; status, reloads and aborts.
 
 prompt ids ──generate──▶ EngineAnswer ──read, read, …──▶ chunks of output ids with their logprobs
 """
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 ABORT_TIMEOUT_S = 5.0
 ERROR_LIMIT_BYTES = 64 * 2**10
-"""So much of the body of an error is read."""
+"""At most this much of an error's body is read."""
 
 EngineHttpName = Literal["httptools", "aiohttp"]
 
@@ -43,7 +43,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class EngineClient:
-    """Speaks to every server of the fleet: generations over the transport, control paths over aiohttp."""
+    """Speaks to every server of the fleet: generations over the transport, everything else over aiohttp."""
 
     def __init__(self, transport: EngineTransport) -> None:
         self._transport = transport
@@ -54,7 +54,7 @@ class EngineClient:
         await self._control.close()
 
     async def generate(self, engine_url: str, body: GenerateBody, server_id: str) -> "EngineAnswer":
-        """Ask for one answer; returns when it has begun. The caller closes it.
+        """Request one answer; returns when the answer has begun. The caller closes it.
 
         Raises RequestRefused if the request is at fault, EngineFault if the engine is.
         """
@@ -74,16 +74,16 @@ class EngineClient:
         return EngineAnswer(response, EventStream(server_id))
 
     async def abort(self, engine_url: str, rid: str) -> None:
-        """Ask the engine to stop a generation. Best effort: the closed connection also tells it."""
+        """Ask the engine to stop a generation. If this fails, the closed connection stops it."""
         timeout = aiohttp.ClientTimeout(total=ABORT_TIMEOUT_S)
         try:
             async with self._control.post(f"{engine_url}/abort_request", json={"rid": rid}, timeout=timeout):
                 pass
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            logger.warning("generation %s is not aborted: %s", rid, error)
+            logger.warning("generation %s could not be aborted: %s", rid, error)
 
     async def get(self, url: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> bytes:
-        """GET of a control path: the body. Raises aiohttp.ClientError or TimeoutError."""
+        """The body of a GET. Raises aiohttp.ClientError or TimeoutError."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         async with self._control.get(url, timeout=timeout, headers=headers) as response:
             response.raise_for_status()
@@ -92,7 +92,7 @@ class EngineClient:
     async def post(
         self, url: str, message: ServiceMessage, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> tuple[int, bytes]:
-        """POST to a control path: the status and the body. Raises aiohttp.ClientError or TimeoutError."""
+        """The status and the body of a POST. Raises aiohttp.ClientError or TimeoutError."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         async with self._control.post(
             url, json=message.model_dump(), timeout=timeout, headers=headers
@@ -108,7 +108,7 @@ class EngineAnswer:
         self._stream = stream
 
     async def read(self) -> list[OutputChunk]:
-        """What arrived since the last read; the last chunk says why the answer ended.
+        """The chunks that arrived since the last read; the last one says why the answer ended.
 
         Raises RequestRefused if the engine finds the request at fault, EngineFault if the stream breaks off.
         """
@@ -123,7 +123,7 @@ class EngineAnswer:
         return self._stream.feed(data)
 
     def close(self) -> None:
-        """Give the connection back if the answer is complete; otherwise close it."""
+        """Give the connection back to the pool if the answer is complete; otherwise close it."""
         if self._stream.finished:
             self._response.leave()  # [DONE] is still to come
         else:
@@ -131,7 +131,7 @@ class EngineAnswer:
 
 
 async def _error_body(response: EngineResponse) -> bytes:
-    """The beginning of an error's body, as far as it arrives."""
+    """As much of an error's body as arrives, up to the limit."""
     body = b""
     with suppress(ConnectionLost, ReadTimedOut):
         while len(body) < ERROR_LIMIT_BYTES and (data := await response.read()):

@@ -1,4 +1,4 @@
-"""Decodes what an engine's `/generate` streams, whether its events are cumulative or incremental.
+"""Decodes the events of an engine's `/generate`. An event has the whole answer so far, or only new tokens.
 
 bytes of one read ──▶ events ──▶ what each event adds ──▶ one chunk
 """
@@ -26,9 +26,9 @@ class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: list[list[tuple[float, int]]] = []
     """For each token the likeliest alternatives as (logprob, id); empty unless requested."""
     version: int = 0
-    """The policy version that the engine served when it sent this."""
+    """The policy version that the engine served when it sent the tokens."""
     server: str = ""
-    """The id of the server that sampled it."""
+    """The id of the server that sampled the tokens."""
     finish: str | None = None
     """`stop`, `length` or `abort`, in the last chunk only."""
     matched: str | None = None
@@ -83,7 +83,7 @@ class EventStream:
         self.finished = False
 
     def feed(self, data: bytes) -> list[OutputChunk]:
-        """What `data` adds: at most one chunk for each policy version in it.
+        """The tokens that `data` adds, in one chunk for each policy version.
 
         Raises EngineFault; RequestRefused if the engine finds the request at fault.
         """
@@ -114,7 +114,7 @@ class EventStream:
                 raise engine_error(200, data[6:])
             reason = meta.finish_reason
             if reason is not None and reason.status_code == 400:
-                # A grammar that does not compile ends so, with one random id that was not sampled.
+                # The grammar did not compile. The event has one random id, which was not sampled.
                 raise _error(400, reason.message or "refused")
             if meta.weight_version != self._version:
                 if ids:
@@ -172,7 +172,7 @@ class EventStream:
         )
 
     def _spans(self, meta: _Meta) -> tuple[Span, ...]:
-        """The version spans of the output; engines before 0.5.20 report only the version at the end."""
+        """The version spans of the output. SGLang before 0.5.20 reports only the version at the end."""
         total = self._have
         if not meta.weight_versions:
             return (Span(self._number, 0, total),) if total else ()
@@ -184,12 +184,12 @@ class EventStream:
 
 
 def version_number(label: str) -> int:
-    """The number in an engine's `weight_version`; 0 for `default`, if the engine was given no version."""
+    """The number in an engine's `weight_version`. 0 for other texts: `default` means that none was set."""
     return int(label) if label.isascii() and label.isdigit() else 0
 
 
 def engine_error(status: int, body: bytes) -> EngineFault | RequestRefused:
-    """The error that a body of SGLang's means. SGLang has six shapes of error, one of them inside a 200."""
+    """The error that SGLang's response reports. SGLang has six shapes of error, one with status 200."""
     error: Any = body.decode(errors="replace")
     with suppress(msgspec.DecodeError):  # the body may be plain text
         error = msgspec.json.decode(body)
@@ -202,7 +202,7 @@ def engine_error(status: int, body: bytes) -> EngineFault | RequestRefused:
 
 
 def _error(status: int, message: str) -> EngineFault | RequestRefused:
-    """Only a 400 means that the request is at fault."""
+    """The error for a status: only 400 means that the request is at fault."""
     if status == 400:
         code = "context_length_exceeded" if "context length" in message else None
         return RequestRefused(f"the engine refused the request: {message[:2000]}", code=code)

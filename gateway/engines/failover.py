@@ -1,8 +1,10 @@
-"""Samples one answer on as many engines as necessary: if one fails, another continues from its tokens.
+"""Failover: samples one answer on as many engines as necessary. If one fails, another continues the answer.
 
 wanted ──▶ server ──▶ chunks … ──▶ the last chunk
              ▲           │ fault
              └─ backoff ─┘   prompt + tokens so far, under a new rid, until the time limit ──▶ EngineFault
+
+A rid is SGLang's id of a request; an abort names it.
 """
 
 import asyncio
@@ -25,22 +27,23 @@ OnChunk = Callable[[OutputChunk], Awaitable[None]]
 logger = logging.getLogger(__name__)
 
 MAX_FRUITLESS = 4
-"""Consecutive attempts that may end without a new token, so that one request does not crash every engine."""
+"""Consecutive attempts that may end without a new token. A request that crashes engines ends after these."""
 BACKOFF_FIRST_S, BACKOFF_LONGEST_S = 0.05, 2.0
 HARMLESS = frozenset({"aborted", "busy"})
-"""Faults that do not count against the server."""
+"""Faults that the server's circuit breaker does not count."""
 NOT_ACCEPTED = frozenset({"refused", "busy"})
 """Faults of a server that did not accept the request: the request cannot be their cause."""
 
 
 @dataclass
 class RetryState:
-    """The faults of one answer since its last token, and until when it is retried."""
+    """The faults of one answer since its last token, and the time limit of its retries."""
 
     until: float = 0.0
-    """time.monotonic(); 0 without a fault."""
+    """When the last retry may begin, by time.monotonic(); 0 while there is no fault."""
     faults: int = 0
     fruitless: int = 0
+    """Faults after which the request itself may be the cause: the server had accepted it."""
 
     def progressed(self) -> None:
         """A new token arrived."""
@@ -50,7 +53,7 @@ class RetryState:
         return self.until - time.monotonic()
 
     def backoff_s(self, fault: EngineFault, limit_s: float) -> float:
-        """How long to wait before the next attempt. Raises the fault if there is to be none."""
+        """How long to wait before the next attempt. Raises the fault if no attempt is left."""
         if not self.until:
             self.until = time.monotonic() + limit_s
         self.faults += 1
@@ -58,14 +61,17 @@ class RetryState:
         if self.fruitless > MAX_FRUITLESS or self.left_s() <= 0:
             raise fault
         if self.faults == 1:
-            return 0.0  # at another server, or over a new connection
+            return 0.0  # the first retry uses another server or a new connection, so it need not wait
         longest_s = min(BACKOFF_FIRST_S * 2.0**self.faults, BACKOFF_LONGEST_S, self.left_s())
         return longest_s * random.uniform(0.5, 1.0)
 
 
 @dataclass
 class Sampler:
-    """Samples answers on the fleet. `text_of` decodes ids as the engine does, with special tokens."""
+    """Samples answers on the fleet. `text_of` decodes ids as the engine does, with special tokens.
+
+    The time limit of retries is `engine_wait_s` for an answer without tokens, and else `patience_s`.
+    """
 
     engine: EngineClient
     fleet: Fleet
@@ -77,7 +83,7 @@ class Sampler:
     _aborting: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def close(self) -> None:
-        """Wait until engines were told to abort answers that are no longer needed."""
+        """Wait until the engines have been told to abort every answer that is no longer needed."""
         await asyncio.gather(*self._aborting, return_exceptions=True)
 
     async def sample(self, wanted: SampleRequest, on_chunk: OnChunk) -> None:
@@ -93,7 +99,7 @@ class Sampler:
             try:
                 await self._attempt(answer, server, retries, on_chunk)
             except EngineFault as fault:
-                # The first time, the cause may be a connection that was kept alive too long.
+                # The first lost connection may be one from the pool that the engine had closed already.
                 stale = fault.reason == "lost" and not retries.faults
                 await self._note_fault(fault, answer, server, stale)
                 if (last := answer.keep_delivered()) is not None:
@@ -118,7 +124,7 @@ class Sampler:
                             retries.progressed()
                             await on_chunk(checked)
                         if answer.finished:
-                            break  # later chunks follow a stop string that spans two engines
+                            break  # a stop string across two engines: the other chunks come after it
             finally:
                 stream.close()
         except EngineFault:
@@ -126,7 +132,7 @@ class Sampler:
         except RequestRefused as error:
             if not answer.ids:
                 raise
-            # Another engine has accepted the request before, so it is not at fault.
+            # An engine has accepted the request before, so the request is not at fault.
             raise EngineFault("failed", error.message) from error
         except BaseException:
             if answer.cut_short or not answer.finished:
@@ -140,9 +146,9 @@ class Sampler:
     async def _note_fault(
         self, fault: EngineFault, answer: PartialAnswer, server: FleetServer, stale: bool
     ) -> None:
-        """Abort at the engine where it may go on, and count the fault against the server."""
+        """Abort the request if the engine may still work on it, and count the fault against the server."""
         if fault.reason in ("stalled", "nonsense"):
-            # Awaited, because the engine aborts by prefix of the rid, which would match the next attempt's.
+            # Wait for this: an abort stops every rid with this prefix, later also that of the next attempt.
             await self._abort(server.registration.engine_url, answer.rid)
         if fault.reason not in HARMLESS and not stale:
             server.breaker.failed(unreachable=fault.reason == "refused")
@@ -151,10 +157,10 @@ class Sampler:
     async def _back_off(
         self, fault: EngineFault, answer: PartialAnswer, server: FleetServer, retries: RetryState
     ) -> None:
-        """Wait before the next attempt. Raises the fault if there is to be none."""
+        """Wait before the next attempt. Raises the fault if no attempt is left."""
         try:
             answer.check_resumable(fault)
-            # An answer that has tokens is worth a longer wait.
+            # An answer that has tokens already is worth a longer wait.
             limit_s = self.patience_s if answer.ids else self.engine_wait_s
             backoff_s = retries.backoff_s(fault, limit_s)
         except EngineFault:
@@ -177,7 +183,7 @@ class Sampler:
             self.metrics.breakers.labels(server.id).set(0)
 
     async def _abort(self, engine_url: str, rid: str) -> None:
-        """Tell the engine to abort; this continues if the caller is cancelled again."""
+        """Tell the engine to abort the request. If the caller is cancelled meanwhile, this still happens."""
         task = asyncio.create_task(self.engine.abort(engine_url, rid))
         self._aborting.add(task)
         task.add_done_callback(self._aborting.discard)

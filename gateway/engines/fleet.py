@@ -1,9 +1,13 @@
-"""The rollout servers: which are registered, which version each serves, and which takes the next call.
+"""The fleet: all servers that sample answers, the version that each serves, and the choice of one for a call.
 
-registration ──▶ Redis ◀── every gateway reads it
-poll: GET /status of each ──▶ state, version ──▶ rotation
-calls that fail ──▶ breaker ──▶ out of rotation at once, and back after a trial call
-in rotation: ready, and serves the version that the fleet serves
+registration of a rollout server ──▶ Redis ◀── every gateway reads it
+poll: GET /status of each server ──▶ its state and version
+calls that fail ──▶ circuit breaker ──▶ no calls for a while, then a trial call
+
+A *bare engine* is an SGLang server of the setting `engines`, without a rollout server. It loads no policies.
+A server is *in rotation* (it may get calls) while it is ready or loads weights, is not drained, and serves
+the version that the fleet serves; a bare engine may serve any version. An operator drains a server to take it
+out of rotation.
 """
 
 import asyncio
@@ -30,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 5.0
 LATE_ANSWERS = 2
-"""Consecutive timeouts after which a server counts as dead: a single one may come from a busy machine."""
+"""Consecutive timeouts of status requests after which a server counts as dead. One may have another cause."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -41,7 +45,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 @dataclass
 class Fleet:
-    """All servers. `serving` is the version that calls are to be answered by."""
+    """All servers. `serving` is the version by which calls are answered; None before the first policy."""
 
     redis: Redis
     engine: EngineClient
@@ -50,7 +54,7 @@ class Fleet:
     servers: dict[str, FleetServer] = field(default_factory=dict)
     serving: int | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set, and replaced by a new one, when the rotation may have changed."""
+    """Set when the rotation may have changed, and then replaced: calls wait on it for a server."""
 
     def __post_init__(self) -> None:
         for index, url in enumerate(self.bare_engines):
@@ -84,17 +88,17 @@ class Fleet:
         await stored(self.redis.srem(keys.HELD, server_id))
         return self.servers.pop(server_id, None) is not None or bool(removed)
 
-    async def hold(self, server_id: str, held: bool) -> FleetServer | None:
-        """Take a server out of rotation, or back, at every gateway. Returns None for an unknown server."""
+    async def set_drained(self, server_id: str, drained: bool) -> FleetServer | None:
+        """Take a server out of rotation, or put it back, for every gateway. None for an unknown server."""
         server = self.servers.get(server_id)
         if server is not None:
-            change = self.redis.sadd if held else self.redis.srem
+            change = self.redis.sadd if drained else self.redis.srem
             await stored(change(keys.HELD, server_id))
-            server.held = held
+            server.drained = drained
         return server
 
     def serve(self, version: int) -> None:
-        """From now on, servers of this version take the calls."""
+        """From now on, servers with this version take the calls."""
         self.serving = version
         self._wake_waiting()
 
@@ -106,7 +110,7 @@ class Fleet:
             logger.warning("the fleet's registrations cannot be read: %s", error)
         requests = [self._status_request(server) for server in list(self.servers.values())]
         if requests:
-            # Servers that answer late do not delay what the others say.
+            # A slow server does not delay the others: its request goes on in the background.
             await asyncio.wait(requests, timeout=STATUS_TIMEOUT_S / 10)
         self._wake_waiting()
 
@@ -127,7 +131,7 @@ class Fleet:
 
     def _check_not_bare(self, server_id: str) -> None:
         if server_id in self._bare_ids:
-            message = f"{server_id} is a bare engine, which gateway.engines lists"
+            message = f"{server_id} is a bare engine, from the setting gateway.engines"
             raise StateConflict(message, param="id")
 
     async def _read_registrations(self) -> None:
@@ -136,7 +140,7 @@ class Fleet:
             reading.hgetall(keys.SERVERS)
             reading.get(keys.SERVING)
             reading.smembers(keys.HELD)
-            raw, serving, held = await stored(reading.execute())
+            raw, serving, drained = await stored(reading.execute())
         self.serving = int(serving) if serving is not None else None
         for value in raw.values():
             registration = msgspec.json.decode(value, type=Registration)
@@ -144,11 +148,11 @@ class Fleet:
                 self._add(registration)
         for server_id, server in list(self.servers.items()):
             registration = server.registration
-            # A server that registered while Redis was read is not in the result.
+            # A server that registered while Redis was read may be missing from the result.
             known = server_id.encode() in raw or registration.registered_at >= read_at
             if registration.url is not None and not known:
                 del self.servers[server_id]
-            server.held = server_id.encode() in held
+            server.drained = server_id.encode() in drained
 
     def _add(self, registration: Registration) -> FleetServer:
         server = self.servers.get(registration.id)
@@ -159,7 +163,7 @@ class Fleet:
         return server
 
     async def _read_status(self, server: FleetServer) -> None:
-        """Update state and version. Never by the engine's /health: it generates, and fails while paused."""
+        """Update state and version. The engine's /health is no use: it samples, and fails while paused."""
         registration, was_ready = server.registration, server.state == "ready"
         try:
             if registration.url is None:
@@ -184,11 +188,16 @@ class Fleet:
     # The choice of a server
 
     def _candidates(self, version: int | None, avoid: str) -> list[FleetServer]:
-        """The best servers for a call: one that is loading, where calls wait, is better than none."""
+        """The servers from which the one for a call is chosen.
+
+        These are left out unless no other is left: servers with an open breaker, the server `avoid`, and
+        servers that load weights, because calls wait there. A server that refused its last connection is left
+        out in any case while its breaker is open.
+        """
         able = [
             server
             for server in self.servers.values()
-            if server.state in ("ready", "loading") and not server.held and self._serves(server, version)
+            if server.state in ("ready", "loading") and not server.drained and self._serves(server, version)
         ]
         sound = [server for server in able if server.breaker.allows_call]
         able = sound or [server for server in able if not server.breaker.unreachable]
@@ -204,7 +213,7 @@ class Fleet:
         return self.serving is None or server.version == self.serving or server.registration.url is None
 
     def choose(self, session_id: str, version: int | None = None, avoid: str = "") -> FleetServer | None:
-        """The server that takes a call now; not the server `avoid`, unless it is the only one."""
+        """The server that takes a call now, if any; the server `avoid` only if there is no other."""
         return choose_server(self._candidates(version, avoid), session_id)
 
     def has(self, version: int) -> bool:
@@ -214,7 +223,7 @@ class Fleet:
     async def acquire(
         self, session_id: str, version: int | None, wait_s: float, avoid: str = ""
     ) -> FleetServer:
-        """Choose a server; wait up to `wait_s` seconds for one to come into rotation. Raises NoServer."""
+        """Choose a server; wait up to `wait_s` seconds until one can take the call. Raises NoServer."""
         deadline = time.monotonic() + wait_s
         while True:
             server = self.choose(session_id, version, avoid)

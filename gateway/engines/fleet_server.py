@@ -10,7 +10,7 @@ from rollout_queue.protocol.status import ServerShape
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rollout server sent when it registered; `url` is null for a bare engine."""
+    """The addresses of a server. `url` is the rollout server's; a bare engine (see `fleet.py`) has none."""
 
     id: str
     engine_url: str
@@ -26,14 +26,15 @@ class FleetServer:
     state: str = "unknown"
     """unknown, or what `/status` says: starting, loading, ready, draining or dead."""
     version: int | None = None
-    held: bool = False
-    """An operator took it out of rotation."""
+    drained: bool = False
+    """An operator took it out of rotation: it gets no new calls."""
     seen_at: float = 0.0
     """When it last answered; seconds since the epoch, 0 for never."""
     error: str | None = "not asked yet"
+    """Why the last status request failed; None if it succeeded."""
     in_flight: int = 0
     pushing: bool = False
-    """This gateway is having it load a policy, so that its calls will wait."""
+    """This gateway is pushing a policy to it: calls wait there while it loads the policy."""
     breaker: Breaker = field(default_factory=Breaker)
     late: int = 0
     """Consecutive status requests that timed out."""
@@ -44,12 +45,12 @@ class FleetServer:
         return self.registration.id
 
     def enter(self) -> bool:
-        """A call begins. Returns whether it is the breaker's trial, for `leave`."""
+        """Count a call that begins. Returns whether it is the breaker's trial call, which `leave` needs."""
         self.in_flight += 1
         return self.breaker.enter()
 
     def leave(self, trial: bool) -> None:
-        """A call ended."""
+        """Count a call that ended."""
         self.in_flight -= 1
         if trial:
             self.breaker.leave()
@@ -59,7 +60,7 @@ class FleetServer:
             id=self.id,
             url=self.registration.url,
             engine_url=self.registration.engine_url,
-            state="draining" if self.held else self.state,
+            state="draining" if self.drained else self.state,
             version=self.version,
             in_flight=self.in_flight,
             breaker=self.breaker.state,

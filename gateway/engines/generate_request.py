@@ -5,7 +5,7 @@ from msgspec import UNSET, UnsetType
 
 
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
-    """How an answer is sampled. Only UNSET fields are not sent, so that no default of an engine decides."""
+    """How an answer is sampled. Fields that are not UNSET are always sent, so no engine's default applies."""
 
     max_new_tokens: int
     stop_token_ids: list[int]
@@ -28,7 +28,7 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation. `rid` names it, so that it can be aborted."""
+    """One generation. `rid` is its id at the engine, by which it can be aborted."""
 
     rid: str
     input_ids: list[int]

@@ -1,7 +1,7 @@
-"""Streams the engines' answers over the gateway's own HTTP/1.1 client: POST, keep-alive and streamed bodies.
+"""Streams the engines' answers with the gateway's own HTTP/1.1 client: POST, keep-alive and streamed bodies.
 
-A general client takes more CPU time per call than the rest of the gateway's work for it. The parser is
-httptools, as in the server.
+A general HTTP client takes more CPU time per call than all other work of the gateway for that call. The
+parser is httptools, which the gateway's server uses as well.
 """
 
 import asyncio
@@ -99,7 +99,7 @@ class EngineConnection(asyncio.Protocol):
         self._last_bytes_s = last_bytes_s
         self._loop = asyncio.get_running_loop()
         self._parts: list[bytes] = []
-        # The parser looks its callbacks up once: bodies go into the list without any Python in between.
+        # The parser takes its callbacks from `self` here. This one adds a body without running Python code.
         self.on_body = self._parts.append
         self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[None] | None = None
@@ -148,7 +148,7 @@ class EngineConnection(asyncio.Protocol):
         return data
 
     def release(self) -> None:
-        """Back to the pool if the answer was read to its end; otherwise the connection is closed."""
+        """As `EngineResponse.release`."""
         if not (self.usable and self._reusable) or self._parts:
             self.drop()
             return
@@ -156,7 +156,7 @@ class EngineConnection(asyncio.Protocol):
         self._keep(self)
 
     def leave(self) -> None:
-        """Discard what is still to come; back to the pool once it has arrived."""
+        """As `EngineResponse.leave`."""
         self._left = True
         self._discard()
 
@@ -186,13 +186,13 @@ class EngineConnection(asyncio.Protocol):
             self._waiter.set_result(None)
 
     def _check_timeout(self) -> None:
-        """One timer serves many answers: it looks when bytes arrived last, and starts again."""
+        """Check when bytes arrived last, and start the timer again. One timer serves many answers."""
         if self._complete:
             self._timer = None
             return
         timeout_s = self._last_bytes_s if self._left else self._read_timeout_s
         left_s = self._received_at + timeout_s - self._loop.time()
-        # Unread bytes mean that the reader is slow, and not the engine.
+        # If bytes are unread, the reader is slow, not the engine.
         if left_s > 0 or self._parts:
             next_s = min(max(left_s, timeout_s / 10), self._last_bytes_s)
             self._timer = self._loop.call_later(next_s, self._check_timeout)

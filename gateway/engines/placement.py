@@ -1,12 +1,15 @@
-"""Chooses the server for a call: the session's own, for its prefix cache, unless others are far less busy."""
+"""Placement: chooses the server for a call. The calls of a session go to one server, which caches its prefix.
+
+A call goes to another server only while the session's own server is far busier than the least busy one.
+"""
 
 import zlib
 from collections.abc import Collection
 from typing import Protocol, TypeVar
 
 SLACK = 4
-"""Calls in flight that a session's own server may have more than the least loaded one; half of the latter's
-calls, if that is more."""
+"""How many calls in flight a session's own server may have more than the least busy server. Half of the least
+busy server's calls are permitted if that is more."""
 
 
 class Loaded(Protocol):
@@ -24,8 +27,8 @@ L = TypeVar("L", bound=Loaded)
 def choose_server(candidates: Collection[L], session_id: str) -> L | None:
     """The server for a call of the session; None if there are no candidates.
 
-    Every gateway chooses the same server, also after a restart, unless load decides otherwise. A server that
-    joins or leaves moves only its own share of the sessions (rendezvous hashing).
+    A hash of session and server decides (rendezvous hashing). So every gateway chooses the same server, also
+    after a restart, and a server that joins or leaves moves only its own share of the sessions.
     """
     if len(candidates) < 2:
         return next(iter(candidates), None)

@@ -1,6 +1,8 @@
 """Publishes policies: registers each version, and pushes it to every rollout server.
 
-POST /admin/policies ──▶ record ──▶ POST /reload on each server ──▶ serving = version, once one took it
+POST /admin/policies ──▶ record ──▶ POST /reload on each server ──▶ serving = version, once one has loaded it
+
+To push a policy is to have the servers load it.
 """
 
 import asyncio
@@ -48,7 +50,7 @@ class Policies:
         return [known[version] for version in sorted(known)]
 
     async def current(self) -> PolicyRecord | None:
-        """The policy that servers are to serve; None before the first."""
+        """The policy that servers are to serve; None before the first one."""
         known = {record.version: record for record in await self.all()}
         return known.get(self._fleet.serving) if self._fleet.serving is not None else None
 
@@ -61,10 +63,10 @@ class Policies:
     async def publish(
         self, version: int | None, location: str, manifest_sha256: str | None, step: int | None
     ) -> tuple[int, list[PushResult]]:
-        """Register a version and push it; without a number it gets the next free one.
+        """Register a version and push it. A `version` of None stands for the next free number.
 
-        Raises StateConflict for a number that is lower than the newest, that is known with other content, or
-        that the trainer has reserved.
+        Raises StateConflict for a number that is lower than the newest, that is registered with other
+        content, or that the trainer has reserved for another location.
         """
         async with self._pushing:
             record = await self._registered(version, location, manifest_sha256, step)
@@ -81,7 +83,7 @@ class Policies:
     async def _registered(
         self, version: int | None, location: str, manifest_sha256: str | None, step: int | None
     ) -> PolicyRecord:
-        """Register the policy; starts again if another gateway registers one at the same time."""
+        """Register the policy. Start again if a gateway or the trainer changed the register meanwhile."""
         while True:
             known = await self._register.look()
             asked = PolicyRecord(
@@ -96,7 +98,7 @@ class Policies:
                 return record
 
     async def _push(self, record: PolicyRecord, force: bool = False) -> list[PushResult]:
-        """Push to every server. The version is served as soon as one server has loaded it."""
+        """Push to every server. The fleet serves the version as soon as one server has loaded it."""
         self.target = record.version
         servers = list(self._fleet.servers.values())
         reloads = [asyncio.create_task(self._reload(server, record, force)) for server in servers]
@@ -143,7 +145,7 @@ class Policies:
         )
 
     async def _request_reload(self, url: str, record: PolicyRecord, force: bool) -> Reloaded:
-        """Raises ReloadRefused unless the server answers that it serves this version."""
+        """Have the server load the version. Raises ReloadRefused if it does not confirm that it serves it."""
         try:
             asked = ReloadBody(
                 version=record.version,

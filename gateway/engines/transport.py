@@ -28,13 +28,13 @@ class ReadTimedOut(Exception):
 
 
 class EngineResponse(Protocol):
-    """One answer as it arrives. Whoever asked for it calls `release` or `leave` exactly once."""
+    """One answer as it arrives. The caller of `post` calls `release` or `leave` exactly once."""
 
     @property
     def status(self) -> int: ...
 
     async def read(self) -> bytes:
-        """All bytes that arrived since the last read; waits for at least one, and is empty at the end.
+        """All bytes that arrived since the last read; waits for at least one. Empty at the answer's end.
 
         Raises ConnectionLost or ReadTimedOut.
         """
@@ -45,7 +45,7 @@ class EngineResponse(Protocol):
         ...
 
     def leave(self) -> None:
-        """Discard what is still to come, and give the connection back once it has arrived."""
+        """Discard the rest of the answer. Give the connection back once the rest has arrived."""
         ...
 
 

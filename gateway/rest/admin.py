@@ -82,12 +82,12 @@ async def remove_server(server_id: str, request: Request) -> Response:
 @router.post("/rollout_servers/{server_id}/drain")
 async def drain_server(server_id: str, request: Request) -> ServerShape:
     """Take a server out of rotation. The answers that it is sampling go on."""
-    return await _hold(request, server_id, held=True)
+    return await _set_drained(request, server_id, drained=True)
 
 
 @router.post("/rollout_servers/{server_id}/resume")
 async def resume_server(server_id: str, request: Request) -> ServerShape:
-    return await _hold(request, server_id, held=False)
+    return await _set_drained(request, server_id, drained=False)
 
 
 @router.get("/policies")
@@ -137,8 +137,8 @@ def _servers(gateway: Collaborators) -> tuple[ServerShape, ...]:
     return tuple(server.report() for server in gateway.fleet.servers.values())
 
 
-async def _hold(request: Request, server_id: str, *, held: bool) -> ServerShape:
-    server = await collaborators(request).fleet.hold(server_id, held)
+async def _set_drained(request: Request, server_id: str, *, drained: bool) -> ServerShape:
+    server = await collaborators(request).fleet.set_drained(server_id, drained)
     if server is None:
         raise ObjectNotFound(f"no rollout server {server_id!r}")
     return server.report()

@@ -270,7 +270,7 @@ def test_engines_that_lag_behind_the_trainer_use_up_the_budget(limited: Any) -> 
         trainer_says(gateway, version=10)
         reply = gateway.post("/sessions")
         assert refusal(reply)[0] == "staleness_budget"
-        assert "serve version 7 while it is at 10" in reply.json()["error"]["message"]
+        assert "serve version 7 while the trainer is at 10" in reply.json()["error"]["message"]
 
 
 def test_sessions_that_calls_implied_hold_no_place_in_the_trainers_line(limited: Any) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.support.clients.stack import ADMIN_KEY, CLIENT_KEY, ROOT, SHARP, Figures, Weir
+from tests.support.clients.stack import ADMIN_KEY, CLIENT_KEY, ROOT, SHARP, Figures, RunningStack
 from tests.support.serving import free_port
 from weir.stack.services import services_of
 from weir.stack.settings import StackSettings
@@ -13,7 +13,7 @@ from weir.stack.stack import Stack
 
 
 @pytest.fixture(scope="session")
-def weir(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Weir]:
+def stack(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[RunningStack]:
     settings = StackSettings(
         run_dir=tmp_path_factory.mktemp("clients"),
         model_path=ROOT / "run" / "models" / "clients",
@@ -30,12 +30,12 @@ def weir(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     )
     services = [service for service in services_of(settings) if service.name != "trainer_service"]
     headers = {"authorization": f"Bearer {CLIENT_KEY}"}
-    with Stack(settings, services) as stack:
-        stack.wait_ready(timeout_s=300)
-        with httpx.Client(base_url=stack.gateway_url, headers=headers, timeout=30) as http:
-            weir = Weir(stack.gateway_url, http)
-            request.config.stash[FIGURES] = weir.figures
-            yield weir
+    with Stack(settings, services) as running:
+        running.wait_ready(timeout_s=300)
+        with httpx.Client(base_url=running.gateway_url, headers=headers, timeout=30) as http:
+            client_side = RunningStack(running.gateway_url, http)
+            request.config.stash[FIGURES] = client_side.figures
+            yield client_side
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,15 +3,15 @@
 import json
 import re
 
-from tests.support.clients.stack import Session, Weir
+from tests.support.clients.stack import RunningStack, Session
 
 CLIENT = "openai_python"
 CALLED_THEN_ANSWERED = [("root", "tool_calls"), ("extends", "stop")]
 
 
-def test_a_tool_loop_is_one_branch_of_exact_tokens(weir: Weir) -> None:
-    session = weir.session()
-    assert weir.play(CLIENT, "tool_loop", session) == {"answer": "7"}
+def test_a_tool_loop_is_one_branch_of_exact_tokens(stack: RunningStack) -> None:
+    session = stack.session()
+    assert stack.play(CLIENT, "tool_loop", session) == {"answer": "7"}
     assert session.story() == CALLED_THEN_ANSWERED
     first, second = session.turns()
     assert second["parent_id"] == first["turn_id"]
@@ -19,17 +19,17 @@ def test_a_tool_loop_is_one_branch_of_exact_tokens(weir: Weir) -> None:
     assert session.end(reward=1.0) == "ready"
 
 
-def test_two_calls_at_once_are_one_turn(weir: Weir) -> None:
-    session = weir.session()
-    said = weir.play(CLIENT, "parallel_calls", session)
+def test_two_calls_at_once_are_one_turn(stack: RunningStack) -> None:
+    session = stack.session()
+    said = stack.play(CLIENT, "parallel_calls", session)
     assert said["answer"] == "7 3"
     assert [json.loads(arguments) for arguments in said["calls"]] == [{"key": "c"}, {"key": "d"}]
     assert session.story() == CALLED_THEN_ANSWERED
 
 
-def test_a_long_conversation_stays_one_branch(weir: Weir) -> None:
-    session = weir.session()
-    assert weir.play(CLIENT, "conversation", session) == {"answers": ["7", "3", "7"]}
+def test_a_long_conversation_stays_one_branch(stack: RunningStack) -> None:
+    session = stack.session()
+    assert stack.play(CLIENT, "conversation", session) == {"answers": ["7", "3", "7"]}
     assert session.story() == [
         ("root", "tool_calls"),
         ("extends", "stop"),
@@ -37,26 +37,26 @@ def test_a_long_conversation_stays_one_branch(weir: Weir) -> None:
     ]
 
 
-def test_a_streamed_tool_loop_is_recorded_as_a_plain_one(weir: Weir) -> None:
-    session = weir.session()
-    said = weir.play(CLIENT, "stream", session)
+def test_a_streamed_tool_loop_is_recorded_as_a_plain_one(stack: RunningStack) -> None:
+    session = stack.session()
+    said = stack.play(CLIENT, "stream", session)
     assert (said["answer"], said["finish"]) == ("7", "tool_calls")
     assert session.story() == CALLED_THEN_ANSWERED
     assert said["completion_tokens"] == session.turns()[0]["output_len"]
 
 
-def test_the_streaming_helper_sees_whole_calls(weir: Weir) -> None:
-    session = weir.session()
-    said = weir.play(CLIENT, "stream_helper", session)
+def test_the_streaming_helper_sees_whole_calls(stack: RunningStack) -> None:
+    session = stack.session()
+    said = stack.play(CLIENT, "stream_helper", session)
     assert said["answer"] == "7 3"
     assert {"chunk", "tool_calls.function.arguments.delta", "content.done"} <= set(said["events"])
     assert session.story() == CALLED_THEN_ANSWERED
 
 
-def test_agents_that_share_a_key_and_name_nothing_each_get_their_session(weir: Weir) -> None:
-    before = {session.session_id for session in weir.sessions()}
-    assert weir.play(CLIENT, "many_at_once") == {"answers": list("18734950")}
-    new = [session for session in weir.sessions() if session.session_id not in before]
+def test_agents_that_share_a_key_and_name_nothing_each_get_their_session(stack: RunningStack) -> None:
+    before = {session.session_id for session in stack.sessions()}
+    assert stack.play(CLIENT, "many_at_once") == {"answers": list("18734950")}
+    new = [session for session in stack.sessions() if session.session_id not in before]
     assert sum(len(session.turns()) for session in new) == 16
     assert all(session.view()["inferred"] for session in new)
     assert [session.story() for session in new] == [CALLED_THEN_ANSWERED] * 8
@@ -71,49 +71,49 @@ def asked_for(session: Session) -> str:
     return str(key)
 
 
-def test_three_samples_are_three_turns(weir: Weir) -> None:
-    session = weir.session()
-    said = weir.play(CLIENT, "samples", session)
+def test_three_samples_are_three_turns(stack: RunningStack) -> None:
+    session = stack.session()
+    said = stack.play(CLIENT, "samples", session)
     assert said["finishes"] == ["tool_calls"] * 3
     turns = session.turns()
     assert said["logprobs"] == [turn["output_len"] for turn in turns]
     assert said["completion_tokens"] == sum(turn["output_len"] for turn in turns)
 
 
-def test_a_tool_can_be_demanded(weir: Weir) -> None:
-    session = weir.session()
-    assert weir.play(CLIENT, "forced_tool", session) == {"called": ["get", "get"]}
+def test_a_tool_can_be_demanded(stack: RunningStack) -> None:
+    session = stack.session()
+    assert stack.play(CLIENT, "forced_tool", session) == {"called": ["get", "get"]}
     assert [relation for relation, _ in session.story()] == ["root", "forks"]
 
 
-def test_an_answer_can_be_parsed(weir: Weir) -> None:
-    session = weir.session()
-    said = weir.play(CLIENT, "parsed", session)
+def test_an_answer_can_be_parsed(stack: RunningStack) -> None:
+    session = stack.session()
+    said = stack.play(CLIENT, "parsed", session)
     assert set(said["parsed"]) == {"digit", "even"}
     assert session.story() == [("root", "stop")]
 
 
-def test_the_older_completions_are_recorded_too(weir: Weir) -> None:
-    session = weir.session()
-    said = weir.play(CLIENT, "completions", session)
+def test_the_older_completions_are_recorded_too(stack: RunningStack) -> None:
+    session = stack.session()
+    said = stack.play(CLIENT, "completions", session)
     turns = session.turns()
     assert said["completion_tokens"] == turns[0]["output_len"]
     assert [said["finish"], said["streamed_finish"]] == [turn["finish_reason"] for turn in turns]
 
 
-def test_responses_continue_by_id(weir: Weir) -> None:
-    session = weir.session()
-    assert weir.play(CLIENT, "responses", session) == {"answer": "7"}
+def test_responses_continue_by_id(stack: RunningStack) -> None:
+    session = stack.session()
+    assert stack.play(CLIENT, "responses", session) == {"answer": "7"}
     assert session.story() == CALLED_THEN_ANSWERED
 
 
-def test_the_models_are_listed(weir: Weir) -> None:
-    assert "policy" in weir.play(CLIENT, "models")["models"]
+def test_the_models_are_listed(stack: RunningStack) -> None:
+    assert "policy" in stack.play(CLIENT, "models")["models"]
 
 
-def test_errors_are_the_sdks_own(weir: Weir) -> None:
-    session = weir.session()
-    assert weir.play(CLIENT, "errors", session) == {
+def test_errors_are_the_sdks_own(stack: RunningStack) -> None:
+    session = stack.session()
+    assert stack.play(CLIENT, "errors", session) == {
         "bad_value": ["BadRequestError", "invalid_request_error", None, True],
         "no_messages": ["BadRequestError", "invalid_request_error", None, True],
         "too_long": ["BadRequestError", "invalid_request_error", "context_length_exceeded", True],
@@ -124,8 +124,8 @@ def test_errors_are_the_sdks_own(weir: Weir) -> None:
     assert session.story() == []
 
 
-def test_a_finished_session_takes_no_call(weir: Weir) -> None:
-    session = weir.session()
+def test_a_finished_session_takes_no_call(stack: RunningStack) -> None:
+    session = stack.session()
     assert session.end(reward=1.0) == "ready"
-    said = weir.play(CLIENT, "finished", session)
+    said = stack.play(CLIENT, "finished", session)
     assert said == {"error": ["ConflictError", "conflict_error", "session_finished", True]}

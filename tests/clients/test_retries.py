@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.clients.lossy import LossyProxy
-from tests.support.clients.stack import Weir
+from tests.support.clients.stack import RunningStack
 from tests.support.serving import serving
 
 LOOPS = {
@@ -17,11 +17,11 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("client", LOOPS)
-def test_a_lost_answer_is_asked_for_again_and_counts_once(weir: Weir, client: str) -> None:
-    session = weir.session()
-    proxy = LossyProxy(weir.url)
+def test_a_lost_answer_is_asked_for_again_and_counts_once(stack: RunningStack, client: str) -> None:
+    session = stack.session()
+    proxy = LossyProxy(stack.url)
     with serving(proxy.app()) as url:
-        assert weir.play(client, LOOPS[client], session, url=url)["answer"] == "7"
+        assert stack.play(client, LOOPS[client], session, url=url)["answer"] == "7"
     assert proxy.retry_counts == ["0", "1", "0"]
     assert session.story() == [("root", "tool_calls"), ("retry", "tool_calls"), ("extends", "stop")]
     assert session.end(reward=1.0) == "ready"

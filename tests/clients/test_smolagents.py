@@ -2,18 +2,18 @@
 
 import pytest
 
-from tests.support.clients.stack import Weir
+from tests.support.clients.stack import RunningStack
 
 CLIENT = "smolagents"
 
 
 @pytest.mark.parametrize("scene", ["run", "streamed"])
 def test_a_run_ends_by_its_final_answer_and_its_rewritten_history_is_a_branch_each(
-    weir: Weir, scene: str
+    stack: RunningStack, scene: str
 ) -> None:
-    session = weir.session()
+    session = stack.session()
     # So small a model does not read its rewritten history well: what it answers is its own affair.
-    assert weir.play(CLIENT, scene, session)["calls"] == ["get", "final_answer"]
+    assert stack.play(CLIENT, scene, session)["calls"] == ["get", "final_answer"]
     assert session.story() == [("root", "tool_calls"), ("forks", "tool_calls")]
     assert session.turns()[1]["reason"] == "history_edited"
     assert session.end(reward=1.0) == "ready"

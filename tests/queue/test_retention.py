@@ -30,7 +30,7 @@ TRAINED = Verdict(code="trained", step=3, version=3)
 FAILED = Verdict(code="failed", detail="it fell over")
 
 
-class Rig:
+class Stream:
     """A stream, its ends, and what forgets. One process of redis-py each, as gateways and a trainer are."""
 
     def __init__(self, url: str) -> None:
@@ -73,288 +73,291 @@ class Rig:
 
 
 @pytest.fixture
-async def rig(redis_url: str) -> AsyncIterator[Rig]:
-    rig = Rig(redis_url)
-    yield rig
-    rig.sync.config_set("maxmemory", 0)
-    await rig.writer.close()
-    await rig.redis.aclose()
-    rig.sync.close()
+async def stream(redis_url: str) -> AsyncIterator[Stream]:
+    stream = Stream(redis_url)
+    yield stream
+    stream.sync.config_set("maxmemory", 0)
+    await stream.writer.close()
+    await stream.redis.aclose()
+    stream.sync.close()
 
 
-async def test_what_is_forgotten_leaves_counters_and_its_id(rig: Rig) -> None:
-    await rig.writer.open_session(spec(owner="me", user="ann", group_id="g", group_size=1))
+async def test_what_is_forgotten_leaves_counters_and_its_id(stream: Stream) -> None:
+    await stream.writer.open_session(spec(owner="me", user="ann", group_id="g", group_size=1))
     told = {"reply_digest": "d", "request_digest": "q", "finish": "tool_calls", "user": "bob"}
-    await rig.writer.append_turn(turn(completion_id="c", **told), 1e12, "me")
-    rig.sync.set(keys.response("c"), "what it said")
+    await stream.writer.append_turn(turn(completion_id="c", **told), 1e12, "me")
+    stream.sync.set(keys.response("c"), "what it said")
     for place in (keys.OPEN, keys.open_of("me"), keys.UNTRAINED):
-        rig.sync.zadd(place, {"s1": 1.0})
-    await rig.writer.append_outcome(outcome(), reward("finish"), None)
-    assert not await rig.forgotten()
-    rig.learn()
-    assert await rig.forgotten() == {"trained": 1}
-    assert rig.left() == {keys.VERDICTS, keys.FORGOTTEN, keys.FORGOTTEN_IDS}
-    assert rig.counts(keys.VERDICTS) == {"session:trained": 1, "turn:trained": 1}
-    assert rig.counts(keys.FORGOTTEN) == {"session:trained": 1, "turn:trained": 1, "tokens:trained": 2}
-    assert await rig.writer.load("s1") is None
-    assert await rig.writer.load_for_call("s1") is None
-    assert await rig.writer.tombstone("s1") is None
-    assert list(await rig.writer.sessions(LIST_START, 10)) == []
-    assert not await rig.forgotten()
+        stream.sync.zadd(place, {"s1": 1.0})
+    await stream.writer.append_outcome(outcome(), reward("finish"), None)
+    assert not await stream.forgotten()
+    stream.learn()
+    assert await stream.forgotten() == {"trained": 1}
+    assert stream.left() == {keys.VERDICTS, keys.FORGOTTEN, keys.FORGOTTEN_IDS}
+    assert stream.counts(keys.VERDICTS) == {"session:trained": 1, "turn:trained": 1}
+    assert stream.counts(keys.FORGOTTEN) == {"session:trained": 1, "turn:trained": 1, "tokens:trained": 2}
+    assert await stream.writer.load("s1") is None
+    assert await stream.writer.load_for_call("s1") is None
+    assert await stream.writer.tombstone("s1") is None
+    assert list(await stream.writer.sessions(LIST_START, 10)) == []
+    assert not await stream.forgotten()
 
 
-async def test_the_oldest_go_first_and_only_those_that_are_old_enough(rig: Rig) -> None:
+async def test_the_oldest_go_first_and_only_those_that_are_old_enough(stream: Stream) -> None:
     for name in ("a", "b", "c"):
-        await rig.episode(name)
-        rig.learn()
+        await stream.episode(name)
+        stream.learn()
     hour_ms = 3600_000
     for hours, name in enumerate(("c", "a", "b"), start=1):
-        rig.sync.zincrby(keys.SETTLED, -hours * hour_ms, name)
-    assert (await rig.forgetter.forget(2.5 * 3600, 100)).verdicts == {"trained": 1}
-    assert await rig.writer.load("b") is None
-    assert await rig.forgotten(most=1) == {"trained": 1}
-    assert await rig.writer.load("a") is None
-    assert await rig.writer.load("c") is not None
+        stream.sync.zincrby(keys.SETTLED, -hours * hour_ms, name)
+    assert (await stream.forgetter.forget(2.5 * 3600, 100)).verdicts == {"trained": 1}
+    assert await stream.writer.load("b") is None
+    assert await stream.forgotten(most=1) == {"trained": 1}
+    assert await stream.writer.load("a") is None
+    assert await stream.writer.load("c") is not None
 
 
-async def test_what_nobody_has_settled_stays(rig: Rig) -> None:
-    await rig.writer.open_session(spec("open"))
-    await rig.writer.open_session(spec("unrewarded"))
-    await rig.writer.append_outcome(outcome(session_id="unrewarded"), None, None)
-    await rig.episode("ended")
-    rig.reader.acknowledge([entry.entry_id for entry in rig.reader.read(100, 0.01)], Verdicts({}, {}))
-    assert not await rig.forgotten()
-    assert await rig.writer.expire(now=1e10, limit=10) == 2
-    assert not await rig.forgotten(), "the trainer has yet to read that they expired"
-    rig.learn()
-    assert await rig.forgotten() == {"trained": 2}  # of the two that expired, as this trainer says
-    assert await rig.writer.load("ended") is not None
+async def test_what_nobody_has_settled_stays(stream: Stream) -> None:
+    await stream.writer.open_session(spec("open"))
+    await stream.writer.open_session(spec("unrewarded"))
+    await stream.writer.append_outcome(outcome(session_id="unrewarded"), None, None)
+    await stream.episode("ended")
+    stream.reader.acknowledge([entry.entry_id for entry in stream.reader.read(100, 0.01)], Verdicts({}, {}))
+    assert not await stream.forgotten()
+    assert await stream.writer.expire(now=1e10, limit=10) == 2
+    assert not await stream.forgotten(), "the trainer has yet to read that they expired"
+    stream.learn()
+    assert await stream.forgotten() == {"trained": 2}  # of the two that expired, as this trainer says
+    assert await stream.writer.load("ended") is not None
 
 
 @pytest.mark.parametrize("read", [False, True])
-async def test_nothing_is_forgotten_of_which_an_entry_waits(rig: Rig, read: bool) -> None:
+async def test_nothing_is_forgotten_of_which_an_entry_waits(stream: Stream, read: bool) -> None:
     """Whether the trainer has yet to read it, or to finish with it. What was settled before is not held."""
-    await rig.episode("before")
-    rig.learn()
+    await stream.episode("before")
+    stream.learn()
     began = time.time()
     while time.time() - began < 0.002:  # what comes now has later ids, in milliseconds
         pass
-    await rig.writer.open_session(spec())
-    await rig.writer.append_turn(turn(), 200.0)
-    await rig.writer.append_outcome(outcome(status="failed"), None, FAILED)
-    entries = rig.reader.read(100, 0.01) if read else []
-    assert await rig.forgotten() == {"trained": 1}
-    assert await rig.writer.load("s1") is not None
-    entries = entries or rig.reader.read(100, 0.01)
-    rig.reader.acknowledge([entries[0].entry_id], Verdicts({}, {}))
-    assert not await rig.forgotten()
-    rig.reader.acknowledge([entries[1].entry_id], Verdicts({}, {}))
-    assert await rig.forgotten() == {"failed": 1}
+    await stream.writer.open_session(spec())
+    await stream.writer.append_turn(turn(), 200.0)
+    await stream.writer.append_outcome(outcome(status="failed"), None, FAILED)
+    entries = stream.reader.read(100, 0.01) if read else []
+    assert await stream.forgotten() == {"trained": 1}
+    assert await stream.writer.load("s1") is not None
+    entries = entries or stream.reader.read(100, 0.01)
+    stream.reader.acknowledge([entries[0].entry_id], Verdicts({}, {}))
+    assert not await stream.forgotten()
+    stream.reader.acknowledge([entries[1].entry_id], Verdicts({}, {}))
+    assert await stream.forgotten() == {"failed": 1}
 
 
-async def test_a_clock_that_was_set_back_forgets_nothing_that_waits(rig: Rig) -> None:
+async def test_a_clock_that_was_set_back_forgets_nothing_that_waits(stream: Stream) -> None:
     """The stream's ids go on from where they were; a session is settled behind them all the same."""
     ahead = int(time.time() * 1000) + 3600_000
-    rig.sync.xadd(keys.STREAM, {keys.STREAM_FIELD: b"?"}, id=f"{ahead}-0")
-    rig.reader.read(100, 0.01)
-    await rig.episode("s1")
-    await rig.writer.open_session(spec("s2"))
-    await rig.writer.append_outcome(outcome(session_id="s2", status="failed"), None, FAILED)
-    assert rig.sync.zscore(keys.SETTLED, "s2") == ahead
-    rig.learn()
-    assert rig.sync.zscore(keys.SETTLED, "s1") == ahead
+    stream.sync.xadd(keys.STREAM, {keys.STREAM_FIELD: b"?"}, id=f"{ahead}-0")
+    stream.reader.read(100, 0.01)
+    await stream.episode("s1")
+    await stream.writer.open_session(spec("s2"))
+    await stream.writer.append_outcome(outcome(session_id="s2", status="failed"), None, FAILED)
+    assert stream.sync.zscore(keys.SETTLED, "s2") == ahead
+    stream.learn()
+    assert stream.sync.zscore(keys.SETTLED, "s1") == ahead
 
 
-async def test_without_a_trainer_whatever_is_in_the_stream_waits(rig: Rig) -> None:
-    await rig.writer.open_session(spec())
-    await rig.writer.append_outcome(outcome(status="failed"), None, FAILED)
-    rig.sync.xgroup_destroy(keys.STREAM, keys.GROUP)
-    assert not await rig.forgotten()
-    rig.sync.delete(keys.STREAM)
-    assert await rig.forgotten() == {"failed": 1}
+async def test_without_a_trainer_whatever_is_in_the_stream_waits(stream: Stream) -> None:
+    await stream.writer.open_session(spec())
+    await stream.writer.append_outcome(outcome(status="failed"), None, FAILED)
+    stream.sync.xgroup_destroy(keys.STREAM, keys.GROUP)
+    assert not await stream.forgotten()
+    stream.sync.delete(keys.STREAM)
+    assert await stream.forgotten() == {"failed": 1}
 
 
 async def test_what_changes_meanwhile_is_left_for_the_next_time(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await rig.episode()
-    rig.learn()
+    await stream.episode()
+    stream.learn()
     with monkeypatch.context() as patch:
         late = reward("late")
-        before_script(patch, rig.redis, retention_scripts.FORGET, lambda: rig.writer.append_reward(late))
-        assert not await rig.forgotten()
-    head = await rig.writer.load("s1")
+        before_script(
+            patch, stream.redis, retention_scripts.FORGET, lambda: stream.writer.append_reward(late)
+        )
+        assert not await stream.forgotten()
+    head = await stream.writer.load("s1")
     assert head is not None
     assert {each.key for each in head.rewards} == {"finish", "late"}
-    assert await rig.forgotten() == {"trained": 1}
+    assert await stream.forgotten() == {"trained": 1}
 
 
-async def test_two_gateways_forget_a_session_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_two_gateways_forget_a_session_once(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(5):
-        await rig.episode(f"s{number}", turns=2)
-    rig.learn()
-    other, seen = RedisForgetter(rig.redis), list[Counter[str]]()
+        await stream.episode(f"s{number}", turns=2)
+    stream.learn()
+    other, seen = RedisForgetter(stream.redis), list[Counter[str]]()
 
     async def overtake() -> None:
         seen.append((await other.forget(0, 3)).verdicts)
 
-    before_script(monkeypatch, rig.redis, retention_scripts.FORGET, overtake)
-    assert (await rig.forgotten(), seen) == ({"trained": 2}, [{"trained": 3}])
-    assert rig.counts(keys.FORGOTTEN) == {"session:trained": 5, "turn:trained": 10, "tokens:trained": 20}
+    before_script(monkeypatch, stream.redis, retention_scripts.FORGET, overtake)
+    assert (await stream.forgotten(), seen) == ({"trained": 2}, [{"trained": 3}])
+    assert stream.counts(keys.FORGOTTEN) == {"session:trained": 5, "turn:trained": 10, "tokens:trained": 20}
 
 
-async def test_nothing_is_added_to_what_is_forgotten(rig: Rig) -> None:
-    await rig.episode()
-    rig.learn()
-    await rig.forgotten()
+async def test_nothing_is_added_to_what_is_forgotten(stream: Stream) -> None:
+    await stream.episode()
+    stream.learn()
+    await stream.forgotten()
     with pytest.raises(SessionUnknown):
-        await rig.writer.append_reward(reward())
+        await stream.writer.append_reward(reward())
     with pytest.raises(SessionUnknown):
-        await rig.writer.append_outcome(outcome(), None, FAILED)
+        await stream.writer.append_outcome(outcome(), None, FAILED)
     with pytest.raises(SessionUnknown):
-        await rig.writer.append_turn(turn("t2"), 200.0)
+        await stream.writer.append_turn(turn("t2"), 200.0)
     with pytest.raises(SessionClosed, match="forgotten"):  # of a call that named no session, and took long
-        await rig.writer.append_turn(turn("t2"), 200.0, opening=spec())
-    rig.reader.acknowledge([], Verdicts({"s1": TRAINED}, {("s1", "s1-t0"): TRAINED}))
-    assert rig.left() == {keys.VERDICTS, keys.FORGOTTEN, keys.FORGOTTEN_IDS}
-    assert rig.counts(keys.VERDICTS)["session:trained"] == 1
-    assert await RedisDeleter(rig.redis).delete_session("s1") is None
+        await stream.writer.append_turn(turn("t2"), 200.0, opening=spec())
+    stream.reader.acknowledge([], Verdicts({"s1": TRAINED}, {("s1", "s1-t0"): TRAINED}))
+    assert stream.left() == {keys.VERDICTS, keys.FORGOTTEN, keys.FORGOTTEN_IDS}
+    assert stream.counts(keys.VERDICTS)["session:trained"] == 1
+    assert await RedisDeleter(stream.redis).delete_session("s1") is None
 
 
 async def test_an_id_that_a_trainer_may_know_is_not_given_again(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would take the new session's turns for stragglers of the old one's, and train none of them."""
     monkeypatch.setattr(retention, "IDS_KEPT", 3)
-    await rig.episode(group_id="g", group_size=1)
-    rig.learn()
-    await rig.forgotten()
+    await stream.episode(group_id="g", group_size=1)
+    stream.learn()
+    await stream.forgotten()
     with pytest.raises(SessionForgotten):
-        await rig.writer.open_session(spec())
+        await stream.writer.open_session(spec())
     with pytest.raises(Conflict, match="forgotten"):
-        await rig.writer.open_session(spec("s2", group_id="g"))
+        await stream.writer.open_session(spec("s2", group_id="g"))
     with pytest.raises(Conflict, match="forgotten"):
-        await rig.writer.open_group([spec("s2", group_id="g")])
+        await stream.writer.open_group([spec("s2", group_id="g")])
     for again in (spec(), spec("s2", group_id="g")):
-        assert restore(rig.sync, Episode(spec=again)) == "forgotten"
-    assert await rig.writer.load("s2") is None
+        assert restore(stream.sync, Episode(spec=again)) == "forgotten"
+    assert await stream.writer.load("s2") is None
     for number in range(3):
-        await rig.episode(f"other-{number}")
-        rig.learn()
-        await rig.forgotten()
-    assert rig.sync.zcard(keys.FORGOTTEN_IDS) == 3
-    assert (await rig.writer.open_session(spec()))[1]
-    await rig.writer.open_group([spec("s2", group_id="g")])
+        await stream.episode(f"other-{number}")
+        stream.learn()
+        await stream.forgotten()
+    assert stream.sync.zcard(keys.FORGOTTEN_IDS) == 3
+    assert (await stream.writer.open_session(spec()))[1]
+    await stream.writer.open_group([spec("s2", group_id="g")])
 
 
-async def test_a_group_is_there_until_its_last_member_is_forgotten(rig: Rig) -> None:
+async def test_a_group_is_there_until_its_last_member_is_forgotten(stream: Stream) -> None:
     """And as large as ever: its places are taken, and nobody waits for those who are gone."""
     for name in ("a", "b"):
-        await rig.episode(name, group_id="g", group_size=3)
-    await rig.writer.open_session(spec("open", group_id="g", group_size=3))
-    rig.learn()
-    assert await rig.forgotten() == {"trained": 2}
-    standing = await rig.writer.group_progress("g")
+        await stream.episode(name, group_id="g", group_size=3)
+    await stream.writer.open_session(spec("open", group_id="g", group_size=3))
+    stream.learn()
+    assert await stream.forgotten() == {"trained": 2}
+    standing = await stream.writer.group_progress("g")
     assert (standing.size, standing.ended, standing.open, standing.missing) == (3, 2, 1, 0)
     with pytest.raises(Conflict, match="3 sessions"):
-        await rig.writer.open_session(spec("one too many", group_id="g"))
-    assert rig.sync.hget(keys.group("g"), "forgotten") == b"2"
-    await rig.writer.append_outcome(outcome(session_id="open", status="failed"), None, FAILED)
-    rig.learn()
-    assert (await rig.forgotten()).total() == 1
-    assert rig.left() == {keys.VERDICTS, keys.FORGOTTEN, keys.FORGOTTEN_IDS}
+        await stream.writer.open_session(spec("one too many", group_id="g"))
+    assert stream.sync.hget(keys.group("g"), "forgotten") == b"2"
+    await stream.writer.append_outcome(outcome(session_id="open", status="failed"), None, FAILED)
+    stream.learn()
+    assert (await stream.forgotten()).total() == 1
+    assert stream.left() == {keys.VERDICTS, keys.FORGOTTEN, keys.FORGOTTEN_IDS}
 
 
-async def test_a_deleted_member_keeps_no_group(rig: Rig) -> None:
+async def test_a_deleted_member_keeps_no_group(stream: Stream) -> None:
     for name in ("a", "b"):
-        await rig.episode(name, group_id="g", group_size=2)
-    rig.learn()
-    await RedisDeleter(rig.redis).delete_session("a")
-    rig.learn()
-    assert await rig.forgotten() == {"trained": 1}
-    assert not rig.sync.exists(keys.group("g"), keys.group_members("g"))
-    assert rig.sync.zcard(keys.SETTLED) == 0
+        await stream.episode(name, group_id="g", group_size=2)
+    stream.learn()
+    await RedisDeleter(stream.redis).delete_session("a")
+    stream.learn()
+    assert await stream.forgotten() == {"trained": 1}
+    assert not stream.sync.exists(keys.group("g"), keys.group_members("g"))
+    assert stream.sync.zcard(keys.SETTLED) == 0
 
 
-async def test_what_this_build_cannot_read_stays_and_holds_nobody_up(rig: Rig) -> None:
-    await rig.episode("newer")
-    rig.learn()
-    rig.sync.hset(keys.session("newer"), "t:newer", b"\xff?")
-    await rig.episode("s1")
-    rig.learn()
-    rig.sync.zincrby(keys.SETTLED, -5000, "newer")
-    full(rig)
-    assert not await rig.forgotten(most=1)
-    assert await rig.forgotten(most=1) == {"trained": 1}
-    assert rig.sync.exists(keys.session("newer"))
-    assert await RedisDeleter(rig.redis).delete_session("newer") is not None
+async def test_what_this_build_cannot_read_stays_and_holds_nobody_up(stream: Stream) -> None:
+    await stream.episode("newer")
+    stream.learn()
+    stream.sync.hset(keys.session("newer"), "t:newer", b"\xff?")
+    await stream.episode("s1")
+    stream.learn()
+    stream.sync.zincrby(keys.SETTLED, -5000, "newer")
+    full(stream)
+    assert not await stream.forgotten(most=1)
+    assert await stream.forgotten(most=1) == {"trained": 1}
+    assert stream.sync.exists(keys.session("newer"))
+    assert await RedisDeleter(stream.redis).delete_session("newer") is not None
 
 
 async def test_a_session_that_an_older_build_settled_is_forgotten_too(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "ADOPTED_AT_ONCE", 10)
     names = [f"s{number}" for number in range(200)]
     for name in names:
-        await rig.writer.open_session(spec(name))
+        await stream.writer.open_session(spec(name))
     for name in names[:150]:
-        rig.sync.hset(keys.session(name), "verdict", msgspec.json.encode(TRAINED))
-    full(rig)
-    await looked_through(rig)
-    assert (await rig.forgotten(most=1000)).total() == 150
-    assert len(await rig.writer.sessions(LIST_START, 1000)) == 50
+        stream.sync.hset(keys.session(name), "verdict", msgspec.json.encode(TRAINED))
+    full(stream)
+    await looked_through(stream)
+    assert (await stream.forgotten(most=1000)).total() == 150
+    assert len(await stream.writer.sessions(LIST_START, 1000)) == 50
 
 
-async def test_what_was_imported_with_its_verdict_is_settled(rig: Rig) -> None:
+async def test_what_was_imported_with_its_verdict_is_settled(stream: Stream) -> None:
     ended = outcome(status="failed")
     assert (
-        restore(rig.sync, Episode(spec=spec(), turns=(turn(),), outcome=ended, verdict=FAILED)) == "restored"
+        restore(stream.sync, Episode(spec=spec(), turns=(turn(),), outcome=ended, verdict=FAILED))
+        == "restored"
     )
-    assert not await rig.forgotten()
-    rig.reader.acknowledge([entry.entry_id for entry in rig.reader.read(10, 0.01)], Verdicts({}, {}))
-    assert await rig.forgotten() == {"failed": 1}
+    assert not await stream.forgotten()
+    stream.reader.acknowledge([entry.entry_id for entry in stream.reader.read(10, 0.01)], Verdicts({}, {}))
+    assert await stream.forgotten() == {"failed": 1}
 
 
 async def test_what_another_build_settles_beside_this_one_is_found_later(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await looked_through(rig)
-    await rig.writer.open_session(spec())
-    rig.sync.hset(keys.session("s1"), "verdict", msgspec.json.encode(TRAINED))
-    await rig.forgetter.adopt()
-    assert not await rig.forgotten()
+    await looked_through(stream)
+    await stream.writer.open_session(spec())
+    stream.sync.hset(keys.session("s1"), "verdict", msgspec.json.encode(TRAINED))
+    await stream.forgetter.adopt()
+    assert not await stream.forgotten()
     monkeypatch.setattr(retention, "ADOPTED_EVERY_S", 0.0)
-    await looked_through(rig)
-    assert await rig.forgotten() == {"trained": 1}
+    await looked_through(stream)
+    assert await stream.forgotten() == {"trained": 1}
 
 
-async def test_a_group_of_any_size_loses_its_members_and_begins_anew(rig: Rig) -> None:
+async def test_a_group_of_any_size_loses_its_members_and_begins_anew(stream: Stream) -> None:
     for name in ("a", "b"):
-        await rig.episode(name, group_id="g")
-    await rig.writer.open_session(spec("open", group_id="g"))
-    rig.learn()
-    assert await rig.forgotten() == {"trained": 2}
-    assert rig.sync.smembers(keys.group_members("g")) == {b"open"}
-    await rig.writer.append_outcome(outcome(session_id="open", status="failed"), None, FAILED)
-    rig.learn()
-    await rig.forgotten()
-    assert rig.left() == {keys.VERDICTS, keys.FORGOTTEN, keys.FORGOTTEN_IDS}
-    assert (await rig.writer.open_session(spec("c", group_id="g")))[1]
+        await stream.episode(name, group_id="g")
+    await stream.writer.open_session(spec("open", group_id="g"))
+    stream.learn()
+    assert await stream.forgotten() == {"trained": 2}
+    assert stream.sync.smembers(keys.group_members("g")) == {b"open"}
+    await stream.writer.append_outcome(outcome(session_id="open", status="failed"), None, FAILED)
+    stream.learn()
+    await stream.forgotten()
+    assert stream.left() == {keys.VERDICTS, keys.FORGOTTEN, keys.FORGOTTEN_IDS}
+    assert (await stream.writer.open_session(spec("c", group_id="g")))[1]
 
 
-async def test_it_is_said_which_entry_keeps_what_is_settled(rig: Rig) -> None:
-    await rig.writer.append_turn(turn("open-t", session_id="open"), 200.0, opening=spec("open"))
-    await rig.writer.open_session(spec("s2"))
-    await rig.writer.append_outcome(outcome(session_id="s2", status="failed"), None, FAILED)
-    entries: Any = rig.sync.xrange(keys.STREAM)
-    assert await rig.forgetter.forget(0, 10) == (Counter(), 0, entries[0][0].decode())
-    rig.learn()
-    assert (await rig.forgetter.forget(0, 10)).held_by == ""
+async def test_it_is_said_which_entry_keeps_what_is_settled(stream: Stream) -> None:
+    await stream.writer.append_turn(turn("open-t", session_id="open"), 200.0, opening=spec("open"))
+    await stream.writer.open_session(spec("s2"))
+    await stream.writer.append_outcome(outcome(session_id="s2", status="failed"), None, FAILED)
+    entries: Any = stream.sync.xrange(keys.STREAM)
+    assert await stream.forgetter.forget(0, 10) == (Counter(), 0, entries[0][0].decode())
+    stream.learn()
+    assert (await stream.forgetter.forget(0, 10)).held_by == ""
 
 
-async def looked_through(rig: Rig) -> None:
+async def looked_through(stream: Stream) -> None:
     """Until the cursor is back where it began."""
-    scan, cursors = rig.redis.zscan, list[int]()
+    scan, cursors = stream.redis.zscan, list[int]()
 
     async def scan_and_note(*given: Any, **more: Any) -> Any:
         found = await scan(*given, **more)
@@ -362,10 +365,10 @@ async def looked_through(rig: Rig) -> None:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rig.redis, "zscan", scan_and_note)
+        patch.setattr(stream.redis, "zscan", scan_and_note)
         while not cursors or cursors[-1]:
-            await rig.forgetter.adopt()
+            await stream.forgetter.adopt()
 
 
-def full(rig: Rig) -> None:
-    rig.sync.config_set("maxmemory", 1)
+def full(stream: Stream) -> None:
+    stream.sync.config_set("maxmemory", 1)

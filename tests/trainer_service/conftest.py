@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from rollout_queue.memory import MemoryStream
-from tests.support.trainer_service.random_rows import VOCABULARY, MakePupil, Pupil, random_rows
-from tests.support.trainer_service.rig import FakeGateway, MakeRig, Rig
+from tests.support.trainer_service.harness import FakeGateway, Harness, MakeHarness
+from tests.support.trainer_service.random_rows import VOCABULARY, MakeLearner, OneRankLearner, random_rows
 from tests.support.trainer_service.same_training import Weights
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.settings import TrainerSettings
@@ -69,10 +69,10 @@ def imported(model_path: Path) -> None:
 
 
 @pytest.fixture
-def make_rig(tmp_path: Path, model_path: Path, imported: None) -> Iterator[MakeRig]:
+def make_harness(tmp_path: Path, model_path: Path, imported: None) -> Iterator[MakeHarness]:
     def make(
         name: str = "run", stream: MemoryStream | None = None, sinks: Sequence[Sink] = (), **settings: Any
-    ) -> Rig:
+    ) -> Harness:
         root = tmp_path / name
         algorithm = {"min_live_rows": 2, "flush_after_s": None, "group_wait_s": 1e12}
         # The log-probabilities are made up, and the policy runs away from them.
@@ -90,20 +90,22 @@ def make_rig(tmp_path: Path, model_path: Path, imported: None) -> Iterator[MakeR
         given["guards"] = guards | settings.pop("guards", {})
         given["algorithm"] = algorithm | settings.pop("algorithm", {})
         configured = TrainerSettings(**(given | settings))
-        return Rig(root, configured, stream or MemoryStream(), FakeGateway(), sinks=sinks, closing=closing)
+        return Harness(
+            root, configured, stream or MemoryStream(), FakeGateway(), sinks=sinks, closing=closing
+        )
 
     with ExitStack() as closing:
         yield make
 
 
 @pytest.fixture
-def rig(make_rig: MakeRig) -> Rig:
-    return make_rig().start()
+def harness(make_harness: MakeHarness) -> Harness:
+    return make_harness().start()
 
 
 @pytest.fixture
-def make_pupil(tmp_path: Path, model_path: Path, imported: None) -> MakePupil:
-    def make(**settings: Any) -> Pupil:
+def make_learner(tmp_path: Path, model_path: Path, imported: None) -> MakeLearner:
+    def make(**settings: Any) -> OneRankLearner:
         given: dict[str, Any] = {
             "model_path": model_path,
             "threads": 1,
@@ -111,6 +113,6 @@ def make_pupil(tmp_path: Path, model_path: Path, imported: None) -> MakePupil:
             "optimizer": {"lr": 1e-2, "warmup_steps": 0},
             "algorithm": {"max_tokens": 64},
         }
-        return Pupil(tmp_path, TrainerSettings(**(given | settings)))
+        return OneRankLearner(tmp_path, TrainerSettings(**(given | settings)))
 
     return make

@@ -19,8 +19,8 @@ from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.retention import RedisForgetter
 from tests.support.trainer_service.crash import Crash, crash
+from tests.support.trainer_service.harness import Harness, MakeHarness, turn
 from tests.support.trainer_service.redis_agents import NOBODY, RedisAgents
-from tests.support.trainer_service.rig import MakeRig, Rig, turn
 from weir.__main__ import app
 
 
@@ -40,23 +40,23 @@ def agents(redis: Redis, redis_url: str) -> RedisAgents:
 class Audited:
     """A trainer on that Redis, and the command that looks at both."""
 
-    def __init__(self, make_rig: MakeRig, redis: Redis, redis_url: str) -> None:
-        self._make_rig, self._redis, self._url = make_rig, redis, redis_url
-        self.rig = self.start()
+    def __init__(self, make_harness: MakeHarness, redis: Redis, redis_url: str) -> None:
+        self._make_harness, self._redis, self._url = make_harness, redis, redis_url
+        self.harness = self.start()
 
-    def start(self) -> Rig:
+    def start(self) -> Harness:
         """A new process on the same disk; the one before it is dead."""
         self._redis.delete(keys.LEASE)
         lease = Lease(self._redis, 1000.0)
         assert lease.claim() is None
         stream = cast(MemoryStream, RedisReader(self._redis, lease.token))
-        self.rig = self._make_rig(stream=stream).start()
-        return self.rig
+        self.harness = self._make_harness(stream=stream).start()
+        return self.harness
 
     def audit(self, *flags: str) -> tuple[int, dict[str, Any]]:
         """The exit code, and what it said for programs."""
         where = ["--redis-url", self._url, "--trainer-url", NOBODY]
-        where += ["--checkpoint-dir", str(self.rig.settings.checkpoint_dir)]
+        where += ["--checkpoint-dir", str(self.harness.settings.checkpoint_dir)]
         result = CliRunner().invoke(app, ["audit", "--json", *where, *flags])
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
@@ -65,11 +65,11 @@ class Audited:
 
 @pytest.fixture
 def audited(
-    make_rig: MakeRig, redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_harness: MakeHarness, redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Audited:
     monkeypatch.setattr("weir.audit.audit.PAUSE_S", 0.01)
     monkeypatch.setenv("WEIR_STACK__RUN_DIR", str(tmp_path / "run"))
-    return Audited(make_rig, redis, redis_url)
+    return Audited(make_harness, redis, redis_url)
 
 
 def found(report: dict[str, Any]) -> set[tuple[str, str, str]]:
@@ -87,17 +87,17 @@ def entry_of(redis: Redis, turn_id: str) -> tuple[bytes, bytes]:
 
 def test_a_healthy_run_adds_up(audited: Audited, agents: RedisAgents, tmp_path: Path) -> None:
     agents.group("a", [1.0, 0.0])
-    assert audited.rig.trainer.run_once()
+    assert audited.harness.trainer.run_once()
     agents.group("b", [0.0, 1.0, 0.5])
-    assert audited.rig.trainer.run_once()
+    assert audited.harness.trainer.run_once()
     agents.group("flat", [1.0, 1.0])
     failed = Verdict(code="failed", detail="the agent said so")
     agents.episode("failed", None, status="failed", verdict=failed)
-    assert not audited.rig.trainer.run_once()
+    assert not audited.harness.trainer.run_once()
     audited.start()
     agents.episode("open", None)
     agents.episode("half", 1.0, ("c", 2))
-    audited.rig.trainer.run_once()
+    audited.harness.trainer.run_once()
     agents.episode("late", None)
     heard = tmp_path / "heard.jsonl"
     heard.write_text(
@@ -125,10 +125,10 @@ def test_what_is_forgotten_still_adds_up(
     audited: Audited, agents: RedisAgents, redis: Redis, redis_url: str
 ) -> None:
     agents.group("a", [1.0, 0.0])
-    assert audited.rig.trainer.run_once()
+    assert audited.harness.trainer.run_once()
     agents.group("flat", [1.0, 1.0])
     agents.episode("failed", None, status="failed", verdict=Verdict(code="failed", detail="so"))
-    assert not audited.rig.trainer.run_once()
+    assert not audited.harness.trainer.run_once()
     agents.episode("open", None)
     assert asyncio.run(forget(redis_url)) == {"trained": 2, "zero_advantage": 2, "failed": 1}
     for later in ("b", "c"):
@@ -157,9 +157,9 @@ async def forget(redis_url: str) -> Mapping[str, int]:
 def test_what_is_durable_and_not_yet_acknowledged_is_trained(audited: Audited, agents: RedisAgents) -> None:
     agents.group("a", [1.0, 0.0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(audited.rig.stream, "acknowledge", crash)
+        patch.setattr(audited.harness.stream, "acknowledge", crash)
         with pytest.raises(Crash):
-            audited.rig.trainer.run_once()
+            audited.harness.trainer.run_once()
     code, report = audited.audit()
     assert (code, report["findings"]) == (0, [])
     assert report["totals"]["fates"]["trained"] == {"sessions": 0, "turns": 4, "tokens": 10}
@@ -173,7 +173,7 @@ def test_a_crash_before_the_checkpoint_is_no_fault(audited: Audited, agents: Red
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer_service.storage.checkpoint.write_atomically", crash)
         with pytest.raises(Crash):
-            audited.rig.trainer.run_once()
+            audited.harness.trainer.run_once()
     assert audited.audit()[0] == 0
     assert audited.start().trainer.run_once()
     code, report = audited.audit()
@@ -182,16 +182,16 @@ def test_a_crash_before_the_checkpoint_is_no_fault(audited: Audited, agents: Red
 
 def test_an_acknowledgement_before_the_checkpoint_is_caught(audited: Audited, agents: RedisAgents) -> None:
     agents.group("a", [1.0, 0.0])
-    rig = audited.rig
+    harness = audited.harness
 
     def die_behind_the_acknowledgement(*_: object) -> None:
-        rig.intake.acknowledge()
+        harness.intake.acknowledge()
         raise Crash
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rig.checkpoints, "save", die_behind_the_acknowledgement)
+        patch.setattr(harness.checkpoints, "save", die_behind_the_acknowledgement)
         with pytest.raises(Crash):
-            rig.trainer.run_once()
+            harness.trainer.run_once()
     audited.start()
     lost = {
         ("lost", "acknowledged_before_the_checkpoint", f"turn a-{i}-t{j}") for i in (0, 1) for j in (1, 2)
@@ -200,7 +200,7 @@ def test_an_acknowledgement_before_the_checkpoint_is_caught(audited: Audited, ag
     assert (code, found(report)) == (1, lost)
     assert "the durable ledger has no such step" in report["findings"][0]["sentence"]
     agents.group("b", [1.0, 0.0])
-    assert audited.rig.trainer.run_once()
+    assert audited.harness.trainer.run_once()
     code, report = audited.audit()
     assert (code, found(report)) == (1, lost)
     assert "the durable ledger has that step without it" in report["findings"][0]["sentence"]
@@ -212,7 +212,7 @@ def test_a_duplicate_append_is_caught(audited: Audited, agents: RedisAgents, red
     redis.xadd(keys.STREAM, {keys.STREAM_FIELD: packed})
     code, report = audited.audit()
     assert (code, found(report)) == (1, {("duplicated", "appended_twice", "turn a-0-t2")})
-    assert audited.rig.trainer.run_once()
+    assert audited.harness.trainer.run_once()
     assert audited.audit()[0] == 0, "the trainer knows an entry of the same turn again"
     redis.xadd(keys.STREAM, {keys.STREAM_FIELD: packed})
     code, report = audited.audit()
@@ -239,7 +239,7 @@ def test_a_dropped_turn_is_caught(audited: Audited, agents: RedisAgents, redis: 
     dropped = ("lost", "dropped", "turn a-0-t2")
     code, report = audited.audit()
     assert (code, found(report)) == (1, {dropped})
-    assert audited.rig.trainer.run_once()
+    assert audited.harness.trainer.run_once()
     code, report = audited.audit()
     assert (code, found(report)) == (1, {dropped})
     assert "its session already has the verdict trained" in report["findings"][0]["sentence"]

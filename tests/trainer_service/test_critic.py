@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.trainer_service.rig import MakeRig, Rig
+from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.same_training import same_metrics
 from trainer_service.settings import TrainerSettings
 
@@ -16,25 +16,25 @@ CRITIC = {"optimizer": {"lr": 1e-2, "warmup_steps": 0}}
 GENTLE = {"lr": 1e-4, "warmup_steps": 0}
 
 
-def criticised(make_rig: MakeRig, advantage: Any = "gae", **settings: Any) -> Rig:
+def criticised(make_harness: MakeHarness, advantage: Any = "gae", **settings: Any) -> Harness:
     algorithm = {"advantage": advantage, "min_live_rows": 1} | settings.pop("algorithm", {})
     given: dict[str, Any] = {"algorithm": algorithm, "critic": CRITIC, "optimizer": GENTLE}
-    return make_rig(**(given | settings)).start()
+    return make_harness(**(given | settings)).start()
 
 
-def lesson(rig: Rig, name: str) -> dict[str, float]:
+def lesson(harness: Harness, name: str) -> dict[str, float]:
     """Good answers begin with 10, bad ones with 11: who has read one token knows the reward."""
     for index, (first, value) in enumerate(((10, 1.0), (11, 0.0)) * 2):
         output = [first, 20, 21, 1]
-        rig.agents.episode(f"{name}-{index}", value, output_ids=output, version=rig.trainer.version)
-    assert rig.trainer.run_once()
-    return rig.shared_state.snapshot.metrics
+        harness.agents.episode(f"{name}-{index}", value, output_ids=output, version=harness.trainer.version)
+    assert harness.trainer.run_once()
+    return harness.shared_state.snapshot.metrics
 
 
 @pytest.mark.parametrize("name", ["gae", "turn_gae"])
-def test_a_critic_learns_what_is_to_come(name: str, make_rig: MakeRig) -> None:
-    rig = criticised(make_rig, name)
-    said = [lesson(rig, f"l{step}") for step in range(12)]
+def test_a_critic_learns_what_is_to_come(name: str, make_harness: MakeHarness) -> None:
+    harness = criticised(make_harness, name)
+    said = [lesson(harness, f"l{step}") for step in range(12)]
     assert said[0]["critic/value_mean"] == 0.0  # before it learns, the advantage is the return
     assert said[-1]["critic/loss"] < 0.5 * said[0]["critic/loss"]
     assert all(math.isfinite(value) for metrics in said for value in metrics.values())
@@ -42,37 +42,37 @@ def test_a_critic_learns_what_is_to_come(name: str, make_rig: MakeRig) -> None:
         assert said[-1]["critic/explained_variance"] > 0.3 > said[0]["critic/explained_variance"]
 
 
-def test_a_restart_goes_on_with_the_same_critic(make_rig: MakeRig) -> None:
+def test_a_restart_goes_on_with_the_same_critic(make_harness: MakeHarness) -> None:
     """Bitwise as if nothing had happened."""
-    through, cut = criticised(make_rig, name="through"), criticised(make_rig, name="cut")
-    for rig in (through, cut):
-        lesson(rig, "a")
-        lesson(rig, "b")
+    through, cut = criticised(make_harness, name="through"), criticised(make_harness, name="cut")
+    for harness in (through, cut):
+        lesson(harness, "a")
+        lesson(harness, "b")
     again = cut.restart()
-    ends = [lesson(rig, "c") for rig in (through, again)]
+    ends = [lesson(harness, "c") for harness in (through, again)]
     for metric in ("critic/loss", "critic/value_mean", "critic/grad_norm", "loss", "grad_norm"):
         assert ends[0][metric] == ends[1][metric], metric
     weights = [
-        torch.cat([each.flatten() for each in rig.policy.critic.module.parameters()])
-        for rig in (through, again)
+        torch.cat([each.flatten() for each in harness.policy.critic.module.parameters()])
+        for harness in (through, again)
     ]
     assert torch.equal(*weights)
 
 
-def test_a_checkpoint_without_a_critic_is_not_taken_for_one_with(make_rig: MakeRig) -> None:
-    rig = make_rig().start()
-    rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.run_once()
+def test_a_checkpoint_without_a_critic_is_not_taken_for_one_with(make_harness: MakeHarness) -> None:
+    harness = make_harness().start()
+    harness.agents.group("g", [1.0, 0.0])
+    assert harness.trainer.run_once()
     with pytest.raises(Exception, match="it was trained without trainer"):
-        criticised(make_rig)
+        criticised(make_harness)
 
 
-def test_micro_batches_change_nothing_of_what_a_critic_learns(make_rig: MakeRig) -> None:
+def test_micro_batches_change_nothing_of_what_a_critic_learns(make_harness: MakeHarness) -> None:
     ends = []
     for max_tokens in (1, 10_000):
-        rig = criticised(make_rig, name=f"run-{max_tokens}", algorithm={"max_tokens": max_tokens})
-        lesson(rig, "a")
-        ends.append(lesson(rig, "b"))
+        harness = criticised(make_harness, name=f"run-{max_tokens}", algorithm={"max_tokens": max_tokens})
+        lesson(harness, "a")
+        ends.append(lesson(harness, "b"))
     names = ("critic/loss", "critic/grad_norm", "adv/std", "loss", "grad_norm")
     one, other = ({name: end[name] for name in names} for end in ends)
     assert one == same_metrics(other)
@@ -85,6 +85,8 @@ def test_micro_batches_change_nothing_of_what_a_critic_learns(make_rig: MakeRig)
         ("drgrpo", {}, "advantage drgrpo asks none"),
     ],
 )
-def test_who_asks_a_critic_has_one(advantage: str, critic: Any, sentence: str, make_rig: MakeRig) -> None:
+def test_who_asks_a_critic_has_one(
+    advantage: str, critic: Any, sentence: str, make_harness: MakeHarness
+) -> None:
     with pytest.raises(ValueError, match=sentence):
         TrainerSettings(model_path="m", algorithm={"advantage": advantage}, critic=critic)

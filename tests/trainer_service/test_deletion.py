@@ -8,7 +8,7 @@ import pytest
 
 from rollout_queue.contract.records import Deletion, Outcome, Record, Reward, Turn
 from rollout_queue.contract.stream import Entry
-from tests.support.trainer_service.rig import MakeRig, Rig, turn
+from tests.support.trainer_service.harness import Harness, MakeHarness, turn
 from trainer_service.groups.assemble import Assembler, Rules
 
 OUR_PACKAGES = ("trainer_service", "rollout_queue")
@@ -46,100 +46,104 @@ def turns_in_memory(session_id: str) -> int:
     return sum(type(each) is Turn and each.session_id == session_id for each in held.values())
 
 
-def test_a_group_goes_on_without_a_member_that_was_deleted(rig: Rig) -> None:
-    rig.agents.episode("a", 1.0, group_id="g", size=3)
-    rig.agents.episode("b", 0.0, group_id="g", size=3, output_ids=[12, 1])
-    rig.agents.open("gone", "g", 3)
-    rig.agents.call(turn("gone", "gone-t", group_id="g"))
-    assert not rig.trainer.run_once()
-    rig.agents.delete("gone")
-    assert rig.trainer.run_once()
-    assert rig.session_codes() == {"a": "trained", "b": "trained"}
-    assert not list(rig.stream.reclaim())
-    assert rig.checkpoints.ledger(0, 10)[0].sessions == ["a", "b"]
-    assert rig.stream.counts == {"session:deleted": 1, "session:trained": 2, "turn:trained": 2}
+def test_a_group_goes_on_without_a_member_that_was_deleted(harness: Harness) -> None:
+    harness.agents.episode("a", 1.0, group_id="g", size=3)
+    harness.agents.episode("b", 0.0, group_id="g", size=3, output_ids=[12, 1])
+    harness.agents.open("gone", "g", 3)
+    harness.agents.call(turn("gone", "gone-t", group_id="g"))
+    assert not harness.trainer.run_once()
+    harness.agents.delete("gone")
+    assert harness.trainer.run_once()
+    assert harness.session_codes() == {"a": "trained", "b": "trained"}
+    assert not list(harness.stream.reclaim())
+    assert harness.checkpoints.ledger(0, 10)[0].sessions == ["a", "b"]
+    assert harness.stream.counts == {"session:deleted": 1, "session:trained": 2, "turn:trained": 2}
 
 
-def test_a_member_that_was_deleted_before_its_group_trains_is_not_trained(rig: Rig) -> None:
+def test_a_member_that_was_deleted_before_its_group_trains_is_not_trained(harness: Harness) -> None:
     for session_id, value in (("a", 1.0), ("b", 0.0), ("gone", 5.0)):
-        rig.agents.episode(session_id, value, group_id="g", size=4)
-    assert not rig.trainer.run_once()
-    rig.agents.delete("gone")
-    assert not rig.trainer.run_once()
-    rig.agents.episode("c", 0.5, group_id="g", size=4)
-    assert rig.trainer.run_once()
-    assert rig.checkpoints.ledger(0, 10)[0].sessions == ["a", "b", "c"]
-    assert not list(rig.stream.reclaim())
+        harness.agents.episode(session_id, value, group_id="g", size=4)
+    assert not harness.trainer.run_once()
+    harness.agents.delete("gone")
+    assert not harness.trainer.run_once()
+    harness.agents.episode("c", 0.5, group_id="g", size=4)
+    assert harness.trainer.run_once()
+    assert harness.checkpoints.ledger(0, 10)[0].sessions == ["a", "b", "c"]
+    assert not list(harness.stream.reclaim())
 
 
-def test_a_batch_that_waits_for_more_rows_loses_what_was_deleted(make_rig: MakeRig) -> None:
-    rig = make_rig(algorithm={"min_live_rows": 4}).start()
-    rig.agents.group("g", [1.0, 0.0, 0.5])
-    assert not rig.trainer.run_once()
-    assert "of which 2 are here" in rig.shared_state.snapshot.waiting_for  # the third is the mean
+def test_a_batch_that_waits_for_more_rows_loses_what_was_deleted(make_harness: MakeHarness) -> None:
+    harness = make_harness(algorithm={"min_live_rows": 4}).start()
+    harness.agents.group("g", [1.0, 0.0, 0.5])
+    assert not harness.trainer.run_once()
+    assert "of which 2 are here" in harness.shared_state.snapshot.waiting_for  # the third is the mean
     before = turns_in_memory("g-0")
-    rig.agents.delete("g-0")
-    assert not rig.trainer.run_once()
+    harness.agents.delete("g-0")
+    assert not harness.trainer.run_once()
     assert before > 0 == turns_in_memory("g-0")
-    rig.agents.group("h", [1.0, 0.0])
-    assert rig.trainer.run_once()
-    assert rig.checkpoints.ledger(0, 10)[0].sessions == ["g-1", "g-2", "h-0", "h-1"]
+    harness.agents.group("h", [1.0, 0.0])
+    assert harness.trainer.run_once()
+    assert harness.checkpoints.ledger(0, 10)[0].sessions == ["g-1", "g-2", "h-0", "h-1"]
 
 
-def test_a_deleted_member_still_counts_after_a_restart(rig: Rig) -> None:
-    rig.agents.open("gone", "g", 3)
-    rig.agents.call(turn("gone", "gone-t", group_id="g"))
-    assert not rig.trainer.run_once()
-    rig.agents.delete("gone")
-    assert not rig.trainer.run_once()
-    assert len(list(rig.stream.reclaim())) == 1
-    rig = rig.restart()
-    rig.agents.episode("a", 1.0, group_id="g", size=3)
-    rig.agents.episode("b", 0.0, group_id="g", size=3, output_ids=[12, 1])
-    assert rig.trainer.run_once()
-    assert not list(rig.stream.reclaim())
+def test_a_deleted_member_still_counts_after_a_restart(harness: Harness) -> None:
+    harness.agents.open("gone", "g", 3)
+    harness.agents.call(turn("gone", "gone-t", group_id="g"))
+    assert not harness.trainer.run_once()
+    harness.agents.delete("gone")
+    assert not harness.trainer.run_once()
+    assert len(list(harness.stream.reclaim())) == 1
+    harness = harness.restart()
+    harness.agents.episode("a", 1.0, group_id="g", size=3)
+    harness.agents.episode("b", 0.0, group_id="g", size=3, output_ids=[12, 1])
+    assert harness.trainer.run_once()
+    assert not list(harness.stream.reclaim())
 
 
 @pytest.mark.parametrize("group_id", [None, "g"])
-def test_a_deleted_session_that_compares_with_nobody_is_acknowledged(rig: Rig, group_id: str | None) -> None:
-    rig.agents.open("alone", group_id, 1 if group_id else None)
-    rig.agents.call(turn("alone", group_id=group_id))
-    assert not rig.trainer.run_once()
-    rig.agents.delete("alone")
-    assert not rig.trainer.run_once()
-    assert not list(rig.stream.reclaim())
+def test_a_deleted_session_that_compares_with_nobody_is_acknowledged(
+    harness: Harness, group_id: str | None
+) -> None:
+    harness.agents.open("alone", group_id, 1 if group_id else None)
+    harness.agents.call(turn("alone", group_id=group_id))
+    assert not harness.trainer.run_once()
+    harness.agents.delete("alone")
+    assert not harness.trainer.run_once()
+    assert not list(harness.stream.reclaim())
 
 
-def test_the_deletion_of_an_unknown_session_is_acknowledged(rig: Rig) -> None:
-    rig.stream.append(deletion("nobody", None, None))
-    assert not rig.trainer.run_once()
-    assert not list(rig.stream.reclaim())
+def test_the_deletion_of_an_unknown_session_is_acknowledged(harness: Harness) -> None:
+    harness.stream.append(deletion("nobody", None, None))
+    assert not harness.trainer.run_once()
+    assert not list(harness.stream.reclaim())
 
 
-def test_the_deletion_of_what_was_trained_changes_nothing_and_is_acknowledged(make_rig: MakeRig) -> None:
-    rig = make_rig(checkpoint_every_steps=10).start()
-    rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.run_once()
-    rig.agents.delete("g-0")
-    assert not rig.trainer.run_once()
-    rig.save()
-    assert rig.session_codes() == {"g-1": "trained"}
-    assert rig.checkpoints.ledger(0, 10)[0].sessions == ["g-0", "g-1"]
-    assert not list(rig.stream.reclaim())
-    assert not rig.restart().trainer.run_once()
+def test_the_deletion_of_what_was_trained_changes_nothing_and_is_acknowledged(
+    make_harness: MakeHarness,
+) -> None:
+    harness = make_harness(checkpoint_every_steps=10).start()
+    harness.agents.group("g", [1.0, 0.0])
+    assert harness.trainer.run_once()
+    harness.agents.delete("g-0")
+    assert not harness.trainer.run_once()
+    harness.save()
+    assert harness.session_codes() == {"g-1": "trained"}
+    assert harness.checkpoints.ledger(0, 10)[0].sessions == ["g-0", "g-1"]
+    assert not list(harness.stream.reclaim())
+    assert not harness.restart().trainer.run_once()
 
 
-def test_a_step_that_died_with_a_deleted_member_is_made_again_without_it(make_rig: MakeRig) -> None:
-    rig = make_rig(checkpoint_every_steps=10).start()
-    rig.agents.group("g", [1.0, 0.0, 0.5])
-    assert rig.trainer.run_once()
-    rig.agents.delete("g-0")
-    assert not rig.trainer.run_once()
-    rig = rig.restart()
-    assert rig.trainer.run_once()
-    rig.save()
-    assert rig.checkpoints.ledger(0, 10)[0].sessions == ["g-1", "g-2"]
-    assert not list(rig.stream.reclaim())
+def test_a_step_that_died_with_a_deleted_member_is_made_again_without_it(make_harness: MakeHarness) -> None:
+    harness = make_harness(checkpoint_every_steps=10).start()
+    harness.agents.group("g", [1.0, 0.0, 0.5])
+    assert harness.trainer.run_once()
+    harness.agents.delete("g-0")
+    assert not harness.trainer.run_once()
+    harness = harness.restart()
+    assert harness.trainer.run_once()
+    harness.save()
+    assert harness.checkpoints.ledger(0, 10)[0].sessions == ["g-1", "g-2"]
+    assert not list(harness.stream.reclaim())
 
 
 def test_a_deletion_that_arrives_while_its_rows_are_in_a_step_changes_nothing_of_it() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.trainer_service.rig import MakeRig, Rig
+from tests.support.trainer_service.harness import Harness, MakeHarness
 from trainer_service.model.layout import Layout
 from trainer_service.storage.checkpoint import CheckpointBroken, Checkpoints
 from trainer_service.storage.disk import DiskTrouble, Parted
@@ -29,8 +29,8 @@ def full(number: int = errno.ENOSPC) -> OSError:
 class Disk:
     """Refuses a write while it has no room, after half of what it is to take is there."""
 
-    def __init__(self, rig: Rig, error: Exception | None = None) -> None:
-        self.rig, self.error = rig, error or full()
+    def __init__(self, harness: Harness, error: Exception | None = None) -> None:
+        self.harness, self.error = harness, error or full()
         self.room = False
         self.said: list[str] = []
         self.pauses_s: list[float] = []
@@ -50,13 +50,13 @@ class Disk:
         """Let the trainer wait without time passing, and make room at the last of so many pauses."""
 
         def paused(seconds: float) -> None:
-            self.rig.clock.pass_by(seconds)
-            self.said.append(self.rig.shared_state.snapshot.waiting_for)
+            self.harness.clock.pass_by(seconds)
+            self.said.append(self.harness.shared_state.snapshot.waiting_for)
             self.pauses_s.append(seconds)
             self.room = len(self.pauses_s) == pauses
 
-        self.rig.clock.pass_by(0)
-        patch.setattr(self.rig.shared_state, "sleep", paused)
+        self.harness.clock.pass_by(0)
+        patch.setattr(self.harness.shared_state, "sleep", paused)
 
 
 def half_a_shard(directory: Path, tag: str) -> None:
@@ -68,32 +68,32 @@ def half_an_export(path: Path) -> None:
     path.write_bytes(b"half")
 
 
-def tags(rig: Rig) -> list[str]:
-    return sorted(path.name for path in rig.settings.checkpoint_dir.iterdir() if path.is_dir())
+def tags(harness: Harness) -> list[str]:
+    return sorted(path.name for path in harness.settings.checkpoint_dir.iterdir() if path.is_dir())
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EIO, errno.EDQUOT, errno.EROFS])
 def test_a_checkpoint_waits_for_room_and_nothing_is_acknowledged_meanwhile(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, number: int
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.run_once()
-    before = (rig.settings.checkpoint_dir / "CURRENT").read_text()
-    disk = Disk(rig, full(number))
+    harness.agents.group("g", [1.0, 0.0])
+    assert harness.trainer.run_once()
+    before = (harness.settings.checkpoint_dir / "CURRENT").read_text()
+    disk = Disk(harness, full(number))
     disk.wait(monkeypatch, 4)
-    monkeypatch.setattr(rig.policy, "save", disk.short(rig.policy.save, half_a_shard))
+    monkeypatch.setattr(harness.policy, "save", disk.short(harness.policy.save, half_a_shard))
     seen: list[tuple[object, ...]] = []
-    beat = rig.heartbeat.beat
+    beat = harness.heartbeat.beat
 
     def watched(*arguments: Any) -> None:
         if disk.refused and not disk.room:
-            current = (rig.settings.checkpoint_dir / "CURRENT").read_text()
-            seen.append((current, tags(rig), len(list(rig.stream.reclaim()))))
+            current = (harness.settings.checkpoint_dir / "CURRENT").read_text()
+            seen.append((current, tags(harness), len(list(harness.stream.reclaim()))))
         beat(*arguments)
 
-    monkeypatch.setattr(rig.heartbeat, "beat", watched)
-    rig.agents.group("h", [1.0, 0.0])
-    assert rig.trainer.run_once()
+    monkeypatch.setattr(harness.heartbeat, "beat", watched)
+    harness.agents.group("h", [1.0, 0.0])
+    assert harness.trainer.run_once()
     assert seen
     assert set(map(repr, seen)) == {repr((before, [before], 6))}
     assert disk.pauses_s == pytest.approx([0.01, 0.02, 0.04, 0.08])  # each is a difference of two times
@@ -102,84 +102,84 @@ def test_a_checkpoint_waits_for_room_and_nothing_is_acknowledged_meanwhile(
         f"{os.strerror(number)}"
     }
     refusals = {"what": "checkpoint"}
-    assert rig.registry.get_sample_value("weir_trainer_disk_refusals_total", refusals) == 4
-    assert rig.session_codes()["h-0"] == "trained"
-    assert [row.step for row in rig.checkpoints.ledger(0, 10)] == [1, 2]
-    assert rig.restart().trainer.step == 2
+    assert harness.registry.get_sample_value("weir_trainer_disk_refusals_total", refusals) == 4
+    assert harness.session_codes()["h-0"] == "trained"
+    assert [row.step for row in harness.checkpoints.ledger(0, 10)] == [1, 2]
+    assert harness.restart().trainer.step == 2
 
 
 def test_a_version_waits_for_room_and_is_announced_when_it_is_whole(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = Disk(rig)
+    disk = Disk(harness)
     disk.wait(monkeypatch, 3)
-    monkeypatch.setattr(rig.policy, "export", disk.short(rig.policy.export, half_an_export))
-    rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.run_once()
+    monkeypatch.setattr(harness.policy, "export", disk.short(harness.policy.export, half_an_export))
+    harness.agents.group("g", [1.0, 0.0])
+    assert harness.trainer.run_once()
     assert (
         disk.said
         == ["room on the disk for version 1, since version 1 could not be written: No space left on device"]
         * 3
     )
-    assert rig.registry.get_sample_value("weir_trainer_disk_refusals_total", {"what": "publish"}) == 3
-    assert [body["version"] for body in rig.gateway.announced] == [1]
-    assert [path.name for path in rig.store.directory.iterdir()] == ["v00000001"]
-    assert set(rig.session_codes().values()) == {"trained"}
+    assert harness.registry.get_sample_value("weir_trainer_disk_refusals_total", {"what": "publish"}) == 3
+    assert [body["version"] for body in harness.gateway.announced] == [1]
+    assert [path.name for path in harness.store.directory.iterdir()] == ["v00000001"]
+    assert set(harness.session_codes().values()) == {"trained"}
 
 
 def test_while_a_version_waits_for_room_nothing_of_it_is_seen(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rig.policy, "export", Disk(rig).short(rig.policy.export, half_an_export))
-    rig.agents.group("g", [1.0, 0.0])
-    rig.shared_state.stop()
-    rig.trainer.run()
+    monkeypatch.setattr(harness.policy, "export", Disk(harness).short(harness.policy.export, half_an_export))
+    harness.agents.group("g", [1.0, 0.0])
+    harness.shared_state.stop()
+    harness.trainer.run()
     with pytest.raises(DiskTrouble):
-        rig.store.write(1, 1, rig.policy.export)
-    assert not list(rig.store.directory.iterdir())
+        harness.store.write(1, 1, harness.policy.export)
+    assert not list(harness.store.directory.iterdir())
 
 
 @pytest.mark.parametrize("what", ["save", "export"])
 def test_a_trainer_told_to_stop_while_its_disk_is_full_ends_in_order_and_loses_nothing(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, what: str
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     half = half_a_shard if what == "save" else half_an_export
-    disk = Disk(rig)
-    monkeypatch.setattr(rig.policy, what, disk.short(getattr(rig.policy, what), half))
-    rig.agents.group("g", [1.0, 0.0])
-    turn = rig.trainer.run_once
+    disk = Disk(harness)
+    monkeypatch.setattr(harness.policy, what, disk.short(getattr(harness.policy, what), half))
+    harness.agents.group("g", [1.0, 0.0])
+    turn = harness.trainer.run_once
 
     def last() -> bool:
-        rig.shared_state.stop()
+        harness.shared_state.stop()
         return turn()
 
-    monkeypatch.setattr(rig.trainer, "run_once", last)
-    rig.trainer.run()  # raises nothing
+    monkeypatch.setattr(harness.trainer, "run_once", last)
+    harness.trainer.run()  # raises nothing
     assert disk.refused
-    assert len(list(rig.stream.reclaim())) == (6 if what == "save" else 0)
-    again = rig.restart()
+    assert len(list(harness.stream.reclaim())) == (6 if what == "save" else 0)
+    again = harness.restart()
     again.trainer.run_once()
     assert set(again.session_codes().values()) == {"trained"}
     assert [row.turns for row in again.checkpoints.ledger(0, 10)] == [["g-0-t", "g-1-t"]]
 
 
 def test_no_number_is_given_out_that_could_not_be_written_down(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And it is asked for before the step: weights that changed without a number would be trained again."""
-    disk, before = Disk(rig), rig.weights()
+    disk, before = Disk(harness), harness.weights()
     disk.wait(monkeypatch, 2)
     changed: list[bool] = []
 
     def half(*_: object) -> None:
-        now = rig.weights()
+        now = harness.weights()
         changed.append(any(not bool((before[name] == now[name]).all()) for name in before))
 
     monkeypatch.setattr(
         "trainer_service.storage.run_files.write_atomically", disk.short(write_atomically, half)
     )
-    rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.run_once()
+    harness.agents.group("g", [1.0, 0.0])
+    assert harness.trainer.run_once()
     assert changed == [False, False]
     assert "room on the disk for the number of a version" in disk.said[0]
 
@@ -196,49 +196,51 @@ def test_what_does_not_get_into_place_leaves_nothing_beside_it(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_error_that_is_not_the_disks_passes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = Disk(rig, RuntimeError("CUDA error: an illegal memory access was encountered"))
-    monkeypatch.setattr(rig.policy, "save", disk.short(rig.policy.save, half_a_shard))
-    rig.agents.group("g", [1.0, 0.0])
+def test_an_error_that_is_not_the_disks_passes(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(harness, RuntimeError("CUDA error: an illegal memory access was encountered"))
+    monkeypatch.setattr(harness.policy, "save", disk.short(harness.policy.save, half_a_shard))
+    harness.agents.group("g", [1.0, 0.0])
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        rig.trainer.run_once()
+        harness.trainer.run_once()
 
 
-def test_a_rank_that_could_not_write_is_not_waited_for(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_could_not_write_is_not_waited_for(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The others stand at a barrier of the first attempt; a second one would leave them out."""
     parted = Parted("rank 0 could not write")
     parted.__cause__ = full()
-    disk = Disk(rig, parted)
-    monkeypatch.setattr(rig.policy, "save", disk.short(rig.policy.save, half_a_shard))
-    rig.agents.group("g", [1.0, 0.0])
+    disk = Disk(harness, parted)
+    monkeypatch.setattr(harness.policy, "save", disk.short(harness.policy.save, half_a_shard))
+    harness.agents.group("g", [1.0, 0.0])
     with pytest.raises(Parted):
-        rig.trainer.run_once()
+        harness.trainer.run_once()
     assert disk.refused == 1
 
 
 def test_a_line_of_metrics_that_does_not_fit_is_left_out_whole(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.run_once()
+    harness.agents.group("g", [1.0, 0.0])
+    assert harness.trainer.run_once()
     with monkeypatch.context() as patch:
         halved = SimpleNamespace(dumps=lambda _: "half a line")
         patch.setattr("trainer_service.sinks.json_lines.json", halved)
         patch.setattr("trainer_service.sinks.json_lines.len", lambda _: 1_000_000, raising=False)
-        rig.agents.group("h", [1.0, 0.0])
-        assert rig.trainer.run_once()
-    rig.agents.group("i", [1.0, 0.0])
-    assert rig.trainer.run_once()
-    lines = (rig.root / "metrics.jsonl").read_text().splitlines()
+        harness.agents.group("h", [1.0, 0.0])
+        assert harness.trainer.run_once()
+    harness.agents.group("i", [1.0, 0.0])
+    assert harness.trainer.run_once()
+    lines = (harness.root / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 3]
-    assert rig.registry.get_sample_value("weir_trainer_sink_failures_total", {"sink": "jsonl"}) == 1
+    assert harness.registry.get_sample_value("weir_trainer_sink_failures_total", {"sink": "jsonl"}) == 1
 
 
-def test_metrics_that_cannot_be_written_at_all_do_not_stop_the_training(rig: Rig) -> None:
-    (rig.root / "metrics.jsonl").mkdir(parents=True)
-    rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.run_once()
-    assert set(rig.session_codes().values()) == {"trained"}
+def test_metrics_that_cannot_be_written_at_all_do_not_stop_the_training(harness: Harness) -> None:
+    (harness.root / "metrics.jsonl").mkdir(parents=True)
+    harness.agents.group("g", [1.0, 0.0])
+    assert harness.trainer.run_once()
+    assert set(harness.session_codes().values()) == {"trained"}
 
 
 class Shards:
@@ -299,16 +301,16 @@ def test_a_checkpoint_that_moved_and_could_not_be_synced_is_neither_undone_nor_t
     assert restored.step == 2
 
 
-def test_what_dead_processes_left_half_written_makes_room_for_the_next(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_what_dead_processes_left_half_written_makes_room_for_the_next(make_harness: MakeHarness) -> None:
+    harness = make_harness()
     for serial in (1, 2, 3):
-        half_a_shard(rig.settings.checkpoint_dir, f"{serial:08d}-step-00000001")
-    (rig.settings.policies_dir / "v00000007.tmp").mkdir()
-    rig.start()
-    rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.run_once()
-    assert tags(rig) == ["00000004-step-00000001"]
-    assert [path.name for path in rig.store.directory.iterdir()] == ["v00000001"]
+        half_a_shard(harness.settings.checkpoint_dir, f"{serial:08d}-step-00000001")
+    (harness.settings.policies_dir / "v00000007.tmp").mkdir()
+    harness.start()
+    harness.agents.group("g", [1.0, 0.0])
+    assert harness.trainer.run_once()
+    assert tags(harness) == ["00000004-step-00000001"]
+    assert [path.name for path in harness.store.directory.iterdir()] == ["v00000001"]
 
 
 def test_a_disk_that_is_really_short_stops_deepspeed_and_safetensors_only_until_there_is_room(

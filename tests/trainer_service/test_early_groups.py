@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.support.tolerances import BFLOAT16, FLOAT32, ulps
-from tests.support.trainer_service.random_rows import POISON, MakePupil, Pupil, random_rows
-from tests.support.trainer_service.rig import MakeRig, Rig
+from tests.support.trainer_service.harness import Harness, MakeHarness
+from tests.support.trainer_service.random_rows import POISON, MakeLearner, OneRankLearner, random_rows
 from tests.support.trainer_service.same_training import (
     TERMS,
     WELL_CONDITIONED,
@@ -46,18 +46,20 @@ def grouped(seed: int, count: int = 12, **fields: Any) -> list[Row]:
     ]
 
 
-def learn(pupil: Pupil, rows: Sequence[Row], *parts: int) -> dict[str, float]:
+def learn(learner: OneRankLearner, rows: Sequence[Row], *parts: int) -> dict[str, float]:
     """One step of all rows; the first `parts` rows of them each before their turn."""
-    algorithm, done = pupil.settings.algorithm, 0
+    algorithm, done = learner.settings.algorithm, 0
     for count in parts:
-        pupil.leader.accumulate(StepRequest(rows[done : done + count], 0, algorithm))
+        learner.leader.accumulate(StepRequest(rows[done : done + count], 0, algorithm))
         done += count
-    return pupil.leader.optimise(StepRequest(rows[done:], 0, algorithm))
+    return learner.leader.optimise(StepRequest(rows[done:], 0, algorithm))
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_step_in_parts_is_the_step_at_once(make_pupil: MakePupil, untrained: Weights, stage: int) -> None:
-    whole, parted = (make_pupil(zero_stage=stage, optimizer=WELL_CONDITIONED) for _ in range(2))
+def test_a_step_in_parts_is_the_step_at_once(
+    make_learner: MakeLearner, untrained: Weights, stage: int
+) -> None:
+    whole, parted = (make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED) for _ in range(2))
     for seed, parts in enumerate([(4,), (4, 4), (4, 8), ()]):  # the third had all of it when it was made
         rows = grouped(seed)
         assert learn(parted, rows, *parts) == same_metrics(learn(whole, rows))
@@ -67,10 +69,10 @@ def test_a_step_in_parts_is_the_step_at_once(make_pupil: MakePupil, untrained: W
 @pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda given: given["mode"])
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_whatever_its_tokens_count(
-    make_pupil: MakePupil, untrained: Weights, aggregation: dict[str, Any], epochs: int
+    make_learner: MakeLearner, untrained: Weights, aggregation: dict[str, Any], epochs: int
 ) -> None:
     algorithm = {"max_tokens": 64, "aggregation": aggregation, "epochs": epochs}
-    whole, parted = (make_pupil(optimizer=WELL_CONDITIONED, algorithm=algorithm) for _ in range(2))
+    whole, parted = (make_learner(optimizer=WELL_CONDITIONED, algorithm=algorithm) for _ in range(2))
     for seed, parts in enumerate([(4,), (4, 4)]):
         rows = grouped(seed)
         assert learn(parted, rows, *parts) == same_metrics(learn(whole, rows))
@@ -78,10 +80,10 @@ def test_whatever_its_tokens_count(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_is_forgotten_changes_nothing(make_pupil: MakePupil, stage: int) -> None:
-    spared, struck = (make_pupil(zero_stage=stage, optimizer=WELL_CONDITIONED) for _ in range(2))
-    for pupil in (spared, struck):
-        pupil.learn(1)
+def test_what_is_forgotten_changes_nothing(make_learner: MakeLearner, stage: int) -> None:
+    spared, struck = (make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED) for _ in range(2))
+    for learner in (spared, struck):
+        learner.learn(1)
     struck.leader.accumulate(StepRequest(grouped(2), 0, struck.settings.algorithm))
     struck.leader.discard_gradients()
     struck.leader.discard_gradients()  # there is nothing to forget
@@ -96,9 +98,9 @@ def test_what_is_forgotten_changes_nothing(make_pupil: MakePupil, stage: int) ->
     ids=lambda given: next(iter(given)),
 )
 def test_parts_and_what_is_forgotten_change_nothing_with(
-    make_pupil: MakePupil, untrained: Weights, given: dict[str, Any], stage: int
+    make_learner: MakeLearner, untrained: Weights, given: dict[str, Any], stage: int
 ) -> None:
-    whole, parted = (make_pupil(zero_stage=stage, optimizer=WELL_CONDITIONED, **given) for _ in range(2))
+    whole, parted = (make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED, **given) for _ in range(2))
     parted.leader.accumulate(StepRequest(grouped(2), 0, parted.settings.algorithm))
     parted.leader.discard_gradients()
     # Gradients of bfloat16 are added up in it: of 12 rows, in no more micro-batches than that.
@@ -110,8 +112,8 @@ def test_parts_and_what_is_forgotten_change_nothing_with(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_part_that_is_not_finite_spoils_its_step_alone(make_pupil: MakePupil, stage: int) -> None:
-    spared, struck = (make_pupil(zero_stage=stage, optimizer=WELL_CONDITIONED) for _ in range(2))
+def test_a_part_that_is_not_finite_spoils_its_step_alone(make_learner: MakeLearner, stage: int) -> None:
+    spared, struck = (make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED) for _ in range(2))
     struck.leader.accumulate(StepRequest(grouped(2, temperature=POISON), 0, struck.settings.algorithm))
     told = struck.learn(4)
     assert told["epochs"] == 0
@@ -121,8 +123,8 @@ def test_a_part_that_is_not_finite_spoils_its_step_alone(make_pupil: MakePupil, 
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_checkpoint_amid_a_step_leaves_it_alone(make_pupil: MakePupil, stage: int) -> None:
-    straight, saved = (make_pupil(zero_stage=stage, optimizer=WELL_CONDITIONED) for _ in range(2))
+def test_a_checkpoint_amid_a_step_leaves_it_alone(make_learner: MakeLearner, stage: int) -> None:
+    straight, saved = (make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED) for _ in range(2))
     rows = grouped(1)
     saved.leader.accumulate(StepRequest(rows[:4], 0, saved.settings.algorithm))
     Checkpoints(saved.root / "c", 2).save(saved.leader, RunState(step=0), [])
@@ -139,134 +141,136 @@ OTHER = [5, 6, 7]
 """What the second group reads: after the same context, its rewards would undo what the first has taught."""
 
 
-def early(make_rig: MakeRig, name: str = "run", **algorithm: Any) -> Rig:
-    return make_rig(name, algorithm=EARLY | algorithm, optimizer=WELL_CONDITIONED).start()
+def early(make_harness: MakeHarness, name: str = "run", **algorithm: Any) -> Harness:
+    return make_harness(name, algorithm=EARLY | algorithm, optimizer=WELL_CONDITIONED).start()
 
 
 def test_the_trainer_learns_from_a_group_while_it_waits_for_another(
-    make_rig: MakeRig, untrained: Weights
+    make_harness: MakeHarness, untrained: Weights
 ) -> None:
-    rig, patient = early(make_rig), early(make_rig, "patient", streaming=False)
-    for each in (rig, patient):
+    harness, patient = early(make_harness), early(make_harness, "patient", streaming=False)
+    for each in (harness, patient):
         each.agents.group("a", [1.0, 0.0])
         assert not each.trainer.run_once()
         assert not each.trainer.run_once()
-    said = rig.shared_state.snapshot.waiting_for
+    said = harness.shared_state.snapshot.waiting_for
     assert said is not None
     assert said.endswith("; 6 tokens are learned from already")
-    for each in (rig, patient):
+    for each in (harness, patient):
         each.agents.group("b", [0.0, 1.0], context_ids=OTHER)
         assert each.trainer.run_once()
-    assert rig.shared_state.snapshot.metrics["early_frac"] == 0.5
+    assert harness.shared_state.snapshot.metrics["early_frac"] == 0.5
     assert patient.shared_state.snapshot.metrics["early_frac"] == 0.0
-    assert rig.shared_state.snapshot.metrics["grad_norm"] == pytest.approx(
+    assert harness.shared_state.snapshot.metrics["grad_norm"] == pytest.approx(
         patient.shared_state.snapshot.metrics["grad_norm"], rel=ulps(TERMS)
     )
-    assert_moved_alike(rig.weights(), patient.weights(), untrained)
-    assert set(rig.session_codes().values()) == {"trained"}
-    assert rig.shared_state.snapshot.metrics["tokens"] == 12
-    rig.agents.group("c", [1.0, 0.0])
-    rig.agents.group("d", [1.0, 0.0])
-    assert rig.trainer.run_once()
-    assert rig.shared_state.snapshot.metrics["early_frac"] == 0.0
+    assert_moved_alike(harness.weights(), patient.weights(), untrained)
+    assert set(harness.session_codes().values()) == {"trained"}
+    assert harness.shared_state.snapshot.metrics["tokens"] == 12
+    harness.agents.group("c", [1.0, 0.0])
+    harness.agents.group("d", [1.0, 0.0])
+    assert harness.trainer.run_once()
+    assert harness.shared_state.snapshot.metrics["early_frac"] == 0.0
 
 
-def test_a_group_that_fills_no_pass_waits_for_others(make_rig: MakeRig) -> None:
-    rig = early(make_rig, max_tokens=13)
-    rig.agents.group("a", [1.0, 0.0])
-    assert not rig.trainer.run_once()
-    said = rig.shared_state.snapshot.waiting_for
+def test_a_group_that_fills_no_pass_waits_for_others(make_harness: MakeHarness) -> None:
+    harness = early(make_harness, max_tokens=13)
+    harness.agents.group("a", [1.0, 0.0])
+    assert not harness.trainer.run_once()
+    said = harness.shared_state.snapshot.waiting_for
     assert said is not None
     assert "learned" not in said
 
 
 def test_what_is_deleted_is_not_learned_though_it_was_learned_early(
-    make_rig: MakeRig, untrained: Weights
+    make_harness: MakeHarness, untrained: Weights
 ) -> None:
-    rig, spared = early(make_rig), early(make_rig, "spared", streaming=False)
-    rig.agents.group("a", [1.0, 0.0])
-    assert not rig.trainer.run_once()
+    harness, spared = early(make_harness), early(make_harness, "spared", streaming=False)
+    harness.agents.group("a", [1.0, 0.0])
+    assert not harness.trainer.run_once()
     for session_id in ("a-0", "a-1"):
-        rig.agents.delete(session_id)
-    for each in (rig, spared):
+        harness.agents.delete(session_id)
+    for each in (harness, spared):
         each.agents.group("b", [0.0, 1.0], context_ids=OTHER)
         each.agents.group("c", [1.0, 0.0])
         while not each.trainer.run_once():
             pass
-    assert_moved_alike(rig.weights(), spared.weights(), untrained)
-    assert rig.shared_state.snapshot.metrics["tokens"] == 12
-    assert {rig.session_codes()[session_id] for session_id in ("b-0", "b-1", "c-0", "c-1")} == {"trained"}
+    assert_moved_alike(harness.weights(), spared.weights(), untrained)
+    assert harness.shared_state.snapshot.metrics["tokens"] == 12
+    assert {harness.session_codes()[session_id] for session_id in ("b-0", "b-1", "c-0", "c-1")} == {"trained"}
 
 
 def test_a_second_reward_is_learned_though_its_group_was_learned_early(
-    make_rig: MakeRig, untrained: Weights
+    make_harness: MakeHarness, untrained: Weights
 ) -> None:
-    rig, patient = early(make_rig), early(make_rig, "patient", streaming=False)
-    for each in (rig, patient):
+    harness, patient = early(make_harness), early(make_harness, "patient", streaming=False)
+    for each in (harness, patient):
         each.agents.group("a", [1.0, 0.0])
         assert not each.trainer.run_once()
         each.agents.reward("a-1", 3.0, key="later")
         assert not each.trainer.run_once()
-    said = rig.shared_state.snapshot.waiting_for
+    said = harness.shared_state.snapshot.waiting_for
     assert said is not None
     assert "learned" not in said, "one change is enough"
-    for each in (rig, patient):
+    for each in (harness, patient):
         each.agents.group("b", [0.0, 1.0], context_ids=OTHER)
         assert each.trainer.run_once()
-    assert rig.shared_state.snapshot.metrics == same_metrics(
-        patient.shared_state.snapshot.metrics | timings(rig)
+    assert harness.shared_state.snapshot.metrics == same_metrics(
+        patient.shared_state.snapshot.metrics | timings(harness)
     )
-    assert_moved_alike(rig.weights(), patient.weights(), untrained)
+    assert_moved_alike(harness.weights(), patient.weights(), untrained)
     for group in ("c", "d"):
-        rig.agents.group(group, [1.0, 0.0])
-        rig.trainer.run_once()
-    assert rig.shared_state.snapshot.metrics["early_frac"] == 0.5, "the next step begins early again"
+        harness.agents.group(group, [1.0, 0.0])
+        harness.trainer.run_once()
+    assert harness.shared_state.snapshot.metrics["early_frac"] == 0.5, "the next step begins early again"
 
 
-def timings(rig: Rig) -> dict[str, float]:
-    values = rig.shared_state.snapshot.metrics
+def timings(harness: Harness) -> dict[str, float]:
+    values = harness.shared_state.snapshot.metrics
     return {
         name: value for name, value in values.items() if name.startswith(("seconds/", "tokens_per", "time"))
     }
 
 
-def test_what_was_learned_early_is_in_the_step_though_older_groups_come(make_rig: MakeRig) -> None:
-    rig = early(make_rig, max_rows=4)
-    rig.agents.group("a", [1.0, 0.0], at=300.0)
-    assert not rig.trainer.run_once()
+def test_what_was_learned_early_is_in_the_step_though_older_groups_come(make_harness: MakeHarness) -> None:
+    harness = early(make_harness, max_rows=4)
+    harness.agents.group("a", [1.0, 0.0], at=300.0)
+    assert not harness.trainer.run_once()
     for older in ("b", "c"):
-        rig.agents.group(older, [1.0, 0.0], at=200.0)
-    assert rig.trainer.run_once()
-    assert rig.shared_state.snapshot.metrics["early_frac"] == 0.5
-    codes = rig.session_codes()
+        harness.agents.group(older, [1.0, 0.0], at=200.0)
+    assert harness.trainer.run_once()
+    assert harness.shared_state.snapshot.metrics["early_frac"] == 0.5
+    codes = harness.session_codes()
     assert (codes["a-0"], codes["b-0"], codes["c-0"]) == ("trained", "trained", None)
 
 
-def test_a_group_that_was_learned_early_and_has_no_finite_gradient_is_found(make_rig: MakeRig) -> None:
-    rig = early(make_rig)
-    rig.agents.group("a", [1.0, 0.0], temperature=POISON)
-    assert not rig.trainer.run_once()
-    rig.agents.group("b", [0.0, 1.0])
-    assert not rig.trainer.run_once()
-    assert {rig.session_codes()[each] for each in ("a-0", "a-1")} == {"invalid"}
-    rig.agents.group("c", [0.0, 1.0])
-    while not rig.trainer.run_once():
+def test_a_group_that_was_learned_early_and_has_no_finite_gradient_is_found(
+    make_harness: MakeHarness,
+) -> None:
+    harness = early(make_harness)
+    harness.agents.group("a", [1.0, 0.0], temperature=POISON)
+    assert not harness.trainer.run_once()
+    harness.agents.group("b", [0.0, 1.0])
+    assert not harness.trainer.run_once()
+    assert {harness.session_codes()[each] for each in ("a-0", "a-1")} == {"invalid"}
+    harness.agents.group("c", [0.0, 1.0])
+    while not harness.trainer.run_once():
         pass
-    assert {rig.session_codes()[each] for each in ("b-0", "b-1", "c-0", "c-1")} == {"trained"}
+    assert {harness.session_codes()[each] for each in ("b-0", "b-1", "c-0", "c-1")} == {"trained"}
 
 
-def test_a_crash_amid_a_step_loses_and_repeats_nothing(make_rig: MakeRig, untrained: Weights) -> None:
-    rig, spared = early(make_rig), early(make_rig, "spared", streaming=False)
-    for each in (rig, spared):
+def test_a_crash_amid_a_step_loses_and_repeats_nothing(make_harness: MakeHarness, untrained: Weights) -> None:
+    harness, spared = early(make_harness), early(make_harness, "spared", streaming=False)
+    for each in (harness, spared):
         each.agents.group("a", [1.0, 0.0])
         assert not each.trainer.run_once()
-    rig = rig.restart()
-    for each in (rig, spared):
+    harness = harness.restart()
+    for each in (harness, spared):
         each.agents.group("b", [0.0, 1.0], context_ids=OTHER)
         while not each.trainer.run_once():
             pass
-    assert_moved_alike(rig.weights(), spared.weights(), untrained)
-    assert set(rig.session_codes().values()) == {"trained"}
+    assert_moved_alike(harness.weights(), spared.weights(), untrained)
+    assert set(harness.session_codes().values()) == {"trained"}
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from rollout_queue.redis.retention import RedisForgetter
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.claimed import claimed_reader
 from tests.support.trainer_service.crash import Crash
+from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.redis_agents import NOBODY, RedisAgents
-from tests.support.trainer_service.rig import MakeRig, Rig
 from weir.audit.audit import audit
 from weir.audit.sources import Sources
 
@@ -76,21 +76,21 @@ class Agents(RedisAgents):
 class System:
     """Agents, and one trainer after the other, on a real Redis."""
 
-    def __init__(self, make_rig: MakeRig, redis: Redis, url: str) -> None:
-        self.redis, self._url, self._make_rig = redis, url, make_rig
+    def __init__(self, make_harness: MakeHarness, redis: Redis, url: str) -> None:
+        self.redis, self._url, self._make_harness = redis, url, make_harness
         self.agents = Agents(url)
         self._disk = "run"
-        self.rig = self.start()
+        self.harness = self.start()
 
-    def start(self, **algorithm: Any) -> Rig:
+    def start(self, **algorithm: Any) -> Harness:
         stream = cast(MemoryStream, claimed_reader(self.redis))
-        self.rig = self._make_rig(self._disk, stream=stream, algorithm=algorithm).start()
-        return self.rig
+        self.harness = self._make_harness(self._disk, stream=stream, algorithm=algorithm).start()
+        return self.harness
 
     def ends(self, how: str) -> None:
         """The trainer; its successor has begun."""
         if how == "told to stop":
-            self.rig.save()
+            self.harness.save()
         if how == "its disk was lost":
             self._disk = "another"
         self.start()
@@ -107,16 +107,16 @@ class System:
         return int(group["pending"])
 
     def findings(self) -> tuple[object, ...]:
-        sources = Sources(self._url, NOBODY, checkpoint_dir=self.rig.settings.checkpoint_dir)
+        sources = Sources(self._url, NOBODY, checkpoint_dir=self.harness.settings.checkpoint_dir)
         return audit(sources, readings=1).findings
 
 
 @pytest.fixture
-def system(make_rig: MakeRig, redis_url: str) -> Iterator[System]:
+def system(make_harness: MakeHarness, redis_url: str) -> Iterator[System]:
     with Redis.from_url(redis_url) as redis:
         redis.flushdb()
         redis.hset(keys.POLICIES, "0", "{}")
-        yield System(make_rig, redis, redis_url)
+        yield System(make_harness, redis, redis_url)
 
 
 def settled_in_silence(system: System, how: str, late: str = "") -> None:
@@ -124,9 +124,9 @@ def settled_in_silence(system: System, how: str, late: str = "") -> None:
     trainer's last read. Then the trainer ends."""
     if how == "killed after a checkpoint":
         system.agents.group("a", [1.0, 0.0])
-        assert system.rig.trainer.run_once()
+        assert system.harness.trainer.run_once()
     system.agents.group("flat", [1.0, 1.0])
-    acknowledge = system.rig.stream.acknowledge
+    acknowledge = system.harness.stream.acknowledge
 
     def just_too_late(*given: Any) -> None:
         if late:
@@ -136,8 +136,8 @@ def settled_in_silence(system: System, how: str, late: str = "") -> None:
             raise Crash
 
     with pytest.MonkeyPatch.context() as patch, suppress(Crash):
-        patch.setattr(system.rig.stream, "acknowledge", just_too_late)
-        system.rig.trainer.run_once()
+        patch.setattr(system.harness.stream, "acknowledge", just_too_late)
+        system.harness.trainer.run_once()
     assert all(system.verdict(member) is not None for member in ("flat-0", "flat-1"))
     system.ends(how)
 
@@ -148,7 +148,7 @@ def test_a_reward_that_came_too_late_for_its_verdict_is_acknowledged_by_the_next
 ) -> None:
     settled_in_silence(system, how, late="flat-0")
     verdict = system.verdict("flat-0")
-    assert not system.rig.trainer.run_once()
+    assert not system.harness.trainer.run_once()
     assert system.pending() == 0
     assert system.verdict("flat-0") == verdict
     assert system.findings() == ()
@@ -160,7 +160,7 @@ def test_a_verdict_that_only_a_newer_build_knows_is_one_all_the_same(system: Sys
     system.redis.hset(keys.session("flat-1"), "verdict", b"\xff?")
     system.agents.reward("flat-0", 1.0)
     system.start()
-    assert not system.rig.trainer.run_once()
+    assert not system.harness.trainer.run_once()
     assert system.pending() == 0
 
 
@@ -170,11 +170,11 @@ def test_what_is_delivered_again_of_a_settled_session_is_acknowledged_and_not_tr
 ) -> None:
     system.agents.group("live", [1.0, 0.0])
     entries: Any = system.redis.xrange(keys.STREAM)
-    assert system.rig.trainer.run_once()
+    assert system.harness.trainer.run_once()
     settled_in_silence(system, how)
     for _, fields in entries:
         system.redis.xadd(keys.STREAM, fields)
-    assert not system.rig.trainer.run_once()
+    assert not system.harness.trainer.run_once()
     assert system.pending() == 0
     assert system.redis.hget(keys.VERDICTS, "session:trained") in (b"2", b"4")
 
@@ -186,7 +186,7 @@ def test_nobody_waits_for_the_group_of_a_session_that_was_deleted_after_its_end(
     settled_in_silence(system, how)
     for member in ("flat-0", "flat-1"):  # the second is the last of which anything is left
         system.agents.delete(member)
-        assert not system.rig.trainer.run_once()
+        assert not system.harness.trainer.run_once()
         assert system.pending() == 0
         system.ends(how)
     assert system.redis.hget(keys.VERDICTS, "session:deleted") == b"2"
@@ -202,15 +202,15 @@ def test_a_straggler_of_a_group_that_went_in_silence_is_late_after_a_crash_too(
     system.agents.episode("late", None, ("g", 3))
     for session_id in ("a", "b"):
         system.agents.episode(session_id, 1.0, ("g", 3))
-    assert not system.rig.trainer.run_once()
+    assert not system.harness.trainer.run_once()
     assert system.verdict("a") is not None
     for session_id in deleted:
         system.agents.delete(session_id)
     system.start(group_deadline_s=60.0)
-    assert not system.rig.trainer.run_once()
+    assert not system.harness.trainer.run_once()
     assert system.pending() == 2, "the turns of the one who goes on"
     system.agents.finish("late", 1.0, ("g", 3))
-    assert not system.rig.trainer.run_once()
+    assert not system.harness.trainer.run_once()
     assert system.verdict("late") == ("group_incomplete", "its group went on without it")
     assert system.pending() == 0
     assert system.findings() == ()
@@ -221,13 +221,13 @@ def test_a_straggler_is_late_too_where_those_who_went_are_forgotten(system: Syst
     system.agents.open("late", ("g", 3))
     for session_id in ("a", "b"):
         system.agents.episode(session_id, 1.0, ("g", 3))
-    assert not system.rig.trainer.run_once()
+    assert not system.harness.trainer.run_once()
     assert system.verdict("a") is not None
     system.agents.forget()
     assert system.verdict("a") is None
     system.start(group_deadline_s=60.0)
     system.agents.episode("late", 1.0, ("g", 3))
-    assert not system.rig.trainer.run_once()
+    assert not system.harness.trainer.run_once()
     assert system.verdict("late") == ("group_incomplete", "its group went on without it")
     assert system.pending() == 0
 
@@ -238,7 +238,7 @@ def test_what_a_gateway_closed_still_counts_in_its_group(system: System) -> None
     system.agents.episode("b", 0.0, ("g", 3))
     failed = Verdict(code="failed", detail="the agent said so")
     system.agents.episode("failed", None, ("g", 3), status="failed", verdict=failed)
-    assert system.rig.trainer.run_once()
+    assert system.harness.trainer.run_once()
     assert system.verdict("a") == ("trained", "")
     assert system.pending() == 0
 
@@ -250,23 +250,23 @@ def test_a_group_without_a_size_begins_anew_when_members_come_later(system: Syst
 
     system.start(group_wait_s=1.0)
     pair("a", "b")
-    assert system.rig.trainer.run_once()
+    assert system.harness.trainer.run_once()
     system.start(group_wait_s=1.0)
     pair("c", "d")
-    assert system.rig.trainer.run_once()
-    assert [row.sessions for row in system.rig.checkpoints.ledger(0, 9)] == [["a", "b"], ["c", "d"]]
+    assert system.harness.trainer.run_once()
+    assert [row.sessions for row in system.harness.checkpoints.ledger(0, 9)] == [["a", "b"], ["c", "d"]]
 
 
 def test_of_what_nothing_is_left_an_entry_waits_as_that_of_a_new_session(system: System) -> None:
     settled_in_silence(system, "killed before a checkpoint", late="flat-0")
     system.redis.delete(keys.session("flat-0"))
-    assert not system.rig.trainer.run_once()
+    assert not system.harness.trainer.run_once()
     assert system.pending() == 1
 
 
 def test_a_redis_that_is_away_when_it_is_asked_is_waited_for(system: System) -> None:
     settled_in_silence(system, "killed before a checkpoint", late="flat-0")
-    reader = cast(RedisReader, system.rig.stream)
+    reader = cast(RedisReader, system.harness.stream)
     calls: list[int] = []
     ask = reader.verdict_codes
 
@@ -278,6 +278,6 @@ def test_a_redis_that_is_away_when_it_is_asked_is_waited_for(system: System) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader, "verdict_codes", away_once)
-        assert not system.rig.trainer.run_once()
+        assert not system.harness.trainer.run_once()
     assert calls == [1, 1]
     assert system.pending() == 0

@@ -8,7 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from rollout_queue.http.keys import Keyring
-from tests.support.trainer_service.rig import MakeRig, Rig, turn
+from tests.support.trainer_service.harness import Harness, MakeHarness, turn
 from trainer_service.app import create_app
 from trainer_service.guards import Alarm, Guards
 from trainer_service.settings import GuardSettings
@@ -93,29 +93,31 @@ def test_a_value_that_is_seen_again_is_told_again() -> None:
 
 
 @pytest.fixture
-def held(make_rig: MakeRig) -> Rig:
-    """A trainer that a guard has paused: the made-up logprobs of the rig differ from the model's."""
-    rig = make_rig(guards={"max_abs_logp": 1e-3}).start()
-    rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.run_once()
-    rig.agents.group("h", [1.0, 0.0])
-    rig.shared_state.stop()  # so that a paused turn does not sleep
-    assert not rig.trainer.run_once()
-    return rig
+def held(make_harness: MakeHarness) -> Harness:
+    """A trainer that a guard has paused: the made-up logprobs of the harness differ from the model's."""
+    harness = make_harness(guards={"max_abs_logp": 1e-3}).start()
+    harness.agents.group("g", [1.0, 0.0])
+    assert harness.trainer.run_once()
+    harness.agents.group("h", [1.0, 0.0])
+    harness.shared_state.stop()  # so that a paused turn does not sleep
+    assert not harness.trainer.run_once()
+    return harness
 
 
-def door(rig: Rig) -> TestClient:
+def door(harness: Harness) -> TestClient:
     keyring = Keyring([], ["admin"])
-    app = create_app(rig.shared_state, rig.checkpoints.ledger, rig.store, keyring, rig.registry)
+    app = create_app(
+        harness.shared_state, harness.checkpoints.ledger, harness.store, keyring, harness.registry
+    )
     return TestClient(app, headers={"authorization": "Bearer admin"})
 
 
-def sample(rig: Rig, name: str, **labels: str) -> float | None:
-    value: float | None = rig.registry.get_sample_value(f"weir_trainer_{name}", labels)
+def sample(harness: Harness, name: str, **labels: str) -> float | None:
+    value: float | None = harness.registry.get_sample_value(f"weir_trainer_{name}", labels)
     return value
 
 
-def test_a_guard_pauses_behind_the_checkpoint_and_before_the_version_is_served(held: Rig) -> None:
+def test_a_guard_pauses_behind_the_checkpoint_and_before_the_version_is_served(held: Harness) -> None:
     assert not held.gateway.announced
     assert held.session_codes()["g-0"] == "trained"
     assert [row.step for row in held.checkpoints.ledger(0, 10)] == [1]
@@ -131,7 +133,7 @@ def test_a_guard_pauses_behind_the_checkpoint_and_before_the_version_is_served(h
     assert json.loads((held.root / "metrics.jsonl").read_text())["step"] == 1
 
 
-def test_a_resume_serves_what_was_held_and_goes_on(held: Rig) -> None:
+def test_a_resume_serves_what_was_held_and_goes_on(held: Harness) -> None:
     door(held).post("/resume")
     held.trainer.run_once()
     assert [body["version"] for body in held.gateway.announced] == [1]
@@ -145,198 +147,202 @@ def test_a_resume_serves_what_was_held_and_goes_on(held: Rig) -> None:
     assert sample(held, "paused") == 0
 
 
-def test_a_reward_that_falls_to_nothing_pauses_though_no_group_makes_a_step(make_rig: MakeRig) -> None:
-    rig = make_rig(guards={"reward_groups": 2}).start()
+def test_a_reward_that_falls_to_nothing_pauses_though_no_group_makes_a_step(
+    make_harness: MakeHarness,
+) -> None:
+    harness = make_harness(guards={"reward_groups": 2}).start()
     for name in ("a", "b"):
-        rig.agents.group(name, [1.0, 1.0])
+        harness.agents.group(name, [1.0, 1.0])
     for name in ("c", "d"):
-        rig.agents.group(name, [0.0, 0.0])
-    rig.shared_state.stop()
-    assert not rig.trainer.run_once()
-    rig.trainer.run_once()
-    assert rig.shared_state.paused
-    assert rig.trainer.step == 0
-    said = door(rig).get("/status").json()["waiting_for"]
+        harness.agents.group(name, [0.0, 0.0])
+    harness.shared_state.stop()
+    assert not harness.trainer.run_once()
+    harness.trainer.run_once()
+    assert harness.shared_state.paused
+    assert harness.trainer.step == 0
+    said = door(harness).get("/status").json()["waiting_for"]
     assert said.startswith("POST /resume, since the mean reward of the last 2 groups is 0, and was 1 at best")
-    assert sample(rig, "guard_alarms_total", guard="reward_drop") == 1
-    assert {rig.session_codes()[name] for name in ("a-0", "c-0", "d-1")} == {"zero_advantage"}
-    door(rig).post("/resume")
-    rig.agents.group("e", [1.0, 0.0])
-    assert rig.trainer.run_once()
-    assert [body["version"] for body in rig.gateway.announced] == [1], "there was nothing new before"
+    assert sample(harness, "guard_alarms_total", guard="reward_drop") == 1
+    assert {harness.session_codes()[name] for name in ("a-0", "c-0", "d-1")} == {"zero_advantage"}
+    door(harness).post("/resume")
+    harness.agents.group("e", [1.0, 0.0])
+    assert harness.trainer.run_once()
+    assert [body["version"] for body in harness.gateway.announced] == [1], "there was nothing new before"
 
 
-def collapsed(make_rig: MakeRig, **settings: Any) -> Rig:
+def collapsed(make_harness: MakeHarness, **settings: Any) -> Harness:
     """Version 0 did well, and the newest, 1, did not: rewards have paused the training."""
-    rig = make_rig(guards={"reward_groups": 2}, **settings).start()
-    rig.agents.group("a", [1.0, 0.5])
-    assert rig.trainer.run_once()
+    harness = make_harness(guards={"reward_groups": 2}, **settings).start()
+    harness.agents.group("a", [1.0, 0.5])
+    assert harness.trainer.run_once()
     for name, reward, version in (("b", 0.75, 0), ("c", 0.0, 1), ("d", 0.0, 1)):
-        rig.agents.group(name, [reward, reward], version=version)
-    rig.shared_state.stop()
-    assert not rig.trainer.run_once()
-    assert rig.shared_state.paused
-    return rig
+        harness.agents.group(name, [reward, reward], version=version)
+    harness.shared_state.stop()
+    assert not harness.trainer.run_once()
+    assert harness.shared_state.paused
+    return harness
 
 
 @pytest.mark.parametrize("publish_every_steps", [1, 2])
 def test_a_resume_serves_the_newest_version_though_it_was_served_before(
-    make_rig: MakeRig, publish_every_steps: int
+    make_harness: MakeHarness, publish_every_steps: int
 ) -> None:
     """Else rollouts would stay those of an old version, too old to train, and no step would make another."""
-    rig = collapsed(make_rig, publish_every_steps=publish_every_steps)
-    assert rig.gateway.served == 0
-    door(rig).post("/resume")
-    rig.trainer.run_once()
-    assert rig.gateway.served == rig.trainer.version == 1
+    harness = collapsed(make_harness, publish_every_steps=publish_every_steps)
+    assert harness.gateway.served == 0
+    door(harness).post("/resume")
+    harness.trainer.run_once()
+    assert harness.gateway.served == harness.trainer.version == 1
 
 
-def test_what_a_guard_held_stays_held_over_a_restart(make_rig: MakeRig) -> None:
-    rig = collapsed(make_rig).restart()
-    rig.shared_state.stop()
-    assert not rig.trainer.run_once()
-    assert rig.gateway.served == 0
-    said = door(rig).get("/status").json()
+def test_what_a_guard_held_stays_held_over_a_restart(make_harness: MakeHarness) -> None:
+    harness = collapsed(make_harness).restart()
+    harness.shared_state.stop()
+    assert not harness.trainer.run_once()
+    assert harness.gateway.served == 0
+    said = door(harness).get("/status").json()
     assert said["state"] == "paused"
     assert said["waiting_for"].startswith("POST /resume, since the mean reward of the last 2 groups is 0")
-    again = rig.restart()
+    again = harness.restart()
     door(again).post("/resume")
     again.trainer.run_once()
     assert again.gateway.served == 1
     assert not again.restart().shared_state.paused
 
 
-def test_a_group_that_waits_for_its_step_is_heard_of_once(make_rig: MakeRig) -> None:
-    rig = make_rig(guards={"reward_groups": 2}, algorithm={"min_live_rows": 100}).start()
+def test_a_group_that_waits_for_its_step_is_heard_of_once(make_harness: MakeHarness) -> None:
+    harness = make_harness(guards={"reward_groups": 2}, algorithm={"min_live_rows": 100}).start()
     good, bad = [1.0, 0.5], [0.25, 0.0]
     for name, rewards in (("a", good), ("b", bad)):
-        rig.agents.group(name, rewards)
+        harness.agents.group(name, rewards)
         for _ in range(3):
-            rig.trainer.run_once()
-    assert not rig.shared_state.paused
+            harness.trainer.run_once()
+    assert not harness.shared_state.paused
     for name, rewards in (("c", good), ("d", good), ("e", bad), ("f", bad)):
-        rig.agents.group(name, rewards)
-        rig.trainer.run_once()
-    assert rig.shared_state.paused
-    assert "is 0.125, and was 0.75 at best" in str(rig.trainer.hold.reason)
+        harness.agents.group(name, rewards)
+        harness.trainer.run_once()
+    assert harness.shared_state.paused
+    assert "is 0.125, and was 0.75 at best" in str(harness.trainer.hold.reason)
 
 
 def test_a_group_that_goes_without_its_stragglers_is_heard_of_once_however_much_is_to_be_read(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While more is to be read than comes at once, such a group is not complete."""
     algorithm = {"min_live_rows": 100, "group_deadline_s": 60.0}
-    rig = make_rig(guards={"reward_groups": 2}, algorithm=algorithm).start()
+    harness = make_harness(guards={"reward_groups": 2}, algorithm=algorithm).start()
     for number, reward in enumerate((1.0, 0.5)):
-        rig.agents.episode(f"a-{number}", reward, group_id="a", size=4)
+        harness.agents.episode(f"a-{number}", reward, group_id="a", size=4)
     for number, count in enumerate((1000, 1, 1000, 1, 1000)):
         monkeypatch.setattr("trainer_service.intake.entry_reader.READ_COUNT", count)
-        rig.agents.open(f"other-{number}")
-        rig.agents.call(turn(f"other-{number}", f"other-{number}-t"))
-        rig.trainer.run_once()
+        harness.agents.open(f"other-{number}")
+        harness.agents.call(turn(f"other-{number}", f"other-{number}-t"))
+        harness.trainer.run_once()
     for name, reward in (("b", 1.0), ("c", 0.0), ("d", 0.0)):
-        rig.agents.group(name, [reward, reward])
-    rig.trainer.run_once()
-    assert " in 8 sessions, and is served" in str(rig.trainer.hold.reason)
+        harness.agents.group(name, [reward, reward])
+    harness.trainer.run_once()
+    assert " in 8 sessions, and is served" in str(harness.trainer.hold.reason)
 
 
-def test_evaluations_say_nothing_of_the_training(make_rig: MakeRig) -> None:
+def test_evaluations_say_nothing_of_the_training(make_harness: MakeHarness) -> None:
     """Those of a session whose calls were pinned, too."""
-    rig = make_rig(guards={"reward_groups": 2}).start()
+    harness = make_harness(guards={"reward_groups": 2}).start()
     for number, reward in enumerate([1.0, 1.0, 0.0, 0.0]):
-        rig.agents.evaluate(f"e{number}", reward)
-        rig.agents.open(f"p{number}")
-        rig.agents.call(turn(f"p{number}", f"p{number}-t", policy="policy@0"))
-        rig.agents.finish(f"p{number}", reward)
-        rig.trainer.run_once()
-    assert not rig.shared_state.paused
-    assert set(rig.session_codes().values()) == {"not_for_training"}
+        harness.agents.evaluate(f"e{number}", reward)
+        harness.agents.open(f"p{number}")
+        harness.agents.call(turn(f"p{number}", f"p{number}-t", policy="policy@0"))
+        harness.agents.finish(f"p{number}", reward)
+        harness.trainer.run_once()
+    assert not harness.shared_state.paused
+    assert set(harness.session_codes().values()) == {"not_for_training"}
 
 
-def served_by(make_rig: MakeRig, *rewards: tuple[float, float], **settings: Any) -> Rig:
+def served_by(make_harness: MakeHarness, *rewards: tuple[float, float], **settings: Any) -> Harness:
     """A trainer on which each version was rewarded so, by ten groups, from version 0 on; now something alarms
     the guards."""
-    rig = make_rig(guards={"max_abs_logp": 100.0, "reward_drop": None, **settings}, keep_policies=2).start()
+    harness = make_harness(
+        guards={"max_abs_logp": 100.0, "reward_drop": None, **settings}, keep_policies=2
+    ).start()
     for version, values in enumerate(rewards):
         for number in range(9):
-            rig.agents.group(f"v{version}-{number}", [sum(values) / 2] * 2, version=version)
-        rig.agents.group(f"v{version}", values, version=version)
-        assert rig.trainer.run_once()
-    assert not rig.shared_state.paused
-    assert [body["version"] for body in rig.gateway.announced] == [*range(1, len(rewards) + 1)]
-    rig.agents.group("strange", [1.0, 0.0], version=len(rewards), logprobs=[-400.0] * 3)
-    assert rig.trainer.run_once()
-    rig.shared_state.stop()  # so that a paused turn does not sleep
-    assert not rig.trainer.run_once()
-    return rig
+            harness.agents.group(f"v{version}-{number}", [sum(values) / 2] * 2, version=version)
+        harness.agents.group(f"v{version}", values, version=version)
+        assert harness.trainer.run_once()
+    assert not harness.shared_state.paused
+    assert [body["version"] for body in harness.gateway.announced] == [*range(1, len(rewards) + 1)]
+    harness.agents.group("strange", [1.0, 0.0], version=len(rewards), logprobs=[-400.0] * 3)
+    assert harness.trainer.run_once()
+    harness.shared_state.stop()  # so that a paused turn does not sleep
+    assert not harness.trainer.run_once()
+    return harness
 
 
 def test_an_alarm_has_the_fleet_serve_the_version_that_did_best_whose_files_were_kept(
-    make_rig: MakeRig,
+    make_harness: MakeHarness,
 ) -> None:
-    rig = served_by(make_rig, (0.3, 0.1), (1.0, 0.8), (0.5, 0.3), (0.4, 0.2), (0.2, 0.0))
-    assert rig.store.versions() == [1, 4, 5]
-    assert rig.gateway.rolled_back_to == 1
-    said = door(rig).get("/status").json()["waiting_for"]
+    harness = served_by(make_harness, (0.3, 0.1), (1.0, 0.8), (0.5, 0.3), (0.4, 0.2), (0.2, 0.0))
+    assert harness.store.versions() == [1, 4, 5]
+    assert harness.gateway.rolled_back_to == 1
+    said = door(harness).get("/status").json()["waiting_for"]
     assert said.endswith("; version 1 did best, 0.9 in 20 sessions, and is served")
-    door(rig).post("/resume")
-    rig.trainer.run_once()
-    assert rig.gateway.served == 6
+    door(harness).post("/resume")
+    harness.trainer.run_once()
+    assert harness.gateway.served == 6
 
 
-def test_it_may_be_the_one_that_there_was_before_any_training(make_rig: MakeRig) -> None:
-    assert served_by(make_rig, (1.0, 0.8), (0.5, 0.3)).gateway.served == 0
+def test_it_may_be_the_one_that_there_was_before_any_training(make_harness: MakeHarness) -> None:
+    assert served_by(make_harness, (1.0, 0.8), (0.5, 0.3)).gateway.served == 0
 
 
-def test_an_operator_may_choose_to_serve_on_what_is_served(make_rig: MakeRig) -> None:
-    rig = served_by(make_rig, (1.0, 0.8), (0.5, 0.3), roll_back=False)
-    assert rig.gateway.rolled_back_to is None
-    assert "is served" not in door(rig).get("/status").json()["waiting_for"]
+def test_an_operator_may_choose_to_serve_on_what_is_served(make_harness: MakeHarness) -> None:
+    harness = served_by(make_harness, (1.0, 0.8), (0.5, 0.3), roll_back=False)
+    assert harness.gateway.rolled_back_to is None
+    assert "is served" not in door(harness).get("/status").json()["waiting_for"]
 
 
 def test_a_version_that_the_gateway_does_not_know_stops_nothing(
-    make_rig: MakeRig, caplog: pytest.LogCaptureFixture
+    make_harness: MakeHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig = make_rig(guards={"max_abs_logp": 1e-3}, initial_version=7).start()
-    rig.agents.group("g", [1.0, 0.0], version=7)
-    assert rig.trainer.run_once()
-    assert rig.shared_state.paused
+    harness = make_harness(guards={"max_abs_logp": 1e-3}, initial_version=7).start()
+    harness.agents.group("g", [1.0, 0.0], version=7)
+    assert harness.trainer.run_once()
+    assert harness.shared_state.paused
     assert "the fleet goes on with what it serves: no policy has version 7" in caplog.text
-    assert "is served" not in str(rig.trainer.hold.reason)
+    assert "is served" not in str(harness.trainer.hold.reason)
 
 
-def test_where_no_server_goes_back_nobody_says_so(make_rig: MakeRig) -> None:
-    rig = make_rig(guards={"max_abs_logp": 1e-3}).start()
-    rig.gateway.versions.append(3)  # so that not 0 is served
-    rig.gateway.server_ok = False
-    rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.run_once()
-    assert rig.shared_state.paused
-    assert "is served" not in str(rig.trainer.hold.reason)
+def test_where_no_server_goes_back_nobody_says_so(make_harness: MakeHarness) -> None:
+    harness = make_harness(guards={"max_abs_logp": 1e-3}).start()
+    harness.gateway.versions.append(3)  # so that not 0 is served
+    harness.gateway.server_ok = False
+    harness.agents.group("g", [1.0, 0.0])
+    assert harness.trainer.run_once()
+    assert harness.shared_state.paused
+    assert "is served" not in str(harness.trainer.hold.reason)
 
 
-def test_a_gateway_that_is_away_is_waited_for(make_rig: MakeRig) -> None:
-    rig = make_rig(guards={"max_abs_logp": 1e-3}).start()
-    rig.agents.group("g", [1.0, 0.0])
-    rig.gateway.versions.append(3)  # so that not 0 is served
-    rig.gateway.refusals = 2
-    assert rig.trainer.run_once()
-    assert rig.gateway.rolled_back_to == 0
+def test_a_gateway_that_is_away_is_waited_for(make_harness: MakeHarness) -> None:
+    harness = make_harness(guards={"max_abs_logp": 1e-3}).start()
+    harness.agents.group("g", [1.0, 0.0])
+    harness.gateway.versions.append(3)  # so that not 0 is served
+    harness.gateway.refusals = 2
+    assert harness.trainer.run_once()
+    assert harness.gateway.rolled_back_to == 0
 
 
-def test_an_operators_pause_says_so_and_holds_no_version_back(make_rig: MakeRig) -> None:
-    rig = make_rig().start()
-    rig.agents.group("g", [1.0, 0.0])
-    rig.shared_state.pause()
-    rig.shared_state.stop()
-    assert not rig.trainer.run_once()
-    assert rig.shared_state.snapshot.waiting_for == "POST /resume"
-    rig.shared_state.resume()
-    assert rig.trainer.run_once()
-    assert [body["version"] for body in rig.gateway.announced] == [1]
+def test_an_operators_pause_says_so_and_holds_no_version_back(make_harness: MakeHarness) -> None:
+    harness = make_harness().start()
+    harness.agents.group("g", [1.0, 0.0])
+    harness.shared_state.pause()
+    harness.shared_state.stop()
+    assert not harness.trainer.run_once()
+    assert harness.shared_state.snapshot.waiting_for == "POST /resume"
+    harness.shared_state.resume()
+    assert harness.trainer.run_once()
+    assert [body["version"] for body in harness.gateway.announced] == [1]
 
 
-def test_a_restart_serves_nothing_that_a_guard_withheld(held: Rig) -> None:
+def test_a_restart_serves_nothing_that_a_guard_withheld(held: Harness) -> None:
     again = held.restart()
     assert again.shared_state.paused
     assert not again.gateway.announced
@@ -346,7 +352,7 @@ def test_a_restart_serves_nothing_that_a_guard_withheld(held: Rig) -> None:
     assert again.trainer.step == 2
 
 
-def test_a_restart_is_a_resume_of_what_an_operator_paused(make_rig: MakeRig) -> None:
-    rig = make_rig().start()
-    rig.shared_state.pause()
-    assert not rig.restart().shared_state.paused
+def test_a_restart_is_a_resume_of_what_an_operator_paused(make_harness: MakeHarness) -> None:
+    harness = make_harness().start()
+    harness.shared_state.pause()
+    assert not harness.restart().shared_state.paused

@@ -14,7 +14,7 @@ from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.records import SessionSpec
 from rollout_queue.contract.stream import Verdicts
 from rollout_queue.redis.reader import RedisReader
-from tests.support.trainer_service.rig import MakeRig, Rig, turn
+from tests.support.trainer_service.harness import Harness, MakeHarness, turn
 from trainer_service.__main__ import REDIS_TIMEOUT_S, connect
 from trainer_service.groups.assemble import Group
 from trainer_service.groups.screening import ScreenedGroup, screen
@@ -22,50 +22,52 @@ from trainer_service.intake.entry_reader import BLOCK_S
 
 
 @pytest.mark.parametrize("huge", [1e308, -1e39, 1e25])
-def test_a_reward_beyond_all_measure_ends_its_session_and_not_the_trainer(rig: Rig, huge: float) -> None:
+def test_a_reward_beyond_all_measure_ends_its_session_and_not_the_trainer(
+    harness: Harness, huge: float
+) -> None:
     for index, value in enumerate([huge, huge, 1.0, 0.0]):
-        rig.agents.episode(f"g-{index}", value, group_id="g", size=4, output_ids=[10 + index, 1])
-    assert rig.trainer.run_once()
-    assert list(rig.session_codes().values()) == ["invalid", "invalid", "trained", "trained"]
+        harness.agents.episode(f"g-{index}", value, group_id="g", size=4, output_ids=[10 + index, 1])
+    assert harness.trainer.run_once()
+    assert list(harness.session_codes().values()) == ["invalid", "invalid", "trained", "trained"]
 
 
-def test_rewards_that_add_up_to_infinity_end_their_session(rig: Rig) -> None:
-    rig.agents.open("s")
-    rig.agents.call(turn("s"))
-    rig.agents.reward("s", 1.7e308, key="k1")
-    rig.agents.finish("s", 1.7e308)
-    assert not rig.trainer.run_once()
-    assert rig.session_codes() == {"s": "invalid"}
+def test_rewards_that_add_up_to_infinity_end_their_session(harness: Harness) -> None:
+    harness.agents.open("s")
+    harness.agents.call(turn("s"))
+    harness.agents.reward("s", 1.7e308, key="k1")
+    harness.agents.finish("s", 1.7e308)
+    assert not harness.trainer.run_once()
+    assert harness.session_codes() == {"s": "invalid"}
 
 
-def test_a_reason_in_an_agents_words_does_not_expire_its_session(rig: Rig) -> None:
+def test_a_reason_in_an_agents_words_does_not_expire_its_session(harness: Harness) -> None:
     for session_id, value in (("a", 1.0), ("b", 0.0)):
-        rig.agents.episode(session_id, value, group_id="g", size=2, reason="expired")
-    assert rig.trainer.run_once()
-    assert rig.session_codes() == {"a": "trained", "b": "trained"}
+        harness.agents.episode(session_id, value, group_id="g", size=2, reason="expired")
+    assert harness.trainer.run_once()
+    assert harness.session_codes() == {"a": "trained", "b": "trained"}
 
 
-def test_an_overdue_group_goes_on_without_the_members_that_never_came(make_rig: MakeRig) -> None:
-    rig = make_rig(algorithm={"group_wait_s": 1.0}).start()
-    rig.agents.episode("a", 1.0, group_id="g", size=3)
-    rig.agents.episode("b", 0.0, group_id="g", size=3, output_ids=[12, 1])
-    assert rig.trainer.run_once()
-    assert rig.session_codes() == {"a": "trained", "b": "trained"}
+def test_an_overdue_group_goes_on_without_the_members_that_never_came(make_harness: MakeHarness) -> None:
+    harness = make_harness(algorithm={"group_wait_s": 1.0}).start()
+    harness.agents.episode("a", 1.0, group_id="g", size=3)
+    harness.agents.episode("b", 0.0, group_id="g", size=3, output_ids=[12, 1])
+    assert harness.trainer.run_once()
+    assert harness.session_codes() == {"a": "trained", "b": "trained"}
 
 
-def test_a_backlog_parts_no_group(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backlog_parts_no_group(make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer_service.intake.entry_reader.READ_COUNT", 3)
-    rig = make_rig(algorithm={"group_wait_s": 1.0}).start()
-    rig.agents.episode("a", 1.0, group_id="g", size=2)
-    rig.agents.episode("b", 0.0, group_id="g", size=2, output_ids=[12, 1])
-    assert not rig.trainer.run_once()
-    assert rig.session_codes() == {"a": None, "b": None}
-    assert rig.trainer.run_once()
-    assert rig.session_codes() == {"a": "trained", "b": "trained"}
+    harness = make_harness(algorithm={"group_wait_s": 1.0}).start()
+    harness.agents.episode("a", 1.0, group_id="g", size=2)
+    harness.agents.episode("b", 0.0, group_id="g", size=2, output_ids=[12, 1])
+    assert not harness.trainer.run_once()
+    assert harness.session_codes() == {"a": None, "b": None}
+    assert harness.trainer.run_once()
+    assert harness.session_codes() == {"a": "trained", "b": "trained"}
 
 
 def test_after_an_outage_groups_are_judged_when_their_turn_comes(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judged: list[str] = []
 
@@ -74,40 +76,40 @@ def test_after_an_outage_groups_are_judged_when_their_turn_comes(
         return screen(group, *given)
 
     monkeypatch.setattr("trainer_service.groups.selection.screen", noting)
-    rig = make_rig(algorithm={"max_rows": 4, "max_staleness": 1}).start()
+    harness = make_harness(algorithm={"max_rows": 4, "max_staleness": 1}).start()
     for number in range(12):
-        rig.agents.group(f"g{number:02}", [1.0, 0.0])
-    assert [rig.trainer.run_once() for _ in range(3)] == [True, True, False]
-    assert list(rig.session_codes().values()) == ["trained"] * 8 + ["stale"] * 16
+        harness.agents.group(f"g{number:02}", [1.0, 0.0])
+    assert [harness.trainer.run_once() for _ in range(3)] == [True, True, False]
+    assert list(harness.session_codes().values()) == ["trained"] * 8 + ["stale"] * 16
     steps = [judged[:3], judged[3:6], judged[6:]]
     assert [len(step) for step in steps] == [3, 3, 8], "what a step takes, and one that it does not"
 
 
 def test_many_groups_that_end_at_once_are_acknowledged_so_many_at_a_time(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer_service.intake.acknowledger.GROUPS_AT_ONCE", 2)
-    rig = make_rig().start()
-    acknowledged, acknowledge = list[int](), rig.stream.acknowledge
+    harness = make_harness().start()
+    acknowledged, acknowledge = list[int](), harness.stream.acknowledge
 
     def noting(entry_ids: Any, verdicts: Verdicts) -> None:
         acknowledged.append(len(verdicts.sessions))
         acknowledge(entry_ids, verdicts)
 
-    monkeypatch.setattr(rig.stream, "acknowledge", noting)
+    monkeypatch.setattr(harness.stream, "acknowledge", noting)
     for number in range(5):
-        rig.agents.group(f"g{number}", [1.0, 1.0])
-    assert not rig.trainer.run_once()
+        harness.agents.group(f"g{number}", [1.0, 1.0])
+    assert not harness.trainer.run_once()
     assert acknowledged == [4, 4, 2]
-    assert list(rig.session_codes().values()) == ["zero_advantage"] * 10
+    assert list(harness.session_codes().values()) == ["zero_advantage"] * 10
 
 
-def test_a_group_that_is_too_old_is_not_counted_as_one_of_equal_rewards(make_rig: MakeRig) -> None:
-    rig = make_rig(initial_version=9).start()
-    rig.agents.group("old", [1.0, 0.0], version=0)
-    rig.agents.group("new", [1.0, 0.0], version=9)
-    assert rig.trainer.run_once()
-    values = json.loads((rig.root / "metrics.jsonl").read_text())
+def test_a_group_that_is_too_old_is_not_counted_as_one_of_equal_rewards(make_harness: MakeHarness) -> None:
+    harness = make_harness(initial_version=9).start()
+    harness.agents.group("old", [1.0, 0.0], version=0)
+    harness.agents.group("new", [1.0, 0.0], version=9)
+    assert harness.trainer.run_once()
+    values = json.loads((harness.root / "metrics.jsonl").read_text())
     assert (values["group/live"], values["group/zero_var"], values["group/dropped"]) == (1, 0, 2)
 
 
@@ -141,109 +143,111 @@ def test_a_read_whose_answer_was_lost_is_noticed_and_not_repeated(wish: str) -> 
     assert [reading in said for said in heard] == [True]
 
 
-def test_what_redis_delivered_into_a_broken_connection_is_taken_up(rig: Rig) -> None:
-    rig.agents.group("g", [1.0, 0.0])
-    read = rig.stream.read
+def test_what_redis_delivered_into_a_broken_connection_is_taken_up(harness: Harness) -> None:
+    harness.agents.group("g", [1.0, 0.0])
+    read = harness.stream.read
 
     def lost(count: int, block_s: float) -> Sequence[object]:
         read(count, block_s)
         raise StorageUnavailable("connection reset")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rig.stream, "read", lost)
-        assert rig.trainer.run_once()
-    assert set(rig.session_codes().values()) == {"trained"}
+        patch.setattr(harness.stream, "read", lost)
+        assert harness.trainer.run_once()
+    assert set(harness.session_codes().values()) == {"trained"}
 
 
-def test_a_sessions_rewards_add_up_and_a_repeated_turn_counts_once(rig: Rig) -> None:
-    rig.agents.open("a", "g", 2)
-    rig.agents.call(turn("a", "a-t"), turn("a", "a-t"))
-    rig.agents.reward("a", 0.25, key="k1", turn_id="a-t")
-    rig.agents.reward("a", 0.5, key="k2")
-    rig.agents.finish("a", 0.25)
-    rig.agents.episode("b", 0.0, group_id="g", size=2, output_ids=[12, 1])
-    assert rig.trainer.run_once()
-    values = json.loads((rig.root / "metrics.jsonl").read_text())
+def test_a_sessions_rewards_add_up_and_a_repeated_turn_counts_once(harness: Harness) -> None:
+    harness.agents.open("a", "g", 2)
+    harness.agents.call(turn("a", "a-t"), turn("a", "a-t"))
+    harness.agents.reward("a", 0.25, key="k1", turn_id="a-t")
+    harness.agents.reward("a", 0.5, key="k2")
+    harness.agents.finish("a", 0.25)
+    harness.agents.episode("b", 0.0, group_id="g", size=2, output_ids=[12, 1])
+    assert harness.trainer.run_once()
+    values = json.loads((harness.root / "metrics.jsonl").read_text())
     assert values["reward_mean"] == 0.5
     assert (values["rows"], values["tokens"]) == (2, 5)
-    assert not list(rig.stream.reclaim())
+    assert not list(harness.stream.reclaim())
 
 
-def test_a_session_made_not_for_training_ends_so(rig: Rig) -> None:
-    asyncio.run(rig.stream.open_session(SessionSpec(session_id="s", train=False, created_at=100.0)))
-    rig.agents.call(turn("s"))
-    rig.agents.finish("s", train=False)
-    rig.trainer.run_once()
-    assert rig.session_codes() == {"s": "not_for_training"}
+def test_a_session_made_not_for_training_ends_so(harness: Harness) -> None:
+    asyncio.run(harness.stream.open_session(SessionSpec(session_id="s", train=False, created_at=100.0)))
+    harness.agents.call(turn("s"))
+    harness.agents.finish("s", train=False)
+    harness.trainer.run_once()
+    assert harness.session_codes() == {"s": "not_for_training"}
 
 
-def test_a_token_id_outside_the_vocabulary_makes_a_session_invalid(rig: Rig) -> None:
-    rig.agents.episode("s", 1.0, output_ids=[64, 1])
-    rig.trainer.run_once()
-    assert rig.session_codes() == {"s": "invalid"}
+def test_a_token_id_outside_the_vocabulary_makes_a_session_invalid(harness: Harness) -> None:
+    harness.agents.episode("s", 1.0, output_ids=[64, 1])
+    harness.trainer.run_once()
+    assert harness.session_codes() == {"s": "invalid"}
 
 
-def test_a_session_that_expires_waiting_for_its_reward_is_closed(rig: Rig) -> None:
-    rig.agents.open("s")
-    rig.agents.call(turn("s"))
-    rig.agents.finish("s")
-    rig.trainer.run_once()
-    assert len(list(rig.stream.reclaim())) == 2
-    asyncio.run(rig.stream.expire(now=1e13, limit=10))
-    rig.trainer.run_once()
-    assert rig.session_codes() == {"s": "expired"}
-    assert not list(rig.stream.reclaim())
+def test_a_session_that_expires_waiting_for_its_reward_is_closed(harness: Harness) -> None:
+    harness.agents.open("s")
+    harness.agents.call(turn("s"))
+    harness.agents.finish("s")
+    harness.trainer.run_once()
+    assert len(list(harness.stream.reclaim())) == 2
+    asyncio.run(harness.stream.expire(now=1e13, limit=10))
+    harness.trainer.run_once()
+    assert harness.session_codes() == {"s": "expired"}
+    assert not list(harness.stream.reclaim())
 
 
-def test_what_comes_after_a_session_was_settled_is_acknowledged_and_trains_nothing(rig: Rig) -> None:
-    rig.agents.group("g", [1.0, 0.0])
-    rig.trainer.run_once()
-    rig.stream.append(turn("g-0", "late", output_ids=[30, 1]))
-    assert not rig.trainer.run_once()
-    assert not list(rig.stream.reclaim())
-    again = rig.restart()
+def test_what_comes_after_a_session_was_settled_is_acknowledged_and_trains_nothing(
+    harness: Harness,
+) -> None:
+    harness.agents.group("g", [1.0, 0.0])
+    harness.trainer.run_once()
+    harness.stream.append(turn("g-0", "late", output_ids=[30, 1]))
+    assert not harness.trainer.run_once()
+    assert not list(harness.stream.reclaim())
+    again = harness.restart()
     again.stream.append(turn("g-0", "later", output_ids=[30, 1]))
     assert not again.trainer.run_once()
     assert not list(again.stream.reclaim())
 
 
-def test_turns_that_are_not_trained_say_why(rig: Rig) -> None:
+def test_turns_that_are_not_trained_say_why(harness: Harness) -> None:
     for session_id, value in (("a", 1.0), ("b", 0.0)):
-        rig.agents.open(session_id, "g", 2)
+        harness.agents.open(session_id, "g", 2)
         asked = {"parent_id": "kept", "request_digest": "d", "context_ids": [6]}
-        rig.agents.call(
+        harness.agents.call(
             turn(session_id, "kept"),
             turn(session_id, "gone", finish="abort", parent_id="kept", relation="extends", context_ids=[5]),
             turn(session_id, "first", **asked),
             turn(session_id, "again", **asked, attempt=1, started_at=110.0),
         )
-        rig.agents.finish(session_id, value)
-    assert rig.trainer.run_once()
-    codes = {turn_id: verdict.code for turn_id, verdict in rig.stream.heads["a"].turn_verdicts.items()}
+        harness.agents.finish(session_id, value)
+    assert harness.trainer.run_once()
+    codes = {turn_id: verdict.code for turn_id, verdict in harness.stream.heads["a"].turn_verdicts.items()}
     assert codes == {"kept": "trained", "gone": "aborted", "first": "orphan_retry", "again": "trained"}
-    assert sorted(rig.checkpoints.ledger(0, 1)[0].turns) == ["again", "again", "kept", "kept"]
+    assert sorted(harness.checkpoints.ledger(0, 1)[0].turns) == ["again", "again", "kept", "kept"]
 
 
 @pytest.mark.parametrize("order", [("first", "again"), ("again", "first")])
 @pytest.mark.parametrize("restarted", [False, True])
 def test_an_orphan_is_not_trained_though_it_was_read_before_its_retry(
-    rig: Rig, order: tuple[str, str], restarted: bool
+    harness: Harness, order: tuple[str, str], restarted: bool
 ) -> None:
     for session_id in ("a", "b"):
-        rig.agents.open(session_id, "g", 2)
+        harness.agents.open(session_id, "g", 2)
     attempts = {
         "first": {"attempt": 0, "started_at": 100.0, "output_ids": [20, 1]},
         "again": {"attempt": 1, "started_at": 110.0, "output_ids": [21, 1]},
     }
     for name in order:
         for session_id in ("a", "b"):
-            rig.agents.call(turn(session_id, name, request_digest="d", **attempts[name]))
-        assert not rig.trainer.run_once()
+            harness.agents.call(turn(session_id, name, request_digest="d", **attempts[name]))
+        assert not harness.trainer.run_once()
         if restarted:
-            rig = rig.restart()
+            harness = harness.restart()
     for session_id, value in (("a", 1.0), ("b", 0.0)):
-        rig.agents.finish(session_id, value)
-    assert rig.trainer.run_once()
-    codes = {turn_id: verdict.code for turn_id, verdict in rig.stream.heads["a"].turn_verdicts.items()}
+        harness.agents.finish(session_id, value)
+    assert harness.trainer.run_once()
+    codes = {turn_id: verdict.code for turn_id, verdict in harness.stream.heads["a"].turn_verdicts.items()}
     assert codes == {"first": "orphan_retry", "again": "trained"}
-    assert sorted(rig.checkpoints.ledger(0, 1)[0].turns) == ["again", "again"]
+    assert sorted(harness.checkpoints.ledger(0, 1)[0].turns) == ["again", "again"]

@@ -14,7 +14,7 @@ from rollout_queue.contract.errors import LeaseLost
 from rollout_queue.redis import keys
 from rollout_queue.redis.holder import Holder
 from rollout_queue.redis.lease import Lease
-from tests.support.trainer_service.rig import MakeRig
+from tests.support.trainer_service.harness import MakeHarness
 from trainer_service.status.lease_holder import keep_lease
 from trainer_service.status.shared_state import SharedState
 
@@ -140,29 +140,29 @@ def test_a_redis_that_is_away_is_waited_for() -> None:
 
 @pytest.mark.parametrize("moment", ["checkpoint", "publish"])
 def test_who_has_lost_the_stream_writes_no_checkpoint_and_publishes_nothing(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, moment: str
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """Another has taken over by the time that the step is made."""
-    rig = make_rig().start()
-    rig.agents.group("g", [1.0, 0.0])
-    moments, confirm = iter(["checkpoint", "publish"]), rig.heartbeat.confirm
+    harness = make_harness().start()
+    harness.agents.group("g", [1.0, 0.0])
+    moments, confirm = iter(["checkpoint", "publish"]), harness.heartbeat.confirm
 
     def slept() -> None:
-        rig.stream.taken_over = next(moments) == moment
+        harness.stream.taken_over = next(moments) == moment
         confirm()
 
-    monkeypatch.setattr(rig.heartbeat, "confirm", slept)
+    monkeypatch.setattr(harness.heartbeat, "confirm", slept)
     with pytest.raises(LeaseLost):
-        rig.trainer.run()
-    assert (rig.settings.checkpoint_dir / "CURRENT").exists() is (moment == "publish")
-    assert not rig.gateway.announced
+        harness.trainer.run()
+    assert (harness.settings.checkpoint_dir / "CURRENT").exists() is (moment == "publish")
+    assert not harness.gateway.announced
     durable = moment == "publish"
-    assert set(rig.session_codes().values()) == {"trained" if durable else None}
+    assert set(harness.session_codes().values()) == {"trained" if durable else None}
 
 
-def test_a_paused_trainer_hears_too_that_it_is_none_any_more(make_rig: MakeRig) -> None:
-    rig = make_rig().start()
-    rig.shared_state.pause()
-    rig.stream.taken_over = True
+def test_a_paused_trainer_hears_too_that_it_is_none_any_more(make_harness: MakeHarness) -> None:
+    harness = make_harness().start()
+    harness.shared_state.pause()
+    harness.stream.taken_over = True
     with pytest.raises(LeaseLost):
-        rig.trainer.run()
+        harness.trainer.run()

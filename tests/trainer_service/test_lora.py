@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.tolerances import ulps
-from tests.support.trainer_service.random_rows import MakePupil, Pupil, random_rows
+from tests.support.trainer_service.random_rows import MakeLearner, OneRankLearner, random_rows
 from tests.support.trainer_service.same_training import (
     WELL_CONDITIONED,
     Weights,
@@ -28,72 +28,74 @@ def a_batch() -> MicroBatch:
     return batch
 
 
-def base_weights(pupil: Pupil) -> dict[str, torch.Tensor]:
-    named = pupil.policy.module.named_parameters()
+def base_weights(learner: OneRankLearner) -> dict[str, torch.Tensor]:
+    named = learner.policy.module.named_parameters()
     return {name: getattr(p, "ds_tensor", p).detach().clone() for name, p in named if "lora" not in name}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_only_adapters_learn_and_the_merged_model_says_what_the_policy_says(
-    make_pupil: MakePupil, model_path: Path, tmp_path: Path, stage: int
+    make_learner: MakeLearner, model_path: Path, tmp_path: Path, stage: int
 ) -> None:
-    pupil = make_pupil(zero_stage=stage, lora=LORA)
-    base = base_weights(pupil)
+    learner = make_learner(zero_stage=stage, lora=LORA)
+    base = base_weights(learner)
     for seed in range(2):
-        pupil.learn(seed)
-    Checkpoints(tmp_path / "c", 2).save(pupil.leader, RunState(step=2), [])
-    merged = pupil.exported()
-    after = base_weights(pupil)
+        learner.learn(seed)
+    Checkpoints(tmp_path / "c", 2).save(learner.leader, RunState(step=2), [])
+    merged = learner.exported()
+    after = base_weights(learner)
     assert all(torch.equal(after[name], tensor) for name, tensor in base.items())
     assert differs_by(merged, load_file(model_path / "model.safetensors")) > 1e-4
-    served = make_pupil(model_path=next((tmp_path / "c").glob("*/model")))
+    served = make_learner(model_path=next((tmp_path / "c").glob("*/model")))
     with torch.no_grad():
-        said, _ = pupil.policy.logprobs(a_batch())
+        said, _ = learner.policy.logprobs(a_batch())
         again, _ = served.policy.logprobs(a_batch())
     # Each of some 16 products on the way through two layers is rounded once more where adapters are apart.
     torch.testing.assert_close(said, again, atol=ulps(16, of=float(said.abs().max())), rtol=0)
 
 
 def test_peft_reads_the_adapter_of_a_checkpoint(
-    make_pupil: MakePupil, model_path: Path, tmp_path: Path
+    make_learner: MakeLearner, model_path: Path, tmp_path: Path
 ) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    pupil = make_pupil(lora={**LORA, "target_modules": ["q_proj", "down_proj"]})
-    pupil.learn(1)
-    tag = Checkpoints(tmp_path / "c", 2).save(pupil.leader, RunState(step=1), [])
+    learner = make_learner(lora={**LORA, "target_modules": ["q_proj", "down_proj"]})
+    learner.learn(1)
+    tag = Checkpoints(tmp_path / "c", 2).save(learner.leader, RunState(step=1), [])
     base = AutoModelForCausalLM.from_pretrained(model_path)
     merged = PeftModel.from_pretrained(base, tmp_path / "c" / tag / "adapter").merge_and_unload()
     weights = {name: tensor for name, tensor in merged.state_dict().items() if name != "lm_head.weight"}
     # A weight and the sum of `rank` products are added, in one order or another.
-    assert differs_by(weights, pupil.exported()) < ulps(
+    assert differs_by(weights, learner.exported()) < ulps(
         LORA["rank"] + 1, of=max(float(tensor.abs().max()) for tensor in weights.values())
     )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_adapters_go_on_bitwise_after_a_restore(make_pupil: MakePupil, tmp_path: Path, stage: int) -> None:
-    straight = make_pupil(zero_stage=stage, lora=LORA)
+def test_adapters_go_on_bitwise_after_a_restore(
+    make_learner: MakeLearner, tmp_path: Path, stage: int
+) -> None:
+    straight = make_learner(zero_stage=stage, lora=LORA)
     straight.learn(1)
     Checkpoints(tmp_path / "c", 2).save(straight.leader, RunState(step=1), [])
-    resumed = make_pupil(zero_stage=stage, lora=LORA)
+    resumed = make_learner(zero_stage=stage, lora=LORA)
     Checkpoints(tmp_path / "c", 2).restore(resumed.leader)
     assert straight.learn(2) == resumed.learn(2)
     assert differs_by(straight.exported(), resumed.exported()) == 0
 
 
 def test_adapters_are_converted_for_another_stage(
-    make_pupil: MakePupil, untrained: Weights, tmp_path: Path
+    make_learner: MakeLearner, untrained: Weights, tmp_path: Path
 ) -> None:
-    before = make_pupil(zero_stage=1, lora=LORA, optimizer=WELL_CONDITIONED)
+    before = make_learner(zero_stage=1, lora=LORA, optimizer=WELL_CONDITIONED)
     before.learn(1)
     Checkpoints(tmp_path / "c", 2).save(before.leader, RunState(step=1), [])
-    after = make_pupil(zero_stage=3, lora=LORA, optimizer=WELL_CONDITIONED)
+    after = make_learner(zero_stage=3, lora=LORA, optimizer=WELL_CONDITIONED)
     Checkpoints(tmp_path / "c", 2).restore(after.leader)
     assert differs_by(before.exported(), after.exported()) == 0
-    for pupil in (before, after):
-        pupil.learn(2)
+    for learner in (before, after):
+        learner.learn(2)
     assert_moved_alike(before.exported(), after.exported(), untrained)
 
 
@@ -101,16 +103,16 @@ def test_adapters_are_converted_for_another_stage(
     "given", [{"lora": LORA}, {"lora": LORA, "zero_stage": 3}, {}, {"reference_offload": True}]
 )
 def test_the_reference_is_the_base_model_also_after_training_and_a_restore(
-    make_pupil: MakePupil, tmp_path: Path, given: dict[str, object]
+    make_learner: MakeLearner, tmp_path: Path, given: dict[str, object]
 ) -> None:
     with torch.no_grad():
-        untrained, _ = make_pupil().policy.logprobs(a_batch())
-    pupil = make_pupil(**given)
-    pupil.learn(1)
-    Checkpoints(tmp_path / "c", 2).save(pupil.leader, RunState(step=1), [])
-    again = make_pupil(**given)
+        untrained, _ = make_learner().policy.logprobs(a_batch())
+    learner = make_learner(**given)
+    learner.learn(1)
+    Checkpoints(tmp_path / "c", 2).save(learner.leader, RunState(step=1), [])
+    again = make_learner(**given)
     Checkpoints(tmp_path / "c", 2).restore(again.leader)
-    for each in (pupil, again):
+    for each in (learner, again):
         reference = each.policy.reference(a_batch())
         # The same weights in the same passes; at stage 3 they may lie elsewhere in memory: one rounding each.
         torch.testing.assert_close(
@@ -118,9 +120,9 @@ def test_the_reference_is_the_base_model_also_after_training_and_a_restore(
         )
         assert not reference.requires_grad
         assert float((each.policy.logprobs(a_batch())[0].detach() - reference).abs().max()) > 1e-3
-    assert again.learn(2) == pupil.learn(2)
+    assert again.learn(2) == learner.learn(2)
 
 
-def test_a_layer_that_is_not_there_is_told(make_pupil: MakePupil) -> None:
+def test_a_layer_that_is_not_there_is_told(make_learner: MakeLearner) -> None:
     with pytest.raises(ValueError, match="nowhere"):
-        make_pupil(lora={**LORA, "target_modules": ["nowhere"]})
+        make_learner(lora={**LORA, "target_modules": ["nowhere"]})

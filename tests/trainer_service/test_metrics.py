@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
+from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.metric_files import lines
-from tests.support.trainer_service.rig import MakeRig, Rig
 from trainer_service.settings import GuardSettings
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -16,24 +16,24 @@ def documented(section: str) -> list[str]:
     return re.findall(r"^\| `([^`]+)` \|", rest.split("\n## ")[0], re.M)
 
 
-def test_a_step_has_the_names_of_the_document(rig: Rig) -> None:
-    rig.step("g")
+def test_a_step_has_the_names_of_the_document(harness: Harness) -> None:
+    harness.step("g")
     named = documented("Of every step")
-    assert set(lines(rig.root / "metrics.jsonl")[0]) == set(named)
+    assert set(lines(harness.root / "metrics.jsonl")[0]) == set(named)
     assert len(named) == len(set(named))
 
 
-def test_a_step_with_a_critic_has_the_names_of_the_document_as_well(make_rig: MakeRig) -> None:
-    rig = make_rig(algorithm={"advantage": {"name": "gae"}}, critic={}).start()
-    rig.step("g")
+def test_a_step_with_a_critic_has_the_names_of_the_document_as_well(make_harness: MakeHarness) -> None:
+    harness = make_harness(algorithm={"advantage": {"name": "gae"}}, critic={}).start()
+    harness.step("g")
     named = documented("Of every step") + documented("With a critic")
-    assert set(lines(rig.root / "metrics.jsonl")[0]) == set(named)
+    assert set(lines(harness.root / "metrics.jsonl")[0]) == set(named)
 
 
-def test_an_evaluation_has_the_names_of_the_document(rig: Rig) -> None:
-    rig.agents.evaluate("a", 1.0)
-    rig.trainer.run_once()
-    (line,) = lines(rig.root / "metrics.eval.jsonl")
+def test_an_evaluation_has_the_names_of_the_document(harness: Harness) -> None:
+    harness.agents.evaluate("a", 1.0)
+    harness.trainer.run_once()
+    (line,) = lines(harness.root / "metrics.eval.jsonl")
     assert set(line) == {"step", "version", "time", *documented("Evaluation")}
 
 
@@ -47,14 +47,14 @@ def test_a_guard_has_the_name_and_the_default_of_the_document() -> None:
     assert f"`roll_back` (default: {str(defaults.roll_back).lower()})" in text
 
 
-def test_prometheus_has_the_names_of_the_document(make_rig: MakeRig) -> None:
-    rig = make_rig().start()
-    rig.agents.evaluate("a", 1.0)
-    rig.step("g")
+def test_prometheus_has_the_names_of_the_document(make_harness: MakeHarness) -> None:
+    harness = make_harness().start()
+    harness.agents.evaluate("a", 1.0)
+    harness.step("g")
     of_steps = {f"weir_trainer_{name.replace('/', '_')}" for name in documented("Of every step")}
     counted = {
         metric.name + ("_total" if metric.type == "counter" else "")
-        for metric in rig.registry.collect()
+        for metric in harness.registry.collect()
         if metric.name.startswith("weir_trainer_")
     }
     assert counted - of_steps == set(documented("Prometheus alone"))

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.tolerances import FLOAT64, ulps
+from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.random_rows import row_of
-from tests.support.trainer_service.rig import MakeRig, Rig
 from trainer_service.rows.rows import MicroBatch, Row, balanced_shares, micro_batches
 
 pytestmark = pytest.mark.numeric
@@ -73,26 +73,26 @@ def test_attention_makes_one_long_row_cost_more_than_many_short_ones() -> None:
     assert sum(one.cost(even_at=64) for one in short.single_rows()) == 72
 
 
-def test_a_policy_fills_up_a_share_with_the_cheapest_pass(rig: Rig) -> None:
+def test_a_policy_fills_up_a_share_with_the_cheapest_pass(harness: Harness) -> None:
     rows = [row_of(length) for length in (30, 20, 10)]
-    rig.policy.ranks = 2
-    share = rig.policy.own_micro_batches(list(micro_batches(rows, 1)))
+    harness.policy.ranks = 2
+    share = harness.policy.own_micro_batches(list(micro_batches(rows, 1)))
     assert [(len(batch.ids_N), counts) for batch, counts in share] == [(30, True), (10, False)]
-    rig.policy.rank = 1
-    share = rig.policy.own_micro_batches(list(micro_batches(rows, 1)))
+    harness.policy.rank = 1
+    share = harness.policy.own_micro_batches(list(micro_batches(rows, 1)))
     assert [(len(batch.ids_N), counts) for batch, counts in share] == [(20, True), (10, True)]
 
 
 @pytest.fixture
-def policy_gradient(make_rig: MakeRig) -> "Gradient":
-    return Gradient(make_rig())
+def policy_gradient(make_harness: MakeHarness) -> "Gradient":
+    return Gradient(make_harness())
 
 
 class Gradient:
     """Of a weighted sum of logprobs and entropies over all rows, as plain autograd has it."""
 
-    def __init__(self, rig: Rig) -> None:
-        self._policy = rig.policy
+    def __init__(self, harness: Harness) -> None:
+        self._policy = harness.policy
 
     def __call__(self, rows: list[Row], max_tokens: int) -> tuple[float, torch.Tensor]:
         parameters = list(self._policy.module.parameters())

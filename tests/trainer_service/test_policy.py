@@ -14,14 +14,14 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rollout_queue.contract.policy import MANIFEST, STABLE, Manifest, sha256_of
 from tests.support.tolerances import ulps
-from tests.support.trainer_service.rig import MakeRig, Rig, turn
+from tests.support.trainer_service.harness import Harness, MakeHarness, turn
 from tests.support.trainer_service.same_training import WELL_CONDITIONED, Weights, assert_moved_alike
 from trainer_service.rows.rows import micro_batches, rows_of
 
 pytestmark = pytest.mark.numeric
 
 
-def sampled(rig: Rig, session_id: str, seed: int, temperature: float) -> list[dict[str, Any]]:
+def sampled(harness: Harness, session_id: str, seed: int, temperature: float) -> list[dict[str, Any]]:
     """Two turns of a session as an engine gives them: sampled and scored one token at a time."""
     generator = torch.Generator().manual_seed(seed)
     ids: list[int] = []
@@ -32,7 +32,7 @@ def sampled(rig: Rig, session_id: str, seed: int, temperature: float) -> list[di
         output, logprobs = [], []
         for _ in range(8):
             with torch.no_grad():
-                logits = rig.policy.module(torch.tensor([ids])).logits[0, -1] / temperature
+                logits = harness.policy.module(torch.tensor([ids])).logits[0, -1] / temperature
             lp = logits.log_softmax(-1)
             token = int(torch.multinomial(lp.exp(), 1, generator=generator))
             ids.append(token)
@@ -46,18 +46,18 @@ def sampled(rig: Rig, session_id: str, seed: int, temperature: float) -> list[di
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_a_fresh_rollout_has_the_engines_logprobs_and_ratio_one(
-    make_rig: MakeRig, temperature: float
+    make_harness: MakeHarness, temperature: float
 ) -> None:
-    rig = make_rig().start()
+    harness = make_harness().start()
     for seed, value in enumerate((1.0, 0.0)):
         session_id = f"s{seed}"
-        rig.agents.open(session_id, "g", 2)
-        rig.agents.call(
-            *(turn(session_id, **fields) for fields in sampled(rig, session_id, seed, temperature))
+        harness.agents.open(session_id, "g", 2)
+        harness.agents.call(
+            *(turn(session_id, **fields) for fields in sampled(harness, session_id, seed, temperature))
         )
-        rig.agents.finish(session_id, value)
-    assert rig.trainer.run_once()
-    metrics = json.loads((rig.root / "metrics.jsonl").read_text())
+        harness.agents.finish(session_id, value)
+    assert harness.trainer.run_once()
+    metrics = json.loads((harness.root / "metrics.jsonl").read_text())
     # Sums of 64 products at most; no log-probability of 64 tokens is far beyond -ln 64.
     assert metrics["mismatch/abs_logp"] < ulps(64, of=math.log(64))
     assert metrics["mismatch/ess"] == pytest.approx(1, abs=ulps(64, of=math.log(64)))
@@ -66,18 +66,20 @@ def test_a_fresh_rollout_has_the_engines_logprobs_and_ratio_one(
     assert (metrics["rows"], metrics["tokens"], metrics["staleness/total_max"]) == (2, 32, 0)
 
 
-def test_a_step_is_a_step_of_plain_adamw(make_rig: MakeRig, untrained: Weights, model_path: Path) -> None:
+def test_a_step_is_a_step_of_plain_adamw(
+    make_harness: MakeHarness, untrained: Weights, model_path: Path
+) -> None:
     """Its second moment counts: gradients are as large as its epsilon, and not much larger."""
     from transformers import AutoModelForCausalLM
 
-    rig = make_rig(optimizer=WELL_CONDITIONED | {"warmup_steps": 2}).start()
+    harness = make_harness(optimizer=WELL_CONDITIONED | {"warmup_steps": 2}).start()
     model = AutoModelForCausalLM.from_pretrained(model_path)
     lr, max_norm = WELL_CONDITIONED["lr"], WELL_CONDITIONED["max_grad_norm"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     (batch,) = micro_batches(rows_of("s1", [turn()], ["t1"]), 100)
     for rate in (0.5 * lr, lr, lr):
-        rig.policy.backward(-rig.policy.logprobs(batch)[0].mean())
-        rig.policy.step()
+        harness.policy.backward(-harness.policy.logprobs(batch)[0].mean())
+        harness.policy.step()
         logits = model(torch.from_numpy(batch.ids_N)[None]).logits[0, torch.from_numpy(batch.predict_at_T)]
         targets = torch.from_numpy(batch.targets_T)
         torch.nn.functional.cross_entropy(logits, targets).backward()  # type: ignore[no-untyped-call]
@@ -85,25 +87,27 @@ def test_a_step_is_a_step_of_plain_adamw(make_rig: MakeRig, untrained: Weights, 
         optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
         optimizer.zero_grad()
-    assert_moved_alike(model.state_dict(), rig.weights(), untrained)
+    assert_moved_alike(model.state_dict(), harness.weights(), untrained)
 
 
-def test_a_step_does_not_depend_on_how_its_rows_are_packed(make_rig: MakeRig, untrained: Weights) -> None:
+def test_a_step_does_not_depend_on_how_its_rows_are_packed(
+    make_harness: MakeHarness, untrained: Weights
+) -> None:
     made = []
     for max_tokens in (10_000, 1):
         packed = {"max_tokens": max_tokens}
-        rig = make_rig(f"run-{max_tokens}", algorithm=packed, optimizer=WELL_CONDITIONED).start()
-        rig.agents.group("g", [1.0, 0.0, 0.5])
-        assert rig.trainer.run_once()
-        made.append(rig.weights())
+        harness = make_harness(f"run-{max_tokens}", algorithm=packed, optimizer=WELL_CONDITIONED).start()
+        harness.agents.group("g", [1.0, 0.0, 0.5])
+        assert harness.trainer.run_once()
+        made.append(harness.weights())
     assert_moved_alike(made[0], made[1], untrained)
 
 
-def test_a_published_version_is_whole_and_proves_itself(rig: Rig, model_path: Path) -> None:
-    rig.agents.group("g", [1.0, 0.0])
-    rig.trainer.run_once()
-    (announced,) = rig.gateway.announced
-    directory = rig.store.path_of(1)
+def test_a_published_version_is_whole_and_proves_itself(harness: Harness, model_path: Path) -> None:
+    harness.agents.group("g", [1.0, 0.0])
+    harness.trainer.run_once()
+    (announced,) = harness.gateway.announced
+    directory = harness.store.path_of(1)
     assert announced["location"] == directory.as_uri()
     assert announced["manifest_sha256"] == sha256_of(directory / MANIFEST)
     assert (directory / STABLE).exists()
@@ -121,77 +125,79 @@ def test_a_published_version_is_whole_and_proves_itself(rig: Rig, model_path: Pa
     assert {t.name: (t.shape, t.dtype) for t in weights.tensors} == {
         name: (list(tensor.shape), "F32") for name, tensor in base.items()
     }
-    assert all(torch.equal(tensor, rig.weights()[name]) for name, tensor in exported.items())
+    assert all(torch.equal(tensor, harness.weights()[name]) for name, tensor in exported.items())
 
 
 def test_a_bfloat16_model_is_trained_in_float32_and_published_in_bfloat16(
-    make_rig: MakeRig, model_path: Path, tmp_path: Path
+    make_harness: MakeHarness, model_path: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     half = tmp_path / "half"
     AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).save_pretrained(half)
-    rig = make_rig(model_path=half).start()
-    rig.agents.group("g", [1.0, 0.0])
-    rig.trainer.run_once()
-    assert rig.weights()["model.norm.weight"].dtype == torch.float32
-    exported = load_file(rig.store.path_of(1) / "model.safetensors")
+    harness = make_harness(model_path=half).start()
+    harness.agents.group("g", [1.0, 0.0])
+    harness.trainer.run_once()
+    assert harness.weights()["model.norm.weight"].dtype == torch.float32
+    exported = load_file(harness.store.path_of(1) / "model.safetensors")
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
 
 
-def test_a_policy_in_bfloat16_trains(make_rig: MakeRig) -> None:
-    rig = make_rig(dtype="bfloat16").start()
-    rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.run_once()
-    again = rig.restart()
-    assert all(torch.equal(t, again.weights()[name]) for name, t in rig.weights().items())
+def test_a_policy_in_bfloat16_trains(make_harness: MakeHarness) -> None:
+    harness = make_harness(dtype="bfloat16").start()
+    harness.agents.group("g", [1.0, 0.0])
+    assert harness.trainer.run_once()
+    again = harness.restart()
+    assert all(torch.equal(t, again.weights()[name]) for name, t in harness.weights().items())
 
 
-def test_old_versions_and_checkpoints_are_removed(make_rig: MakeRig) -> None:
-    rig = make_rig(keep_policies=2, keep_checkpoints=2).start()
+def test_old_versions_and_checkpoints_are_removed(make_harness: MakeHarness) -> None:
+    harness = make_harness(keep_policies=2, keep_checkpoints=2).start()
     for group_id in "abcd":
-        rig.agents.group(group_id, [1.0, 0.0])
-        assert rig.trainer.run_once()
-    assert rig.store.versions() == [3, 4]
-    assert len([path for path in (rig.root / "checkpoints").iterdir() if path.is_dir()]) == 2
-    assert rig.restart().trainer.step == 4
+        harness.agents.group(group_id, [1.0, 0.0])
+        assert harness.trainer.run_once()
+    assert harness.store.versions() == [3, 4]
+    assert len([path for path in (harness.root / "checkpoints").iterdir() if path.is_dir()]) == 2
+    assert harness.restart().trainer.step == 4
 
 
 def test_a_version_holds_no_file_that_a_rollout_server_refuses(
-    make_rig: MakeRig, model_path: Path, tmp_path: Path
+    make_harness: MakeHarness, model_path: Path, tmp_path: Path
 ) -> None:
     odd = tmp_path / "odd"
     shutil.copytree(model_path, odd)
     for name in ("modeling_odd.py", ".gitattributes", "a note.txt", "old.ckpt"):
         (odd / name).write_text("#", encoding="utf-8")
-    rig = make_rig(model_path=odd).start()
-    rig.agents.group("g", [1.0, 0.0])
-    rig.trainer.run_once()
-    published = {path.name for path in rig.store.path_of(1).iterdir()}
+    harness = make_harness(model_path=odd).start()
+    harness.agents.group("g", [1.0, 0.0])
+    harness.trainer.run_once()
+    published = {path.name for path in harness.store.path_of(1).iterdir()}
     assert published == {path.name for path in model_path.iterdir()} | {MANIFEST, STABLE}
 
 
-def test_a_half_written_version_is_written_again(rig: Rig) -> None:
-    leftover = rig.store.path_of(1)
+def test_a_half_written_version_is_written_again(harness: Harness) -> None:
+    leftover = harness.store.path_of(1)
     leftover.mkdir()
     (leftover / "model.safetensors").write_bytes(b"half")
-    assert rig.store.versions() == []
-    rig.agents.group("g", [1.0, 0.0])
-    rig.trainer.run_once()
+    assert harness.store.versions() == []
+    harness.agents.group("g", [1.0, 0.0])
+    harness.trainer.run_once()
     assert load_file(leftover / "model.safetensors")
 
 
-def test_a_checkpoint_brings_back_the_random_generators(rig: Rig) -> None:
+def test_a_checkpoint_brings_back_the_random_generators(harness: Harness) -> None:
     torch.rand(5)  # away from the seed, which a restart sets too
-    rig.agents.group("g", [1.0, 0.0])
-    rig.trainer.run_once()
+    harness.agents.group("g", [1.0, 0.0])
+    harness.trainer.run_once()
     expected = torch.rand(3)
-    again = rig.restart()
+    again = harness.restart()
     assert torch.equal(torch.rand(3), expected)
     assert again.trainer.step == 1
 
 
-def test_a_model_that_cannot_be_published_is_refused_at_the_start(make_rig: MakeRig, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_published_is_refused_at_the_start(
+    make_harness: MakeHarness, tmp_path: Path
+) -> None:
     """Its experts are fused in memory, and single tensors in its files."""
     config = Qwen3MoeConfig(
         vocab_size=64,
@@ -209,4 +215,4 @@ def test_a_model_that_cannot_be_published_is_refused_at_the_start(make_rig: Make
     Qwen3MoeForCausalLM(config).save_pretrained(directory)
     (directory / "tokenizer.json").write_text("{}", encoding="utf-8")
     with pytest.raises(SystemExit, match="cannot be published"):
-        make_rig(model_path=directory)
+        make_harness(model_path=directory)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tests.support.trainer_service.rig import MakeRig, Rig
+from tests.support.trainer_service.harness import Harness, MakeHarness
 from trainer_service.step.group_trainer import Diverged
 from trainer_service.step.quarantine import non_finite_groups
 
@@ -15,12 +15,12 @@ POISON = 1e-42
 """A temperature that is greater than 0, and makes every logit infinite."""
 
 
-def optimizer_state(rig: Rig) -> dict[str, torch.Tensor]:
+def optimizer_state(harness: Harness) -> dict[str, torch.Tensor]:
     """Everything that the next step depends on but the weights, as a checkpoint has it."""
-    rig.policy.save(rig.root, "looked-at")
-    (path,) = (rig.root / "looked-at").glob("*optim_states.pt")
+    harness.policy.save(harness.root, "looked-at")
+    (path,) = (harness.root / "looked-at").glob("*optim_states.pt")
     state = torch.load(path, weights_only=False)
-    shutil.rmtree(rig.root / "looked-at")
+    shutil.rmtree(harness.root / "looked-at")
     found: dict[str, torch.Tensor] = {}
 
     def walk(name: str, value: object) -> None:
@@ -42,79 +42,81 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_the_group_to_blame_ends_invalid_and_the_others_train(make_rig: MakeRig) -> None:
-    rig = make_rig(algorithm={"min_live_rows": 6}).start()
-    rig.agents.group("a", [1.0, 0.0])
-    rig.agents.group("poison", [1.0, 0.0], temperature=POISON)
-    rig.agents.group("b", [1.0, 0.0])
-    assert not rig.trainer.run_once()
-    codes = rig.session_codes()
+def test_the_group_to_blame_ends_invalid_and_the_others_train(make_harness: MakeHarness) -> None:
+    harness = make_harness(algorithm={"min_live_rows": 6}).start()
+    harness.agents.group("a", [1.0, 0.0])
+    harness.agents.group("poison", [1.0, 0.0], temperature=POISON)
+    harness.agents.group("b", [1.0, 0.0])
+    assert not harness.trainer.run_once()
+    codes = harness.session_codes()
     assert (codes["poison-0"], codes["poison-1"], codes["a-0"], codes["b-0"]) == ("invalid",) * 2 + (
         None,
     ) * 2
-    verdict = rig.stream.heads["poison-0"].verdict
+    verdict = harness.stream.heads["poison-0"].verdict
     assert verdict is not None
     assert verdict.detail == "its gradient is not finite at version 0"
-    assert rig.stream.heads["poison-0"].turn_verdicts["poison-0-t"] == verdict
-    rig.agents.group("c", [1.0, 0.0])
-    assert rig.trainer.run_once()
-    assert rig.session_codes() == codes | dict.fromkeys(("a-0", "a-1", "b-0", "b-1", "c-0", "c-1"), "trained")
-    assert not list(rig.stream.reclaim())
+    assert harness.stream.heads["poison-0"].turn_verdicts["poison-0-t"] == verdict
+    harness.agents.group("c", [1.0, 0.0])
+    assert harness.trainer.run_once()
+    assert harness.session_codes() == codes | dict.fromkeys(
+        ("a-0", "a-1", "b-0", "b-1", "c-0", "c-1"), "trained"
+    )
+    assert not list(harness.stream.reclaim())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_and_optimizer_are_bitwise_what_they_are_without_that_group(
-    make_rig: MakeRig, dtype: str
+    make_harness: MakeHarness, dtype: str
 ) -> None:
-    spared, struck = (make_rig(name, dtype=dtype).start() for name in ("spared", "struck"))
-    for rig in (spared, struck):
-        rig.agents.group("a", [1.0, 0.0])
-        assert rig.trainer.run_once()
+    spared, struck = (make_harness(name, dtype=dtype).start() for name in ("spared", "struck"))
+    for harness in (spared, struck):
+        harness.agents.group("a", [1.0, 0.0])
+        assert harness.trainer.run_once()
     before = struck.weights(), optimizer_state(struck)
     struck.agents.group("poison", [1.0, 0.0], temperature=POISON)
     assert not struck.trainer.run_once()
     assert same(before[0], struck.weights())
     assert same(before[1], optimizer_state(struck))
-    for rig in (spared, struck):
-        rig.agents.group("b", [0.0, 1.0, 1.0])
-        assert rig.trainer.run_once()
+    for harness in (spared, struck):
+        harness.agents.group("b", [0.0, 1.0, 1.0])
+        assert harness.trainer.run_once()
     assert same(spared.weights(), struck.weights())
     assert same(optimizer_state(spared), optimizer_state(struck))
 
 
-def test_a_restart_does_not_meet_the_batch_again(rig: Rig) -> None:
-    rig.agents.group("poison", [1.0, 0.0], temperature=POISON)
-    assert not rig.trainer.run_once()
-    rig = rig.restart()
-    assert not rig.trainer.run_once()
-    assert rig.stream.counts["session:invalid"] == 2
-    assert rig.trainer.step == 0
+def test_a_restart_does_not_meet_the_batch_again(harness: Harness) -> None:
+    harness.agents.group("poison", [1.0, 0.0], temperature=POISON)
+    assert not harness.trainer.run_once()
+    harness = harness.restart()
+    assert not harness.trainer.run_once()
+    assert harness.stream.counts["session:invalid"] == 2
+    assert harness.trainer.step == 0
 
 
-def test_a_later_epoch_that_fails_ends_the_run_and_the_group(make_rig: MakeRig) -> None:
+def test_a_later_epoch_that_fails_ends_the_run_and_the_group(make_harness: MakeHarness) -> None:
     """The weights contain its first epoch: only the checkpoint has them as they were."""
-    rig = make_rig(algorithm={"epochs": 2}).start()
+    harness = make_harness(algorithm={"epochs": 2}).start()
     norms = itertools.chain([1.0], itertools.repeat(float("inf")))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rig.policy, "step", lambda scale=1.0: next(norms))
-        rig.agents.group("g", [1.0, 0.0])
+        patch.setattr(harness.policy, "step", lambda scale=1.0: next(norms))
+        harness.agents.group("g", [1.0, 0.0])
         with pytest.raises(Diverged, match="epoch 2"):
-            rig.trainer.run_once()
-    assert set(rig.session_codes().values()) == {"invalid"}
-    rig = rig.restart()
-    rig.agents.group("h", [1.0, 0.0])
-    assert rig.trainer.run_once()
-    assert rig.session_codes()["h-0"] == "trained"
+            harness.trainer.run_once()
+    assert set(harness.session_codes().values()) == {"invalid"}
+    harness = harness.restart()
+    harness.agents.group("h", [1.0, 0.0])
+    assert harness.trainer.run_once()
+    assert harness.session_codes()["h-0"] == "trained"
 
 
-def test_weights_that_are_spoilt_already_blame_no_group(rig: Rig) -> None:
+def test_weights_that_are_spoilt_already_blame_no_group(harness: Harness) -> None:
     with torch.no_grad():
-        next(rig.policy.module.parameters()).fill_(float("nan"))
-    rig.agents.group("g", [1.0, 0.0])
+        next(harness.policy.module.parameters()).fill_(float("nan"))
+    harness.agents.group("g", [1.0, 0.0])
     with pytest.raises(Diverged, match="the weights are not finite"):
-        rig.trainer.run_once()
-    assert rig.session_codes() == {"g-0": None, "g-1": None}
-    assert rig.restart().trainer.run_once()
+        harness.trainer.run_once()
+    assert harness.session_codes() == {"g-0": None, "g-1": None}
+    assert harness.restart().trainer.run_once()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.support.trainer_service.random_rows import POISON, MakePupil, random_rows
+from tests.support.trainer_service.random_rows import POISON, MakeLearner, random_rows
 from tests.support.trainer_service.rank_pair import DEEPSPEED, RankPair, rank_pair
 from tests.support.trainer_service.rank_tasks import Task
 from tests.support.trainer_service.same_training import (
@@ -41,14 +41,14 @@ def weights_of(run: Path) -> Weights:
 @pytest.mark.numeric
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_learn_in_parts_what_one_learns_at_once(
-    pair: RankPair, make_pupil: MakePupil, untrained: Weights, tmp_path: Path, stage: int
+    pair: RankPair, make_learner: MakeLearner, untrained: Weights, tmp_path: Path, stage: int
 ) -> None:
     # The third step has one row, so that one rank is left without; the last has a gradient that is infinite.
     steps = [random_rows(1, 5), random_rows(2, 8), random_rows(3, 1), random_rows(4, 5, POISON)]
     probes = [random_rows(5, 3), random_rows(5, 3, POISON), random_rows(6, 1)]
-    one = make_pupil(optimizer=WELL_CONDITIONED)
+    one = make_learner(optimizer=WELL_CONDITIONED)
     of_one = [one.leader.optimise(StepRequest(each, 0, one.settings.algorithm)) for each in steps]
-    settings = make_pupil(zero_stage=stage, optimizer=WELL_CONDITIONED).settings
+    settings = make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED).settings
     of_two = pair.learn(Task(tmp_path / "two", settings, steps, probes, in_parts=True))
     assert_moved_alike(weights_of(tmp_path / "two"), one.exported(), untrained)
     for told_alone, told in zip(of_one, of_two.metrics, strict=True):
@@ -58,9 +58,9 @@ def test_two_ranks_learn_in_parts_what_one_learns_at_once(
 
 
 def test_the_launcher_of_deepspeed_starts_the_same_ranks(
-    pair: RankPair, make_pupil: MakePupil, tmp_path: Path
+    pair: RankPair, make_learner: MakeLearner, tmp_path: Path
 ) -> None:
-    settings, steps = make_pupil(optimizer=WELL_CONDITIONED).settings, [random_rows(1, 5)]
+    settings, steps = make_learner(optimizer=WELL_CONDITIONED).settings, [random_rows(1, 5)]
     by_torch = pair.learn(Task(tmp_path / "torch", settings, steps))
     with rank_pair(tmp_path / "tasks", DEEPSPEED, forks=False) as other_pair:
         by_deepspeed = other_pair.learn(Task(tmp_path / "deepspeed", settings, steps))
@@ -71,10 +71,10 @@ def test_the_launcher_of_deepspeed_starts_the_same_ranks(
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_checkpoint_goes_on_with_fewer_and_with_more_ranks(
-    pair: RankPair, make_pupil: MakePupil, untrained: Weights, tmp_path: Path, stage: int
+    pair: RankPair, make_learner: MakeLearner, untrained: Weights, tmp_path: Path, stage: int
 ) -> None:
-    one = make_pupil(optimizer=WELL_CONDITIONED)
-    other = make_pupil(zero_stage=stage, optimizer=WELL_CONDITIONED)
+    one = make_learner(optimizer=WELL_CONDITIONED)
+    other = make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED)
     run, steps = tmp_path / "run", [random_rows(seed, 6) for seed in range(3)]
     pair.learn(Task(run, other.settings, steps[:1]))
     checkpoints = Checkpoints(run / "checkpoints", 2)
@@ -90,9 +90,9 @@ def test_a_checkpoint_goes_on_with_fewer_and_with_more_ranks(
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_when_one_rank_dies_all_end_and_the_next_start_goes_on_bitwise(
-    pair: RankPair, make_pupil: MakePupil, tmp_path: Path, stage: int
+    pair: RankPair, make_learner: MakeLearner, tmp_path: Path, stage: int
 ) -> None:
-    settings = make_pupil(zero_stage=stage, optimizer=WELL_CONDITIONED).settings
+    settings = make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED).settings
     rows = [random_rows(seed, 8) for seed in range(8)]
     steps = [rows[step % len(rows)] for step in range(2000)]  # more than there is time for
     killed, straight = tmp_path / "killed", tmp_path / "straight"
@@ -112,12 +112,14 @@ def test_when_one_rank_dies_all_end_and_the_next_start_goes_on_bitwise(
     assert differs_by(weights_of(killed), weights_of(straight)) == 0
 
 
-def test_a_rank_without_orders_takes_no_time(pair: RankPair, make_pupil: MakePupil, tmp_path: Path) -> None:
+def test_a_rank_without_orders_takes_no_time(
+    pair: RankPair, make_learner: MakeLearner, tmp_path: Path
+) -> None:
     """A rollout takes minutes, and a core that waits for it is one that the engine has not."""
     run = tmp_path / "run"
     run.mkdir()
     (run / "rest").touch()
-    told = pair.begin(Task(run, make_pupil().settings, [random_rows(1, 5)]))
+    told = pair.begin(Task(run, make_learner().settings, [random_rows(1, 5)]))
     wait_until((run / "idle").exists)
     (follower,) = pair.ranks()[1].children()
     before = follower.cpu_times()

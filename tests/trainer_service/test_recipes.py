@@ -15,7 +15,7 @@ from rollout_queue.contract.records import Reward, Turn
 from rollout_queue.contract.tokens import Logprobs
 from rollout_queue.memory import MemoryStream
 from tests.support.tolerances import ulps
-from tests.support.trainer_service.rig import MakeRig, Rig, turn
+from tests.support.trainer_service.harness import Harness, MakeHarness, turn
 from tests.support.trainer_service.same_training import (
     WELL_CONDITIONED,
     Weights,
@@ -63,57 +63,57 @@ ROUNDED = ulps(4, of=2.0)
 PRESET_NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
-def task(rig: Rig, name: str, values: list[float]) -> None:
+def task(harness: Harness, name: str, values: list[float]) -> None:
     """A group whose rewards come in two parts, `right` and `short`."""
     for index, value in enumerate(values):
         session_id = f"{name}-{index}"
-        rig.agents.open(session_id, name, len(values))
+        harness.agents.open(session_id, name, len(values))
         output = [10 + index, 20 + index, *[30] * index, 1]
-        rig.agents.call(*honest(rig, turn(session_id, f"{session_id}-t", output_ids=output)))
+        harness.agents.call(*honest(harness, turn(session_id, f"{session_id}-t", output_ids=output)))
         for part, worth in (("right", value), ("short", 0.1 * index)):
             reward = Reward(session_id=session_id, value=worth, key=part, source=part, created_at=102.0)
-            rig.agents.rewarded(reward)
-        rig.agents.finish(session_id)
+            harness.agents.rewarded(reward)
+        harness.agents.finish(session_id)
 
 
-def honest(rig: Rig, *turns: Turn) -> list[Turn]:
+def honest(harness: Harness, *turns: Turn) -> list[Turn]:
     """The same turns with the log-probabilities that the policy itself gives their tokens."""
     told = []
     for each in turns:
         (batch,) = micro_batches(rows_of(each.session_id, [each], [each.turn_id]), 100)
-        lp_T, _ = rig.policy.logprobs(batch)
+        lp_T, _ = harness.policy.logprobs(batch)
         told.append(msgspec.structs.replace(each, logprobs=Logprobs(lp_T.tolist())))
     return told
 
 
-def moved(rig: Rig, before: dict[str, torch.Tensor]) -> bool:
-    return any(not torch.equal(before[name], weight) for name, weight in rig.weights().items())
+def moved(harness: Harness, before: dict[str, torch.Tensor]) -> bool:
+    return any(not torch.equal(before[name], weight) for name, weight in harness.weights().items())
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_every_advantage_trains(name: str, make_rig: MakeRig) -> None:
-    rig = make_rig(algorithm={"advantage": ADVANTAGES[name]}).start()
-    before = rig.weights()
-    task(rig, "g", [1.0, 0.0, 0.5])
-    task(rig, "h", [0.0, 1.0])
-    assert rig.trainer.run_once()
-    assert set(rig.session_codes().values()) == {"trained"}
-    assert moved(rig, before)
-    metrics = rig.shared_state.snapshot.metrics
+def test_every_advantage_trains(name: str, make_harness: MakeHarness) -> None:
+    harness = make_harness(algorithm={"advantage": ADVANTAGES[name]}).start()
+    before = harness.weights()
+    task(harness, "g", [1.0, 0.0, 0.5])
+    task(harness, "h", [0.0, 1.0])
+    assert harness.trainer.run_once()
+    assert set(harness.session_codes().values()) == {"trained"}
+    assert moved(harness, before)
+    metrics = harness.shared_state.snapshot.metrics
     assert metrics["adv/std"] > 0
     assert all(math.isfinite(value) for value in metrics.values())
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_every_loss_trains(name: str, make_rig: MakeRig) -> None:
-    rig = make_rig(algorithm={"loss": LOSSES[name], "epochs": 2}).start()
-    before = rig.weights()
-    task(rig, "g", [1.0, 0.0, 0.5])
-    assert rig.trainer.run_once()
-    assert moved(rig, before)
+def test_every_loss_trains(name: str, make_harness: MakeHarness) -> None:
+    harness = make_harness(algorithm={"loss": LOSSES[name], "epochs": 2}).start()
+    before = harness.weights()
+    task(harness, "g", [1.0, 0.0, 0.5])
+    assert harness.trainer.run_once()
+    assert moved(harness, before)
 
 
-class Master:
+class FakeTeacher:
     """A teacher's `/generate`: it finds every token as likely as `lp` says."""
 
     def __init__(self, lp: float = -0.1, away: int = 0, refuses: str | None = None) -> None:
@@ -133,197 +133,199 @@ class Master:
         return httpx.Response(200, json={"meta_info": {"input_token_logprobs": told}})
 
 
-def pupil(make_rig: MakeRig, master: Master) -> Rig:
-    rig = make_rig(algorithm={"preset": "opd"}, teacher={"url": "http://teacher"}, optimizer=GENTLE)
-    rig.teacher = master
-    return rig.start()
+def with_teacher(make_harness: MakeHarness, teacher: FakeTeacher) -> Harness:
+    harness = make_harness(algorithm={"preset": "opd"}, teacher={"url": "http://teacher"}, optimizer=GENTLE)
+    harness.teacher = teacher
+    return harness.start()
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESET_NAMES if name != "opd"])
 def test_every_preset_trains_five_steps_without_a_warning(
-    preset: str, make_rig: MakeRig, caplog: pytest.LogCaptureFixture
+    preset: str, make_harness: MakeHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", module="trainer_service")
-        rig = make_rig(algorithm={"preset": preset}, optimizer=GENTLE).start()
+        harness = make_harness(algorithm={"preset": preset}, optimizer=GENTLE).start()
         for step in range(5):
-            task(rig, f"g{step}", [1.0, 0.0, 0.5])
-            before = rig.weights()
-            assert rig.trainer.run_once()
-            assert moved(rig, before)
-    assert rig.trainer.step == 5
-    assert set(rig.session_codes().values()) == {"trained"}
+            task(harness, f"g{step}", [1.0, 0.0, 0.5])
+            before = harness.weights()
+            assert harness.trainer.run_once()
+            assert moved(harness, before)
+    assert harness.trainer.step == 5
+    assert set(harness.session_codes().values()) == {"trained"}
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_distillation_moves_towards_the_teacher(make_rig: MakeRig) -> None:
+def test_distillation_moves_towards_the_teacher(make_harness: MakeHarness) -> None:
     """Whatever the rewards are: the teacher alone judges."""
-    master = Master()
-    rig = pupil(make_rig, master)
+    teacher = FakeTeacher()
+    harness = with_teacher(make_harness, teacher)
     losses = []
     for step in range(5):
-        rig.agents.episode(f"s{step}", 0.0)
-        rig.agents.episode(f"r{step}", 0.0)
-        assert rig.trainer.run_once()
-        losses.append(rig.shared_state.snapshot.metrics["mismatch/train_ppl"])
+        harness.agents.episode(f"s{step}", 0.0)
+        harness.agents.episode(f"r{step}", 0.0)
+        assert harness.trainer.run_once()
+        losses.append(harness.shared_state.snapshot.metrics["mismatch/train_ppl"])
     assert losses[-1] < losses[0]
-    assert set(rig.session_codes().values()) == {"trained"}
-    assert master.asked[0]["logprob_start_len"] == 2  # one before the first sampled token
+    assert set(harness.session_codes().values()) == {"trained"}
+    assert teacher.asked[0]["logprob_start_len"] == 2  # one before the first sampled token
 
 
-def test_a_teacher_that_is_away_is_waited_for(make_rig: MakeRig) -> None:
-    rig = pupil(make_rig, Master(away=3))
-    rig.agents.group("g", [0.0, 0.0])
-    assert rig.trainer.run_once()
+def test_a_teacher_that_is_away_is_waited_for(make_harness: MakeHarness) -> None:
+    harness = with_teacher(make_harness, FakeTeacher(away=3))
+    harness.agents.group("g", [0.0, 0.0])
+    assert harness.trainer.run_once()
 
 
-def test_a_session_that_the_teacher_refuses_ends_alone(make_rig: MakeRig) -> None:
-    rig = pupil(make_rig, Master(refuses="63"))
-    rig.agents.episode("bad", 0.0, output_ids=[63, 1])
-    rig.agents.episode("worse", 0.0, group_id="h", size=2, output_ids=[63, 2])
-    rig.agents.episode("well", 0.0, group_id="h", size=2, output_ids=[5, 1])
-    assert rig.trainer.run_once()
-    assert rig.session_codes() == {"bad": "invalid", "worse": "invalid", "well": "trained"}
-    verdict = rig.stream.heads["worse"].verdict
+def test_a_session_that_the_teacher_refuses_ends_alone(make_harness: MakeHarness) -> None:
+    harness = with_teacher(make_harness, FakeTeacher(refuses="63"))
+    harness.agents.episode("bad", 0.0, output_ids=[63, 1])
+    harness.agents.episode("worse", 0.0, group_id="h", size=2, output_ids=[63, 2])
+    harness.agents.episode("well", 0.0, group_id="h", size=2, output_ids=[5, 1])
+    assert harness.trainer.run_once()
+    assert harness.session_codes() == {"bad": "invalid", "worse": "invalid", "well": "trained"}
+    verdict = harness.stream.heads["worse"].verdict
     assert verdict is not None
     assert verdict.detail == "the teacher: too long"
 
 
 @pytest.mark.parametrize("nonsense", [None, [[None, 2, None], None, None, None], "text"], ids=str)
-def test_a_teacher_that_talks_nonsense_stops_no_trainer(nonsense: Any, make_rig: MakeRig) -> None:
+def test_a_teacher_that_talks_nonsense_stops_no_trainer(nonsense: Any, make_harness: MakeHarness) -> None:
     """It is asked again where the answer is none, and its row is refused where it says nothing of a token."""
     answers = [nonsense]
 
     def confused(request: httpx.Request) -> httpx.Response:
         if answers:
             return httpx.Response(200, json={"meta_info": {"input_token_logprobs": answers.pop()}})
-        return Master()(request)
+        return FakeTeacher()(request)
 
-    rig = make_rig(
+    harness = make_harness(
         algorithm={"preset": "opd", "min_live_rows": 1}, teacher={"url": "http://t", "concurrency": 1}
     )
-    rig.teacher = confused
-    rig.start()
-    rig.agents.episode("a", 0.0)
-    while not rig.session_codes()["a"]:
-        rig.trainer.run_once()
-    assert rig.session_codes()["a"] == ("invalid" if isinstance(nonsense, list) else "trained")
+    harness.teacher = confused
+    harness.start()
+    harness.agents.episode("a", 0.0)
+    while not harness.session_codes()["a"]:
+        harness.trainer.run_once()
+    assert harness.session_codes()["a"] == ("invalid" if isinstance(nonsense, list) else "trained")
 
 
-def test_a_reward_that_a_formula_cannot_take_costs_its_session_alone(make_rig: MakeRig) -> None:
-    rig = make_rig(algorithm={"advantage": "maxrl"}).start()
-    rig.agents.group("g", [1.0, -1.0, 0.0])
-    assert rig.trainer.run_once()
-    assert rig.session_codes() == {"g-0": "trained", "g-1": "invalid", "g-2": "trained"}
-    verdict = rig.stream.heads["g-1"].verdict
+def test_a_reward_that_a_formula_cannot_take_costs_its_session_alone(make_harness: MakeHarness) -> None:
+    harness = make_harness(algorithm={"advantage": "maxrl"}).start()
+    harness.agents.group("g", [1.0, -1.0, 0.0])
+    assert harness.trainer.run_once()
+    assert harness.session_codes() == {"g-0": "trained", "g-1": "invalid", "g-2": "trained"}
+    verdict = harness.stream.heads["g-1"].verdict
     assert verdict is not None
     assert "maxrl takes no reward below 0" in verdict.detail
 
 
-def test_rewards_that_only_their_sum_tames_stop_no_trainer(make_rig: MakeRig) -> None:
-    rig = make_rig(algorithm={"advantage": {"name": "gdpo", "weights": {"x": 1.0}}}).start()
-    rig.agents.open("bad")
-    rig.agents.call(turn("bad", "bad-t"))
+def test_rewards_that_only_their_sum_tames_stop_no_trainer(make_harness: MakeHarness) -> None:
+    harness = make_harness(algorithm={"advantage": {"name": "gdpo", "weights": {"x": 1.0}}}).start()
+    harness.agents.open("bad")
+    harness.agents.call(turn("bad", "bad-t"))
     for index, value in enumerate((1e308, -1e308, 1e308, -1e308)):
         source = "xy"[index % 2]
-        rig.agents.rewarded(
+        harness.agents.rewarded(
             Reward(session_id="bad", value=value, key=str(index), source=source, created_at=102.0)
         )
-    rig.agents.finish("bad")
-    task(rig, "g", [1.0, 0.0])
+    harness.agents.finish("bad")
+    task(harness, "g", [1.0, 0.0])
     with contextlib.suppress(AssertionError):
-        assert rig.trainer.run_once()
-    assert rig.session_codes()["bad"] == "invalid"
+        assert harness.trainer.run_once()
+    assert harness.session_codes()["bad"] == "invalid"
 
 
-def test_a_group_in_which_nobody_has_an_advantage_ends_at_once(make_rig: MakeRig) -> None:
+def test_a_group_in_which_nobody_has_an_advantage_ends_at_once(make_harness: MakeHarness) -> None:
     """Two are best, so neither made the difference (pass@k)."""
-    rig = make_rig(algorithm={"advantage": "passk"}).start()
-    rig.agents.group("g", [1.0, 1.0, 0.0])
-    assert not rig.trainer.run_once()
-    assert set(rig.session_codes().values()) == {"zero_advantage"}
+    harness = make_harness(algorithm={"advantage": "passk"}).start()
+    harness.agents.group("g", [1.0, 1.0, 0.0])
+    assert not harness.trainer.run_once()
+    assert set(harness.session_codes().values()) == {"zero_advantage"}
 
 
 def test_what_shapes_a_reward_shapes_what_its_tokens_are_worth(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     algorithm = {
         "advantage": {"name": "reinforce_pp", "gamma": 1.0},
         "shaping": {"overlong": {"max_len": 4, "cache": 2}},
     }
-    rig = make_rig(algorithm=algorithm).start()
-    rig.agents.episode("short", 1.0, output_ids=[10])
-    rig.agents.episode("long", 1.0, output_ids=[10, 11, 12])
-    seen = sorted(advantages_of(rig, monkeypatch))
+    harness = make_harness(algorithm=algorithm).start()
+    harness.agents.episode("short", 1.0, output_ids=[10])
+    harness.agents.episode("long", 1.0, output_ids=[10, 11, 12])
+    seen = sorted(advantages_of(harness, monkeypatch))
     assert seen == pytest.approx(sorted(whitened([1.0, 0.5, 0.5, 0.5])), abs=ROUNDED)
 
 
 def test_turns_that_cancel_each_other_keep_their_credit(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = make_rig(
+    harness = make_harness(
         algorithm={"advantage": {"name": "reinforce_pp", "gamma": 1.0}, "min_live_rows": 1}
     ).start()
-    two_turns(rig, "a", 1.0, -1.0)
-    assert advantages_of(rig, monkeypatch) == pytest.approx(whitened([0.0, 0.0, -1.0, -1.0]), abs=ROUNDED)
+    two_turns(harness, "a", 1.0, -1.0)
+    assert advantages_of(harness, monkeypatch) == pytest.approx(whitened([0.0, 0.0, -1.0, -1.0]), abs=ROUNDED)
 
 
-def test_the_reference_stays_what_the_model_was_before_any_training(make_rig: MakeRig) -> None:
+def test_the_reference_stays_what_the_model_was_before_any_training(make_harness: MakeHarness) -> None:
     """Also after a restart."""
-    rig = make_rig(algorithm={"kl": {"estimator": "k2", "coefficient": 1e-3}}, optimizer=GENTLE).start()
+    harness = make_harness(
+        algorithm={"kl": {"estimator": "k2", "coefficient": 1e-3}}, optimizer=GENTLE
+    ).start()
     said = []
     for step in range(3):
-        task(rig, f"g{step}", [1.0, 0.0, 0.5])
-        assert rig.trainer.run_once()
-        said.append(rig.shared_state.snapshot.metrics["kl/reference"])
-        rig = rig.restart()
+        task(harness, f"g{step}", [1.0, 0.0, 0.5])
+        assert harness.trainer.run_once()
+        said.append(harness.shared_state.snapshot.metrics["kl/reference"])
+        harness = harness.restart()
     assert said[0] == 0.0
     assert 0.0 < said[1] < said[2]
 
 
-def test_a_guess_of_what_the_step_begins_with_hides_no_mismatch(make_rig: MakeRig) -> None:
+def test_a_guess_of_what_the_step_begins_with_hides_no_mismatch(make_harness: MakeHarness) -> None:
     said = []
     for preset in ("default", "areal"):
-        rig = make_rig(preset, algorithm={"preset": preset, "masks": []}).start()
-        rig.agents.group("g", [1.0, 0.0])
-        assert rig.trainer.run_once()
-        said.append(rig.shared_state.snapshot.metrics["mismatch/abs_logp"])
+        harness = make_harness(preset, algorithm={"preset": preset, "masks": []}).start()
+        harness.agents.group("g", [1.0, 0.0])
+        assert harness.trainer.run_once()
+        said.append(harness.shared_state.snapshot.metrics["mismatch/abs_logp"])
     assert said[0] == pytest.approx(said[1])
     assert said[0] > 0.01
 
 
-def test_a_lone_session_is_worth_its_reward_above_its_agents_average(make_rig: MakeRig) -> None:
+def test_a_lone_session_is_worth_its_reward_above_its_agents_average(make_harness: MakeHarness) -> None:
     """And the average is of the checkpoint: a restart goes on with it."""
-    rig = make_rig(algorithm={"advantage": {"name": "rae", "decay": 0.5}, "min_live_rows": 1}).start()
-    rig.agents.episode("a", 1.0)
-    assert rig.trainer.run_once()
-    assert rig.shared_state.snapshot.metrics["adv/mean"] == pytest.approx(1.0)
-    again = rig.restart()
+    harness = make_harness(algorithm={"advantage": {"name": "rae", "decay": 0.5}, "min_live_rows": 1}).start()
+    harness.agents.episode("a", 1.0)
+    assert harness.trainer.run_once()
+    assert harness.shared_state.snapshot.metrics["adv/mean"] == pytest.approx(1.0)
+    again = harness.restart()
     again.agents.episode("b", 1.0)
     assert again.trainer.run_once()
     assert again.shared_state.snapshot.metrics["adv/mean"] == pytest.approx(0.5)
 
 
-def test_a_lone_session_is_compared_with_nobody(rig: Rig) -> None:
-    rig.agents.episode("a", 1.0)
-    assert not rig.trainer.run_once()
-    assert rig.session_codes() == {"a": "zero_advantage"}
+def test_a_lone_session_is_compared_with_nobody(harness: Harness) -> None:
+    harness.agents.episode("a", 1.0)
+    assert not harness.trainer.run_once()
+    assert harness.session_codes() == {"a": "zero_advantage"}
 
 
-def two_turns(rig: Rig, session_id: str, first: float | None, last: float) -> None:
-    rig.agents.open(session_id)
-    rig.agents.call(
+def two_turns(harness: Harness, session_id: str, first: float | None, last: float) -> None:
+    harness.agents.open(session_id)
+    harness.agents.call(
         turn(session_id, f"{session_id}-1", output_ids=[10, 1], started_at=100.0),
         turn(
             session_id, f"{session_id}-2", parent_id=f"{session_id}-1", output_ids=[11, 1], started_at=101.0
         ),
     )
     if first is not None:
-        rig.agents.reward(session_id, first, key="turn", turn_id=f"{session_id}-1")
-    rig.agents.finish(session_id, last)
+        harness.agents.reward(session_id, first, key="turn", turn_id=f"{session_id}-1")
+    harness.agents.finish(session_id, last)
 
 
-def advantages_of(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def advantages_of(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Token by token, as the loss is given them."""
     seen: list[float] = []
 
@@ -332,7 +334,7 @@ def advantages_of(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[float]:
         return policy_loss(tokens, *rest)
 
     monkeypatch.setattr("trainer_service.step.optimizer_step.policy_loss", spied)
-    assert rig.trainer.run_once()
+    assert harness.trainer.run_once()
     return seen
 
 
@@ -342,26 +344,26 @@ def whitened(values: list[float]) -> list[float]:
 
 
 def test_a_turns_own_reward_is_credited_to_it_and_what_came_before(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = make_rig(
+    harness = make_harness(
         algorithm={"advantage": {"name": "reinforce_pp", "gamma": 1.0}, "min_live_rows": 1}
     ).start()
-    two_turns(rig, "a", 2.0, 1.0)
-    assert advantages_of(rig, monkeypatch) == pytest.approx(whitened([3.0, 3.0, 1.0, 1.0]), abs=ROUNDED)
+    two_turns(harness, "a", 2.0, 1.0)
+    assert advantages_of(harness, monkeypatch) == pytest.approx(whitened([3.0, 3.0, 1.0, 1.0]), abs=ROUNDED)
 
 
 def test_a_turn_gets_a_part_of_what_the_turns_after_it_earned(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     algorithm = {
         "advantage": {"name": "reinforce_pp", "gamma": 1.0},
         "shaping": {"turn_discount": 0.5},
         "min_live_rows": 1,
     }
-    rig = make_rig(algorithm=algorithm).start()
-    two_turns(rig, "a", None, 1.0)
-    assert advantages_of(rig, monkeypatch) == pytest.approx(whitened([0.5, 0.5, 1.0, 1.0]), abs=ROUNDED)
+    harness = make_harness(algorithm=algorithm).start()
+    two_turns(harness, "a", None, 1.0)
+    assert advantages_of(harness, monkeypatch) == pytest.approx(whitened([0.5, 0.5, 1.0, 1.0]), abs=ROUNDED)
 
 
 @pytest.mark.numeric
@@ -378,46 +380,48 @@ def test_a_turn_gets_a_part_of_what_the_turns_after_it_earned(
     ids=str,
 )
 def test_micro_batches_change_nothing(
-    algorithm: dict[str, Any], make_rig: MakeRig, untrained: Weights
+    algorithm: dict[str, Any], make_harness: MakeHarness, untrained: Weights
 ) -> None:
     """Neither weights nor metrics, also where a number of the whole step is part of the loss."""
     ends = []
     for max_tokens in (1, 10_000):
-        rig = make_rig(
+        harness = make_harness(
             f"run-{max_tokens}",
             stream=MemoryStream(),
             algorithm=algorithm | {"max_tokens": max_tokens},
             optimizer=WELL_CONDITIONED,
         ).start()
-        task(rig, "g", [1.0, 0.0, 0.5])
-        task(rig, "h", [0.0, 1.0])
-        assert rig.trainer.run_once()
-        ends.append((rig.weights(), rig.shared_state.snapshot.metrics))
+        task(harness, "g", [1.0, 0.0, 0.5])
+        task(harness, "h", [0.0, 1.0])
+        assert harness.trainer.run_once()
+        ends.append((harness.weights(), harness.shared_state.snapshot.metrics))
     (one, said), (other, also_said) = ends
     assert_moved_alike(one, other, untrained)
     names = ("loss", "grad_norm", "adv/std", "is/mean", "mismatch/kl", "kl/reference")
     assert {name: said[name] for name in names} == same_metrics({name: also_said[name] for name in names})
 
 
-def test_a_penalty_for_length_makes_equal_rewards_worth_comparing(make_rig: MakeRig) -> None:
+def test_a_penalty_for_length_makes_equal_rewards_worth_comparing(make_harness: MakeHarness) -> None:
     shaping = {"length_penalty": {"output_tokens": 0.5}}
-    rig = make_rig(algorithm={"shaping": shaping}).start()
+    harness = make_harness(algorithm={"shaping": shaping}).start()
     for index in range(2):
-        rig.agents.episode(f"s{index}", 1.0, group_id="g", size=2, output_ids=[10] * (1 + 3 * index) + [1])
-    assert rig.trainer.run_once()
+        harness.agents.episode(
+            f"s{index}", 1.0, group_id="g", size=2, output_ids=[10] * (1 + 3 * index) + [1]
+        )
+    assert harness.trainer.run_once()
 
 
-def test_truncated_sessions_train_only_if_configured(make_rig: MakeRig) -> None:
+def test_truncated_sessions_train_only_if_configured(make_harness: MakeHarness) -> None:
     for truncated, codes in (("mask", "truncated"), ("keep", "trained"), ("zero", "trained")):
-        rig = make_rig(truncated, algorithm={"shaping": {"truncated": truncated}}).start()
-        rig.agents.group("g", [1.0, 0.0])
-        rig.agents.open("cut", "h", 3)
-        rig.agents.call(turn("cut", "cut-t"))
-        rig.agents.finish("cut", 1.0, status="truncated")
-        rig.agents.episode("x", 1.0, group_id="h", size=3, output_ids=[12, 1])
-        rig.agents.episode("y", 0.5, group_id="h", size=3, output_ids=[13, 1])
-        assert rig.trainer.run_once()
-        assert rig.session_codes()["cut"] == codes
+        harness = make_harness(truncated, algorithm={"shaping": {"truncated": truncated}}).start()
+        harness.agents.group("g", [1.0, 0.0])
+        harness.agents.open("cut", "h", 3)
+        harness.agents.call(turn("cut", "cut-t"))
+        harness.agents.finish("cut", 1.0, status="truncated")
+        harness.agents.episode("x", 1.0, group_id="h", size=3, output_ids=[12, 1])
+        harness.agents.episode("y", 0.5, group_id="h", size=3, output_ids=[13, 1])
+        assert harness.trainer.run_once()
+        assert harness.session_codes()["cut"] == codes
 
 
 @pytest.mark.parametrize(

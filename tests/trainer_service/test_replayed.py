@@ -16,7 +16,7 @@ from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import keys
 from rollout_queue.redis.writer import read_head
 from tests.support.claimed import claimed_reader
-from tests.support.trainer_service.rig import MakeRig, turn
+from tests.support.trainer_service.harness import MakeHarness, turn
 from weir.importing.run import ImportReport, import_files
 
 READY = Verdict(code="ready", detail="waits for a step of the trainer")
@@ -56,33 +56,35 @@ def head_of(redis: Redis, session_id: str) -> SessionHead:
     return head
 
 
-def test_imported_sessions_are_trained_and_say_so(make_rig: MakeRig, redis: Redis, tmp_path: Path) -> None:
+def test_imported_sessions_are_trained_and_say_so(
+    make_harness: MakeHarness, redis: Redis, tmp_path: Path
+) -> None:
     imported(redis, rows_of_a_group("g", [0.0, 1.0]), tmp_path / "export")
-    rig = make_rig(stream=cast(MemoryStream, claimed_reader(redis))).start()
-    assert rig.trainer.run_once()
+    harness = make_harness(stream=cast(MemoryStream, claimed_reader(redis))).start()
+    assert harness.trainer.run_once()
     for name in ("g-0", "g-1"):
         verdict = head_of(redis, name).verdict
         assert verdict is not None
         assert (verdict.code, verdict.step, verdict.version) == ("trained", 1, 1)
     again = imported(redis, rows_of_a_group("g", [0.0, 1.0]), tmp_path / "export")
     assert (again.sessions, again.existing) == (0, 2)
-    assert not rig.trainer.run_once()
+    assert not harness.trainer.run_once()
     assert imported(redis, rows_of_a_group("g", [0.0, 1.0]), tmp_path / "export", "again-").sessions == 2
-    assert rig.trainer.run_once()
+    assert harness.trainer.run_once()
     assert head_of(redis, "again-g-1").verdict == Verdict(code="trained", step=2, version=2)
 
 
 def test_a_trainer_that_reads_meanwhile_waits_for_the_rest_of_an_old_group(
-    make_rig: MakeRig, redis: Redis, tmp_path: Path
+    make_harness: MakeHarness, redis: Redis, tmp_path: Path
 ) -> None:
     rows = rows_of_a_group("g", [0.0, 1.0, 1.0])
     stream = cast(MemoryStream, claimed_reader(redis))
-    rig = make_rig(stream=stream, algorithm={"group_wait_s": 3600.0}).start()
+    harness = make_harness(stream=stream, algorithm={"group_wait_s": 3600.0}).start()
     imported(redis, rows[:2], tmp_path / "export")
-    assert not rig.trainer.run_once()
-    assert not rig.trainer.run_once()  # nothing is left to read, and the records are a year old
+    assert not harness.trainer.run_once()
+    assert not harness.trainer.run_once()  # nothing is left to read, and the records are a year old
     imported(redis, rows[2:], tmp_path / "export")
-    assert rig.trainer.run_once()
+    assert harness.trainer.run_once()
     assert all(head_of(redis, f"g-{number}").verdict is not None for number in range(3))
     ended = head_of(redis, "g-0").outcome
     assert ended is not None

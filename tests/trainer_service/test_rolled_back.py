@@ -17,8 +17,8 @@ from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.scripts.consumer import ACKNOWLEDGE
 from tests.support.redis_process import RedisProcess
+from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.redis_agents import NOBODY, RedisAgents
-from tests.support.trainer_service.rig import MakeRig, Rig
 from trainer_service.__main__ import connect
 from weir.audit.audit import audit
 from weir.audit.report import Report
@@ -28,20 +28,20 @@ from weir.audit.sources import Sources
 class RolledBack:
     """A trainer on a Redis that can be set back to where it was before something."""
 
-    def __init__(self, make_rig: MakeRig, redis: RedisProcess) -> None:
+    def __init__(self, make_harness: MakeHarness, redis: RedisProcess) -> None:
         self.redis, self.agents = redis, RedisAgents(redis.url)
         self._connection = connect(f"{redis.url}?retry_on_timeout=yes")  # a wish that is not granted
-        self._make_rig = make_rig
-        self.rig = self.start()
+        self._make_harness = make_harness
+        self.harness = self.start()
 
-    def start(self) -> Rig:
+    def start(self) -> Harness:
         """A new process on the same disk; the one before it is dead."""
         self.redis.client.delete(keys.LEASE)
         lease = Lease(self._connection, 1000.0)
         assert lease.claim() is None
         stream = cast(MemoryStream, RedisReader(self._connection, lease.token))
-        self.rig = self._make_rig(stream=stream).start()
-        return self.rig
+        self.harness = self._make_harness(stream=stream).start()
+        return self.harness
 
     def back_to(self, written: int) -> None:
         self.redis.kill()
@@ -53,10 +53,10 @@ class RolledBack:
         self.redis.close()
 
     def trained(self) -> list[list[str]]:
-        return [sorted(row.sessions) for row in self.rig.checkpoints.ledger(0, 100)]
+        return [sorted(row.sessions) for row in self.harness.checkpoints.ledger(0, 100)]
 
     def audit(self) -> Report:
-        sources = Sources(self.redis.url, NOBODY, checkpoint_dir=self.rig.settings.checkpoint_dir)
+        sources = Sources(self.redis.url, NOBODY, checkpoint_dir=self.harness.settings.checkpoint_dir)
         return audit(sources, readings=1)
 
     def codes(self) -> dict[str, str | None]:
@@ -68,10 +68,10 @@ class RolledBack:
 
 
 @pytest.fixture
-def system(make_rig: MakeRig, tmp_path: Path) -> Iterator[RolledBack]:
+def system(make_harness: MakeHarness, tmp_path: Path) -> Iterator[RolledBack]:
     redis = RedisProcess(tmp_path / "redis").start()
     redis.client.hset(keys.POLICIES, "0", "{}")
-    system = RolledBack(make_rig, redis)
+    system = RolledBack(make_harness, redis)
     yield system
     system.close()
 
@@ -84,7 +84,7 @@ def test_what_a_durable_step_contains_is_not_trained_again(
     system.agents.group("a", [1.0, 0.0])
     appended = system.redis.written
     delivered = 0
-    acknowledge = system.rig.stream.acknowledge
+    acknowledge = system.harness.stream.acknowledge
 
     def noting(*given: Any) -> None:
         nonlocal delivered
@@ -92,8 +92,8 @@ def test_what_a_durable_step_contains_is_not_trained_again(
         acknowledge(*given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(system.rig.stream, "acknowledge", noting)
-        assert system.rig.trainer.run_once()
+        patch.setattr(system.harness.stream, "acknowledge", noting)
+        assert system.harness.trainer.run_once()
     assert system.codes() == {"a-0": "trained", "a-1": "trained"}
 
     system.back_to(delivered if forgotten == "the acknowledgement" else appended)
@@ -101,9 +101,9 @@ def test_what_a_durable_step_contains_is_not_trained_again(
     if restarted:
         system.start()
     for _ in range(3):
-        assert not system.rig.trainer.run_once()
+        assert not system.harness.trainer.run_once()
     system.agents.group("b", [1.0, 0.0])
-    assert system.rig.trainer.run_once()
+    assert system.harness.trainer.run_once()
     assert system.trained() == [["a-0", "a-1"], ["b-0", "b-1"]]
     assert system.codes() == dict.fromkeys(("a-0", "a-1", "b-0", "b-1"), "trained")
     assert system.audit().findings == ()
@@ -114,13 +114,13 @@ def test_turns_that_redis_forgot_stay_trained_and_the_audit_names_them(system: R
     system.agents.group("a", [1.0, 0.0])
     kept = system.redis.written
     system.agents.group("b", [1.0, 0.0])
-    assert system.rig.trainer.run_once()
+    assert system.harness.trainer.run_once()
     assert system.trained() == [["a-0", "a-1", "b-0", "b-1"]]
     system.back_to(kept)
     system.start()
-    assert not system.rig.trainer.run_once()
+    assert not system.harness.trainer.run_once()
     system.agents.group("c", [1.0, 0.0])
-    assert system.rig.trainer.run_once()
+    assert system.harness.trainer.run_once()
     assert system.trained() == [["a-0", "a-1", "b-0", "b-1"], ["c-0", "c-1"]]
     (finding,) = system.audit().findings
     assert (finding.kind, finding.rule, finding.subject) == ("unexplained", "unknown_turns", "step 1")
@@ -144,7 +144,7 @@ def test_entries_whose_answer_was_lost_with_its_connection_are_taken_up(
         return answer
 
     monkeypatch.setattr(Connection, "read_response", losing)
-    trained = [system.rig.trainer.run_once() for _ in range(3)]
+    trained = [system.harness.trainer.run_once() for _ in range(3)]
     ((read_of_stream,),) = (answer.values() for answer in lost[0])
     assert len(read_of_stream) == 8, "the entries of both sessions"
     assert trained.count(True) == 1
@@ -171,10 +171,10 @@ def test_an_acknowledgement_whose_answer_was_lost_is_said_and_made_again(
             raise RedisConnectionError("the network broke")
         return answer
 
-    system.rig.stream.acknowledge([], Verdicts({}, {}))  # so that Redis knows the script
+    system.harness.stream.acknowledge([], Verdicts({}, {}))  # so that Redis knows the script
     monkeypatch.setattr(Connection, "send_command", noting)
     monkeypatch.setattr(Connection, "read_response", losing)
-    assert system.rig.trainer.run_once()
+    assert system.harness.trainer.run_once()
     assert sent.count(script) == 2
     said = [record.getMessage() for record in caplog.records if "the network broke" in record.getMessage()]
     assert said == [
@@ -183,5 +183,5 @@ def test_an_acknowledgement_whose_answer_was_lost_is_said_and_made_again(
     counts: Any = system.redis.client.hgetall(keys.VERDICTS)
     assert counts == {b"session:trained": b"2", b"turn:trained": b"4"}
     assert system.trained() == [["a-0", "a-1"]]
-    assert not system.rig.trainer.run_once()
+    assert not system.harness.trainer.run_once()
     assert system.audit().findings == ()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rollout_queue.contract.records import Turn
 from tests.support.tolerances import ulps
-from tests.support.trainer_service.rig import MakeRig, Rig, turn
+from tests.support.trainer_service.harness import Harness, MakeHarness, turn
 from trainer_service.algorithms.policy_loss import policy_loss
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.tokens import Tokens
@@ -93,53 +93,53 @@ def rows() -> list[Row]:
     return [random_row(generator, length, (-1) ** length * 0.5) for length in (5, 17, 2, 9, 30, 4)]
 
 
-def test_packed_rows_do_not_see_each_other(rig: Rig, rows: list[Row]) -> None:
+def test_packed_rows_do_not_see_each_other(harness: Harness, rows: list[Row]) -> None:
     (packed,) = micro_batches(rows, 10_000)
     alone = list(micro_batches(rows, 1))
     assert len(alone) == len(rows)
     with torch.no_grad():
-        together = rig.policy.logprobs(packed)[0]
-        apart = torch.cat([rig.policy.logprobs(batch)[0] for batch in alone])
+        together = harness.policy.logprobs(packed)[0]
+        apart = torch.cat([harness.policy.logprobs(batch)[0] for batch in alone])
         uncut = MicroBatch(**(vars(packed) | {"lengths_S": np.array([len(packed.ids_N)])}))
-        leaking = rig.policy.logprobs(uncut)[0]
+        leaking = harness.policy.logprobs(uncut)[0]
     assert (together - apart).abs().max() < ulps(64, of=float(apart.abs().max()))  # sums of 64 products
     assert (leaking - apart).abs().max() > 1e-2
 
 
-def gradient(rig: Rig, rows: list[Row], max_tokens: int) -> torch.Tensor:
+def gradient(harness: Harness, rows: list[Row], max_tokens: int) -> torch.Tensor:
     """Of the whole step's loss, as plain autograd has it."""
-    rig.policy.module.zero_grad()
+    harness.policy.module.zero_grad()
     counts = counts_of(rows)
     for batch in micro_batches(rows, max_tokens):
-        module = rig.policy.module
-        lp_new_T = rig.policy.logprobs(batch)[0]
+        module = harness.policy.module
+        lp_new_T = harness.policy.logprobs(batch)[0]
         tokens = Tokens(
             lp_new_T=lp_new_T,
             lp_prox_T=lp_new_T.detach(),
-            lp_roll_T=rig.policy.tensor(batch.logprobs_T),
-            advantages_T=rig.policy.tensor(batch.advantages_T),
-            rows_T=rig.policy.tensor(batch.rows_T),
+            lp_roll_T=harness.policy.tensor(batch.logprobs_T),
+            advantages_T=harness.policy.tensor(batch.advantages_T),
+            rows_T=harness.policy.tensor(batch.rows_T),
         )
         loss = policy_loss(tokens, AlgorithmSettings(), counts).loss
         parts = torch.autograd.grad(loss, list(module.parameters()))
         for parameter, part in zip(module.parameters(), parts, strict=True):
             parameter.grad = part if parameter.grad is None else parameter.grad + part
-    flat = torch.cat([p.grad.flatten() for p in rig.policy.module.parameters()])
-    rig.policy.module.zero_grad()
+    flat = torch.cat([p.grad.flatten() for p in harness.policy.module.parameters()])
+    harness.policy.module.zero_grad()
     return flat
 
 
-def test_the_gradient_does_not_depend_on_micro_batches_or_order(rig: Rig, rows: list[Row]) -> None:
-    whole = gradient(rig, rows, 10_000)
+def test_the_gradient_does_not_depend_on_micro_batches_or_order(harness: Harness, rows: list[Row]) -> None:
+    whole = gradient(harness, rows, 10_000)
     assert whole.abs().max() > 1e-3
     positions = sum(len(row.ids_L) for row in rows)  # of which each gradient is a sum
-    for other in (gradient(rig, rows, 20), gradient(rig, rows, 1), gradient(rig, rows[::-1], 25)):
+    for other in (gradient(harness, rows, 20), gradient(harness, rows, 1), gradient(harness, rows[::-1], 25)):
         assert (whole - other).abs().max() < ulps(positions, of=float(whole.abs().max()))
 
 
-def test_a_row_without_advantage_has_no_gradient(rig: Rig, rows: list[Row]) -> None:
+def test_a_row_without_advantage_has_no_gradient(harness: Harness, rows: list[Row]) -> None:
     silent = [Row(**(vars(row) | {"advantage": 0.0})) for row in rows]
-    assert torch.count_nonzero(gradient(rig, silent, 40)) == 0
+    assert torch.count_nonzero(gradient(harness, silent, 40)) == 0
 
 
 @given(st.lists(st.integers(0, 3), min_size=3, max_size=3))
@@ -162,10 +162,10 @@ def test_holes_between_trained_tokens_change_no_trained_token(holes: list[int]) 
     assert batch.ids_N[batch.predict_at_T + 1].tolist() == batch.targets_T.tolist()
 
 
-def test_more_epochs_move_further_and_clip(make_rig: MakeRig) -> None:
-    rig = make_rig(algorithm={"epochs": 3}, optimizer={"lr": 0.05, "warmup_steps": 0}).start()
-    rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.run_once()
-    metrics = rig.shared_state.snapshot.metrics
+def test_more_epochs_move_further_and_clip(make_harness: MakeHarness) -> None:
+    harness = make_harness(algorithm={"epochs": 3}, optimizer={"lr": 0.05, "warmup_steps": 0}).start()
+    harness.agents.group("g", [1.0, 0.0])
+    assert harness.trainer.run_once()
+    metrics = harness.shared_state.snapshot.metrics
     assert metrics["ppo/ratio_mean"] != 1.0
     assert metrics["ppo/clip_hi"] + metrics["ppo/clip_lo"] > 0

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from tests.support.trainer_service.random_rows import MakePupil
+from tests.support.trainer_service.random_rows import MakeLearner
 from trainer_service.model.schedule import schedule_of
 from trainer_service.model.settings import OptimizerSettings
 
@@ -43,12 +43,12 @@ def test_a_schedule_that_has_no_end_or_no_use_is_refused(given: dict[str, object
         OptimizerSettings.model_validate(given)
 
 
-def test_the_policy_steps_by_its_schedule(make_pupil: MakePupil) -> None:
+def test_the_policy_steps_by_its_schedule(make_learner: MakeLearner) -> None:
     still = {"lr": 1e-2, "schedule": "linear", "warmup_steps": 0, "total_steps": 2}
-    pupil = make_pupil(optimizer=still)
-    before = pupil.exported()
-    pupil.learn(1)
-    moved = pupil.exported()
+    learner = make_learner(optimizer=still)
+    before = learner.exported()
+    learner.learn(1)
+    moved = learner.exported()
     assert any((moved[name] != before[name]).any() for name in before)
-    pupil.learn(2)
-    assert all((moved[name] == tensor).all() for name, tensor in pupil.exported().items()), "the rate is 0"
+    learner.learn(2)
+    assert all((moved[name] == tensor).all() for name, tensor in learner.exported().items()), "the rate is 0"

@@ -12,8 +12,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.support.serving import free_port
+from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.metric_files import curve, lines
-from tests.support.trainer_service.rig import MakeRig, Rig
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.settings import TrainerSettings, WandbSettings
 from trainer_service.sinks import weights_and_biases
@@ -24,40 +24,42 @@ from trainer_service.sinks.weights_and_biases import WeightsAndBiases
 Values = Mapping[str, float]
 
 
-def test_a_step_is_a_line_and_a_point_of_every_curve(rig: Rig) -> None:
-    rig.step("g")
-    rig.step("h")
-    written = lines(rig.root / "metrics.jsonl")
+def test_a_step_is_a_line_and_a_point_of_every_curve(harness: Harness) -> None:
+    harness.step("g")
+    harness.step("h")
+    written = lines(harness.root / "metrics.jsonl")
     assert [line["step"] for line in written] == [1, 2]
     for name in written[0].keys() - {"step", "time"}:
-        found = curve(rig.root / "tensorboard", name)
+        found = curve(harness.root / "tensorboard", name)
         assert [at for at, _ in found] == [1, 2]
         assert [value for _, value in found] == pytest.approx([line[name] for line in written]), name
 
 
-def test_steps_that_a_restart_makes_again_replace_those_that_were_lost(make_rig: MakeRig) -> None:
-    rig = make_rig(checkpoint_every_steps=2, publish_every_steps=2).start()
+def test_steps_that_a_restart_makes_again_replace_those_that_were_lost(make_harness: MakeHarness) -> None:
+    harness = make_harness(checkpoint_every_steps=2, publish_every_steps=2).start()
     for name in "abc":
-        rig.step(name)
-    again = rig.restart()  # step 3 was in no checkpoint: its group is trained again, after another one
+        harness.step(name)
+    again = harness.restart()  # step 3 was in no checkpoint: its group is trained again, after another one
     assert again.trainer.step == 2
     again.agents.group("d", [0.25, 0.75])
     assert again.trainer.run_once()
     again.step("e")
-    found = curve(rig.root / "tensorboard", "version")
+    found = curve(harness.root / "tensorboard", "version")
     assert [at for at, _ in found] == [1, 2, 3, 4]
-    written = lines(rig.root / "metrics.jsonl")
+    written = lines(harness.root / "metrics.jsonl")
     assert [line["step"] for line in written] == [1, 2, 3, 3, 4]
     last = {line["step"]: float(line["version"]) for line in written}
     assert dict(found) == last
 
 
 @pytest.mark.parametrize("path", [None, "elsewhere"])
-def test_tensorboard_goes_where_it_is_told(make_rig: MakeRig, tmp_path: Path, path: str | None) -> None:
+def test_tensorboard_goes_where_it_is_told(
+    make_harness: MakeHarness, tmp_path: Path, path: str | None
+) -> None:
     where = None if path is None else tmp_path / path
-    rig = make_rig(tensorboard_dir=where).start()
-    rig.step("g")
-    assert not (rig.root / "tensorboard").exists()
+    harness = make_harness(tensorboard_dir=where).start()
+    harness.step("g")
+    assert not (harness.root / "tensorboard").exists()
     assert where is None or curve(where, "reward_mean") == [(1, 0.5)]
 
 
@@ -91,7 +93,9 @@ def point(at: int) -> dict[str, float]:
     return {"step": at, "version": at, "time": 1e9, "tokens": 1, "reward_mean": float(at)}
 
 
-def test_a_sink_that_fails_is_counted_and_stops_neither_the_step_nor_the_others(make_rig: MakeRig) -> None:
+def test_a_sink_that_fails_is_counted_and_stops_neither_the_step_nor_the_others(
+    make_harness: MakeHarness,
+) -> None:
     class Broken:
         name = "broken"
 
@@ -102,11 +106,11 @@ def test_a_sink_that_fails_is_counted_and_stops_neither_the_step_nor_the_others(
 
         def close(self) -> None: ...
 
-    rig = make_rig(sinks=[Broken()]).start()
-    rig.step("g")
-    assert [line["step"] for line in lines(rig.root / "metrics.jsonl")] == [1]
-    assert rig.registry.get_sample_value("weir_trainer_sink_failures_total", {"sink": "broken"}) == 1
-    assert set(rig.session_codes().values()) == {"trained"}
+    harness = make_harness(sinks=[Broken()]).start()
+    harness.step("g")
+    assert [line["step"] for line in lines(harness.root / "metrics.jsonl")] == [1]
+    assert harness.registry.get_sample_value("weir_trainer_sink_failures_total", {"sink": "broken"}) == 1
+    assert set(harness.session_codes().values()) == {"trained"}
 
 
 def history(directory: Path) -> list[dict[str, float]]:
@@ -135,26 +139,26 @@ def history(directory: Path) -> list[dict[str, float]]:
 
 @pytest.mark.timeout(60)
 def test_weights_and_biases_has_every_step_also_one_that_is_made_again(
-    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real package, offline."""
     monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
-    rig = make_rig(wandb={"project": "weir", "name": "n", "mode": "offline", "dir": tmp_path}).start()
-    rig.step("g")
-    values = lines(rig.root / "metrics.jsonl")[0]
-    metrics = rig.metrics
+    harness = make_harness(wandb={"project": "weir", "name": "n", "mode": "offline", "dir": tmp_path}).start()
+    harness.step("g")
+    values = lines(harness.root / "metrics.jsonl")[0]
+    metrics = harness.metrics
     metrics.stepped({**values, "step": 1, "reward_mean": 0.75})
     metrics.close()
     rows = history(tmp_path)
     assert [(row["step"], row["reward_mean"]) for row in rows] == [(1, 0.5), (1, 0.75)]
     assert rows[0].keys() >= values.keys()
-    assert rig.registry.get_sample_value("weir_trainer_sink_failures_total", {"sink": "wandb"}) is None
+    assert harness.registry.get_sample_value("weir_trainer_sink_failures_total", {"sink": "wandb"}) is None
 
 
 @pytest.mark.timeout(60)
 def test_weights_and_biases_that_is_away_stops_no_training(
-    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real package, and nobody at the address of its service."""
     monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
@@ -162,16 +166,16 @@ def test_weights_and_biases_that_is_away_stops_no_training(
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     monkeypatch.setattr(weights_and_biases, "AWAY_S", 1.0)
-    rig = make_rig(wandb={"project": "weir", "dir": tmp_path}).start()
-    rig.step("g")
-    rig.metrics.close()
+    harness = make_harness(wandb={"project": "weir", "dir": tmp_path}).start()
+    harness.step("g")
+    harness.metrics.close()
     assert [row["step"] for row in history(tmp_path)] == [1]
 
 
 def test_a_package_that_is_missing_is_one_sentence_and_is_asked_for_only_where_it_is_configured(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    make_rig().start().step("g")
+    make_harness().start().step("g")
     with pytest.raises(SystemExit, match=r"trainer\.wandb is set, and .* pip install 'weir\[wandb\]'"):
         WeightsAndBiases(WandbSettings(project="weir"), {})

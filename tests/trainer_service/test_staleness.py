@@ -5,122 +5,124 @@ from typing import Any
 import pytest
 
 from rollout_queue.contract.records import Span
-from tests.support.trainer_service.rig import MakeRig, Rig, turn
+from tests.support.trainer_service.harness import Harness, MakeHarness, turn
 from trainer_service.algorithms.settings import AlgorithmSettings
 
 GENTLE = {"lr": 1e-3, "warmup_steps": 0}
 
 
-def aged(make_rig: MakeRig, stale: str, **algorithm: Any) -> Rig:
+def aged(make_harness: MakeHarness, stale: str, **algorithm: Any) -> Harness:
     """A trainer at version 5 that takes tokens of versions 3 and newer."""
     given = {"stale": stale, "max_staleness": 2} | algorithm
-    return make_rig(stale, algorithm=given, initial_version=5, optimizer=GENTLE).start()
+    return make_harness(stale, algorithm=given, initial_version=5, optimizer=GENTLE).start()
 
 
-def episode(rig: Rig, session_id: str, value: float, versions: list[int]) -> None:
+def episode(harness: Harness, session_id: str, value: float, versions: list[int]) -> None:
     """One turn of a group of two; one token by each version."""
-    rig.agents.open(session_id, "g", 2)
+    harness.agents.open(session_id, "g", 2)
     spans = tuple(Span(version, place, place + 1) for place, version in enumerate(versions))
     output = [10 + place for place in range(len(versions))]
-    rig.agents.call(turn(session_id, f"{session_id}-t", output_ids=output, versions=spans))
-    rig.agents.finish(session_id, value)
+    harness.agents.call(turn(session_id, f"{session_id}-t", output_ids=output, versions=spans))
+    harness.agents.finish(session_id, value)
 
 
-def test_one_old_token_drops_its_rollout(make_rig: MakeRig) -> None:
-    rig = aged(make_rig, "drop")
-    episode(rig, "a", 1.0, [2, 5, 5])
-    episode(rig, "b", 0.0, [5, 5, 5])
-    assert not rig.trainer.run_once()
-    assert rig.session_codes() == {"a": "stale", "b": "zero_advantage"}
+def test_one_old_token_drops_its_rollout(make_harness: MakeHarness) -> None:
+    harness = aged(make_harness, "drop")
+    episode(harness, "a", 1.0, [2, 5, 5])
+    episode(harness, "b", 0.0, [5, 5, 5])
+    assert not harness.trainer.run_once()
+    assert harness.session_codes() == {"a": "stale", "b": "zero_advantage"}
 
 
-def test_masked_tokens_teach_nothing_and_the_newer_ones_do(make_rig: MakeRig) -> None:
-    rig = aged(make_rig, "mask")
-    episode(rig, "a", 1.0, [2, 2, 5])
-    episode(rig, "b", 0.0, [5, 5, 5])
-    assert rig.trainer.run_once()
-    metrics = rig.shared_state.snapshot.metrics
+def test_masked_tokens_teach_nothing_and_the_newer_ones_do(make_harness: MakeHarness) -> None:
+    harness = aged(make_harness, "mask")
+    episode(harness, "a", 1.0, [2, 2, 5])
+    episode(harness, "b", 0.0, [5, 5, 5])
+    assert harness.trainer.run_once()
+    metrics = harness.shared_state.snapshot.metrics
     assert metrics["staleness/masked_frac"] == pytest.approx(2 / 6)
     assert metrics["is/masked_frac"] == pytest.approx(2 / 6)
-    assert rig.session_codes() == {"a": "trained", "b": "trained"}
+    assert harness.session_codes() == {"a": "trained", "b": "trained"}
 
 
-def test_a_rollout_of_which_every_token_is_masked_is_stale(make_rig: MakeRig) -> None:
-    rig = aged(make_rig, "mask")
-    episode(rig, "a", 1.0, [2, 1, 2])
-    episode(rig, "b", 0.0, [5, 5, 5])
-    assert not rig.trainer.run_once()
-    assert rig.session_codes()["a"] == "stale"
+def test_a_rollout_of_which_every_token_is_masked_is_stale(make_harness: MakeHarness) -> None:
+    harness = aged(make_harness, "mask")
+    episode(harness, "a", 1.0, [2, 1, 2])
+    episode(harness, "b", 0.0, [5, 5, 5])
+    assert not harness.trainer.run_once()
+    assert harness.session_codes()["a"] == "stale"
 
 
-def test_corrected_tokens_are_trained_however_old(make_rig: MakeRig) -> None:
-    rig = aged(make_rig, "correct")
-    episode(rig, "a", 1.0, [1, 1, 1])
-    episode(rig, "b", 0.0, [5, 5, 5])
-    assert rig.trainer.run_once()
-    assert rig.shared_state.snapshot.metrics["staleness/total_max"] == 4.0
-    assert rig.shared_state.snapshot.metrics["staleness/masked_frac"] == 0.0
+def test_corrected_tokens_are_trained_however_old(make_harness: MakeHarness) -> None:
+    harness = aged(make_harness, "correct")
+    episode(harness, "a", 1.0, [1, 1, 1])
+    episode(harness, "b", 0.0, [5, 5, 5])
+    assert harness.trainer.run_once()
+    assert harness.shared_state.snapshot.metrics["staleness/total_max"] == 4.0
+    assert harness.shared_state.snapshot.metrics["staleness/masked_frac"] == 0.0
 
 
-def test_a_step_waits_for_the_rollouts_that_it_would_make_too_old(make_rig: MakeRig) -> None:
-    rig = aged(make_rig, "wait")
-    rig.agents.open("late", "late", 2)
-    rig.agents.call(turn("late", "late-t", output_ids=[10, 11], version=3))
-    episode(rig, "a", 1.0, [5])
-    episode(rig, "b", 0.0, [5])
-    assert not rig.trainer.run_once()
-    assert rig.shared_state.snapshot.waiting_for.startswith(
+def test_a_step_waits_for_the_rollouts_that_it_would_make_too_old(make_harness: MakeHarness) -> None:
+    harness = aged(make_harness, "wait")
+    harness.agents.open("late", "late", 2)
+    harness.agents.call(turn("late", "late-t", output_ids=[10, 11], version=3))
+    episode(harness, "a", 1.0, [5])
+    episode(harness, "b", 0.0, [5])
+    assert not harness.trainer.run_once()
+    assert harness.shared_state.snapshot.waiting_for.startswith(
         "1 sessions under way, which the next step would make"
     )
-    rig.agents.finish("late", 1.0)
-    rig.agents.episode("later", 0.0, group_id="late", size=2, version=5, output_ids=[12, 1])
-    assert rig.trainer.run_once()
-    assert set(rig.session_codes().values()) == {"trained"}
+    harness.agents.finish("late", 1.0)
+    harness.agents.episode("later", 0.0, group_id="late", size=2, version=5, output_ids=[12, 1])
+    assert harness.trainer.run_once()
+    assert set(harness.session_codes().values()) == {"trained"}
 
 
-def test_a_rollout_that_stays_young_enough_delays_no_step(make_rig: MakeRig) -> None:
-    rig = aged(make_rig, "wait")
-    rig.agents.open("late", "late", 2)
-    rig.agents.call(turn("late", "late-t", output_ids=[10, 11], version=4))
-    episode(rig, "a", 1.0, [5])
-    episode(rig, "b", 0.0, [5])
-    assert rig.trainer.run_once()
+def test_a_rollout_that_stays_young_enough_delays_no_step(make_harness: MakeHarness) -> None:
+    harness = aged(make_harness, "wait")
+    harness.agents.open("late", "late", 2)
+    harness.agents.call(turn("late", "late-t", output_ids=[10, 11], version=4))
+    episode(harness, "a", 1.0, [5])
+    episode(harness, "b", 0.0, [5])
+    assert harness.trainer.run_once()
 
 
-def test_nothing_waits_for_what_no_waiting_saves(make_rig: MakeRig) -> None:
+def test_nothing_waits_for_what_no_waiting_saves(make_harness: MakeHarness) -> None:
     """Too old already, an evaluation, or without a reward that may never come."""
-    rig = aged(make_rig, "wait")
+    harness = aged(make_harness, "wait")
     for name, version, policy in (("old", 2, "policy"), ("exam", 3, "policy@3"), ("poor", 3, "policy")):
-        rig.agents.open(name, name, 2)
-        rig.agents.call(turn(name, f"{name}-t", output_ids=[10, 11], version=version, policy=policy))
-    rig.agents.finish("poor")
-    episode(rig, "a", 1.0, [5])
-    episode(rig, "b", 0.0, [5])
-    assert rig.trainer.run_once()
+        harness.agents.open(name, name, 2)
+        harness.agents.call(turn(name, f"{name}-t", output_ids=[10, 11], version=version, policy=policy))
+    harness.agents.finish("poor")
+    episode(harness, "a", 1.0, [5])
+    episode(harness, "b", 0.0, [5])
+    assert harness.trainer.run_once()
 
 
-def test_a_masked_token_condemns_no_newer_one(make_rig: MakeRig) -> None:
+def test_a_masked_token_condemns_no_newer_one(make_harness: MakeHarness) -> None:
     """It is an outlier, whose row the correction would leave out."""
-    rig = aged(make_rig, "mask", masks=[{"name": "outlier", "low": 1e-4, "high": 100.0}])
-    rig.agents.open("a", "g", 2)
+    harness = aged(make_harness, "mask", masks=[{"name": "outlier", "low": 1e-4, "high": 100.0}])
+    harness.agents.open("a", "g", 2)
     spans = (Span(1, 0, 1), Span(5, 1, 3))
-    rig.agents.call(turn("a", "a-t", output_ids=[10, 11, 12], versions=spans, logprobs=[-60.0, -4.0, -4.0]))
-    rig.agents.finish("a", 1.0)
-    episode(rig, "b", 0.0, [5, 5, 5])
-    assert rig.trainer.run_once()
-    assert rig.shared_state.snapshot.metrics["is/masked_frac"] == pytest.approx(1 / 6)
+    harness.agents.call(
+        turn("a", "a-t", output_ids=[10, 11, 12], versions=spans, logprobs=[-60.0, -4.0, -4.0])
+    )
+    harness.agents.finish("a", 1.0)
+    episode(harness, "b", 0.0, [5, 5, 5])
+    assert harness.trainer.run_once()
+    assert harness.shared_state.snapshot.metrics["is/masked_frac"] == pytest.approx(1 / 6)
 
 
-def test_without_staleness_training_is_synchronous(make_rig: MakeRig) -> None:
+def test_without_staleness_training_is_synchronous(make_harness: MakeHarness) -> None:
     """No step while anything that the present version sampled is under way."""
-    rig = aged(make_rig, "wait", max_staleness=0)
-    rig.agents.open("late", "late", 1)
-    rig.agents.call(turn("late", "late-t", output_ids=[10, 11], version=5))
-    episode(rig, "a", 1.0, [5])
-    episode(rig, "b", 0.0, [5])
-    assert not rig.trainer.run_once()
-    rig.agents.finish("late", status="failed")
-    assert rig.trainer.run_once()
+    harness = aged(make_harness, "wait", max_staleness=0)
+    harness.agents.open("late", "late", 1)
+    harness.agents.call(turn("late", "late-t", output_ids=[10, 11], version=5))
+    episode(harness, "a", 1.0, [5])
+    episode(harness, "b", 0.0, [5])
+    assert not harness.trainer.run_once()
+    harness.agents.finish("late", status="failed")
+    assert harness.trainer.run_once()
 
 
 @pytest.mark.parametrize(
@@ -136,19 +138,19 @@ def test_auto_corrects_while_the_last_step_measured_well(measured: dict[str, flo
     assert AlgorithmSettings(stale="auto").after(measured).stale == mode
 
 
-def test_auto_masks_after_a_step_that_measured_badly(make_rig: MakeRig) -> None:
-    rig = aged(make_rig, "auto", auto_min_ess=0.99, auto_max_kl=100.0)
-    episode(rig, "a", 1.0, [1, 1, 1])
-    episode(rig, "b", 0.0, [5, 5, 5])
-    assert rig.trainer.run_once()
-    assert rig.shared_state.snapshot.metrics["mismatch/ess"] < 0.99
+def test_auto_masks_after_a_step_that_measured_badly(make_harness: MakeHarness) -> None:
+    harness = aged(make_harness, "auto", auto_min_ess=0.99, auto_max_kl=100.0)
+    episode(harness, "a", 1.0, [1, 1, 1])
+    episode(harness, "b", 0.0, [5, 5, 5])
+    assert harness.trainer.run_once()
+    assert harness.shared_state.snapshot.metrics["mismatch/ess"] < 0.99
     for name, versions in (("c", [1, 1]), ("d", [6, 6])):
-        rig.agents.open(name, "h", 2)
+        harness.agents.open(name, "h", 2)
         spans = tuple(Span(version, place, place + 1) for place, version in enumerate(versions))
-        rig.agents.call(turn(name, f"{name}-t", output_ids=[20, 21], versions=spans))
-        rig.agents.finish(name, float(name == "c"))
-    assert not rig.trainer.run_once()
-    assert rig.session_codes()["c"] == "stale"
+        harness.agents.call(turn(name, f"{name}-t", output_ids=[20, 21], versions=spans))
+        harness.agents.finish(name, float(name == "c"))
+    assert not harness.trainer.run_once()
+    assert harness.session_codes()["c"] == "stale"
 
 
 def test_nothing_is_corrected_where_no_correction_is_set() -> None:

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from tests.support.tolerances import BFLOAT16, ulps
-from tests.support.trainer_service.random_rows import POISON, MakePupil, random_rows
+from tests.support.trainer_service.random_rows import POISON, MakeLearner, random_rows
 from tests.support.trainer_service.same_training import (
     WELL_CONDITIONED,
     Weights,
@@ -31,9 +31,9 @@ HALF_ROUNDINGS = 12
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_learns_what_stage_one_learns(
-    make_pupil: MakePupil, untrained: Weights, stage: int
+    make_learner: MakeLearner, untrained: Weights, stage: int
 ) -> None:
-    one, other = (make_pupil(zero_stage=each, optimizer=WELL_CONDITIONED) for each in (1, stage))
+    one, other = (make_learner(zero_stage=each, optimizer=WELL_CONDITIONED) for each in (1, stage))
     for seed in range(3):
         assert other.learn(seed) == same_metrics(one.learn(seed))
     assert_moved_alike(one.exported(), other.exported(), untrained)
@@ -41,36 +41,36 @@ def test_every_stage_learns_what_stage_one_learns(
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_gradient_that_is_not_finite_changes_nothing_and_its_rows_are_found(
-    make_pupil: MakePupil, stage: int
+    make_learner: MakeLearner, stage: int
 ) -> None:
-    struck, spared = make_pupil(zero_stage=stage), make_pupil(zero_stage=stage)
+    struck, spared = make_learner(zero_stage=stage), make_learner(zero_stage=stage)
     algorithm = struck.settings.algorithm
-    for pupil in (struck, spared):
-        pupil.learn(1)
+    for learner in (struck, spared):
+        learner.learn(1)
     told = struck.learn(2, temperature=POISON)
     assert told["grad_norm"] == float("inf") or told["grad_norm"] != told["grad_norm"]
     assert not struck.leader.gradient_is_finite(StepRequest(random_rows(2, 3, POISON), 0, algorithm))
     assert struck.leader.gradient_is_finite(StepRequest(random_rows(2, 3), 0, algorithm))
     assert struck.leader.weights_are_finite()
     assert struck.exported(), "amid no pass"
-    for pupil in (struck, spared):
-        pupil.learn(3)
+    for learner in (struck, spared):
+        learner.learn(3)
     assert differs_by(struck.exported(), spared.exported()) == 0
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_weights_that_are_spoilt_are_told(make_pupil: MakePupil, stage: int) -> None:
-    pupil = make_pupil(zero_stage=stage, optimizer={"lr": float("inf"), "warmup_steps": 0})
-    pupil.learn(1)
-    assert not pupil.leader.weights_are_finite()
+def test_weights_that_are_spoilt_are_told(make_learner: MakeLearner, stage: int) -> None:
+    learner = make_learner(zero_stage=stage, optimizer={"lr": float("inf"), "warmup_steps": 0})
+    learner.learn(1)
+    assert not learner.leader.weights_are_finite()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bfloat16_learns_at_every_stage_that_keeps_float32_beside_it(
-    make_pupil: MakePupil, untrained: Weights, stage: int
+    make_learner: MakeLearner, untrained: Weights, stage: int
 ) -> None:
-    full = make_pupil(optimizer=WELL_CONDITIONED)
-    half = make_pupil(optimizer=WELL_CONDITIONED, zero_stage=stage, dtype="bfloat16")
+    full = make_learner(optimizer=WELL_CONDITIONED)
+    half = make_learner(optimizer=WELL_CONDITIONED, zero_stage=stage, dtype="bfloat16")
     close = ulps(HALF_ROUNDINGS, unit=BFLOAT16)
     for seed in range(3):
         assert half.learn(seed)["grad_norm"] == pytest.approx(full.learn(seed)["grad_norm"], rel=close)
@@ -78,31 +78,31 @@ def test_bfloat16_learns_at_every_stage_that_keeps_float32_beside_it(
     assert differs_by(full.exported(), half.exported()) > 0
 
 
-def test_what_stage_zero_cannot_do_is_refused(make_pupil: MakePupil) -> None:
+def test_what_stage_zero_cannot_do_is_refused(make_learner: MakeLearner) -> None:
     with pytest.raises(ValidationError, match="bfloat16 needs zero_stage 1, 2 or 3"):
-        make_pupil(zero_stage=0, dtype="bfloat16")
+        make_learner(zero_stage=0, dtype="bfloat16")
     with pytest.raises(ValidationError, match="offload_optimizer: needs zero_stage"):
-        make_pupil(zero_stage=0, offload_optimizer=True)
+        make_learner(zero_stage=0, offload_optimizer=True)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("setting", ["offload_optimizer", "activation_checkpointing"])
 def test_what_saves_memory_changes_no_weight(
-    make_pupil: MakePupil, untrained: Weights, stage: int, setting: str
+    make_learner: MakeLearner, untrained: Weights, stage: int, setting: str
 ) -> None:
-    plain = make_pupil(zero_stage=stage, optimizer=WELL_CONDITIONED)
-    saving = make_pupil(zero_stage=stage, optimizer=WELL_CONDITIONED, **{setting: True})
+    plain = make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED)
+    saving = make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED, **{setting: True})
     for seed in range(3):
         assert saving.learn(seed) == same_metrics(plain.learn(seed))
     assert_moved_alike(plain.exported(), saving.exported(), untrained)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_checkpoint_goes_on_bitwise(make_pupil: MakePupil, tmp_path: Path, stage: int) -> None:
-    straight = make_pupil(zero_stage=stage, optimizer=SCHEDULE)
+def test_a_checkpoint_goes_on_bitwise(make_learner: MakeLearner, tmp_path: Path, stage: int) -> None:
+    straight = make_learner(zero_stage=stage, optimizer=SCHEDULE)
     straight.learn(1)
     Checkpoints(tmp_path / "c", 2).save(straight.leader, RunState(step=1), [])
-    resumed = make_pupil(zero_stage=stage, optimizer=SCHEDULE)
+    resumed = make_learner(zero_stage=stage, optimizer=SCHEDULE)
     Checkpoints(tmp_path / "c", 2).restore(resumed.leader)
     assert differs_by(straight.exported(), resumed.exported()) == 0
     for seed in (2, 3):
@@ -112,13 +112,13 @@ def test_a_checkpoint_goes_on_bitwise(make_pupil: MakePupil, tmp_path: Path, sta
 
 @pytest.mark.parametrize(("saved", "read"), [(1, 2), (2, 3), (3, 1)])
 def test_a_checkpoint_of_another_stage_is_converted(
-    make_pupil: MakePupil, untrained: Weights, tmp_path: Path, saved: int, read: int
+    make_learner: MakeLearner, untrained: Weights, tmp_path: Path, saved: int, read: int
 ) -> None:
-    before = make_pupil(zero_stage=saved, optimizer=SCHEDULE)
+    before = make_learner(zero_stage=saved, optimizer=SCHEDULE)
     before.learn(1)
     tag = Checkpoints(tmp_path / "c", 2).save(before.leader, RunState(step=1), [])
     files = sorted((path, path.read_bytes()) for path in (tmp_path / "c" / tag).rglob("*") if path.is_file())
-    after = make_pupil(zero_stage=read, optimizer=SCHEDULE)
+    after = make_learner(zero_stage=read, optimizer=SCHEDULE)
     Checkpoints(tmp_path / "c", 2).restore(after.leader)
     assert differs_by(before.exported(), after.exported()) == 0
     for seed in (2, 3):
@@ -137,33 +137,33 @@ def test_a_checkpoint_of_another_stage_is_converted(
     ],
 )
 def test_a_checkpoint_that_cannot_be_converted_is_refused_with_a_sentence(
-    make_pupil: MakePupil, tmp_path: Path, given: dict[str, object], sentence: str
+    make_learner: MakeLearner, tmp_path: Path, given: dict[str, object], sentence: str
 ) -> None:
-    Checkpoints(tmp_path / "c", 2).save(make_pupil().leader, RunState(step=1), [])
+    Checkpoints(tmp_path / "c", 2).save(make_learner().leader, RunState(step=1), [])
     with pytest.raises(LayoutRefused, match=sentence):
-        Checkpoints(tmp_path / "c", 2).restore(make_pupil(**given).leader)
+        Checkpoints(tmp_path / "c", 2).restore(make_learner(**given).leader)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_checkpoint_can_be_served_as_it_is(
-    make_pupil: MakePupil, tmp_path: Path, model_path: Path, stage: int
+    make_learner: MakeLearner, tmp_path: Path, model_path: Path, stage: int
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    pupil = make_pupil(zero_stage=stage)
-    pupil.learn(1)
-    tag = Checkpoints(tmp_path / "c", 2).save(pupil.leader, RunState(step=1), [])
+    learner = make_learner(zero_stage=stage)
+    learner.learn(1)
+    tag = Checkpoints(tmp_path / "c", 2).save(learner.leader, RunState(step=1), [])
     served = tmp_path / "c" / tag / "model"
     assert {path.name for path in served.iterdir()} == {path.name for path in model_path.iterdir()}
-    assert differs_by(load_file(served / "model.safetensors"), pupil.exported()) == 0
+    assert differs_by(load_file(served / "model.safetensors"), learner.exported()) == 0
     model = AutoModelForCausalLM.from_pretrained(served)
-    assert torch.equal(model.model.norm.weight, pupil.exported()["model.norm.weight"])
+    assert torch.equal(model.model.norm.weight, learner.exported()["model.norm.weight"])
     (served / "model.safetensors").write_bytes(b"")
     with pytest.raises(Exception, match=r"model/model.safetensors is missing or has not its"):
-        Checkpoints(tmp_path / "c", 2).restore(pupil.leader)
+        Checkpoints(tmp_path / "c", 2).restore(learner.leader)
 
 
-def test_a_checkpoint_without_a_served_copy(make_pupil: MakePupil, tmp_path: Path) -> None:
-    pupil = make_pupil(checkpoint_hf=False)
-    tag = Checkpoints(tmp_path / "c", 2).save(pupil.leader, RunState(step=1), [])
+def test_a_checkpoint_without_a_served_copy(make_learner: MakeLearner, tmp_path: Path) -> None:
+    learner = make_learner(checkpoint_hf=False)
+    tag = Checkpoints(tmp_path / "c", 2).save(learner.leader, RunState(step=1), [])
     assert not (tmp_path / "c" / tag / "model").exists()

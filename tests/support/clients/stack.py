@@ -80,7 +80,7 @@ class Figures:
 
 
 @dataclass
-class Weir:
+class RunningStack:
     """The running stack, from a client's side."""
 
     url: str
@@ -97,9 +97,9 @@ class Weir:
     def play(
         self, client: str, scene: str, session: Session | None = None, *, url: str = "", **more: str
     ) -> Any:
-        """What the client's scene says; it knows a base URL and a key, and nothing else of Weir.
+        """Run a scene of the client, which knows only a base URL and a key; return what it printed last.
 
-        `url` is another way to the gateway.
+        `url` replaces the gateway's own URL, e.g. by that of a proxy.
         """
         before = self._turns()
         started = time.monotonic()

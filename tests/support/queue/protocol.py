@@ -24,7 +24,7 @@ from rollout_queue.redis.deletion import RedisDeleter
 from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
-from tests.support.trainer_service.rig import FakeGateway
+from tests.support.trainer_service.harness import FakeGateway
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.intake.intake import Intake
 from trainer_service.metrics import TrainerMetrics

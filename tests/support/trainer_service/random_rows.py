@@ -62,7 +62,7 @@ def row_of(length: int, seed: int = 0) -> Row:
     )
 
 
-class Pupil:
+class OneRankLearner:
     """A policy on one rank, and what a test asks it."""
 
     def __init__(self, root: Path, settings: TrainerSettings) -> None:
@@ -83,4 +83,4 @@ class Pupil:
         return tensors
 
 
-MakePupil = Callable[..., Pupil]
+MakeLearner = Callable[..., OneRankLearner]

@@ -9,7 +9,7 @@ from redis.asyncio import Redis as AsyncRedis
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Turn
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.serving import free_port
-from tests.support.trainer_service.rig import turn
+from tests.support.trainer_service.harness import turn
 
 NOBODY = f"http://127.0.0.1:{free_port()}"
 """A trainer that does not run: the ledger is read from its checkpoints."""

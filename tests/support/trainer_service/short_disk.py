@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from rollout_queue.memory import MemoryStream
-from tests.support.trainer_service.rig import FakeGateway, Rig
+from tests.support.trainer_service.harness import FakeGateway, Harness
 from trainer_service.settings import TrainerSettings
 
 SHORT = 16_384
@@ -32,59 +32,59 @@ def main(root: Path, model_path: Path) -> None:
     settings = settings.model_copy(
         update={"algorithm": settings.algorithm.model_copy(update={"min_live_rows": 2})}
     )
-    rig = Rig(root, settings, MemoryStream(), FakeGateway())
-    rig.start()
-    rig.agents.group("g", [1.0, 0.0])
-    assert rig.trainer.run_once()
-    room_comes_after(rig, PAUSES)
-    save = rig.checkpoints.save
+    harness = Harness(root, settings, MemoryStream(), FakeGateway())
+    harness.start()
+    harness.agents.group("g", [1.0, 0.0])
+    assert harness.trainer.run_once()
+    room_comes_after(harness, PAUSES)
+    save = harness.checkpoints.save
 
     def save_and_fill_the_disk_again(*arguments: object) -> str:
         tag = save(*arguments)  # type: ignore[arg-type]
         limit(SHORT)
         return tag
 
-    rig.checkpoints.save = save_and_fill_the_disk_again  # type: ignore[assignment]
-    rig.agents.group("h", [1.0, 0.0])
+    harness.checkpoints.save = save_and_fill_the_disk_again  # type: ignore[assignment]
+    harness.agents.group("h", [1.0, 0.0])
     limit(SHORT)
-    assert rig.trainer.run_once()
-    report(rig, "the end")
+    assert harness.trainer.run_once()
+    report(harness, "the end")
 
 
-def room_comes_after(rig: Rig, pauses: int) -> None:
+def room_comes_after(harness: Harness, pauses: int) -> None:
     """Pauses take no time here; the last one before there is room tells what it sees."""
     slept = 0
 
     def sleep(seconds: float) -> None:
         nonlocal slept
-        rig.clock.pass_by(seconds)
+        harness.clock.pass_by(seconds)
         slept += 1
         if slept % pauses == 0:
-            report(rig, rig.shared_state.snapshot.waiting_for)
+            report(harness, harness.shared_state.snapshot.waiting_for)
             limit(resource.RLIM_INFINITY)
 
-    rig.shared_state.sleep = sleep  # type: ignore[method-assign]
-    rig.clock.pass_by(0)
+    harness.shared_state.sleep = sleep  # type: ignore[method-assign]
+    harness.clock.pass_by(0)
 
 
 def limit(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-def report(rig: Rig, waiting_for: str) -> None:
-    checkpoints, policies = rig.settings.checkpoint_dir, rig.settings.policies_dir
+def report(harness: Harness, waiting_for: str) -> None:
+    checkpoints, policies = harness.settings.checkpoint_dir, harness.settings.policies_dir
     seen = {
         "waiting_for": waiting_for,
-        "state": rig.shared_state.snapshot.state,
+        "state": harness.shared_state.snapshot.state,
         "checkpoints": sorted(path.name for path in checkpoints.iterdir() if path.is_dir()),
         "current": (checkpoints / "CURRENT").read_text(encoding="utf-8"),
-        "ledger": len(rig.checkpoints.ledger(0, 10)),
+        "ledger": len(harness.checkpoints.ledger(0, 10)),
         "ledger_lines": len((checkpoints / "ledger.jsonl").read_bytes().splitlines()),
         "policies": sorted(path.name for path in policies.iterdir()),
-        "announced": [body["version"] for body in rig.gateway.announced],
-        "pending": len(list(rig.stream.reclaim())),
+        "announced": [body["version"] for body in harness.gateway.announced],
+        "pending": len(list(harness.stream.reclaim())),
         "refusals": {
-            what: rig.registry.get_sample_value("weir_trainer_disk_refusals_total", {"what": what})
+            what: harness.registry.get_sample_value("weir_trainer_disk_refusals_total", {"what": what})
             for what in ("checkpoint", "publish")
         },
     }

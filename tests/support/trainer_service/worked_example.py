@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rollout_queue.contract.records import Outcome, Record, Reward, Span
 from rollout_queue.contract.stream import Entry
-from tests.support.trainer_service.rig import turn
+from tests.support.trainer_service.harness import turn
 from trainer_service.algorithms.losses.settings import LossSettings
 from trainer_service.algorithms.losses.step_statistics import step_statistics
 from trainer_service.algorithms.policy_loss import PolicyLoss, policy_loss

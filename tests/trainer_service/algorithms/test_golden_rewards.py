@@ -15,7 +15,7 @@ from gateway.admission.backpressure import TrainerBacklog
 from gateway.admission.staleness import StalenessBudget
 from rollout_queue.contract.tokens import TokenIds
 from tests.support.trainer_service.canonical import CASES, INPUTS, MASK, ROWS_T, close
-from tests.support.trainer_service.rig import turn
+from tests.support.trainer_service.harness import turn
 from trainer_service.algorithms.advantages.advantages import ADVANTAGES, baselines_after, to_tokens
 from trainer_service.algorithms.advantages.filters import groups_without_signal
 from trainer_service.algorithms.advantages.returns import (

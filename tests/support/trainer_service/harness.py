@@ -197,7 +197,7 @@ class Clock:
 
 
 @dataclass
-class Rig:
+class Harness:
     """Everything of one trainer process but the HTTP thread. `restart` is a new process on the same disk."""
 
     root: Path
@@ -243,12 +243,12 @@ class Rig:
             teacher=TeacherClient(self.settings.teacher, asked) if self.settings.teacher else None,
         )
 
-    def start(self) -> "Rig":
+    def start(self) -> "Harness":
         self.trainer.start()
         return self
 
-    def restart(self) -> "Rig":
-        successor = Rig(self.root, self.settings, self.stream, self.gateway, closing=self.closing)
+    def restart(self) -> "Harness":
+        successor = Harness(self.root, self.settings, self.stream, self.gateway, closing=self.closing)
         return successor.start()
 
     def step(self, group_id: str, **fields: Any) -> None:
@@ -272,4 +272,4 @@ class Rig:
         return {s: head.verdict.code if head.verdict else None for s, head in self.stream.heads.items()}
 
 
-MakeRig = Callable[..., Rig]
+MakeHarness = Callable[..., Harness]

@@ -206,6 +206,11 @@ def states(system: System) -> dict[str, str]:
     return {server["id"]: server["state"] for server in servers}
 
 
+def calls_in_flight(system: System, server_id: str) -> int:
+    servers = system.get("/admin/rollout_servers", key=SYSTEM_ADMIN_KEY)["data"]
+    return next(int(server["in_flight"]) for server in servers if server["id"] == server_id)
+
+
 class Stream:
     """One long answer, heard by a client that tries nothing again."""
 
@@ -259,7 +264,8 @@ def test_rollout_servers_that_are_told_to_end_under_load_leave_no_error_and_no_s
     with ThreadPoolExecutor(16) as pool:
         with another_rollout_server(system, tmp_path) as second:
             left = family(psutil.Process(second.process.pid))
-            calls = streams(12, 600)
+            calls = streams(12, 2000)
+            wait_until(lambda: calls_in_flight(system, "rollout-1") > 0)
             assert second.terminate() == 0
             assert not psutil.wait_procs(left, timeout=10)[1]
             answers = [stream.heard() for stream in calls]

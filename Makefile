@@ -10,21 +10,21 @@ LONG ?= numerics properties clients presets
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
 # Which build of torch: "cuda" with a GPU, else "cpu", a tenth of the size.
 TORCH ?= $(if $(GPU),cuda,cpu)
-# Where the CPU build comes from, if it is not where pip looks anyway; empty asks nobody else.
+# The index with the CPU build of torch; empty: only the indexes that pip is configured for.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := .venv/bin
 LOCKS := deploy/requirements
-# Exactly what a lock says: its files, by their hashes, and nothing that they ask for beyond it.
+# pip installs exactly the files in a lock: it checks their hashes, and adds no dependencies.
 PIP := -m pip --disable-pip-version-check install -q --no-deps
 LOCKED := $(PIP) --no-build-isolation --require-hashes
 FROM_INDEX := $(if $(filter cpu,$(TORCH)),$(addprefix --extra-index-url ,$(TORCH_INDEX)))
 CLIENTS := $(patsubst tests/clients/%/requirements.txt,%,$(wildcard tests/clients/*/requirements.txt))
 
-help:  ## what there is
+help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
-install: .venv/installed .venv-engine/installed  ## both environments: ours, and the engine's with SGLang
+install: .venv/installed .venv-engine/installed  ## both environments: Weir's, and the engine's with SGLang
 
 demo: install  ## the whole loop on this machine: a tiny model learns to use its tool (SEED=n)
 	@$(BIN)/weir demo --seed $(SEED)
@@ -35,37 +35,37 @@ test: check  ## the checks, then all tests but the long ones, the real engine in
 test-fast: .venv/installed  ## the tests that need no engine
 	@$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder -m "not system and not long"
 
-test-long: install $(LONG:%=test-%)  ## what takes minutes to hours; LONG="numerics …" names the parts beside the crash matrix
+test-long: install $(LONG:%=test-%)  ## the long tests (minutes to hours): the crash matrix and the parts in LONG="numerics …"
 	@$(BIN)/pytest -m long
 
-test-properties: .venv/installed  ## the properties that hypothesis looks for counterexamples of, with ten times as many
+test-properties: .venv/installed  ## the property tests, with ten times as many examples from hypothesis
 	@$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder -m "hypothesis and not system" --hypothesis-profile long --timeout 36000
 
-# What torch and oneDNN may use of the processor; `make test` has run the same tests with all of it.
+# The instruction sets that torch and oneDNN are limited to. `make test` runs the same tests without a limit.
 PROCESSORS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=SSE41 ONEDNN_MAX_CPU_ISA=AVX2
 
-test-numerics: .venv/installed  ## the tests of arithmetic, as older processors compute
+test-numerics: .venv/installed  ## the tests of arithmetic, limited to the instruction sets of older processors
 	@for setting in $(PROCESSORS); do \
 		echo "with $$setting"; env $$setting $(BIN)/pytest -n $(WORKERS) -m numeric tests/trainer_service || exit 1; done
 
 test-clients: install run/models/clients/config.json $(CLIENTS:%=run/clients/%/installed) \
 	run/clients/openai_npm/installed
-test-clients:  ## the SDKs that agents are made of, each as its users get it, against the real engine
+test-clients:  ## the SDKs that agents use, each as it is published, against the real engine
 	@$(BIN)/pytest tests/clients
 
 test-presets: install  ## each preset of the trainer on the demo's task, five steps, on the real stack
 	@$(BIN)/pytest tests/presets
 
-bench: install  ## what gateway and queue cost: CPU per turn and where it goes, a long prompt beside others
+bench: install  ## the cost of gateway and queue: CPU per turn, its parts, and the delay by a long prompt
 	@$(BIN)/python -m bench.gateway
 	@$(BIN)/python -m bench.profile
 	@$(BIN)/python -m bench.stall
 	@$(BIN)/python -m bench.queue
 
-bench-trainer: install run/bench/trl/installed  ## what a training step costs, beside plain torch and TRL (long)
+bench-trainer: install run/bench/trl/installed  ## the cost of a training step, compared with plain torch and TRL (long)
 	@$(BIN)/python -m bench.trainer
 
-bench-learning: install  ## whether it learns at staleness 0, 2, 4, 8, over five seeds, and a harder game (hours)
+bench-learning: install  ## how a model learns at staleness 0, 2, 4, 8, with five seeds, and a harder game (hours)
 	@$(BIN)/python -m bench.learning --task tool --target 0.95 --plot run/learning/learning.png
 	@$(BIN)/python -m bench.learning --task guess --results run/guess --plot run/guess/guess.png
 
@@ -88,7 +88,7 @@ map:  ## the rooms of the system and the files in them, each with the sentence t
 lock: .venv/installed  ## renew the locks of all environments (UPGRADE=--upgrade takes newer versions)
 	@$(LOCKS)/lock $(UPGRADE)
 
-licences: install  ## the licence of everything that is installed, the engine's environment included
+licences: install  ## the licence of every installed package, also in the engine's environment
 	@for environment in .venv .venv-engine; do \
 		echo "$$environment"; $(BIN)/pip-licenses --python=$$environment/bin/python --order=license; \
 	done
@@ -105,7 +105,8 @@ down: .venv/installed  ## stop what `up` started
 clean:  ## remove the environments, caches and runs; stop them first
 	rm -rf .venv .venv-engine run build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-# A stamp is newer than what it was made of, so a second run does nothing and a changed pin installs again.
+# Each of these targets is a file that is touched after an installation. So a second run does nothing, and a
+# changed pin installs again.
 .venv/installed: pyproject.toml $(LOCKS)/build.txt $(LOCKS)/services.txt $(LOCKS)/torch-$(TORCH).txt
 	@$(call new_environment,.venv)
 	@echo "installing Weir into .venv (minutes, once)"
@@ -145,7 +146,7 @@ run/bench/trl/installed: bench/trl/requirements.txt $(LOCKS)/torch-$(TORCH).txt
 	@touch $@
 
 run/models/clients/config.json: tests/support/clients/school.py $(wildcard deploy/weir/demo/*.py) | .venv/installed
-	@echo "schooling the demo's model for the clients (minutes, once)"
+	@echo "training the demo's model for the clients (minutes, once)"
 	@$(BIN)/python -m tests.support.clients.school --out $(@D)
 
 define new_environment

@@ -1,4 +1,4 @@
-"""Prints the map: every room of the system, and in it every file, with the first sentence of its docstring.
+"""Prints every room (folder) of the system and every file in it, with the first line of its docstring.
 
 python docs/map.py [ROOM …]     all rooms, or those whose path begins so: gateway, gateway/edge
 """
@@ -12,7 +12,7 @@ PACKAGES = ("gateway", "rollout_server", "trainer_service", "queue/rollout_queue
 
 
 def first_line(path: Path) -> str:
-    """Of the docstring of the module at `path`; empty where there is neither."""
+    """The first line of the docstring of the module at `path`; empty if there is no such line."""
     if not path.exists():
         return ""
     return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]

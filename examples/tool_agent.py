@@ -18,7 +18,7 @@ WORLD = {"c": "7"}
 
 
 def solve(client: OpenAI, question: str) -> str:
-    """Ask, run the tool if the model calls it, and return the answer; empty after two calls without one."""
+    """Ask, run the tool if the model calls it, and return the answer; empty if two calls bring none."""
     messages: list[Any] = [{"role": "user", "content": question}]
     for _ in range(2):
         reply = client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])

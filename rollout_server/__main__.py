@@ -18,7 +18,8 @@ from rollout_server.weights.safetensors_file import BrokenWeights
 from rollout_server.weights.verify import ExpectedModel
 
 LAST_ANSWERS_S = 3.0
-"""How long this server's own calls may take once the engine has drained; a reload is useless by then."""
+"""How long requests to this server may still take after the engine has drained. A reload has no use by then,
+so the time is short."""
 
 
 def main() -> None:
@@ -28,7 +29,7 @@ def main() -> None:
     if arguments.config:
         os.environ[CONFIG_VARIABLE] = arguments.config
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log each probe of the engine
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx would log each probe of the engine
     settings = _settings()
     keyring = Keyring(admin_keys=settings.admin_keys)
     refuse_open_binding(settings.host, keyring)
@@ -47,7 +48,7 @@ def _settings() -> RolloutServerSettings:
 
 
 def _refuse_what_cannot_work(settings: RolloutServerSettings) -> None:
-    """End with one sentence where the engine would fail at every start."""
+    """End the process with one sentence if the engine would fail at every start."""
     try:
         ExpectedModel.of(settings.model_path)
     except (BrokenWeights, OSError) as error:

@@ -37,7 +37,7 @@ def _operations(server: RolloutServer) -> APIRouter:
 
     @router.post("/reload")
     async def reload(body: ReloadBody) -> JSONResponse:
-        """Fetch, verify and load a version; whatever fails, the former version is served."""
+        """Fetch, verify and load a version. If any of this fails, the server keeps the former version."""
         wanted = WantedPolicy(body.version, body.location, body.manifest_sha256)
         seconds = await server.reloader.reload(wanted, force=body.force)
         parts = ReloadSeconds(fetch=seconds.fetch, verify=seconds.verify, load=seconds.load)
@@ -50,7 +50,7 @@ def _operations(server: RolloutServer) -> APIRouter:
 
     @router.post("/drain")
     async def drain() -> JSONResponse:
-        """Leave rotation; requests that run go on."""
+        """Leave rotation: gateways send no new requests to this server, and those that run go on."""
         server.engine.draining = True
         return await _status(server)
 

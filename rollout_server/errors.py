@@ -1,4 +1,4 @@
-"""Why a version is not loaded: errors of the domain, each with the HTTP status of the answer to `/reload`.
+"""The reasons why a version is not loaded, each with the HTTP status of the answer to `/reload`.
 
 ReloadError
 ├─ LocationRefused      400  the location is missing, malformed, or under no allowed prefix
@@ -7,18 +7,18 @@ ReloadError
 ├─ WeightsUnavailable   503  the files cannot be fetched or read now
 └─ EngineUnavailable    503  the engine does not serve, or did not load the version
 
-Whichever is raised, the engine goes on with, or boots again into, the version that it served before.
+After each of these errors the engine serves the version that it served before, if need be after a restart.
 """
 
 from typing import ClassVar
 
 
 class ReloadError(Exception):
-    """A version is not loaded. Failures are counted by `status`."""
+    """A version was not loaded. The metrics count such failures by `status`."""
 
     status: ClassVar[int]
     type: ClassVar[str | None] = None
-    """The error's type in the answer, where it does not follow from the status."""
+    """The error's type in the answer; None if it follows from the status."""
     param: ClassVar[str | None] = None
     code: ClassVar[str | None] = None
 

@@ -29,8 +29,8 @@ class RegistrationClient:
         """Whether the gateway accepted the last registration."""
 
     async def announce(self) -> WantedPolicy | None:
-        """Register once. Returns the policy that the fleet serves; None where the gateway does not answer,
-        or names no policy with a location."""
+        """Register once. Returns the policy that the fleet serves; None if the gateway does not answer, or
+        names no policy with a location."""
         if self._settings.gateway_url is None:
             return None
         try:

@@ -1,6 +1,7 @@
 """Loads a version into the engine as a transaction: it is served whole, or the former version stays.
 
-The files are verified before the engine pauses, and the engine proves what it loaded before it resumes.
+The files are verified before the engine pauses. Before it resumes, the engine is asked for the version and
+the checksum of what it loaded (*prove*).
 
 allowed? newer? ─▶ fetch ─▶ verify ─▶ pause ─▶ load ─▶ prove ─▶ resume ─▶ seconds
    400      409      503      422     └─ fails: kill the engine, boot the former version ─▶ 503
@@ -46,7 +47,7 @@ class Seconds(msgspec.Struct):
 
 
 class Reloader:
-    """Brings the engine from the version it serves to another; one at a time."""
+    """Loads versions into the engine, one at a time."""
 
     def __init__(
         self,
@@ -67,14 +68,15 @@ class Reloader:
         self._initial = engine.policy
         self._swap = asyncio.Lock()
         self._fetch = asyncio.Lock()
-        """Apart from `_swap`: a dead engine fetches the version it boots into while a reload waits for it."""
+        """Separate from `_swap`: while a reload holds `_swap` and waits for an engine that restarts, the
+        restart may have to fetch files."""
 
     async def reload(
         self, wanted: WantedPolicy, *, force: bool = False, instead_of: LocalPolicy | None = None
     ) -> Seconds:
-        """Serve `wanted`. Raises ReloadError where the former version goes on.
+        """Serve `wanted`. Raises ReloadError if the former version stays.
 
-        With `instead_of`, nothing is loaded if another version was loaded while this call waited its turn.
+        With `instead_of`, nothing is loaded if an earlier reload has replaced that policy in the meantime.
         """
         place = self._place(wanted)
         async with self._swap:
@@ -84,7 +86,7 @@ class Reloader:
                 return await self._reload(wanted, place, force)
 
     async def prepare(self, wanted: WantedPolicy, seconds: Seconds | None = None) -> LocalPolicy:
-        """Fetch and verify, without touching the engine. Files that are here already are verified again.
+        """Fetch and verify the files of `wanted`, without the engine. Files that are here are verified again.
 
         Raises ReloadError.
         """
@@ -180,7 +182,7 @@ class Reloader:
         return LocalPolicy(wanted.version, target, digest)
 
     async def _kept(self, version: int, digest: str, seconds: Seconds) -> LocalPolicy | None:
-        """The same content, if an earlier reload left it here whole."""
+        """The policy of this content, if an earlier reload has left its files here and they are unchanged."""
         target = self._store.path_of(version, digest)
         began_at = monotonic()
         try:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutServer:
-    """Opened and closed by the app's lifespan. It owns every task and client that runs meanwhile."""
+    """The app's lifespan opens and closes it. It owns every task and client that runs meanwhile."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class RolloutServer:
             task.add_done_callback(_report)
 
     async def leave(self) -> None:
-        """Drain, while `/status` still answers, so that the gateway sees it."""
+        """Drain the engine, while `/status` still answers and shows it to the gateways."""
         await asyncio.gather(self.engine.drain(), self._registration.announce())
 
     async def close(self) -> None:
@@ -101,7 +101,8 @@ class RolloutServer:
         return f"the engine is {engine.state}"
 
     async def _choose(self, last: LocalPolicy) -> LocalPolicy:
-        """The policy that the next start boots into: the fleet's, else the last if its files are sound."""
+        """The policy of the next start: the fleet's; if that is unknown or cannot be loaded, the last one; if
+        the last one's files have changed, the initial one."""
         announced = await self._registration.announce()
         self.engine.awaited_version = None
         if announced is not None and not _names(announced, last):
@@ -145,7 +146,7 @@ class RolloutServer:
             return False
         if announced.version > engine.policy.version or announced.version == engine.awaited_version:
             return engine.serving
-        # While a push is going on, the gateway still names the version before it.
+        # While a push goes on, the gateway still names the version before it.
         return engine.serving and monotonic() - engine.policy_since > self._settings.settle_s
 
 

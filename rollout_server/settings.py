@@ -27,20 +27,21 @@ class RolloutServerSettings(ServiceSettings):
     """Where to register; null for a server without a gateway."""
     register_every_s: float = 5.0
     settle_s: float = 60.0
-    """How long after a reload the gateway may still name the older version: its push to the fleet goes on."""
+    """How long after a reload the gateway may name the older version, while its push to the fleet goes on."""
 
     model_path: Path
     """The Hugging Face directory that the engine starts with, known as `initial_version`."""
     initial_version: int = Field(0, ge=0)
     weights_dir: Path = Path("run/weights")
-    """This server keeps `<weights_dir>/<id>/v00000012`: the current version's files and the former's."""
+    """This server keeps the files of the current and the former version, in directories such as
+    `<weights_dir>/<id>/v00000012-<digest>`."""
     policies_dir: Path = Path("run/policies")
     trainer_url: str = "http://127.0.0.1:8200"
     locations: CommaSeparated = []
     """Prefixes that weights may come from; empty means weights_dir, policies_dir and trainer_url."""
 
     engine_python: str = sys.executable
-    """The Python that has SGLang installed; on a CPU-only machine that is an environment of its own."""
+    """The Python interpreter of the environment that has SGLang."""
     engine_host: str = "127.0.0.1"
     """SGLang asks for no key here, so bind another address only in a closed network."""
     engine_port: int = 30000
@@ -101,7 +102,7 @@ class RolloutServerSettings(ServiceSettings):
 
     @property
     def allowed_locations(self) -> list[str]:
-        """As URLs; a plain path in `locations` means that directory."""
+        """The prefixes in `locations`, or their defaults, as URLs; a plain path means that directory."""
         prefixes = self.locations or [str(self.weights_dir), str(self.policies_dir), self.trainer_url]
         return [prefix if "://" in prefix else Path(prefix).absolute().as_uri() for prefix in prefixes]
 

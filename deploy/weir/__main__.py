@@ -119,7 +119,7 @@ def show_audit(
     run_dir: RunDir = None,
     answers: Annotated[
         Path | None,
-        typer.Option("--answers", help="JSONL of what clients were told was done: the audit looks for each"),
+        typer.Option("--answers", help="JSONL of answers to clients: the audit looks for what they promise"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
     redis_url: Annotated[

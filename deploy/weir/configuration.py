@@ -35,8 +35,8 @@ def _section(kind: type[ServiceSettings]) -> dict[str, Any]:
     try:
         values = kind().model_dump(mode="json")
     except ValidationError as error:
-        # A missing field keeps defaults that depend on it from being computed; those are no faults
-        # themselves.
+        # If a field is missing, pydantic also reports each field whose default depends on it. Only the
+        # missing field is a fault.
         faults = [each["loc"] for each in error.errors() if each["type"] != "default_factory_not_called"]
         if faults != [("model_path",)]:
             raise

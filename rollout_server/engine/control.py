@@ -18,18 +18,21 @@ class EngineControl:
         self._load_timeout_s = load_timeout_s
 
     async def is_ready(self) -> bool:
-        """Whether it runs and is not paused. /health generates a token, and fails while paused."""
+        """Whether the engine runs and is not paused.
+
+        /health is not used, because it generates a token, and fails while the engine is paused.
+        """
         return await self._answers("/ready")
 
     async def is_alive(self) -> bool:
-        """Whether it runs, paused or not."""
+        """Whether the engine runs, paused or not."""
         return await self._answers("/ping")
 
     async def version(self) -> str:
         return str((await self._call("GET", "/model_info")).get("weight_version"))
 
     async def checksum(self) -> str:
-        """Of all weights in the engine's memory."""
+        """The checksum of all weights in the engine's memory."""
         answer = await self._call("POST", "/weights_checker", {"action": "checksum"}, self._load_timeout_s)
         checksum = answer.get("per_engine_checksum")
         if not answer.get("success") or not isinstance(checksum, str):

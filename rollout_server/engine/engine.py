@@ -1,7 +1,9 @@
 """Keeps one SGLang engine running: starts it, watches it, and starts it again when it dies.
 
-choose policy ─▶ start ─▶ ready? ─▶ prove ─▶ serve … dies ─▶ kill the group, back off ─┐
-      └────────────────────────────────────────────────────────────────────────────────┘
+choose policy ─▶ start ─▶ ready? ─▶ prove ─▶ serve … dies ─▶ kill its process group, wait ─┐
+      └────────────────────────────────────────────────────────────────────────────────────┘
+
+To *prove* a policy is to ask the engine for its version and the checksum of its weights, and to compare both.
 """
 
 import asyncio
@@ -21,7 +23,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2
 WATCH_S = 5.0
 POLLED_WITHIN_S = 1.0
-"""Every gateway polls `/status` at least so often."""
+"""The longest time between two polls of `/status` by one gateway."""
 MAX_BACKOFF_S = 30.0
 
 
@@ -66,7 +68,7 @@ class Engine:
         self.restarts = 0
         self.draining = False
         self.awaited_version: int | None = None
-        """The version that the fleet serves, while this server has not loaded it."""
+        """The version that the fleet serves and this server could not load; None if there is none."""
         self.policy_since = monotonic()
         self._settings = settings
         self._start = start
@@ -126,9 +128,10 @@ class Engine:
 
     @asynccontextmanager
     async def swapping(self) -> AsyncIterator[None]:
-        """Out of rotation while the block runs; if that fails, the engine is killed and boots into `policy`.
+        """Take the server out of rotation while the block loads other weights.
 
-        Until then it stays paused: no client may get tokens of unproved weights.
+        If the block fails, the engine is killed and boots into `policy`. A paused engine stays paused until
+        then: no client may get tokens of weights that were not proved.
         """
         process = self._process
         if not self.serving or process is None:
@@ -143,10 +146,8 @@ class Engine:
             await self._become(ServerState.READY)
 
     async def prove(self, policy: LocalPolicy, *, differs_from: LocalPolicy | None = None) -> None:
-        """Raises EngineFailed unless version and checksum of the engine's weights are those of `policy`.
-
-        They must differ from those of `differs_from`.
-        """
+        """Check which weights the engine has. Raises EngineFailed if their version is not that of `policy`,
+        if `policy` had another checksum before, or if their checksum is that of `differs_from`."""
         version = await self.client.version()
         if version != str(policy.version):
             raise EngineFailed(f"the engine serves version {version}, not {policy.version}")
@@ -159,7 +160,7 @@ class Engine:
         self._checksums[policy] = checksum
 
     def serve(self, policy: LocalPolicy) -> None:
-        """The engine serves `policy` from now on, and boots into it."""
+        """Note that the engine serves `policy` now, and boots into it when it starts again."""
         self.policy = policy
         self.policy_since = monotonic()
         self.awaited_version = None
@@ -167,7 +168,8 @@ class Engine:
     async def drain(self) -> None:
         """Leave rotation for good, and wait for the requests that run, at most `drain_timeout_s`.
 
-        Gateways that have not polled since may still send some.
+        The engine has to be idle for POLLED_WITHIN_S, because gateways that have not polled `/status` since
+        may still send requests.
         """
         self._closing = True
         busy_at = monotonic()
@@ -200,7 +202,7 @@ class Engine:
         try:
             yield process
         finally:
-            # Also after it died: the rest of its process group would hold the port.
+            # Needed even if the engine has died: the rest of its process group would hold the port.
             await process.kill()
             self._process = None
 

@@ -78,7 +78,7 @@ class EngineProcess:
 
 
 def _new_log(path: Path) -> BinaryIO:
-    """The log before it is kept, because it tells why the former engine died."""
+    """Open a new log. The former log is kept beside it, because it tells why the former engine died."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         path.replace(path.with_name(f"{path.name}.1"))

@@ -55,7 +55,7 @@ class WeightsStore:
     def commit(self, part: Path, target: Path) -> None:
         """Complete `part` into a directory that SGLang can start from, and give it its name."""
         for file in self._model_path.iterdir():
-            # The tokenizer and config of the first model, where the published set has none.
+            # The tokenizer and config are those of the first model, unless the published set has its own.
             ours = file.is_file() and not file.name.endswith(WEIGHTS_ENDINGS) and file.name not in RESERVED
             if ours and not (part / file.name).exists():
                 shutil.copyfile(file, part / file.name)

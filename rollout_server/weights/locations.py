@@ -1,4 +1,4 @@
-"""Decides which places weights may come from, by the location's text alone: nothing is opened or called.
+"""Decides from which places weights may come, before any file is opened or any URL called.
 
 location ─▶ parse_location ─▶ FileLocation (a directory here) or HttpLocation (a URL), else LocationRefused
 """
@@ -14,7 +14,7 @@ from rollout_server.errors import LocationRefused
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 PLAIN_URL_PATH = re.compile(r"[A-Za-z0-9._~/@=+-]*")
-"""Without percent escapes, `;` and backslashes, both this service and the other server read a path alike."""
+"""Paths without percent escapes, `;` and backslashes, which this service and the other server read alike."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _file_path(parts: SplitResult) -> Path:
     path = unquote(parts.path)
     if parts.netloc not in ("", "localhost") or not path.startswith("/") or "\0" in path:
         raise LocationRefused("the location is not an absolute path on this machine")
-    # Lexically: `..` is folded before anything on the disk is looked at.
+    # `..` is resolved in the text, so no link on the disk can change its meaning.
     return Path(os.path.normpath(path))
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes per value of the types that weights may have."""
 EXPONENT_MASKS = {"F32": 0x7F80_0000, "F16": 0x7C00, "BF16": 0x7F80}
-"""A float with all exponent bits set is infinity or NaN. Tested on integers, since numpy has no BF16."""
+"""A float whose exponent bits are all set is infinity or NaN. numpy has no BF16, so integers are tested."""
 MAX_HEADER_BYTES = 100_000_000
 CHUNK_BYTES = 16 * 2**20
 
@@ -71,10 +71,10 @@ def require_finite(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
 
 
 def weights_differ(one: Path, other: Path, *, float32_engine: bool) -> bool:
-    """Whether an engine holds other values after loading `one` than after loading `other`.
+    """Whether an engine certainly holds other values after loading `one` than after loading `other`.
 
-    False for tensors that the engine may round to the same values. Files may differ while weights do not
-    (metadata, sharding), so values are compared, up to the first difference.
+    Tensors that the engine may round to the same values do not count. Equal weights may lie in different
+    files (metadata, sharding), so values are compared, up to the first difference.
     """
     ones, others = _tensors_of(one), _tensors_of(other)
     for name in sorted(ones.keys() & others.keys()):
@@ -93,7 +93,7 @@ def _tensors_of(directory: Path) -> dict[str, tuple[Path, StoredTensor]]:
 
 
 def _bits(path: Path, tensor: StoredTensor) -> Iterator[npt.NDArray[np.unsignedinteger[Any]]]:
-    # Read, not mapped: a file that shrinks under a mapping kills the process that maps it.
+    # The file is not memory-mapped, because a file that shrinks would kill the process that maps it.
     item_bytes = ITEM_BYTES[tensor.dtype]
     for start in range(tensor.start, tensor.end, CHUNK_BYTES):
         count = (min(CHUNK_BYTES, tensor.end - start)) // item_bytes

@@ -35,19 +35,19 @@ SHAPING_KEYS = (
     "tie_word_embeddings",
     "vocab_size",
 )
-"""Keys that a config must not change: an engine keeps its config on a reload, and reads it when it starts."""
+"""Keys that a config must not change: a reload keeps the engine's config, and a restart reads the new one."""
 
 
 @dataclass(frozen=True)
 class ExpectedModel:
-    """The names and shapes that the engine's model has, and the config that shapes its use of them."""
+    """The names and shapes of the tensors of the engine's model, and the model's config."""
 
     shapes: Mapping[str, tuple[int, ...]]
     config: Mapping[str, Any]
 
     @classmethod
     def of(cls, model_path: Path) -> "ExpectedModel":
-        """Read from the directory that the engine starts with."""
+        """Read the model in the directory that the engine starts with. Raises BrokenWeights, OSError."""
         files = sorted(model_path.glob(f"*{WEIGHTS_SUFFIX}"))
         if not files:
             raise BrokenWeights(f"no {WEIGHTS_SUFFIX} file in {model_path}")
@@ -56,7 +56,7 @@ class ExpectedModel:
 
     @property
     def optional_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """An output head tied to the embedding may be in the file or not: it is the same tensor."""
+        """Tensors that a file may lack: an output head that is tied to the embedding is the same tensor."""
         if not self.config.get("tie_word_embeddings") or INPUT_EMBEDDING not in self.shapes:
             return {}
         return {OUTPUT_HEAD: self.shapes[INPUT_EMBEDDING]}
@@ -82,7 +82,8 @@ def read_manifest(text: bytes, version: int) -> Manifest:
 
 
 def verify_directory(directory: Path, manifest: Manifest, expected: ExpectedModel) -> None:
-    """Raises BrokenWeights unless `directory` holds exactly the weights that both sides agree on."""
+    """Raises BrokenWeights unless the files in `directory` fit the manifest and the engine's model, and hold
+    finite numbers only."""
     headers: dict[str, dict[str, StoredTensor]] = {}
     for spec in manifest.files:
         _verify_bytes(directory / spec.name, spec)

@@ -1,6 +1,6 @@
 """`python -m weir.demo.agent_main`: runs the demo's agent against a gateway that runs already.
 
-WEIR_GATEWAY_URL is the address of the gateway, the first of WEIR_CLIENT_KEYS the key.
+WEIR_GATEWAY_URL is the address of the gateway. The agent uses the first key in WEIR_CLIENT_KEYS.
 """
 
 import argparse

@@ -75,8 +75,8 @@ class EpisodeRunner:
         train: bool = True,
         retry_every_s: float | None = None,
     ) -> None:
-        """`game` is the demo's unless given. A refused group is tried again after `retry_every_s`, or after
-        the time that the gateway names in `retry-after`."""
+        """`game` defaults to the demo's game. If the gateway refuses a group, the runner asks again after
+        `retry_every_s`; if that is None, after the time in the answer's header `retry-after`."""
         self.record = EpisodeLog()
         self._game: Game[Any] = game or ToolGame()
         self._train = train
@@ -119,13 +119,14 @@ class EpisodeRunner:
         while not enough(self.record):
             tasks = self._game.group(self._random, self._group_size)
             tickets = await self._tickets(rest, self._game.task_id(tasks[0]), enough)
-            pairs = zip(tasks, tickets, strict=False)  # no tickets where `enough` came first
+            pairs = zip(tasks, tickets, strict=False)  # `tickets` is empty if `enough` became true first
             await asyncio.gather(*(self._episode(rest, client, *pair) for pair in pairs))
 
     async def _tickets(
         self, rest: httpx.AsyncClient, task_id: str, enough: Callable[[EpisodeLog], bool]
     ) -> list[dict[str, str]]:
-        """The sessions of a new group, as soon as the gateway admits it; none if `enough` comes first."""
+        """Open a group. Returns its sessions, with the URL and the key of each; nothing if `enough` becomes
+        true before the gateway admits the group."""
         body = {"size": self._group_size, "task_id": task_id, "train": self._train}
         while not enough(self.record):
             reply = await rest.post("/groups", json=body)

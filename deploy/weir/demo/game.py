@@ -1,4 +1,4 @@
-"""The protocol of a game: it draws tasks for a group, and plays one with a client for a reward."""
+"""The protocol of a game, which draws the tasks of a group and plays an episode of a task for a reward."""
 
 from collections.abc import Sequence
 from random import Random

@@ -1,7 +1,10 @@
-"""The training rows of the guessing game's warm start, in exactly the ids that the gateway will render.
+"""Writes the training rows of the guessing game's warm start, in exactly the ids that the gateway renders.
 
-clean.jsonl   the skill: mostly halving          habit.jsonl   the habit: mostly blind guesses
-probe.jsonl   the gate: every number found by halving, exact
+A warm start is supervised training that makes the first model, for reinforcement learning to improve.
+
+clean.jsonl   first phase: mostly conversations that find the number by halving
+probe.jsonl   one such conversation for each number; the first phase ends when the model reproduces them
+habit.jsonl   second phase: mostly conversations that guess at random, so that there is something to improve
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,17 +18,19 @@ from weir.demo.guess import NUMBERS, QUESTION, SecretNumber, blind, halving
 from weir.demo.plan import TrainingRow, write_rows, write_student
 
 CLEAN_BLIND = 0.3
-"""Share of random guessing in clean.jsonl, so that the model also knows the habit."""
+"""The share of conversations in clean.jsonl that guess at random. The model learns to guess so, too."""
 HABIT_BLIND = 0.8
-"""Share of random guessing in habit.jsonl, from which reinforcement learning starts."""
-HALVED, BLIND_SEED = 20, 0
-"""HALVED: how often each number is found by halving, in each file."""
+"""The share of conversations in habit.jsonl that guess at random. After them, the model mostly guesses so."""
+HALVED = 20
+"""How many conversations in clean.jsonl, and in habit.jsonl, find each number by halving."""
+BLIND_SEED = 0
 
 
 def write_guess_plan(directory: Path) -> None:
     """Write config, tokenizer, rows and hyperparameters for `python -m trainer_service.warm_start`."""
     write_student(directory)
-    examples = GuessExamples(ChatRenderer(directory, thinking="all"))  # else a hint begins a new prompt
+    # With another value of `thinking`, a hint would begin a new prompt instead of continuing the old one.
+    examples = GuessExamples(ChatRenderer(directory, thinking="all"))
     halved = [examples.row(secret, halving(secret)) for secret in map(SecretNumber, NUMBERS)]
     random = Random(BLIND_SEED)
     for name, share in (("clean", CLEAN_BLIND), ("habit", HABIT_BLIND)):

@@ -1,4 +1,4 @@
-"""The demo's live view: reward, episodes, step, policy version, staleness, and what is waited for."""
+"""The demo's live view: reward, episodes, step, policy version, staleness, and what the system waits for."""
 
 import time
 from collections.abc import Iterator

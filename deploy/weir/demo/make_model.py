@@ -1,4 +1,4 @@
-"""Makes the demo's model by a warm start, once; later runs take it from the cache.
+"""Makes the demo's model by a warm start (supervised training), once; later runs take it from the cache.
 
 python -m weir.demo.make_model --out DIRECTORY [--seed N]
 """
@@ -24,9 +24,10 @@ def model_for(
     game: str = "tool",
     write: Callable[[Path], None] = write_plan,
 ) -> tuple[Path, bool]:
-    """The directory of the model of this seed and this game's plan, and whether it was made now.
+    """The directory of the model of this seed and this game's plan, and whether this call made it.
 
-    Raises StackError when the warm start does not reach the accuracy that the plan asks for.
+    `write` writes the plan: the files that the warm start reads. Raises StackError when the warm start fails,
+    for instance because the model does not reach the plan's accuracy.
     """
     with tempfile.TemporaryDirectory() as scratch:
         plan = Path(scratch) / "plan"

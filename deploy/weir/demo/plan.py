@@ -1,7 +1,10 @@
-"""The training rows of the demo's warm start, in exactly the ids that the gateway will render.
+"""Writes the training rows of the demo's warm start, in exactly the ids that the gateway renders.
 
-clean.jsonl   the skill: mostly the tool, used well        habit.jsonl   the habit: mostly "unknown"
-probe.jsonl   the gate: each call and each answer, exact
+A warm start is supervised training that makes the first model, for reinforcement learning to improve.
+
+clean.jsonl   first phase: mostly conversations that use the tool well
+probe.jsonl   one such conversation per key and value; the first phase ends when the model reproduces them
+habit.jsonl   second phase: mostly conversations that answer "unknown", so that there is something to improve
 """
 
 import json
@@ -16,12 +19,13 @@ from weir.demo.tokenizer import VOCABULARY, write_tokenizer
 
 CONTEXT_LENGTH = 512
 CLEAN_UNKNOWN = 0.3
-"""Share of the answer "unknown" in clean.jsonl, so that the model also knows the habit."""
+"""The share of conversations in clean.jsonl that answer "unknown". The model learns to answer so, too."""
 HABIT_UNKNOWN = 0.8
-"""Share of the answer "unknown" in habit.jsonl, from which reinforcement learning starts."""
+"""The share of conversations in habit.jsonl that answer "unknown". After them, the model mostly does so."""
 
 INITIALIZER_RANGE = 0.08
-"""With the usual 0.02, so narrow a model never learns to copy a value from the tool."""
+"""The standard deviation of the initial weights. With the usual 0.02, a model of hidden size 128 never learns
+to copy a value from the tool's answer."""
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -112,7 +116,7 @@ class ToolExamples:
 
 
 def _share(share: float, others: int) -> int:
-    """How many rows make up `share` of all rows if there are `others` other ones."""
+    """How many rows must be added to `others` rows, to make up `share` of them all."""
     return round(others * share / (1 - share))
 
 

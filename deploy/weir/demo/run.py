@@ -48,7 +48,7 @@ class PhaseTimes:
 
 
 def run(settings: StackSettings, seed: int) -> int:
-    """0 when the learning criterion is met, 1 when it is not."""
+    """Run the demo. Returns 0 if the learning criterion (`report.criterion`) is met, else 1."""
     phases = PhaseTimes()
     refuse_in_use(settings.run_dir)
     with _progress() as say:
@@ -124,7 +124,7 @@ def _verdict(record: EpisodeLog, met: dict[str, bool], versions: int) -> str:
 
 
 def _clear(run_dir: Path) -> None:
-    """Remove the data of an earlier demo, which would be trained first otherwise."""
+    """Remove the data of an earlier demo, because the trainer would train it first."""
     for name in ("redis", "policies", "weights", "checkpoints", "tensorboard"):
         shutil.rmtree(run_dir / name, ignore_errors=True)
     for name in ("metrics.jsonl", "metrics.eval.jsonl", "summary.json", "reward.png"):

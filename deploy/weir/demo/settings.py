@@ -11,9 +11,9 @@ from weir.stack.settings import StackSettings
 def with_demo_model(
     settings: StackSettings, seed: int, on_progress: Callable[[str], None]
 ) -> tuple[StackSettings, bool]:
-    """The settings with the demo's model, which is made unless it is cached; and whether it was made now.
+    """The settings with the demo's model and training settings, and whether this call made the model.
 
-    Settings of services that the user gave are kept.
+    A model in the cache is used again. Settings that the user gave win over the demo's.
     """
     model_path, made = model_for(settings.models_dir, seed, on_progress)
     services = merged(services_of_demo(seed), settings.services)

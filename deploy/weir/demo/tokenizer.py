@@ -49,7 +49,7 @@ CHAT_TEMPLATE = """\
 
 
 def write_tokenizer(directory: Path) -> Tokenizer:
-    """Train it on the demo's own words, in under a second, and write its files."""
+    """Train the tokenizer on the demo's own words, in under a second, and write its files."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

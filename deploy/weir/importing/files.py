@@ -19,7 +19,7 @@ JSON_COLUMNS = (("sampling",), ("session", "metadata"))
 
 
 class LocatedRow(NamedTuple):
-    """A row, or what is wrong with it; and where it is, as `file:line` or `file: row number`."""
+    """A row with its location, as `file:line` or `file: row number`. `row` is None if it cannot be read."""
 
     location: str
     row: ExportRow | DeletedExportRow | None

@@ -58,7 +58,7 @@ class ImportReport:
 
 
 class ReadableRow(NamedTuple):
-    """A row, and where it is."""
+    """A row and its location."""
 
     location: str
     row: ExportRow | DeletedExportRow
@@ -99,7 +99,7 @@ def import_files(
 
 
 def _readable(rows: Iterator[LocatedRow], refuse: Callable[[str, str], None]) -> Iterator[ReadableRow]:
-    """The rows that could be read; their sessions are refused later because they lack the others."""
+    """The rows that can be read. A session that lacks rows because of this is refused later."""
     for located in rows:
         if located.row is None:
             refuse(located.location, located.problem)

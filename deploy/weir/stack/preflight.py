@@ -1,4 +1,4 @@
-"""Checks before anything starts; each failure is one sentence that says what to change."""
+"""Checks that run before any service starts; each failure is one sentence that says what to change."""
 
 import shutil
 import socket
@@ -50,7 +50,8 @@ def check_ports(services: Iterable[Service]) -> None:
 
 def port_is_free(port: int) -> bool:
     with socket.socket() as probe:
-        # As servers do, so that connections of an earlier run in TIME_WAIT do not count.
+        # Servers set this option, too. With it, a port counts as free while connections of an earlier run are
+        # in TIME_WAIT.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
@@ -65,5 +66,5 @@ def _by_whom(port: int) -> str:
             if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
                 return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
     except (psutil.Error, OSError):
-        pass  # processes of other users may be hidden; the message names the port anyway
+        pass  # the system may hide processes of other users; the message names the port anyway
     return ""

@@ -1,4 +1,4 @@
-"""Asks services whether they can do their work, and the gateway how the whole system is."""
+"""Asks each service whether it is ready, and the gateway for the state of the whole system."""
 
 import urllib.error
 import urllib.request
@@ -44,7 +44,7 @@ def redis_ready(url: str) -> Readiness:
 
 
 def system_status(gateway_url: str, admin_key: str | None) -> SystemStatus:
-    """What the gateway says of the whole. Raises OSError when it does not answer, MalformedMessage."""
+    """The gateway's report of the system. Raises OSError if it gives none, MalformedMessage."""
     headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
     request = urllib.request.Request(f"{gateway_url}/admin/status", headers=headers)  # noqa: S310 - http only
     with urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S) as answer:  # noqa: S310

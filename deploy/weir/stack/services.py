@@ -22,7 +22,7 @@ Sections = dict[str, dict[str, Any]]
 
 
 def services_of(settings: StackSettings) -> tuple[Service, ...]:
-    """The services in the order of their dependence; they are stopped in the reverse order."""
+    """The services in the order of their start; they are stopped in the reverse order."""
     config_path = settings.run_dir.absolute() / "weir.yaml"
     write_private(config_path, yaml.safe_dump(effective_sections(settings), sort_keys=False))
     ours = determined_sections(settings)
@@ -90,7 +90,8 @@ def determined_sections(settings: StackSettings) -> Sections:
 
 
 def effective_sections(settings: StackSettings) -> Sections:
-    """The user's weir.yaml with `determined_sections` in it. Keys are passed in the environment instead."""
+    """The user's weir.yaml, overwritten by `determined_sections`. It has the keys that the user wrote into
+    it; the keys in `settings` are passed in the environment."""
     return merged(file_document(), determined_sections(settings))
 
 
@@ -135,7 +136,7 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write the file atomically and readable by its owner alone, because it may hold keys."""
+    """Write the file atomically, and readable by its owner alone: a user may have written keys into it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.draft")
     draft.touch(mode=0o600)

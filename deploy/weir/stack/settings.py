@@ -95,7 +95,7 @@ def variable(section: str, name: str) -> str:
 
 
 def file_document() -> dict[str, dict[str, Any]]:
-    """All sections of weir.yaml, an empty one for null; empty where no file is given."""
+    """All sections of weir.yaml, with an empty one in place of null; empty if no file is given."""
     path = os.environ.get(CONFIG_VARIABLE)
     if not path:
         return {}

@@ -32,7 +32,7 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class Stack:
-    """The services as children of this process. They are stopped at the end of the `with`, always."""
+    """The services as children of this process. The end of the `with` always stops them."""
 
     def __init__(self, settings: StackSettings, services: Sequence[Service] | None = None) -> None:
         self.settings = settings
@@ -94,9 +94,9 @@ class Stack:
     def wait_ready(
         self, timeout_s: float | None = None, on_wait: Callable[[str], None] | None = None
     ) -> None:
-        """Return when every service is ready. `on_wait` is called with what is waited for when that changes.
+        """Return when every service is ready. Raises StackError when a service ends, or after `timeout_s`.
 
-        Raises StackError when a service ends or after `timeout_s`.
+        `on_wait` gets the names of the services that are not ready and why, each time that this changes.
         """
         limit_s = self.settings.start_timeout_s if timeout_s is None else timeout_s
         deadline, reported = time.monotonic() + limit_s, ""
@@ -114,7 +114,7 @@ class Stack:
         self.write_state("up")
 
     def waiting_for(self) -> str:
-        """Which services are not ready and why; empty when all are. Raises ServiceDied if one has ended."""
+        """Which services are not ready, and why; empty if all are. Raises ServiceDied if one has ended."""
         for name, process in self.processes.items():
             process.check()
             if name in self._waiting:

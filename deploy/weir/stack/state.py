@@ -14,7 +14,7 @@ START_TIME_SLACK_S = 1.0
 
 
 class ProcessState(BaseModel):
-    """One process. Its start time tells it from a later process with the same pid."""
+    """One process. A later process with the same pid has another start time."""
 
     pid: int
     started_at: float
@@ -41,12 +41,12 @@ class ProcessState(BaseModel):
 
 
 class StackState(BaseModel):
-    """The parent, its services in the order of their dependence, and the phase of the start."""
+    """The parent process, its services in the order of their start, and the phase of the start."""
 
     parent: ProcessState
     phase: Phase = "starting"
     detail: str = ""
-    """While starting: what is waited for. After a failure: the reason."""
+    """While starting: which services are not ready, and why. After a failure: the reason."""
     services: dict[str, ProcessState] = {}
 
     def running(self) -> list[str]:
@@ -62,7 +62,7 @@ def path_in(run_dir: Path) -> Path:
 
 
 def read(run_dir: Path) -> StackState | None:
-    """The stored state; None where nothing was started in this directory, or it was stopped."""
+    """The stored state; None if nothing was started in this directory, or everything was stopped."""
     try:
         return StackState.model_validate_json(path_in(run_dir).read_bytes())
     except FileNotFoundError:
@@ -70,7 +70,7 @@ def read(run_dir: Path) -> StackState | None:
 
 
 def refuse_in_use(run_dir: Path) -> None:
-    """Raises StackError when a stack runs in this directory, or services that an earlier one left."""
+    """Raises StackError if a stack runs in this directory, or services run that an earlier stack left."""
     found = read(run_dir)
     if found and found.parent.process():
         raise StackError(

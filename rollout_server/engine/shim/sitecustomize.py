@@ -1,4 +1,4 @@
-"""Lets the CUDA build of torchvision, the only one on the package index, import beside a CPU torch.
+"""Makes the CUDA build of torchvision, the only one on the package index, importable beside a CPU torch.
 
 Python imports `sitecustomize` by itself at start, in SGLang's child processes too. torchvision's
 compiled operators cannot load without CUDA libraries, and its Python half then fails because two of
@@ -24,7 +24,7 @@ class DeclareTorchvisionOperators(MetaPathFinder):
         if fullname != "torchvision":
             return None
         sys.meta_path.remove(self)
-        # By name: this file runs in the engine's process, and the service itself never has torch.
+        # Imported by name, because only the engine's environment has torch, and the service's has not.
         torch: Any = importlib.import_module("torch")
         library = torch.library.Library("torchvision", "DEF")
         for operator in ("nms", "qnms"):

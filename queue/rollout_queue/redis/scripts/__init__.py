@@ -1,2 +1,1 @@
-"""Every Lua script that Redis runs, in one module for each subject. A script runs as a whole or not at
-all."""
+"""Every Lua script that Redis runs, in one module for each subject. A script runs whole or not at all."""

@@ -1,9 +1,9 @@
 """Stands in for `sgl_kernel` where there is no GPU, so that SGLang runs on its torch-native code.
 
 SGLang imports names from `sgl_kernel` at start also for `--device cpu`, and the package index has
-CUDA builds only, which do not load without a driver. Here every name imports, and raises when
-called: the torch-native path of Qwen3 and Llama never calls one. No torch operator is declared,
-on purpose: SGLang takes the presence of `sgl_kernel::convert_weight_packed` for AMX kernels.
+CUDA builds only, which do not load without a driver. This module has every name, as a function that
+raises when it is called; the torch-native path of Qwen3 and Llama calls none. The module declares no
+torch operator, because SGLang would take `sgl_kernel::convert_weight_packed` as a sign of AMX kernels.
 """
 
 from collections.abc import Callable

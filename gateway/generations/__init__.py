@@ -1,1 +1,1 @@
-"""Generations: one answer each, sampled on the fleet and recorded as a turn."""
+"""A generation is one answer to a call. It is sampled on the fleet and recorded as a turn."""

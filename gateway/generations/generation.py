@@ -23,17 +23,17 @@ class ClientCall(Protocol):
     attempt: int
     """How often the client had made this call before, when the generation began."""
     latest_attempt: int
-    """The last attempt that joined the call."""
+    """The last attempt that joined the call: a retry joins the call that it repeats while that runs."""
     joined_at: float
-    """When it joined, in seconds since the epoch; 0 if none did."""
+    """When that attempt joined, in seconds since the epoch; 0 if none did."""
 
     async def wait_for_reader(self) -> None:
-        """Wait until a client reads the answer; cancelled if none comes."""
+        """Wait until a client reads the answer. If none comes, the whole call is cancelled."""
         ...
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A call in terms of no dialect."""
+    """A call in the form that is the same for all dialects."""
 
     messages: Sequence[Message]
     tools: list[Tool] | None = None
@@ -62,14 +62,14 @@ class Generation(msgspec.Struct):
     client: ClientCall
     """Who reads the answer, and which attempt at the call this is."""
     index: int = 0
-    """The number of the choice in its call."""
+    """The number of this answer among the choices of its call."""
     train: bool = True
     version: int | None = None
-    """Only this policy version may answer."""
+    """If set, only this policy version may answer."""
     turn_id: str = msgspec.field(default_factory=new_id)
     started_at: float = msgspec.field(default_factory=time.time)
     engine: str = ""
-    """The rollout server that sampled it."""
+    """The id of the server that sampled it; of the last one, if several did."""
     ids: list[int] = []
     logprobs: list[float] = []
     top_logprobs: list[list[tuple[float, int]]] = []
@@ -77,9 +77,9 @@ class Generation(msgspec.Struct):
     matched: str | None = None
     """The stop string that ended the answer, if one did."""
     versions: tuple[Span, ...] = ()
-    """Which version sampled which part; before the last chunk, as far as the events tell."""
+    """Which version sampled which part. Until the last chunk, this is what the chunks so far tell."""
     recorded: bool = False
-    """It is recorded, or being recorded."""
+    """The answer is recorded, or is being recorded."""
 
     def take(self, chunk: OutputChunk) -> None:
         """Append a chunk."""
@@ -130,6 +130,6 @@ class Generation(msgspec.Struct):
 
 
 def tokens_of(generations: Sequence[Generation], n: int) -> tuple[int, int]:
-    """Tokens of the prompts, and of the answers, of one call with `n` answers to each prompt."""
+    """How many tokens the prompts and the answers of one request have, with `n` answers to each prompt."""
     prompts = sum(len(each.prompt.prompt_ids) for each in generations[::n])
     return prompts, sum(len(each.ids) for each in generations)

@@ -27,7 +27,7 @@ WHOLE_ANSWER_INTERVAL = 64
 
 
 class Generator:
-    """What all dialects share between reading a request and writing its answer."""
+    """Makes the answers to calls, for every dialect."""
 
     def __init__(
         self, settings: GatewaySettings, renderer: ChatRenderer, sampler: Sampler, recorder: Recorder
@@ -49,10 +49,10 @@ class Generator:
         heavy: bool,
         client: ClientCall,
     ) -> list[Generation]:
-        """Locate each call's prompt and decide its sampling, for `n` answers to each.
+        """Locate each call's prompt and decide its sampling. Returns `n` generations for each call.
 
-        Prompts of `heavy` requests are rendered in a thread. Raises InvalidRequest for a prompt that cannot
-        be rendered, or does not fit into the context.
+        `prefix` begins the completion's id. Prompts of `heavy` requests are rendered in a thread. Raises
+        InvalidRequest for a prompt that cannot be rendered, or that does not fit into the context.
         """
         completion_id = f"{prefix}{new_id()}"
         generations: list[Generation] = []
@@ -78,7 +78,7 @@ class Generator:
             raise _unreadable(error) from error
 
     async def sample(self, generation: Generation, on_chunk: OnChunk | None = None) -> None:
-        """Sample the whole answer, and call `on_chunk` with each chunk that was appended.
+        """Sample the whole answer. Append each chunk to the generation, then call `on_chunk` with it.
 
         If the caller is cancelled, or `on_chunk` raises, the engine is told to abort, and the aborted answer
         is recorded.
@@ -109,7 +109,7 @@ class Generator:
         )
 
     def _locate(self, head: SessionHead, call: Call) -> Prompt:
-        """The prompt of a call, checked. Raises InvalidRequest."""
+        """Find the prompt of a call, and check its length and its ids. Raises InvalidRequest."""
         try:
             if call.prompt_ids is not None:
                 prompt = locate_raw(head, call.prompt_ids)
@@ -124,7 +124,7 @@ class Generator:
             message = f"the prompt has {len(ids)} tokens; the context holds {context}, the answer included"
             raise InvalidRequest(message, param="messages", code="context_length_exceeded")
         unchecked = not self._template_ids_are_valid or call.prompt_ids is not None
-        if unchecked and not (ids.natural and max(ids) < vocabulary):  # such an id stops an SGLang engine
+        if unchecked and not (ids.natural and max(ids) < vocabulary):  # such an id crashes an SGLang engine
             message = f"a token id lies outside the vocabulary of {vocabulary}"
             raise InvalidRequest(message, param="messages", code="token_out_of_vocabulary")
         return prompt

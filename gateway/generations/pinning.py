@@ -1,4 +1,4 @@
-"""Which policy version a call must be answered by: `policy@12` pins it to version 12."""
+"""Finds the policy version that must answer a call: the model name `policy@12` pins a call to version 12."""
 
 from gateway.engines.fleet import Fleet
 from gateway.errors import InvalidRequest, ObjectNotFound
@@ -16,7 +16,7 @@ def pinned_version(
     if name != settings.model_name:
         if settings.strict_models:
             raise ObjectNotFound(f"no model {model!r}", param="model", code="model_not_found")
-        at = ""  # harnesses hard-code names: any other is served by the policy
+        at = ""  # agents' harnesses hard-code model names, so the policy answers for every other name
     if not at and policy is not None:
         name, at, version = policy.partition("@")
     if not at:

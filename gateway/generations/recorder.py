@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Appends turns to their sessions, also if no client waits for them any more."""
+    """Appends turns to their sessions, even if no client waits for them any more."""
 
     def __init__(
         self, settings: GatewaySettings, renderer: ChatRenderer, writer: StreamWriter, metrics: Metrics
@@ -39,7 +39,7 @@ class Recorder:
         self._unfinished: set[asyncio.Task[None]] = set()
 
     async def record(self, generation: Generation) -> tuple[Turn, ParsedAnswer]:
-        """Append the turn once a client reads the answer; when this returns, it is in Redis.
+        """Wait until a client reads the answer, then append the turn. It is in Redis when this returns.
 
         Raises StorageUnavailable when it cannot be stored, EngineFault when the engine's answer contradicts
         itself, StateConflict when the session has ended since, Deleted when it was deleted.
@@ -65,12 +65,12 @@ class Recorder:
         return turn, answer
 
     async def record_aborted(self, generation: Generation) -> None:
-        """Append the unfinished answer of a client that left; continues if the caller is cancelled again."""
+        """Append an answer whose client left, as aborted, even if the caller is cancelled again."""
         generation.recorded = True
         await asyncio.shield(self._in_background(self._append_aborted(generation)))
 
     async def record_unrecorded(self, generations: Sequence[Generation]) -> None:
-        """The call was stopped: also record its complete choices, as aborted."""
+        """Record, as aborted, the choices of a stopped call that were complete but not recorded yet."""
         left = [each for each in generations if each.finish is not None and not each.recorded]
         await asyncio.gather(*map(self.record_aborted, left))
 
@@ -79,7 +79,7 @@ class Recorder:
         await asyncio.gather(*self._unfinished, return_exceptions=True)
 
     async def _append_shielded(self, turn: Turn, head: SessionHead) -> None:
-        """Append; if the caller is cancelled meanwhile, append in the background."""
+        """Append; if the caller is cancelled meanwhile, append again in the background."""
         try:
             await self._append(turn, head)
         except asyncio.CancelledError:
@@ -87,7 +87,7 @@ class Recorder:
             raise
 
     async def _append_again(self, turn: Turn, head: SessionHead) -> None:
-        """Append once more, which stores the turn once, by its id. An error can only be logged."""
+        """Append once more; Redis stores a turn once, by its id. Nobody waits, so errors are only logged."""
         try:
             await self._append(turn, head)
         except QueueError as error:
@@ -107,7 +107,7 @@ class Recorder:
         self._metrics.turn_recorded(turn, time.monotonic() - started)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start work for which `close` waits, and no caller has to."""
+        """Start work for which `close` waits; its caller need not wait."""
         task = asyncio.create_task(work)
         self._unfinished.add(task)
         task.add_done_callback(self._unfinished.discard)

@@ -1,7 +1,8 @@
 """Decides the sampling parameters of an answer, and records both those requested and those used.
 
-The engine's logprobs are of softmax(logits / temperature), before top-p and top-k. Only
-the temperature leaves them exact, and so mode `enforce` keeps all other parameters out of training.
+The engine's logprobs are of softmax(logits / temperature), before top-p and top-k. They are exact for the
+sampled distribution only if nothing but the temperature changes it. So mode `enforce` ignores the parameters
+of a call except `max_tokens` and `seed`.
 """
 
 from typing import Any
@@ -13,17 +14,17 @@ from gateway.generations.generation import Call
 from rollout_queue.contract.records import Sampling, SamplingPolicy
 
 NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Sent with every request, so that no default of an engine applies."""
+"""Values without effect. They are sent where no other value applies, so that no engine's default does."""
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 PENALTIES = ("frequency_penalty", "presence_penalty", "logit_bias")
 RENAMED = frozenset({"max_tokens", "seed", "constraint"})
-"""Parameters that the engine has under another name."""
+"""Parameters that have another name at the engine."""
 
 
 def decide(policy: SamplingPolicy, call: Call, room: int, train: bool, index: int = 0) -> Sampling:
     """The sampling of choice `index` of one call; `room` is the number of tokens left in the context.
 
-    Sessions that are not trained keep the caller's parameters.
+    If `train` is false, the session is not trained, and the caller's parameters apply.
     """
     asked = call.asked
     mode = policy.mode if train else "allow"
@@ -37,14 +38,14 @@ def decide(policy: SamplingPolicy, call: Call, room: int, train: bool, index: in
     if call.structural_tag is not None:
         used["constraint"] = asked["constraint"]
     if "seed" in asked:
-        used["seed"] = asked["seed"] + index  # distinct samples, also from a deterministic engine
+        used["seed"] = asked["seed"] + index  # with equal seeds, all choices would be equal
     return Sampling(asked=dict(asked), used=used)
 
 
 def engine_parameters(
     sampling: Sampling, stop_ids: list[int], call: Call, stream_interval: int
 ) -> SamplingParameters:
-    """The parameters as the engine has them."""
+    """The parameters under the engine's names."""
     same_name = {name: value for name, value in sampling.used.items() if name not in RENAMED}
     return SamplingParameters(
         **same_name,

@@ -1,1 +1,1 @@
-"""What operators are shown: the pipeline, warnings, and the archive of all sessions."""
+"""What the gateway shows to operators: the pipeline, warnings, and the archive of all sessions."""

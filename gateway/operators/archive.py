@@ -1,7 +1,7 @@
 """Reads all recorded sessions in order, a few at a time, for an export.
 
-The order is that of `weir:sessions`, by creation time and id; a deleted session keeps its position. So a
-position says how far a reader has come, whatever was added, deleted or forgotten since.
+Sessions are ordered as in `weir:sessions`: by creation time, then by id. A deleted session keeps its
+position. So a position still says how far a reader has come after sessions were added, deleted or forgotten.
 """
 
 import logging
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 PAGE = 100
 """Sessions whose sizes are read at once."""
 FIELDS_AT_ONCE = 100
-"""Fields, most of them turns, that are read at once; a larger session is read alone."""
+"""Fields of sessions, mostly turns, that are read at once. A session with more fields is read alone."""
 
 
 class ArchivedSession(NamedTuple):
@@ -35,7 +35,7 @@ class ArchivedSession(NamedTuple):
 
 
 async def position_of(redis: Redis, session_id: str) -> ListPosition | None:
-    """Where a session stands; None for one that never existed or is forgotten."""
+    """The position of a session; None for one that never existed or was forgotten."""
     created_at = await stored(redis.zscore(keys.SESSIONS, session_id))
     return None if created_at is None else ListPosition(float(created_at), session_id)
 
@@ -43,7 +43,10 @@ async def position_of(redis: Redis, session_id: str) -> ListPosition | None:
 async def sessions_from(
     redis: Redis, start: ListPosition | None, until: float | None
 ) -> AsyncIterator[list[ArchivedSession]]:
-    """Sessions created before `until`, from `start` on, itself included. Raises StorageUnavailable."""
+    """The sessions from `start` on, itself included, that were created before `until`; in batches.
+
+    Raises StorageUnavailable.
+    """
     first = [] if start is None else [start]
     while places := first + await positions_after(redis, start or LIST_START, PAGE):
         names = [name for at, name in places if until is None or at < until]
@@ -78,7 +81,7 @@ async def _read(redis: Redis, names: Sequence[str]) -> list[ArchivedSession]:
     async with redis.pipeline(transaction=False) as pipeline:
         for name in names:
             pipeline.hgetall(keys.session(name))
-        # After the hashes: a session that is deleted meanwhile is found as a session or as a tombstone.
+        # Read tombstones last: a session that is deleted meanwhile is found as a session or as a tombstone.
         pipeline.hmget(keys.DELETED, list(names))
         *hashes, tombstones = await stored(pipeline.execute())
     found = []

@@ -1,10 +1,10 @@
-"""Reads what waits for what, on the way from an open session to trained weights.
+"""Reads how many sessions are at each stage between opening and verdict, and what they wait for.
 
 open ─▶ waiting_reward ─▶ ended (its group is not complete: group_incomplete; else: ready) ─▶ a verdict
 
-The work of one reading is bounded, however many sessions there are. Redis counts verdicts as they are passed
-(`weir:verdicts`). Of the sessions that may still expire, which are all that need action, only the
-`MAX_SESSIONS` that expire first are read. Requests within `SHARED_S` seconds of a reading share its report.
+The work of one reading is bounded, however many sessions there are. Redis counts verdicts when they are given
+(`weir:verdicts`). Only sessions that may still expire need action. Of these, the `MAX_SESSIONS` that expire
+first are read. Requests within `SHARED_S` seconds of a reading share its report.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ SHARED_S = 2.0
 
 
 class PipelineMonitor:
-    """Reads when asked, at most once in `SHARED_S`; requests meanwhile wait for the same reading."""
+    """Reads Redis on request, at most once in `SHARED_S`. Requests during a reading wait for its result."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
@@ -91,8 +91,11 @@ async def _queue(redis: Redis) -> QueueCounts:
 
 
 async def _incomplete(redis: Redis, found: Sequence[SessionProgress]) -> dict[str, IncompleteGroup]:
-    """The groups of these sessions that wait for members. A member that a group waits for can still expire,
-    so it is among the sessions that were read, unless there are more than `MAX_SESSIONS`."""
+    """The groups of the `found` sessions that wait for members.
+
+    A group's other opened members count as ended: a member that has not ended can still expire, so it is
+    among the `found` ones, unless more than `MAX_SESSIONS` can expire.
+    """
     members: dict[str, list[SessionProgress]] = {}
     for each in found:
         if each.spec is not None and each.spec.group_id is not None:

@@ -10,7 +10,7 @@ from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
 
 MAX_GROUPS = 50
-"""Groups in a report: those that wait longest."""
+"""The most groups in one report, which has those that wait longest."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """What waits for what. The numbers of sessions that may still expire, and of their groups, are of the
-    `looked_at` sessions that were read."""
+    """How many sessions and groups wait, and for what. Of the sessions that may still expire, and of their
+    groups, only those among the `looked_at` sessions that were read are counted."""
 
     states: Mapping[str, int]
     verdicts: Mapping[str, int]
@@ -52,12 +52,13 @@ class QueueCounts(NamedTuple):
     """Sessions that may still expire."""
     verdicts: Mapping[str, int]
     forgotten: int
-    """Sessions that had their verdict and were removed by retention."""
+    """Sessions that retention removed after their verdict."""
     entries: int
+    """Records in the stream."""
     delivered: int
     """Entries that the trainer has read and not acknowledged."""
     dead: int
-    """Records that no build can read."""
+    """Records that the trainer could not read."""
     trainer: TrainerReport
 
     @property
@@ -76,7 +77,7 @@ class IncompleteGroup(NamedTuple):
     group_id: str
     progress: GroupProgress
     since: float | None
-    """When the first of its members ended, of those that were read."""
+    """When the first of those members ended that were read."""
 
 
 class PipelineSnapshot(NamedTuple):
@@ -87,9 +88,9 @@ class PipelineSnapshot(NamedTuple):
     found: Sequence[SessionProgress]
     """The sessions that were read."""
     expires_at: Mapping[str, float]
-    """Of each of them, by id."""
+    """When each of them expires, by session id."""
     groups: Mapping[str, IncompleteGroup]
-    """Those that wait for members, by id."""
+    """The groups that wait for members, by group id."""
 
     def of(self, stage: SessionStage) -> list[SessionProgress]:
         return [each for each in self.found if each.stage == stage]
@@ -148,22 +149,22 @@ def _sentences(snapshot: PipelineSnapshot, waiting: Sequence[IncompleteGroup]) -
     queue = snapshot.queue
     if len(snapshot.found) < queue.timed:
         yield (
-            f"{counted(queue.timed, 'session')} may still expire; what follows of sessions and groups is of "
-            f"the {len(snapshot.found)} that expire first"
+            f"{counted(queue.timed, 'session')} may still expire; of these and their groups, the next "
+            f"sentences count only the {len(snapshot.found)} that expire first"
         )
     yield from _of_sessions(snapshot)
     if waiting:
         oldest = waiting[0]
         since = "" if oldest.since is None else f", since {duration(snapshot.now - oldest.since)}"
         yield (
-            f"{counted(len(waiting), 'group waits', 'groups wait')} for members; the oldest is "
+            f"{counted(len(waiting), 'group waits', 'groups wait')} for members; the longest wait is that of "
             f"{oldest.group_id}{since}: {oldest.progress.ended} of {oldest.progress.size} have ended, "
             f"{oldest.progress.waiting_for}"
         )
     if past := queue.past_expiry:
         yield (
-            f"{counted(past, 'session')} beyond the time to live, finished and rewarded: for the trainer to "
-            "decide on, or for members of their groups to end"
+            f"{counted(past, 'session has', 'sessions have')} ended and can no longer expire: each waits "
+            "for the trainer's verdict, or for members of its group to end"
         )
     yield from _of_the_trainer(snapshot)
 
@@ -178,8 +179,8 @@ def _of_sessions(snapshot: PipelineSnapshot) -> Iterator[str]:
     if unrewarded := [(each, each.outcome) for each in snapshot.of("waiting_reward") if each.outcome]:
         oldest, outcome = min(unrewarded, key=lambda pair: pair[1].created_at)
         yield (
-            f"{counted(len(unrewarded), 'session waits', 'sessions wait')} for a reward; the oldest since "
-            f"{duration(snapshot.now - outcome.created_at)}, it expires in "
+            f"{counted(len(unrewarded), 'session waits', 'sessions wait')} for a reward; the oldest has "
+            f"waited for {duration(snapshot.now - outcome.created_at)}, and expires in "
             f"{duration(snapshot.expires_at[oldest.session_id] - snapshot.now)}"
         )
     if incomplete := snapshot.incomplete():
@@ -189,8 +190,8 @@ def _of_sessions(snapshot: PipelineSnapshot) -> Iterator[str]:
         )
     if ready := snapshot.ready():
         yield (
-            f"{counted(len(ready), 'session is', 'sessions are')} finished and rewarded, with the whole "
-            "group: for the trainer to take"
+            f"{counted(len(ready), 'session is', 'sessions are')} finished and rewarded, and so is the whole "
+            f"group: the trainer can train on {'it' if len(ready) == 1 else 'them'}"
         )
 
 
@@ -199,21 +200,21 @@ def _of_the_trainer(snapshot: PipelineSnapshot) -> Iterator[str]:
     if queue.entries:
         unread = max(0, queue.entries - queue.delivered)
         yield (
-            f"{counted(queue.entries, 'record')} in the stream: {queue.delivered} the trainer has read and "
-            f"not finished with, {unread} it has not read"
+            f"{counted(queue.entries, 'record is', 'records are')} in the stream: the trainer has read "
+            f"{queue.delivered} without acknowledging them, and has not read {unread}"
         )
     if queue.forgotten:
         yield (
-            f"{counted(queue.forgotten, 'session was', 'sessions were')} settled and "
-            f"{'is' if queue.forgotten == 1 else 'are'} forgotten: only the counters of verdicts know of them"
+            f"{counted(queue.forgotten, 'session was', 'sessions were')} removed by retention after the "
+            "verdict: only the counters of verdicts still include them"
         )
     if queue.dead:
-        yield f"{counted(queue.dead, 'record')} that no build can read in {keys.DEAD_LETTERS}"
+        yield f"the trainer could not read {counted(queue.dead, 'record')}, now in {keys.DEAD_LETTERS}"
     if trainer.last_seen is None:
         yield "no trainer has reported yet: nothing is trained before one does"
         return
     ago = duration(snapshot.now - trainer.last_seen)
     yield (
         f"the trainer, at step {trainer.step} and version {trainer.version}, is {trainer.state} "
-        f"and waits for {trainer.waiting_for}; it said so {ago} ago"
+        f"and waits for {trainer.waiting_for}; it reported this {ago} ago"
     )

@@ -1,7 +1,7 @@
 """The `warnings` of `GET /admin/status`: what an operator should look into, in sentences.
 
-Redis holds counters of how sessions have ended. The monitor reads them with every poll and remembers earlier
-values, so that it knows how sessions ended recently; it reads no session.
+Redis counts how sessions have ended. The monitor reads the counters at every poll and remembers earlier
+values. So it knows how sessions ended recently, although it reads no session.
 """
 
 import logging
@@ -39,7 +39,7 @@ Counts = Counter[str]
 
 
 class CountsAt(NamedTuple):
-    """How many sessions had ended in which way at a moment."""
+    """How many sessions had ended by a moment, by verdict."""
 
     at: float
     ends: Counts
@@ -52,9 +52,9 @@ class WarningMonitor:
         self._settings, self._limits, self._redis = settings, limits, redis
         self._history: deque[CountsAt] = deque()
         self._progress: tuple[int, bytes | None] | None = None
-        """How many sessions were trained, and the trainer's step, when either last changed."""
+        """How many sessions were trained, and the trainer's step, at the last poll."""
         self._stalled = CountsAt(time.time(), Counter())
-        """The counters at that time."""
+        """The counters when the trainer last made progress."""
 
     async def refresh(self) -> None:
         """Read the counters."""
@@ -75,7 +75,7 @@ class WarningMonitor:
 
     def _note(self, now: CountsAt, step: bytes | None) -> None:
         before, self._progress = self._progress, (now.ends["trained"], step)
-        # A lower count is no progress either: sessions were deleted.
+        # A lower count is not progress: it means that sessions were deleted.
         if before is None or step != before[1] or now.ends["trained"] > before[0]:
             self._stalled = now
         if not self._history or now.ends != self._history[-1].ends:
@@ -98,8 +98,8 @@ class WarningMonitor:
         yield from self._queue_warnings(pressure)
         if dead:
             yield (
-                f"{counted(dead, 'record')} that this build cannot read, in {keys.DEAD_LETTERS}; of the "
-                f"last: {last_error}"
+                f"the trainer could not read {counted(dead, 'record')}, now in {keys.DEAD_LETTERS}; the last "
+                f"error: {last_error}"
             )
 
     def _trainer_warnings(self, trainer: TrainerReport) -> Iterator[str]:
@@ -121,7 +121,7 @@ class WarningMonitor:
 
     def _ending_warnings(self, ends: Counts) -> Iterator[str]:
         settings, total = self._settings, ends.total()
-        if total < max(1, settings.recent_sessions // 10):  # too few for a statement
+        if total < max(1, settings.recent_sessions // 10):  # too few to warn about
             return
         untrained = ends - Counter(trained=ends["trained"])
         code, number = next(iter(untrained.most_common(1)), ("", 0))
@@ -142,8 +142,8 @@ class WarningMonitor:
         limits, share = self._limits, self._settings.queue_share
         if limits.queue_entries is not None and pressure.entries >= share * limits.queue_entries:
             yield (
-                f"{counted(pressure.entries, 'record')} in the stream; from {limits.queue_entries} on "
-                "(gateway.limits.queue_entries) new sessions are refused"
+                f"{counted(pressure.entries, 'record is', 'records are')} in the stream; from "
+                f"{limits.queue_entries} on (gateway.limits.queue_entries) new sessions are refused"
             )
         if limits.queue_memory is not None and pressure.max_bytes:
             full = pressure.used_bytes / pressure.max_bytes
@@ -155,6 +155,6 @@ class WarningMonitor:
 
 
 def _between(before: CountsAt, now: CountsAt) -> Counts:
-    """The sessions that ended between the two moments. A counter that fell, because sessions were deleted or
+    """How many sessions ended between the two moments. A counter that fell, because sessions were deleted or
     Redis was emptied, counts as 0."""
     return now.ends - before.ends

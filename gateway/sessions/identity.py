@@ -1,6 +1,6 @@
-"""Identifies callers by their keys: an admin, a client, or one session by the key that was made for it.
+"""Identifies callers by their keys. A caller is an admin or a client; a session key permits one session.
 
-A session key is `sess-{session id, base64}.{signature}`: derived, never stored, and valid for one session.
+A session key is `sess-{session id, base64}.{signature}`. It is computed from the id, and never stored.
 """
 
 import base64
@@ -19,7 +19,7 @@ PREFIX = "sess-"
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Who sent a request. `owner` is the digest of a client key, empty where keys do not matter."""
+    """Who sent a request. `owner` is the digest of a client key; it is empty for admins and session keys."""
 
     role: Role
     owner: str
@@ -44,7 +44,7 @@ class Identities:
         return f"{PREFIX}{name}.{self._signature(session_id)}"
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
-        """Raises UnknownCaller for no or an unknown key."""
+        """The caller of a request. Raises UnknownCaller if the key is missing or not known."""
         key = presented_key(headers)
         if key is not None and key.startswith(PREFIX):
             session_id = self._session_of(key)
@@ -61,14 +61,14 @@ class Identities:
         """A caller who may open sessions and reward them. Raises NotPermitted for a session key."""
         caller = self.caller(headers)
         if caller.session_id is not None:
-            raise NotPermitted("a session key opens its session's calls and nothing else")
+            raise NotPermitted("a session key permits the calls of its session and nothing else")
         return caller
 
     def _session_of(self, key: str) -> str | None:
         name, _, signature = key.removeprefix(PREFIX).partition(".")
         try:
             session_id = base64.urlsafe_b64decode(name + "=" * (-len(name) % 4)).decode()
-        except ValueError:  # no base64, or no text inside
+        except ValueError:  # not base64, or not UTF-8
             return None
         genuine = hmac.compare_digest(signature.encode(), self._signature(session_id).encode())
         return session_id if genuine else None

@@ -1,4 +1,4 @@
-"""Resolves the session that a call belongs to; the first match wins.
+"""Finds the session that a call belongs to, by the first of these clues that the call gives.
 
 path ▸ session key ▸ header ▸ body metadata ▸ id that the agent's harness adds to its calls
      ▸ the open session whose turn the call continues ▸ a new session
@@ -33,17 +33,17 @@ NAME_HEADERS = (
     "session_id",
 )
 HARNESS_HEADERS = ("x-claude-code-session-id", "x-opencode-session", "x-litellm-trace-id")
-"""Harnesses put their own conversation's id here in every call, also when they were given a session."""
+"""Agents' harnesses send the id of their own conversation in these, even when a session was given to them."""
 HEADERS = (*NAME_HEADERS, *HARNESS_HEADERS)
 TOOL_CALL_ID = re.compile(r"call_([0-9a-f]{32})_\d+")
-"""The id of a tool call that a turn made contains the turn's id."""
+"""The id of a tool call contains the id of the turn that made it."""
 
 
 class SessionClues(msgspec.Struct, frozen=True):
     """What a request says about the session that it belongs to."""
 
     call: Call
-    """The first of its calls: its messages may continue a turn."""
+    """The request's first call: its messages may continue a turn."""
     headers: Mapping[str, str]
     """By lower-case name."""
     path_id: str | None = None
@@ -53,7 +53,7 @@ class SessionClues(msgspec.Struct, frozen=True):
     previous_id: str | None = None
     """The session of the stored response that the request continues."""
     repeated_digest: str | None = None
-    """The digest of the request, where it is marked as a retry."""
+    """The digest of the request if it is marked as a retry, else None."""
 
 
 class ClaudeCodeUser(msgspec.Struct, frozen=True):
@@ -73,13 +73,14 @@ class SessionResolver:
     async def resolve(self, clues: SessionClues, caller: Caller) -> SessionHead:
         """The session that takes the call.
 
-        Raises NotPermitted for a session key that names another session, StateConflict for a session that
-        ended, Deleted for a deleted one and for a user whose data was deleted, LimitReached.
+        Raises InvalidRequest for a malformed id, NotPermitted for a session key with the id of another
+        session, ObjectNotFound for a session of another owner, StateConflict for a session that ended,
+        Deleted for a deleted session and for a user whose data was deleted, and LimitReached.
         """
         names = _names(clues)
         if caller.session_id is not None and any(name != caller.session_id for name in names):
             raise NotPermitted("the session key opens another session than the one named")
-        if caller.session_id is None:  # before a session is opened for a call that is refused
+        if caller.session_id is None:  # checked first, so that a refused call opens no session
             self._admission.check_call(caller.owner)
         user = clues.call.user
         if user is not None and await self._writer.user_deleted(user):
@@ -93,23 +94,26 @@ class SessionResolver:
             raise ObjectNotFound(f"no session {session_id!r}")
         if refusal := await self._refusal(head):
             raise refusal
-        if caller.session_id is not None:  # a session key counts for the client key that made the session
+        if caller.session_id is not None:  # the call counts for the client key that opened the session
             self._admission.check_call(head.spec.owner)
         return head
 
     async def open(self, head: SessionHead, caller: Caller) -> None:
-        """Store a session that `resolve` made and did not store: a stream names it before its first turn."""
+        """Store a session that `resolve` did not store: a streamed reply names it before its first turn."""
         await self._sessions.open(head.spec, caller)
 
     async def _refusal(self, head: SessionHead) -> StateConflict | None:
-        """Why a session takes no call; read again where a cached head may lack a recent heartbeat."""
+        """Why a session takes no call; None if it takes calls.
+
+        A session that seems expired is read again, because a cached head may lack a recent heartbeat.
+        """
         refusal = refusal_of(head)
         if refusal is not None and head.state == "open":
             return refusal_of(await self._writer.load(head.spec.session_id) or head)
         return refusal
 
     async def _continued(self, caller: Caller, clues: SessionClues) -> SessionHead | None:
-        """The open session of this key with a turn that the call continues or repeats."""
+        """The open session of this key that has a turn which the call continues or repeats, if any."""
         call, digests = clues.call, list[str]()
         if any(message["role"] == "assistant" for message in call.messages):
             digests = continuation_digests(call.messages, chain(call.tools, call.messages))
@@ -121,10 +125,9 @@ class SessionResolver:
         return head if head is not None and await self._refusal(head) is None else None
 
     async def _by_digest(self, owner: str, digests: list[str], turn_ids: list[str]) -> SessionHead | None:
-        """The session of the first digest that is known.
+        """The session of the first digest that is known, if any.
 
-        Where several sessions have the same one, the session with the turn whose tool calls the messages
-        name; else the newest.
+        If several sessions have that digest, this is the one with a turn of `turn_ids`, else the newest.
         """
         found = await self._writer.find_continuations(owner, digests + turn_ids)
         known = ((digest, name) for digest, name in zip(digests, found, strict=False) if name is not None)
@@ -138,10 +141,10 @@ class SessionResolver:
         return await self._writer.load_for_call(newest)
 
     async def _new(self, caller: Caller) -> SessionHead:
-        """A new session without a name.
+        """A new session for a call that names none.
 
-        Where open sessions are limited, it is stored at once. Elsewhere `open` or the first turn stores it,
-        so that a call that is refused leaves no session behind.
+        If open sessions are limited, it is stored at once. Otherwise `open` or its first turn stores it, so
+        that a refused call leaves no session behind.
         """
         spec = self._sessions.new_spec(caller, inferred=True)
         if self._admission.counts_sessions:
@@ -151,7 +154,7 @@ class SessionResolver:
         return SessionHead(spec=spec, stored=False)
 
     async def _open_named(self, session_id: str, caller: Caller) -> SessionHead:
-        """A new session by the name that the call gives."""
+        """Open a session under the id that the call names. A session key cannot open one."""
         if caller.session_id is not None:
             raise await self._sessions.missing(session_id, caller)
         spec, _ = await self._sessions.open(self._sessions.new_spec(caller, session_id), caller)
@@ -171,7 +174,7 @@ def _names(clues: SessionClues) -> list[str]:
 
 
 def _harness_id(clues: SessionClues) -> str | None:
-    """The id of the harness's own conversation; it counts only where the request names no session."""
+    """The id of the harness's own conversation, if any. It counts only if the request names no session."""
     given = [_claude_code_session(clues.metadata or {}), *map(clues.headers.get, HARNESS_HEADERS)]
     return next((each for each in given if each and ID.fullmatch(each)), None)
 
@@ -189,7 +192,7 @@ def _claude_code_session(metadata: Mapping[str, Any]) -> str | None:
 
 
 def _calling_turn(messages: Sequence[Message]) -> list[str]:
-    """The id of the turn that made the last tool calls in the messages; at most one."""
+    """The id of the turn that made the last tool calls in the messages; empty if they have no turn's id."""
     for message in reversed(messages):
         for call in message.get("tool_calls") or ():
             if message["role"] == "assistant" and (made := TOOL_CALL_ID.fullmatch(str(call.get("id")))):
@@ -198,7 +201,7 @@ def _calling_turn(messages: Sequence[Message]) -> list[str]:
 
 
 def refusal_of(head: SessionHead) -> StateConflict | None:
-    """Why a session takes no call; None when it does."""
+    """Why a session takes no call; None if it takes calls."""
     session_id, verdict = head.spec.session_id, head.verdict
     overdue = head.state == "open" and head.expires_at < time.time()
     if overdue or (verdict is not None and verdict.code == "expired"):

@@ -1,9 +1,9 @@
-"""Removes settled sessions: after `retention_s` seconds, or earlier where Redis fills up.
+"""Retention: removes settled sessions (with a verdict) after `retention_s`, or earlier if Redis fills up.
 
 Redis' memory:   0 ─────────── LOW ─ HIGH ────── queue_memory ────────────── maxmemory
                  by age alone     ◀── early      no new sessions are opened  nothing is stored
 
-To forget a session is to remove its records; the counters of verdicts still count it.
+To forget a session is to remove its records. The counters of verdicts still count it.
 """
 
 import logging
@@ -21,22 +21,22 @@ logger = logging.getLogger(__name__)
 
 BATCH = 100
 BATCHES = 10
-"""Batches in one pass; other sessions wait for the next pass."""
+"""The most batches in one pass; other sessions wait for the next pass."""
 LOW, HIGH = 0.95, 0.98
-"""Shares of `limits.queue_memory`. Above HIGH, sessions are forgotten early, before new ones would be refused
-for lack of memory; below LOW that ends."""
+"""Shares of `limits.queue_memory`. Once memory is above HIGH, sessions are forgotten early until it is below
+LOW, so that new sessions need not be refused for lack of memory."""
 DEFAULT_MEMORY = 0.9
-"""In place of `limits.queue_memory` where that is null: a full Redis would store nothing."""
+"""Used if `limits.queue_memory` is null, because a full Redis stores nothing."""
 MIN_AGE_S = 60.0
-"""Sessions are kept at least so long after their verdict, however full Redis is: clients read the verdict,
-and repeat calls whose answer they lost. A deployment that settles more than Redis holds in that time needs a
-larger Redis."""
+"""A session is kept this long after its verdict (or for `retention_s`, if that is shorter), however full
+Redis is: clients read the verdict, and repeat calls whose answer they lost. A Redis that cannot hold the
+sessions of this time is too small for the deployment."""
 
 NONE_FORGOTTEN = Forgotten(Counter(), 0, "")
 
 
 class Retention:
-    """Forgets settled sessions, a bounded number in each pass. Several gateways may do so at once."""
+    """Forgets settled sessions, a bounded number in each pass. Several gateways may do this at once."""
 
     def __init__(self, settings: GatewaySettings, redis: Redis, metrics: Metrics) -> None:
         self._redis, self._metrics = redis, metrics
@@ -45,8 +45,8 @@ class Retention:
         self._forgetter = RedisForgetter(redis)
         self._early = False
         """Whether memory has been above HIGH, and not below LOW since."""
-        self._held_by = ""
-        """The entry of the stream that keeps sessions from being forgotten, as last logged."""
+        self._logged_entry = ""
+        """The entry of the stream that keeps sessions from being forgotten, as last logged; empty if none."""
 
     async def refresh(self) -> None:
         """One pass. Raises StorageUnavailable."""
@@ -71,15 +71,15 @@ class Retention:
         return self._early
 
     def _log_obstacle(self, early: Forgotten) -> None:
-        held_by = "" if early.due else early.held_by
-        if held_by and held_by != self._held_by:
+        entry = "" if early.due else early.held_by
+        if entry and entry != self._logged_entry:
             logger.warning(
                 "Redis fills up, and no settled session can be forgotten: entry %s of %s is older than all of"
                 " them, and waits for a trainer or for the end of its session",
-                held_by,
+                entry,
                 keys.STREAM,
             )
-        self._held_by = held_by
+        self._logged_entry = entry
 
     def _report(self, aged: Counter[str], early: Counter[str]) -> None:
         self._metrics.forgotten.labels("age").inc(aged.total())

@@ -1,4 +1,4 @@
-"""Opens, finds and guards sessions: what the REST routes and the agents' calls share."""
+"""Opens and finds sessions, and checks their owners, for the REST routes and for the agents' calls."""
 
 import time
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from rollout_queue.protocol.ids import ID
 
 
 class SessionService:
-    """Every session of this deployment, as its callers may use it."""
+    """The sessions of this deployment. A client key may use only its own; an admin may use all."""
 
     def __init__(self, settings: GatewaySettings, writer: StreamWriter, admission: Admission) -> None:
         self._ttl_s = settings.session_ttl_s
@@ -41,9 +41,9 @@ class SessionService:
     def new_spec(
         self, caller: Caller, session_id: str | None = None, *, inferred: bool = False
     ) -> SessionSpec:
-        """A session of the caller with this deployment's defaults, not stored yet.
+        """A new session of the caller with this deployment's defaults, not stored yet.
 
-        Without `session_id` it gets a new id. `inferred`: a call that named none implied it.
+        Without `session_id` it gets a new id. `inferred` means that a call which named no session needs it.
         """
         return SessionSpec(
             session_id=session_id or f"s-{new_id()}",
@@ -55,10 +55,10 @@ class SessionService:
         )
 
     async def open(self, spec: SessionSpec, caller: Caller) -> tuple[SessionSpec, bool]:
-        """Store a session, or find the one of the same id and terms. The flag says whether it is new.
+        """Store a session, or find the one with the same id and terms. The flag says whether it is new.
 
-        Raises StateConflict for the same id with other terms and for a group that is full, LimitReached,
-        Deleted.
+        Raises StateConflict if the session has other terms or was forgotten, or if its group is full; also
+        LimitReached and Deleted.
         """
         await self._admission.check_session([spec])
         try:
@@ -74,7 +74,7 @@ class SessionService:
     async def open_group(self, specs: Sequence[SessionSpec]) -> None:
         """Store the sessions of one new group, all or none.
 
-        Raises StateConflict for a group that exists, LimitReached.
+        Raises StateConflict if the group exists, LimitReached.
         """
         await self._admission.check_session(specs)
         try:
@@ -85,7 +85,7 @@ class SessionService:
     # Finding
 
     async def head(self, session_id: str, caller: Caller) -> SessionHead:
-        """The session with its turns.
+        """The session's head: everything that is stored of it at this moment, with its turns.
 
         Raises ObjectNotFound for a session that does not exist or is not the caller's, Deleted.
         """
@@ -97,9 +97,9 @@ class SessionService:
         return head
 
     async def check_owned(self, session_id: str, caller: Caller) -> None:
-        """Raises as `head` does, and also accepts a session whose records this build cannot read.
+        """Raise as `head` does, but accept a session even if this build cannot read its turns.
 
-        Where even the owner cannot be read, the session is an admin's.
+        If the owner cannot be read either, only an admin is accepted.
         """
         raw = await self._writer.spec_of(session_id) if ID.fullmatch(session_id) else None
         if raw is None:
@@ -111,7 +111,7 @@ class SessionService:
             raise no_session(session_id)
 
     async def missing(self, session_id: str, caller: Caller) -> ObjectNotFound | SessionDeleted:
-        """The error for a session that is not stored: it never was, or the caller's was deleted."""
+        """The error for a session that is not stored; SessionDeleted only if it was the caller's."""
         tombstone = await self._writer.tombstone(session_id) if ID.fullmatch(session_id) else None
         if tombstone is not None and caller.owns(tombstone):
             return SessionDeleted(session_id)

@@ -1,4 +1,4 @@
-"""Finds the user that a call is made for in its body."""
+"""Finds, in the body of a call, the user for whom the call is made."""
 
 import re
 from collections.abc import Mapping
@@ -7,11 +7,11 @@ from typing import Any
 from rollout_queue.protocol.ids import ID
 
 CLAUDE_CODE = re.compile(r"user_.*_session_([0-9a-f-]{36})")
-"""What Claude Code sends as `metadata.user_id`: an installation and a session, and no user's name."""
+"""Claude Code's `metadata.user_id`. It names an installation and a session, and no user."""
 
 
 def user_named(name: Any) -> str | None:
-    """The name, where it is an id that a session could be opened for; else None."""
+    """The name if it has the form of an id (`protocol.ids`); else None."""
     return name if isinstance(name, str) and ID.fullmatch(name) else None
 
 

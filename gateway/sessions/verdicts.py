@@ -1,4 +1,4 @@
-"""The verdict of a session or a turn: the stored one, or in words what it waits for."""
+"""The verdict of a session or a turn; while none is stored, what the session waits for, in words."""
 
 from datetime import UTC, datetime
 
@@ -43,7 +43,7 @@ def turn_verdict(head: SessionHead, turn: Turn, session: Verdict) -> Verdict:
 
 
 def _with_detail(verdict: Verdict) -> Verdict:
-    """The verdict with a sentence, also where it was stored without one."""
+    """The verdict with a `detail`, which is added if it was stored without one."""
     if verdict.detail:
         return verdict
     detail = f"ended as {verdict.code}; no reason was given"

@@ -95,12 +95,10 @@ def test_the_pipeline_says_what_waits_for_what(backends: Backends) -> None:
     assert abs(g["since"] - time.time()) < 30
     said = " | ".join(report["sentences"])
     assert "2 sessions go on; without another call, the first expires in 60 min" in said
-    assert re.search(r"2 sessions wait for a reward; the oldest since \d+ s, it expires in (59|60) min", said)
+    assert re.search(r"2 sessions wait .*; the oldest has waited for \d+ s, and expires in (59|60) min", said)
     assert "2 sessions have ended with a reward, and wait for the rest of the group" in said
-    assert "1 session is finished and rewarded, with the whole group: for the trainer to take" in said
-    assert (
-        "2 groups wait for members; the oldest is g, since 0 s: 2 of 4 have ended, 1 goes on, 1 waits" in said
-    )
+    assert "1 session is finished and rewarded, and so is the whole group: the trainer can train on" in said
+    assert "the longest wait is that of g, since 0 s: 2 of 4 have ended, 1 goes on, 1 waits" in said
     assert "the trainer, at step 3 and version 4, is waiting and waits for 16 rows with an advantage" in said
 
 
@@ -113,7 +111,7 @@ def test_ended_sessions_that_no_deadline_shows_any_more_are_counted(backends: Ba
         report = pipeline(gateway)
     assert report["states"]["finished"] == 1
     assert any(
-        sentence.startswith("1 session beyond the time to live, finished and rewarded")
+        sentence.startswith("1 session has ended and can no longer expire")
         for sentence in report["sentences"]
     )
 
@@ -145,7 +143,7 @@ def test_a_look_at_a_hundred_thousand_sessions_is_a_look_at_two_thousand(backend
         assert all(each == report for each in again)
         assert _commands(backends.redis) - asked == first
     assert (report["looked_at"], report["may_expire"]) == (2000, 100_000)
-    assert report["sentences"][0].startswith("100000 sessions may still expire; what follows")
+    assert report["sentences"][0].startswith("100000 sessions may still expire; of these")
     assert first <= 2000 // 100 + 2
 
 
@@ -257,9 +255,9 @@ def test_sessions_that_expire_without_a_reward_are_a_warning(warned: Callable[..
 def test_a_queue_near_its_bound_is_a_warning(warned: Callable[..., Any]) -> None:
     with warned(limits={"queue_entries": 10}) as gateway:
         for number in range(8):
-            assert not heard(gateway, "records in the stream"), number
+            assert not heard(gateway, "records are in the stream"), number
             gateway.chat(path=f"/sessions/{gateway.session()['session_id']}/v1/chat/completions")
-        assert heard(gateway, "8 records in the stream; from 10 on", "gateway.limits.queue_entries")
+        assert heard(gateway, "8 records are in the stream; from 10 on", "gateway.limits.queue_entries")
 
 
 def test_a_redis_near_its_bound_is_a_warning(warned: Callable[..., Any]) -> None:
@@ -275,11 +273,11 @@ def test_a_redis_near_its_bound_is_a_warning(warned: Callable[..., Any]) -> None
 
 def test_dead_letters_are_a_warning_with_the_last_reason(warned: Callable[..., Any]) -> None:
     with warned() as gateway:
-        assert not heard(gateway, "cannot read")
+        assert not heard(gateway, "could not read")
         gateway.redis.xadd(
             keys.DEAD_LETTERS, {"r": b"\x07", "error": "record schema 7; this build reads schema 1"}
         )
-        assert heard(gateway, "1 record that this build cannot read, in weir:dead", "record schema 7")
+        assert heard(gateway, "the trainer could not read 1 record, now in weir:dead", "record schema 7")
 
 
 # Verdicts

@@ -112,7 +112,7 @@ def test_what_is_settled_for_long_enough_is_as_if_it_had_never_been(
         assert report["forgotten"] == 1
         assert report["states"] == {"open": 1, "waiting_reward": 0, "finished": 1}
         assert report["verdicts"]["session:trained"] == 1
-        assert any(said.startswith("1 session was settled and is forgotten") for said in report["sentences"])
+        assert any(said.startswith("1 session was removed by retention") for said in report["sentences"])
         wait_until(lambda: 'weir_sessions_forgotten_total{why="age"} 1.0' in gateway.get("/metrics").text)
     assert "forgot 1 settled sessions, 0 of them early because Redis fills up: 1 trained" in caplog.messages
 

@@ -24,7 +24,7 @@ POLICIES = ("everysec", "always")
 async def appended(url: str, given: list[Turn], agents: int) -> list[float]:
     """The sorted seconds of each append, with so many agents at once; the last value is the total time."""
     redis = Redis.from_url(url)
-    while not await _answers(redis):  # noqa: ASYNC110 - it is another process that comes up
+    while not await _answers(redis):  # noqa: ASYNC110 - another process has to come up
         await asyncio.sleep(0.02)
     await redis.flushall()
     writer, waiting, took = RedisWriter(redis), list(reversed(given)), list[float]()

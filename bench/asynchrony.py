@@ -2,10 +2,10 @@
 
 python -m bench.asynchrony [--staleness 0 4] [--seeds 0 1 2] [--minutes 30] [--results DIR] [--table]
 
-Tool times are log-normal, one second in the mean and ten at most, the same for both. Staleness 0 is
-synchronous: the trainer samples the rollouts of the next step, waits for all of them, and makes the step. A
-run ends at the target, so that both runs have learned equally much. Rates are over the whole run. Results are
-kept as in `bench.learning`."""
+Tool times are log-normal, one second in the mean and ten at most, and the same at every staleness. Staleness
+0 is synchronous: the agents play the episodes of the next step, and the trainer waits for all of them. A run
+ends at the target, so that all runs have learned equally much. Rates are over the whole run. Results are kept
+as in `bench.learning`."""
 
 import argparse
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--target", type=float, default=0.9)
     parser.add_argument(
-        "--minutes", type=float, default=30.0, help="of one run that does not reach the target"
+        "--minutes", type=float, default=30.0, help="limit of a run that does not reach the target"
     )
     parser.add_argument("--results", type=Path, default=Path("run/asynchrony"))
     parser.add_argument("--models", type=Path, default=Path("run/models"))

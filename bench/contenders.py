@@ -2,8 +2,8 @@
 
 python -m bench.contenders ours|packed|padded|padded-globally MODEL ROLLOUTS     one step, after a small one
 
-All but `ours` are plain torch with the loss of the default recipe. All have the same gradient, and print its
-norm."""
+All but `ours` are plain torch with the loss of the trainer's default preset. All have the same gradient, and
+print its norm."""
 
 import sys
 from abc import ABC, abstractmethod

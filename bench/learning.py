@@ -3,7 +3,7 @@
 python -m bench.learning [--task tool|guess] [--staleness 0 2 4 8] [--seeds 0 1 2 3 4] [--minutes 15]
                          [--results DIR] [--table] [--plot FILE]
 
-Each run writes a file into `--results`, and is not run again if its file exists: stop at any time, and
+Each run writes a file into `--results`. A run whose file exists is skipped, so you may stop at any time and
 continue with the same command. `--table` prints the existing results, and runs nothing."""
 
 import argparse
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+")
     parser.add_argument("--target", type=float, default=0.9)
     parser.add_argument(
-        "--minutes", type=float, default=15.0, help="of one run that does not reach the target"
+        "--minutes", type=float, default=15.0, help="limit of a run that does not reach the target"
     )
     parser.add_argument("--results", type=Path, default=Path("run/learning"))
     parser.add_argument("--models", type=Path, default=Path("run/models"))

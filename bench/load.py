@@ -113,7 +113,7 @@ class Client(asyncio.Protocol):
         ended = self._tail.endswith(b"data: [DONE]\n\n") if self._stream else self._tail.endswith(b"}")
         if status != 200 or not ended:
             tally.failures.append(f"{status} {self._tail!r}")
-        elif self._warm:  # a connection's first call also waits until it is accepted
+        elif self._warm:  # the first call also waits until the connection is accepted
             tally.latencies_ms.append((time.perf_counter() - self._started) * 1000)
         self._warm = True
         self._next()
@@ -124,7 +124,7 @@ class Client(asyncio.Protocol):
 
 
 async def run(port: int, concurrency: int, calls: int, tokens: int, kind: str) -> dict[str, object]:
-    """Make `calls` calls, each in a new session, because they name none. Returns the figures by name."""
+    """Make `calls` calls. They name no session, so each opens a new one. Returns the figures by name."""
     loop = asyncio.get_running_loop()
     tally = LoadTally(calls)
     requests, stream = iter(calls_of(calls, tokens, kind)), kind != "plain"

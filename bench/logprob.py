@@ -1,4 +1,4 @@
-"""The peak memory of log-probabilities of sampled tokens, beyond hidden states and weight.
+"""The peak memory of the log-probabilities of sampled tokens, without hidden states and weight.
 
 python -m bench.logprob ours|naive TOKENS VOCABULARY WIDTH     forward and backward
 """
@@ -13,7 +13,7 @@ from trainer_service.model.logprob_head import sampled_logprobs
 
 
 def naive(hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> Tensor:
-    """From all logits at once."""
+    """The log-probabilities of the targets, from all logits at once."""
     logp_TV = torch.log_softmax(hidden_TH @ weight_VH.T, dim=-1)
     return logp_TV.gather(1, targets_T[:, None])[:, 0]
 

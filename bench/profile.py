@@ -1,8 +1,8 @@
-"""Where the CPU time of a plain turn goes, part by part, and the lower bound of the same HTTP server.
+"""The parts of the CPU time of a plain turn, and the lower bound that the HTTP server sets (`bench.floor`).
 
 python -m bench.profile [--calls N] [--concurrency N]
 
-A sample counts for the innermost frame in Weir's code or in the server's. A sample in C code counts for the
+A sample counts for its innermost frame in the code of Weir or of uvicorn. A sample in C code counts for the
 Python function that called it, and a sample in the event loop for the function that the loop calls next."""
 
 import argparse

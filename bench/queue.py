@@ -46,7 +46,7 @@ from trainer_service.storage.run_state import RunState
 
 IN_FLIGHT = 64
 BATCH = 10_000
-"""The number of synthetic turns made at a time, so that they take no memory while a trainer is measured."""
+"""How many synthetic turns are made at a time: few, so that they take little memory beside the trainer's."""
 
 Item = TypeVar("Item")
 
@@ -131,7 +131,7 @@ def loop_of(server: MeasuredRedis) -> Iterator[tuple[asyncio.Runner, AsyncRedis]
 
 
 def append_ours(server: MeasuredRedis, given: list[Turn], name: str) -> None:
-    """Record turns with the gateway's writer, which has the heads of their sessions cached."""
+    """Record turns with the gateway's writer, while it has the heads of their sessions in its cache."""
     with loop_of(server) as (runner, redis):
         writer = RedisWriter(redis)
         runner.run(in_flight(specs(given), writer.open_session))
@@ -142,7 +142,7 @@ def append_ours(server: MeasuredRedis, given: list[Turn], name: str) -> None:
 
 
 def append_raw(server: MeasuredRedis, given: list[Turn], name: str, together: int) -> None:
-    """Append the same bytes, encoded before, to stream and hash; `together` turns share a pipeline."""
+    """Append the same bytes, encoded beforehand, to stream and hash; `together` turns share a pipeline."""
     ready = [(keys.session(turn.session_id), f"t:{turn.turn_id}", encode(turn)) for turn in given]
     parts = [ready[start : start + together] for start in range(0, len(ready), together)]
     with loop_of(server) as (runner, redis):
@@ -177,10 +177,10 @@ def read_raw(server: MeasuredRedis, count: int, name: str) -> None:
 
 
 def ends(server: MeasuredRedis, count: int, repetitions: int) -> None:
-    """Measure writer and reader beside redis-py, alternating, because the speed of a machine changes."""
+    """Measure writer, reader and redis-py alternately, because the speed of a machine changes."""
     given = turns(0, count)
     packed = [encode(turn) for turn in given]
-    gc.freeze()  # the garbage collector of a gateway would not visit these
+    gc.freeze()  # a gateway does not hold these objects, so the garbage collector must not visit them here
     for _ in range(repetitions):
         server.redis.flushall()
         append_raw(server, given, "redis-py: MULTI XADD HSET EXEC", 1)
@@ -206,7 +206,7 @@ def ends(server: MeasuredRedis, count: int, repetitions: int) -> None:
 
 
 def recovery(server: MeasuredRedis, count: int) -> None:
-    """The recovery of a trainer that died after it had read these turns, whose sessions are still open."""
+    """Measure the start of a trainer after the last one died with turns of open sessions in its memory."""
     server.redis.flushall()
     for first in range(0, count, BATCH):
         append_ours(server, turns(first, min(BATCH, count - first)), "filling")

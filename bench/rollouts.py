@@ -22,7 +22,7 @@ class SyntheticRollout:
     completion: list[int]
     advantage: float
     logprobs: list[float]
-    """Of the completion, under the weights before training, in nats."""
+    """Log-probabilities of the completion's tokens under the weights before training, in nats."""
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.completion)

@@ -2,8 +2,8 @@
 
 python -m bench.stack_sampler FILE MODULE     SIGUSR1 writes the samples since the last signal to FILE
 
-Samples come by CPU time (ITIMER_PROF), because profilers that use the wall clock or slow down every call give
-other results. The kernel's tick, of 1 to 10 ms, is the shortest time between two samples."""
+A timer on the CPU time (ITIMER_PROF) takes the samples. Profilers that use the wall clock, or that slow down
+every call, give other results. The shortest time between two samples is the kernel's tick of 1 to 10 ms."""
 
 import json
 import runpy

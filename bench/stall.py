@@ -1,4 +1,4 @@
-"""Measures whether a long prompt delays other calls: the gaps of streams beside prompts of 100,000 tokens.
+"""Measures whether a long prompt delays other calls: the pauses in streams during prompts of 100,000 tokens.
 
 python -m bench.stall [--tokens N] [--prompts N]
 """

@@ -18,7 +18,8 @@ from weir.demo.task import Task, draw
 
 SIGMA = 1.0
 MEDIAN_S = math.exp(-(SIGMA**2) / 2)
-"""The median of a slow tool's log-normal time, for a mean of one second; one call in a hundred takes six."""
+"""The median of a slow tool's log-normal time, whose mean is one second. One call in a hundred takes six
+seconds or more."""
 LONGEST_S = 10.0
 
 
@@ -58,6 +59,6 @@ def takes_s(random: Random) -> float:
 TASKS = {
     "tool": TrainingTask("tool", write_plan, ToolGame(), ToolGame()),
     "slow": TrainingTask("tool", write_plan, SlowToolGame(), ToolGame()),
-    # With thinking kept, each hint extends the conversation, so that a session is a single row.
+    # If the gateway keeps all thinking, each hint extends the conversation, and so a session is a single row.
     "guess": TrainingTask("guess", write_guess_plan, GuessGame(), GuessGame(), {"thinking": "all"}),
 }

@@ -1,4 +1,4 @@
-"""The cost of one optimizer step, ours beside plain torch and TRL: real tokens per CPU second, and memory.
+"""The cost of one optimizer step of Weir, plain torch and TRL: real tokens per CPU second, and memory.
 
 python -m bench.trainer [--rollouts N] [--rounds N] [--slow-rollouts N] [--slow-rounds N] [--contenders …]
                         [--smoke]
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 TRL = ROOT / "run" / "bench" / "trl" / "bin" / "python"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 SEED = 200
-"""It gives 64 rollouts with 18,873 tokens, the longest with 1,812."""
+"""This seed gives 64 rollouts with 18,873 tokens; the longest has 1,812."""
 LABELS = {
     "ours": "ours: DeepSpeed, ZeRO {zero_stage}, one rank",
     "packed": "(a) plain torch, packed as ours",

@@ -33,12 +33,12 @@ GROUP_SIZE = 8
 GROUPS_PER_STEP = 4
 """The number of groups that gives the demo's `min_live_rows` rows."""
 MIN_GROUPS = 8
-"""The groups in flight without staleness, more than a step takes: some have no learning signal. The gateway
-admits as many sessions as the next step takes."""
+"""How many groups are in flight at least. They are more than a step takes, because a group with equal rewards
+gives no learning signal. The gateway admits only as many sessions as the next step takes."""
 EVALUATED, EVALUATION_SEED, EVALUATION_GROUPS = 256, 1000, 8
 RETRY_EVERY_S = 0.2
-"""The time after which a refused agent tries again. `Retry-After` has whole seconds, which would delay each
-step."""
+"""The time after which an agent asks again for a group that the gateway refused. The header `Retry-After` has
+whole seconds, which would delay each step."""
 POLL_EVERY_S = 0.25
 CURVE_POINTS = 200
 LARGE_FOLDERS = ("redis", "policies", "weights", "checkpoints", "tensorboard")
@@ -126,7 +126,7 @@ class TrialTimes:
 
 
 def run(trial: Trial, bounds: Bounds, folder: Path, models: Path) -> Result:
-    """Make one run. Raises StackError if a service dies, or if the warm start does not reach its gate."""
+    """Make one run. Raises StackError if a service dies, or if the warm start fails."""
     task, times, run_dir = TASKS[trial.task], TrialTimes(), folder / trial.name
     with times.timed("model"):
         model, _ = model_for(models, trial.seed, game=task.model, write=task.plan)
@@ -163,8 +163,8 @@ def settings_of(trial: Trial, run_dir: Path, model: Path) -> StackSettings:
 
 
 def groups_in_flight(max_staleness: int) -> int:
-    """How many groups may be in flight: an episode's age is the number of steps that are made while it
-    lasts."""
+    """How many groups may be in flight. An episode's staleness is the number of steps that are made while it
+    lasts, so more groups mean more staleness."""
     return max(MIN_GROUPS, GROUPS_PER_STEP * (max_staleness + 1))
 
 
@@ -205,7 +205,7 @@ async def _play(
 
     def has_ended(so_far: EpisodeLog) -> bool:
         if course.has_ended(so_far):
-            polling.cancel()  # only groups that are in flight still finish
+            polling.cancel()  # from now on, only the groups in flight are played to their end
         return course.whole is not None
 
     try:
@@ -225,7 +225,7 @@ def _result(
     seconds: dict[str, float],
 ) -> Result:
     whole = course.whole
-    assert whole is not None  # noqa: S101 - play ends only after the run has
+    assert whole is not None  # noqa: S101 - `play` returns after the run has ended
     steps = course.snapshot.steps[: whole.steps]
     return Result(
         trial=trial,

@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> None:
             output_dir=folder,
             bf16=False,
             use_cpu=True,
-            gradient_accumulation_steps=len(rollouts) // 8,  # of its default of 8 a micro-batch: one step
+            gradient_accumulation_steps=len(rollouts) // 8,  # all in one step: TRL's micro-batch has 8
             max_steps=2,
             logging_steps=1,
             save_strategy="no",

@@ -1,7 +1,7 @@
-"""The audit: it reads the evidence up to three times, and reports the faults that it finds each time.
+"""The audit: it reads the evidence up to three times, and reports the faults that it finds in every reading.
 
-On a live system, turns are appended and steps acknowledged while the evidence is read, so its parts may not
-fit each other. A real fault is found in every reading.
+On a live system, turns are appended and steps acknowledged while the audit reads, so parts of one reading may
+contradict each other. A real fault is found in every reading.
 """
 
 import time

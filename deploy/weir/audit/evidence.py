@@ -1,6 +1,7 @@
 """Reads the evidence of an audit: first Redis, in parts, and then the trainer's ledger.
 
-The ledger comes last, because a step is durable before a head says that it trained a turn.
+The ledger comes last, because a step becomes durable before a session's head says that the step trained a
+turn. A head is everything that Redis stores about a session.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,9 +21,9 @@ from weir.audit.ledger import EvidenceMissing, read_ledger
 from weir.audit.sources import Sources
 
 CHUNK = 100
-"""Heads or stream entries that are read at once; they hold all their tokens."""
+"""How many heads or stream entries are read at once; each holds all of its tokens."""
 NAMES = 10_000
-"""Ids that are read at once."""
+"""How many ids are read at once."""
 TIMEOUT_S = 60.0
 
 
@@ -102,7 +103,7 @@ def _stream(redis: Redis) -> StreamFact:
 
 
 def _last_delivered(redis: Redis) -> tuple[int, int]:
-    """The id of the last entry that was delivered to a trainer; (0, 0) where none was."""
+    """The id of the last entry that was delivered to a trainer; (0, 0) if there is none."""
     try:
         groups: Any = _reply(redis.xinfo_groups(keys.STREAM))
     except ResponseError as error:

@@ -21,20 +21,20 @@ class TurnFact(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     turn_id: str
     tokens: int
-    """The number of output tokens, which training the turn trains."""
+    """The number of output tokens, which are the tokens that a step trains."""
     generation: int
     """A hash that is equal for two records of one generation, and differs for two equal samples."""
     versions: tuple[int, ...]
     verdict: Verdict | None = None
-    """The turn's own verdict; None where it has none, or only its session has one."""
+    """The turn's own verdict; None if only its session has one, or neither has."""
     barred: str | None = None
-    """Why it must not be trained; None where it may be."""
+    """Why the turn must not be trained; None if it may be."""
     set_aside: bool = False
-    """Whether its entry is in the dead letters, because the trainer could not decode it."""
+    """Whether the turn's entry is in the dead letters, because the trainer could not decode it."""
 
 
 class SessionFact(msgspec.Struct, frozen=True, kw_only=True):
-    """A session's head."""
+    """A session's head: what Redis stores about the session."""
 
     session_id: str
     group_id: str | None
@@ -92,16 +92,16 @@ class Ledger(msgspec.Struct, frozen=True):
 
 
 class GroupFact(msgspec.Struct, frozen=True):
-    """A group: its size, None where it has no fixed one, and its members."""
+    """A group and its members. `size` is None for a group of no fixed size."""
 
     size: int | None
     members: frozenset[str]
     forgotten: int = 0
-    """How many of its members were forgotten."""
+    """How many of its members were forgotten, that is, removed by retention."""
 
 
 class ClientAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Something that a client was told had been done: a line of the `--answers` file."""
+    """An answer to a client, which says what was stored: a line of the `--answers` file."""
 
     session_id: str
     turn_id: str | None = None
@@ -131,11 +131,12 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The counters of verdicts, read before the heads; `counts_after` was read after them."""
     counts_after: Mapping[str, int] = {}
     forgotten_before: Mapping[str, int] = {}
-    """How many of those verdicts were forgotten, and their trained tokens; read before the heads."""
+    """How many sessions and turns of each verdict were forgotten, and their trained tokens; read before the
+    heads."""
     forgotten_after: Mapping[str, int] = {}
     policies: frozenset[int] = frozenset()
     dead_letters: Mapping[bytes, str] = {}
-    """Entry id, by the digest of its bytes."""
+    """The ids of the dead letters, by the digest of their bytes."""
     answers: tuple[ClientAnswer, ...] = ()
 
     @property
@@ -151,7 +152,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def may_be_forgotten(self) -> bool:
-        """Whether all vanished answers may be about forgotten sessions, whose ids are not kept."""
+        """Whether enough sessions were forgotten that all vanished answers may be about these."""
         return len(self.vanished_answers) <= self.forgotten_sessions
 
     @cached_property
@@ -180,7 +181,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     kind: Kind
     subject: str
-    """What it is about. `kind`, `rule` and `subject` are equal for the same fault in every reading."""
+    """What the fault is about. `kind`, `rule` and `subject` of a fault are the same in every reading."""
     rule: str
     sentence: str
     session_id: str | None = None

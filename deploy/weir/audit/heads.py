@@ -1,4 +1,4 @@
-"""Turns the hash of a session into a SessionFact, which keeps the number of tokens and not the tokens."""
+"""Converts the hash of a session to a SessionFact, which has the number of tokens instead of the tokens."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ def digest(record: bytes) -> bytes:
 def session_fact(
     session_id: str, fields: Mapping[bytes, bytes], dead_letters: Mapping[bytes, str]
 ) -> SessionFact | None:
-    """None where the hash has no spec."""
+    """The facts about a session, from the fields of its hash; None if the hash has no spec."""
     if b"spec" not in fields:
         return None
     records, unreadable, set_aside = _records(fields, dead_letters)
@@ -44,8 +44,7 @@ def session_fact(
 def _records(
     fields: Mapping[bytes, bytes], dead_letters: Mapping[bytes, str]
 ) -> tuple[dict[str, Record], dict[str, bytes], set[str]]:
-    """By field: the records, the digests of those that cannot be decoded; and the fields in the dead
-    letters."""
+    """The records by field, the digests of undecodable ones by field, and the fields in the dead letters."""
     records: dict[str, Record] = {}
     unreadable: dict[str, bytes] = {}
     set_aside: set[str] = set()

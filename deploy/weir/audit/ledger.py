@@ -2,8 +2,8 @@
 
 {directory}/CURRENT ─▶ {directory}/{tag}/state.json ─▶ `ledger_bytes` of {directory}/ledger.jsonl
 
-Later bytes belong to a checkpoint that was not finished, so they are not durable. The files are read by their
-documented layout and not with the trainer's code, which is what the audit checks.
+Bytes after `ledger_bytes` belong to a checkpoint that was not finished, so they are not durable. The audit
+checks the trainer's code, so it reads the files by their documented layout and without that code.
 """
 
 from collections.abc import Iterator

@@ -7,7 +7,7 @@ from itertools import pairwise
 from weir.audit.facts import Evidence, Finding, Kind, LedgerRow
 
 TOKENS = "tokens:trained"
-"""A counter of forgotten data, beside those of the verdicts."""
+"""The counter of the trained tokens of forgotten sessions, beside the counters of their verdicts."""
 TRAINED = {"session:trained": "sessions", "turn:trained": "turns", TOKENS: "tokens"}
 
 
@@ -63,9 +63,9 @@ def _row(row: LedgerRow, evidence: Evidence) -> Iterator[Finding]:
 
 
 def _forgotten(evidence: Evidence) -> Iterator[Finding]:
-    """The rows name exactly as many unknown sessions, turns and tokens as were forgotten after training.
+    """The rows must name as many unknown sessions, turns and tokens as were forgotten after their training.
 
-    How many turns of a deleted session were trained is not stored, so deleted sessions leave a margin.
+    A tombstone does not say how many of its turns were trained, so deleted sessions leave a margin.
     """
     missed: Counter[str] = Counter()
     spare: Counter[str] = Counter()

@@ -19,7 +19,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     ledger: str
     """Where the ledger was read from."""
     answers: int
-    """How many answers that clients got were looked for."""
+    """How many answers to clients the audit looked for."""
     looks: int
     """How often the evidence was read; each finding was found every time."""
 

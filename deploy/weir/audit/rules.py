@@ -12,8 +12,8 @@ from weir.audit.facts import Evidence, Finding, Kind, LedgerRow, SessionFact, Tu
 from weir.audit.ledger_rules import TOKENS, ledger_findings
 
 GIVEN_BY_GATEWAYS = frozenset({"failed", "abandoned", "expired", "deleted"})
-"""Verdicts that a gateway gives to a session and so to all of its turns. The trainer gives every turn a
-verdict of its own, so a turn of another session without one never reached the trainer."""
+"""Verdicts that a gateway gives to a session, and so to all of its turns. In sessions with other verdicts,
+the trainer gives every turn a verdict of its own: a turn without one never reached the trainer."""
 
 
 def findings_of(evidence: Evidence) -> list[Finding]:
@@ -179,7 +179,7 @@ def _named(field: str) -> str:
 
 
 def _entries(evidence: Evidence) -> Iterator[Finding]:
-    """Each entry of the stream must be in the head of its session, unless a tombstone replaced that."""
+    """Each entry of the stream must be in its session's head, unless a tombstone has replaced the head."""
     for session_id, fields in evidence.stream.entries.items():
         if session_id in evidence.tombstones:
             continue
@@ -218,8 +218,8 @@ def _groups(evidence: Evidence) -> Iterator[Finding]:
 def _counters(evidence: Evidence) -> Iterator[Finding]:
     """Compares the counters of verdicts with the heads.
 
-    The counters only grow, and were read before and after the heads: the number of heads and of forgotten
-    sessions must lie between the two values. A deleted session's turns are still counted.
+    The counters were read before and after the heads, and only deletions reduce them. So the number of heads
+    and of forgotten sessions must lie between the two values, with a margin for deleted sessions.
     """
     own = Counter(
         [f"session:{session.verdict.code}" for session in evidence.sessions.values() if session.verdict]

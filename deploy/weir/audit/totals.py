@@ -21,8 +21,8 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     """The counts of one reading."""
 
     fates: Mapping[str, FateCount]
-    """By `trained`, `waiting`, a verdict, `set aside` or `unaccounted`. A session is counted by its
-    verdict."""
+    """By `trained`, `waiting`, a verdict, `set aside` (in the dead letters) or `unaccounted`. A session is
+    counted by its verdict."""
     ledger_steps: int
     ledger_turns: int
     ledger_tokens: int
@@ -35,7 +35,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     deleted_sessions: int
     forgotten_sessions: int
     forgotten_trained: FateCount
-    """How many of them were trained, with their turns and tokens."""
+    """How many of the forgotten sessions were trained, with their turns and tokens."""
 
 
 def totals_of(evidence: Evidence) -> Totals:

@@ -1,1 +1,1 @@
-"""Messages to tokens and tokens to messages, for every chat template."""
+"""Turns messages into tokens and tokens into messages, for every supported chat template."""

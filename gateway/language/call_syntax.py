@@ -2,9 +2,9 @@
 
     family ──▶ CallSyntax ──▶ calls(tools) ──▶ {"type": "sequence", "elements": [...]}
 
-The forms are those of the renderers' own templates, so the renderer can parse whatever the grammar permits. A
-marker that is one token of the tokenizer is required by its id: the same letters in several tokens would not
-be a marker to the parser.
+The forms are those of the renderers' own templates, so the renderer can parse whatever the grammar permits.
+If a marker is one token of the tokenizer, the grammar requires that token's id: the parser does not recognise
+the same letters in several tokens as a marker.
 """
 
 import json
@@ -44,9 +44,9 @@ class CallSyntax:
     separator: str = ""
     around: tuple[str, str] = ("", "")
     opener: str | None = None
-    """The token with which every call begins, and nothing else does; None if there is no such token."""
+    """The token that begins every call and nothing else; None if there is no such token."""
     parallel: bool = True
-    """The template can have several calls in one answer."""
+    """The template permits several calls in one answer."""
 
     def calls(self, renderer: ChatRenderer, tools: Sequence[Tool], *, parallel: bool) -> Format:
         """A call of one of the tools; with `parallel`, one or more such calls."""
@@ -58,7 +58,7 @@ class CallSyntax:
         return sequence([*elements, *literal(renderer, self.around[1])])
 
     def at_most_one(self, renderer: ChatRenderer, tools: Sequence[Tool]) -> Format:
-        """Any answer without a second call."""
+        """Any answer with at most one call."""
         opener = id_of(renderer, self.opener or self.around[0].strip())
         rest = AnyTokens(exclude_tokens=[opener])
         if self.opener:
@@ -149,7 +149,7 @@ def literal(renderer: ChatRenderer, text: str) -> Iterator[Format]:
 
 
 def id_of(renderer: ChatRenderer, marker: str) -> int:
-    """Raises InvalidRequest for a model whose tokenizer lacks its family's marker."""
+    """The id of a marker that is one token. Raises InvalidRequest if the model's tokenizer lacks it."""
     token_id = renderer.tokenizer.backend.token_to_id(marker)
     if token_id is None:
         raise InvalidRequest(f"a constrained answer needs the token {marker!r}, which the tokenizer lacks")

@@ -1,6 +1,6 @@
 """Normalizes an agent's messages to what a chat template accepts.
 
-No text is lost and no earlier message changes, so that a conversation that grows keeps its beginning:
+No text is lost. When a conversation grows, its earlier messages are normalized as before:
 
 developer, function            ──▶ system, tool
 system after the first place   ──▶ user, if the template refuses it
@@ -8,7 +8,8 @@ a tool's result without a call ──▶ user, if the template refuses it
 arguments that are no object   ──▶ {"arguments": "their text"}, if the template would drop them
 several calls in one message   ──▶ one message each, if the template accepts only one call and no text
 a conversation without a user  ──▶ begins with an empty user message, if the template requires one
-lists of parts, null, others   ──▶ text, "", dropped
+content as a list of parts     ──▶ the text of the parts; parts without text are dropped
+content null                   ──▶ ""
 """
 
 import json
@@ -22,7 +23,7 @@ Tool = dict[str, Any]
 
 ROLES = {"developer": "system", "function": "tool", "ipython": "tool"}
 UNTRUSTED = frozenset({"user", "tool"})
-"""Roles whose text is not trusted: control tokens in it are escaped."""
+"""Roles whose text is not trusted, so all control tokens in it are escaped."""
 
 
 def text_of(content: Any) -> str:
@@ -37,7 +38,10 @@ def _text(part: Mapping[str, Any]) -> str:
 
 
 class MessageNormalizer:
-    """Normalizes messages for one family's template; the callables escape control tokens in a text."""
+    """Normalizes messages for one family's template.
+
+    `escape` escapes control tokens in a text of users and tools, `escape_answer` in a text of the assistant.
+    """
 
     def __init__(
         self, family: Family, escape: Callable[[str], str], escape_answer: Callable[[str], str]
@@ -47,7 +51,7 @@ class MessageNormalizer:
         self._escape_answer = escape_answer
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> list[Message]:
-        """A conversation from its beginning."""
+        """Normalize a whole conversation."""
         normalized = self.continuation(messages, ())
         opening = self._family.opening_user
         if opening == "never" or (opening == "with_tools" and not tools):
@@ -58,7 +62,7 @@ class MessageNormalizer:
         return normalized
 
     def continuation(self, messages: Sequence[Message], before: Sequence[Message]) -> list[Message]:
-        """The messages that follow `before`."""
+        """Normalize messages that follow the messages `before`."""
         normalized: list[Message] = []
         calls = _open_calls(before)
         for position, message in enumerate(messages, start=len(before)):
@@ -135,7 +139,7 @@ def _open_calls(before: Sequence[Message]) -> list[Message]:
 
 
 def _calls_of(message: Message) -> list[Message]:
-    """The calls of an answer, all in one shape; missing fields are empty."""
+    """The calls of an answer, all in the same shape; missing fields are empty."""
     calls: list[Message] = []
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}

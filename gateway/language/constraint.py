@@ -1,10 +1,10 @@
 """Builds the grammar to which an answer is constrained, from the fields of a request.
 
-tool_choice, parallel_tool_calls, response_format ──constraint_of──▶ a `structural_tag` of SGLang's
+tool_choice, parallel_tool_calls, response_format ──constraint_of──▶ SGLang's parameter `structural_tag`
 
-The engine masks the tokens that the grammar forbids *before* the softmax. A recorded logprob is therefore of
-the masked distribution, from which the token was sampled: 0.0 for a token without alternative. It is not the
-logprob of the unconstrained policy; `sampling.used` of each turn names its constraint.
+The engine masks the tokens that the grammar forbids *before* the softmax. So the recorded logprobs are those
+of the masked distribution from which the tokens were sampled, not of the unconstrained policy. A token
+without an alternative has 0.0. `sampling.used` of each turn names its constraint.
 """
 
 import re
@@ -52,7 +52,7 @@ class Constraint:
 
     @property
     def asked(self) -> dict[str, str]:
-        """What the record of the turn says about it."""
+        """The entry in the turn's sampling parameters; empty if the answer is not constrained."""
         return {"constraint": self.kind} if self.kind else {}
 
 
@@ -67,10 +67,10 @@ def constraint_of(
 ) -> Constraint:
     """The constraint of the answer to a call.
 
-    `tool_choice` and `response_format` are as in Chat Completions or as in Responses; `format_param` is what
-    the caller's dialect calls the latter. The model may still reason first where its template permits that.
-    Raises InvalidRequest for a request that contradicts itself, that no engine could enforce, or that the
-    model's family does not support.
+    `tool_choice` and `response_format` are as in Chat Completions or as in Responses; `format_param` is the
+    dialect's name of `response_format`. If the template permits reasoning, the model may still reason first.
+    Raises InvalidRequest for a request that contradicts itself, that no engine can enforce, or that the
+    model's family (its chat template) does not support.
     """
     must_call = tool_choice not in (None, "auto", "none")
     callable_tools = _callable(tools or (), tool_choice)
@@ -81,7 +81,9 @@ def constraint_of(
     elif not kind and single and callable_tools:
         kind = "parallel_tool_calls"
     if not kind or (kind == "parallel_tool_calls" and renderer.family.name not in SYNTAX_OF_FAMILY):
-        return Constraint()  # one call at a time is best effort: no error where the grammar is not known
+        return (
+            Constraint()
+        )  # one call at a time is best effort: no error if the family's grammar is not known
     param = kind if schema is None else format_param
     syntax = _syntax_of(renderer, param)
     for tool in callable_tools:
@@ -113,7 +115,7 @@ def biases_of(logit_bias: Mapping[str, float], vocab_size: int) -> dict[str, flo
 
 
 def _callable(tools: Sequence[Tool], tool_choice: str | Mapping[str, Any] | None) -> Sequence[Tool]:
-    """The tools that may be called. Raises InvalidRequest for an unknown choice, or an unknown tool."""
+    """The tools that may be called. Raises InvalidRequest for an unknown choice or tool."""
     if tool_choice == "none":
         return ()
     if tool_choice in (None, "auto"):

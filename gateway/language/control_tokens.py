@@ -12,7 +12,7 @@ from collections.abc import Iterable
 CUT = "\ufdd0"
 """Where text is split before it is encoded: a Unicode noncharacter, doubled in text that contains it."""
 PREFIX_LENGTH = 4
-"""Characters of a token that are searched first: enough to skip the tags of a web page quickly."""
+"""How many characters of a token are searched first: enough to skip the tags of a web page quickly."""
 _CUTS = re.compile(f"(?<!{CUT}){CUT}(?!{CUT})")
 
 
@@ -22,7 +22,7 @@ def split_at_cuts(text: str) -> list[str]:
 
 
 class ControlTokenEscaper:
-    """Cuts some control tokens in a text; fast also for thousands of tokens and long texts."""
+    """Cuts the given control tokens in a text, fast even for thousands of tokens and long texts."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
         # A token of one character cannot be cut. No known tokenizer has a control token of that length.

@@ -16,7 +16,7 @@ from rollout_queue.contract.tokens import TokenIds
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What one event adds: content, reasoning, or one whole tool call with its index."""
+    """What one streamed event adds: content, reasoning, or one whole tool call with its index."""
 
     content: str = ""
     reasoning: str = ""
@@ -44,6 +44,7 @@ class AnswerStream:
         self._reasoning = StreamedText((), markup.tags)
         self._ids: list[int] = []
         self._region: Region | None = None
+        """None while nothing can be sent: in a tool call, or when only the whole answer tells the region."""
         self._started = False
         self._calls = 0
 
@@ -105,7 +106,7 @@ class AnswerStream:
         """Continue in the region in which the parse ends."""
         self._region = parse.region
         consistent = self._content.restart(parse.content) and self._reasoning.restart(parse.reasoning)
-        if not consistent:  # the parser reads the text before in another way now: `finish` sends the rest
+        if not consistent:  # the parser now reads earlier text differently: `finish` sends the rest
             self._region = None
             return []
         deltas = _texts(self._reasoning.release(), self._content.release())

@@ -1,4 +1,4 @@
-"""Which chat template a model has, and what that template accepts.
+"""Finds the family of a model: the chat template that it shares with other models, and what that accepts.
 
 config.json, or the name in the settings ──▶ Family ──▶ configuration of the library `renderers`
 """
@@ -27,7 +27,7 @@ FAMILY_OF_MODEL_TYPE = {
     "minimax_m2": "minimax-m2",
     "glm_moe_dsa": "glm-5",
 }
-"""Types with exactly one template. `deepseek_v3` and `glm4_moe` have several: the settings must name one."""
+"""Model types with one template. `deepseek_v3` and `glm4_moe` have several: the settings must name one."""
 
 KEEPS_THINKING: dict[str, dict[str, bool]] = {
     "qwen3.6": {"preserve_thinking": True},
@@ -49,21 +49,21 @@ KEEPS_THINKING: dict[str, dict[str, bool]] = {
 
 @dataclass(frozen=True)
 class Family:
-    """A chat template, by its name in the library `renderers`, and what it does not support."""
+    """A chat template, by its name in the library `renderers`, and what it accepts."""
 
     name: str
     late_system: bool = True
-    """Renders a system message also after the first position."""
+    """The template renders a system message also after the first position."""
     opening_user: Literal["never", "always", "with_tools"] = "never"
-    """When it refuses a conversation that does not begin with a user message."""
+    """When the template refuses a conversation that does not begin with a user message."""
     parallel_calls: bool = True
-    """Renders a message with several calls, and with text next to the calls."""
+    """The template renders a message with several calls, and one with text beside its calls."""
     raw_arguments: bool = False
-    """Renders the arguments of a call as the given text; others render an object and drop all else."""
+    """The template renders any text as a call's arguments. Others drop a text that is no JSON object."""
     loose_results: bool = True
-    """Renders a tool's result that answers no call."""
+    """The template renders a tool's result that answers no call."""
     named_results: bool = False
-    """Needs the tool's name in each result, which OpenAI's API does not have."""
+    """The template needs the tool's name in each result; OpenAI's API does not have it there."""
 
 
 FAMILIES = {
@@ -86,7 +86,7 @@ FAMILIES = {
 
 
 def family_of(name: str, model_path: Path, model_type: str) -> Family:
-    """The family by its name; for `auto` by the model's directory name, else by its type.
+    """The family of this name. For `auto`, the family of the model's directory name, else of its type.
 
     Raises SystemExit for an unknown name, and for a model whose family is not known.
     """
@@ -102,7 +102,7 @@ def family_of(name: str, model_path: Path, model_type: str) -> Family:
 
 
 def configuration(family: Family, thinking: Thinking) -> Any:
-    """The configuration for `renderers`: the template's own, or one that keeps all earlier reasoning."""
+    """The configuration for `renderers`: the template's own, or (`all`) one that keeps earlier reasoning."""
     own = config_from_name(family.name)
     if thinking == "template" or own is None:
         return own

@@ -1,4 +1,4 @@
-"""Reads answers without markup without the renderer's parser, whose call costs most for a short answer."""
+"""Reads answers that have no markup. The renderer's parser would take most of the time for a short answer."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from rollout_queue.contract.tokens import TokenIds
 
 MAX_KNOWN_ENDS = 256
 LONGEST_END = 16
-"""Tokens from a prompt's last control token to its end: `<|im_start|>assistant\\n` and the like."""
+"""The most tokens from a prompt's last control token to its end, such as `<|im_start|>assistant\\n`."""
 
 
 class FastParser:
@@ -19,11 +19,11 @@ class FastParser:
         self._markup = markup_of(renderer)
         self._stop_ids = frozenset(renderer.stop_ids)
         self._content_first: dict[tuple[int, ...], bool] = {}
-        """By the end of a prompt: whether its answer begins with content, and not inside reasoning. Templates
-        have few such ends; where there are many, they contain text of users and are not worth keeping."""
+        """For each end of a prompt: whether the answer begins with content, and not inside reasoning. A
+        template has few ends. Many ends mean that they contain text of users; further ones are not kept."""
 
     def read(self, ids: Sequence[int], prompt_ids: TokenIds) -> ParsedAnswer | None:
-        """The answer; None where the renderer's parser has to read it."""
+        """The answer; None if the renderer's parser has to read it."""
         text_ids = ids[:-1] if ids and ids[-1] in self._stop_ids else ids
         if not self._markup.control_ids.isdisjoint(text_ids) or not self._begins_with_content(prompt_ids):
             return None

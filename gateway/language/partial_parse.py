@@ -1,7 +1,8 @@
 """Finds the region of an unfinished answer to which the next token belongs: content, reasoning, or neither.
 
-Only the renderer's parser knows the grammar of its chat template. So the ids so far are parsed with a probe
-appended, a random text that no model writes: the next token belongs where the probe appears.
+Only the renderer's parser knows the grammar of its chat template. So a probe, a random text that no model
+writes, is appended to the ids so far, and they are parsed. The next token belongs to the region where the
+parser finds the probe.
 """
 
 from collections.abc import Sequence
@@ -16,10 +17,10 @@ from rollout_queue.contract.tokens import TokenIds
 
 PROBE = f"p{uuid4().hex}"
 LATE_CALL = "<|content_invoke_tool_json|>"
-"""Turns the text before it into the name of a call (Inkling)."""
+"""This token turns the text before it into the name of a call (Inkling)."""
 LATER_TOKENS = ("<channel|>", LATE_CALL, "<|tool_calls_section_begin|>", "<|tool_call_begin|>")
-"""Like `</think>`, these may change how earlier text is parsed: a call inside reasoning that is closed after
-it, a second reasoning block, a call that was written as text."""
+"""Tokens that, like `</think>`, may change how earlier text is parsed. A call may turn out to be a part of
+the reasoning, content to be a second block of reasoning, and text to be a call."""
 INNER_TOKENS = frozenset(
     (
         *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call_argument_begin|>", '<|"|>'),
@@ -27,7 +28,7 @@ INNER_TOKENS = frozenset(
         *("<arg_value:opensource>", "</arg_value:opensource>", "<｜tool▁sep｜>"),  # noqa: RUF001
     )
 )
-"""Inside a call these begin and end no region, so that no parse is needed."""
+"""Tokens inside a call that neither begin nor end a region, so no parse is needed at them."""
 TEXT_TAGS = {
     "<think>": "",
     "</think>": "",
@@ -40,10 +41,10 @@ TEXT_TAGS = {
         "｜DSML｜",  # noqa: RUF001
     ),
 }
-"""Tags that some families write in ordinary tokens, each with a control token that only such families have;
-"" for a tag that is written so wherever it is not a control token itself."""
+"""Tags that some families write in ordinary tokens. The value is a control token that only those families
+have; with "", the tag counts in all families in which it is not a control token itself."""
 TEXT_SECTIONS = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
-"""Text after one of these becomes a tool call when, much later, the section is closed (Kimi)."""
+"""Text after one of these becomes a tool call once the section is closed, maybe much later (Kimi)."""
 BARE_CALL = '{"name": "f", "parameters": {}}'
 """Families without tags for calls (Llama 3) parse an answer that is nothing but such an object as a call."""
 
@@ -57,33 +58,36 @@ class Markup:
     control_ids: frozenset[int]
     """At such a token another region may begin."""
     inner_ids: frozenset[int]
+    """The ids of INNER_TOKENS."""
     frames: dict[int, str]
-    """Tokens that frame a whole message, by id. They do not belong into an answer, and tokens that follow may
-    change how they are parsed."""
+    """Tokens that frame a whole message, by id. They do not belong in an answer. If one appears in it, later
+    tokens may change how it is parsed."""
     byte_ids: frozenset[int]
     """Tokens `<0x00>` to `<0xFF>`, each for one byte."""
     tags: tuple[str, ...]
     """Texts that may begin or end a region."""
     ends: tuple[str, ...]
-    """Texts from which on the parse may change until the end of the answer."""
+    """After one of these texts, the parse may change until the end of the answer."""
     bare_calls: bool
     """An answer that is one JSON object is parsed as a call."""
     late_calls: bool
     """The family has the token LATE_CALL."""
     probe_ids: list[int]
+    """The ids of PROBE without the first one."""
     probe: str
+    """The text of `probe_ids`."""
     later_ids: list[int]
     """Tokens that may change how the text before them is parsed."""
 
 
 @lru_cache(maxsize=8)
 def markup_of(renderer: ChatRenderer) -> Markup:
-    """The markup of a renderer's template, from its vocabulary and from what its parser does; cached."""
+    """The markup of a renderer's template, found by its vocabulary and by trying its parser; cached."""
     backend, encode = renderer.tokenizer.backend, renderer.tokenizer.encode
     added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
     control = {i: text for i, text in added.items() if any(character in text for character in "<>[]|｜")}  # noqa: RUF001
     single_tokens = set(control.values())
-    # The first token of a text may decode without its leading space; the others decode as they are.
+    # The first token of a text may decode without its leading space, so the probe begins with the second.
     first, *probe_ids = encode(PROBE)
     bytes_ = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
     return Markup(
@@ -112,7 +116,7 @@ class PartialParse:
     """The parse of the ids so far."""
 
     region: Region | None
-    """To which the next token belongs; None inside a tool call, or where it is not known."""
+    """The region of the next token; None inside a tool call, or if the region is not known yet."""
     content: str
     reasoning: str
     tool_calls: tuple[ToolCall, ...]
@@ -148,6 +152,7 @@ class PartialParser:
             region, reasoning = "reasoning", reasoning[: -len(probe)]
         called = len(answer.tool_calls) > len(self._calls)
         if called or region == "reasoning" or (region == "content" and self._markup.late_calls):
+            # Keep only what stays the same if tokens follow that change how earlier text is parsed.
             later = self._answer([*probed, *self._markup.later_ids])
             if region is not None and probe not in (getattr(later, region) or ""):
                 region = None

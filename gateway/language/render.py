@@ -1,4 +1,4 @@
-"""Renders messages as token ids, and parses token ids as answers: the only place where text becomes tokens.
+"""Renders messages as token ids, and parses token ids as answers. Messages become tokens only here.
 
 messages ──render──▶ prompt ids                                      first call of a conversation
 parent's ids + new messages ──bridge──▶ ids that the messages add    every call that continues a conversation
@@ -21,7 +21,7 @@ from gateway.language.tokenizer import BareTokenizer
 from rollout_queue.contract.tokens import TokenIds
 
 PROMPT_TAIL = 128
-"""Tokens at the end of a prompt that tell whether its answer begins inside reasoning."""
+"""How many tokens of a prompt's end the library gets: they tell if the answer begins inside reasoning."""
 
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """What the library raises for messages or answers that it cannot read, such as 10 000 nested brackets."""
@@ -103,8 +103,8 @@ class ChatRenderer:
     ) -> TokenIds | None:
         """The ids that `new_messages` add after a sampled turn; the messages `before` precede them.
 
-        None if the template would render the earlier conversation differently. Of `prompt_ids`, only the end
-        is used.
+        Returns None if the template would render the earlier conversation differently, or cannot render the
+        messages. Only the end of `prompt_ids` is used.
         """
         normalized = self.normalizer.continuation(new_messages, before)
         prompt, output = prompt_ids[-PROMPT_TAIL:].tolist(), output_ids.tolist()
@@ -128,9 +128,9 @@ class ChatRenderer:
     ) -> ParsedAnswer:
         """Parse the sampled ids.
 
-        A call that cannot be parsed stays in the content as it was written; in a `partial` answer, where it
-        may still become a call, it is left out. Some templates begin the reasoning in the prompt: if such an
-        answer was cut off, only `prompt_ids` tells that it is reasoning.
+        A tool call that cannot be parsed stays in the content as it was written. In a `partial` answer it is
+        left out, because later tokens may complete it. Some templates begin the reasoning in the prompt: if
+        such an answer was cut off, only `prompt_ids` tells that it is reasoning.
         """
         prompt = None if prompt_ids is None else prompt_ids[-PROMPT_TAIL:].tolist()
         try:
@@ -147,7 +147,7 @@ class ChatRenderer:
                 calls.append(ToolCall(call_id, _encodable(call.name), arguments_text(call.arguments)))
             elif not partial:
                 broken.append(call.raw)
-        # Parsers differ in the outer whitespace that they keep; streams do not send it.
+        # Parsers differ in the outer whitespace that they keep, and streams do not send it: drop it.
         content = "\n".join(part for part in (parsed.content.strip(), *broken) if part)
         reasoning = parsed.reasoning_content
         return ParsedAnswer(content, reasoning.strip() if reasoning else reasoning, tuple(calls))
@@ -157,7 +157,7 @@ class ChatRenderer:
 
 
 def arguments_text(arguments: dict[str, Any] | str | None) -> str:
-    """Arguments as templates write them, so that rendering the history again gives the sampled tokens."""
+    """The arguments as templates write them, so that rendering the history again gives the sampled tokens."""
     if isinstance(arguments, str):
         return _encodable(arguments)
     try:

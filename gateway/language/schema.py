@@ -15,14 +15,14 @@ JsonSchema = dict[str, Any]
 MAX_BYTES = 64 * 1024
 """An engine compiles a schema of this size in about a second; the time grows with the square of the size."""
 MAX_DEPTH = 64
-"""Levels of the schema's own JSON. xgrammar compiles 60 nested objects at once, and 480 in forty seconds."""
+"""Levels of the schema's own JSON. xgrammar compiles 60 nested objects quickly, but 480 in forty seconds."""
 MAX_PARTS = 1000
-"""Schemas inside one schema, its properties included."""
+"""Schemas inside one schema; each property is one."""
 MAX_PATTERN = 512
 MAX_QUANTIFIERS = 64
 MAX_REPEATS = 10_000
 """Limits of a pattern: its characters, its quantifiers, and the product of its counts. A compiler that
-unrolls `(.{0,1000}){0,1000}` cannot be stopped: it occupies a core of the engine until that restarts."""
+unrolls `(.{0,1000}){0,1000}` cannot be stopped: it occupies a core until the engine restarts."""
 QUANTIFIER = re.compile(r"[*+?]|\{(\d*)(?:,(\d*))?\}")
 UNENFORCED = frozenset(
     {
@@ -30,19 +30,19 @@ UNENFORCED = frozenset(
         *("if", "then", "else", "multipleOf", "not", "uniqueItems"),
     }
 )
-"""Keywords that xgrammar ignores, as it does `allOf` of several. A schema that is `strict` may not have them;
-any other is enforced as far as possible."""
+"""Keywords that xgrammar ignores. It also ignores an `allOf` with several schemas. A `strict` schema may have
+none of these; other schemas are enforced as far as possible."""
 BRANCHES = ("allOf", "anyOf", "oneOf")
 NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-"""The keys of their values are names, not keywords."""
+"""Keywords whose values map names to schemas."""
 VALUES = frozenset({"enum", "const", "default", "examples"})
-"""Their values are not schemas."""
+"""Keywords whose values are data, not schemas."""
 
 
 def check_schema(schema: JsonSchema, param: str, *, strict: bool) -> None:
     """Raises InvalidRequest for a schema that an engine cannot enforce, or cannot compile in bounded time.
 
-    A schema that is invalid in any other way is refused by the engine.
+    The engine itself refuses schemas that are invalid in other ways.
     """
     if _deeper_than(schema, MAX_DEPTH):
         raise InvalidRequest(
@@ -127,7 +127,7 @@ def _unenforced(part: JsonSchema) -> list[str]:
 
 
 def _has_circular_reference(root: JsonSchema) -> bool:
-    """Whether some part requires itself before any token: the engine would find no token to permit."""
+    """Whether some part requires itself before its first token: the engine would find no token to permit."""
     required_first: dict[int, list[int]] = {}
     for part in _parts(root):
         targets = [each for key in BRANCHES if isinstance(part.get(key), list) for each in part[key]]

@@ -2,7 +2,7 @@
 
 token ids ──IncrementalDetokenizer──▶ whole characters ──StreamedText──▶ text that is safe to send
 
-Held back are incomplete characters, the possible beginning of a stop string or of a tag, and trailing space.
+Incomplete characters, the possible beginning of a stop string or of a tag, and trailing space are held back.
 """
 
 from tokenizers import Tokenizer, decoders
@@ -62,18 +62,18 @@ class StreamedText:
         keep_leading_space: bool = False,
     ) -> None:
         self._ends = ends
-        """The text from one of these on is sent at the end of the answer only."""
+        """Once the text has one of these, it is sent from there on only at the end of the answer."""
         self._tags = tags
         """Strings that the parser may remove from the text, such as `<think>`."""
         self._deferred_prefix = deferred_prefix
-        """A text that begins with this is sent at the end of the answer only."""
+        """A text that begins with this is sent only at the end of the answer."""
         self._keep_leading_space = keep_leading_space
         self._sent: list[str] = []
         self._held = ""
         self._ended = False
         self._broken_character = False
-        """The text broke off within what may be a character. The rest of it may follow after a tool call, so
-        that only the whole answer tells which character it is."""
+        """The text broke off in what may be a character. The rest of the character may follow after a tool
+        call, so only the whole answer tells which character it is."""
 
     @property
     def sent(self) -> str:
@@ -94,7 +94,7 @@ class StreamedText:
             self._ends = (*self._ends, end)
 
     def restart(self, whole: str) -> bool:
-        """Set the text so far to `whole`. If that contradicts what was sent, change nothing, return False."""
+        """Set the text so far to `whole`. If it contradicts the sent text, do nothing and return False."""
         whole, sent = self._begin(whole), self.sent
         if not whole.startswith(sent):
             return False
@@ -112,7 +112,7 @@ class StreamedText:
         return safe
 
     def rest(self, whole: str) -> str:
-        """The part of the final text that was not sent yet."""
+        """The part of the final text that was not sent yet; empty if `whole` contradicts the sent text."""
         return self._held if self.restart(whole) else ""
 
     def _begin(self, text: str) -> str:
@@ -130,7 +130,7 @@ class StreamedText:
 
 
 def _start_of_partial(text: str, tag: str) -> int:
-    """Where a beginning of `tag` starts at the end of `text`; the length of `text` if there is none."""
+    """The position from which on `text` is a beginning of `tag`; the length of `text` if there is none."""
     at = text.find(tag[0], max(0, len(text) - len(tag) + 1))
     while at >= 0 and not tag.startswith(text[at:]):
         at = text.find(tag[0], at + 1)
@@ -138,7 +138,7 @@ def _start_of_partial(text: str, tag: str) -> int:
 
 
 def _without_open_end(text: str) -> str:
-    """The text without trailing space, and without what may be a part of a character."""
+    """The text without the space and the replacement characters (parts of characters, maybe) at its end."""
     text = text.rstrip()
     while text.endswith(REPLACEMENT):
         text = text.rstrip(REPLACEMENT).rstrip()

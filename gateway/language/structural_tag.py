@@ -1,4 +1,4 @@
-"""xgrammar's structural tags: the JSON by which an engine is given the grammar of an answer.
+"""xgrammar's structural tags: the JSON form in which an engine receives the grammar of an answer.
 
 StructuralTag ─ format ─▶ a sequence of fixed texts, single tokens, JSON of a schema, patterns, …
 """
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 MAX_WHITESPACE = 16
-"""In a row, inside JSON: enough for indentation, and a bound for a model that repeats white space."""
+"""The most white space in a row inside JSON: enough for indentation, and a bound if a model repeats it."""
 
 JsonStyle = Literal["json", "qwen_xml", "glm_xml", "minimax_xml"]
 
@@ -57,7 +57,7 @@ class OptionalFormat(_Format, frozen=True, kw_only=True, tag="optional"):
 
 
 class Repeated(_Format, frozen=True, kw_only=True, tag="star"):
-    """Any number of times, also none."""
+    """The content any number of times, or not at all."""
 
     content: "Format"
 

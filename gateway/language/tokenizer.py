@@ -1,4 +1,4 @@
-"""A `tokenizers` tokenizer with the interface that the library `renderers` needs; without transformers."""
+"""Gives a `tokenizers` tokenizer the interface that the library `renderers` needs, without transformers."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -12,11 +12,11 @@ from tokenizers.models import BPE, Unigram
 from gateway.language.control_tokens import ControlTokenEscaper, split_at_cuts
 
 REASONING_TAGS = ("<think>", "</think>")
-"""Treated as control tokens also if the template uses neither."""
+"""These are treated as control tokens even if the template uses neither."""
 PHRASE_CHARS = 512
 PASSAGE_CHARS = 65536
-"""Longest phrase and passage, in characters. The ids of 8192 phrases and 64 passages are cached, because
-templates repeat their short texts in every call, and agents their list of tools."""
+"""The longest phrase and the longest passage, in characters. The ids of 8192 phrases and 64 passages are
+cached: every call repeats the short texts of the template and the agent's list of tools."""
 
 
 class BareTokenizer:
@@ -31,9 +31,10 @@ class BareTokenizer:
         self._added = self.backend.get_added_tokens_decoder()
         self._template_texts = set(REASONING_TAGS)
         self._recording = True
-        """Until `control`: note which texts the template encodes while its renderer is made."""
+        """True until `control` is called: texts that are encoded until then belong to the template."""
         self.added_ids = frozenset(self._added)
-        """Ids of control tokens: `<|im_end|>`, `<tool_call>` and the like, never ordinary text."""
+        """Ids that were added to the vocabulary: control tokens such as `<|im_end|>` and `<tool_call>`, in
+        some tokenizers also ordinary text."""
         self._phrases = lru_cache(8192)(self._ids)
         self._passages = lru_cache(64)(self._ids)
 
@@ -50,7 +51,7 @@ class BareTokenizer:
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def clear_caches(self) -> None:
-        """Empty the caches: they may hold text that was deleted since."""
+        """Empty the caches, because the sessions with the cached texts may have been deleted."""
         self._phrases.cache_clear()
         self._passages.cache_clear()
         if isinstance(model := self.backend.model, BPE | Unigram):  # these cache words
@@ -64,10 +65,10 @@ class BareTokenizer:
         return [self.backend.token_to_id(token) for token in tokens]
 
     def control(self, written: Iterable[int]) -> ControlTokenEscaper:
-        """Escapes control tokens: special ones, those that the template looked up when its renderer was made,
-        and the `written` ones that it puts between messages.
+        """Make the escaper of control tokens: special tokens, tokens that the template looked up when its
+        renderer was made, and tokens among the `written` ids, which it puts around messages.
 
-        Other added tokens stay: some tokenizers add ordinary text, such as blank lines and HTML tags.
+        Other added tokens stay as they are: some tokenizers add ordinary text, such as blank lines and HTML.
         """
         self._recording = False
         between = frozenset(written)
@@ -80,7 +81,7 @@ class BareTokenizer:
         )
 
     def frame(self, stop_ids: Iterable[int]) -> ControlTokenEscaper:
-        """Escapes the tokens that no answer contains: those that end one, and the special ones."""
+        """Make the escaper of the tokens that no answer contains: stop tokens and special tokens."""
         stops = frozenset(stop_ids)
         return ControlTokenEscaper(
             t.content for index, t in self._added.items() if t.special or index in stops

@@ -32,7 +32,7 @@ demo: install  ## the whole loop on this machine: a tiny model learns to use its
 test: check  ## the checks, then all tests but the long ones, the real engine included
 	@$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder -m "not long"
 
-test-fast: .venv/installed  ## the tests that need no engine
+test-fast: .venv/installed  ## the tests that need no engine and no minutes
 	@$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder -m "not system and not long"
 
 test-long: install $(LONG:%=test-%)  ## the long tests (minutes to hours): the crash matrix and the parts in LONG="numerics …"

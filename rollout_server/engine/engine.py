@@ -88,7 +88,7 @@ class Engine:
 
     @property
     def serving(self) -> bool:
-        """Whether the engine answers with `policy`, in rotation or not."""
+        """Whether the engine runs with `policy`, also while the server drains."""
         return self._phase is ServerState.READY
 
     async def run(self, choose: ChoosePolicy) -> None:

@@ -17,7 +17,7 @@ the trainer gives every turn a verdict of its own: a turn without one never reac
 
 
 def findings_of(evidence: Evidence) -> list[Finding]:
-    """Every fault; empty where there is none."""
+    """Every fault; empty if there is none."""
     return [
         *_turns(evidence),
         *_copies(evidence),

@@ -30,7 +30,8 @@ def sources_of(
     trainer_url: str | None = None,
     checkpoint_dir: Path | None = None,
 ) -> Sources:
-    """What the arguments name; else what runs in the run directory; else what `weir up` would start there."""
+    """The sources that the arguments name; else those of the services that run in the run directory; else
+    those that `weir up` would start there."""
     found = state.read(settings.run_dir)
     running = {} if found is None else {name: service.url for name, service in found.services.items()}
     trainer = effective_sections(settings)["trainer"]

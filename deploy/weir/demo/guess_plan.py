@@ -3,7 +3,7 @@
 A warm start is supervised training that makes the first model, for reinforcement learning to improve.
 
 clean.jsonl   first phase: mostly conversations that find the number by halving
-probe.jsonl   one such conversation for each number; the first phase ends when the model reproduces them
+probe.jsonl   one such conversation for each number; the first phase ends when the model knows 98 % of them
 habit.jsonl   second phase: mostly conversations that guess at random, so that there is something to improve
 """
 
@@ -21,7 +21,7 @@ CLEAN_BLIND = 0.3
 """The share of conversations in clean.jsonl that guess at random. The model learns to guess so, too."""
 HABIT_BLIND = 0.8
 """The share of conversations in habit.jsonl that guess at random. After them, the model mostly guesses so."""
-HALVED = 20
+REPETITIONS = 20
 """How many conversations in clean.jsonl, and in habit.jsonl, find each number by halving."""
 BLIND_SEED = 0
 
@@ -34,7 +34,7 @@ def write_guess_plan(directory: Path) -> None:
     halved = [examples.row(secret, halving(secret)) for secret in map(SecretNumber, NUMBERS)]
     random = Random(BLIND_SEED)
     for name, share in (("clean", CLEAN_BLIND), ("habit", HABIT_BLIND)):
-        used = halved * HALVED
+        used = halved * REPETITIONS
         count = round(len(used) * share / (1 - share))
         write_rows(directory / f"{name}.jsonl", [*used, *examples.blind(count, random)])
     write_rows(directory / "probe.jsonl", halved)

@@ -3,7 +3,7 @@
 A warm start is supervised training that makes the first model, for reinforcement learning to improve.
 
 clean.jsonl   first phase: mostly conversations that use the tool well
-probe.jsonl   one such conversation per key and value; the first phase ends when the model reproduces them
+probe.jsonl   one such conversation per key and value; the first phase ends when the model knows 98 % of them
 habit.jsonl   second phase: mostly conversations that answer "unknown", so that there is something to improve
 """
 

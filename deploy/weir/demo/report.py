@@ -16,7 +16,10 @@ VERSIONS = 10
 
 
 def criterion(record: EpisodeLog, versions_served: int, verdicts: dict[str, int]) -> dict[str, bool]:
-    """Whether the model learned and every session has a verdict, part by part; `met` is True if all hold."""
+    """The parts of the criterion, which show that the model learned and that every session has a verdict.
+
+    `met` is True if all parts hold.
+    """
     start, end = record.reward_start, record.moving_average
     parts = {
         "starts_below": start is not None and start < START_BELOW,

@@ -65,7 +65,7 @@ class ServiceProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """The exit code of the process; None while it runs, 0 if it was never started."""
         return self._popen.poll() if self._popen else 0
 
     def check(self) -> None:

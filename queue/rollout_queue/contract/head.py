@@ -23,7 +23,7 @@ class SessionHead(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     verdict: Verdict | None = None
     turn_verdicts: Mapping[str, Verdict] = {}
     beaten_at: float = 0.0
-    """The time of the last heartbeat, seconds since the epoch; 0 where there was none."""
+    """The time of the last heartbeat, seconds since the epoch; 0 if there was none."""
     stored: bool = True
     """False for a session that does not exist yet: its first turn will open it."""
 

@@ -12,7 +12,7 @@ it has ended, and needs no reward or has one. `decided`: it has a verdict."""
 
 
 class SessionProgress(NamedTuple):
-    """The stage of one session. `spec` is None where the session was deleted or never opened."""
+    """The stage of one session. `spec` is None if the session was deleted or never opened."""
 
     session_id: str
     stage: SessionStage

@@ -52,7 +52,7 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=
     attempt: int = 0
     """How often the client had made this call before, as it says; 0 for the first attempt."""
     joined_attempt: int = 0
-    """The last retry that joined this call while it ran and got the same answer; 0 where none did."""
+    """The last retry that joined this call while it ran and got the same answer; 0 if none did."""
     joined_at: float = 0.0
     """When that retry joined, seconds since the epoch."""
     lineage: str | None = None
@@ -62,7 +62,7 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=
 
     relation: Relation = "root"
     reason: str | None = None
-    """Why the turn does not extend its session's conversation; None where it does."""
+    """Why the turn does not extend its session's conversation; None if it does."""
 
     context_ids: TokenIds
     """int32, the tokens between the parent's last token and the first sampled one; not trained."""
@@ -195,11 +195,11 @@ class SamplingPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a session was opened with. Two specs mean the same session if their `terms` are equal."""
+    """What a session was opened with. A repeated creation of the session must have the same `terms`."""
 
     session_id: str
     owner: str = ""
-    """Digest of the client key that opened it; empty where the gateway runs without keys."""
+    """Digest of the client key that opened it; empty if the gateway runs without keys."""
     task_id: str | None = None
     group_id: str | None = None
     group_size: int | None = None
@@ -241,7 +241,11 @@ VerdictCode = Literal[
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened to a session or a turn in the end, and why."""
+    """What became of a session or a turn, and why.
+
+    A stored verdict is final. `open`, `waiting_reward` and `ready` are never stored: a gateway gives them to
+    a session that has no verdict yet.
+    """
 
     code: VerdictCode
     detail: str = ""

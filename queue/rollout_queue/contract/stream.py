@@ -22,7 +22,7 @@ from rollout_queue.contract.tombstone import DeletionTotals, Tombstone
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
-    """One record of the stream, with the id of its entry."""
+    """An entry of the stream: a record, with the id that Redis gave it."""
 
     entry_id: str
     record: Record
@@ -81,7 +81,7 @@ class StreamWriter(Protocol):
         ...
 
     async def tombstone(self, session_id: str) -> Tombstone | None:
-        """The tombstone of the session; None where it was not deleted."""
+        """The tombstone of the session; None if it was not deleted."""
         ...
 
     async def user_deleted(self, user: str) -> bool: ...
@@ -103,7 +103,7 @@ class StreamWriter(Protocol):
         ...
 
     async def find_continuations(self, owner: str, digests: Sequence[str]) -> Sequence[str | None]:
-        """The session of `owner` for each reply digest, request digest or turn id; None where there is
+        """The session of `owner` for each reply digest, request digest or turn id; None if there is
         none."""
         ...
 
@@ -135,7 +135,8 @@ class StreamWriter(Protocol):
         ...
 
     async def heartbeat(self, session_id: str, now: float) -> float:
-        """Note that the agent of an open session is alive: it expires as if a call had ended at `now`.
+        """Note that the agent of an open session is alive: the session expires as if a call had ended at
+        `now`.
 
         Returns when it expires, seconds since the epoch. Raises SessionClosed when the session has ended or
         has expired.
@@ -149,7 +150,7 @@ class StreamDeleter(Protocol):
     async def delete_session(self, session_id: str) -> Tombstone | None:
         """Remove everything that is stored of the session, and append a Deletion for the trainer.
 
-        Returns the tombstone. None where no such session exists, or another call has just deleted it.
+        Returns the tombstone. None if no such session exists, or another call has just deleted it.
         """
         ...
 

@@ -12,7 +12,7 @@ DELETED = Verdict(code="deleted", detail="the session was deleted, with everythi
 
 
 def exclusion(turn: Turn, orphans: Mapping[str, str]) -> Verdict | None:
-    """Why a turn must not be trained; None where it may be. `orphans` is what `orphans_of` returns."""
+    """Why a turn must not be trained; None if it may be. `orphans` is what `orphans_of` returns."""
     if retry := orphans.get(turn.turn_id):
         return Verdict(code="orphan_retry", detail=f"turn {retry} asked the same again")
     if turn.finish == "abort":

@@ -37,7 +37,7 @@ class TrainerReport(ServiceMessage):
     """Rewarded rollouts that a step uses up."""
 
     def fields(self) -> dict[str, str]:
-        """As fields of a Redis hash: texts as they are, everything else as JSON."""
+        """The report as fields of a Redis hash: texts as they are, everything else as JSON."""
         given = self.model_dump(exclude_none=True)
         return {name: value if name in TEXTS else json.dumps(value) for name, value in given.items()}
 

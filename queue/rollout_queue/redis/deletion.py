@@ -118,7 +118,7 @@ class RedisDeleter:
 
 
 def _readable_part(fields: Mapping[bytes, bytes]) -> SessionHead | None:
-    """The whole head, else one of the spec alone; None where this build can read neither."""
+    """The whole head, else one of the spec alone; None if this build can read neither."""
     for part in (fields, {b"spec": fields[b"spec"]}):
         with suppress(*UNREADABLE):
             return read_head(part)

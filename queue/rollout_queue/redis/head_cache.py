@@ -39,7 +39,7 @@ class HeadCache:
         return list(self._seen)
 
     def get(self, session_id: str, fields: int) -> SessionHead | None:
-        """The head of a session whose hash has `fields` fields; None where no such head is cached."""
+        """The head of a session whose hash has `fields` fields; None if no such head is cached."""
         seen = self._seen.get(session_id)
         return seen.head if seen is not None and seen.fields == fields else None
 

@@ -22,7 +22,7 @@ class Holder(msgspec.Struct, frozen=True):
     """When the process started, in clock ticks since boot. A later process with the same pid has another
     value."""
     place: str
-    """The boot id and the process namespace that `pid` belongs to; empty where the system has no /proc."""
+    """The boot id and the process namespace that `pid` belongs to; empty if the system has no /proc."""
     since: float
     """When it claimed the lease, seconds since the epoch."""
 

@@ -1,7 +1,7 @@
 """Reads pages of the stream. Each read requires that the fence (`lease`) holds the token of this trainer.
 
     WATCH fence, GET fence ──▶ another token: LeaseLost
-    MULTI, XREADGROUP, EXEC ─▶ a page; or nothing where the fence was set in between: start again
+    MULTI, XREADGROUP, EXEC ─▶ a page; or nothing, if the fence was set in between: start again
 
 In a script, Redis would build each page a second time as a Lua value, which takes more than twice as long.
 But a full Redis refuses MULTI and still runs scripts, so the reader falls back to one there.
@@ -17,7 +17,7 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.lease import LOST
 
 RawEntry = tuple[bytes, list[bytes] | None]
-"""An entry's id, and its fields and values alternating; None where the entry was deleted."""
+"""An entry's id, and its fields and values alternating; None if the entry was deleted."""
 
 
 class Pages:

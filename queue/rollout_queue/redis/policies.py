@@ -34,7 +34,7 @@ class KnownPolicies(NamedTuple):
 
     @property
     def newest(self) -> int:
-        """The highest registered version; 0 where there is none."""
+        """The highest registered version; 0 if there is none."""
         return max(self.records, default=0)
 
 

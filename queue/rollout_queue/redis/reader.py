@@ -126,7 +126,7 @@ class RedisReader:
         self._fenced(self._report, [keys.TRAINER], fields)
 
     def _new(self, count: int) -> list[Entry]:
-        """Up to `count` new entries; fewer only where the stream has no more."""
+        """Up to `count` new entries; fewer only if the stream has no more."""
         entries: list[Entry] = []
         while len(entries) < count:
             asked = min(PAGE, count - len(entries))

@@ -99,7 +99,7 @@ class RedisForgetter:
         return heads
 
     async def _forget_one(self, session_id: str, fields: Mapping[bytes, bytes], before: bytes) -> str | None:
-        """The verdict of the forgotten session; None where it was kept, or forgotten by another gateway."""
+        """The verdict of the forgotten session; None if it was kept, or forgotten by another gateway."""
         try:
             head = read_head(fields)
         except UNREADABLE as error:

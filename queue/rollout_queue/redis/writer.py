@@ -35,7 +35,7 @@ CONNECTIONS: Mapping[str, ConnectionFactory] = {
     "pipelined": PipelinedConnection,
     "pooled": PooledConnection,
 }
-"""By the names that the gateway's setting `redis_connection` gives them."""
+"""The kinds of connection, by their names in the gateway's setting `redis_connection`."""
 UNREADABLE = (InvalidRecord, UnknownSchema, msgspec.DecodeError)
 """What `read_head` raises for a session that this build cannot read."""
 

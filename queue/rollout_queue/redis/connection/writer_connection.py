@@ -24,7 +24,7 @@ class WriterConnection(Protocol):
         ...
 
     async def script(self, script: AsyncScript, keys: list[str], arguments: list[Argument]) -> Any:
-        """What the script answers; it is loaded where Redis does not know it. Raises RedisError."""
+        """What the script answers. If Redis does not know the script, its text is sent. Raises RedisError."""
         ...
 
     async def close(self) -> None:

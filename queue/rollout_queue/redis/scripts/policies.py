@@ -1,7 +1,7 @@
 """Scripts that reserve, register and serve the version numbers of policies.
 
 Together they keep one invariant: a version number names one set of weights. RESERVE reserves a number only if
-it is higher than every registered or reserved one; REGISTER stores nothing where a version was registered or
+it is higher than every registered or reserved one; REGISTER stores nothing if a version was registered or
 reserved since its caller looked.
 """
 

@@ -8,9 +8,9 @@ from rollout_queue.redis.scripts.functions import SETTLE
 APPEND_TURN = """
 -- KEYS: session, stream, deadlines, sessions, deleted, deleted users, forgotten ids, user…, continuation…
 -- ARGV: id, field, turn, expires, ttl in ms, request, seen, spec, created, number of users, digest of user…
--- `spec` opens a session that does not exist; empty where the session must exist.
+-- `spec` opens a session that does not exist; empty if the session must exist.
 -- `request` names a field that exists once a retry of the turn's request was recorded. `seen` is how many
--- fields the session had when the turn's relation to other attempts was computed; empty where it was not
+-- fields the session had when the turn's relation to other attempts was computed; empty if it was not
 -- computed.
 -- Returns how many fields the session had before and has now; or a word that says why nothing was appended.
 local known = redis.call('HMGET', KEYS[1], ARGV[2], 'spec', 'outcome', ARGV[6])

@@ -40,7 +40,7 @@ FORGET = (
 -- ARGV: id, seen, before, prefix of session keys, group, ids kept, how many sorted sets, users and responses,
 --       (turn, tokens)…
 -- `seen` is how many fields the session had when its head was read.
--- Returns its verdict; nothing where another gateway has forgotten it, or it has changed since.
+-- Returns its verdict; nothing if another gateway has forgotten it, or it has changed since.
 local session, id = KEYS[1], ARGV[1]
 local function code(verdict) return verdict and string.match(verdict, '"code":%s*"([^"]*)"') end
 local since, verdict = redis.call('ZSCORE', KEYS[2], id), code(redis.call('HGET', session, 'verdict'))

@@ -1,6 +1,6 @@
 """Applies every limit of a deployment to calls and new sessions; a refusal says when to retry.
 
-call    ──▶ requests and tokens per minute of its client key    counted here, shared at every poll
+call    ──▶ requests and tokens per minute of its client key    counted in this process, shared at every poll
 session ──▶ open sessions · staleness budget · queue            counted in Redis; queue read at every poll
 
 A poll runs every `poll_every_s`. Full queues and used-up budgets refuse new sessions only. A call of an open
@@ -62,7 +62,7 @@ class Admission:
             if wait_s := self._requests.wait_s(owner):
                 message = (
                     f"this key may make {limits.requests_per_minute} calls a minute "
-                    "(gateway.limits.requests_per_minute), and has made them"
+                    "(gateway.limits.requests_per_minute), and has made that many"
                 )
                 self._refuse(limit_reached("rate_limited", message, wait_s))
             self._requests.use(owner, 1)
@@ -112,7 +112,7 @@ class Admission:
             key = keys.OPEN if name == "open_sessions" else keys.open_of(specs[0].owner)
             quotas.append(Quota(key, limit - number + 1, "outcome"))
         if budget is not None:
-            # A session that was opened for a call without one may never be rewarded, so it is not counted.
+            # A session that was opened for a call which named none may never be rewarded: it is not counted.
             quotas.append(Quota(keys.UNTRAINED, budget.bound, "verdict", counts=not specs[0].inferred))
         return quotas
 

@@ -26,7 +26,7 @@ def limit_reached(code: LimitCode, message: str, wait_s: float) -> LimitReached:
 
 @dataclass(frozen=True)
 class Rate:
-    """A permitted rate. The units of `burst_s` seconds may be used at once; then they leave a `Bucket`."""
+    """A permitted rate of use. The units of `burst_s` seconds may be used at once (see `Bucket`)."""
 
     per_minute: int
     burst_s: float
@@ -87,5 +87,5 @@ class Trend:
 
 
 def retry_after_s(seconds: float | None) -> float:
-    """When to retry, from the estimate of a trend; None if there is no estimate."""
+    """The delay before a retry; `seconds` is the estimate of a trend, or None if there is none."""
     return DEFAULT_RETRY_S if seconds is None else min(seconds, MAX_RETRY_S)

@@ -1,4 +1,4 @@
-"""Finds the parent of a prompt in its session's tree, and says why the prompt extends no turn, if so.
+"""Finds the parent of a prompt in its session's tree, and the reason if the prompt extends no turn.
 
 root ─ a ─ b        A prompt that begins with all tokens of root and a, but not with those of b, becomes a
      └ c            child of a. So the tokens that branches share are stored once.

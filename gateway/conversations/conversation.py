@@ -53,7 +53,7 @@ def locate(
     messages: Sequence[Message],
     tools: Sequence[Tool] | None,
 ) -> Prompt:
-    """Find the parent of a call and the ids that it adds: by bridging from the parent, else by rendering."""
+    """Find the parent of a call and the ids that the call adds, by bridging or else by rendering."""
     turns = live_turns(head) if head.turns else []
     if not turns:
         encoded = msgspec.json.encode((messages, tools))
@@ -92,7 +92,8 @@ def clear_prompt_cache() -> None:
 def _first_prompt(renderer: ChatRenderer, encoded: bytes, today: str) -> Prompt:
     """The prompt of a session's first call; `encoded` is its messages and tools as JSON.
 
-    It is cached, because all sessions of a group begin with the same prompt; a template may contain `today`.
+    It is cached, because all sessions of a group begin with the same prompt. `today` is only a part of the
+    cache's key: templates may write the date.
     """
     return _root(renderer, *msgspec.json.decode(encoded))
 

@@ -1,4 +1,4 @@
-"""Identifies conversations by chained digests of their messages, as the model reads them.
+"""Identifies conversations by chained digests of what the model reads of their messages.
 
 digest of [m1, m2, m3] = H(H(H(m1), m2), m3), followed by a digest of the system prompt and one of the tools
 

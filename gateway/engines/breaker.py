@@ -58,7 +58,7 @@ class Breaker:
         """A call failed. A server that is `unreachable` opens the breaker at once."""
         state, self.trial, self.unreachable = self.state, False, unreachable
         self.failures += 1
-        # Calls in flight fail together when their server fails. Once the breaker is open, they do not count.
+        # When a server fails, its calls in flight fail together. They open the breaker only once.
         if state == "half_open" or (state == "closed" and (unreachable or self.failures >= FAILURES)):
             length_s = min(FIRST_S * 2.0**self.openings, LONGEST_S)
             self.openings += 1

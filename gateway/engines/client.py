@@ -1,4 +1,4 @@
-"""Speaks to the servers of the fleet: generations on SGLang's `/generate`; status, reloads and aborts.
+"""Speaks to the servers of the fleet: streams answers, aborts them, reads status and requests reloads.
 
 prompt ids ──generate──▶ EngineAnswer ──read, read, …──▶ chunks of output ids with their logprobs
 """

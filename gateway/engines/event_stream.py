@@ -13,7 +13,7 @@ from gateway.errors import EngineFault, RequestRefused
 from rollout_queue.contract.records import Span
 
 EVENT_LIMIT_BYTES = 64 * 2**20
-"""Each event of a cumulative stream repeats the whole answer, so events grow with it."""
+"""The longest event that is accepted. A cumulative event repeats the whole answer, so events grow with it."""
 LOWEST_LOGPROB = -3.4028234e38
 """Records store float32, in which a lower value would be infinite."""
 

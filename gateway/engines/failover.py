@@ -148,7 +148,7 @@ class Sampler:
     ) -> None:
         """Abort the request if the engine may still work on it, and count the fault against the server."""
         if fault.reason in ("stalled", "nonsense"):
-            # Wait for this: an abort stops every rid with this prefix, later also that of the next attempt.
+            # Wait for the abort: it stops every rid with this prefix, and later also the next attempt's.
             await self._abort(server.registration.engine_url, answer.rid)
         if fault.reason not in HARMLESS and not stale:
             server.breaker.failed(unreachable=fault.reason == "refused")

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 5.0
 LATE_ANSWERS = 2
-"""Consecutive timeouts of status requests after which a server counts as dead. One may have another cause."""
+"""Consecutive timeouts after which a server counts as dead. A single one may come from a busy machine."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True):

@@ -8,8 +8,8 @@ from collections.abc import Collection
 from typing import Protocol, TypeVar
 
 SLACK = 4
-"""How many calls in flight a session's own server may have more than the least busy server. Half of the least
-busy server's calls are permitted if that is more."""
+"""A session keeps its own server while this has at most so many more calls in flight than the least busy
+server, or half of the least busy server's calls more, whichever is greater."""
 
 
 class Loaded(Protocol):

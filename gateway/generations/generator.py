@@ -51,8 +51,8 @@ class Generator:
     ) -> list[Generation]:
         """Locate each call's prompt and decide its sampling. Returns `n` generations for each call.
 
-        `prefix` begins the completion's id. Prompts of `heavy` requests are rendered in a thread. Raises
-        InvalidRequest for a prompt that cannot be rendered, or that does not fit into the context.
+        `prefix` begins the completion's id. Prompts of `heavy` (large) requests are rendered in a thread.
+        Raises InvalidRequest for a prompt that cannot be rendered, or that does not fit into the context.
         """
         completion_id = f"{prefix}{new_id()}"
         generations: list[Generation] = []

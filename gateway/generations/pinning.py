@@ -8,7 +8,7 @@ from gateway.settings import GatewaySettings
 def pinned_version(
     settings: GatewaySettings, fleet: Fleet, model: str | None, policy: str | None
 ) -> int | None:
-    """The version that `model`, else the session's `policy`, pins the call to; None for the served one.
+    """The version to which `model`, else the session's `policy`, pins the call; None if neither does.
 
     Raises ObjectNotFound for a model or version that nobody serves, InvalidRequest for a malformed version.
     """

@@ -1,4 +1,4 @@
-"""Finds the family of a model: the chat template that it shares with other models, and what that accepts.
+"""Finds the family of a model: its chat template, which other models share, and what the template accepts.
 
 config.json, or the name in the settings ──▶ Family ──▶ configuration of the library `renderers`
 """

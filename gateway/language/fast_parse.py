@@ -20,7 +20,7 @@ class FastParser:
         self._stop_ids = frozenset(renderer.stop_ids)
         self._content_first: dict[tuple[int, ...], bool] = {}
         """For each end of a prompt: whether the answer begins with content, and not inside reasoning. A
-        template has few ends. Many ends mean that they contain text of users; further ones are not kept."""
+        template has few ends. More than MAX_KNOWN_ENDS contain text of users, and are not kept."""
 
     def read(self, ids: Sequence[int], prompt_ids: TokenIds) -> ParsedAnswer | None:
         """The answer; None if the renderer's parser has to read it."""

@@ -82,7 +82,7 @@ class Markup:
 
 @lru_cache(maxsize=8)
 def markup_of(renderer: ChatRenderer) -> Markup:
-    """The markup of a renderer's template, found by its vocabulary and by trying its parser; cached."""
+    """The markup of a renderer's template, from its vocabulary and from a trial of its parser; cached."""
     backend, encode = renderer.tokenizer.backend, renderer.tokenizer.encode
     added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
     control = {i: text for i, text in added.items() if any(character in text for character in "<>[]|｜")}  # noqa: RUF001

@@ -62,7 +62,7 @@ class StreamedText:
         keep_leading_space: bool = False,
     ) -> None:
         self._ends = ends
-        """Once the text has one of these, it is sent from there on only at the end of the answer."""
+        """If one of these appears, the text from there on is sent only at the end of the answer."""
         self._tags = tags
         """Strings that the parser may remove from the text, such as `<think>`."""
         self._deferred_prefix = deferred_prefix
@@ -138,7 +138,7 @@ def _start_of_partial(text: str, tag: str) -> int:
 
 
 def _without_open_end(text: str) -> str:
-    """The text without the space and the replacement characters (parts of characters, maybe) at its end."""
+    """The text without trailing space and replacement characters, which may be parts of one character."""
     text = text.rstrip()
     while text.endswith(REPLACEMENT):
         text = text.rstrip(REPLACEMENT).rstrip()

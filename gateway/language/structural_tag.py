@@ -1,5 +1,7 @@
 """xgrammar's structural tags: the JSON form in which an engine receives the grammar of an answer.
 
+xgrammar is the library with which SGLang enforces grammars.
+
 StructuralTag ─ format ─▶ a sequence of fixed texts, single tokens, JSON of a schema, patterns, …
 """
 

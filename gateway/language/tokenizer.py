@@ -66,7 +66,7 @@ class BareTokenizer:
 
     def control(self, written: Iterable[int]) -> ControlTokenEscaper:
         """Make the escaper of control tokens: special tokens, tokens that the template looked up when its
-        renderer was made, and tokens among the `written` ids, which it puts around messages.
+        renderer was made, and tokens among the ids `written` by the template around an example's messages.
 
         Other added tokens stay as they are: some tokenizers add ordinary text, such as blank lines and HTML.
         """

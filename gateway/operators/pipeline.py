@@ -82,9 +82,8 @@ async def _queue(redis: Redis) -> QueueCounts:
         forgotten=forgotten,
         verdicts={name.decode(): int(number) for name, number in sorted(verdicts.items())},
         entries=entries,
-        delivered=0
-        if isinstance(pending, Exception)
-        else pending["pending"],  # no trainer has read the stream yet
+        # Redis answers with an error while no trainer has read the stream yet.
+        delivered=0 if isinstance(pending, Exception) else pending["pending"],
         dead=dead,
         trainer=TrainerReport.of(trainer),
     )

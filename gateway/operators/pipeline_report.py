@@ -47,7 +47,7 @@ class QueueCounts(NamedTuple):
     """How many sessions and records there are, as Redis counts them."""
 
     sessions: int
-    """Ever opened, deleted and forgotten ones included."""
+    """All sessions that were ever opened, deleted and forgotten ones included."""
     timed: int
     """Sessions that may still expire."""
     verdicts: Mapping[str, int]
@@ -77,7 +77,7 @@ class IncompleteGroup(NamedTuple):
     group_id: str
     progress: GroupProgress
     since: float | None
-    """When the first of those members ended that were read."""
+    """When the first member ended, of the members that were read; None if none has ended."""
 
 
 class PipelineSnapshot(NamedTuple):

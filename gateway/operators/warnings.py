@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 INTENDED = ("not_for_training", "deleted")
 """Endings that are no reason for a warning."""
 REASONS = {
-    "stale": "sampled by versions too far behind the trainer's",
+    "stale": "they were sampled by versions too far behind the trainer's",
     "zero_advantage": "all rewards of their groups are equal, or their groups have one member",
-    "truncated": "cut off, and algorithm.shaping.truncated is mask",
+    "truncated": "they were cut off, and algorithm.shaping.truncated is mask",
     "failed": "their clients finished them with this status",
     "abandoned": "their clients finished them with this status",
     "expired": "nobody finished and rewarded them in time",

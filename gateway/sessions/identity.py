@@ -24,7 +24,7 @@ class Caller(msgspec.Struct, frozen=True):
     role: Role
     owner: str
     session_id: str | None = None
-    """Set for a session key: the one session that it opens."""
+    """Set for a session key: the one session that the key permits."""
 
     def owns(self, spec: SessionSpec | Tombstone) -> bool:
         if self.session_id is not None:

@@ -1,7 +1,9 @@
 """Finds the session that a call belongs to, by the first of these clues that the call gives.
 
-path ▸ session key ▸ header ▸ body metadata ▸ id that the agent's harness adds to its calls
-     ▸ the open session whose turn the call continues ▸ a new session
+path ▸ header ▸ body metadata ▸ stored response that the call continues ▸ session key
+     ▸ id that the agent's harness adds to its calls ▸ open session whose turn the call continues
+
+If it gives none, a new session is opened.
 """
 
 import re

@@ -44,7 +44,7 @@ class Retention:
         self._full = settings.limits.queue_memory or DEFAULT_MEMORY
         self._forgetter = RedisForgetter(redis)
         self._early = False
-        """Whether memory has been above HIGH, and not below LOW since."""
+        """Whether sessions are forgotten early: memory was above HIGH, and has not been below LOW since."""
         self._logged_entry = ""
         """The entry of the stream that keeps sessions from being forgotten, as last logged; empty if none."""
 

@@ -53,7 +53,7 @@ class RolloutServerSettings(ServiceSettings):
     engine_log: Path | None = None
     """Null means run/logs/<id>-engine.log; the log before the last start is kept beside it, as `.1`."""
     dtype: str | None = None
-    """Null means float32 on CPU (exact logprobs) and the checkpoint's own on CUDA."""
+    """Null means float32 on CPU (exact logprobs) and the checkpoint's own type on CUDA."""
     context_length: int | None = None
     max_running_requests: int | None = None
     max_total_tokens: int | None = None

@@ -25,7 +25,7 @@ class FileLocation:
     roots: tuple[Path, ...]
 
     def resolve(self, name: str = "") -> Path:
-        """Follow links, and raise LocationRefused where one leads out of every root."""
+        """The path of a file, with links followed. Raises LocationRefused if it is outside of every root."""
         path = (self.directory / name).resolve()
         if not any(path.is_relative_to(root.resolve()) for root in self.roots):
             raise LocationRefused(
@@ -60,7 +60,7 @@ def parse_location(location: str, allowed: Sequence[str]) -> FileLocation | Http
 
 
 def is_under(url: str, prefix: str) -> bool:
-    """Same scheme, host and port, and a path that begins with the prefix's, segment by segment."""
+    """Whether `url` has the scheme, host and port of `prefix`, and a path that begins with its segments."""
     one, other = _split(url), _split(prefix)
     if one.scheme not in DEFAULT_PORTS or _origin(one) != _origin(other):
         return False

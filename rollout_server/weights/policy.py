@@ -1,4 +1,4 @@
-"""The two ways to name a policy: as somebody asks for it, and as it lies on this machine."""
+"""Two ways to name a policy: as a caller asks for it, and as it lies on this machine."""
 
 from dataclasses import dataclass
 from pathlib import Path

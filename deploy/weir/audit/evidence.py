@@ -62,7 +62,7 @@ def gather(sources: Sources, answers: Sequence[ClientAnswer] = ()) -> Evidence:
 
 
 def read_answers(path: Path) -> list[ClientAnswer]:
-    """Raises EvidenceMissing for a file, or a line of it, that cannot be read."""
+    """The answers in a JSONL file. Raises EvidenceMissing if the file or a line of it cannot be read."""
     try:
         lines = path.read_bytes().splitlines()
         return [msgspec.json.decode(line, type=ClientAnswer) for line in lines if line.strip()]

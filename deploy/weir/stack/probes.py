@@ -44,7 +44,8 @@ def redis_ready(url: str) -> Readiness:
 
 
 def system_status(gateway_url: str, admin_key: str | None) -> SystemStatus:
-    """The gateway's report of the system. Raises OSError if it gives none, MalformedMessage."""
+    """The gateway's report of the system. Raises OSError if the gateway gives none, MalformedMessage if this
+    build cannot read it."""
     headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
     request = urllib.request.Request(f"{gateway_url}/admin/status", headers=headers)  # noqa: S310 - http only
     with urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S) as answer:  # noqa: S310

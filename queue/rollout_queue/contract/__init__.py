@@ -1,1 +1,1 @@
-"""The contract: the services' agreement on records, their bytes and the protocols of the stream; no Redis."""
+"""What the services agree on (the contract): records, their bytes, the stream's protocols. Knows no Redis."""

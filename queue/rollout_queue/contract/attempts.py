@@ -68,7 +68,7 @@ def _earlier(
 
 
 def _later(turn: Turn, same: Sequence[Turn], orphans: Mapping[str, str]) -> Turn | None:
-    """The first retry that began after this turn and has replaced no other turn of the same attempt."""
+    """The first retry that began after `turn` and has replaced no other turn of `turn`'s attempt."""
     attempts = {other.turn_id: other.attempt for other in same}
     busy = {retry for orphan, retry in orphans.items() if attempts[orphan] == turn.attempt}
     after = [other for other in same if _comes_after(other, turn) and other.turn_id not in busy]

@@ -14,7 +14,7 @@ from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Turn, V
 from rollout_queue.contract.rows import ExportRow, OutcomePart, RewardPart, SessionPart
 
 CLOSING = ("failed", "abandoned", "expired")
-"""Verdicts that a gateway gives when a session ends; the trainer gives all others."""
+"""Verdicts that a gateway gives when a session ends."""
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True):

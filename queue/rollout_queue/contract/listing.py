@@ -7,7 +7,7 @@ from rollout_queue.contract.tombstone import Tombstone
 
 
 class ListPosition(NamedTuple):
-    """The position of one session, by creation time and then by id. It is valid after the session is gone."""
+    """The position of one session, by creation time and then by id. It stays valid without the session."""
 
     created_at: float
     session_id: str

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     _Ints: TypeAlias = array[int]
     _Floats: TypeAlias = array[float]
 else:
-    _Ints = _Floats = array  # not generic at run time before Python 3.12
+    _Ints = _Floats = array  # `array` is not generic at run time before Python 3.12
 
 
 class TokenIds(_Ints):

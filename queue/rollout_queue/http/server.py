@@ -10,8 +10,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 KEEP_ALIVE_S = 75
-"""Longer than clients keep an idle connection (httpx and openai 5 s, aiohttp 15 s), so that the client
-closes it first and no request is sent on a connection that the server is closing."""
+"""Clients keep an idle connection for less time (httpx and openai 5 s, aiohttp 15 s). So the client closes
+the connection first, and sends no request on a connection that the server is closing."""
 
 Leave = Callable[[], Awaitable[None]]
 """What a service does after SIGTERM, before it stops listening."""

@@ -1,1 +1,1 @@
-"""The HTTP messages that one service sends another, one class each: both ends import it. Knows no service."""
+"""The HTTP messages between services: one class for each, which both ends import. Imports no service."""

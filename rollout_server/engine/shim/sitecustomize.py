@@ -16,7 +16,7 @@ from typing import Any
 
 
 class DeclareTorchvisionOperators(MetaPathFinder):
-    """Steps in once, just before the first import of torchvision."""
+    """Declares the operators once, just before the first import of torchvision."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

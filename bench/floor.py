@@ -14,7 +14,7 @@ HEADERS = [(b"content-type", b"application/json"), (b"content-length", b"%d" % l
 
 
 async def constant(scope: Scope, receive: Receive, send: Send) -> None:
-    """Read the request, and answer."""
+    """Read the request, and send the constant answer."""
     while (await receive()).get("more_body"):
         pass
     if scope["type"] == "http":

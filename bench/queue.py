@@ -5,7 +5,7 @@ python -m bench.queue [--turns N] [--pending N] [--sessions N] [--repetitions N]
 turns ── RedisWriter, 64 in flight ──▶ Redis ──▶ RedisReader ──▶ Intake
       └─ redis-py, the same bytes ───▶       └─▶ redis-py
 
-CPU is that of this process, as the scheduler counts it. Only one end of the queue works at a time.
+CPU is the CPU time of this process, as the scheduler counts it. Only one end of the queue works at a time.
 """
 
 import argparse

@@ -84,7 +84,7 @@ class TrialCourse:
     curve: list[tuple[int, float, float]] = field(default_factory=list)
 
     def has_ended(self, record: EpisodeLog) -> bool:
-        """Called after every group. Once True, it stays True."""
+        """Whether the run has ended. The runner asks before each group. Once True, the answer stays True."""
         if self.whole is not None:
             return True
         here = Progress(time.monotonic() - record.started_at, len(record.episodes), len(self.snapshot.steps))

@@ -72,7 +72,7 @@ class Lease:
         return int(self.lease_s * 1000)
 
     def _claimed(self, dead: bytes = b"") -> tuple[bytes, int] | None:
-        """None when the lease is claimed, else the stored holder and the milliseconds until it expires."""
+        """None if this process holds the lease now, else its holder and the milliseconds until it expires."""
         with available():
             found: Any = self._claim(
                 [keys.LEASE, keys.FENCE], [self._packed, self.token, self._lease_ms, dead]

@@ -11,7 +11,7 @@ DELETE = (
 if redis.call('HEXISTS', KEYS[4], ARGV[1]) == 1 then return 'deleted' end
 if redis.call('HLEN', KEYS[1]) ~= tonumber(ARGV[2]) then return 'changed' end
 local verdict = redis.call('HGET', KEYS[1], 'verdict')
--- First, because it frees memory: then a full Redis refuses none of the writes below.
+-- This comes first and frees memory, so that a full Redis refuses none of the writes below.
 redis.call('DEL', KEYS[1])
 redis.call('HSET', KEYS[4], ARGV[1], ARGV[3])
 redis.call('ZADD', KEYS[5], ARGV[5], ARGV[1])

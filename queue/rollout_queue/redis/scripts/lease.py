@@ -2,10 +2,11 @@
 
 CLAIM = """
 -- KEYS: lease, fence   ARGV: holder, token, lease in ms, a holder that is dead or ''
--- Returns false when the lease is claimed, else its holder and the ms until it expires.
+-- Returns false if the caller holds the lease now, else its holder and the ms until it expires.
 local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= ARGV[4] and holder ~= ARGV[1] then return {holder, redis.call('PTTL', KEYS[1])} end
--- A full Redis refuses SET unless the script has written before, and only a trainer can free its memory.
+-- Only a trainer can free the memory of a full Redis, which accepts no SET until the script has written, and
+-- always accepts DEL.
 redis.call('DEL', KEYS[1])
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[3])
 redis.call('SET', KEYS[2], ARGV[2])

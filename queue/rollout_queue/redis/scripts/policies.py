@@ -24,8 +24,9 @@ return newest
 
 REGISTER = """
 -- KEYS: policies, reserved
--- ARGV: version, record, number of policies, the record stored under this version, reserved version: as seen
--- Returns 1 if the policy is registered, 0 if anything has changed since it was seen.
+-- ARGV: version, record; and as the caller has read them: number of policies, record of this version,
+--       reserved version
+-- Returns 1 if the policy is registered, 0 if anything has changed since the caller read it.
 if redis.call('HLEN', KEYS[1]) ~= tonumber(ARGV[3]) then return 0 end
 if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[4] then return 0 end
 if (redis.call('HGET', KEYS[2], 'version') or '') ~= ARGV[5] then return 0 end

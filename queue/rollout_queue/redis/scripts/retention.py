@@ -6,10 +6,10 @@ DUE = (
     LAST_DELIVERED
     + """
 -- KEYS: settled, stream   ARGV: group, settled for how many ms, count, prefix of session keys
--- Returns: the time in ms before which a session must have been settled; the oldest unacknowledged entry,
--- if that time comes from it; then id and number of fields of up to `count` such sessions, the oldest
--- first. An entry that a trainer has yet to read or acknowledge belongs to a session that was settled after
--- the entry was appended. Both times are by the stream's clock, so no other clock matters.
+-- Returns: the time in ms before which a session must have been settled; the oldest unread or unacknowledged
+-- entry, if that entry decides the time, else ''; then id and number of fields of up to `count` such
+-- sessions, the oldest first. A session is settled after its entries were appended, so a session that was
+-- settled before the oldest of these entries has none of them. Both times are by the stream's clock.
 local time = redis.call('TIME')
 local before = time[1] * 1000 + math.floor(time[2] / 1000) - ARGV[2]
 local oldest = ''
@@ -52,7 +52,7 @@ for at = 10, #ARGV, 2 do
     if own then counts['turn:' .. own] = (counts['turn:' .. own] or 0) + 1 end
     if own == 'trained' then counts['tokens:trained'] = (counts['tokens:trained'] or 0) + ARGV[at + 1] end
 end
--- First, because it frees memory: then a full Redis refuses none of the writes below.
+-- This comes first and frees memory, so that a full Redis refuses none of the writes below.
 redis.call('DEL', session)
 redis.call('ZREM', KEYS[2], id)
 redis.call('ZREM', KEYS[3], id)

@@ -1,4 +1,4 @@
-"""What all tests share: a Redis for each worker, a tiny model, the profiles of hypothesis."""
+"""Fixtures of all tests (a Redis for each worker, a tiny model), and which worker runs which tests."""
 
 import fcntl
 import os
@@ -24,13 +24,13 @@ register()
 keep_files_in_memory()
 
 SLOW_ROOMS = ("system", "trainer_service", "rollout_server")
-"""Workers begin with them, so that none is busy alone at the end."""
+"""Workers begin with these folders, so that no worker is still busy at the end while the others idle."""
 OWN_ENGINES = "tests/system/test_bad_days.py"
-"""The tests of the other files of tests/system share one engine."""
+"""A file whose tests start their own engines. All other files in tests/system share one engine."""
 
 
 class FileScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist ships no types
-    """A worker takes whole files, whose fixtures are made once, and all files that share an engine."""
+    """Gives a worker whole files, so that fixtures are made once. Files that share an engine go together."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::", 1)[0]

@@ -1,7 +1,8 @@
 """python -m tests.crash --kills 20 --seed 1: kill parts of the whole system, then audit it.
 
-The seed gives the order of the windows, the pauses and what the agents do; what the machine does in between
-is its own, so that two runs of one seed kill at the same kinds of moments, not at the same instructions.
+A window is a kind of moment at which a part is killed. The seed determines the order of the windows, the
+pauses and the agents' behaviour, but not the timing of the processes. Two runs with one seed kill in the same
+windows, not at the same instructions.
 """
 
 import argparse

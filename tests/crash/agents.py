@@ -1,4 +1,4 @@
-"""Agents that call, reward and finish without pause, and remember every success that they heard of."""
+"""Agents that call, reward and finish without pause, and write down every success that they are told of."""
 
 import json
 import random
@@ -12,19 +12,19 @@ import httpx
 GROUP_SIZE = 4
 MOST_TURNS = 3
 PATIENCE_S = 120.0
-"""How long an agent tries a call again before it gives its episode up."""
+"""How long an agent repeats a failing call before it gives up its episode."""
 THINKS_S = 0.15
-"""Before each call, in the mean: no more comes than two cores can train."""
+"""The mean pause before each call, so that two cores can train all that the agents produce."""
 KEEP_OPEN = 0.05
-"""Of the sessions that nobody finishes: they are to expire."""
+"""The share of sessions that no agent finishes; they expire."""
 
 
 class GaveUp(Exception):
-    """Nothing answered for too long, or the session ended meanwhile."""
+    """No answer came for too long, or the session has ended meanwhile."""
 
 
 class Agents:
-    """Threads of agents; use as a context. Each plays one group of episodes after the other."""
+    """Threads of agents, used as a context manager. Each plays one group of episodes after the other."""
 
     def __init__(self, gateway_url: str, key: str, answers: Path, seed: int, count: int = 4) -> None:
         self._gateway_url, self._key = gateway_url, key
@@ -44,7 +44,7 @@ class Agents:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Lets each end its group first, so that what was begun can be trained."""
+        """Lets each agent end its group first, so that the group can be trained."""
         self._ending.set()
         for thread in self._threads:
             thread.join()
@@ -52,7 +52,7 @@ class Agents:
 
     @property
     def heard(self) -> int:
-        """How many successes are remembered."""
+        """How many successes the agents have written down."""
         return sum(self.counts[what] for what in ("turns", "rewards", "finishes"))
 
     def _play(self, draw: random.Random, name: str) -> None:
@@ -110,7 +110,7 @@ class Agents:
     def _ask(
         self, client: httpx.Client, path: str, body: dict[str, Any], *, retries: bool = False
     ) -> httpx.Response:
-        """Until it succeeds. A call of the model is marked as a retry from the second time on, as SDKs do."""
+        """Call until it succeeds. From the second try on, a model call is marked as a retry, as SDKs do."""
         began, attempt = time.monotonic(), 0
         while True:
             marks = {"x-stainless-retry-count": str(attempt)} if retries and attempt else {}
@@ -145,6 +145,6 @@ class Agents:
 
 
 def whole(reply: httpx.Response) -> bool:
-    """A stream says by its last line that nothing is missing."""
+    """Whether the answer is complete; a stream is complete if its last line says so."""
     streamed = reply.headers["content-type"].startswith("text/event-stream")
     return not streamed or reply.text.rstrip().endswith("data: [DONE]")

@@ -1,4 +1,4 @@
-"""Kill after kill, each at its moment, with the agents going on; then the audit."""
+"""Kills one part after another, each in its window, while the agents continue."""
 
 import logging
 import random
@@ -15,12 +15,12 @@ from tests.crash.windows import WINDOWS, NeverCame, Window
 logger = logging.getLogger(__name__)
 
 TRIES = 5
-"""How often a moment is waited for, before its kill is counted as one at any time."""
+"""How often to wait for a window. After that the kill happens anyway, and counts as one at any time."""
 SETTLES_WITHIN_S = 180.0
 
 
 def plan(kills: int, seed: int, only: str = "") -> list[Window]:
-    """Every window (whose title contains `only`) as often as every other, in an order that the seed gives."""
+    """Each window whose title contains `only`, equally often (±1), in an order that the seed determines."""
     draw, planned = random.Random(seed), list[Window]()
     windows = [window for window in WINDOWS if only in window.title]
     while len(planned) < kills:
@@ -41,10 +41,10 @@ def drive(
 
 
 def _kill(system: CrashSystem, window: Window, draw: random.Random, heard: int) -> Kill:
-    victim = system.process_of(window.victim)  # before the moment, which does not wait for a search
+    victim = system.process_of(window.victim)  # found beforehand: the search might outlast the window
     came = _came(system, window)
     if window.lasting:
-        time.sleep(draw.uniform(0, 0.3))  # somewhere in a state that lasts
+        time.sleep(draw.uniform(0, 0.3))  # the kill comes anywhere in a lasting state
     try:
         kill(victim)
     except psutil.NoSuchProcess as error:
@@ -66,8 +66,8 @@ def _came(system: CrashSystem, window: Window) -> bool:
 
 
 def settle(system: CrashSystem) -> None:
-    """Wait until the trainer has done what can be done with what it has."""
+    """Wait until the trainer can train nothing more of what it has."""
     deadline, calm = time.monotonic() + SETTLES_WITHIN_S, 0
     while calm < 10 and time.monotonic() < deadline:
         calm = calm + 1 if system.quiet() else 0
-        time.sleep(0.5)  # that nothing is left to do is seen over a time
+        time.sleep(0.5)  # only a lasting calm shows that nothing is left to do

@@ -1,4 +1,4 @@
-"""What is left of a crash run: which kills there were, what was heard meanwhile, what the audit found."""
+"""The result of a crash run: its kills, the number of answers that agents received, the audit's findings."""
 
 from pathlib import Path
 
@@ -6,24 +6,24 @@ import msgspec
 
 
 class Kill(msgspec.Struct, frozen=True):
-    """What was done, and what it was found to have hit."""
+    """One kill, and whether it hit its window."""
 
     title: str
-    """Of its window."""
+    """The title of the window."""
     hit: bool
-    """At the window's moment; else at another one."""
+    """Whether the kill hit the window. A miss counts as a kill at any time."""
     healed_s: float
     answers: int
-    """What agents heard success for since the kill before it, until all was well after this one."""
+    """How many successes agents were told of since the recovery from the former kill, until that from this."""
 
 
 class Result(msgspec.Struct, frozen=True):
-    """One run, as a file that can be added to others."""
+    """One run, as a file; a table adds up several."""
 
     seed: int
     kills: tuple[Kill, ...]
     answers: int
-    """All that the audit looked for; some came after the last kill."""
+    """All successes that the audit checked, including those after the last kill."""
     findings: tuple[str, ...]
 
 

@@ -1,4 +1,4 @@
-"""One crash run: the system up, agents on it, every kill of the plan, and what the audit says at the end."""
+"""One crash run: starts the system and the agents, makes every kill of the plan, and audits at the end."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CrashRun:
-    """What happened, and whether everything is accounted for."""
+    """The kills of a run, and the audit's report."""
 
     seed: int
     kills: Sequence[Kill]
     counts: dict[str, int]
-    """Of what the agents did and heard."""
+    """The agents' actions and answers, counted by kind."""
     report: Report
 
     @property

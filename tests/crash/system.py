@@ -1,4 +1,4 @@
-"""The whole system on this machine, to be killed part by part: two ranks train, and the engine is real."""
+"""The whole system on this machine, with two training ranks and a real engine; its parts can be killed."""
 
 import signal
 import time
@@ -20,12 +20,12 @@ from weir.stack.stack import Stack
 CLIENT_KEY, ADMIN_KEY = "crash-client", "crash-admin"
 HEALS_WITHIN_S = 240.0
 NAMES = {"trainer": "trainer_service", "trainer rank 1": "trainer_service", "engine": "rollout_server"}
-"""The process that is a victim's own or its parent's, where that has another name."""
+"""The name of the stack's process that is the victim or its parent, if it differs from the victim's name."""
 
 
 @dataclass
 class CrashSystem:
-    """The running stack and its agents, from outside."""
+    """The running stack and its agents, as seen from outside."""
 
     stack: Stack
     settings: StackSettings
@@ -48,8 +48,8 @@ class CrashSystem:
         return "gone"
 
     def process_of(self, victim: str) -> psutil.Process:
-        """Raises LookupError while there is none."""
-        self.stack.check()  # notes descendants, for the sweep
+        """Raises LookupError if the victim has no process."""
+        self.stack.check()  # notes the descendants, so that they are ended with their service
         parent = psutil.Process(self.stack.processes[NAMES.get(victim, victim)].pid)
         if victim in ("gateway", "redis", "rollout_server"):
             return parent
@@ -62,7 +62,7 @@ class CrashSystem:
         raise LookupError(f"{victim} is not there")
 
     def heal(self, victim: str) -> float:
-        """Start again what has ended, as a supervisor does; returns how long it took until all is well."""
+        """Restart the ended services, as a supervisor does; return the seconds until all is well."""
         began = time.monotonic()
         name = NAMES.get(victim, victim)
         while victim != "engine" and self.stack.processes[name].exit_code is None:
@@ -78,7 +78,7 @@ class CrashSystem:
         return time.monotonic() - began
 
     def unwell(self) -> str:
-        """Why the system does not do all of its work; empty when it does."""
+        """The reason why a part of the system does not work; empty when all is well."""
         if reason := self.stack.waiting_for():
             return reason
         for process in self.stack.processes.values():
@@ -87,7 +87,7 @@ class CrashSystem:
         return "" if self.rollout_state() == "ready" else f"rollout server: {self.rollout_state()}"
 
     def quiet(self) -> bool:
-        """Whether the trainer has read everything, and holds nothing that it could train."""
+        """Whether the trainer has read everything and holds nothing that it could train."""
         with suppress(RedisError, StopIteration, KeyError):
             groups = self.redis.xinfo_groups("weir:stream")
             lag = next(group.get("lag") for group in groups if group["name"] == b"trainer")
@@ -97,7 +97,7 @@ class CrashSystem:
 
 
 def kill(process: psutil.Process) -> None:
-    """SIGKILL, and its end is waited for."""
+    """Send SIGKILL and wait for the end of the process."""
     process.send_signal(signal.SIGKILL)
     with suppress(psutil.TimeoutExpired):
         process.wait(30)

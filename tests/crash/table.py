@@ -15,7 +15,7 @@ HEAD = (
 
 
 def table(results: Sequence[Result]) -> str:
-    """Markdown. An audit judges a whole run, so that findings stand in the last row only."""
+    """A Markdown table. An audit judges a whole run, so that only the last row has findings."""
     done = {kill.title for result in results for kill in result.kills}
     ours = [window.title for window in WINDOWS]
     titles = [*(title for title in ours if title in done), *sorted(done.difference(ours))]

@@ -1,4 +1,4 @@
-"""The crash matrix in its short form: every window once and some twice, and then the books are right."""
+"""A short crash run: it kills in every window at least once, and then the audit finds nothing wrong."""
 
 from pathlib import Path
 

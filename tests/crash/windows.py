@@ -1,7 +1,7 @@
-"""When to kill whom: moments at which a careless system would lose something, or do it twice.
+"""Windows: which part is killed at which moment. At each, a careless system would lose or repeat something.
 
-A moment is waited for by what anybody can see from outside: files, Redis, a status page. Right after the kill
-a window says whether it was hit, by what the dead process left; a miss counts as a kill at any time.
+A window recognises its moment by what is visible from outside: files, Redis, a status page. Right after the
+kill, it checks what the dead process left to tell whether the kill hit; a miss counts as a kill at any time.
 """
 
 import time
@@ -26,14 +26,14 @@ class NeverCame(Exception):
 
 @dataclass(frozen=True)
 class Window:
-    """`wait` returns at the moment; `hit` is asked when the victim is dead."""
+    """`wait` returns at the moment; `hit` is called when the victim is dead."""
 
     victim: Victim
     name: str
     wait: Callable[[CrashSystem], None]
     hit: Callable[[CrashSystem], bool] = lambda system: True
     lasting: bool = False
-    """The moment is a state that goes on: the kill comes somewhere in it."""
+    """Whether the moment is a lasting state; then the kill comes at a random time in it."""
 
     @property
     def title(self) -> str:
@@ -41,12 +41,12 @@ class Window:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Looks a thousand times a second."""
+    """Check the condition a thousand times a second."""
     deadline = time.monotonic() + LONGEST_WAIT_S
     while not condition():
         if time.monotonic() > deadline:
             raise NeverCame
-        time.sleep(0.001)  # what is waited for happens in another process, and is over soon
+        time.sleep(0.001)  # the moment is in another process, and is over soon
 
 
 def under_load(system: CrashSystem) -> None:
@@ -67,7 +67,7 @@ def current(system: CrashSystem) -> str:
 
 
 def unfinished_checkpoint(system: CrashSystem) -> bool:
-    """A directory newer than what CURRENT names."""
+    """Whether there is a checkpoint directory newer than the one that CURRENT names."""
     tags = [path.name for path in system.checkpoints.glob("*-step-*")]
     return max(tags, default="") > current(system)
 
@@ -78,7 +78,7 @@ def in_checkpoint(system: CrashSystem) -> None:
 
 
 def before_acknowledge(system: CrashSystem) -> None:
-    """Redis takes no writes from the middle of the checkpoint on, so the trainer stands before its own."""
+    """Redis takes no writes from the middle of the checkpoint on, so the trainer waits to acknowledge."""
     in_checkpoint(system)
     before = current(system)
     system.redis.client_pause(5000, all=False)
@@ -86,7 +86,7 @@ def before_acknowledge(system: CrashSystem) -> None:
 
 
 def owed(system: CrashSystem) -> bool:
-    """The newest checkpoint contains entries that nobody acknowledged; Redis takes writes again."""
+    """Let Redis take writes; return whether the newest checkpoint has entries that are not acknowledged."""
     system.redis.client_unpause()
     state = msgspec.json.decode((system.checkpoints / current(system) / STATE).read_bytes(), type=RunState)
     pending = {entry["message_id"].decode() for entry in _pending(system.redis)}
@@ -108,7 +108,7 @@ def half_published(system: CrashSystem) -> bool:
 
 
 def unserved(system: CrashSystem) -> bool:
-    """The newest finished version is not the one that is served."""
+    """Whether a finished version is newer than the served one."""
     finished = [int(path.parent.name[1:]) for path in system.policies.glob("v*/STABLE")]
     return max(finished, default=0) > int(system.redis.get("weir:serving") or 0)
 
@@ -143,6 +143,6 @@ WINDOWS = (
 
 
 def moved(system: CrashSystem) -> None:
-    """CURRENT has just moved; the acknowledgement is on its way."""
+    """Wait until CURRENT has just moved, when the trainer is about to acknowledge."""
     before = current(system)
     until(lambda: current(system) != before)

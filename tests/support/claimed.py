@@ -1,4 +1,4 @@
-"""A reader of the stream, as its trainer has one: with the lease claimed."""
+"""A reader of the stream that holds the lease, as the trainer's reader does."""
 
 from redis import Redis
 
@@ -8,7 +8,7 @@ from rollout_queue.redis.reader import RedisReader
 
 
 def claimed_reader(redis: Redis) -> RedisReader:
-    """Whoever had the lease before has let it go."""
+    """Any earlier holder must have released the lease."""
     redis.delete(keys.LEASE)
     lease = Lease(redis, 1000.0)
     assert lease.claim() is None

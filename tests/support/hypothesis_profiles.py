@@ -1,4 +1,4 @@
-"""How many examples property tests draw: a few by default, many under `pytest --hypothesis-profile long`."""
+"""How many examples property tests draw: few by default, many with `pytest --hypothesis-profile long`."""
 
 import os
 
@@ -10,8 +10,8 @@ LONG_EXAMPLES = int(os.environ.get("WEIR_TEST_EXAMPLES", "1000"))
 
 
 def register() -> None:
-    """Called before test modules are imported; pytest's option then may choose the long profile."""
-    # How long a draw takes says something of the machine, and nothing of what is tested.
+    """Register the profiles before test modules are imported; pytest's option may then choose the long one."""
+    # A slow draw shows that the machine is busy; it is no fault of the tested code.
     suppressed = [HealthCheck.too_slow]
     settings.register_profile(
         QUICK, max_examples=QUICK_EXAMPLES, deadline=None, suppress_health_check=suppressed
@@ -25,5 +25,5 @@ def long() -> bool:
 
 
 def examples(quick: int) -> int:
-    """How many examples a test draws whose default is `quick`; for decorators."""
+    """How many examples a test draws; `quick` is its number in the default profile."""
     return quick * LONG_EXAMPLES // QUICK_EXAMPLES if long() else quick

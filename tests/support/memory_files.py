@@ -1,4 +1,4 @@
-"""Where the files of tests lie: in memory where there is room, since a checkpoint syncs each of its files."""
+"""Puts the files of tests in memory where there is room, because a checkpoint syncs each of its files."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ NEEDED_BYTES = 4 * 2**30
 
 
 def keep_files_in_memory() -> None:
-    """Unless the environment says where they go. Called before the first temporary directory is made."""
+    """Call this before the first temporary directory is made. A directory set in the environment wins."""
     if not os.access(MEMORY, os.W_OK) or shutil.disk_usage(MEMORY).free < NEEDED_BYTES:
         return
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))

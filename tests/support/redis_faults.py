@@ -1,4 +1,4 @@
-"""What comes between a client of Redis and its script: the change of another, or a lost connection."""
+"""Faults around a script in Redis: another client acts just before it, or the connection breaks."""
 
 import hashlib
 from collections.abc import Awaitable, Callable
@@ -11,7 +11,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 def before_script(
     patch: pytest.MonkeyPatch, redis: Any, script: str, happens: Callable[[], Awaitable[object]]
 ) -> None:
-    """Await `happens` once, before this asynchronous client runs the script for the first time."""
+    """Await `happens` once, just before this asynchronous client runs the script for the first time."""
     run, digest, waiting = redis.evalsha, _digest(script), [happens]
 
     async def run_later(sha: str, *given: Any) -> Any:
@@ -23,7 +23,7 @@ def before_script(
 
 
 def break_script(patch: pytest.MonkeyPatch, redis: Any, script: str) -> None:
-    """The connection of this client breaks whenever it would run the script; asynchronous clients too."""
+    """Break the client's connection whenever it would run the script; works for asynchronous clients, too."""
     run, digest = redis.evalsha, _digest(script)
 
     def run_or_break(sha: str, *given: Any) -> Any:
@@ -35,5 +35,5 @@ def break_script(patch: pytest.MonkeyPatch, redis: Any, script: str) -> None:
 
 
 def _digest(script: str) -> str:
-    """The name by which Redis knows a script."""
+    """The SHA-1 by which Redis names a script."""
     return hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()

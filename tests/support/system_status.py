@@ -1,4 +1,4 @@
-"""A page of `GET /admin/status`, of which a test says only what matters to it."""
+"""Builds a body of `GET /admin/status`; a test gives only the fields that matter to it."""
 
 from rollout_queue.protocol.status import FleetPolicy, QueueReport, ServerShape, SystemStatus
 from rollout_queue.protocol.trainer import TrainerReport
@@ -22,7 +22,7 @@ def system_status(
 
 
 def server_shape(server_id: str, version: int) -> ServerShape:
-    """A server that is ready."""
+    """A rollout server that is ready and serves `version`."""
     return ServerShape(
         id=server_id,
         url=f"http://{server_id}",

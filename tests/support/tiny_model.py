@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tiny_model(directory: Path, *, seed: int = 0, tied: bool = False) -> Path:
-    """Write config, weights (F32, seeded) and tokenizer into `directory`; gives the directory back."""
+    """Write config, weights (F32, seeded) and tokenizer into `directory`; return the directory."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -68,7 +68,7 @@ def _write_tokenizer(directory: Path) -> tuple[int, dict[str, int]]:
             show_progress=False,
         ),
     )
-    # After the ordinary tokens, as in the real Qwen3.
+    # The special tokens have the ids after the ordinary ones, as in the real Qwen3.
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {

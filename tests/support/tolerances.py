@@ -1,9 +1,9 @@
-"""How far apart two numbers may be that are the same but for rounding: bounds from arithmetic.
+"""Bounds for the difference of two numbers that should be equal except for rounding.
 
 A sum of n terms depends on their order, and so on the processor, by at most n roundings of the sum of their
 absolute values (Higham, Accuracy and Stability of Numerical Algorithms, chapter 4). So a bound here is the
-number of roundings, times the unit in the last place, times the size of what is added up. Each test says
-beside its bound what it counts. `pytest.approx` alone allows 1e-6 of the value: eight roundings of float32.
+number of roundings, times the unit in the last place, times the size of the terms. Each test says beside its
+bound which roundings it counts. `pytest.approx` alone allows 1e-6 of the value: eight roundings of float32.
 """
 
 FLOAT64 = 2.0**-52
@@ -13,5 +13,5 @@ BFLOAT16 = 2.0**-7
 
 
 def ulps(count: float, of: float = 1.0, unit: float = FLOAT32) -> float:
-    """What `count` roundings of numbers no larger than `of` can add up to."""
+    """The largest error from `count` roundings of numbers no larger than `of`."""
     return count * unit * abs(of)

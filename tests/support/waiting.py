@@ -1,4 +1,4 @@
-"""Waiting for what has no event: ask again until it is so, with patience enough for a busy machine."""
+"""Waits for a condition that no event announces: checks it again and again, with time for a busy machine."""
 
 import asyncio
 import time
@@ -7,7 +7,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 PATIENCE_S = 60.0
-"""Only a test that fails waits so long; a loaded machine makes others wait for seconds."""
+"""Only a failing test waits so long. On a busy machine other tests wait for seconds."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.1
 
 
@@ -16,13 +16,13 @@ def wait_until(ask: Callable[[], T], timeout_s: float = PATIENCE_S) -> T:
     deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
     while not (answer := ask()):
         assert time.monotonic() < deadline, f"still {answer!r} after {timeout_s} s"
-        time.sleep(pause_s)  # what is asked for happens in another thread or process: there is no event
+        time.sleep(pause_s)  # the condition changes in another thread or process, without an event
         pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
     return answer
 
 
 async def wait_until_async(ask: Callable[[], T], timeout_s: float = PATIENCE_S) -> T:
-    """The same for what happens in this event loop."""
+    """`wait_until` for a condition that changes in this event loop."""
     deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
     while not (answer := ask()):
         assert time.monotonic() < deadline, f"still {answer!r} after {timeout_s} s"

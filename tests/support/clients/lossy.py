@@ -1,4 +1,4 @@
-"""A proxy that loses the first answer on its way back: the call was served, and the client asks again."""
+"""A proxy that loses the first answer: the gateway has served the call, and the client tries again."""
 
 from dataclasses import dataclass, field
 
@@ -13,12 +13,12 @@ HOP = {"host", "content-length", "transfer-encoding", "connection"}
 
 @dataclass
 class LossyProxy:
-    """Passes everything to `url` and back, but for the first answer to a POST: that becomes a 502."""
+    """Forwards every request to `url`, and replaces the first answer to a POST by a 502."""
 
     url: str
     lost: int = 0
     retry_counts: list[str] = field(default_factory=list)
-    """What each call says of itself, in `x-stainless-retry-count`."""
+    """The header `x-stainless-retry-count` of each call."""
 
     def app(self) -> Starlette:
         return Starlette(routes=[Route("/{path:path}", self.forward, methods=["GET", "POST"])])

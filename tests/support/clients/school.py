@@ -1,8 +1,8 @@
-"""The demo's model after school: the same skill, in the words of every harness.
+"""Trains the demo's model further, so that it calls its tool in the conversations of every client library.
 
-The demo's own model knows one prompt and one tool schema, and mostly gives up. From there it goes on to see
-its tool described in many ways, behind system prompts short and long, called twice at once, asked for again,
-and answered by `final_answer`.
+The demo's own model knows one prompt and one tool schema, and mostly gives up. Here it also learns from
+conversations with other descriptions of the tool, with short and long system prompts, with two calls in one
+answer, with several questions in a row, and with answers given through the tool `final_answer`.
 
 demo's model ──▶ short conversations ──▶ short and long ones ──▶ gate ──▶ MODEL_DIR
 
@@ -27,15 +27,15 @@ from weir.demo.task import KEYS, UNKNOWN, VALUES, Task, call_text
 
 ROOT = Path(__file__).parents[3]
 CONTEXT_LENGTH = 8192
-"""The longest default prompt of a harness has under 3,000 tokens."""
+"""The longest default prompt of a client library has under 3,000 tokens."""
 STEPS, LONG_FROM = 750, 500
-"""Long conversations come late: they cost ten times as much, and teach nothing but to look past more."""
+"""Long conversations come late: they cost ten times as much, and only teach the model to ignore more text."""
 ROWS, PROBES, BATCH = 3000, 32, 16
 SHORT, LONG = range(1, 160), range(300, 5000)
-"""Letters of prose before the question."""
+"""How many characters of prose stand before the question."""
 GATE = 0.9
 PROSE = (ROOT / "LICENSE").read_text(encoding="utf-8")
-"""Any English will do: the model learns to read past it."""
+"""Any English text will do: the model learns to ignore it."""
 MENTIONS = (
     'an action blob with "name": "final_answer" tool',
     '"name": "final_answer",\n  "arguments": {"answer": "insert your final answer here"}',
@@ -44,11 +44,11 @@ MENTIONS = (
     "final_answer: Provides a final answer to the given problem.",
     "get: Gets the value of a key.",
 )
-"""What harnesses say of tools in their prompts, to be read past as well."""
+"""Texts about tools from the prompts of client libraries. The model learns to ignore them, too."""
 
 
 def school(demo_model: Path, out: Path) -> None:
-    """Raises SystemExit when the skill does not come."""
+    """Raises SystemExit when the model answers fewer than `GATE` of the probe's conversations exactly."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -75,7 +75,7 @@ def school(demo_model: Path, out: Path) -> None:
 
 
 def _save(model: Any, demo_model: Path, out: Path) -> None:
-    """Beside its place first: a directory of that name is a whole model, or is not there."""
+    """Write the model to a temporary directory and rename it, so that `out` is a whole model or missing."""
     aside = out.with_name(f".{out.name}.draft")
     model.save_pretrained(aside)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -86,7 +86,7 @@ def _save(model: Any, demo_model: Path, out: Path) -> None:
 
 @dataclass
 class Row:
-    """A conversation in ids, as the gateway records it; mask 1 where the model speaks."""
+    """A conversation in token ids, as the gateway records it. The mask is 1 on the model's own tokens."""
 
     renderer: ChatRenderer
     messages: list[Message]
@@ -107,14 +107,14 @@ class Row:
 
     def _read(self, whole: TokenIds) -> None:
         if whole[: len(self.ids)] != TokenIds(self.ids):
-            raise RuntimeError("the chat template renders its history anew")
+            raise RuntimeError("the chat template renders the history differently than before")
         added = whole[len(self.ids) :]
         self.ids += added
         self.mask += [0] * len(added)
 
 
 class Teacher:
-    """Draws conversations."""
+    """Draws random conversations."""
 
     def __init__(self, renderer: ChatRenderer, random: Random, prose: range) -> None:
         self._renderer = renderer
@@ -142,7 +142,7 @@ class Teacher:
         return row
 
     def _final_answer(self) -> Row:
-        """smolagents: every answer is a call, and history comes back as text."""
+        """As smolagents does it: every answer is a tool call, and the history comes back as text."""
         row = self._row([*self._tools(), FINAL_ANSWER])
         task = self._task()
         row.messages.append(user(f"New task:\n{task.question}"))
@@ -184,7 +184,7 @@ class Teacher:
             yield {"role": "system", "content": self._words(self._random.choice(self._prose))}
 
     def _words(self, length: int) -> str:
-        """Prose of about that length, with a mention of tools every few lines."""
+        """Prose of about `length` characters, with a mention of tools every few lines."""
         start = self._random.randrange(len(PROSE) - length)
         lines = PROSE[start : start + length].splitlines()
         return "\n".join(
@@ -192,7 +192,7 @@ class Teacher:
         )
 
     def _tools(self) -> list[Tool]:
-        """The tool as one harness or another writes its schema."""
+        """The tool, with a schema as one client library or another writes it."""
         key = self._shuffled({"type": "string"}, {"title": "Key"}, {"description": self._description()})
         parameters = self._shuffled(
             {"type": "object", "properties": {"key": key}},
@@ -206,7 +206,7 @@ class Teacher:
         return [{"type": "function", "function": function}]
 
     def _shuffled(self, always: dict[str, Any], *sometimes: dict[str, Any]) -> dict[str, Any]:
-        """The fields that a schema needs and some that it may have, in any order."""
+        """The fields in `always` and some of those in `sometimes`, in random order."""
         fields = [*always.items()]
         for each in sometimes:
             fields += each.items() if self._random.random() < 0.5 else ()

@@ -1,4 +1,4 @@
-"""Clients of every make, each in its own environment, against one real stack."""
+"""Public client libraries, each in its own environment, that call one real stack."""
 
 import json
 import os
@@ -24,7 +24,7 @@ SCENE_TIMEOUT_S = 120.0
 
 
 SHARP = 0.2
-"""The small model says what it means: at 1 it slips now and then, and a mixed-up answer looks the same."""
+"""At temperature 1 the small model errs now and then, which would look like an answer that got mixed up."""
 
 
 HERMETIC = {
@@ -34,12 +34,12 @@ HERMETIC = {
     "NO_PROXY": "127.0.0.1",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
-"""What clients would otherwise ask of the network: nothing that a call to the gateway depends on."""
+"""Stops clients from using the network for anything but their calls to the gateway."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """One session, as its owner sees it."""
+    """One session, as its owner sees it through the gateway's routes."""
 
     ticket: dict[str, Any]
     http: httpx.Client
@@ -56,7 +56,7 @@ class Session:
         return found
 
     def story(self) -> list[tuple[str, str]]:
-        """How each turn stands to the ones before it, and how it ended; every token is accounted for."""
+        """The relation and finish reason of each turn. Checks that each token has a logprob and version 0."""
         turns = self.turns()
         for turn in turns:
             assert turn["output_len"] == len(turn["output_ids"]) == len(turn["logprobs"]) > 0
@@ -64,7 +64,7 @@ class Session:
         return [(turn["relation"], turn["finish_reason"]) for turn in turns]
 
     def end(self, reward: float) -> str:
-        """The verdict after the reward."""
+        """Finish the session with a reward; return the code of its verdict."""
         body = {"status": "completed", "reward": reward}
         reply = self.http.post(f"/sessions/{self.session_id}/finish", json=body).raise_for_status()
         return str(reply.json()["verdict"]["code"])
@@ -72,7 +72,7 @@ class Session:
 
 @dataclass
 class Figures:
-    """What one client did, for the report."""
+    """What one client did, for the summary at the end of the test run."""
 
     scenes: int = 0
     turns: int = 0
@@ -81,7 +81,7 @@ class Figures:
 
 @dataclass
 class RunningStack:
-    """The running stack, from a client's side."""
+    """The running stack, as a client sees it."""
 
     url: str
     http: httpx.Client
@@ -147,7 +147,7 @@ class RunningStack:
 def _command(client: str) -> list[str]:
     home, script = ENVIRONMENTS / client, ROOT / "tests" / "clients" / client
     if (script / "package.json").exists():
-        # Node looks for packages beside the script, so the script goes to where they are.
+        # Node looks for packages beside the script, so the script is copied to where the packages are.
         return ["node", str(shutil.copy(script / "play.js", home / "play.js"))]
     if (script / "play.sh").exists():
         return ["bash", str(script / "play.sh")]

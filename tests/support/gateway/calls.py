@@ -1,4 +1,4 @@
-"""Calls to a gateway on a bare socket, and what the session records of them."""
+"""Calls to a gateway over a plain socket, and what the session records of them."""
 
 import json
 import socket
@@ -11,7 +11,7 @@ RETRY = "x-stainless-retry-count"
 
 
 class Call:
-    """A call on the wire, whose answer is read when the test wants it."""
+    """A call that is sent at once, and whose answer is read when the test asks for it."""
 
     def __init__(
         self, gateway: RunningGateway, session: dict[str, Any], attempt: int = 0, **body: Any
@@ -31,7 +31,7 @@ class Call:
         self.line.close()
 
     def answer(self) -> tuple[int, bytes]:
-        """The status, and the body as it was sent."""
+        """The status and the raw body."""
         heard = b""
         while more := self.line.recv(65536):
             heard += more

@@ -1,4 +1,4 @@
-"""An agent that goes on with its conversation, and what the stream holds of it."""
+"""An agent that continues its conversation, and the turns that the stream holds of it."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def path_of(session: dict[str, Any]) -> str:
 
 
 def say(gateway: RunningGateway, session: dict[str, Any], history: list[dict[str, Any]]) -> httpx.Response:
-    """Go on with the conversation. A client of its own, since threads call."""
+    """Continue the conversation. Each call has its own HTTP client, because several threads call."""
     headers = {"authorization": f"Bearer {session['api_key']}"}
     reply = httpx.post(
         gateway.url + path_of(session), json={"messages": history}, headers=headers, timeout=20
@@ -26,12 +26,12 @@ def say(gateway: RunningGateway, session: dict[str, Any], history: list[dict[str
 
 
 def answered(history: list[dict[str, Any]], reply: httpx.Response) -> list[dict[str, Any]]:
-    """The conversation with an answer, and what the agent says next."""
+    """The conversation with the answer appended, and then the agent's next message."""
     return [*history, reply.json()["choices"][0]["message"], {"role": "user", "content": "go on"}]
 
 
 def stored(gateway: RunningGateway, session: dict[str, Any]) -> list[Turn]:
-    """The session's turns as they stand in the stream, which is what the trainer reads."""
+    """The session's turns as the trainer reads them from the stream."""
     entries: Any = gateway.redis.xrange(keys.STREAM)
     records = [decode(fields[b"r"]) for _, fields in entries]
     return [each for each in records if isinstance(each, Turn) and each.session_id == session["session_id"]]

@@ -1,4 +1,4 @@
-"""Texts that models write, and JSON that strangers send."""
+"""Texts that a model may write, and JSON that any client may send."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Episodes to export, and the rows that come out."""
+"""Makes episodes and exports them as rows."""
 
 import json
 from typing import Any

@@ -16,11 +16,11 @@ from tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class Interruption:
-    """How an answer ends early: after so many tokens, with these last words."""
+    """An answer that ends early: after `after` tokens, in the way that `words` names."""
 
     after: int
     words: Literal["reset", "abort"] | dict[str, Any]
-    """A connection that breaks, an abort as SGLang says it, or an event of this content."""
+    """`reset` breaks the connection, `abort` sends SGLang's abort event, a dictionary is sent as an event."""
 
 
 class Dead(Exception):
@@ -29,9 +29,9 @@ class Dead(Exception):
 
 @dataclass(eq=False)
 class FakeEngine:
-    """Answers with scripted text, or ids, followed by `<|im_end|>`; remembers what it was asked.
+    """Answers with scripted text or ids, followed by `<|im_end|>`, and keeps each request.
 
-    After a prompt that ends with the beginning of the answer it says the rest, as a greedy model would.
+    When the prompt already ends with the beginning of the answer, it sends the rest, as a greedy model would.
     """
 
     tokenizer: Tokenizer
@@ -43,20 +43,20 @@ class FakeEngine:
     spans: list[dict[str, Any]] | None = None
     cumulative: bool = False
     stop_after: int | None = None
-    """End the connection after so many tokens, as an engine that dies."""
+    """After so many tokens the stream ends without an end event, as that of an engine that dies."""
     stall_after: int | None = None
-    """Say nothing more after so many tokens; 0 for nothing at all."""
+    """After so many tokens the engine sends nothing more; with 0 it sends nothing at all."""
     stalled: bool = False
     interruptions: deque["Interruption | None"] = field(default_factory=deque)
-    """How the next answers end early, one for each request."""
+    """How each of the next answers ends early; one entry for each request."""
     mind: str | list[int] = "hello"
-    """What it says when the script is over."""
+    """The answer once the script is used up."""
     pace_s: float = 0.0
-    """How long it takes for each event."""
+    """How long each event takes."""
     raw: bytes | None = None
-    """What the next answer consists of, before the connection breaks."""
+    """The bytes of the next answer; then the connection breaks."""
     last_words: dict[str, Any] = field(default_factory=dict)
-    """What the last event's `meta_info` says instead of the truth."""
+    """Fields that replace those of the last event's `meta_info`."""
 
     def app(self) -> Starlette:
         return Starlette(
@@ -133,7 +133,7 @@ class FakeEngine:
             event = {"output_ids": ids[start:end], "meta_info": meta}
             yield f"data: {json.dumps(event)}\n\n".encode()
             if interruption is not None and end >= interruption.after:
-                await asyncio.sleep(0.01)  # what was said arrives first
+                await asyncio.sleep(0.01)  # lets the tokens arrive before the interruption
                 yield self._last_words(interruption, end, ids)
                 return
             if self.stop_after is not None and end >= self.stop_after:
@@ -159,13 +159,13 @@ class FakeEngine:
                 "weight_versions": self.spans or [{"version": self.version, "start": 0, "end": end}],
                 "output_token_logprobs": [[logprob_of(end - 1), ids[end - 1], None]] if end else [],
             }
-            # In incremental streaming, SGLang says the last token again.
+            # In incremental streaming, SGLang's abort event repeats the last token.
             event = {"output_ids": ids[:end][-1:], "meta_info": meta}
         return f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode()
 
     async def _cut_off(self, raw: bytes) -> AsyncIterator[bytes]:
         yield raw
-        await asyncio.sleep(0.01)  # what was said arrives first
+        await asyncio.sleep(0.01)  # lets the bytes arrive before the connection breaks
         raise Dead
 
     async def _stall(self) -> None:
@@ -174,7 +174,7 @@ class FakeEngine:
 
 
 def logprob_of(index: int) -> float:
-    """What the fake says of its token at `index`; exact in float32."""
+    """The logprob of the fake's token at `index`; exact in float32."""
     return -(1 + index % 97) / 128
 
 

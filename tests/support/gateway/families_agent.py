@@ -1,4 +1,4 @@
-"""An agent that talks to `place` as it would to the gateway, and an engine that samples what it is told."""
+"""An agent whose calls go straight to `place`, without HTTP, and an engine that samples the given ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ def call(arguments: Any = '{"key": "a", "n": 1}', call_id: Any = "call_1", name:
 
 
 def told(content: Any = None, *calls: Message, **more: Any) -> Message:
-    """An assistant's message."""
+    """A message of the assistant."""
     return {"role": "assistant", "content": content, **({"tool_calls": list(calls)} if calls else {}), **more}
 
 
@@ -51,9 +51,10 @@ def result(text: Any, call_id: Any = "call_1") -> Message:
 
 
 def sampled(renderer: ChatRenderer, prompt_ids: TokenIds, said: Message) -> list[int]:
-    """The ids by which a model of this family would say it, its stop token last.
+    """The ids that a model of this family would sample for the message `said`, with its stop token last.
 
-    They are found where the template itself puts them; what a template opens in the prompt is closed first.
+    They are read from the conversation that the template renders. If the prompt opens a thought, it is closed
+    first.
     """
     tools = [TOOL]
     inner, normalizer = renderer.template, renderer.normalizer
@@ -73,7 +74,7 @@ def sampled(renderer: ChatRenderer, prompt_ids: TokenIds, said: Message) -> list
 
 @dataclass
 class Agent:
-    """One session: asks, and keeps what was said."""
+    """One session: the agent asks, and keeps all messages."""
 
     renderer: ChatRenderer
     tools: list[Tool] | None = field(default_factory=lambda: [TOOL])
@@ -83,7 +84,7 @@ class Agent:
     )
 
     def ask(self, *messages: Message) -> Prompt:
-        """Say more, and have the call placed."""
+        """Add messages to the conversation, and have the call placed."""
         self.messages += messages
         return self.placed(self.messages)
 
@@ -95,7 +96,7 @@ class Agent:
     def answer(
         self, prompt: Prompt, ids: Sequence[int], finish: Finish = "stop"
     ) -> tuple[Turn, ParsedAnswer]:
-        """The engine sampled these ids: they are in the record, and the agent reads what they say."""
+        """The engine has sampled these ids: record the turn, and let the agent read the message."""
         turn_id = f"turn{len(self.head.turns)}"
         read = self.renderer.parse(ids, self.tools, turn_id, prompt_ids=prompt.prompt_ids)
         reply = "" if finish == "abort" else extend(prompt.digest, reply_message(read)).hex()
@@ -119,7 +120,7 @@ class Agent:
         return turn, read
 
     def hear(self, prompt: Prompt, said: Message) -> Turn:
-        """The model says it as its family does, and the agent keeps the message that it reads."""
+        """The model samples `said` in its family's format, and the agent keeps the message that it reads."""
         turn, read = self.answer(prompt, sampled(self.renderer, prompt.prompt_ids, said))
         self.messages.append(as_sent_back(read))
         return turn
@@ -133,7 +134,7 @@ def as_sent_back(read: ParsedAnswer, reasoning: bool = False) -> Message:
 
 
 def check(head: SessionHead, prompt: Prompt) -> None:
-    """What holds of every prompt, whatever the conversation."""
+    """Checks what must hold for every prompt of every conversation."""
     before = TokenIds()
     if prompt.parent is not None:
         context_ids, output_ids = head.branch_ids(prompt.parent)

@@ -1,6 +1,6 @@
-"""Small stand-ins for models of many makes: each family's control tokens over one small byte-level BPE.
+"""Small stand-ins for models of many families: each family's control tokens over one small byte-level BPE.
 
-A directory holds what the gateway reads of a model, config.json and tokenizer.json, and no weights.
+A directory holds the files of a model that the gateway reads, config.json and tokenizer.json, and no weights.
 """
 
 import json
@@ -96,10 +96,11 @@ CONTROL_TOKENS: dict[str, tuple[str, ...]] = {
     "laguna-xs-2.1": LAGUNA,
     "laguna-s-2.1": LAGUNA,
 }
-"""By the names of `renderers`. gpt-oss is missing: its library fetches a vocabulary from the network."""
+"""The keys are the names that `renderers` uses. gpt-oss is missing: its library downloads a vocabulary."""
 
 FRAME = frozenset(token for token in chain(*CONTROL_TOKENS.values()) if "|" in token and "tool" not in token)
-"""Special, as in the real tokenizers: thoughts and calls are part of answers, and are not."""
+"""Tokens that are special in the real tokenizers. The marks of thoughts and calls, which are part of answers,
+are not special."""
 
 
 def make_model(directory: Path, family: str, *, ordinary: tuple[str, ...] = ()) -> Path:
@@ -121,7 +122,7 @@ def make_model(directory: Path, family: str, *, ordinary: tuple[str, ...] = ()) 
 
 @cache
 def _ordinary() -> str:
-    """The tokenizer of ordinary text that all share: every byte, and a few merges."""
+    """The tokenizer of ordinary text that all families share: every byte, and a few merges."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""A Redis that answers, and stores nothing more."""
+"""A Redis that still answers and refuses to store anything more."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from tests.support.gateway.running import RunningGateway
 
 @contextmanager
 def full(gateway: RunningGateway) -> Iterator[None]:
-    """Redis answers what it is asked, and stores nothing more."""
+    """Inside this context, Redis answers reads and refuses writes that need memory."""
     gateway.redis.config_set("maxmemory", 1)
     try:
         yield

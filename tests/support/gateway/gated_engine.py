@@ -1,4 +1,4 @@
-"""Fake engines that a test holds up in the middle of an answer, and lets go on."""
+"""Fake engines that stop in the middle of an answer until the test lets them continue."""
 
 import asyncio
 from collections.abc import Iterator
@@ -11,18 +11,18 @@ from tests.support.gateway.running import RunningGateway
 from tests.support.waiting import wait_until
 
 ANSWER = [5] * 100
-"""More tokens than one event brings to a client that does not stream."""
+"""More tokens than the engine sends in one event for a call that does not stream."""
 
 
 class GatedEngine(FakeEngine):
-    """Stops where it stalls until it is let on."""
+    """Stops at `stall_after` tokens until `open` is set."""
 
     open = False
 
     async def _stall(self) -> None:
         self.stalled = True
         while not self.open:  # noqa: ASYNC110 - the test that opens it runs in another thread
-            await asyncio.sleep(0.005)  # until it is let on
+            await asyncio.sleep(0.005)  # until the test calls `let_on`
 
 
 def let_on(gateway: RunningGateway) -> None:
@@ -31,12 +31,12 @@ def let_on(gateway: RunningGateway) -> None:
 
 
 def asked(gateway: RunningGateway, times: int) -> None:
-    """The engine was asked so often, and is in the middle of its answers."""
+    """Wait until the engine has received so many requests and has stopped in the middle of an answer."""
     wait_until(lambda: len(gateway.engine.requests) == times and gateway.engine.stalled)
 
 
 class NumberingEngine(GatedEngine):
-    """Never says the same twice, so that every answer names its turn; and always more than one event."""
+    """Gives each answer its own number, so that an answer identifies its turn. Each takes several events."""
 
     numbers: Iterator[int]
 

@@ -1,4 +1,4 @@
-"""Waits until gateways have looked at Redis, as they do every `poll_every_s`, on a busy machine later."""
+"""Waits until gateways have polled Redis. They do so every `poll_every_s`, and later on a busy machine."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ from redis import Redis
 from tests.support.waiting import wait_until
 
 MOST_GATEWAYS = 3
-"""That poll one Redis at the same time in a test."""
+"""The most gateways that poll one Redis at the same time in a test."""
 
 
 def polled(redis: Redis, times: int = 2) -> None:
-    """Until each gateway has looked so many times, if they look in turn: each look is one XLEN."""
+    """Wait until each gateway has polled `times` times, if they take turns. Each poll is one XLEN."""
 
     def looks() -> int:
         stats: Any = redis.info("commandstats")

@@ -1,4 +1,4 @@
-"""Gateways as processes of their own, on one Redis and one fake engine."""
+"""Gateways in their own processes, on one Redis and one fake engine."""
 
 import itertools
 import os
@@ -16,12 +16,12 @@ from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 
 STARTS_WITHIN_S = 60.0
-"""A process has Python and the model's tokenizer to load, and the machine may have other things to do."""
+"""A process loads Python and the model's tokenizer first, and the machine may be busy."""
 
 
 @dataclass
 class Processes:
-    """Starts gateways, on a Redis database and an engine that only they use."""
+    """Starts gateways on a Redis database and an engine that no other test uses."""
 
     backends: Backends
     logs: Path
@@ -42,14 +42,14 @@ class Processes:
         return process, f"http://127.0.0.1:{port}"
 
     def at(self, url: str) -> RunningGateway:
-        """The gateway at this address, once it is ready."""
+        """Wait until the gateway at this address is ready."""
         gateway = RunningGateway(url, self.backends.engine, self.backends.redis)
         wait_until(lambda: ready(gateway), STARTS_WITHIN_S)
         return gateway
 
     @contextmanager
     def gateway(self) -> Iterator[tuple[subprocess.Popen[bytes], RunningGateway]]:
-        """One that a test may end."""
+        """A gateway of its own for one test, which may stop or kill it."""
         process, url = self.start()
         try:
             gateway = self.at(url)

@@ -1,7 +1,7 @@
-"""How often retries joined a call, and how often clients left one."""
+"""Counts how often retries joined a call, and how often clients left one."""
 
 
 class RetryCounts:
-    """How often a retry joined, and how often a client left."""
+    """How often a retry joined a call in flight, and how often a client left one."""
 
     joined = left = 0

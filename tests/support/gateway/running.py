@@ -22,7 +22,7 @@ CLIENT_KEY, OTHER_KEY, ADMIN_KEY = "client-key", "other-key", "admin-key"
 
 @dataclass
 class RunningGateway:
-    """The gateway from outside, and the fake engine behind it."""
+    """The gateway as its clients see it, and the fake engine behind it."""
 
     url: str
     engine: FakeEngine
@@ -63,7 +63,7 @@ class RunningGateway:
 
 @dataclass
 class Backends:
-    """Servers that outlive a test, and what each test finds fresh: an engine and an empty Redis."""
+    """Servers that several tests share. Each test gets a fresh engine and an empty Redis."""
 
     redis_url: str
     model_path: Path
@@ -76,7 +76,7 @@ class Backends:
         await self.engine.app()(scope, receive, send)
 
     def clear(self, secret: bytes | None) -> None:
-        """Forget everything but the secret, which gateways read once."""
+        """Empty Redis but keep the secret, which gateways read once, when they start."""
         self.engine = FakeEngine(self.tokenizer)
         self.redis.flushdb()
         if secret is not None:
@@ -99,6 +99,6 @@ class Backends:
 
     @contextmanager
     def gateway(self, **settings: Any) -> Iterator[RunningGateway]:
-        """A gateway of a test's own, on what the test has in Redis."""
+        """One more gateway for this test, on the same Redis and engine."""
         with self.gateway_url(**settings) as url, httpx.Client(timeout=10) as http:
             yield RunningGateway(url, self.engine, self.redis, http)

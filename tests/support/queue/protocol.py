@@ -1,7 +1,7 @@
-"""A gateway and a trainer on a real Redis that can be cut anywhere: the system that `test_protocol` drives.
+"""The system of `test_protocol`: a gateway and a trainer on a real Redis, which can be killed anywhere.
 
-Everything is real but the weights, which are the list of the turns that they were trained on, and the
-gateway's HTTP. A process that is cut leaves Redis and the disk as they are at that moment.
+Everything is real except for the gateway's HTTP and the weights, which are the list of the turns that trained
+them. A process that is killed leaves Redis and the disk as they are at that moment.
 """
 
 import asyncio
@@ -55,19 +55,19 @@ CUTS = (
     "acknowledge",
     "acknowledge: done",
 )
-"""Where a trainer can be cut: before and after everything that somebody else, or its successor, can see."""
+"""Where a trainer can be killed: before and after each change that another process can see."""
 CALM = ("read", "read: done", "step", "step: done", "CURRENT: done", "acknowledge", "acknowledge: done")
-"""Where a trainer may sleep while another takes over. In between it holds a lock on its disk."""
+"""Where a trainer may sleep while another takes over. At the other places it holds a lock on its disk."""
 
 Result = TypeVar("Result")
 
 
 class Killed(BaseException):
-    """SIGKILL, as far as one process can play it."""
+    """Stands for SIGKILL inside the test's own process."""
 
 
 class Knife:
-    """Does something once, where the trainer is at `place`."""
+    """Runs an action once, when the trainer reaches a place."""
 
     def __init__(self) -> None:
         self._place = ""
@@ -96,7 +96,7 @@ class Weights:
     def __init__(self, knife: Knife) -> None:
         self.trained: list[str] = []
         self.begun: list[str] = []
-        """Learned from, and not in a step yet."""
+        """The turns whose gradients are accumulated, and which no step contains yet."""
         self.knife = knife
 
     def save(self, directory: Path, tag: str) -> None:
@@ -131,7 +131,7 @@ class Weights:
 
 
 class CutReader(RedisReader):
-    """The trainer's end, with a knife at it."""
+    """The trainer's end of the stream; it can be killed around each read and acknowledgement."""
 
     knife: Knife
 
@@ -148,7 +148,7 @@ class CutReader(RedisReader):
 
 
 class CutCheckpoints(Checkpoints):
-    """The disk, with a knife at it; `write_atomically` is cut by whoever patches it."""
+    """Checkpoints of a trainer that can be killed after a save. `test_protocol` patches `write_atomically`."""
 
     knife: Knife
 
@@ -196,7 +196,7 @@ class System:
         self.writer = RedisWriter(self.async_redis)
 
     def start_trainer(self, group_wait_s: float = 1e12) -> None:
-        """A new process on the same disk. Whoever held the lease is dead, or sleeps longer than it lasts."""
+        """A new process on the same disk. The lease's former holder is dead, or slept until it expired."""
         algorithm = AlgorithmSettings(min_live_rows=2, max_tokens=8, group_wait_s=group_wait_s)
         self.redis.delete(keys.LEASE)
         lease = Lease(self.redis, 1000.0)
@@ -225,7 +225,7 @@ class System:
         self.trainer.start()
 
     def durable(self) -> tuple[list[str], list[LedgerStep]]:
-        """What a trainer that starts now has in its weights, and what the ledger says of them."""
+        """The turns in the weights that a new trainer would restore, and the steps in its ledger."""
         directory = self.settings.checkpoint_dir
         if not (directory / CURRENT).exists():
             return [], []

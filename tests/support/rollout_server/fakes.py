@@ -1,4 +1,4 @@
-"""A fake SGLang for the reload rules: it holds weights, remembers calls, and fails where a test says so."""
+"""A fake SGLang for the reload tests: it holds weights, keeps the calls, and fails where a test says so."""
 
 import asyncio
 import hashlib
@@ -23,14 +23,14 @@ class FakeEngine:
         self.paused = False
         self.running = 2
         self.boot_gate = asyncio.Event()
-        """A boot is over when it is set."""
+        """The engine finishes its start when this event is set."""
         self.boot_gate.set()
         self.load_gate = asyncio.Event()
-        """A load goes on when it is set."""
+        """A load of weights continues when this event is set."""
         self.load_gate.set()
         self.says_version: str | None = None
         self.on_load: Callable[[], httpx.Response | None] = lambda: None
-        """What a load does before, or in place of, loading."""
+        """Called before a load, and may answer in its place."""
         self.keeps_old_weights = False
 
     async def start(self, policy: LocalPolicy) -> "FakeProcess":
@@ -79,7 +79,7 @@ class FakeEngine:
 
 
 class FakeProcess:
-    """Lives until it is killed."""
+    """A process that runs until it is stopped or killed."""
 
     def __init__(self) -> None:
         self._dead = asyncio.Event()

@@ -22,7 +22,7 @@ from tests.support.waiting import wait_until_async
 
 
 class FakeNetwork:
-    """Everything that is neither the engine nor us: a gateway and a trainer, as far as a test needs them."""
+    """The servers that a rollout server calls besides its engine: a gateway, and the trainer's files."""
 
     def __init__(self) -> None:
         self.requests: list[httpx.Request] = []
@@ -38,7 +38,7 @@ class FakeNetwork:
 
 @dataclass
 class Harness:
-    """The server under test and what surrounds it."""
+    """The rollout server under test, its fake engine and its fake network."""
 
     server: RolloutServer
     engine: FakeEngine
@@ -47,7 +47,7 @@ class Harness:
     directory: Path
 
     def policy(self, version: int, fill: float | None = None) -> Path:
-        """A sound published version, every weight equal to `fill`."""
+        """A valid published version with every weight equal to `fill`."""
         directory = self.directory / "policies" / f"v{version}"
         published_copy(self.directory / "model", directory, version)
         write_safetensors(directory / "model.safetensors", float32_tensors(fill or 1.0 + version))
@@ -63,7 +63,7 @@ class Harness:
         return answer
 
     async def kill_engine(self) -> None:
-        """As `kill -9` would; returns once the server knows it."""
+        """Kill the engine, as `kill -9` does; return once the server has noticed."""
         assert self.engine.process is not None
         await self.engine.process.kill()
         await wait_until_async(lambda: not self.server.engine.serving)

@@ -1,4 +1,4 @@
-"""Small sets of weights for tests: written byte by byte, so that a test can break each byte."""
+"""Small sets of weights for tests, written byte by byte, so that a test can damage any byte."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ def write_model(directory: Path, tensors: Tensors | None = None, **config: objec
 
 
 def publish(directory: Path, version: int) -> str:
-    """Turn a model directory into a published policy as it is now; gives the manifest's SHA-256."""
+    """Make a model directory a published policy; return the SHA-256 of its manifest."""
     files = []
     for path in sorted(directory.iterdir()):
         if path.name in (MANIFEST, STABLE):

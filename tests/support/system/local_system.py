@@ -29,16 +29,17 @@ from weir.audit.report import Report
 from weir.audit.sources import Sources
 
 STARTS_WITHIN_S = 90.0
-"""A process has torch to load, and the machine may have other things to do."""
+"""A process loads torch first, and the machine may be busy."""
 ENDS_WITHIN_S = 30.0
-"""What `docker stop` and Kubernetes give."""
+"""The time that Kubernetes gives a process after SIGTERM by default."""
 CLOCK = Path(libfaketime.__file__).parent / "vendor/libfaketime/src/libfaketime.so.1"
 
 
 class Clock:
-    """The wall clock of one process, which a test can move; its steady clock goes on.
+    """The wall clock of one process, which a test can move. The process's monotonic clock is unchanged.
 
-    Each look at it opens a file. Who looks `often`, as a trainer's threads do, sees a jump within a second.
+    Each reading of the clock opens a file. For a process that reads the clock `often`, as a trainer does, the
+    file is cached: such a process sees a jump within a second.
     """
 
     def __init__(self, file: Path, often: bool = False) -> None:
@@ -46,7 +47,7 @@ class Clock:
         self.jump(0)
 
     def jump(self, seconds: float) -> None:
-        """So far from the true time, from now on."""
+        """From now on, the clock differs by `seconds` from the true time."""
         aside = self._file.with_suffix(".new")
         aside.write_text(f"{seconds:+g}\n")
         aside.rename(self._file)
@@ -78,7 +79,7 @@ class Service:
         self.process.send_signal(number)
 
     def until(self, path: str, **expected: Any) -> dict[str, Any]:
-        """Ask until the answer says so; gives it back."""
+        """Ask until the answer has the expected fields; return the answer."""
         said: dict[str, Any] = {}
 
         def so() -> bool:
@@ -95,7 +96,7 @@ class Service:
         return said
 
     def terminate(self) -> int:
-        """SIGTERM; its exit code."""
+        """Send SIGTERM; return the exit code."""
         self.process.terminate()
         return self.process.wait(timeout=ENDS_WITHIN_S)
 
@@ -106,7 +107,7 @@ class Service:
 
 @dataclass
 class LocalSystem:
-    """What runs, and where it writes. `backends` holds the fake engine."""
+    """The running processes and their files. `backends` holds the fake engine."""
 
     backends: Backends
     redis: RedisProcess
@@ -115,7 +116,7 @@ class LocalSystem:
     _number: Any = field(default_factory=itertools.count)
 
     def gateway(self, clock: Clock | None = None, **settings: str) -> tuple[Service, RunningGateway]:
-        """One more gateway, once it is ready; settings as WEIR_GATEWAY__… has them."""
+        """Start one more gateway and wait until it is ready; `settings` are named as in WEIR_GATEWAY__…"""
         service = self._service("gateway", clock, settings)
         service.until("/ready")
         gateway = RunningGateway(service.url, self.backends.engine, self.redis.client)
@@ -123,7 +124,7 @@ class LocalSystem:
         return service, gateway
 
     def trainer(self, gateway: Service, clock: Clock | None = None, **settings: str) -> Service:
-        """A trainer on the one checkpoint directory of the system; it may not be ready yet."""
+        """Start a trainer on the system's only checkpoint directory; it may not be ready yet."""
         given = {
             "CHECKPOINT_DIR": str(self.checkpoints),
             "POLICIES_DIR": str(self.root / "policies"),
@@ -146,7 +147,7 @@ class LocalSystem:
         return self.root / "checkpoints"
 
     def audit(self, heard: list[ClientAnswer], trainer: Service | None = None) -> Report:
-        """Without a trainer, from what it left on the disk."""
+        """Audit the system; without a trainer, from the files that it left on disk."""
         self.checkpoints.mkdir(exist_ok=True)
         url = f"http://127.0.0.1:{free_port()}" if trainer is None else trainer.url
         return audit(Sources(self.redis.url, url, ADMIN_KEY, self.checkpoints), heard)
@@ -168,7 +169,7 @@ class LocalSystem:
 
 
 def open_local_system(backends: Backends, redis: RedisProcess, root: Path, stack: ExitStack) -> LocalSystem:
-    """A system whose engine never says the same twice."""
+    """A system whose engine gives each answer its own number."""
     engine = NumberingEngine(backends.tokenizer)
     engine.numbers = itertools.count()
     backends.engine = engine

@@ -1,4 +1,4 @@
-"""The whole system for real: Redis, SGLang, gateway, DeepSpeed, a tiny random model."""
+"""The whole system, with the real Redis, SGLang, gateway and DeepSpeed, and a tiny random model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ ENGINE_PYTHON = Path(".venv-engine/bin/python")
 
 @dataclass
 class System:
-    """The running stack, from outside."""
+    """The running stack, as its clients and operators see it."""
 
     stack: Stack
     settings: StackSettings
@@ -61,7 +61,7 @@ class System:
         return self.client(ticket).chat.completions.create(model="policy", messages=messages, **asked)
 
     def train_one_group(self, size: int = 4) -> list[str]:
-        """A group whose members earn 0 and 1 in turn; gives the session ids back."""
+        """Train a group whose members earn 0 and 1 in turn; return the session ids."""
         tickets = self.post("/groups", {"size": size})["sessions"]
         for index, ticket in enumerate(tickets):
             self.say(ticket, "tell me")

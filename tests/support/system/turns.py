@@ -1,4 +1,4 @@
-"""What a running system says of its turns and of its retries."""
+"""Reads the token versions of turns and the number of continued generations from a running system."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from tests.support.system.real_system import System
 
 
 def versions_of(turn: dict[str, Any]) -> list[int]:
-    """The version of each token, where the spans tile the output."""
+    """The version of each output token. Checks that the spans cover the output without gap or overlap."""
     versions: list[int] = []
     for span in turn["versions"]:
         assert span["start"] == len(versions)
@@ -16,7 +16,7 @@ def versions_of(turn: dict[str, Any]) -> list[int]:
 
 
 def retried(system: System) -> float:
-    """How many generations were taken up again after a fault."""
+    """How many generations continued on an engine after a fault."""
     text = system.request("GET", "/metrics", key="").text
     lines = [line for line in text.splitlines() if line.startswith("weir_engine_faults_total{")]
     return sum(float(line.split()[-1]) for line in lines if 'outcome="retried"' in line)

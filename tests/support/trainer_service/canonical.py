@@ -1,4 +1,4 @@
-"""The canonical batch of algorithms_golden.json as the losses see it: trained tokens, flat, in float64."""
+"""The canonical batch of algorithms_golden.json as the losses get it: trained tokens, flat, in float64."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def cases(*families: str) -> list[str]:
 
 
 def flat(values: Any) -> Tensor:
-    """What the file says of tokens, where they are trained; what it says of rows or of all, as it is."""
+    """The values of trained tokens, if `values` has one per position; else the values unchanged."""
     tensor = torch.tensor(values, dtype=torch.float64)
     return tensor[MASK] if tensor.shape == MASK.shape else tensor
 
@@ -45,7 +45,7 @@ TOLERANCE = float(GOLDEN["meta"]["tolerance"]["float64"])
 
 
 def close(got: Any, wanted: Any, tolerance: float = TOLERANCE) -> bool:
-    """Within the golden file's own tolerance, unless another is given."""
+    """Whether both are equal within a tolerance, by default that of the golden file."""
     return torch.allclose(
         torch.as_tensor(got, dtype=torch.float64),
         torch.as_tensor(wanted, dtype=torch.float64),
@@ -67,7 +67,7 @@ def canonical_tokens() -> Tokens:
 
 
 def counts_of(rows_T: Tensor, rollout_R: Tensor, group_R: Tensor) -> StepCounts:
-    """The counts of a step, from the row of each of its tokens."""
+    """The counts of a step; `rows_T` is the row of each token."""
     return StepCounts(torch.bincount(rows_T, minlength=len(rollout_R)), rollout_R, group_R)
 
 
@@ -86,7 +86,7 @@ def learned(
     counts: StepCounts,
     statistics: StepStatistics | None = None,
 ) -> tuple[PolicyLoss, Tensor]:
-    """The loss, and its gradient by lp_new."""
+    """The loss, and its gradient with respect to `lp_new_T`."""
     found = policy_loss(tokens, settings, counts, statistics)
     tokens.lp_new_T.grad = None
     found.loss.backward()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""A process that dies in the middle of something, as a test puts it there."""
+"""An exception that stands for the death of a process; tests patch `crash` in where it should die."""
 
 
 class Crash(Exception):

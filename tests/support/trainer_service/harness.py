@@ -1,4 +1,4 @@
-"""A trainer on a stream in memory, with a model so small that a step takes milliseconds."""
+"""A trainer in the test's own process, on a stream in memory, with a model so small that steps are fast."""
 
 import asyncio
 import time
@@ -34,25 +34,25 @@ from trainer_service.train import Trainer
 
 @dataclass
 class FakeGateway:
-    """The three paths of the gateway that publishing uses."""
+    """Plays the three routes of the gateway that publishing uses."""
 
     versions: list[int] = field(default_factory=lambda: [0])
     announced: list[dict[str, Any]] = field(default_factory=list)
     refusals: int = 0
-    """How many announcements are answered with 503 first."""
+    """How many announcements get a 503 before one is accepted."""
     server_ok: bool = True
     conflict: bool = False
     serving: int | None = None
-    """What is served whatever is published; else the newest version is."""
+    """The version that is served whatever is published; None serves the newest."""
     rolled_back_to: int | None = None
     idle: bool = False
-    """Whether no version is served."""
+    """Whether the fleet serves no version."""
     target: int | None = None
     speechless: bool = False
-    """Whether it does not say what it serves."""
+    """Whether the gateway does not say which version is served."""
     away: bool = False
     nonsense: int = 0
-    """How many requests are answered by a proxy's page first."""
+    """How many requests get a proxy's HTML page before one is answered properly."""
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if self.nonsense:
@@ -107,7 +107,7 @@ class FakeGateway:
 
 
 def turn(session_id: str = "s1", turn_id: str = "t1", **fields: Any) -> Turn:
-    """A turn whose logprobs are made up unless given."""
+    """A turn with invented logprobs, unless they are given."""
     output = fields.pop("output_ids", [10, 11, 1])
     given: dict[str, Any] = {
         "context_ids": TokenIds(fields.pop("context_ids", [2, 3, 4])),
@@ -169,7 +169,7 @@ class Agents:
         asyncio.run(self._stream.delete_session(session_id))
 
     def episode(self, session_id: str, value: float, **fields: Any) -> None:
-        """One turn, rewarded and finished, in a group of its own or the one that is given."""
+        """A session of one turn, rewarded and finished; without `group_id` it has no group."""
         self.open(session_id, fields.pop("group_id", None), fields.pop("size", None))
         reason, at = fields.pop("reason", None), fields.pop("at", 103.0)
         self.call(turn(session_id, f"{session_id}-t", **fields))
@@ -184,7 +184,7 @@ class Agents:
 
 
 class Clock:
-    """The system's, until it is stopped: then only `pass_by` moves it."""
+    """The system's clock until the first `pass_by`; from then on, only `pass_by` moves it."""
 
     def __init__(self) -> None:
         self._stopped_at: float | None = None
@@ -198,7 +198,7 @@ class Clock:
 
 @dataclass
 class Harness:
-    """Everything of one trainer process but the HTTP thread. `restart` is a new process on the same disk."""
+    """All parts of a trainer process except its HTTP thread. `restart` stands for a new process on its disk."""
 
     root: Path
     settings: TrainerSettings
@@ -206,12 +206,12 @@ class Harness:
     gateway: FakeGateway
     shared_state: SharedState = field(default_factory=SharedState)
     teacher: Callable[[httpx.Request], httpx.Response] = lambda request: httpx.Response(503)
-    """How the teacher answers, where the settings have one."""
+    """Answers for the teacher, if the settings have one."""
     sinks: Sequence[Sink] = ()
-    """Beside those that the settings ask for."""
+    """Sinks in addition to those in the settings."""
     clock: Clock = field(default_factory=Clock)
     closing: ExitStack = field(default_factory=ExitStack)
-    """Closes what this process and its successors opened, when the test is over."""
+    """Closes what this harness and its successors opened, when the test is over."""
 
     def __post_init__(self) -> None:
         self.agents = Agents(self.stream)
@@ -252,12 +252,12 @@ class Harness:
         return successor.start()
 
     def step(self, group_id: str, **fields: Any) -> None:
-        """A step of one group."""
+        """Train one step on one new group."""
         self.agents.group(group_id, [1.0, 0.0], **fields)
         assert self.trainer.run_once()
 
     def save(self) -> None:
-        """As `POST /checkpoint` has it, while nothing is trained."""
+        """Save a checkpoint, as `POST /checkpoint` does, without training."""
         asked = self.shared_state.request_checkpoint()
         self.shared_state.pause()
         self.trainer.run_once()

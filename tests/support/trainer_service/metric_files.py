@@ -1,4 +1,4 @@
-"""What a trainer's sinks have left on disk: lines of JSON, curves of TensorBoard."""
+"""Reads the files that a trainer's sinks write: JSON lines and TensorBoard's curves."""
 
 import json
 import struct
@@ -11,7 +11,7 @@ from tensorboardX.record_writer import masked_crc32c
 
 
 def events(directory: Path) -> Iterator[Any]:
-    """What TensorBoard reads: whole records with the right checksums, file after file by name."""
+    """The events that TensorBoard reads: complete records with valid checksums, ordered by file name."""
     for path in sorted(directory.iterdir()):
         content, at = path.read_bytes(), 0
         while at < len(content):
@@ -25,7 +25,7 @@ def events(directory: Path) -> Iterator[Any]:
 
 
 def curve(directory: Path, tag: str) -> list[tuple[int, float]]:
-    """One curve as TensorBoard draws it: a new file's start makes void what came before at later steps."""
+    """One curve as TensorBoard draws it: the start of a new file removes earlier points at later steps."""
     points: list[tuple[int, float]] = []
     for event in events(directory):
         if event.session_log.status == SessionLog.START:

@@ -1,4 +1,4 @@
-"""Small random models of the architectures that the trainer packs rows for."""
+"""Small random models of the architectures for which the trainer packs rows."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ SMALL: dict[str, Any] = {
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 CAPS = {"query_pre_attn_scalar": 1, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.2}
 EXPERTS = {"num_local_experts": 1, "num_experts_per_tok": 1}
-"""One: how many tokens an expert multiplies at a time changes their last bits."""
+"""One expert: an expert's batch size changes the last bits of its tokens, and differs with several experts."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ FAMILIES = [
 
 
 def made(family: Family, directory: Path) -> Any:
-    """A random model of the family, as transformers runs it."""
+    """A random model of the family, loaded by transformers."""
     torch.manual_seed(5)
     config = getattr(transformers, f"{family.name}Config")(**SMALL | family.options)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Rows drawn by chance, and policies that learn them without a stream, a gateway or a trainer around."""
+"""Random rows, and a policy that learns from them without a stream, a gateway or a trainer loop."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +16,11 @@ from trainer_service.step.step_request import StepRequest
 
 VOCABULARY = 64
 POISON = 1e-42
-"""A temperature that is greater than 0, and makes every logit infinite."""
+"""A positive temperature that is so small that every logit divided by it is infinite."""
 
 
 def random_rows(seed: int, count: int, temperature: float = 1.0) -> list[Row]:
-    """Rows of uneven lengths, so that ranks have uneven shares."""
+    """Rows of unequal lengths, so that ranks get unequal shares."""
     draw = np.random.default_rng(seed)
     made = []
     for index in range(count):
@@ -44,7 +44,7 @@ def random_rows(seed: int, count: int, temperature: float = 1.0) -> list[Row]:
 
 
 def row_of(length: int, seed: int = 0) -> Row:
-    """One row, whose tokens are trained or not by chance."""
+    """One row with a random mask."""
     draw = np.random.default_rng([seed, length])
     mask = draw.integers(0, 2, length)
     mask[0], mask[-1] = 0, 1
@@ -63,7 +63,7 @@ def row_of(length: int, seed: int = 0) -> Row:
 
 
 class OneRankLearner:
-    """A policy on one rank, and what a test asks it."""
+    """A policy on one rank that learns from random rows and exports its weights."""
 
     def __init__(self, root: Path, settings: TrainerSettings) -> None:
         self.root, self.settings = root, settings

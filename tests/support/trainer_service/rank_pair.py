@@ -1,4 +1,4 @@
-"""Two ranks as real processes, which learn one task after the other: they start but once for many tests."""
+"""Two ranks as real processes. They start once and learn one task after the other, for many tests."""
 
 import os
 import pickle
@@ -15,21 +15,21 @@ from tests.support.waiting import wait_until
 from weir.stack.services import launcher as launcher_of
 
 TORCH = (sys.executable, *launcher_of(2), "-m")
-"""As `weir up` starts them."""
+"""The command by which `weir up` starts the ranks."""
 DEEPSPEED = (str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2", "--module")
 PATIENCE_S = 300.0
-"""Processes start one after another, perhaps on a busy machine."""
+"""Processes start one after another, and the machine may be busy."""
 
 
 class RankPair:
-    """The launcher of two ranks, and the folder from which they take their tasks."""
+    """The launcher process of two ranks, and the folder from which they read their tasks."""
 
     def __init__(self, folder: Path, launcher: "subprocess.Popen[bytes]") -> None:
         self._folder, self.launcher = folder, launcher
         self._tasks = 0
 
     def begin(self, task: Task) -> Path:
-        """Give them a task. Returns the file that will say what they told of it."""
+        """Give the ranks a task. Returns the path where rank 0 will write its report."""
         place = place_of(self._folder, self._tasks)
         place.mkdir(parents=True)
         task.run.mkdir(exist_ok=True)
@@ -38,7 +38,7 @@ class RankPair:
         return place / "told.pickle"
 
     def end(self, told: Path) -> Told:
-        """Wait until they have done it."""
+        """Wait for the report at this path."""
         wait_until(lambda: told.exists() or self.launcher.poll() is not None, PATIENCE_S)
         assert told.exists(), f"the ranks ended with {self.launcher.poll()}"
         found: Told = pickle.loads(told.read_bytes())  # noqa: S301 - the test's own
@@ -49,19 +49,19 @@ class RankPair:
         return self.end(self.begin(task))
 
     def ranks(self) -> list[psutil.Process]:
-        """In their order."""
+        """The processes, in the order of their ranks."""
         workers = psutil.Process(self.launcher.pid).children()
         return sorted(workers, key=lambda worker: worker.environ()["RANK"])
 
     def close(self) -> int:
-        """Let them end in order. Returns the launcher's status."""
+        """Tell the ranks that no task follows, and wait. Returns the launcher's exit status."""
         (self._folder / OVER).touch()
         return self.launcher.wait(PATIENCE_S)
 
 
 @contextmanager
 def rank_pair(folder: Path, launched_by: Sequence[str] = TORCH, *, forks: bool = True) -> Iterator[RankPair]:
-    """Without `forks` the ranks that the launcher started learn themselves, and do one task."""
+    """With `forks`, a rank forks a process for each task. Without, it does a single task itself."""
     folder.mkdir(exist_ok=True)
     command = [*launched_by, "tests.support.trainer_service.two_ranks", str(folder)]
     command += ["--forks"] if forks else []

@@ -1,4 +1,4 @@
-"""What two ranks are given to learn, and what they tell of it, in files."""
+"""The files by which a test gives two ranks a task, and rank 0 reports on it."""
 
 import pickle
 from collections.abc import Sequence
@@ -11,42 +11,42 @@ from trainer_service.settings import TrainerSettings
 
 Steps = Sequence[Sequence[Row]]
 OVER = "over"
-"""This file in place of the next task: there is none."""
+"""If this file exists, no further task follows."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be learned, and where."""
+    """The steps to train, and the directory of the run."""
 
     run: Path
-    """Holds `checkpoints/`, and in the end `weights.safetensors`. Tasks may go on with the run of others."""
+    """Holds `checkpoints/`, and at the end `weights.safetensors`. A task may continue another task's run."""
     settings: TrainerSettings
     steps: Steps
     probes: Steps = ()
     in_parts: bool = False
     port: int = field(default_factory=free_port)
-    """Where the ranks meet."""
+    """The port of the process group."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """What rank 0 says of a task."""
+    """The report of rank 0 on a task."""
 
     metrics: list[dict[str, float]]
-    """Of each step that it made."""
+    """The metrics of each step."""
     sound: list[bool]
-    """Of each probe."""
+    """Whether the gradient of each probe is finite."""
     finite: bool
-    """Whether every weight is a number in the end."""
+    """Whether every weight is finite at the end."""
 
 
 def place_of(folder: Path, number: int) -> Path:
-    """Where a task is put, and what is told of it."""
+    """The directory of a task and of the report on it."""
     return folder / f"task-{number}"
 
 
 def put(value: object, path: Path) -> None:
-    """Whoever sees the file sees all of it."""
+    """Write the file atomically, so that a reader never sees a part of it."""
     half = path.with_suffix(".half")
     half.write_bytes(pickle.dumps(value))
     half.rename(path)

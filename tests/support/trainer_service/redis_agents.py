@@ -1,4 +1,4 @@
-"""Agents whose episodes a real Redis has, as gateways write them."""
+"""Writes agents' episodes into a real Redis, as gateways do."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from tests.support.serving import free_port
 from tests.support.trainer_service.harness import turn
 
 NOBODY = f"http://127.0.0.1:{free_port()}"
-"""A trainer that does not run: the ledger is read from its checkpoints."""
+"""The address of a trainer that is not running, so that the audit reads the ledger from its checkpoints."""
 
 
 class RedisAgents:
@@ -24,7 +24,7 @@ class RedisAgents:
     def episode(
         self, session_id: str, value: float | None, group: tuple[str, int] | None = None, **ending: Any
     ) -> None:
-        """Two turns, the second after the first; finished where a value or an ending is given."""
+        """A session of two turns, one after the other; finished if a reward or an ending is given."""
         group_id, size = group or (None, None)
         where: dict[str, Any] = {"session_id": session_id, "group_id": group_id, "group_size": size}
         asyncio.run(self._episode(SessionSpec(created_at=100.0, **where), value, ending, where))

@@ -1,4 +1,4 @@
-"""Whether two trainings did the same: their weights went the same way, and their metrics agree."""
+"""Checks that two trainings did the same: that their weights moved alike and their metrics agree."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,19 +11,19 @@ from tests.support.tolerances import FLOAT32, ulps
 Weights = Mapping[str, Tensor]
 
 WELL_CONDITIONED: dict[str, Any] = {"lr": 0.1, "warmup_steps": 0, "max_grad_norm": 1e-8}
-"""Gradients are clipped to the size of AdamW's epsilon, 1e-8.
+"""Settings that clip gradients to the size of AdamW's epsilon, 1e-8.
 
-AdamW moves a weight by lr · m / (√v + 1e-8). Where the gradient of a weight is nearly 0, and much larger than
-1e-8 all the same, this turns the rounding of the gradient into a whole step of size lr, and no bound follows.
-With no gradient above 1e-8 a step is almost that of plain gradient descent: it changes by at most twice as
-much as the gradient does. A wrong scale shows in the norm that is reported before clipping, and in how far
-the weights go where it is clipped by a wrong norm.
+AdamW moves a weight by lr · m / (√v + 1e-8). Suppose that rounding decides the sign of a gradient, and the
+gradient is still much larger than 1e-8. Then AdamW makes a whole step of size lr from it, and rounding has no
+useful bound. If no gradient is above 1e-8, a step is almost one of plain gradient descent: relative to lr, it
+changes by at most twice the change of m / 1e-8. A wrong scale of the gradient is still found: it shows in the
+norm, which is reported before clipping.
 """
 TERMS = 512
-"""A gradient of these tests is a sum over the tokens of a step, at most 12 rows of 38."""
+"""How many terms a gradient has in these tests: the tokens of a step, at most 12 rows of 38."""
 DEPTH = 32
-"""How often a metric is rounded that is near 0: torch adds 512 terms pairwise, in 9 layers, and each term
-comes out of a forward pass with its last bits wrong."""
+"""The roundings in a metric that is near 0: torch adds 512 terms pairwise, in 9 layers, and the forward pass
+has rounded each term."""
 
 
 def differs_by(one: Weights, other: Weights) -> float:
@@ -39,9 +39,8 @@ def assert_moved_alike(
     steps: int = 4,
     unit: float = FLOAT32,
 ) -> None:
-    """Both went the same way from the weights `since`, tensor by tensor, but for `roundings` of the gradient
-    (so many units in the last place of the longest way of any weight in the tensor) and one rounding of the
-    weight itself in each step."""
+    """Assert that both moved alike from the weights `since`. In each tensor they may differ by `roundings`
+    units in the last place of the tensor's largest move, and by one rounding of each weight in each step."""
     ways = {name: float((one[name].float() - start.float()).abs().max()) for name, start in since.items()}
     assert max(ways.values()) > 0, "no weight has moved"
     for name, way in ways.items():
@@ -51,5 +50,5 @@ def assert_moved_alike(
 
 
 def same_metrics(said: Mapping[str, float]) -> Any:
-    """Equal to `said` but for rounding: they are sums over tokens, or means near 0 of terms up to 1."""
+    """Equal to `said` except for rounding: metrics are sums over tokens, or means near 0 of terms up to 1."""
     return pytest.approx(said, rel=ulps(TERMS), abs=ulps(DEPTH))

@@ -1,7 +1,7 @@
-"""A trainer on a disk that is too short, as a process: python -m tests.support.trainer_service.short_disk …
+"""A trainer process on a disk with too little room: python -m tests.support.trainer_service.short_disk …
 
-RLIMIT_FSIZE makes every write beyond it fail with EFBIG, in Python, in torch and in safetensors alike. What
-is seen while the trainer waits is printed as JSON, one line for each thing that it could not write.
+RLIMIT_FSIZE makes every write beyond it fail with EFBIG, in Python, in torch and in safetensors alike. The
+process prints the trainer's state as JSON: one line for each wait for room, and one at the end.
 """
 
 import json
@@ -14,9 +14,9 @@ from tests.support.trainer_service.harness import FakeGateway, Harness
 from trainer_service.settings import TrainerSettings
 
 SHORT = 16_384
-"""Bytes: fewer than any shard or export has, more than what is written beside them."""
+"""The limit in bytes: less than the size of any shard or export, more than that of every other file."""
 PAUSES = 3
-"""How often the trainer has tried in vain when there is room again."""
+"""How many tries fail before there is room again."""
 
 
 def main(root: Path, model_path: Path) -> None:
@@ -52,7 +52,7 @@ def main(root: Path, model_path: Path) -> None:
 
 
 def room_comes_after(harness: Harness, pauses: int) -> None:
-    """Pauses take no time here; the last one before there is room tells what it sees."""
+    """Make pauses take no time; the last pause prints a report and then makes room."""
     slept = 0
 
     def sleep(seconds: float) -> None:

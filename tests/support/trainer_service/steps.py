@@ -1,4 +1,4 @@
-"""Optimizer steps that hypothesis makes up: rows of rollouts of groups, policies that disagree about them."""
+"""Hypothesis strategies for optimizer steps (rows, rollouts, groups, log-probabilities) and loss settings."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,7 +52,7 @@ RATIO_MASKS: list[Any] = [
     {"name": "m2po", "limit": 0.2},
     {"name": "kpop", "upper": 0.05},
 ]
-"""Those that compare the trainer with the engine."""
+"""The corrections that compare the trainer's log-probabilities with the engine's."""
 MASKS: list[Any] = [*RATIO_MASKS, {"name": "opsm", "delta": 0.1}]
 KLS = ["abs", "k2", "k3", "low_var", "k3_plus", "unbiased"]
 AGGREGATIONS: list[dict[str, Any]] = [
@@ -69,7 +69,7 @@ AGGREGATIONS: list[dict[str, Any]] = [
 
 @dataclass(frozen=True)
 class Step:
-    """All trained tokens of a step, row after row, and how they are counted."""
+    """All trained tokens of a step, row after row, and the counts of the step."""
 
     tokens: Tokens
     counts: StepCounts
@@ -88,7 +88,7 @@ def named(value: Any) -> str:
 
 @st.composite
 def steps(draw: st.DrawFn, spread: float = 0.5) -> Step:
-    """Up to six rows of up to five tokens, some of them of none; log-probabilities `spread` nats apart."""
+    """Up to six rows of up to five tokens, some without any. Log-probabilities differ by `spread` nats."""
     lengths = draw(st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any))
     rows = len(lengths)
     rollouts = sorted(draw(st.lists(st.integers(0, 3), min_size=rows, max_size=rows)))
@@ -121,7 +121,7 @@ def steps(draw: st.DrawFn, spread: float = 0.5) -> Step:
 
 @st.composite
 def ways(draw: st.DrawFn) -> LossSettings:
-    """Any loss with any correction, masks, KL and aggregation that go with it."""
+    """Any loss with any correction, masks, KL and aggregation that may be combined with it."""
     loss = draw(st.sampled_from(LOSSES))
     anchored = LossSettings.model_validate({"loss": loss, "correction": "none"}).loss
     to_rollout = getattr(anchored, "anchor", "prox") == "rollout"

@@ -1,10 +1,10 @@
 """One rank of a small trainer: python -m tests.support.trainer_service.two_ranks FOLDER [--forks]
 
-The folder gets tasks, one after the other, and says when it is over. A task has a policy and a process group
-of its own, and with --forks a process as well, which has everything imported already. What is learned is what
-the last checkpoint of its run does not know yet, one step a checkpoint; if told so, each of them in two
-parts, and what was begun before that is forgotten. In the end rank 0 gives no order for as long as there is a
-file `rest`.
+A test puts tasks into the folder, one after the other, and at the end a file that says that none follows.
+Each task has its own policy and process group. With --forks it also has its own process, forked from one that
+has imported everything. A task trains the steps that the last checkpoint of its run lacks, and saves a
+checkpoint after each. With `in_parts` it first accumulates and discards gradients, and then learns each step in
+two parts. At the end rank 0 sends no orders to rank 1 as long as the file `rest` exists.
 """
 
 import gc
@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-import deepspeed  # noqa: F401 - for those that are forked
+import deepspeed  # noqa: F401 - forked processes need it
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
 from tests.support.trainer_service.rank_tasks import OVER, Task, Told, place_of, put
@@ -28,7 +28,7 @@ LOOKS_EVERY_S = 0.02
 
 
 def main(folder: Path, forks: bool) -> None:
-    gc.freeze()  # DeepSpeed collects garbage, and what is imported is none
+    gc.freeze()  # DeepSpeed runs the collector; so it skips the imported modules
     number = 0
     while (task := next_task(folder, number)) is not None:
         if not forks:
@@ -44,7 +44,7 @@ def main(folder: Path, forks: bool) -> None:
 
 
 def learn(task: Task, place: Path) -> None:
-    # The launcher has a meeting point for one process group.
+    # The launcher's store serves one process group only; each task needs its own.
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(task.port)}
     policy = DeepSpeedPolicy(task.settings)
     if own_rank() > 0:
@@ -58,7 +58,7 @@ def next_task(folder: Path, number: int) -> Task | None:
     while not path.exists():
         if (folder / OVER).exists():
             return None
-        time.sleep(LOOKS_EVERY_S)  # another process makes the file, and has no other way to say so
+        time.sleep(LOOKS_EVERY_S)  # another process makes the file, and nothing else announces it
     task: Task = pickle.loads(path.read_bytes())  # noqa: S301 - the test's own
     return task
 
@@ -81,7 +81,7 @@ def lead(leader: Leader, task: Task) -> Told:
     leader.export(task.run / "weights.safetensors")
     (task.run / "idle").touch()
     while (task.run / "rest").exists():
-        time.sleep(LOOKS_EVERY_S)  # as above
+        time.sleep(LOOKS_EVERY_S)  # the test removes the file, and nothing else announces it
     leader.close()
     return Told(metrics, sound, finite)
 
@@ -89,5 +89,5 @@ def lead(leader: Leader, task: Task) -> Told:
 if __name__ == "__main__":
     words = [
         word for word in sys.argv[1:] if not word.startswith("--local_rank")
-    ]  # says DeepSpeed's launcher
+    ]  # DeepSpeed's launcher adds --local_rank
     main(Path(words[0]), forks="--forks" in words)

@@ -1,4 +1,4 @@
-"""The worked example of docs/training.md, read from its tables and computed by the trainer's own code.
+"""The worked example of docs/training.md: reads its tables, and computes its step by the trainer's own code.
 
 tables ─▶ records ─▶ Assembler ─▶ judge ─▶ scored ─▶ micro_batches ─▶ OptimizerSteps of a table model
 """
@@ -35,14 +35,13 @@ from trainer_service.step.step_request import StepRequest
 DOCUMENT = Path(__file__).parents[3] / "docs/training.md"
 VOCABULARY = 32
 VERSION = 7
-"""Of the trainer, before the step."""
+"""The trainer's version before the step."""
 
 Table = Sequence[Mapping[str, str]]
 
 
 def table(of: str, document: str | None = None) -> Table:
-    """The rows of the table whose first column is called `of`, by the names of their columns; without back-
-    quotes. A name that stands alone in its cell is nothing else."""
+    """The rows of the table whose first column is `of`, as dictionaries by column, without backquotes."""
     text = DOCUMENT.read_text(encoding="utf-8") if document is None else document
     found = re.search(rf"^\| {re.escape(of)} \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
     assert found is not None, f"docs/training.md has no table of {of}s"
@@ -55,7 +54,7 @@ def _cells(line: str) -> list[str]:
 
 
 def numbers(cell: str) -> list[float]:
-    """Those that a cell has, separated by blanks; `-` stands for none."""
+    """The numbers in a cell, separated by blanks; `-` stands for none."""
     return [] if cell == "-" else [float(each) for each in cell.split()]
 
 
@@ -65,16 +64,16 @@ def integers(cell: str) -> list[int]:
 
 @dataclass
 class Listed:
-    """A model whose log-probabilities are given: `said` before the step, then `says`. Its weights are the
-    log-probabilities themselves, so that their gradient is what is left after `backward`."""
+    """A model with given log-probabilities: `said` before the step, then `says`. Its weights are the
+    log-probabilities themselves, so that `backward` leaves their gradient."""
 
     said: Mapping[int, Sequence[float]]
-    """Of each row's trained tokens."""
+    """The log-probabilities of each row's trained tokens."""
     says: Mapping[int, Sequence[float]]
     steps: int = 0
     losses: list[list[float]] = field(default_factory=lambda: [[]])
     leaves: list[tuple[MicroBatch, Tensor]] = field(default_factory=list)
-    """Of the last epoch."""
+    """The gradients of the last epoch, by row."""
 
     def own_micro_batches(self, batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, bool]]:
         return [(batch, True) for batch in batches]
@@ -129,7 +128,7 @@ def _of(batch: MicroBatch, logprobs: Mapping[int, Sequence[float]]) -> list[floa
 
 @dataclass(frozen=True)
 class Example:
-    """Everything that the tables say, and what becomes of it."""
+    """All records in the tables, and the results that the trainer's code computes from them."""
 
     algorithm: AlgorithmSettings
 
@@ -195,7 +194,7 @@ class Example:
         return self.scored(self.algorithm)
 
     def scored(self, algorithm: AlgorithmSettings) -> list[Row]:
-        """The rows of the live group, with advantages as some other setting has them."""
+        """The rows of the live group, with the advantages under other settings."""
         live = [each for each in self.judged.values() if not each.skip_reason]
         rows = [row for each in live for row in each.rows]
         return with_advantages(rows, [rollout for each in live for rollout in each.rollouts], algorithm, {})
@@ -207,7 +206,7 @@ class Example:
         return by_row
 
     def step(self) -> tuple[dict[str, float], Listed]:
-        """The whole step, both epochs, as `OptimizerSteps` makes it."""
+        """The whole step, both epochs, as `OptimizerSteps` runs it."""
         model = Listed(self.listed("begin"), self.listed("now"))
         return OptimizerSteps(model).step(StepRequest(self.rows, VERSION, self.algorithm)), model
 
@@ -215,7 +214,7 @@ class Example:
         return list(micro_batches(self.rows, self.algorithm.max_tokens))
 
     def tokens(self) -> Tokens:
-        """Every trained token of the step in the order of the table, in its second epoch. The reference and
+        """Every trained token of the step in its second epoch, in the order of the table. The reference and
         the teacher give each token 0.5."""
         half_T = torch.full(
             (sum(row.trained_tokens for row in self.rows),), math.log(0.5), dtype=torch.float64
@@ -234,7 +233,7 @@ class Example:
         )
 
     def loss(self, settings: LossSettings) -> tuple[PolicyLoss, Tensor]:
-        """What some other settings make of the same tokens, and the gradient of each."""
+        """The loss of the same tokens under other settings, and the gradient of each token."""
         tokens = self.tokens()
         statistics = step_statistics(tokens, settings) if settings.whole_step else None
         found = policy_loss(tokens, settings, counts_of(self.rows), statistics)

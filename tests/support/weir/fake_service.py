@@ -1,4 +1,4 @@
-"""A service for the stack to run: listens, is ready when its gate is open, notes its name when asked to end.
+"""A fake service for the stack: listens, is ready once the file GATE exists, writes its name on SIGTERM.
 
 python fake_service.py NAME PORT NOTES GATE CHILD      ("-" for no gate and no child)
 """
@@ -29,7 +29,7 @@ def end(_: int, __: FrameType | None) -> None:
 
 
 if child.name != "-":
-    # In a session of its own, as an engine may be: no signal to our group reaches it.
+    # The child gets its own session, as an engine may: a signal to our process group does not reach it.
     grandchild = subprocess.Popen(["sleep", "600"], start_new_session=True)
     child.write_text(str(grandchild.pid))
 signal.signal(signal.SIGTERM, end)

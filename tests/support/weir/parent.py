@@ -1,4 +1,4 @@
-"""A program that holds a stack, for tests that send it a signal:  python parent.py RUN_DIR NOTES PORT PORT"""
+"""A program that runs a stack, for tests that send it a signal:  python parent.py RUN_DIR NOTES PORT PORT"""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
 
 run_dir, notes, *ports = sys.argv[1:]
-# A shell that runs the tests in the background has them ignore Ctrl-C, and that is inherited.
+# If the tests run in the background of a shell, they ignore Ctrl-C, and this process inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -1,4 +1,4 @@
-"""The benches of whole runs: each trial is run once, its result is kept, and becomes a line of a table."""
+"""The benches of whole runs: each trial runs once, and its stored result becomes a line of a table."""
 
 import math
 from pathlib import Path
@@ -22,7 +22,7 @@ from weir.errors import StackError
 
 
 def made(trial: Trial, **changes: object) -> Result:
-    """A run that came to the target after 1,000 episodes in a quarter of an hour."""
+    """A run that reached the target after 1,000 episodes in a quarter of an hour."""
     mark = Progress(900.0, 1000, 30)
     given = {
         "trial": trial,
@@ -49,7 +49,7 @@ def made(trial: Trial, **changes: object) -> Result:
 
 
 class Runs:
-    """Stands for the real stack: remembers what was asked of it."""
+    """Stands for the real stack and notes which trials it is asked to run."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -204,7 +204,7 @@ def test_slow_tools_take_the_same_times_in_each_run_of_a_seed() -> None:
     assert times != other_times
     random = Random(0)
     drawn = sorted(takes_s(random) for _ in range(20_000))
-    # Five standard errors: of the mean √(e - 1) / √n, of the median √(π / 2) · e^-0.5 / √n.
+    # Five standard errors. That of the mean is √(e - 1) / √n, that of the median √(π / 2) · e^-0.5 / √n.
     close = [5 * each / math.sqrt(len(drawn)) for each in (1.31, 0.76)]
     assert fmean(drawn) == pytest.approx(1.0, abs=close[0])
     assert drawn[10_000] == pytest.approx(math.exp(-0.5), abs=close[1])

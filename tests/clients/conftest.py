@@ -1,4 +1,4 @@
-"""Clients of every make, each in its own environment, against one real stack: Redis, SGLang, the gateway."""
+"""Public client libraries, each in its own environment, call one real stack: Redis, SGLang, the gateway."""
 
 from collections.abc import Iterator
 
@@ -39,7 +39,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whichever test comes first waits for the engine."""
+    """Give each test time to wait for the engine's start, because any test may run first."""
     for item in items:
         item.add_marker(pytest.mark.timeout(600))
 

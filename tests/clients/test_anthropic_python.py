@@ -1,4 +1,4 @@
-"""`anthropic` for Python: Messages, plain, streamed, and by the SDK's tool runner."""
+"""`anthropic` for Python uses the Messages API: plain, streamed, and through the SDK's tool runner."""
 
 from tests.support.clients.stack import RunningStack
 

@@ -1,4 +1,4 @@
-"""No SDK at all: `curl` against the same doors."""
+"""`curl` uses the same routes without any SDK."""
 
 from tests.support.clients.stack import RunningStack
 

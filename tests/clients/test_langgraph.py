@@ -29,7 +29,7 @@ def test_a_streamed_agent_is_recorded_as_an_invoked_one(stack: RunningStack) -> 
     assert session.story() == CALLED_THEN_ANSWERED
 
 
-def test_an_asynchronous_stream_of_steps_is_too(stack: RunningStack) -> None:
+def test_an_asynchronous_stream_of_steps_is_recorded_as_an_invoked_agent(stack: RunningStack) -> None:
     session = stack.session()
     assert stack.play(CLIENT, "stream_updates", session) == {"steps": ["model", "tools", "model"]}
     assert session.story() == CALLED_THEN_ANSWERED

@@ -1,4 +1,4 @@
-"""`openai-agents` as it comes: its default model class speaks Responses."""
+"""`openai-agents` with its default model class, which uses the Responses API."""
 
 from tests.support.clients.stack import RunningStack
 

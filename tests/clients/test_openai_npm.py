@@ -1,4 +1,4 @@
-"""npm's `openai` under Node: its own accumulators and its tool runner."""
+"""npm's `openai` under Node: its stream helpers and its tool runner."""
 
 from tests.support.clients.stack import RunningStack
 

@@ -1,4 +1,4 @@
-"""`openai` for Python: chat, plain and streamed, in every way its README shows."""
+"""`openai` for Python: the chat, completions and responses APIs, plain and streamed."""
 
 import json
 import re

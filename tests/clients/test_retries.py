@@ -1,4 +1,4 @@
-"""SDKs ask again by default when an answer is lost; the record shows it, and nothing is trained twice."""
+"""SDKs retry when an answer is lost; the session records the retry, and nothing is trained twice."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`smolagents`: it demands a tool in every turn, and rewrites its history as text."""
+"""`smolagents` requires a tool call in every turn, and rewrites its history as text."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def test_a_run_ends_by_its_final_answer_and_its_rewritten_history_is_a_branch_ea
     stack: RunningStack, scene: str
 ) -> None:
     session = stack.session()
-    # So small a model does not read its rewritten history well: what it answers is its own affair.
+    # So small a model understands its rewritten history badly; the test does not check its answer.
     assert stack.play(CLIENT, scene, session)["calls"] == ["get", "final_answer"]
     assert session.story() == [("root", "tool_calls"), ("forks", "tool_calls")]
     assert session.turns()[1]["reason"] == "history_edited"

@@ -14,7 +14,7 @@ class Kill(msgspec.Struct, frozen=True):
     """Whether the kill hit the window. A miss counts as a kill at any time."""
     healed_s: float
     answers: int
-    """How many successes agents were told of since the recovery from the former kill, until that from this."""
+    """How many successes agents were told of between the recoveries from the former kill and this one."""
 
 
 class Result(msgspec.Struct, frozen=True):

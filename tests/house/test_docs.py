@@ -1,4 +1,4 @@
-"""The documents say what the code says: a setting's meaning, a reason for every pin."""
+"""The documents agree with the code: the map, the glossary, the settings, the reasons of dependencies."""
 
 import re
 import subprocess

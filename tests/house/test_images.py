@@ -1,4 +1,4 @@
-"""The images and the compose file keep the rules that a reviewer would otherwise have to remember."""
+"""The images and the compose file keep the project's rules for privileges, networks and settings."""
 
 import re
 import runpy
@@ -64,7 +64,7 @@ def test_the_agent_reaches_nothing_but_the_gateway(services: dict[str, dict[str,
     ]
 
 
-def test_what_the_one_shot_prepares_reaches_every_service_of_ours(
+def test_the_settings_that_the_model_container_prepares_reach_every_service_of_weir(
     services: dict[str, dict[str, Any]],
 ) -> None:
     for name in ("gateway", "rollout_server", "trainer_service"):
@@ -92,7 +92,7 @@ def test_a_model_of_ones_own_comes_with_the_defaults(tmp_path: Path, monkeypatch
 
 
 def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_dir: str) -> TrainerSettings:
-    """Run the one-shot in a directory of the test's, without a warm start; what a trainer reads after it."""
+    """Run prepare.py in `tmp_path` without a warm start; return the settings that a trainer then reads."""
     config = tmp_path / "weir.yaml"
     monkeypatch.setenv("WEIR_MODEL_DIR", model_dir)
     script = runpy.run_path(str(ROOT / "deploy" / "docker" / "prepare.py"))

@@ -1,4 +1,4 @@
-"""The house rules that no linter knows: which room may hold what."""
+"""The house rules that no linter checks: imports, docstrings, lengths and names in each package."""
 
 import ast
 import queue
@@ -27,7 +27,7 @@ EXTRAS = {
     "trainer_service": ["trainer", "wandb"],
     "weir": ["cli"],
 }
-"""Which optional dependencies a package may import, besides those of all."""
+"""The groups of optional dependencies that a package may import, besides the common dependencies."""
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_ENTRIES = 300, 60, 18
 TORCH_FAMILY = {"torch", "deepspeed", "transformers"}
 
@@ -41,7 +41,7 @@ def sources(package: str) -> Iterator[tuple[str, Path]]:
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """The top-level packages that a module imports, at its top or anywhere within."""
+    """The top-level packages that a module imports anywhere, inside functions as well."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
@@ -83,7 +83,7 @@ def test_torch_stays_in_the_trainers_room(package: str) -> None:
 
 
 def named(pins: Iterable[str]) -> set[str]:
-    """The distributions that pins name, spelled in one way."""
+    """The names of the pinned distributions, in lower case and with `-` for `_`."""
     return {re.split(r"[=<>\[]", pin)[0].lower().replace("_", "-") for pin in pins}
 
 
@@ -137,7 +137,9 @@ def test_a_folder_is_seen_at_once(package: str) -> None:
         )
         for folder in folders
     }
-    assert not {name: count for name, count in entries.items() if count - 1 > MOST_ENTRIES}  # less __init__
+    assert not {
+        name: count for name, count in entries.items() if count - 1 > MOST_ENTRIES
+    }  # without __init__.py
 
 
 def test_a_class_name_stands_once() -> None:

@@ -1,4 +1,4 @@
-"""The locks hold what pyproject.toml pins, each file by its hash, and name no place to get it from."""
+"""The lock files hold the pins of pyproject.toml and the hash of each file, and name no package index."""
 
 import re
 import tomllib
@@ -18,18 +18,18 @@ EXTRAS = {
 
 
 def normal(name: str) -> str:
-    """A distribution's name in its one spelling (PEP 503)."""
+    """The normalised name of a distribution (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def locked(path: Path) -> dict[str, str]:
-    """The version of each package of a lock."""
+    """The version of each package in a lock file."""
     found = re.findall(r"^([\w.-]+)==(\S+) \\$", path.read_text(encoding="utf-8"), re.M)
     return {normal(name): version for name, version in found}
 
 
 def pinned(extras: list[str]) -> dict[str, str]:
-    """The version of each package that pyproject.toml asks for directly."""
+    """The version of each package that pyproject.toml pins for these extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pins = project["dependencies"] + [
         pin for extra in extras for pin in project["optional-dependencies"][extra]

@@ -1,4 +1,4 @@
-"""The house rules for tests: helpers live in tests/support, and nobody reaches into private names."""
+"""The house rules for tests: helpers live in tests/support, and no test uses private names."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ TREES = {
 NOT_FOR_IMPORT = re.compile(r"tests(\..+)?\.(conftest|test_\w+)")
 PATCHES = {"setattr", "delattr", "getattr"}
 NAMEDTUPLES = {"_asdict", "_replace", "_fields"}
-"""What collections.namedtuple documents as public."""
+"""Names with an underscore that collections.namedtuple documents as public."""
 
 
 def private(name: str) -> bool:
@@ -32,7 +32,7 @@ def imports_of_tests(tree: ast.AST) -> Iterator[str]:
 
 
 def private_accesses(tree: ast.AST) -> Iterator[str]:
-    """Attributes of other objects than `self` and `cls`, imports, and names that a patch is told."""
+    """Private names that a module imports, patches, or uses as attributes, except on `self` and `cls`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and private(node.attr):
             if ast.unparse(node.value) not in ("self", "cls"):
@@ -54,7 +54,7 @@ def test_nobody_touches_what_is_private() -> None:
 
 
 def test_every_sleep_has_its_reason_in_a_comment() -> None:
-    """Behind it, or in the line before. Where something can be waited for, a test waits for it instead."""
+    """The comment is in the same line or the one before. A test sleeps only where there is no event."""
     without = []
     for name, tree in TREES.items():
         lines = (ROOT / name).read_text(encoding="utf-8").splitlines()

@@ -1,6 +1,9 @@
-"""The demo's task with a recipe that collapses: a rate of 1e-3, a step for every group, rollouts four steps
-old. Without guards its reward falls from almost all to almost nothing; with them the training holds, and the
-fleet serves a version that does better than the first. `make test-presets`."""
+"""The demo's task with a recipe that collapses, with and without guards (`make test-presets`).
+
+The recipe has a learning rate of 1e-3, a step for every group, and rollouts that are four steps old. Without
+guards the mean reward falls from almost 1 to almost 0. With guards the training pauses, and the fleet serves
+a version that does better than the first.
+"""
 
 import asyncio
 import time
@@ -30,14 +33,14 @@ LAG = 4
 RECIPE = {"optimizer": {"lr": 1e-3}, "algorithm": {"min_live_rows": 1}}
 GUARDS = [name for name in GuardSettings.model_fields if name.startswith("max_")] + ["reward_drop"]
 LEARNED, LOST = 0.7, 0.2
-"""Mean rewards of the last 128 episodes: from above the one to below the other is a collapse."""
+"""Mean rewards of the last 128 episodes: a fall from above `LEARNED` to below `LOST` is a collapse."""
 EPISODES, LONGEST_S = 6000, 600.0
-"""Long enough to have collapsed."""
+"""A run of this length collapses without guards."""
 
 
 @dataclass
 class TrialCourse:
-    """How a run goes: until the trainer holds, the reward has collapsed where it may, or it is too long."""
+    """Ends a run when the trainer holds, the reward has collapsed and may do so, or the run is too long."""
 
     snapshot: Observation
     ends_at: float
@@ -80,7 +83,7 @@ async def played(stack: Stack, settings: StackSettings, seed: int, may_collapse:
 
 
 def test_without_guards_it_collapses(tmp_path: Path) -> None:
-    """Nearly every run does. One that learns all there is has nothing left to fall for."""
+    """Nearly every run collapses. A run that has learned the whole task has nothing left to train on."""
     for seed in SEEDS:
         settings = settings_with(dict.fromkeys(GUARDS), seed, tmp_path / f"seed{seed}")
         with Stack(settings) as stack:

@@ -1,4 +1,4 @@
-"""Every preset trains the demo on the real stack: some steps, and not a warning. `make test-presets`."""
+"""Every preset trains the demo on the real stack for some steps, without a warning (`make test-presets`)."""
 
 import asyncio
 import re
@@ -20,13 +20,13 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 STEPS = 5
 WARNED = re.compile(r"WARNING|ERROR|Warning:")
-"""As logging, DeepSpeed and Python write it."""
+"""Matches warnings and errors in the formats of logging, DeepSpeed and Python."""
 
 
 def settings_of(preset: str, run_dir: Path) -> StackSettings:
     engine_port = free_port()
     trainer: dict[str, object] = {"algorithm": {"preset": preset, "flush_after_s": 5.0}}
-    if preset == "opd":  # the policy's own engine: a teacher that is never far away
+    if preset == "opd":  # the policy's own engine plays the teacher, so that the two agree closely
         trainer["teacher"] = {"url": f"http://127.0.0.1:{engine_port}"}
     model, _ = model_for(Path("run/models"), 0)
     return isolated_stack(run_dir, model, merged(services_of_demo(0), {"trainer": trainer}), engine_port)

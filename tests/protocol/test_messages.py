@@ -1,4 +1,4 @@
-"""Each message between two services, from the code that sends it to the code that reads it.
+"""Checks each message between two services, from the code that sends it to the code that reads it.
 
 A gateway and a rollout server run with their own HTTP clients, on a real Redis; only SGLang is a fake. The
 trainer's part is played by its own client, heartbeat and routes.
@@ -65,7 +65,7 @@ class Services:
     directory: Path
 
     def policy(self, version: int) -> tuple[str, str]:
-        """A sound published version: its location, and the SHA-256 of its manifest."""
+        """A valid published version: its location, and the SHA-256 of its manifest."""
         directory = self.directory / "policies" / f"v{version}"
         published_copy(self.directory / "model", directory, version)
         write_safetensors(directory / "model.safetensors", float32_tensors(1.0 + version))
@@ -126,8 +126,8 @@ def services(
 async def _until_ready(url: str) -> None:
     ready = http_ready(url)
     async with asyncio.timeout(PATIENCE_S):
-        while await asyncio.to_thread(ready) is not None:  # noqa: ASYNC110 - it lives in another thread
-            await asyncio.sleep(0.01)  # it starts in another thread
+        while await asyncio.to_thread(ready) is not None:  # noqa: ASYNC110 - the server runs in another thread
+            await asyncio.sleep(0.01)  # the server starts in another thread
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def test_a_rollout_server_says_how_long_each_part_of_a_reload_took(services: Ser
 
 @pytest.fixture
 def shared_state(services: Services) -> SharedState:
-    """Of a trainer that has paused at step 12, and reported it."""
+    """The shared state of a trainer that has paused at step 12, and has reported it."""
     state = SharedState()
     heartbeat = Heartbeat(claimed_reader(services.redis), state, retry_s=0.01)
     heartbeat.note(12, 4, {"loss": 0.5, "kl": float("nan")})

@@ -10,7 +10,7 @@ LONG_EXAMPLES = int(os.environ.get("WEIR_TEST_EXAMPLES", "1000"))
 
 
 def register() -> None:
-    """Register the profiles before test modules are imported; pytest's option may then choose the long one."""
+    """Register the profiles. Call this before test modules are imported, so that pytest's option works."""
     # A slow draw shows that the machine is busy; it is no fault of the tested code.
     suppressed = [HealthCheck.too_slow]
     settings.register_profile(

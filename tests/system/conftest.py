@@ -1,4 +1,4 @@
-"""The whole system for real, once for all tests: Redis, SGLang, gateway, DeepSpeed, a tiny random model."""
+"""The whole system, started once for all tests: Redis, SGLang, gateway, DeepSpeed, a tiny random model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from weir.stack.stack import Stack
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The demo first: it brings an engine of its own, and two at once are too many for a small machine."""
+    """Run the demo first. It starts its own engine, and two at once are too many for a small machine."""
     items.sort(key=lambda item: item.path.name != "test_demo.py" or item.path.parent.name != "system")
 
 

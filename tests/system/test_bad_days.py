@@ -1,4 +1,4 @@
-"""Bad days on which nobody is killed: a full Redis, late writes, clocks that jump, a trainer that is away."""
+"""Faults without a kill: a full Redis, graceful ends, late writes, jumping clocks, an absent trainer."""
 
 import asyncio
 import signal
@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
 HOUR_S = 3600.0
 BOOTS_WITHIN_S = 300.0
-"""An engine, on a machine that has other things to do."""
+"""How long an engine may take to start on a busy machine."""
 HI = [{"role": "user", "content": "hi"}]
 LONG = "tell me more about this and that, " * 30
 
@@ -92,7 +92,7 @@ def test_a_redis_that_fills_up_turns_newcomers_away_first_and_the_trainer_emptie
         return reply
 
     def newcomers() -> Any:
-        """A group that comes, earns and goes; the answer where it is not let in."""
+        """Play a new group to its end; return the answer if the gateway refuses it."""
         reply = gateway.post("/groups", {"size": 2})
         if reply.status_code != 201:
             return reply
@@ -115,7 +115,9 @@ def test_a_redis_that_fills_up_turns_newcomers_away_first_and_the_trainer_emptie
     assert (full.status_code, full.json()["error"]["type"]) == (503, "storage_unavailable")
     assert full.headers["retry-after"]
     memory = local.redis.client.info("memory")
-    local.redis.client.config_set("maxmemory", memory["used_memory"] - 200_000)  # full for the smallest, too
+    local.redis.client.config_set(
+        "maxmemory", memory["used_memory"] - 200_000
+    )  # now even the smallest write does not fit
     assert ended(gateway, long_one, 1.0).status_code == 503
     assert local.audit(heard).findings == (), "nothing is missing"
 
@@ -173,7 +175,7 @@ def test_a_redis_that_is_told_to_end_under_load_comes_back_with_all_that_was_hea
 
 @contextmanager
 def another_rollout_server(system: System, root: Path) -> Iterator[Service]:
-    """A second one with an engine of its own, in rotation; when it is told to end, it lets nothing end."""
+    """A second server with its own engine, in rotation. On SIGTERM it gives its calls no time to end."""
     ours = {
         "ID": "rollout-1",
         "ENGINE_PORT": str(free_port()),
@@ -201,7 +203,7 @@ def another_rollout_server(system: System, root: Path) -> Iterator[Service]:
 
 
 def states(system: System) -> dict[str, str]:
-    """Of the rollout servers, as the gateway sees them."""
+    """The state of each rollout server, as the gateway sees it."""
     servers = system.get("/admin/rollout_servers", key=SYSTEM_ADMIN_KEY)["data"]
     return {server["id"]: server["state"] for server in servers}
 
@@ -212,7 +214,7 @@ def calls_in_flight(system: System, server_id: str) -> int:
 
 
 class Stream:
-    """One long answer, heard by a client that tries nothing again."""
+    """One long streamed answer to a client that does not retry."""
 
     def __init__(self, system: System, pool: ThreadPoolExecutor, max_tokens: int) -> None:
         self.ticket = system.post("/sessions", {"train": False})
@@ -224,7 +226,7 @@ class Stream:
         return len(self.text) > 20 or self._over.done()
 
     def heard(self) -> tuple[dict[str, Any], ClientAnswer]:
-        """Its turn, and what the client knows of it; fails where the client met an error or a seam."""
+        """The turn and the client's answer. Fails on an error, or if the client's text is not the recorded one."""
         turn_id = self._over.result(BOOTS_WITHIN_S)
         session_id = self.ticket["session_id"]
         (turn,) = self._system.get(f"/sessions/{session_id}?tokens=true&text=true")["turns"]
@@ -249,7 +251,8 @@ class Stream:
 def test_rollout_servers_that_are_told_to_end_under_load_leave_no_error_and_no_seam(
     system: System, tmp_path: Path
 ) -> None:
-    """The first gives its calls no time: another goes on. The last one's calls end, and new ones wait."""
+    """One server gives its calls no time to end, and the other continues them. Then the last server is told
+    to end: its calls end first, and new calls wait."""
 
     def streams(number: int, max_tokens: int) -> list[Stream]:
         started = [Stream(system, pool, max_tokens) for _ in range(number)]
@@ -270,21 +273,21 @@ def test_rollout_servers_that_are_told_to_end_under_load_leave_no_error_and_no_s
             assert not psutil.wait_procs(left, timeout=10)[1]
             answers = [stream.heard() for stream in calls]
         engines = [{span.get("engine") for span in turn["versions"]} for turn, _ in answers]
-        assert {"rollout-0", "rollout-1"} in engines, "begun here and ended there"
+        assert {"rollout-0", "rollout-1"} in engines, "no answer began on one server and ended on the other"
 
         first = system.stack.processes["rollout_server"]
         left = family(psutil.Process(first.pid))
         calls = streams(4, 200)
         psutil.Process(first.pid).terminate()
         wait_until(lambda: states(system)["rollout-0"] != "ready")
-        assert states(system)["rollout-0"] == "draining", "it says so itself"
+        assert states(system)["rollout-0"] == "draining", "the server has told the gateway that it drains"
         faults = retried(system)
         waiting = [Stream(system, pool, 8) for _ in range(4)]
         wait_until(lambda: first.exit_code is not None, system.settings.stop_timeout_s)
         assert first.exit_code == 0
         assert not psutil.wait_procs(left, timeout=10)[1]
         answers += [stream.heard() for stream in calls]
-        assert retried(system) == faults, "what it had begun it ended"
+        assert retried(system) == faults, "the server ended the answers that it had begun"
         assert not any(stream.begun() for stream in waiting)
         system.stack.restart("rollout_server")
         answers += [stream.heard() for stream in waiting]
@@ -304,7 +307,7 @@ def test_rollout_servers_that_are_told_to_end_under_load_leave_no_error_and_no_s
 def test_a_gateway_that_slept_finds_what_happened_meanwhile(
     make_local_system: Callable[..., LocalSystem],
 ) -> None:
-    """Its late writes change nothing that has been decided, and nothing is there twice."""
+    """Its late writes change no verdict, and nothing is recorded twice."""
     local = make_local_system()
     _, awake = local.gateway(POLL_EVERY_S="0.05")
     slept, asleep = local.gateway(POLL_EVERY_S="0.05")
@@ -321,7 +324,7 @@ def test_a_gateway_that_slept_finds_what_happened_meanwhile(
     assert ended(awake, finished, 1.0).status_code == 200
     wait_until(lambda: verdict_codes(awake, [expired]) == ["expired"])
     let_on(awake)
-    time.sleep(1.0)  # the engine ends its answers meanwhile, to a gateway that hears nothing
+    time.sleep(1.0)  # meanwhile the engine ends its answers, which the stopped gateway does not read
     slept.signal(signal.SIGCONT)
     heard = [call.answer() for call in calls]
 
@@ -353,10 +356,10 @@ def test_clocks_that_jump_lose_nothing_and_keep_nobody_waiting(
     history = [{"role": "user", "content": "begin"}]
     history = answered(history, say(gateway, long, history))
 
-    clock.jump(+HOUR_S)  # whoever has less than an hour left expires, early
+    clock.jump(+HOUR_S)  # sessions with less than an hour left expire early
     wait_until(lambda: verdict_codes(gateway, [short, long]) == ["expired", "open"])
     history = answered(history, say(gateway, long, history))
-    clock.jump(-HOUR_S)  # two hours back: the next turns end before those that they follow
+    clock.jump(-HOUR_S)  # by the jumped clock, the next turns end before the turns that they follow
     for _ in range(2):
         history = answered(history, say(gateway, long, history))
     again = gateway.post(path_of(long), {"messages": history[:1]}, headers={RETRY: "1"})
@@ -367,9 +370,9 @@ def test_clocks_that_jump_lose_nothing_and_keep_nobody_waiting(
     assert len(trainable(gateway, long)) == 5
     assert verdict_codes(gateway, [long]) == ["ready"], "and nothing expires"
 
-    for offset_s in (-HOUR_S, +HOUR_S):  # Redis' own clock, by which keys expire and buckets empty
+    for offset_s in (-HOUR_S, +HOUR_S):  # by Redis' own clock, keys expire and rate limits refill
         redis_clock.jump(offset_s)
-        time.sleep(0.3)  # as long as it takes a process to see its clock jump, which has no event
+        time.sleep(0.3)  # a process needs so long to notice the jump, and no event tells it
         reply = gateway.chat("who waits?", path=path_of(gateway.session()))
         assert reply.status_code == 200 or int(reply.headers["retry-after"]) <= 60, reply.headers
     fresh = gateway.session()
@@ -390,7 +393,7 @@ def test_a_trainers_clock_that_jumps_ends_its_patience_early_or_late_and_nothing
     heard: list[ClientAnswer] = []
 
     def group() -> list[dict[str, Any]]:
-        """Two earn, and differ; the third goes on."""
+        """A group of three: two end with different rewards, the third is still open."""
         sessions: list[dict[str, Any]] = gateway.post("/groups", {"size": 3}).json()["sessions"]
         for session in sessions:
             reply = gateway.chat("begin", path=path_of(session))
@@ -418,7 +421,7 @@ def test_a_trainers_clock_that_jumps_ends_its_patience_early_or_late_and_nothing
     wait_until(lambda: seen_at() < time.time() - HOUR_S / 2)
     late = group()
     wait_until(lambda: "1 group waits for 1 member that goes on; the oldest since 0 s" in said(), 60)
-    assert int(said().rpartition(" in ")[2].removesuffix(" s")) > HOUR_S, "as long as ever, and the jump"
+    assert int(said().rpartition(" in ")[2].removesuffix(" s")) > HOUR_S, "the deadline is later by the jump"
     assert verdict_codes(gateway, late) == ["group_incomplete", "group_incomplete", "open"]
     assert local.redis.client.get(keys.LEASE) == holder
     assert ended(gateway, late[2], 1.0).status_code == 200
@@ -431,7 +434,7 @@ def test_a_trainers_clock_that_jumps_ends_its_patience_early_or_late_and_nothing
 
 
 async def an_hour_of_traffic(redis_url: str, groups: int) -> None:
-    """Groups of two, as gateways write them: one earns, one does not."""
+    """Writes groups of two sessions, as gateways do; one member earns 1 and the other 0."""
     connection = AsyncRedis.from_url(redis_url)
     writer, now = RedisWriter(connection), time.time()
 
@@ -475,7 +478,7 @@ def test_a_trainer_that_was_away_takes_all_that_came_and_ends_well_when_told_in_
     trainer = started()
     trainer.until("/ready")
     idle_rss = psutil.Process(trainer.process.pid).memory_info().rss
-    trainer.signal(signal.SIGSTOP)  # away, and back with its lease run out
+    trainer.signal(signal.SIGSTOP)  # the trainer stops until its lease has expired
     asyncio.run(an_hour_of_traffic(local.redis.url, 1000))
     wait_until(lambda: not local.redis.client.exists(keys.LEASE))
     trainer.signal(signal.SIGCONT)
@@ -495,7 +498,7 @@ def test_a_trainer_that_was_away_takes_all_that_came_and_ends_well_when_told_in_
     trainer.until("/ready")
     wait_until(all_judged, 60)
     counts: Any = local.redis.client.hgetall(keys.VERDICTS)
-    # Nine steps of 100 rows, from version 0 to 8; what is older than eight versions is stale, and says so.
+    # Nine steps train 100 rows each, at versions 0 to 8. Then the other rows are too old, and so stale.
     sessions = {name: int(count) for name, count in counts.items() if name.startswith(b"session:")}
     assert sessions == {b"session:trained": 900, b"session:stale": 1100}
     wait_until(lambda: local.redis.client.xlen(keys.STREAM) <= 1)

@@ -1,4 +1,4 @@
-"""The whole circle: calls are sampled, rewarded, trained on, and answered by what was learned."""
+"""The whole loop: calls are sampled, rewarded and trained, and the new version answers the next calls."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def test_a_rewarded_group_becomes_the_next_version_that_answers(system: System) 
     wait_until(lambda: system.serving() > before)
     version = system.serving()
 
-    # The engine itself says what it serves, and signs the next answer with it.
+    # The engine reports the version that it serves, and the next answer carries this version.
     engine = system.get("/model_info", url=system.engine_url)
     assert engine["weight_version"] == str(version)
     ticket = system.post("/sessions", {})
@@ -37,7 +37,7 @@ def test_a_rewarded_group_becomes_the_next_version_that_answers(system: System) 
     (turn,) = system.get(f"/sessions/{ticket['session_id']}")["turns"]
     assert {span["version"] for span in turn["versions"]} == {version}
 
-    # Every session of the group ended with a verdict that names step and version.
+    # Every session of the group has ended with a verdict that names step and version.
     wait_until(lambda: system.get(f"/sessions/{session_ids[0]}")["verdict"]["code"] == "trained")
     for session_id in session_ids:
         verdict = system.get(f"/sessions/{session_id}")["verdict"]
@@ -52,7 +52,7 @@ def test_a_rewarded_group_becomes_the_next_version_that_answers(system: System) 
 
 
 def converse(system: System, ticket: dict[str, Any], turns: int, max_tokens: int) -> None:
-    """Each call goes on from the answer before."""
+    """Play a conversation of so many turns."""
     messages: list[Any] = []
     for number in range(turns):
         messages.append({"role": "user", "content": f"go on {number}"})
@@ -71,7 +71,7 @@ def test_trainer_and_engine_agree_on_the_logprobs_of_a_fresh_policy(system: Syst
             converse(system, ticket, turns=3, max_tokens=40)
             ending = {"status": "completed", "reward": float(index % 2)}
             system.post(f"/sessions/{ticket['session_id']}/finish", ending)
-        wait_until(lambda: system.serving() > before)  # noqa: B023 - asked at once
+        wait_until(lambda: system.serving() > before)  # noqa: B023 - called in the same iteration
         status = wait_until(lambda: system.trainer("/status"))
         assert status["step"] == step + 1
         metrics = status["metrics"]
@@ -82,7 +82,7 @@ def test_trainer_and_engine_agree_on_the_logprobs_of_a_fresh_policy(system: Syst
 
 
 def test_a_teacher_judges_the_tokens_that_were_sampled(system: System) -> None:
-    """The engine as its own teacher says of each token what it said when it sampled it."""
+    """The engine plays its own teacher: it gives each token the logprob with which it sampled the token."""
     ticket = system.post("/sessions", {})
     converse(system, ticket, turns=1, max_tokens=40)
     shown = system.get(f"/sessions/{ticket['session_id']}?tokens=true")["turns"]
@@ -107,7 +107,7 @@ def test_a_teacher_judges_the_tokens_that_were_sampled(system: System) -> None:
     finally:
         teacher.close()
     assert scored.lp_teacher_L is not None
-    # The longest sum of each log-probability in float32 is that over its vocabulary.
+    # The longest float32 sum in a log-probability is the one over the vocabulary.
     assert float(np.abs(scored.lp_teacher_L - row.logprobs_L).max()) < ulps(1024, of=math.log(1024))
 
 
@@ -157,7 +157,7 @@ def test_the_official_client_streams_what_a_plain_call_would_say(system: System)
     tokens = [len(chunk.logprobs.content or ()) for chunk in chunks if chunk.logprobs is not None]
     assert plain.logprobs is not None
     assert sum(tokens) == len(plain.logprobs.content or ()) == 256
-    # How many tokens come at a time is up to the machine; that not all of them wait for the last is not.
+    # The number of tokens in a chunk depends on the machine, but they must not all come in the last chunk.
     assert sum(1 for count in tokens if count) > 4
 
 

@@ -1,4 +1,4 @@
-"""Answers held to a form by the real engine: a random model talks nonsense, and yet must keep to it."""
+"""The real engine constrains answers to a grammar: even a random model's answers must follow it."""
 
 import json
 import subprocess
@@ -47,7 +47,7 @@ def ticket(system: System) -> Any:
 
 @pytest.fixture
 def thoughtless(system: System, tiny_model: Path, ticket: Any) -> Iterator[Any]:
-    """Asks without a thought before the answer: a random model would never end it."""
+    """Calls with thinking turned off, because a random model would never end its thought."""
     tokens = json.loads((tiny_model / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
     think = next(str(token["id"]) for token in tokens if token["content"] == "<think>")
     client = system.client(ticket)
@@ -101,7 +101,7 @@ def test_an_answer_fits_its_schema(thoughtless: Any, stream: bool) -> None:
 def test_recorded_logprobs_are_of_the_masked_distribution(
     system: System, thoughtless: Any, ticket: Any
 ) -> None:
-    """A token without alternative counts as certain; the policy itself thinks otherwise."""
+    """A token that the grammar forces has probability 1 in the record, but not under the policy itself."""
     thoughtless(response_format=FORMAT)
     (turn,) = system.get(f"/sessions/{ticket['session_id']}?tokens=true")["turns"]
     body = {
@@ -152,7 +152,7 @@ def test_the_largest_schemas_that_are_taken_leave_the_engine_alive(system: Syste
 
 
 def test_the_grammar_lets_through_what_each_template_writes(tmp_path: Path) -> None:
-    """A thought, then one call or two, token by token as the families' own templates put them."""
+    """Each grammar accepts the tokens of a thought and of one or two calls, as the family writes them."""
     cases: list[dict[str, Any]] = []
     for family, syntax in SYNTAX_OF_FAMILY.items():
         renderer = renderer_of(tmp_path, family)
@@ -194,4 +194,4 @@ for case in json.load(open(sys.argv[1])):
         refused[case["family"]] = tokenizer.decode(case["ids"][:taken + 1])
 print(json.dumps(refused))
 """
-"""Runs where the engine's grammar library is."""
+"""A script for the engine's Python, which has the grammar library."""

@@ -1,4 +1,4 @@
-"""Token exactness, end to end: the engine's answer is the record, and what the next turn begins with."""
+"""Token exactness: the engine's tokens are recorded unchanged, and the next turn begins with them."""
 
 import json
 import math
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 @dataclass
 class Tee:
-    """Passes everything between gateway and engine, and keeps what went each way."""
+    """A proxy between gateway and engine that keeps a copy of each request and answer."""
 
     engine_url: str
     asked: list[dict[str, Any]] = field(default_factory=list)
@@ -63,14 +63,14 @@ class Tee:
                 yield f"{line}\n".encode()
 
     def sampled(self, index: int) -> tuple[list[int], list[float]]:
-        """Ids and logprobs of one answer, put together from the engine's increments."""
+        """Ids and logprobs of one answer, joined from the engine's increments."""
         triples = [t for event in self.answered[index] for t in event["meta_info"]["output_token_logprobs"]]
         return [token for _, token, _ in triples], [logprob for logprob, _, _ in triples]
 
 
 @dataclass
 class Watched:
-    """A gateway whose every word with the real engine is overheard."""
+    """A gateway whose traffic with the real engine passes through the proxy."""
 
     url: str
     tee: Tee
@@ -146,13 +146,13 @@ def test_the_engine_scores_the_recorded_tokens_as_recorded(watched: Watched, sys
         len(turn["context_ids"]) :
     ]
     differences = [abs(a - b) for a, b in zip(rescored, turn["logprobs"], strict=True)]
-    # Around -ln 1024 each, in float32: sums of up to 128 products, and one over a vocabulary of 1,024.
+    # Each is near -ln 1024, in float32, from sums of up to 128 products and one over a vocabulary of 1,024.
     assert max(differences) <= ulps(1024, of=math.log(1024))
     assert sum(differences) / len(differences) <= ulps(128, of=math.log(1024))
 
 
 def test_the_fake_engine_speaks_as_the_real_one(system: System, tokenizer: Any) -> None:
-    """Same requests, same shapes: keys and types of every event, and how the increments add up."""
+    """For the same requests, events have the same keys and types, and increments add up in the same way."""
     ids = tokenizer.encode("hello there").ids
     fake = FakeEngine(tokenizer, version=str(system.serving()))
     bodies: list[dict[str, Any]] = [
@@ -205,7 +205,7 @@ def test_the_fake_engine_gives_up_as_the_real_one(system: System, tokenizer: Any
 
 
 def events_of(url: str, body: dict[str, Any], *, abort: bool = False) -> list[dict[str, Any]]:
-    """What is streamed; `abort` tells the engine to stop at the first event."""
+    """The streamed events; with `abort`, the engine is told to stop after the first event."""
     events: list[dict[str, Any]] = []
     with httpx.stream("POST", f"{url}/generate", json=body, timeout=60) as reply:
         for line in reply.iter_lines():
@@ -217,7 +217,7 @@ def events_of(url: str, body: dict[str, Any], *, abort: bool = False) -> list[di
 
 
 def shape(event: dict[str, Any]) -> set[str]:
-    """Names and types of what an event holds; a null says nothing of its type."""
+    """The names and types of an event's fields. For a null, the type is unknown."""
     top = {f"{name}:{type(value).__name__}" for name, value in event.items()}
     meta = event["meta_info"].items()
     return top | {f"meta_info.{name}:{type(value).__name__}" for name, value in meta if value is not None}

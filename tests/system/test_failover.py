@@ -1,4 +1,4 @@
-"""Agents that hear nothing of what happens to the engines: weights change under them, an engine is killed."""
+"""Agents notice nothing when weights change in the middle of their calls, or when an engine is killed."""
 
 import math
 import signal
@@ -88,7 +88,7 @@ def test_streams_go_on_where_a_killed_engine_left_them(system: System) -> None:
                 if len(heard) > 20:
                     began[n].set()
         finally:
-            began[n].set()  # a model that knows nothing may end at once
+            began[n].set()  # a random model may end its answer at once
         return ticket, heard
 
     with ThreadPoolExecutor(len(began)) as pool:
@@ -104,7 +104,7 @@ def test_streams_go_on_where_a_killed_engine_left_them(system: System) -> None:
         assert len(set(versions_of(turn))) == 1
         text = system.get(f"/sessions/{ticket['session_id']}?text=true")["turns"][0]["output_text"]
         assert text in (heard, f"{heard}<|im_end|>", f"{heard}<|endoftext|>")
-        # The engine that came back would have said each token with the same probability.
+        # The restarted engine gives each token the same probability.
         differences = [abs(a - b) for a, b in zip(scored(system, turn), turn["logprobs"], strict=True)]
         assert max(differences) <= ulps(1024, of=math.log(1024))  # float32 sums over the vocabulary
 

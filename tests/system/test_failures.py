@@ -1,4 +1,4 @@
-"""What breaks, and what is promised then: broken weights, a killed engine, a Redis that is gone."""
+"""What the system guarantees when weights are broken, an engine is killed, or Redis is gone."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def engine_processes(system: System) -> list[psutil.Process]:
 
 
 def published(system: System, tmp_path: Path) -> Path:
-    """A copy of the newest policy under a new number, to be broken."""
+    """A copy of the newest policy under a new number; a test then damages it."""
     policies = sorted((system.settings.run_dir / "policies").glob("v*"))
     copy: Path = system.settings.run_dir / "policies" / tmp_path.name
     shutil.copytree(policies[-1], copy)
@@ -89,7 +89,7 @@ def test_a_killed_engine_comes_back_with_the_current_policy(system: System) -> N
     assert turn["versions"][0]["version"] == version
 
 
-def test_without_redis_nobody_hears_success(system: System) -> None:
+def test_without_redis_no_call_succeeds(system: System) -> None:
     ticket = system.post("/sessions", {})
     redis = system.stack.processes["redis"]
     os.kill(redis.pid, signal.SIGSTOP)

@@ -57,7 +57,7 @@ def parallel_calls():
 
 
 def conversation():
-    """As Claude Code does: a system prompt in blocks, and a cache mark that moves with every turn."""
+    """As Claude Code does: the system prompt is a list of blocks, and the cache mark moves each turn."""
     client, messages = Anthropic(), []
     system = [
         {"type": "text", "text": "You are a helpful assistant.", "cache_control": {"type": "ephemeral"}}
@@ -92,7 +92,7 @@ def stream():
 
 
 def tool_runner():
-    """The SDK's own loop."""
+    """The SDK's own tool loop."""
 
     @beta_tool
     def get(key: str) -> str:
@@ -109,7 +109,7 @@ def tool_runner():
 
 
 def named_by_user():
-    """As Claude Code names its session, behind one key for all."""
+    """As Claude Code does: one API key for all sessions; the metadata's user id names the session."""
     session_id = "3f0a3b2e-8f4c-4d0b-9a57-6d1a2c3b4e5f"
     metadata = {"user_id": f"user_0123456789abcdef_account__session_{session_id}"}
     return {"answer": ask(Anthropic(), [], "value of c?", metadata=metadata), "session_id": session_id}
@@ -137,7 +137,7 @@ class Value(BaseModel):
 def parsed():
     message = Anthropic().messages.parse(
         model=MODEL,
-        max_tokens=2048,  # a small model wanders in the white space that JSON allows
+        max_tokens=2048,  # a small model may sample much of the white space that JSON allows
         messages=[{"role": "user", "content": "value of c?"}],
         output_format=Value,
     )
@@ -165,7 +165,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 
 
 def raised(client, **arguments):
-    """How the SDK names what went wrong."""
+    """The class of the SDK's exception, and its fields."""
     try:
         client.messages.create(**arguments)
     except anthropic.APIStatusError as error:

@@ -60,7 +60,7 @@ def stream_updates():
 
 
 def memory():
-    """A checkpointer keeps the thread; every question sends all of it."""
+    """LangGraph's checkpointer keeps the conversation; every question sends all of it."""
     graph = agent(checkpointer=InMemorySaver())
     thread = {"configurable": {"thread_id": "1"}}
     return {

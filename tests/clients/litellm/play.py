@@ -1,4 +1,4 @@
-"""What a user of `litellm` writes: the prefix `openai/` names the protocol, the rest is any model name."""
+"""What a user of `litellm` writes: the prefix `openai/` of the model's name selects the protocol."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ def parallel_calls():
 
 
 def named_by_header():
-    """One key for all, a header that names the session."""
+    """One key for all sessions, and a header that names the session."""
     headers = {"x-session-id": os.environ["SESSION_ID"]}
     return {"answer": ask([{"role": "user", "content": "value of c?"}], extra_headers=headers)}
 
@@ -77,7 +77,7 @@ def asynchronous():
 
 
 def anthropic_protocol():
-    """litellm's other way in: its Anthropic provider, which speaks /v1/messages."""
+    """litellm's Anthropic provider, which calls /v1/messages."""
     messages = [{"role": "user", "content": "value of c?"}]
     while True:
         reply = litellm.completion(

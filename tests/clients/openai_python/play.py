@@ -34,7 +34,7 @@ def tool_messages(message):
 
 
 def ask(client, messages, question):
-    """One question, and as many turns as the model's calls need."""
+    """One question, and as many turns as the model's tool calls need."""
     messages.append({"role": "user", "content": question})
     while True:
         completion = client.chat.completions.create(model="gpt-4o-mini", messages=messages, tools=[TOOL])
@@ -61,7 +61,7 @@ def conversation():
 
 
 def stream():
-    """The plain iterator: deltas put together by hand, as many agents do."""
+    """The plain iterator: the agent joins the deltas itself, as many agents do."""
     client = OpenAI()
     messages = [{"role": "user", "content": "value of c?"}]
     arguments, name, call_id, finish, usage = "", None, None, None, None
@@ -99,7 +99,7 @@ def stream_helper():
 
 
 def many_at_once():
-    """Eight agents behind one key, and nobody names a session."""
+    """Eight agents share one key, and no agent names a session."""
 
     async def one(client, key):
         messages = [{"role": "user", "content": f"value of {key}?"}]
@@ -173,7 +173,7 @@ def completions():
 
 
 def responses():
-    """The Responses API by hand: the server keeps the history."""
+    """The Responses API, used directly: the server keeps the history."""
     client = OpenAI()
     tool = {"type": "function", **TOOL["function"]}
     response = client.responses.create(model="m", input="value of c?", tools=[tool])
@@ -213,7 +213,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
 
 
 def raised(client, **arguments):
-    """How the SDK names what went wrong."""
+    """The class of the SDK's exception, and its fields."""
     try:
         client.chat.completions.create(**arguments)
     except openai.APIStatusError as error:

@@ -148,7 +148,7 @@ class CutReader(RedisReader):
 
 
 class CutCheckpoints(Checkpoints):
-    """Checkpoints of a trainer that can be killed after a save. `test_protocol` patches `write_atomically`."""
+    """Checkpoints of a trainer that can be killed after a save."""
 
     knife: Knife
 

@@ -198,7 +198,7 @@ class Clock:
 
 @dataclass
 class Harness:
-    """All parts of a trainer process except its HTTP thread. `restart` stands for a new process on its disk."""
+    """All parts of a trainer process except its HTTP. `restart` plays a new process on the same disk."""
 
     root: Path
     settings: TrainerSettings

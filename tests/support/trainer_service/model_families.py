@@ -25,7 +25,7 @@ SMALL: dict[str, Any] = {
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 CAPS = {"query_pre_attn_scalar": 1, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.2}
 EXPERTS = {"num_local_experts": 1, "num_experts_per_tok": 1}
-"""One expert: an expert's batch size changes the last bits of its tokens, and differs with several experts."""
+"""One expert, because the number of tokens that an expert multiplies at once changes their last bits."""
 
 
 @dataclass(frozen=True)

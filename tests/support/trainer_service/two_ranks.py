@@ -3,8 +3,8 @@
 A test puts tasks into the folder, one after the other, and at the end a file that says that none follows.
 Each task has its own policy and process group. With --forks it also has its own process, forked from one that
 has imported everything. A task trains the steps that the last checkpoint of its run lacks, and saves a
-checkpoint after each. With `in_parts` it first accumulates and discards gradients, and then learns each step in
-two parts. At the end rank 0 sends no orders to rank 1 as long as the file `rest` exists.
+checkpoint after each. With `in_parts` it first accumulates and discards gradients, and then learns each step
+in two parts. At the end rank 0 sends no orders to rank 1 as long as the file `rest` exists.
 """
 
 import gc

@@ -22,7 +22,7 @@ from tests.support.waiting import wait_until
 
 @pytest.fixture(scope="session")
 def backends(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iterator[Backends]:
-    # A database of its own: its gateways outlive a test, and would expire other tests' sessions.
+    # These gateways run longer than one test. In another database they cannot expire other tests' sessions.
     own = redis_url.removesuffix("0") + "1"
     backends = Backends(own, tiny_model, tokenizer, Redis.from_url(own), FakeEngine(tokenizer))
     with serving(backends) as backends.engine_url:
@@ -32,7 +32,7 @@ def backends(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iterator
 
 @pytest.fixture(scope="session")
 def gateway_url(backends: Backends) -> Iterator[tuple[str, bytes]]:
-    """A gateway on a bare engine, and its secret."""
+    """A gateway that calls an engine without a rollout server, and its secret."""
     backends.clear(None)
     with backends.gateway_url() as url:
         yield url, bytes(backends.redis.get(keys.SECRET) or b"")  # type: ignore[arg-type]

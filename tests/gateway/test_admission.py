@@ -1,4 +1,4 @@
-"""Limits: who is let in, who is told to wait and for how long, and who is never refused."""
+"""Limits: which calls and sessions are admitted, which must wait and how long, which are never refused."""
 
 import sys
 import time
@@ -26,7 +26,7 @@ RATES = ("requests_per_minute", "tokens_per_minute")
 
 @pytest.fixture
 def limited(gateway: RunningGateway, backends: Backends) -> Any:
-    """A gateway with limits, beside the one without; both on the same Redis."""
+    """Starts a gateway with limits on the same Redis as the one without."""
     return lambda **limits: _ready(backends, limits)
 
 
@@ -38,7 +38,7 @@ def _ready(backends: Backends, limits: dict[str, Any]) -> Iterator[RunningGatewa
 
 
 def refusal(reply: Any) -> tuple[str, int]:
-    """The code of a 429 in the contract's shape, and its Retry-After."""
+    """Checks that a 429 has the contract's shape; returns its code and its Retry-After in seconds."""
     assert reply.status_code == 429, reply.text
     error = reply.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -55,7 +55,7 @@ def refusals(gateway: RunningGateway) -> dict[str, float]:
 
 
 def trainer_says(gateway: RunningGateway, **fields: float) -> None:
-    """What the trainer's pulse writes."""
+    """Write fields of the trainer's heartbeat to Redis."""
     usual = {"version": 0, "rollouts_waiting": 0, "rollouts_owed": 0, "rollouts_per_step": 4.0}
     said: Any = usual | {"last_seen": time.time()} | fields
     gateway.redis.hset(keys.TRAINER, mapping=said)
@@ -80,7 +80,7 @@ def test_a_key_that_calls_too_often_waits_as_long_as_it_is_told(limited: Any) ->
         code, retry_s = refusal(gateway.chat())
         assert (code, retry_s) == ("rate_limited", 1)
         assert "120 calls a minute" in gateway.chat().json()["error"]["message"]
-        time.sleep(retry_s)  # as a client does; the limit's clock is that of Redis
+        time.sleep(retry_s)  # as a client does; the limit uses the clock of Redis
         assert gateway.chat().status_code == 200
         assert refusals(gateway) == {"rate_limited": 2.0}
 
@@ -217,7 +217,7 @@ def test_gateways_that_open_sessions_at_once_keep_the_limit_together(limited: An
 # Staleness
 
 
-def test_sessions_for_training_wait_while_the_trainer_has_its_hands_full(limited: Any) -> None:
+def test_sessions_for_training_wait_while_the_trainer_has_too_much_to_train(limited: Any) -> None:
     with limited(staleness_versions=1) as gateway:
         trainer_says(gateway, rollouts_per_step=2)
         opened = [gateway.session() for _ in range(4)]  # two for the next step, two for the one after
@@ -248,7 +248,7 @@ def test_a_finished_session_holds_its_place_until_the_trainer_is_done_with_it(
         assert gateway.post("/sessions").status_code == 201
 
 
-def test_what_the_trainer_holds_counts_whoever_brought_it(limited: Any) -> None:
+def test_what_the_trainer_holds_counts_whichever_client_brought_it(limited: Any) -> None:
     with limited(staleness_versions=2) as gateway:
         trainer_says(gateway, rollouts_waiting=11, rollouts_per_step=4)
         assert gateway.post("/sessions").status_code == 201
@@ -256,7 +256,7 @@ def test_what_the_trainer_holds_counts_whoever_brought_it(limited: Any) -> None:
         assert refusal(gateway.post("/sessions"))[0] == "staleness_budget"
 
 
-def test_what_is_trained_and_not_yet_durable_is_not_ahead_of_anybody(limited: Any) -> None:
+def test_rollouts_that_are_trained_and_not_yet_durable_do_not_count(limited: Any) -> None:
     with limited(staleness_versions=0) as gateway:
         trainer_says(gateway, rollouts_per_step=1, rollouts_owed=1)
         assert [gateway.post("/sessions").status_code for _ in range(3)] == [201, 201, 429]
@@ -273,7 +273,7 @@ def test_engines_that_lag_behind_the_trainer_use_up_the_budget(limited: Any) -> 
         assert "serve version 7 while the trainer is at 10" in reply.json()["error"]["message"]
 
 
-def test_sessions_that_calls_implied_hold_no_place_in_the_trainers_line(limited: Any) -> None:
+def test_sessions_that_calls_opened_do_not_count_against_the_staleness_budget(limited: Any) -> None:
     with limited(staleness_versions=0) as gateway:
         trainer_says(gateway, rollouts_per_step=2)
         assert [gateway.chat(f"call {index}").status_code for index in range(4)] == [200] * 4
@@ -288,12 +288,12 @@ def test_a_budget_without_a_trainer_refuses_nobody(limited: Any) -> None:
 def test_a_wait_for_the_trainer_is_as_long_as_its_steps_take(limited: Any) -> None:
     with limited(staleness_versions=0) as gateway:
         trainer_says(gateway, version=0)
-        time.sleep(2)  # that long a step takes: the gateway measures it by its own clock
+        time.sleep(2)  # the duration of a step, which the gateway measures by its own clock
         trainer_says(gateway, version=1, rollouts_waiting=12, rollouts_per_step=4)
         gateway.redis.set(keys.SERVING, 1)
         polled(gateway.redis)
         _, retry_s = refusal(gateway.post("/sessions"))
-        assert 4 <= retry_s <= 10  # nine too many, four a step, some two seconds each
+        assert 4 <= retry_s <= 10  # nine rollouts too many, four a step, about two seconds a step
 
 
 # The queue
@@ -315,12 +315,12 @@ def test_new_sessions_wait_while_too_much_is_in_the_queue(limited: Any) -> None:
 
 def test_a_redis_that_is_nearly_full_keeps_its_room_for_open_sessions(gateway: RunningGateway) -> None:
     session = gateway.session()
-    gateway.redis.set("ballast", bytes(40 * 2**20))  # beside it, what connections take comes to nothing
+    gateway.redis.set("ballast", bytes(40 * 2**20))  # so large that the memory of connections does not matter
 
     replies: list[Any] = []
 
     def refused() -> bool:
-        """A new session, in a Redis of which 95 % are used: what its clients have of it comes and goes."""
+        """Try to open a session while Redis is 95 % full. The limit follows the varying use of memory."""
         used: Any = gateway.redis.info("memory")
         gateway.redis.config_set("maxmemory", int(used["used_memory"] / 0.95))
         polled(gateway.redis)

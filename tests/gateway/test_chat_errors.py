@@ -1,4 +1,4 @@
-"""What goes wrong in a chat call, and what the client hears of it."""
+"""Errors in a chat call, and the answers that the client gets for them."""
 
 import json
 import shutil
@@ -217,8 +217,8 @@ def test_status_is_for_admins(gateway: RunningGateway) -> None:
     assert status["rollout_servers"][0]["state"] == "ready"
 
 
-def test_a_gateways_own_engines_are_not_registered_away(gateway: RunningGateway) -> None:
-    """They are named in its configuration, and stay until that is changed."""
+def test_an_engine_of_the_configuration_cannot_be_replaced_or_removed(gateway: RunningGateway) -> None:
+    """It stays until the configuration is changed."""
     body = {"id": "engine-0", "url": "http://127.0.0.1:9", "engine_url": "http://127.0.0.1:9"}
     assert gateway.post("/admin/rollout_servers", body, key=ADMIN_KEY).status_code == 409
     assert gateway.call("DELETE", "/admin/rollout_servers/engine-0", key=ADMIN_KEY).status_code == 409

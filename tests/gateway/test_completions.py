@@ -7,7 +7,7 @@ import pytest
 from tests.support.gateway.running import RunningGateway
 
 
-def test_text_is_continued_as_it_is(gateway: RunningGateway) -> None:
+def test_a_text_prompt_is_continued_without_a_chat_template(gateway: RunningGateway) -> None:
     session = gateway.session()
     gateway.engine.script.append(" upon a time")
     reply = gateway.client(session).completions.create(model="policy", prompt="Once", max_tokens=20)

@@ -1,4 +1,4 @@
-"""What an answer is held to, as the engine is asked for it; and whether that is how the families write."""
+"""The grammar of each constraint as it is sent to the engine, and whether each family's format follows it."""
 
 import json
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> RendererOf:
 
 
 def held(tag: str) -> list[Any]:
-    """The schemas in a structural tag."""
+    """The JSON schemas in a structural tag."""
     found: list[Any] = []
 
     def look(value: Any) -> None:
@@ -255,7 +255,7 @@ def test_a_schema_that_only_looks_like_one_of_those_is_taken(
 def test_a_grammar_that_the_engine_cannot_compile_is_the_callers_fault(
     gateway: RunningGateway, stream: bool
 ) -> None:
-    """The engine says so in the stream, with one id that nothing sampled and no logprob."""
+    """The engine reports it in the stream, with one id that was not sampled and has no logprob."""
     session = gateway.session()
     message = 'Failed to compile structural_tag grammar: Unsupported type "nonsense"'
     abort = {"type": "abort", "message": message, "status_code": 400, "err_type": "BadRequestError"}
@@ -295,7 +295,7 @@ def test_biases_reach_the_engine_where_the_caller_owns_the_sampling(gateway: Run
     "bias",
     [{"99999": 1}, {"-1": 1}, {"x": 1}, {"": 1}, {"٣": 1}, {"1" * 30: 1}, {"1": 101}, {"1": -100.5}],
 )
-def test_a_bias_for_what_is_no_token_never_reaches_an_engine(
+def test_a_bias_for_an_id_outside_the_vocabulary_never_reaches_an_engine(
     gateway: RunningGateway, path: str, bias: Any
 ) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "logit_bias": bias}
@@ -308,7 +308,7 @@ def test_a_bias_for_what_is_no_token_never_reaches_an_engine(
 
 
 def spoken(form: Any, renderer: ChatRenderer, calls: int) -> list[int]:
-    """One of the answers that a grammar lets through, with so many calls."""
+    """An answer with so many calls that the grammar accepts."""
     kind = form["type"]
     if kind == "token":
         return [form["token"]]
@@ -336,7 +336,7 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("family", SYNTAX_OF_FAMILY)
-def test_what_the_grammar_spells_is_what_the_family_reads_as_calls(renderer: RendererOf, family: str) -> None:
+def test_an_answer_that_follows_the_grammar_is_parsed_as_calls(renderer: RendererOf, family: str) -> None:
     syntax, of_family = SYNTAX_OF_FAMILY[family], renderer(family)
     for calls in (1, 2) if syntax.parallel else (1,):
         tag = constraint_of(of_family, [TOOL, OTHER], "required").structural_tag or ""
@@ -350,7 +350,7 @@ def test_what_the_grammar_spells_is_what_the_family_reads_as_calls(renderer: Ren
 
 @pytest.mark.parametrize("family", SYNTAX_OF_FAMILY)
 def test_a_marker_that_is_a_token_is_asked_for_by_its_id(renderer: RendererOf, family: str) -> None:
-    """Spelled in letters, the family would not read it as a marker."""
+    """The family's parser does not take ordinary tokens with the same text for the marker."""
     of_family = renderer(family)
     tag = constraint_of(of_family, [TOOL], "required").structural_tag or ""
     added = [of_family.text_of([token_id]) for token_id in of_family.tokenizer.added_ids]
@@ -358,7 +358,7 @@ def test_a_marker_that_is_a_token_is_asked_for_by_its_id(renderer: RendererOf, f
 
 
 def literals(value: Any) -> list[str]:
-    """The texts of a grammar that a model spells in letters."""
+    """The texts in a grammar that the model writes with ordinary tokens."""
     if isinstance(value, list):
         return [text for each in value for text in literals(each)]
     if not isinstance(value, dict):
@@ -370,7 +370,9 @@ def literals(value: Any) -> list[str]:
 
 @pytest.mark.parametrize("wish", [("required", None), (None, JSON)])
 @pytest.mark.parametrize("family", ["gemma4", "inkling", "deepseek-v4", "hy3"])
-def test_a_family_whose_frame_is_not_known_is_named(renderer: RendererOf, family: str, wish: Any) -> None:
+def test_a_family_without_a_known_call_format_is_named_in_the_error(
+    renderer: RendererOf, family: str, wish: Any
+) -> None:
     with pytest.raises(InvalidRequest, match=family) as refused:
         constraint_of(renderer(family), [TOOL], *wish, format_param="text.format")
     assert refused.value.param == ("text.format" if wish[1] else "tool_choice")

@@ -31,7 +31,7 @@ LONG = ("a long report " * 30).strip()
 
 @pytest.fixture(scope="session")
 def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
-    """A template that keeps its history, so that each test sees its own reason alone."""
+    """A template that keeps its history, so that nothing but a test's own reason causes a fork."""
     return renderer_of(tmp_path_factory.mktemp("conversation"), "kimi-k2")
 
 
@@ -41,7 +41,7 @@ def agent(renderer: ChatRenderer) -> Agent:
 
 
 def three_turns(agent: Agent) -> list[Turn]:
-    """A task, two calls of a tool, an answer."""
+    """A task, two tool calls, an answer."""
     agent.hear(agent.ask(user("what are a and b?")), told(LONG, call('{"key": "a", "n": 1}')))
     agent.hear(agent.ask(result("a = 1", last_id(agent))), told(LONG, call('{"key": "b"}')))
     agent.hear(agent.ask(result("b = 2", last_id(agent))), told("1 and 2"))
@@ -121,7 +121,7 @@ def test_a_history_written_otherwise_is_the_same_history(
 def test_a_conversation_begins_with_the_date_of_its_day(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As gpt-oss' does, whose renderer asks for the date when it is made."""
+    """As in gpt-oss, whose renderer reads the date when it is created."""
     day = ["2026-01-31"]
 
     def dated(tokenizer: BareTokenizer, *given: Any) -> Any:
@@ -221,7 +221,7 @@ def test_another_task_under_the_same_system_prompt_is_a_new_conversation(agent: 
     assert (prompt.relation, prompt.reason, prompt.parent) == ("forks", "new_conversation", None)
 
 
-def test_what_an_agent_never_heard_is_no_history(agent: Agent) -> None:
+def test_an_aborted_answer_is_no_part_of_the_history(agent: Agent) -> None:
     prompt = agent.ask(user("hello"))
     agent.answer(prompt, sampled(agent.renderer, prompt.prompt_ids, told("half an ans")), "abort")
     again = agent.placed(agent.messages)

@@ -56,13 +56,13 @@ def is_gone(reply: Any) -> bool:
 
 
 def holding(redis: Redis, mark: bytes) -> list[str]:
-    """The keys in whose names or values the bytes are."""
+    """The keys whose name or value contains the bytes."""
     names: Any = redis.keys()
     return sorted(name.decode() for name in names if any(mark in part for part in parts(redis, name)))
 
 
 def parts(redis: Any, name: bytes) -> Iterator[bytes]:
-    """All that Redis holds under a key, whatever it is; a dump would be compressed."""
+    """All parts of the value under a key of any type. DUMP is not used because it compresses values."""
     yield name
     match redis.type(name):
         case b"string":
@@ -81,7 +81,7 @@ def parts(redis: Any, name: bytes) -> Iterator[bytes]:
 
 
 def only_deletions(redis: Any) -> bool:
-    """The stream says what was deleted, and nothing else."""
+    """Whether the stream holds deletion records and nothing else."""
     return {type(decode(fields[b"r"])) for _, fields in redis.xrange(keys.STREAM)} == {Deletion}
 
 
@@ -193,7 +193,7 @@ def test_a_client_that_left_a_deleted_session_leaves_nothing_behind(
 def test_a_deleted_conversation_is_no_beginning_for_another_gateway(
     gateway: RunningGateway, other: RunningGateway
 ) -> None:
-    """What the other gateway has in memory, and what it remembers in Redis, leads nowhere."""
+    """The other gateway's memory and its index in Redis no longer find the conversation."""
     history = [{"role": "user", "content": "hi"}]
     answer = other.post("/v1/chat/completions", {"messages": history})
     name = answer.headers["x-weir-session-id"]
@@ -357,9 +357,9 @@ def test_no_byte_of_a_deleted_session_is_left_in_redis(gateway: RunningGateway) 
 def test_no_word_of_a_deleted_session_stays_in_a_gateways_memory(
     backends: Backends, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it remembers to spare work, openings, tools and the ids of texts, it forgets by itself."""
+    """The gateway's caches of openings, tools and token ids drop their entries by themselves."""
     monkeypatch.setattr("gateway.background.TEXT_CACHES_S", 0.05)
-    word = "wryneck"  # which no other test tells the gateways of this process
+    word = "wryneck"  # no other test sends this word to gateways in this process
     with backends.gateway() as forgetful:
         wait_until(lambda: forgetful.get("/ready").status_code == 200)
         session = forgetful.session()
@@ -374,7 +374,7 @@ def test_no_word_of_a_deleted_session_stays_in_a_gateways_memory(
 
 
 def remembered(mark: str) -> list[str]:
-    """Every text with this mark that caches and objects of the gateways in this process hold."""
+    """Every text with this mark in the caches and objects of the gateways in this process."""
     ours = ("gateway.", "rollout_queue.")
     kinds = (dict, list, tuple, set, deque, OrderedDict)
     gc.collect()
@@ -405,7 +405,7 @@ def test_a_deletion_that_died_with_its_gateway_is_finished_by_another(
         (turn,) = gateway.turns(session)
         ids = TokenIds(turn["context_ids"]).tobytes()
         with redis.pipeline(transaction=False) as pipeline:
-            for _ in range(200_000):  # what comes after them is removed late
+            for _ in range(200_000):  # the deletion takes longer, because it reads these entries first
                 pipeline.xadd(keys.STREAM, {keys.STREAM_FIELD: b"\x01"})
             pipeline.execute()
         assert gateway.chat(MARK, path=f"{path_of(session)}/v1/chat/completions").status_code == 200

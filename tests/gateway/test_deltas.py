@@ -1,4 +1,4 @@
-"""What a streaming client puts together is the answer, whatever the model says and however it is cut."""
+"""The deltas of a stream add up to the answer, whatever is sampled and however the tokens are split."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,11 +78,11 @@ SAYINGS: dict[str, tuple[str, ...]] = {
         HARMONY_CALL,
     ),
 }
-"""What a model of each family says: thoughts and calls in its own marks."""
+"""Answers of each family, with thoughts and calls in its own format."""
 
 
 def harmony(directory: Path) -> ChatRenderer:
-    """gpt-oss: the library's own parser over a small vocabulary; the real one comes from the network."""
+    """gpt-oss: the library's own parser with a small vocabulary, because the real one is downloaded."""
     make_model(directory, "qwen3")
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken(token, special=True) for token in HARMONY])
@@ -91,7 +91,7 @@ def harmony(directory: Path) -> ChatRenderer:
     start, channel, message, end, return_, call, constrain = (tokens.encode(t)[0] for t in HARMONY)
 
     class GptOss:
-        """Another model's renderer, but for how it reads an answer."""
+        """Another model's renderer with gpt-oss' parser."""
 
         def __init__(self, *given: Any) -> None:
             self.inner = create_renderer(*given)
@@ -136,7 +136,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
 
 
 def told(deltas: Sequence[Delta]) -> ParsedAnswer:
-    """What a client puts together."""
+    """The answer that a client joins from the deltas."""
     calls = [delta for delta in deltas if delta.tool_call is not None]
     assert [delta.index for delta in calls] == list(range(len(calls)))
     return ParsedAnswer(
@@ -147,12 +147,12 @@ def told(deltas: Sequence[Delta]) -> ParsedAnswer:
 
 
 def plain(answer: ParsedAnswer) -> ParsedAnswer:
-    """Without the space around its texts, which some families leave and some take away."""
+    """The answer without white space around its texts, which only some families strip."""
     return ParsedAnswer(answer.content.strip(), (answer.reasoning or "").strip(), answer.tool_calls)
 
 
 def cut(ids: list[int], cuts: list[int]) -> list[list[int]]:
-    """The ids in pieces of these sizes, again and again."""
+    """Split the ids into pieces of these sizes, used in turn."""
     pieces, at, turn = [], 0, 0
     while at < len(ids):
         size = cuts[turn % len(cuts)]
@@ -163,12 +163,12 @@ def cut(ids: list[int], cuts: list[int]) -> list[list[int]]:
 
 CUTS = st.lists(st.integers(1, 9) | st.just(64), min_size=1, max_size=4)
 TAKES_BACK = ("<|end_header_id|>", "<|channel>", "<channel|>", "<|content_thinking|>")
-"""Behind text, parsers drop the text before them or make a thought of it, at once or when the answer breaks
-off there. Sent is sent."""
+"""At these tokens, parsers drop the text before them or turn it into a thought, some only if the answer ends
+there. A stream cannot take back text, so that these tokens only open an answer."""
 
 
 def answers(renderer: ChatRenderer, sayings: Sequence[str]) -> st.SearchStrategy[list[int]]:
-    """Thoughts, calls and text in any order, whole or broken off, with misplaced tokens and lone bytes."""
+    """Ids of thoughts, calls and text in any order, whole or cut, with misplaced tokens and single bytes."""
     encode, backend = renderer.tokenizer.encode, renderer.tokenizer.backend
     late = [text for text in sayings if not any(token in text for token in TAKES_BACK)] or [""]
     never = {backend.token_to_id(token) for token in TAKES_BACK} | set(renderer.stop_ids)
@@ -233,7 +233,7 @@ def test_nothing_is_told_from_a_stop_string_on(qwen: ChatRenderer) -> None:
 
 
 def stopped(renderer: ChatRenderer, ids: list[int], stop: list[str]) -> tuple[list[int], str | None]:
-    """What an engine samples: it looks for stop strings after every token."""
+    """The ids up to the token that completes a stop string, and that string; an engine checks each token."""
     for end in range(1, len(ids) + 1):
         text = renderer.text_of(ids[:end])
         found = [each for each in stop if each in text]
@@ -255,7 +255,7 @@ def test_text_is_told_as_it_comes(family: tuple[str, ChatRenderer]) -> None:
 
 def test_a_call_is_told_when_it_is_whole(family: tuple[str, ChatRenderer]) -> None:
     name, renderer = family
-    # A call that nothing but its end tells, or that ends the answer, is told there.
+    # In these families, the end of the answer decides whether it is a call.
     if name in ("llama-3", "gpt-oss", "deepseek-v4"):
         return
     thought, *_, call = SAYINGS[name]
@@ -266,7 +266,7 @@ def test_a_call_is_told_when_it_is_whole(family: tuple[str, ChatRenderer]) -> No
 
 
 def fed(stream: AnswerStream, ids: list[int]) -> list[Delta]:
-    """What is told before the end, token by token."""
+    """The deltas before the end of the answer, when tokens come one by one."""
     return [delta for token in ids for delta in stream.feed([token])]
 
 
@@ -315,7 +315,7 @@ def test_parses_are_as_many_as_control_tokens(
 
 
 def byte_fallback() -> Tokenizer:
-    """As SentencePiece has it: words that carry their space, and bytes for what has no token."""
+    """A tokenizer like SentencePiece: words include their space, and text without a token becomes bytes."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
     for word in ("<unk>", "▁", "a", "b", "▁a", "é", "▁b", "<", "\ufffd"):
         vocabulary[word] = len(vocabulary)
@@ -345,7 +345,7 @@ def test_pieces_decode_as_the_whole(qwen: ChatRenderer, kind: str) -> None:
         text = "".join(decoder.step(piece) for piece in cut(ids, cuts))
         whole = backend.decode(ids, skip_special_tokens=False)
         assert whole.startswith(text)
-        # At most what a last character needs is held, or the last run of byte tokens with its piece.
+        # The decoder may hold back an incomplete last character, or the last run of byte tokens.
         assert whole[len(text) :].strip("\ufffd") == "" or (ids and ids[-1] in byte_ids)
         end = backend.encode("a").ids
         assert text + decoder.step(end) == backend.decode(ids + end, skip_special_tokens=False)

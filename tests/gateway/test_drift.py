@@ -1,4 +1,4 @@
-"""How a session's turns follow each other, as its view and the metrics tell it."""
+"""How a session's turns follow each other, in the session's view and in the metrics."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from tests.support.gateway.running import RunningGateway
 
 
 def say(gateway: RunningGateway, session: dict[str, Any], *texts: str, system: str = "") -> str:
-    """A conversation of users' texts and the answers that were given; gives the new answer back."""
+    """Call with a conversation of alternating user texts and answers; return the new answer."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for index, text in enumerate(texts):
         messages.append({"role": "assistant" if index % 2 else "user", "content": text})
@@ -40,7 +40,7 @@ def test_every_fork_is_a_row_and_says_why(gateway: RunningGateway) -> None:
     session = gateway.session()
     first = say(gateway, session, "a", system="plan")
     say(gateway, session, "a", first, "b", system="plan")
-    say(gateway, session, "a", system="plan")  # once more: best of two
+    say(gateway, session, "a", system="plan")  # the same call again: a second sample
     say(gateway, session, "look this up", system="search")
     told = view(gateway, session)
     assert [turn["reason"] for turn in told["turns"]] == [None, None, "sampled_again", "sub_agent"]
@@ -51,7 +51,7 @@ def test_every_fork_is_a_row_and_says_why(gateway: RunningGateway) -> None:
     assert 0 < metric(gateway, "weir_merge_ratio") <= 1
 
 
-def test_turns_that_nobody_heard_make_no_row(gateway: RunningGateway) -> None:
+def test_turns_without_a_delivered_answer_make_no_row(gateway: RunningGateway) -> None:
     session = gateway.session()
     path = f"/sessions/{session['session_id']}/v1/chat/completions"
     body = {"messages": [{"role": "user", "content": "a"}]}

@@ -1,4 +1,4 @@
-"""Both HTTP clients to the engines: connections are used again unless stale, and nothing piles up unread."""
+"""Both HTTP clients for engines: they reuse connections unless stale, and their buffers are bounded."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -35,7 +35,7 @@ class Peer:
     connections: int = 0
     heads: list[bytes] = field(default_factory=list)
     ended: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
-    """One for each connection that the client closed."""
+    """Released once for each connection that the client closes."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -87,7 +87,7 @@ async def test_a_connection_is_used_again(transport: Transport) -> None:
         assert peer.heads[-1].startswith(b"post /engines/7/generate http/1.1\r\n")
 
 
-async def test_one_that_was_idle_too_long_is_not(transport: Transport) -> None:
+async def test_a_connection_that_was_idle_too_long_is_not_used_again(transport: Transport) -> None:
     peer = Peer(transport)
     async with peer.there(idle_limit_s=-1.0) as http:
         for _ in range(3):
@@ -102,7 +102,9 @@ async def test_one_that_was_idle_too_long_is_not(transport: Transport) -> None:
         b"HTTP/1.0 200 OK\r\ncontent-length: 2\r\n\r\nok",
     ],
 )
-async def test_one_that_is_not_to_be_kept_is_not(transport: Transport, answer: bytes) -> None:
+async def test_a_connection_that_the_server_will_close_is_not_used_again(
+    transport: Transport, answer: bytes
+) -> None:
     peer = Peer(transport, answer)
     async with peer.there() as http:
         for _ in range(2):
@@ -111,17 +113,17 @@ async def test_one_that_is_not_to_be_kept_is_not(transport: Transport, answer: b
         assert peer.connections == 2
 
 
-async def test_one_that_says_more_than_was_asked_for_is_not(transport: Transport) -> None:
+async def test_a_connection_with_surplus_bytes_is_not_used_again(transport: Transport) -> None:
     peer = Peer(transport, OK + b"more than was asked for")
     async with peer.there() as http:
         for _ in range(2):
-            with suppress(ConnectionLost):  # so aiohttp says, when both arrive together
+            with suppress(ConnectionLost):  # aiohttp raises it if answer and surplus arrive together
                 assert (await whole(http, peer.url))[0] == 200
             await peer.ended.acquire()
         assert peer.connections == 2
 
 
-async def test_one_that_closed_meanwhile_is_not(transport: Transport) -> None:
+async def test_a_connection_that_the_server_closed_is_not_used_again(transport: Transport) -> None:
     async def end(writer: asyncio.StreamWriter) -> None:
         writer.write_eof()
 
@@ -139,7 +141,7 @@ async def left_after_one_byte(http: EngineTransport, peer: Peer) -> None:
     response.leave()
 
 
-async def test_one_that_is_left_before_the_last_byte_is_used_again_when_that_came(
+async def test_a_connection_that_is_left_early_is_used_again_once_the_last_byte_came(
     transport: Transport,
 ) -> None:
     left = asyncio.Event()
@@ -152,13 +154,13 @@ async def test_one_that_is_left_before_the_last_byte_is_used_again_when_that_cam
     peer = Peer(transport, OK[:-1], after=end_once_left)
     async with peer.there() as http:
         known = 0
-        while peer.connections > known:  # until one is used again; its last byte needs a moment
+        while peer.connections > known:  # until a connection is reused; its last byte may come late
             known = peer.connections
             await left_after_one_byte(http, peer)
             left.set()
 
 
-async def test_one_that_is_left_and_never_ends_is_closed(transport: Transport) -> None:
+async def test_a_connection_that_is_left_and_whose_answer_never_ends_is_closed(transport: Transport) -> None:
     peer = Peer(transport, OK[:-1])
     async with peer.there(read_timeout_s=20, last_bytes_s=0.1) as http:
         for _ in range(2):
@@ -167,7 +169,7 @@ async def test_one_that_is_left_and_never_ends_is_closed(transport: Transport) -
         assert peer.connections == 2
 
 
-async def test_an_announcement_before_the_answer_is_none(transport: Transport) -> None:
+async def test_an_interim_response_is_not_taken_for_the_answer(transport: Transport) -> None:
     peer = Peer(transport, b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 503 Busy\r\ncontent-length: 2\r\n\r\nno")
     async with peer.there() as http:
         assert await whole(http, peer.url) == (503, b"no")
@@ -202,10 +204,10 @@ async def test_silence_is_noticed(transport: Transport, answer: bytes) -> None:
 
 
 async def test_each_request_on_a_connection_has_its_own_timeout(transport: Transport) -> None:
-    read_timeout_s = 2.0  # a busy machine is late by a part of it
+    read_timeout_s = 2.0  # long enough that a busy machine's delay does not matter
 
     async def answer_late(writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(0.6 * read_timeout_s)  # twice this is more than one timeout
+        await asyncio.sleep(0.6 * read_timeout_s)  # two such pauses take longer than one timeout
         writer.write(OK)
 
     peer = Peer(transport, b"", after=answer_late)
@@ -218,14 +220,14 @@ async def test_each_request_on_a_connection_has_its_own_timeout(transport: Trans
             await whole(http, peer.url)
 
 
-async def test_nobody_there_is_said_at_once(transport: Transport) -> None:
+async def test_a_refused_connection_is_reported_at_once(transport: Transport) -> None:
     http = transport(0.2)
     with pytest.raises(ConnectFailed):
         await http.post(f"http://127.0.0.1:{free_port()}", "/generate", b"{}")
     await http.close()
 
 
-async def test_a_reader_that_is_behind_makes_the_engine_wait_and_misses_nothing(
+async def test_a_slow_reader_makes_the_engine_wait_and_misses_nothing(
     transport: Transport,
 ) -> None:
     size, written = 64 * 2**20, 0
@@ -241,8 +243,8 @@ async def test_a_reader_that_is_behind_makes_the_engine_wait_and_misses_nothing(
     peer = Peer(transport, b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size, after=write)
     async with peer.there(read_timeout_s=1.0) as http:  # a busy machine may write nothing for some time
         response = await http.post(peer.url, "/generate", b"{}")
-        await asyncio.sleep(1.3)  # longer than the timeout: the reader is at fault
-        assert written < 32 * 2**20, "what lies in sockets and buffers, no more"
+        await asyncio.sleep(1.3)  # longer than the timeout, which must not count the reader's own pauses
+        assert written < 32 * 2**20, "more was written than sockets and bounded buffers hold"
         total = 0
         while data := await response.read():
             total += len(data)

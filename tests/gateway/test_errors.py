@@ -1,4 +1,4 @@
-"""The gateway's errors: each has a place in the drawn tree, and a status at the edge."""
+"""The gateway's errors: each is in the tree of the module's docstring, and has an HTTP status."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Everything that was recorded comes out: as lines or as Parquet, whole or from where somebody broke off."""
+"""The export has everything that was recorded, as JSON lines or Parquet, from the start or a cursor."""
 
 import io
 import json
@@ -29,7 +29,7 @@ def parquet(gateway: RunningGateway, **asked: Any) -> list[dict[str, Any]]:
 
 
 def fill(gateway: RunningGateway, sessions: int, turns: int, tokens: int) -> None:
-    """As many sessions as a test wants to be too many, past the engine."""
+    """Write sessions straight to Redis, without the engine, in any number."""
     for number in range(sessions):
         name = f"bulk-{number:06d}"
         given = {"session_id": name, "finish": "stop", "started_at": 100.0, "finished_at": 101.0}
@@ -200,18 +200,18 @@ def _reward() -> Reward:
     return Reward(session_id="b", key="k", value=1.0, created_at=1.0)
 
 
-# What a client that is slow, or gone, costs
+# Slow clients, and clients that leave
 
 
 def pages_read(gateway: RunningGateway) -> int:
-    """Nothing but an export asks how large sessions are that go on: a hundred at a time."""
+    """How many pages of a hundred sessions the export has read. Only exports call HLEN on open sessions."""
     stats: Any = gateway.redis.info("commandstats")
     return int(stats.get("cmdstat_hlen", {}).get("calls", 0)) // 100
 
 
 @pytest.fixture
 def much(gateway: RunningGateway) -> RunningGateway:
-    """More than fits into any buffer between Redis and the client: 100 MB as lines."""
+    """A gateway with 100 MB to export, more than the buffers between Redis and the client can hold."""
     fill(gateway, 1200, 5, 2000)
     return gateway
 
@@ -229,11 +229,11 @@ def dial(gateway: RunningGateway, form: str) -> socket.socket:
 
 
 def settled(gateway: RunningGateway) -> int:
-    """How much was read, once nobody reads on."""
+    """The number of pages read, once it stays the same."""
     before = -1
     while (now := pages_read(gateway)) != before:
         before = now
-        time.sleep(0.5)  # that nothing is read is seen over a time, or not at all
+        time.sleep(0.5)  # no event tells that nothing is read; only time shows it
     return now
 
 

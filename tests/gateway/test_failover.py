@@ -1,4 +1,4 @@
-"""Engines that break off in the middle: the answer goes on elsewhere, and says who sampled what."""
+"""Engines that fail in the middle of an answer: another one continues it, and spans name the engines."""
 
 import asyncio
 import logging
@@ -33,8 +33,8 @@ VOCABULARY = 4096
 
 
 @dataclass
-class Actor:
-    """An address with whichever engine plays there."""
+class Endpoint:
+    """A server address behind which a test can exchange the fake engine."""
 
     part: FakeEngine
     url: str = ""
@@ -44,15 +44,15 @@ class Actor:
 
 
 @pytest.fixture(scope="module")
-def actors(tokenizer: Tokenizer) -> Iterator[list[Actor]]:
-    actors = [Actor(FakeEngine(tokenizer)), Actor(FakeEngine(tokenizer))]
-    with serving(actors[0]) as actors[0].url, serving(actors[1]) as actors[1].url:
-        yield actors
+def endpoints(tokenizer: Tokenizer) -> Iterator[list[Endpoint]]:
+    endpoints = [Endpoint(FakeEngine(tokenizer)), Endpoint(FakeEngine(tokenizer))]
+    with serving(endpoints[0]) as endpoints[0].url, serving(endpoints[1]) as endpoints[1].url:
+        yield endpoints
 
 
 @dataclass
 class Scene:
-    """Two engines that would say the same, a fleet of them, and a sampler."""
+    """Two engines that give the same answer, the fleet of both, and a sampler."""
 
     engines: list[FakeEngine]
     fleet: Fleet
@@ -63,7 +63,7 @@ class Scene:
 
     @property
     def first(self) -> FakeEngine:
-        """The one that the session's first call goes to."""
+        """The engine that gets the session's first call."""
         server = self.fleet.choose("s")
         assert server is not None
         return self.engines[int(server.id[-1])]
@@ -77,7 +77,7 @@ class Scene:
         return [*ANSWER, self.end]
 
     def only(self, engine: FakeEngine) -> None:
-        """Nobody else is there."""
+        """Remove the other engine from the fleet."""
         del self.fleet.servers[f"engine-{1 - self.engines.index(engine)}"]
 
     def ask(self, **parameters: Any) -> SampleRequest:
@@ -85,7 +85,7 @@ class Scene:
         return SampleRequest("rid", "s", None, PROMPT, SamplingParameters(**asked))
 
     async def hear(self, wanted: SampleRequest | None = None) -> OutputChunk:
-        """The whole answer; gives its last piece."""
+        """Sample the whole answer; return its last piece."""
         self.heard.clear()
         await self.sampler.sample(wanted or self.ask(), self.take)
         return self.heard[-1]
@@ -108,28 +108,28 @@ class Scene:
 
 @pytest.fixture(params=["httptools", "aiohttp"])
 async def scene(
-    request: pytest.FixtureRequest, actors: list[Actor], tokenizer: Tokenizer, redis_url: str
+    request: pytest.FixtureRequest, endpoints: list[Endpoint], tokenizer: Tokenizer, redis_url: str
 ) -> AsyncIterator[Scene]:
-    async with staged(actors, tokenizer, redis_url, http=request.param) as scene:
+    async with staged(endpoints, tokenizer, redis_url, http=request.param) as scene:
         yield scene
 
 
 class staged:  # noqa: N801 - reads as a function
-    """A scene with other patience than the usual."""
+    """A scene with other timeouts than the default."""
 
     def __init__(
         self,
-        actors: list[Actor],
+        endpoints: list[Endpoint],
         tokenizer: Tokenizer,
         redis_url: str,
         silence_s: float = 5.0,
         http: EngineHttpName = "httptools",
     ) -> None:
-        for actor in actors:
+        for actor in endpoints:
             actor.part = FakeEngine(tokenizer, mind=list(ANSWER))
         self.redis = Redis.from_url(redis_url)
         self.engine = EngineClient(transport_of(http, silence_s))
-        fleet = Fleet(self.redis, self.engine, None, [actor.url for actor in actors])
+        fleet = Fleet(self.redis, self.engine, None, [actor.url for actor in endpoints])
         metrics = Metrics()
         self.sampler = Sampler(
             self.engine,
@@ -141,7 +141,7 @@ class staged:  # noqa: N801 - reads as a function
             patience_s=1.0,
         )
         (end,) = tokenizer.encode("<|im_end|>").ids
-        self.scene = Scene([actor.part for actor in actors], fleet, self.sampler, metrics, end)
+        self.scene = Scene([actor.part for actor in endpoints], fleet, self.sampler, metrics, end)
 
     async def __aenter__(self) -> Scene:
         fleet = self.scene.fleet
@@ -227,7 +227,7 @@ async def test_each_part_keeps_the_version_that_its_engine_reported(scene: Scene
 
 
 async def test_tokens_of_one_event_that_may_be_of_two_versions_are_sampled_again(scene: Scene) -> None:
-    """Where no client watches, and the engine died before it said which was which."""
+    """This happens if the client does not stream and the engine dies before it sends the version spans."""
     first = scene.first
     events = [
         {"output_ids": ANSWER[:2], "meta_info": meta("1", ANSWER[:2], 2)},
@@ -325,9 +325,9 @@ async def test_a_request_that_breaks_every_engine_is_not_shown_to_all_of_them_fo
 
 
 async def test_a_silent_engine_is_left_for_another_and_told_to_stop(
-    actors: list[Actor], tokenizer: Tokenizer, redis_url: str
+    endpoints: list[Endpoint], tokenizer: Tokenizer, redis_url: str
 ) -> None:
-    async with staged(actors, tokenizer, redis_url, silence_s=0.2) as scene:
+    async with staged(endpoints, tokenizer, redis_url, silence_s=0.2) as scene:
         first = scene.first
         first.stall_after = 4
         await scene.hear()
@@ -336,8 +336,10 @@ async def test_a_silent_engine_is_left_for_another_and_told_to_stop(
         assert scene.faults("stalled") == 1
 
 
-async def test_silence_everywhere_is_a_504(actors: list[Actor], tokenizer: Tokenizer, redis_url: str) -> None:
-    async with staged(actors, tokenizer, redis_url, silence_s=0.3) as scene:
+async def test_silence_everywhere_is_a_504(
+    endpoints: list[Endpoint], tokenizer: Tokenizer, redis_url: str
+) -> None:
+    async with staged(endpoints, tokenizer, redis_url, silence_s=0.3) as scene:
         for engine in scene.engines:
             engine.stall_after = 0
         with pytest.raises(GatewayError) as caught:
@@ -385,7 +387,9 @@ def move(server: FleetServer, url: str) -> None:
 
 
 @pytest.mark.parametrize("words", ["reset", "abort"])
-async def test_what_is_complete_at_the_seam_needs_no_other_engine(scene: Scene, words: Any) -> None:
+async def test_an_answer_that_is_complete_when_its_engine_fails_needs_no_other_engine(
+    scene: Scene, words: Any
+) -> None:
     first, second = scene.first, scene.second
     for parameters, interruption, finish in (
         ({"max_new_tokens": 5}, Interruption(5, words), "length"),
@@ -400,7 +404,7 @@ async def test_what_is_complete_at_the_seam_needs_no_other_engine(scene: Scene, 
     assert second.requests == []
 
 
-async def test_a_stop_string_across_the_seam_ends_the_answer(scene: Scene, tokenizer: Tokenizer) -> None:
+async def test_a_stop_string_across_both_parts_ends_the_answer(scene: Scene, tokenizer: Tokenizer) -> None:
     first, second = scene.first, scene.second
     answer = "so it is. Observation: nothing else"
     for engine in scene.engines:
@@ -410,16 +414,16 @@ async def test_a_stop_string_across_the_seam_ends_the_answer(scene: Scene, token
     seam = until - 2
     assert seam > 0
     first.interruptions.append(Interruption(seam, "reset"))
-    second.pace_s = 0.05  # it has more to say when the answer is over
+    second.pace_s = 0.05  # the engine still has tokens to send when the answer is over
     last = await scene.hear(scene.ask(stop=["Observation:"]))
-    assert second.requests, "the seam lies before the answer's end"
+    assert second.requests, "the first engine failed before the answer's end"
     assert scene.ids == ids[:until]
     assert (last.finish, last.matched) == ("stop", "Observation:")
     assert [(span.start, span.end) for span in last.versions] == [(0, seam), (seam, until)]
     assert second.aborted == ["rid.1"]
 
 
-async def test_a_stop_string_after_the_seam_is_the_engines_to_find(
+async def test_the_second_engine_finds_a_stop_string_in_its_own_part(
     scene: Scene, tokenizer: Tokenizer
 ) -> None:
     answer = "one two three four five six seven eight nine STOP ten"
@@ -450,7 +454,7 @@ async def test_tokens_of_another_version_are_no_part_of_a_pinned_answer(scene: S
     for engine in scene.engines:
         engine.version = "12"
     await scene.fleet.refresh()
-    first.version = "13"  # since the fleet last asked
+    first.version = "13"  # changed since the fleet last read it
     last = await scene.hear(structs.replace(scene.ask(), version=12))
     assert last.versions == (Span(12, 0, 13),)
     assert len(first.requests) == 1
@@ -473,7 +477,7 @@ async def test_a_constrained_answer_that_was_seen_is_not_continued_as_another_gr
     assert scene.second.requests == []
 
 
-async def test_who_stops_listening_stops_the_engine(scene: Scene) -> None:
+async def test_a_client_that_disconnects_stops_the_engine(scene: Scene) -> None:
     first, second = scene.first, scene.second
     first.interruptions.append(Interruption(3, "reset"))
     second.stall_after = 4
@@ -489,7 +493,7 @@ async def test_who_stops_listening_stops_the_engine(scene: Scene) -> None:
     assert all(server.in_flight == 0 for server in scene.fleet.servers.values())
 
 
-async def test_who_is_cancelled_stops_the_engine(scene: Scene) -> None:
+async def test_a_cancelled_call_stops_the_engine(scene: Scene) -> None:
     first = scene.first
     first.stall_after = 0
     task = asyncio.create_task(scene.hear())
@@ -501,8 +505,8 @@ async def test_who_is_cancelled_stops_the_engine(scene: Scene) -> None:
     assert all(server.in_flight == 0 for server in scene.fleet.servers.values())
 
 
-async def test_a_connection_that_went_stale_is_nobodys_fault(scene: Scene) -> None:
-    """The engine closes it in the moment that a request goes out."""
+async def test_a_stale_connection_counts_as_no_fault_of_the_engine(scene: Scene) -> None:
+    """The engine closes an idle connection just when a request is sent on it."""
     closing: list[asyncio.StreamWriter] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -557,7 +561,7 @@ async def test_a_long_prompt_is_sent_whole(scene: Scene) -> None:
 
 
 def test_a_span_names_an_engine_on_the_wire_only_where_it_has_one() -> None:
-    """Records of before, and readers of before, know spans without."""
+    """Older records and readers have spans without an engine."""
     old = msgpack.encode({"version": 1, "start": 0, "end": 2})
     assert msgpack.encode(Span(1, 0, 2)) == old
     assert msgpack.decode(old, type=Span) == Span(1, 0, 2)

@@ -1,4 +1,4 @@
-"""No drift, in any family of chat templates: what was sampled is what the next call goes on from."""
+"""No drift in any family of chat templates: the next call continues from the sampled tokens themselves."""
 
 import json
 from collections.abc import Callable
@@ -66,7 +66,7 @@ FORGETFUL = (
     *("glm-4.5", "glm-5", "glm-5.1", "minimax-m2", "nemotron-3", "nemotron-3-ultra", "nemotron-3.5"),
     *("qwen3", "qwen3.5", "qwen3.6"),
 )
-"""Their templates drop past thoughts as soon as the user speaks again."""
+"""The templates of these families drop past thoughts at the user's next message."""
 AS_THE_TEMPLATE_HAS_IT = {
     **dict.fromkeys(EVERY, ("extends", "extends", "extends")),
     **dict.fromkeys(FORGETFUL, ("extends", "rerendered", "rerendered")),
@@ -78,7 +78,7 @@ ALL_KEPT = {
     **dict.fromkeys(EVERY, ("extends", "extends", "extends")),
     "gemma4": ("extends", "rerendered", "extends"),
 }
-"""Gemma's calls end in the opening of their results: there a user cannot speak."""
+"""In Gemma, a call ends with the opening of its result, so that a user's message cannot follow it."""
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_twelve_rounds_of_tools_cost_each_token_once(renderer: RendererOf, famil
     assert held + len(prompt.context_ids) == len(prompt.prompt_ids)
 
 
-# Whatever is said, sampled and sent back
+# Any message, sampled in any way, and sent back by a client
 
 SPELLED = sorted({token for tokens in CONTROL_TOKENS.values() for token in tokens})
 TEXTS = st.one_of(
@@ -167,7 +167,7 @@ ROUNDS = st.lists(
 
 
 def disturbed(ids: list[int], how: str, draw: Callable[..., int], vocabulary: int) -> list[int]:
-    """What an engine may have sampled instead: an answer without its end, or ids that mean nothing."""
+    """Ids that an engine may also sample: an answer without its end, or meaningless ids."""
     if how == "cut":
         return ids[: draw(1, len(ids))]
     if how == "noise":
@@ -202,7 +202,7 @@ def test_nothing_that_was_sampled_is_ever_tokenised_again(renderer: RendererOf, 
             ids = disturbed(sampled(own, prompt.prompt_ids, said), how, draw, vocabulary)
             turn, read = agent.answer(prompt, ids)
             assert turn.output_ids.tolist() == ids
-            # Through the wire, where keys lose their order and other fields are added.
+            # On the wire, keys may change their order, and fields may be added.
             sent = json.dumps(
                 as_sent_back(read, reasoning) | {"refusal": None, "annotations": []}, sort_keys=True
             )

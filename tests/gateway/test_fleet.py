@@ -1,4 +1,4 @@
-"""Who takes a call: sessions stay where their prefix is cached, and nobody asks a server that just failed."""
+"""Which server takes a call: sessions stay where their prefix is cached, and failed servers are avoided."""
 
 import asyncio
 import time
@@ -86,7 +86,7 @@ def test_a_breaker_opens_after_failures_in_a_row_and_for_longer_each_time(
     assert lengths[1] > lengths[0]
     assert 0.75 <= lengths[-1] / breakers.LONGEST_S <= 1.25
     breaker.leave()
-    assert breaker.allows_call, "a trial that said nothing makes room for the next"
+    assert breaker.allows_call, "a trial without a result allows the next one"
     breaker.enter()
     breaker.succeeded()
     assert (breaker.state, breaker.openings, breaker.allows_call) == ("closed", 0, True)
@@ -122,7 +122,7 @@ def test_calls_are_steered_away_from_a_server_that_loads_or_is_told_to(fleet: Fl
     r0.state = "loading"
     assert chosen(fleet) == {"r1"}
     r1.pushing = True
-    assert chosen(fleet) == {"r0", "r1"}, "both are about to wait: no reason to prefer one"
+    assert chosen(fleet) == {"r0", "r1"}, "calls wait on both, so that neither is preferred"
     r0.state = "ready"
     assert chosen(fleet) == {"r0"}
     r0.state = r1.state = "dead"
@@ -133,7 +133,7 @@ def test_an_open_breaker_takes_a_server_out_and_a_failed_one_is_avoided(fleet: F
     r0, r1 = fleet.servers.values()
     r0.breaker.failed(unreachable=True)
     assert chosen(fleet) == {"r1"}
-    assert chosen(fleet, avoid="r1") == {"r1"}, "better the one that just failed than nobody"
+    assert chosen(fleet, avoid="r1") == {"r1"}, "the server that just failed is better than none"
     r0.breaker.succeeded()
     assert chosen(fleet, avoid="r1") == {"r0"}
     for _ in range(3):
@@ -142,7 +142,7 @@ def test_an_open_breaker_takes_a_server_out_and_a_failed_one_is_avoided(fleet: F
     del fleet.servers["r1"]
     assert chosen(fleet) == {"r0"}, "a server that fails calls is better than none"
     r0.breaker.failed(unreachable=True)
-    assert chosen(fleet) == set(), "one that is not there is not"
+    assert chosen(fleet) == set(), "an unreachable server is not better than none"
     assert r1.report().breaker == "closed"
 
 
@@ -166,14 +166,14 @@ async def test_a_half_open_server_takes_one_call_and_all_once_it_answered(fleet:
         await fleet.acquire("s", None, 0.05)
     assert "breaker half_open" in caught.value.message
     waiting = asyncio.create_task(fleet.acquire("s", None, 5))
-    await asyncio.sleep(0)  # it begins to wait
+    await asyncio.sleep(0)  # the second call begins to wait
     fleet.call_succeeded(trial)
     assert await asyncio.wait_for(waiting, PATIENCE_S) is r0
 
 
-async def test_one_server_that_hangs_keeps_nobody_from_hearing_of_the_others(fleet: Fleet) -> None:
+async def test_a_server_that_hangs_does_not_delay_the_state_of_the_others(fleet: Fleet) -> None:
     async def hang(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(60)  # longer than anybody waits for it
+        await asyncio.sleep(60)  # longer than the fleet waits for an answer
         writer.close()
 
     hanging = await asyncio.start_server(hang, "127.0.0.1", 0)
@@ -184,7 +184,9 @@ async def test_one_server_that_hangs_keeps_nobody_from_hearing_of_the_others(fle
     fleet.servers |= {"slow": slow, "gone": gone}
     began = time.monotonic()
     await fleet.refresh()
-    assert time.monotonic() - began < 30.0, "nobody waited until it answered"
-    assert (slow.state, gone.state) == ("ready", "dead"), "late is not dead, refused is"
+    assert time.monotonic() - began < 30.0, "the fleet has not waited for the answer"
+    assert (slow.state, gone.state) == ("ready", "dead"), (
+        "a late server is not dead, one that refuses connections is"
+    )
     await fleet.close()
     hanging.close()

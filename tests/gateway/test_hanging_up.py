@@ -12,11 +12,11 @@ from tests.support.gateway.running import CLIENT_KEY, RunningGateway
 from tests.support.waiting import wait_until
 
 LONG_ANSWER = [5] * 100
-"""More tokens than one event brings to a client that does not stream."""
+"""More tokens than the engine sends in one event for a call that does not stream."""
 
 
 def dial(gateway: RunningGateway, session: dict[str, Any], stream: bool, n: int = 1) -> socket.socket:
-    """A call on the wire, whose answer is not awaited."""
+    """Send a call on a plain socket, and do not wait for the answer."""
     address = urlsplit(gateway.url)
     asked = {"messages": [{"role": "user", "content": "hi"}], "stream": stream, "n": n}
     body = json.dumps(asked).encode()
@@ -76,7 +76,7 @@ def test_a_session_goes_on_after_an_aborted_call(gateway: RunningGateway) -> Non
 
 
 def test_of_several_choices_those_that_were_done_are_recorded_as_well(gateway: RunningGateway) -> None:
-    """Nobody heard of the first one either: it is aborted, and not lost."""
+    """The client got none of the choices, so that the finished one is recorded as aborted, too."""
     gateway.engine.script.extend(["short", list(LONG_ANSWER)])
     gateway.engine.stall_after = 64
     session = gateway.session()
@@ -95,7 +95,7 @@ def test_a_turn_that_is_lost_after_its_client_left_is_an_error_in_the_log(
     session = gateway.session()
 
     def appending() -> int:
-        """Bytes that wait at Redis behind an append that it holds back; -1 while it holds none back."""
+        """How many bytes wait in Redis behind an append that is held back; -1 if none is held back."""
         lines = gateway.redis.client_list()
         held = (line["qbuf"] for line in lines if "b" in line["flags"] and line["cmd"] == "evalsha")
         return int(next(held, -1))
@@ -109,7 +109,7 @@ def test_a_turn_that_is_lost_after_its_client_left_is_an_error_in_the_log(
         with dial(gateway, session, stream=False):
             wait_until(lambda: appending() >= 0)
             before = appending()
-        wait_until(lambda: appending() > before)  # the second try
+        wait_until(lambda: appending() > before)  # the gateway has sent the append a second time
         gateway.redis.client_unpause()
         wait_until(errors)
     finally:

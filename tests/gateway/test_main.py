@@ -1,4 +1,4 @@
-"""`python -m gateway` as a process: it serves, ends on SIGTERM with 0, and refuses to be open to all."""
+"""`python -m gateway` as a process: it serves, exits with 0 on SIGTERM, and needs keys on open addresses."""
 
 import asyncio
 import os
@@ -49,13 +49,13 @@ def test_without_keys_it_does_not_listen_to_the_network(backends: Backends, tiny
 
 
 def test_clients_close_idle_connections_first() -> None:
-    """Else a request meets a connection that the gateway is just closing."""
+    """Otherwise a request might be sent on a connection that the gateway is just closing."""
     expiry_s = httpx.Limits().keepalive_expiry
     assert expiry_s is not None
     assert expiry_s < KEEP_ALIVE_S
 
 
-async def test_a_task_that_has_lost_its_cancellation_ends_all_the_same(
+async def test_a_task_that_swallows_its_first_cancellation_ends_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("gateway.cancellation.CANCEL_AGAIN_S", 0.01)
@@ -64,7 +64,7 @@ async def test_a_task_that_has_lost_its_cancellation_ends_all_the_same(
     async def forgetful() -> None:
         while True:
             try:
-                await asyncio.sleep(60)  # until it is cancelled
+                await asyncio.sleep(60)  # until the task is cancelled
             except asyncio.CancelledError as error:
                 lost.append(error)
                 if len(lost) == 2:

@@ -1,4 +1,4 @@
-"""The gateway's memory grows neither with sessions that idle, nor with what slow clients have not read."""
+"""The gateway's memory grows neither with idle sessions, nor with answers that slow clients do not read."""
 
 import fcntl
 import gc
@@ -26,11 +26,11 @@ from tests.support.waiting import wait_until
 
 KIB = 1024
 SOME_SESSIONS = 20 * 2 * OVERHEAD
-"""What the cache of heads may hold, in its own measure: some twenty sessions of one turn."""
+"""The limit of the cache of heads, in its own unit: about twenty sessions of one turn."""
 BETWEEN_BYTES = 64 * KIB + 3 * 8 * KIB
-"""What uvicorn and the kernel hold between the gateway and a client that does not read."""
+"""How much uvicorn and the kernel buffer between the gateway and a client that does not read."""
 ANSWER = 4000
-"""Tokens of an answer that is longer than that; the model's context holds no more."""
+"""Tokens of an answer that is longer than these buffers. The model's context allows no more."""
 
 OURS = [
     tracemalloc.Filter(True, f"*/{room}/*")
@@ -49,14 +49,14 @@ def traced() -> Iterator[None]:
 
 
 def held_bytes() -> int:
-    """What the gateway's code, and the libraries that hold its sockets, have allocated and not let go."""
+    """The bytes that the gateway's code and its network libraries have allocated and not freed."""
     gc.collect()
     snapshot = tracemalloc.take_snapshot().filter_traces([*OURS, *NOT_OURS])
     return sum(trace.size for trace in snapshot.traces)
 
 
 def least_growth(batches: Iterable[Callable[[], object]]) -> int:
-    """By how many bytes the gateway grew in the best of them: what is kept of each batch grows in all."""
+    """The smallest growth in bytes over the batches. Memory that each batch leaks shows in all of them."""
     growths, before = [], held_bytes()
     for batch in batches:
         batch()
@@ -99,7 +99,7 @@ def test_the_gateway_remembers_so_many_sessions_and_no_more(
 
 
 def test_a_client_that_does_not_read_holds_its_stream_back(gateway: RunningGateway) -> None:
-    """Whoever is not held back would come to the end, and hold in memory what the client has not read."""
+    """Without backpressure the stream would end, with the unread rest in the gateway's memory."""
     with slow_reader(gateway) as (session, line):
         wait_until(lambda: stuck(line))
         assert gateway.turns(session) == []
@@ -113,7 +113,7 @@ def test_a_client_that_does_not_read_holds_its_stream_back(gateway: RunningGatew
 def test_a_client_that_never_reads_and_goes_away_aborts_its_answer(gateway: RunningGateway) -> None:
     with slow_reader(gateway) as (session, line):
         wait_until(lambda: stuck(line))
-        # On a busy machine an answer may be stuck before anybody watches the client, which has no event.
+        # On a busy machine the answer may be stuck before the gateway watches the client. No event tells it.
         time.sleep(2 * WATCH_AFTER_S)
         line.close()
         wait_until(lambda: gateway.turns(session))
@@ -123,9 +123,11 @@ def test_a_client_that_never_reads_and_goes_away_aborts_its_answer(gateway: Runn
 
 @contextmanager
 def slow_reader(gateway: RunningGateway) -> Iterator[tuple[dict[str, Any], socket.socket]]:
-    """A client that has asked for a long answer with logprobs, streaming, and reads nothing of it."""
+    """A client that has asked for a long streamed answer with logprobs, and reads nothing of it."""
     gateway.engine.script.append([300] * ANSWER)
-    gateway.engine.pace_s = 0.0002  # what comes in one piece goes out in one, whoever reads
+    gateway.engine.pace_s = (
+        0.0002  # the gateway sends what comes in one piece in one piece, even to a slow client
+    )
     session, address = gateway.session(), urlsplit(gateway.url)
     call = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "logprobs": True}
     body = json.dumps(call).encode()
@@ -142,7 +144,7 @@ def slow_reader(gateway: RunningGateway) -> Iterator[tuple[dict[str, Any], socke
 
 
 def narrowed(client: tuple[str, int]) -> bool:
-    """Let the kernel hold little of what the gateway sends to this client: by itself it takes megabytes."""
+    """Shrink the kernel's send buffer for this client, which otherwise takes megabytes."""
     for connection in psutil.Process().net_connections("tcp4"):
         if connection.raddr == client and connection.fd >= 0:
             with socket.socket(fileno=os.dup(connection.fd)) as theirs:
@@ -152,9 +154,9 @@ def narrowed(client: tuple[str, int]) -> bool:
 
 
 def stuck(line: socket.socket) -> bool:
-    """Whether something has arrived, nothing more comes in, and nobody works on it either."""
+    """Whether something has arrived, nothing more arrives, and this process is idle."""
     before, began_s = unread(line), time.process_time()
-    time.sleep(0.5)  # that nothing moves is seen over a time, or not at all
+    time.sleep(0.5)  # no event tells that nothing moves; only time shows it
     return 0 < before == unread(line) and time.process_time() - began_s < 0.2
 
 

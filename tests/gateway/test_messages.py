@@ -17,7 +17,7 @@ def ask(gateway: RunningGateway, messages: list[Any], path: str = "/v1/messages"
 
 
 def events_of(reply: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream, each held to its name."""
+    """The events of a stream; checks that each event's type is its name."""
     events = []
     for block in reply.text.strip().split("\n\n"):
         name, data = block.split("\n")
@@ -95,7 +95,7 @@ def test_a_streamed_message_adds_up_to_the_plain_one(gateway: RunningGateway) ->
     for block in blocks:
         if block["type"] == "tool_use":
             block["input"] = json.loads(block["json"])
-            block["id"] = plain["content"][-1]["id"]  # two samples, two ids
+            block["id"] = plain["content"][-1]["id"]  # two samples have different ids
         del block["json"]
     assert blocks == plain["content"]
     assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use"]
@@ -145,14 +145,14 @@ def test_claude_codes_metadata_names_the_session(gateway: RunningGateway, user_i
 @pytest.mark.parametrize(
     "user_id", ["user-7", "{}", '{"session_id": 7}', '{"session_id": "a/b"}', "[" * 9999]
 )
-def test_a_user_who_is_no_session_names_none(gateway: RunningGateway, user_id: str) -> None:
+def test_a_user_id_without_a_session_names_no_session(gateway: RunningGateway, user_id: str) -> None:
     reply = ask(gateway, [{"role": "user", "content": "hi"}], metadata={"user_id": user_id})
     assert reply.status_code == 200
     assert gateway.get(f"/sessions/{reply.headers['x-weir-session-id']}").json()["inferred"] is True
 
 
 def test_claude_code_with_a_sessions_key_is_in_that_session(gateway: RunningGateway) -> None:
-    """It stamps its own conversation on every call, and does not name one of ours by it."""
+    """Claude Code sends the id of its own conversation with every call. The session of the key wins."""
     session = gateway.session()
     stamp = {"headers": {"x-claude-code-session-id": UUID}}
     metadata = {"user_id": json.dumps({"device_id": "d", "account_uuid": "", "session_id": UUID})}
@@ -180,7 +180,7 @@ def test_a_thread_is_refused_in_the_words_that_make_the_sdk_send_whole_histories
 
 
 def test_a_call_that_comes_back_is_written_as_it_was_sampled(gateway: RunningGateway) -> None:
-    """A new question has the template render the whole history: its tokens are the recorded ones."""
+    """After a new question the template renders the whole history, and still gives the recorded tokens."""
     session = gateway.session()
     path = f"/sessions/{session['session_id']}/v1/messages"
     gateway.engine.script.append(

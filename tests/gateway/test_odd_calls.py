@@ -1,4 +1,4 @@
-"""Whatever the model writes for a tool call: the agent gets an answer, the turn is recorded."""
+"""Whatever the model writes as a tool call, the agent gets an answer and the turn is recorded."""
 
 from typing import Any
 

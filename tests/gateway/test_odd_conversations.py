@@ -1,4 +1,4 @@
-"""Whatever agents and their models make of a conversation is rendered: nothing is lost, and text is text."""
+"""Odd conversations are rendered completely, and control tokens that are spelled in text stay text."""
 
 import json
 from collections.abc import Callable
@@ -148,7 +148,7 @@ def test_a_broken_call_is_read_as_text_and_the_session_goes_on(renderer: Rendere
     for arguments in ('{"a": ', "[1]", "[" * 2000, '{"a": "\\ud800"}', f'{{"a": {"9" * 4400}}}'):
         agent = Agent(own, messages=[user("go")])
         prompt = agent.ask()
-        for token in CONTROL_TOKENS[family]:  # the opening of its calls is among them
+        for token in CONTROL_TOKENS[family]:  # one of them opens a call
             own.parse(
                 own.tokenizer.encode(f'{token}get{{"name": "get", "arguments": {arguments}'), [TOOL], "t"
             )
@@ -163,7 +163,7 @@ def test_an_answer_cut_in_a_thought_that_the_prompt_opened_is_a_thought(
 ) -> None:
     own = renderer(family)
     prompt_ids = own.render([user("why?")], [TOOL])
-    # GLM-4.5 opens its thoughts itself, unasked.
+    # GLM-4.5 opens its thoughts itself; the prompt does not open one.
     opened = family == "glm-4.5" or own.text_of(prompt_ids[-4:]).rstrip().endswith("<think>")
     read = own.parse(own.tokenizer.encode("because of"), [TOOL], "t", prompt_ids=prompt_ids)
     assert (read.content, read.reasoning) == (("", "because of") if opened else ("because of", None))
@@ -192,7 +192,7 @@ AT_THE_DOOR: dict[str, list[Message]] = {
 
 
 @pytest.mark.parametrize("odd", AT_THE_DOOR)
-def test_an_odd_history_is_answered_and_gone_on_from(gateway: RunningGateway, odd: str) -> None:
+def test_an_odd_history_is_answered_and_continued(gateway: RunningGateway, odd: str) -> None:
     session = gateway.session()
     path = f"/sessions/{session['session_id']}/v1/chat/completions"
     messages: list[Any] = [SYSTEM, user("a"), *AT_THE_DOOR[odd]]

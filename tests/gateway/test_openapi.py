@@ -1,4 +1,4 @@
-"""The published OpenAPI is what the gateway does: schemathesis finds no 500 and no undocumented shape."""
+"""The gateway behaves as its OpenAPI says: schemathesis finds no 500 and no undocumented answer."""
 
 import re
 import subprocess
@@ -32,7 +32,7 @@ def test_every_path_of_the_contract_is_published(backends: Backends) -> None:
     [("^/(v1|sessions|groups|live|ready|metrics)", CLIENT_KEY), ("^/admin", ADMIN_KEY)],
     ids=["agent", "operator"],
 )
-def test_strangers_find_no_500_and_no_undocumented_shape(
+def test_schemathesis_finds_no_500_and_no_undocumented_shape(
     backends: Backends, paths: str, key: str, tmp_path: Path
 ) -> None:
     with backends.gateway() as gateway:

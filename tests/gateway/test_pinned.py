@@ -1,4 +1,4 @@
-"""Pinned to a version: such sessions and calls evaluate it, and are never trained."""
+"""Sessions and calls that are pinned to a version evaluate it, and are never trained."""
 
 from typing import Any
 

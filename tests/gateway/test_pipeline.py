@@ -1,4 +1,4 @@
-"""Why was this not trained? The pipeline, the warnings and the verdicts, over HTTP."""
+"""Why a session was not trained: the pipeline, the warnings and the verdicts, over HTTP."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def warnings(gateway: RunningGateway) -> list[str]:
 
 
 def decide(redis: Redis, session_id: str, verdict: Verdict, turn_id: str | None = None) -> None:
-    """What the trainer writes when it has decided."""
+    """Write a verdict to Redis, as the trainer does."""
     field, what = ("verdict", "session") if turn_id is None else (f"v:{turn_id}", "turn")
     body = {"code": verdict.code, "detail": verdict.detail, "step": verdict.step, "version": verdict.version}
     redis.hset(keys.session(session_id), field, json.dumps(body))
@@ -148,7 +148,7 @@ def test_a_look_at_a_hundred_thousand_sessions_is_a_look_at_two_thousand(backend
 
 
 def _commands(redis: Redis) -> int:
-    """How many scripts Redis has run: each looks at a hundred sessions, and nobody else runs any."""
+    """How many scripts Redis has run. Each looks at a hundred sessions, and no other client runs any."""
     stats: Any = redis.info("commandstats")
     return int(stats.get("cmdstat_evalsha", {}).get("calls", 0))
 
@@ -158,7 +158,7 @@ def _commands(redis: Redis) -> int:
 
 @pytest.fixture
 def warned(backends: Backends) -> Callable[..., Any]:
-    """A gateway of one's own, with its thresholds; its trainer is well unless a test says otherwise."""
+    """Starts a gateway with low thresholds for warnings. Its trainer is well unless a test says otherwise."""
     backends.clear(None)
 
     def start(**settings: Any) -> Any:
@@ -203,9 +203,9 @@ def test_a_trainer_that_is_paused_is_a_warning_with_the_reason(warned: Callable[
 
 def test_nothing_trained_though_sessions_ended_is_a_warning(warned: Callable[..., Any]) -> None:
     with warned(warnings={"nothing_trained_s": 0.4}) as gateway:
-        time.sleep(0.6)  # as long as it takes for the warning: that it does not come has no event
+        time.sleep(0.6)  # the warning would come within this time; no event tells that it does not
         polled(gateway.redis)
-        assert not heard(gateway, "nothing was trained")  # nothing ended either
+        assert not heard(gateway, "nothing was trained")  # because no session has ended either
         end(gateway, gateway.session(), status="failed")
         wait_until(lambda: heard(gateway, "nothing was trained for", "though 1 session ended: 1 failed"))
         gateway.redis.hset(keys.TRAINER, "step", 2)
@@ -215,7 +215,7 @@ def test_nothing_trained_though_sessions_ended_is_a_warning(warned: Callable[...
 def test_groups_that_keep_dying_are_a_warning_with_the_reason(warned: Callable[..., Any]) -> None:
     with warned(warnings={"recent_sessions": 10}) as gateway:
         polled(gateway.redis)
-        for _ in range(30):  # what was well before does not hide what is not any more
+        for _ in range(30):  # earlier successes must not hide the failures
             decide(gateway.redis, gateway.session()["session_id"], Verdict(code="trained", step=1, version=1))
         polled(gateway.redis)
         for number in range(10):
@@ -290,7 +290,7 @@ def _opened(gateway: RunningGateway) -> tuple[str, str]:
 
 
 def reached(gateway: RunningGateway, code: VerdictCode) -> str:
-    """A session with this verdict, or with a turn of it: by what a client does, or the trainer writes."""
+    """Make a session that has this verdict, or whose turn has it, by client calls or the trainer's writes."""
     name, turn = _opened(gateway)
     match code:
         case "waiting_reward":
@@ -364,7 +364,7 @@ def test_what_is_still_missing_is_said(gateway: RunningGateway) -> None:
 # Heartbeats
 
 TTL_S = 2.0
-"""A beat may come so much late on a busy machine."""
+"""How late a heartbeat may come on a busy machine."""
 
 
 def beat(gateway: RunningGateway, session: dict[str, Any], **more: Any) -> Any:
@@ -374,7 +374,7 @@ def beat(gateway: RunningGateway, session: dict[str, Any], **more: Any) -> Any:
 def test_a_heartbeat_prolongs_a_session_as_a_call_does(gateway: RunningGateway) -> None:
     session, began = gateway.session(ttl_s=TTL_S), time.monotonic()
     while time.monotonic() < began + 1.5 * TTL_S:
-        time.sleep(0.1)  # the agent's tool runs, for longer than the session would live
+        time.sleep(0.1)  # the agent's tool runs; without heartbeats the session would expire
         before = time.time()
         reply = beat(gateway, session, key=session["api_key"])
         assert reply.status_code == 200, reply.text
@@ -387,7 +387,7 @@ def test_a_heartbeat_prolongs_a_session_as_a_call_does(gateway: RunningGateway) 
     )
 
 
-def test_a_gateway_that_has_not_heard_the_heartbeat_serves_the_call(backends: Backends) -> None:
+def test_a_gateway_serves_a_call_after_a_heartbeat_at_another_gateway(backends: Backends) -> None:
     backends.clear(None)
     with backends.gateway() as one, backends.gateway() as other:
         session, began = one.session(ttl_s=TTL_S), time.monotonic()
@@ -395,12 +395,12 @@ def test_a_gateway_that_has_not_heard_the_heartbeat_serves_the_call(backends: Ba
         assert beat(other, session).status_code == 200
         assert one.chat(path=path).status_code == 200
         while time.monotonic() < began + 1.5 * TTL_S:
-            time.sleep(0.1)  # the agent's tool runs, for longer than the session would live
+            time.sleep(0.1)  # the agent's tool runs; without heartbeats the session would expire
             assert beat(other, session).status_code == 200
         assert one.chat(path=path).status_code == 200
 
 
-def test_a_heartbeat_of_what_has_ended_or_is_not_ones_own_is_refused(gateway: RunningGateway) -> None:
+def test_a_heartbeat_for_an_ended_or_a_strangers_session_is_refused(gateway: RunningGateway) -> None:
     session, other = gateway.session(), gateway.session()
     assert beat(gateway, session, key="other-key").status_code == 404
     assert beat(gateway, session, key=other["api_key"]).status_code == 404

@@ -1,4 +1,4 @@
-"""What is read without the parser is what the parser would have said, in every family."""
+"""The fast parser reads plain answers as the family's full parser does, in every family."""
 
 from pathlib import Path
 
@@ -26,7 +26,9 @@ def renderer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @settings(max_examples=examples(60), deadline=None)
 @given(text=ANSWERS, ends=st.booleans())
-def test_it_says_what_the_parser_says(renderer: ChatRenderer, text: str, ends: bool) -> None:
+def test_the_fast_parser_reads_what_the_full_parser_reads(
+    renderer: ChatRenderer, text: str, ends: bool
+) -> None:
     prompt = renderer.render([{"role": "user", "content": "hi"}], None)
     ids = renderer.tokenizer.encode(text) + ([renderer.stop_ids[0]] if ends else [])
     read = FastParser(renderer).read(ids, prompt)
@@ -34,11 +36,11 @@ def test_it_says_what_the_parser_says(renderer: ChatRenderer, text: str, ends: b
     assert read is None or read == ParsedAnswer(parsed.content, parsed.reasoning or None, parsed.tool_calls)
 
 
-def test_it_is_not_asked_in_vain(renderer: ChatRenderer) -> None:
-    """Where a prompt opens no thought, plain text is read without the parser."""
+def test_the_fast_parser_reads_plain_text(renderer: ChatRenderer) -> None:
+    """If the prompt opens no thought, plain text needs no full parser."""
     prompt = renderer.render([{"role": "user", "content": "hi"}], None)
     ids = [*renderer.tokenizer.encode("It is sunny."), renderer.stop_ids[0]]
     opened = renderer.text_of(prompt).rstrip().endswith(("<think>", "<|channel>thought"))
-    opened |= markup_of(renderer).late_calls  # where any text may turn out to be a call's name
+    opened |= markup_of(renderer).late_calls  # in such a family, any text may turn out to be a call's name
     if not opened and renderer.parse(ids, None, "t", prompt_ids=prompt).content == "It is sunny.":
         assert FastParser(renderer).read(ids, prompt) == ParsedAnswer("It is sunny.")

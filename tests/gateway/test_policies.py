@@ -1,4 +1,4 @@
-"""Publishing a policy: numbers, the push to each server, and who is in rotation afterwards."""
+"""Publishing a policy: version numbers, the push to each server, and which servers stay in rotation."""
 
 import asyncio
 from collections.abc import Iterator
@@ -33,15 +33,15 @@ from trainer_service.storage.policy_store import PolicyStore
 
 @dataclass
 class FakeRolloutServer:
-    """The control side of a rollout server: takes what it is told, or refuses."""
+    """The routes of a rollout server that the gateway calls: it accepts a policy or refuses it."""
 
     version: int = 0
     refuse: bool = False
     state: str = "ready"
     slow: bool = False
-    """Hears of a policy, and does not answer yet."""
+    """Whether it leaves a reload unanswered for now."""
     nonsense: Any = None
-    """What it answers to a reload, in place of what it should."""
+    """An answer to a reload that breaks the contract."""
     status_nonsense: Any = None
     reloads: list[dict[str, Any]] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
@@ -59,8 +59,8 @@ class FakeRolloutServer:
         self.reloads.append(await request.json())
         if self.refuse:
             return JSONResponse({"error": {"message": "a tensor is missing"}}, 422)
-        while self.slow:  # noqa: ASYNC110 - the test lives in another thread
-            await asyncio.sleep(0.005)  # until the test says so
+        while self.slow:  # noqa: ASYNC110 - the test runs in another thread
+            await asyncio.sleep(0.005)  # until the test clears `slow`
         if self.nonsense is not None:
             return JSONResponse(self.nonsense)
         self.version = self.reloads[-1]["version"]
@@ -68,8 +68,8 @@ class FakeRolloutServer:
 
 
 @dataclass
-class Actor:
-    """An address with whoever plays the server there."""
+class Endpoint:
+    """A server address behind which a test can exchange the fake server."""
 
     part: FakeRolloutServer = field(default_factory=FakeRolloutServer)
 
@@ -79,7 +79,7 @@ class Actor:
 
 @pytest.fixture(scope="module")
 def fleet_url(backends: Backends) -> Iterator[tuple[str, bytes]]:
-    """A gateway without bare engines, and its secret."""
+    """A gateway without engines in its configuration, and its secret."""
     backends.clear(None)
     with backends.gateway_url(engines=[]) as url:
         yield url, bytes(backends.redis.get(keys.SECRET) or b"")  # type: ignore[arg-type]
@@ -97,21 +97,21 @@ def gateway(backends: Backends, fleet_url: tuple[str, bytes]) -> Iterator[Runnin
 
 
 @pytest.fixture(scope="module")
-def actors() -> Iterator[list[tuple[str, Actor]]]:
-    """Two servers that outlive a test; each test gives them a fresh part to play."""
-    actors = [Actor(), Actor()]
-    with serving(actors[0]) as one, serving(actors[1]) as two:
-        yield list(zip((one, two), actors, strict=True))
+def endpoints() -> Iterator[list[tuple[str, Endpoint]]]:
+    """Two server addresses that all tests share; each test puts fresh fake servers behind them."""
+    endpoints = [Endpoint(), Endpoint()]
+    with serving(endpoints[0]) as one, serving(endpoints[1]) as two:
+        yield list(zip((one, two), endpoints, strict=True))
 
 
 @pytest.fixture
 def servers(
-    gateway: RunningGateway, backends: Backends, actors: list[tuple[str, Actor]]
+    gateway: RunningGateway, backends: Backends, endpoints: list[tuple[str, Endpoint]]
 ) -> list[FakeRolloutServer]:
-    for index, (url, actor) in enumerate(actors):
+    for index, (url, actor) in enumerate(endpoints):
         actor.part = FakeRolloutServer()
         register(gateway, f"r{index}", url, backends.engine_url)
-    return [actor.part for _, actor in actors]
+    return [actor.part for _, actor in endpoints]
 
 
 def register(gateway: RunningGateway, server_id: str, url: str, engine_url: str) -> Any:
@@ -217,10 +217,10 @@ def test_a_drained_server_stays_so_when_it_registers_again(
     gateway: RunningGateway,
     servers: list[FakeRolloutServer],
     backends: Backends,
-    actors: list[tuple[str, Actor]],
+    endpoints: list[tuple[str, Endpoint]],
 ) -> None:
     gateway.post("/admin/rollout_servers/r0/drain", key=ADMIN_KEY)
-    register(gateway, "r0", actors[0][0], backends.engine_url)
+    register(gateway, "r0", endpoints[0][0], backends.engine_url)
     states = {s["id"]: s["state"] for s in status_of(gateway)["rollout_servers"]}
     assert states == {"r0": "draining", "r1": "ready"}
 
@@ -285,18 +285,18 @@ def test_a_server_that_joins_hears_the_current_policy(
     assert (told["version"], told["location"], told["manifest_sha256"]) == (2, "file:///policies/2", 64 * "c")
 
 
-# A trainer that publishes, and somebody who does by hand
+# A trainer and an operator that both publish
 
 
 @dataclass
 class Trainer:
-    """As far as numbers go: takes one before it makes weights, and announces them afterwards."""
+    """The trainer's use of version numbers: it reserves one before a step, and announces it afterwards."""
 
     publisher: Publisher
     version: int = 0
 
     def take(self) -> int:
-        """The number of a step that begins; the trainer's own weights have it, published or not."""
+        """Reserve the number of a step that begins. The new weights get it, published or not."""
         newest = self.publisher.newest_version(self.version)
         while newest >= self.version:
             self.version = newest + 1
@@ -339,7 +339,7 @@ def test_a_number_that_the_trainer_works_on_is_nobody_elses(
     assert publish(gateway, None).json()["version"] == taken + 1
 
 
-def test_who_publishes_by_hand_during_a_step_gets_another_number(
+def test_an_operator_who_publishes_during_a_step_gets_another_number(
     gateway: RunningGateway, servers: list[FakeRolloutServer], trainer: Trainer
 ) -> None:
     taken = trainer.take()
@@ -365,14 +365,14 @@ def test_a_trainer_has_the_fleet_go_back_and_then_on(
         assert [server.version for server in servers] == [version, version]
     told = len(servers[0].reloads)
     trainer.publisher.roll_back(1)
-    assert len(servers[0].reloads) == told, "it is served already"
+    assert len(servers[0].reloads) == told, "the version is served already"
     trainer.publisher.roll_back(9)
     assert "the fleet goes on with what it serves: no policy has version 9" in caplog.text
     servers[0].refuse = True
     trainer.publisher.roll_back(2)
     assert [server.version for server in servers] == [1, 2]
     servers[0].refuse = False
-    trainer.announce()  # the same again
+    trainer.announce()  # version 3 once more
     assert [server.version for server in servers] == [3, 3]
     assert trainer.take() == 4
     trainer.announce()
@@ -386,7 +386,7 @@ def test_a_number_that_the_trainer_takes_while_another_policy_is_registered_is_i
     answers: list[int] = []
 
     async def look_and_pause(register: PolicyRegister) -> KnownPolicies:
-        """The gateway has looked, and has not written yet."""
+        """The trainer acts after the gateway has read the register and before it writes."""
         known = await look(register)
         if not answers:
             answers.append(trainers.reserve(1, "file:///trainer/1"))
@@ -397,7 +397,7 @@ def test_a_number_that_the_trainer_takes_while_another_policy_is_registered_is_i
     assert answers == [-1]
 
 
-def test_two_who_publish_at_once_never_mean_other_weights_by_one_number(
+def test_an_operator_and_a_trainer_who_publish_at_once_never_share_a_number(
     gateway: RunningGateway, trainer: Trainer
 ) -> None:
     with ThreadPoolExecutor() as pool:
@@ -413,7 +413,7 @@ def test_two_who_publish_at_once_never_mean_other_weights_by_one_number(
 
 
 def test_a_full_redis_takes_a_policy(gateway: RunningGateway) -> None:
-    """A trainer waits until it is served, and frees nothing meanwhile."""
+    """Otherwise the trainer would wait for the push, and acknowledge no entries meanwhile."""
     assert publish(gateway, None).json()["version"] == 1
     gateway.redis.config_set("maxmemory", 1)
     try:

@@ -1,4 +1,4 @@
-"""Gateways as real processes on one Redis: any of them serves the next call, and any of them may die."""
+"""Gateways as real processes on one Redis: each can serve the next call of a session, and each may die."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ from tests.support.waiting import wait_until
 
 @pytest.fixture(scope="module")
 def urls(processes: Processes) -> Iterator[list[str]]:
-    """Two gateways that no test ends."""
+    """Two gateways that all tests share, and no test ends."""
     started = [processes.start() for _ in range(2)]
     yield [url for _, url in started]
     for process, _ in started:
@@ -32,7 +32,7 @@ def urls(processes: Processes) -> Iterator[list[str]]:
 
 @pytest.fixture
 def pair(processes: Processes, urls: list[str]) -> Iterator[tuple[RunningGateway, RunningGateway]]:
-    """The two, in front of a fresh engine that never says the same twice."""
+    """The two gateways, with a fresh engine that gives each answer its own number."""
     engine = NumberingEngine(processes.backends.tokenizer)
     engine.numbers = itertools.count()
     processes.backends.engine = engine
@@ -54,7 +54,7 @@ def whole_prompt(turn: dict[str, Any], turns: dict[str, dict[str, Any]]) -> list
 def check_record(
     one: RunningGateway, other: RunningGateway, session: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Both gateways tell one tree; it stands in the stream once, and is what the engine was given."""
+    """Both gateways show the same tree. The stream has it once, and the engine was given its prompts."""
     told = one.turns(session)
     assert told == other.turns(session)
     turns = {turn["turn_id"]: turn for turn in told}
@@ -83,7 +83,7 @@ def test_two_gateways_serve_the_turns_of_one_session_alternately(
 def test_parallel_calls_of_many_sessions_at_both_gateways_lose_and_double_nothing(
     pair: tuple[RunningGateway, RunningGateway],
 ) -> None:
-    """Each round asks twice at the same time, once at each gateway, and goes on with one of the answers."""
+    """Each round makes two calls at the same time, one at each gateway, and continues one of the answers."""
     rounds = 3
 
     def episode(number: int) -> tuple[dict[str, Any], list[str]]:
@@ -134,7 +134,7 @@ def test_the_call_of_a_client_that_leaves_is_aborted_in_the_engine(
 
 
 def completion_of(call: Call) -> str:
-    """The completion that a streaming call hears, as soon as it hears something."""
+    """The completion id in the first chunk of a streaming call."""
     heard = b""
     while not (found := re.search(rb'"id":"(chatcmpl-\w{32})"', heard)):
         heard += call.line.recv(65536)
@@ -184,7 +184,7 @@ def test_of_attempts_in_flight_at_both_gateways_one_trains(
 def test_of_three_attempts_the_answer_that_the_last_one_heard_trains(
     pair: tuple[RunningGateway, RunningGateway], second_stays: bool
 ) -> None:
-    """The first and the third are one call of one gateway, and the second asks the other in between."""
+    """The third attempt joins the first at one gateway. In between, the second goes to the other gateway."""
     one, other = pair
     one.engine.stall_after = 3
     session = one.session()

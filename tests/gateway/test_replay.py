@@ -1,4 +1,4 @@
-"""What was exported can be imported: the same sessions again, or new ones of the same content."""
+"""An export can be imported, as the same sessions or as new ones with the same content."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ runner = CliRunner()
 
 
 def record(gateway: RunningGateway) -> None:
-    """Sessions of every kind that a deployment ends up with."""
+    """Make sessions of every kind, as they occur in a deployment."""
     for number, member in enumerate(
         gateway.post("/groups", {"size": 2, "group_id": "g", "user": "ann"}).json()["sessions"]
     ):
@@ -55,7 +55,7 @@ def empty(gateway: RunningGateway) -> None:
 
 
 def told(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Verdicts aside, and which of a group's sessions, made in one moment, comes first."""
+    """The rows without verdicts, and in one order for the sessions of a group, which have equal times."""
     for row in rows:
         del row["verdict"], row["session"]["verdict"]
     return sorted(rows, key=lambda row: str(row["session_id"]))
@@ -108,7 +108,7 @@ def test_as_new_the_same_is_there_twice_under_names_of_its_own(
 ) -> None:
     record(gateway)
     file, before = save(gateway, tmp_path / "export"), export(gateway)
-    for _ in range(2):  # the second finds the first
+    for _ in range(2):  # the second import finds the sessions of the first
         assert weir_import(gateway, file, "--as-new", "again-").exit_code == 0
     rows = export(gateway)
     assert len(rows) == 2 * len(before)
@@ -134,7 +134,7 @@ def test_what_was_deleted_stays_deleted(gateway: RunningGateway, tmp_path: Path)
     assert "3 sessions were deleted before and were not imported" in done.output
     assert {row["verdict"]["code"] for row in export(gateway) if "turn_id" not in row} == {"deleted"}
     assert len([row for row in export(gateway) if "turn_id" not in row]) == 3
-    # Nor does somebody who was deleted come back under another session's name.
+    # A deleted user's sessions are not imported under new names either.
     done = weir_import(gateway, file, "--as-new", "again-")
     assert "2 sessions were deleted before" in done.output
 
@@ -199,7 +199,9 @@ def test_strict_stops_at_the_first(gateway: RunningGateway, tmp_path: Path) -> N
     file.write_text("\n".join([*good[:4], "nonsense", *good[4:]]) + "\n")
     done = weir_import(gateway, file, "--strict")
     assert f"{file}:5: not a row" in str(done.exception)
-    assert {row["session_id"] for row in export(gateway)} == {"a"}  # where b ends is not known yet
+    assert {row["session_id"] for row in export(gateway)} == {
+        "a"
+    }  # session b may have more rows, so that it is not imported yet
 
 
 def test_a_session_may_begin_in_one_file_and_end_in_the_next(gateway: RunningGateway, tmp_path: Path) -> None:
@@ -207,7 +209,7 @@ def test_a_session_may_begin_in_one_file_and_end_in_the_next(gateway: RunningGat
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     one.write_text("\n".join(good[:3]) + "\n")
     two.write_text("\n".join(good[3:]) + "\n")
-    assert weir_import(gateway, two).exit_code == 1  # the half of b is refused
+    assert weir_import(gateway, two).exit_code == 1  # only a part of session b is here, and it is refused
     done = weir_import(gateway, one, two)
     assert (done.exit_code, "1 sessions exist already" in done.output) == (0, True)
     assert {row["session_id"] for row in export(gateway)} == {"a", "b", "c"}

@@ -1,4 +1,4 @@
-"""What a client hears stays in order, however slow its socket is."""
+"""An answer reaches the client in order, however slow its socket is."""
 
 import asyncio
 from typing import Any
@@ -17,9 +17,9 @@ async def test_a_stream_that_ends_while_its_first_heartbeat_waits_begins_all_the
 
     reply = Reply(send, "r")
     reply.keep_alive(b": hi\n\n", 0.02, dict)
-    await opening.wait()  # the heartbeat has begun to open the stream, and waits for the socket
+    await opening.wait()  # the heartbeat is opening the stream and waits for the socket
     closing = asyncio.create_task(reply.close(b"data: x\n\n"))
-    await asyncio.sleep(0)  # it begins, and waits for the heartbeat
+    await asyncio.sleep(0)  # the close begins and waits for the heartbeat
     writable.set()
     await closing
     assert sent[0] == "http.response.start"
@@ -40,7 +40,7 @@ async def test_a_silent_stream_is_opened_and_kept_alive() -> None:
     await beaten.wait()
     await reply.close(b"data: x\n\n")
     count = len(sent)
-    await asyncio.sleep(0.06)  # three times as long as between two heartbeats: that none comes has no event
+    await asyncio.sleep(0.06)  # three intervals of heartbeats; no event tells that none comes
     assert len(sent) == count  # nothing after the end
     assert sent[0]["type"] == "http.response.start"
     assert (b"x-weir-session-id", b"s") in sent[0]["headers"]

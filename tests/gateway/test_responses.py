@@ -45,7 +45,7 @@ def events_of(text: str) -> list[dict[str, Any]]:
 
 
 def asked(gateway: RunningGateway, index: int = -1) -> str:
-    """What the engine was given to read."""
+    """The text of a prompt that the engine received."""
     return str(
         gateway.engine.tokenizer.decode(
             gateway.engine.requests[index]["input_ids"], skip_special_tokens=False
@@ -54,7 +54,7 @@ def asked(gateway: RunningGateway, index: int = -1) -> str:
 
 
 def answer(client: openai.OpenAI, stream: bool, **asked: Any) -> Any:
-    """The same response, whichever way it is asked for."""
+    """The response, plain or streamed."""
     if not stream:
         return client.responses.create(model="m", **asked)
     with client.responses.stream(model="m", **asked) as events:
@@ -302,7 +302,7 @@ def test_what_is_kept_lives_as_long_as_its_session(gateway: RunningGateway) -> N
         assert 40_000 < gateway.redis.pttl(keys.response(each.id)) <= 50_000
 
 
-def test_what_is_not_to_be_stored_is_not(gateway: RunningGateway) -> None:
+def test_a_response_with_store_false_is_not_stored(gateway: RunningGateway) -> None:
     first = gateway.post(PATH, {"input": "hi", "store": False}).json()
     assert first["store"] is False
     assert not list(gateway.redis.scan_iter(keys.response("*")))
@@ -336,7 +336,7 @@ def test_a_response_of_a_finished_session_is_a_conflict(gateway: RunningGateway)
 
 
 def test_items_are_found_by_their_ids(gateway: RunningGateway) -> None:
-    """As the AI SDK sends its history unless told otherwise."""
+    """By default, the AI SDK sends its history as references to item ids."""
     gateway.engine.script.extend(["let me see" + CALL_TEXT, "seven"])
     session = gateway.session()
     client = gateway.client(session)
@@ -540,7 +540,7 @@ def test_a_thought_of_another_model_is_left_out(gateway: RunningGateway) -> None
 
 @pytest.fixture
 def almost_full(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Redis takes the turn, and nothing after it."""
+    """Redis stores the turn, and refuses everything after it."""
     from gateway.generations.recorder import Recorder
 
     record = Recorder.record

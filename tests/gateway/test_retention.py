@@ -1,4 +1,4 @@
-"""How long settled sessions are kept, over HTTP: by age, by what Redis holds, and never too short."""
+"""How long settled sessions are kept, over HTTP: retention by age, by memory, and never too short."""
 
 import logging
 from typing import Any
@@ -16,7 +16,7 @@ from tests.support.waiting import wait_until
 
 TRAINED = Verdict(code="trained", step=1, version=1)
 FULL = 0.95
-"""Of maxmemory: beyond the 0.9 at which newcomers are turned away."""
+"""A share of maxmemory above 0.9, at which the gateway refuses new sessions."""
 
 
 def path_of(session: dict[str, Any]) -> str:
@@ -24,7 +24,7 @@ def path_of(session: dict[str, Any]) -> str:
 
 
 def ended(gateway: RunningGateway, **terms: Any) -> dict[str, Any]:
-    """A session with one call, finished and rewarded: for the trainer to decide on."""
+    """A session with one call, finished and rewarded, which waits for the trainer's verdict."""
     session = gateway.session(**terms)
     assert gateway.chat(key=session["api_key"]).status_code == 200
     reply = gateway.post(f"{path_of(session)}/finish", {"status": "completed", "reward": 1.0})
@@ -39,7 +39,7 @@ def trainer(backends: Backends) -> RedisReader:
 
 
 def learn(trainer: RedisReader) -> None:
-    """The trainer takes all there is, and is done with it."""
+    """The trainer reads all entries and acknowledges them with the verdict `trained`."""
     entries = trainer.read(1000, 0.01)
     records = [entry.record for entry in entries]
     turns = {(each.session_id, each.turn_id): TRAINED for each in records if isinstance(each, Turn)}
@@ -53,7 +53,7 @@ def forgotten(gateway: RunningGateway) -> int:
 
 
 def passes(gateway: RunningGateway, number: int = 5) -> None:
-    """The gateway has looked at the settled ones so many times since."""
+    """Wait until the gateway has looked at the settled sessions so many times."""
 
     def looked() -> int:
         stats: Any = gateway.redis.info("commandstats")
@@ -64,19 +64,19 @@ def passes(gateway: RunningGateway, number: int = 5) -> None:
 
 
 def filled(gateway: RunningGateway) -> None:
-    """With so much that what connections take comes to nothing beside it."""
+    """Fill Redis so far that the memory of connections does not matter."""
     gateway.redis.set("ballast", bytes(40 * 2**20))
 
 
 def pressed(gateway: RunningGateway, share: float) -> None:
-    """Redis uses this share of its `maxmemory`."""
+    """Set `maxmemory` so that Redis uses this share of it."""
     used: Any = gateway.redis.info("memory")
     gateway.redis.config_set("maxmemory", int(used["used_memory"] / share))
 
 
 @pytest.fixture
 def roomy(backends: Backends) -> Any:
-    """Puts the limit of memory back."""
+    """Removes the memory limit after the test."""
     yield
     backends.redis.config_set("maxmemory", 0)
     backends.redis.delete("ballast")
@@ -118,7 +118,7 @@ def test_what_is_settled_for_long_enough_is_as_if_it_had_never_been(
 
 
 def test_an_id_that_is_forgotten_is_not_given_again(backends: Backends, trainer: RedisReader) -> None:
-    """A trainer knows it, and would train nothing that comes under it."""
+    """The trainer still knows the id, and would not train a new session with it."""
     with backends.gateway(retention_s=0.01) as gateway:
         session = ended(gateway, group_id="g", group_size=1)
         learn(trainer)
@@ -175,7 +175,7 @@ def test_two_gateways_count_what_they_forget_once(backends: Backends, trainer: R
 def test_heads_alone_never_keep_newcomers_out(
     backends: Backends, trainer: RedisReader, roomy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The oldest go, and no more of them than it takes; those that were settled just now stay."""
+    """The gateway forgets the oldest sessions, no more than needed, and keeps those settled just now."""
     monkeypatch.setattr("gateway.sessions.retention.BATCH", 5)
     monkeypatch.setattr("gateway.sessions.retention.BATCHES", 1)
     with backends.gateway(retention_s=None) as gateway:
@@ -207,7 +207,7 @@ def _pressed_again(gateway: RunningGateway, most: int) -> bool:
 
 
 def test_what_is_kept_for_ever_is_kept_however_full_redis_is(backends: Backends, roomy: None) -> None:
-    """In a database of its own: other tests' gateways, which forget, are on the other backends."""
+    """This test uses its own database, because the gateways of other tests forget sessions."""
     url = backends.redis_url.removesuffix("1") + "2"
     with Redis.from_url(url) as redis, backends.gateway(redis_url=url, retention_s=None) as gateway:
         redis.flushdb()
@@ -230,7 +230,7 @@ def _turned_away(gateway: RunningGateway) -> bool:
 def test_a_list_is_read_to_its_end_while_sessions_are_forgotten(
     backends: Backends, trainer: RedisReader
 ) -> None:
-    """Those that stay are each told once, also where the last one that was told of is gone."""
+    """Each remaining session is listed once, even if the last listed session is gone."""
     with backends.gateway(retention_s=None) as gateway:
         for _ in range(4):
             ended(gateway)
@@ -262,7 +262,7 @@ def test_what_comes_in_the_moment_in_which_a_session_goes_is_a_404(
 
 
 def _going(gateway: RunningGateway, session: dict[str, Any]) -> Any:
-    """A clock that takes the session away when a route asks for the time: after it was read."""
+    """A clock that deletes the session when a route reads the time, after it has read the session."""
     import time
 
     now = time.time()
@@ -281,7 +281,7 @@ def test_a_session_that_nobody_can_read_can_be_deleted(gateway: RunningGateway, 
     gateway.redis.hset(keys.session(session["session_id"]), field, b"\xff?")
     path = path_of(session)
     assert gateway.call("DELETE", path, key=OTHER_KEY).status_code == 404
-    if field == "spec":  # whose it is nobody can read either
+    if field == "spec":  # the owner cannot be read either
         assert gateway.call("DELETE", path).status_code == 404
     reply = gateway.call("DELETE", path, key=ADMIN_KEY if field == "spec" else "client-key")
     assert reply.status_code == 200, reply.text

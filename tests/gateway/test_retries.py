@@ -1,4 +1,4 @@
-"""A marked retry joins the call in flight, or replaces its turn; unmarked ones that are alike do neither."""
+"""A marked retry joins the call in flight or replaces its turn. Identical calls without a mark do neither."""
 
 import asyncio
 import gc
@@ -62,7 +62,7 @@ def test_a_retry_hears_a_stream_from_its_beginning_and_then_live(gated: RunningG
     again = Call(gated, session, attempt=1, stream=True)
     begun_again = b""
     while b"content" not in begun_again.partition(b"\r\n\r\n")[2]:
-        begun_again += again.line.recv(65536)  # it hears the first tokens while the engine still waits
+        begun_again += again.line.recv(65536)  # the retry gets the first tokens while the engine still waits
     assert begun.startswith(b"HTTP/1.1 200")
     let_on(gated)
     rest = b""
@@ -147,7 +147,7 @@ def test_an_answer_that_was_finished_for_nobody_waits_for_the_retry(
     first.hang_up()
     wait_until(lambda: retry_counts.left)
     let_on(gated)
-    time.sleep(0.3)  # time enough to record it, if it were: that it is not has no event
+    time.sleep(0.3)  # the turn would be recorded within this time; no event tells that it is not
     assert gated.turns(session) == []
     completion = Call(gated, session, attempt=1).completion()
     (turn,) = gated.turns(session)
@@ -279,7 +279,7 @@ def test_an_answer_without_a_client_is_aborted(gated: RunningGateway, stream: bo
     assert codes(gated, session) == [("root", "abort", "aborted")]
 
 
-def test_an_answer_that_nobody_came_back_for_is_aborted(
+def test_an_answer_without_a_retry_in_time_is_aborted(
     gated: RunningGateway, retry_counts: RetryCounts
 ) -> None:
     session = gated.session()
@@ -302,7 +302,7 @@ def test_a_retry_that_leaves_too_ends_the_call(gated: RunningGateway, retry_coun
     wait_until(lambda: retry_counts.joined)
     first.hang_up()
     wait_until(lambda: retry_counts.left)
-    time.sleep(1.2)  # longer than the call would go on without a client: that it does has no event
+    time.sleep(1.2)  # longer than a call continues without a client; no event tells that it continues
     assert gated.engine.aborted == []
     again.hang_up()
     wait_until(lambda: gated.turns(session))
@@ -345,14 +345,14 @@ def test_choices_of_a_call_that_was_recorded_in_part_are_samples_or_replaced(
     monkeypatch: pytest.MonkeyPatch,
     retried: bool,
 ) -> None:
-    """As a gateway leaves them that dies between two of them, or whose Redis is full then."""
+    """Such a call is left by a gateway that dies between two choices, or whose Redis is full then."""
     append, begun = RedisWriter.append_turn, count()
     recorded: list[Turn] = []
 
     async def two_of_three(writer: RedisWriter, turn: Turn, *more: Any) -> Turn:
         if next(begun) == 2:
-            while len(recorded) < 2:  # noqa: ASYNC110 - what it waits for runs in the same loop
-                await asyncio.sleep(0.005)  # lets the other two be recorded
+            while len(recorded) < 2:  # noqa: ASYNC110 - the awaited tasks run in the same loop
+                await asyncio.sleep(0.005)  # until the other two choices are recorded
             raise StorageUnavailable("the end")
         recorded.append(await append(writer, turn, *more))
         return recorded[-1]

@@ -1,4 +1,4 @@
-"""Who owns the sampling parameters: the deployment, the session, or the call."""
+"""Which sampling parameters are used: those of the deployment, the session, or the call."""
 
 import json
 from typing import Any
@@ -15,12 +15,12 @@ HARNESS: dict[str, Any] = {
     "presence_penalty": 0.5,
     "logit_bias": {"100": -5},
 }
-"""What a harness hard-codes."""
+"""Sampling parameters that an agent's framework sets in its code."""
 EXACT = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 def sent(gateway: RunningGateway) -> dict[str, Any]:
-    """What the engine was told last."""
+    """The sampling parameters of the engine's last request."""
     parameters: dict[str, Any] = gateway.engine.requests[-1]["sampling_params"]
     return parameters
 
@@ -62,7 +62,7 @@ def test_a_call_decides_for_itself_where_it_may(gateway: RunningGateway, body: d
         assert sent(gateway)[name] == value, name
 
 
-def test_a_deployment_says_what_sessions_that_are_silent_get(backends: Backends) -> None:
+def test_a_deployment_sets_the_parameters_of_sessions_that_set_none(backends: Backends) -> None:
     backends.clear(None)
     with backends.gateway(sampling={"mode": "default", "temperature": 0.6}) as gateway:
         gateway.chat()

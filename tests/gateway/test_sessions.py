@@ -23,7 +23,7 @@ def test_a_session_goes_straight_into_a_client(gateway: RunningGateway) -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2"])
 def test_a_ticket_names_the_address_that_a_proxy_was_asked_for(gateway: RunningGateway, address: str) -> None:
-    """Wherever the proxy stands."""
+    """The IP address of the proxy does not matter."""
     asked = {"x-forwarded-proto": "https", "host": "weir.example"}
     with httpx.Client(transport=httpx.HTTPTransport(local_address=address)) as gateway.http:
         ticket = gateway.post("/sessions", headers=asked).json()
@@ -127,7 +127,7 @@ def test_a_conversation_whose_session_is_finished_goes_on_in_a_new_one(gateway: 
 def test_of_twin_conversations_each_goes_on_in_its_own_session(
     gateway: RunningGateway, first_again: bool
 ) -> None:
-    """They read the same, and the ids of their tool calls say which is which; without, it is the newest."""
+    """The ids of tool calls tell equal texts apart. Without ids, the newest conversation is continued."""
     call = '<tool_call>\n{"name": "get", "arguments": {"key": "c"}}\n</tool_call>'
     gateway.engine.script += [call] * 3
     tools = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}]
@@ -143,7 +143,7 @@ def test_of_twin_conversations_each_goes_on_in_its_own_session(
     assert len(set(names)) == 3
     for said in ({"role": "tool", "content": "7", "tool_call_id": "x"}, {"role": "user", "content": "sure?"}):
         order = (0, 1, 2) if first_again else (1, 2, 0)
-        for index in order:  # the second time, the newest answer is a plain one
+        for index in order:  # in the second round, the newest answer has no tool call
             twins[index].append(said)
             assert go_on(twins[index]) == names[index]
     for name in names:
@@ -295,7 +295,7 @@ def test_a_finished_session_waits_for_its_reward_and_takes_no_call(gateway: Runn
 
 
 def test_a_client_does_not_ask_again_where_that_changes_nothing(gateway: RunningGateway) -> None:
-    """OpenAI's and Anthropic's SDKs take a 409 for a lock, and wait for its end, unless they are told."""
+    """By default, OpenAI's and Anthropic's SDKs retry a 409; a header tells them not to."""
     session = gateway.session()
     gateway.post(f"/sessions/{session['session_id']}/finish", {"status": "completed"})
     asked: list[Any] = []

@@ -1,4 +1,4 @@
-"""Redis refuses, or is gone: no success for what is not recorded."""
+"""When Redis refuses a write or is gone, no call succeeds whose turn is not recorded."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Whatever a stranger sends: an answer in the contract's shape, never a 500, and the next call is served."""
+"""Any body gets an answer in the contract's shape and never a 500, and the next call is served."""
 
 import json
 import math
@@ -24,7 +24,7 @@ LAST_WORDS = {
     "/v1/responses": ("response.completed", "response.incomplete"),
     MESSAGES_PATH: ("message_stop",),
 }
-"""How a stream ends well, in each dialect."""
+"""The end of a complete stream in each dialect."""
 CALLS = st.lists(
     st.fixed_dictionaries(
         {"function": st.fixed_dictionaries({}, optional={"name": JSON, "arguments": JSON})},
@@ -54,7 +54,7 @@ TOOLS = st.lists(
 
 
 def optional(*names: str) -> Any:
-    """Few at a time: of a body that is wrong in many places, only the first is looked at."""
+    """Only a few fields at a time, because the gateway looks only at the first fault of a body."""
     return st.dictionaries(st.sampled_from(names), JSON, max_size=2)
 
 
@@ -143,11 +143,11 @@ PATHS: dict[str, Any] = {
 
 
 ENVELOPES: dict[str, Any] = {MESSAGES_PATH: {"type": "error"}, COUNT_PATH: {"type": "error"}}
-"""What stands beside `error`."""
+"""The other fields of an error body, besides `error`."""
 
 
 def check_answer(path: str, reply: httpx.Response, body: Any) -> None:
-    """The answer is in the shape that the contract has for it."""
+    """Check that the answer has the contract's shape."""
     assert reply.status_code in (200, 201, 400, 404, 409), (reply.status_code, body)
     assert reply.headers["x-request-id"]
     if reply.status_code >= 400:
@@ -166,7 +166,7 @@ def check_error(path: str, said: Any) -> None:
 
 
 def check_unhurt(gateway: RunningGateway) -> None:
-    """The engine heard nothing that would end it, and all are served as before."""
+    """Check that the engine got no request that could break it, and that calls are served as before."""
     for request in gateway.engine.requests:
         assert request["input_ids"]
         assert all(0 <= token_id < VOCABULARY for token_id in request["input_ids"])
@@ -215,12 +215,12 @@ SOUND: dict[str, bytes] = {
         b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}',
     ),
 }
-"""What each path takes."""
+"""A valid body for each path."""
 
 
 @st.composite
 def broken(draw: Any, sound: bytes) -> bytes:
-    """A sound body, with something cut out of it and something else in its place."""
+    """A valid body in which some bytes are replaced by others."""
     start, end = sorted((draw(st.integers(0, len(sound))), draw(st.integers(0, len(sound)))))
     put = draw(
         st.binary(max_size=6)
@@ -293,7 +293,9 @@ def test_what_is_no_body_is_400(gateway: RunningGateway, path: str, name: str) -
         ),
     ],
 )
-def test_a_kind_that_is_no_word_is_no_500(gateway: RunningGateway, path: str, body: dict[str, Any]) -> None:
+def test_a_type_that_is_not_a_string_is_no_500(
+    gateway: RunningGateway, path: str, body: dict[str, Any]
+) -> None:
     check_answer(path, throw(gateway, path, json.dumps(body | {"max_tokens": 3}).encode()), body)
 
 
@@ -311,7 +313,7 @@ def test_of_a_field_that_is_there_twice_the_last_counts(
 
 
 def said(**fields: str) -> str:
-    """A call's body, whose other fields are JSON text."""
+    """The body of a call; the given fields are raw JSON text."""
     return (
         ", ".join(
             ['{"messages": [{"role": "user", "content": "x"}]', *(f'"{n}": {v}' for n, v in fields.items())]

@@ -1,4 +1,4 @@
-"""Two gateways on one Redis: either serves the next call, and what one is told the other knows."""
+"""Two gateways on one Redis: either serves the next call, and each knows what the other was told."""
 
 from collections.abc import Iterator
 

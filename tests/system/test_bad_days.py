@@ -226,7 +226,7 @@ class Stream:
         return len(self.text) > 20 or self._over.done()
 
     def heard(self) -> tuple[dict[str, Any], ClientAnswer]:
-        """The turn and the client's answer. Fails on an error, or if the client's text is not the recorded one."""
+        """The turn and the client's answer. Fails on an error, or if the texts of both differ."""
         turn_id = self._over.result(BOOTS_WITHIN_S)
         session_id = self.ticket["session_id"]
         (turn,) = self._system.get(f"/sessions/{session_id}?tokens=true&text=true")["turns"]

@@ -1,1 +1,1 @@
-"""The gateway: serves OpenAI's and Anthropic's HTTP, records each turn, keeps sessions and the fleet."""
+"""The gateway: answers OpenAI's and Anthropic's calls, records each turn, manages sessions and the fleet."""

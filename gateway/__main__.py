@@ -28,10 +28,10 @@ def main() -> None:
     if keyring.open:
         logger.warning("no keys are set: every process on this machine may do everything")
     app = create_app(settings)
-    # What was built until now lives as long as the process: keep it out of every garbage collection.
+    # The objects built so far live as long as the process: exclude them from garbage collection.
     gc.collect()
     gc.freeze()
-    # A long prompt is rendered in a thread; short switch intervals keep it from delaying streams.
+    # Long prompts are rendered in threads. A short switch interval lets streams write in between.
     sys.setswitchinterval(0.0001)
     serve(app, settings.host, settings.port, settings.drain_timeout_s)
 

@@ -3,6 +3,12 @@
 agent ──▶ /v1/… ──▶ edge ▸ dialect ▸ session ▸ conversation ▸ sampling ▸ engine ▸ record ──▶ Redis
 agent ──▶ /sessions, /groups, reward, finish
 operator ──▶ /admin/…
+
+`EdgeApp`   the outermost ASGI application: it hands an agent's call to the `Endpoint` of its path, and every
+            other request to FastAPI
+`Endpoint`  the object that serves one of the agents' paths: an `Exchange` or a `TokenCount`
+`Exchange`  takes a model call from HTTP request to reply: session, sampling, recorded turn, answer
+dialect     a public wire shape, such as OpenAI's chat completions: reads requests and writes answers
 """
 
 from collections.abc import AsyncIterator, Mapping
@@ -29,20 +35,20 @@ from gateway.rest import admin, heartbeat, listing, models, rewards, sessions, u
 from gateway.rest.json_bodies import JsonBodies
 from gateway.rest.openapi import openapi_document
 from gateway.settings import GatewaySettings
-from gateway.wiring import Collaborators, opened
+from gateway.wiring import GatewayParts, opened
 from rollout_queue.http.errors import RequestIds, install_error_handlers
 from rollout_queue.http.probes import probes
 
 
 def create_app(settings: GatewaySettings) -> ASGIApp:
-    """The application. It opens its connections when it starts, and closes them when it ends."""
+    """The application. Its lifespan opens the connections at the start, and closes them at the end."""
     renderer = ChatRenderer(settings.model_path, settings.renderer, settings.thinking)
     metrics = Metrics()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with opened(settings, renderer, metrics) as gateway:
-            app.state.collaborators = gateway
+            app.state.parts = gateway
             edge.endpoints = endpoints_of(gateway)
             async with background_tasks(gateway):
                 yield
@@ -50,8 +56,8 @@ def create_app(settings: GatewaySettings) -> ASGIApp:
     app = FastAPI(title="Weir gateway", version="1", lifespan=lifespan, docs_url="/docs", redoc_url=None)
     install_error_handlers(app)
     install_gateway_errors(app)
-    # Only the tickets of new sessions use the address that a proxy reports, so any sender may report it:
-    # a false one misleads its own sender alone.
+    # The address that a proxy reports is used only in the `base_url` that the reply to POST /sessions and
+    # POST /groups contains. A sender of a false address misleads only itself, so every sender is trusted.
     app.add_middleware(ProxyHeadersMiddleware, trusted_hosts="*")
     app.add_middleware(JsonBodies, limit_bytes=settings.max_body_bytes)
     app.add_middleware(RequestIds)
@@ -63,8 +69,8 @@ def create_app(settings: GatewaySettings) -> ASGIApp:
     return edge
 
 
-def endpoints_of(gateway: Collaborators) -> Mapping[str, Endpoint]:
-    """The agents' paths, each also served under `/sessions/{id}`."""
+def endpoints_of(gateway: GatewayParts) -> Mapping[str, Endpoint]:
+    """The endpoint of each agents' path. `EdgeApp` also serves each path under `/sessions/{id}`."""
     renderer, model_name = gateway.renderer, gateway.settings.model_name
     calls = InFlightCalls(gateway.settings.retry_grace_s, gateway.settings.join_identical)
     messages = Messages(renderer, model_name)
@@ -79,7 +85,7 @@ def endpoints_of(gateway: Collaborators) -> Mapping[str, Endpoint]:
 
 async def _why_not_ready(app: FastAPI) -> str | None:
     """Why the gateway cannot answer a call; None when it can."""
-    gateway: Collaborators = app.state.collaborators
+    gateway: GatewayParts = app.state.parts
     try:
         await gateway.redis.ping()
     except (RedisError, OSError) as error:

@@ -1,4 +1,4 @@
-"""What a gateway does beside its calls, again and again: the fleet, limits, expiry, deletions, retention."""
+"""The gateway's periodic tasks: state of the fleet, limits, expiry of sessions, deletions, retention."""
 
 import asyncio
 import logging
@@ -9,19 +9,19 @@ from contextlib import asynccontextmanager
 from gateway.cancellation import cancel_and_wait
 from gateway.conversations.conversation import clear_prompt_cache
 from gateway.conversations.digests import clear_digest_cache
-from gateway.wiring import Collaborators
+from gateway.wiring import GatewayParts
 from rollout_queue.contract.errors import StorageUnavailable
 
 logger = logging.getLogger(__name__)
 
 EXPIRE_BATCH = 100
 TEXT_CACHES_S = 60.0
-"""How often cached texts of conversations are dropped: their sessions may have been deleted since."""
+"""How often cached texts of conversations are dropped, because their sessions may have been deleted."""
 
-Task = Callable[[Collaborators], Awaitable[None]]
+Task = Callable[[GatewayParts], Awaitable[None]]
 
 
-async def refresh_fleet(gateway: Collaborators) -> None:
+async def refresh_fleet(gateway: GatewayParts) -> None:
     """Ask every rollout server for its state, and publish the fleet's metrics."""
     await gateway.fleet.refresh()
     metrics, fleet = gateway.metrics, gateway.fleet
@@ -31,8 +31,8 @@ async def refresh_fleet(gateway: Collaborators) -> None:
         metrics.servers.labels(server.state).inc()
 
 
-async def expire_sessions(gateway: Collaborators) -> None:
-    """End sessions that were not finished and rewarded in time."""
+async def expire_sessions(gateway: GatewayParts) -> None:
+    """Close sessions whose deadline has passed, and that have no outcome or no reward."""
     try:
         while await gateway.writer.expire(time.time(), EXPIRE_BATCH) == EXPIRE_BATCH:
             pass
@@ -40,14 +40,14 @@ async def expire_sessions(gateway: Collaborators) -> None:
         logger.warning("overdue sessions cannot be closed: %s", error)
 
 
-async def refresh_limits(gateway: Collaborators) -> None:
-    """Read how much waits for the trainer, what other gateways admitted, and how sessions end."""
+async def refresh_limits(gateway: GatewayParts) -> None:
+    """Read the queue's length, the counts of other gateways, and how recent sessions ended."""
     await gateway.admission.refresh()
     await gateway.warnings.refresh()
 
 
-async def finish_deletions(gateway: Collaborators) -> None:
-    """Drop deleted sessions from memory, and finish deletions that a stopped gateway left unfinished."""
+async def finish_deletions(gateway: GatewayParts) -> None:
+    """Drop deleted sessions from memory, and finish deletions that a stopped gateway began."""
     try:
         await gateway.writer.forget_deleted()
         await gateway.deleter.finish(time.time())
@@ -55,15 +55,15 @@ async def finish_deletions(gateway: Collaborators) -> None:
         logger.warning("deletions cannot be read: %s", error)
 
 
-async def apply_retention(gateway: Collaborators) -> None:
-    """Remove settled sessions that are older than `retention_s`, or that Redis has no room for."""
+async def apply_retention(gateway: GatewayParts) -> None:
+    """Remove sessions that had their verdict `retention_s` ago, and older ones early where Redis fills up."""
     try:
         await gateway.retention.refresh()
     except StorageUnavailable as error:
         logger.warning("settled sessions cannot be removed: %s", error)
 
 
-async def drop_text_caches(gateway: Collaborators) -> None:
+async def drop_text_caches(gateway: GatewayParts) -> None:
     """Drop every cached text of a conversation."""
     gateway.renderer.clear_caches()
     clear_prompt_cache()
@@ -81,8 +81,8 @@ POLLED: tuple[Task, ...] = (
 
 
 @asynccontextmanager
-async def background_tasks(gateway: Collaborators) -> AsyncIterator[None]:
-    """Run the tasks for as long as the block runs."""
+async def background_tasks(gateway: GatewayParts) -> AsyncIterator[None]:
+    """Run the periodic tasks while the block runs."""
     poll_every_s = gateway.settings.poll_every_s
     running = [asyncio.create_task(_repeat(task, gateway, poll_every_s)) for task in POLLED]
     running.append(asyncio.create_task(_repeat(drop_text_caches, gateway, TEXT_CACHES_S)))
@@ -90,11 +90,11 @@ async def background_tasks(gateway: Collaborators) -> AsyncIterator[None]:
     await cancel_and_wait(running)
 
 
-async def _repeat(task: Task, gateway: Collaborators, every_s: float) -> None:
+async def _repeat(task: Task, gateway: GatewayParts, every_s: float) -> None:
     """Run the task again and again; a failure does not end it."""
     while True:
         try:
             await task(gateway)
-        except Exception:  # outermost frame of a task: a bug is logged, and the task goes on
+        except Exception:  # outermost frame of a task: log the bug and go on
             logger.exception("the background task %s failed", getattr(task, "__name__", task))
         await asyncio.sleep(every_s)

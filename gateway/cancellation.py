@@ -10,8 +10,8 @@ CANCEL_AGAIN_S = 2.0
 async def cancel_and_wait(tasks: Sequence[asyncio.Task[Any]]) -> None:
     """Cancel tasks and wait until they have ended.
 
-    A task that goes on is cancelled again: redis-py sends through asyncio.wait_for, which in Python 3.11
-    loses a cancellation that arrives together with the result.
+    A task that still runs after `CANCEL_AGAIN_S` is cancelled again: redis-py sends through asyncio.wait_for,
+    which in Python 3.11 loses a cancellation that arrives together with the result.
     """
     left = set(tasks)
     while left:

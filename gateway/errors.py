@@ -1,18 +1,18 @@
-"""What the gateway's rooms raise when a call cannot be answered: errors of the domain, without HTTP.
+"""The errors that the gateway's packages raise when they cannot answer a call. They know nothing of HTTP.
 
 GatewayError
-├─ InvalidRequest      the request contradicts itself, or asks for what the gateway cannot do
-│  └─ RequestRefused   an engine found the request at fault
-├─ UnknownCaller       no API key was given, or one that is not known
-├─ NotPermitted        the key that was given does not allow this
-├─ ObjectNotFound      the session, policy or server that is named does not exist, or belongs to another key
-├─ StateConflict       what is asked for contradicts what is stored; the same request fails again
+├─ InvalidRequest      the request is malformed, contradicts itself, or asks for an unsupported feature
+│  └─ RequestRefused   an engine refused the request
+├─ UnknownCaller       the request has no API key, or an unknown one
+├─ NotPermitted        the request's key does not allow this
+├─ ObjectNotFound      the named session, policy or server does not exist, or belongs to another key
+├─ StateConflict       the request contradicts the stored state; the same request fails again
 ├─ LimitReached        a limit of the deployment; the request may succeed after `retry_s` seconds
 ├─ NoServer            no rollout server can take the call
 └─ EngineFault         an engine failed while it made an answer; another engine may continue it
 
-`gateway.edge.errors` says which HTTP status each of them has, and what of the queue's own errors
-(`rollout_queue.contract.errors`) a client is told.
+`gateway.edge.errors` gives each class its HTTP status. It also turns the queue's errors
+(`rollout_queue.contract.errors`) into replies.
 """
 
 from typing import Literal
@@ -21,7 +21,7 @@ FaultReason = Literal["refused", "lost", "broken", "stalled", "aborted", "busy",
 
 
 class GatewayError(Exception):
-    """`message` is a sentence for the caller, `param` the field at fault, `code` a word for programs."""
+    """`message` is a sentence for the caller, `param` the wrong field, `code` a word for programs."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -31,27 +31,27 @@ class GatewayError(Exception):
 
 
 class InvalidRequest(GatewayError):
-    """The request contradicts itself, or asks for what the gateway cannot do."""
+    """The request is malformed, contradicts itself, or asks for a feature that the gateway lacks."""
 
 
 class RequestRefused(InvalidRequest):
-    """An engine found the request at fault: every other engine would as well."""
+    """An engine refused the request. Every other engine would refuse it as well."""
 
 
 class UnknownCaller(GatewayError):
-    """No API key was given, or one that is not known."""
+    """The request has no API key, or an unknown one."""
 
 
 class NotPermitted(GatewayError):
-    """The key that was given does not allow what is asked for."""
+    """The request's key does not allow this request."""
 
 
 class ObjectNotFound(GatewayError):
-    """What the request names does not exist, or belongs to another key."""
+    """The named object does not exist, or belongs to another key."""
 
 
 class StateConflict(GatewayError):
-    """What is asked for contradicts what is stored; the same request fails again."""
+    """The request contradicts the stored state; the same request fails again."""
 
 
 class LimitReached(GatewayError):
@@ -69,14 +69,14 @@ class NoServer(GatewayError):
 class EngineFault(GatewayError):
     """An engine failed while it made an answer. The request is not the cause; another engine may continue.
 
-    refused   nothing listens at its address
+    refused   no process listens at the engine's address
     lost      the connection ended before any answer: it was stale, or the engine has just died
     broken    the connection ended in the middle of the answer
-    stalled   nothing arrived for too long
+    stalled   the engine sent nothing for too long
     aborted   the engine aborted the answer
-    busy      its queue is full
-    failed    it answered with an error
-    nonsense  its answer contradicts itself
+    busy      the engine's queue is full
+    failed    the engine answered with an error
+    nonsense  the engine's answer contradicts itself
     """
 
     def __init__(self, reason: FaultReason, message: str) -> None:

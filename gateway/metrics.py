@@ -22,7 +22,7 @@ class Metrics:
         )
         self._rows = self._answers = 0
         self._turns_of: dict[tuple[str, str], Counter] = {}
-        """The counters of turns by relation and finish: looking one up costs more than counting."""
+        """The counters of turns by relation and finish: `turns.labels()` costs more than the increment."""
 
     def _define_turns(self) -> None:
         self.turns = self._counter("weir_turns_total", "Turns recorded", "relation", "finish")

@@ -1,4 +1,4 @@
-"""The gateway's collaborators: built when the application starts, given to all routes, closed at its end."""
+"""Builds the gateway's parts when the application starts, and closes them when it ends."""
 
 import asyncio
 import logging
@@ -41,8 +41,11 @@ SECRET_RETRY_S = 0.2
 
 
 @dataclass(frozen=True)
-class Collaborators:
-    """The parts of the gateway that requests use, open for as long as the application runs."""
+class GatewayParts:
+    """The objects that requests and background tasks share; they are open while the application runs.
+
+    A variable `gateway` is an instance of this class.
+    """
 
     settings: GatewaySettings
     identities: Identities
@@ -65,17 +68,17 @@ class Collaborators:
     retention: Retention
 
 
-def collaborators(request: Request) -> Collaborators:
-    """The collaborators of the application that serves the request."""
-    found: Collaborators = request.app.state.collaborators
+def parts_of(request: Request) -> GatewayParts:
+    """The parts of the application that serves the request."""
+    found: GatewayParts = request.app.state.parts
     return found
 
 
 @asynccontextmanager
 async def opened(
     settings: GatewaySettings, renderer: ChatRenderer, metrics: Metrics
-) -> AsyncIterator[Collaborators]:
-    """Build the collaborators, and close them at the end of the block. Waits until Redis answers."""
+) -> AsyncIterator[GatewayParts]:
+    """Build the parts, and close them at the end of the block. Waits until Redis answers."""
     gateway = await _build(settings, renderer, metrics)
     yield gateway
     await gateway.recorder.close()
@@ -86,7 +89,7 @@ async def opened(
     await gateway.redis.aclose()
 
 
-async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Metrics) -> Collaborators:
+async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Metrics) -> GatewayParts:
     redis = Redis.from_url(settings.redis_url, socket_connect_timeout=2, socket_timeout=10)
     writer = RedisWriter(redis, CONNECTIONS[settings.redis_connection])
     engine = EngineClient(transport_of(settings.engine_http, settings.engine_timeout_s))
@@ -105,7 +108,7 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
         engine_wait_s=settings.engine_wait_s,
         patience_s=settings.failover_patience_s,
     )
-    return Collaborators(
+    return GatewayParts(
         settings=settings,
         identities=identities,
         renderer=renderer,
@@ -129,11 +132,11 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
 
 
 async def _secret(redis: Redis) -> bytes:
-    """The signing secret that all gateways on this Redis share; the first gateway makes it."""
+    """The secret that signs session keys. All gateways on this Redis share it; the first one makes it."""
     while True:
         try:
             if (secret := await cast(Awaitable[bytes | None], redis.get(keys.SECRET))) is not None:
-                return secret  # before any write, which a full Redis would refuse
+                return secret  # read before `set`: a full Redis refuses writes
             await redis.set(keys.SECRET, secrets.token_bytes(32), nx=True)
         except (RedisError, OSError) as error:
             logger.warning("waiting for Redis: %s", error)

@@ -1,1 +1,1 @@
-"""The agents' HTTP side: every model call is read here, and its answer is written here."""
+"""The edge is the agents' side of HTTP: it reads every model call and writes its reply."""

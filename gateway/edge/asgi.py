@@ -1,9 +1,9 @@
-"""The outermost ASGI application: agents' calls go to the endpoint of their path, all else to FastAPI.
+"""The outermost ASGI application: it passes agents' calls to endpoints, and other requests to FastAPI.
 
-POST [/sessions/{id}]/v1/{chat/completions | completions | responses | messages | …} ──▶ an endpoint
-anything else ──▶ the REST application behind it
+[/sessions/{id}]/v1/{chat/completions | completions | responses | messages | …} ──▶ the path's endpoint
+every other path ──▶ FastAPI's application with the REST routes
 
-It is bare ASGI, because every streamed token passes through it.
+It is bare ASGI, because FastAPI would cost time for every streamed token.
 """
 
 import logging
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class Endpoint(Protocol):
-    """Serves one path, and knows the wire shape of its errors."""
+    """Serves one of the agents' paths, and writes errors in that path's wire shape."""
 
     async def serve(self, request: AgentRequest, reply: Reply) -> None:
-        """Answer the request, or raise."""
+        """Write the reply to the request. Raises one of `ANSWERABLE` (`edge/errors.py`) for an error reply."""
         ...
 
     def error(self, error: ApiError) -> bytes:
@@ -34,13 +34,13 @@ class Endpoint(Protocol):
 
 
 class EdgeApp:
-    """The ASGI application that a server runs."""
+    """The ASGI application that uvicorn runs; `app` is FastAPI's."""
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
         self.endpoints: Mapping[str, Endpoint] = {}
-        """By path, without a session before it; set once the application has started."""
+        """By path, without `/sessions/{id}`; set when the application starts."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -66,9 +66,9 @@ class EdgeApp:
             pass
         except ANSWERABLE as error:
             await _refuse(endpoint, reply, api_error(error))
-        except Exception:  # outermost frame: what escapes is a bug, and the caller still gets an answer
+        except Exception:  # outermost frame: a bug, for which the client gets a 500
             logger.exception("request %s failed", request_id)
-            bug = ApiError(500, "internal error; the log has it under the request id")
+            bug = ApiError(500, "internal error; the gateway's log names the request id")
             await _refuse(endpoint, reply, bug)
         finally:
             reply.stop_heartbeat()
@@ -80,7 +80,7 @@ async def _refuse(endpoint: Endpoint, reply: Reply, error: ApiError) -> None:
 
 
 def _split(path: str) -> tuple[str | None, str]:
-    """The session that a path names, and the path without it."""
+    """The session id in a path, and the path without `/sessions/{id}`."""
     if path.startswith("/sessions/"):
         session_id, slash, rest = path[10:].partition("/")
         return (session_id, slash + rest) if session_id else (None, path)

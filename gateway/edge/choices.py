@@ -1,4 +1,4 @@
-"""Samples the choices of one call side by side, and passes on their chunks as they arrive."""
+"""Samples the choices (answers) of one call concurrently, and passes on their chunks as they arrive."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,7 +18,7 @@ OnChoiceChunk = Callable[[int, OutputChunk | None], Awaitable[None]]
 
 
 async def for_each(work: Callable[[Generation], Awaitable[T]], generations: Sequence[Generation]) -> list[T]:
-    """Do the work for all choices at once. The first failure cancels the others, and is raised."""
+    """Run `work` for all choices concurrently. The first failure cancels the others, and is raised."""
     if len(generations) == 1:
         return [await work(generations[0])]
     tasks = [asyncio.ensure_future(work(generation)) for generation in generations]
@@ -29,8 +29,8 @@ async def for_each(work: Callable[[Generation], Awaitable[T]], generations: Sequ
 
 
 async def sample_each(sample: Sample, generations: Sequence[Generation], on_chunk: OnChoiceChunk) -> None:
-    """Call `on_chunk` with each chunk of an engine and the index of its choice, one at a time; with None at
-    the end of a choice. The first failure cancels all choices, and is raised."""
+    """Sample all choices. Calls `on_chunk`, one call at a time, with a choice's index and its next chunk, or
+    with None at its end. The first failure cancels all choices, and is raised."""
     if len(generations) == 1:
         await sample(generations[0], partial(on_chunk, 0))
         await on_chunk(0, None)
@@ -41,7 +41,7 @@ async def sample_each(sample: Sample, generations: Sequence[Generation], on_chun
         end: Exception | None = None
         try:
             await sample(generation, lambda chunk: chunks.put((index, chunk)))
-        except Exception as error:  # raised by the reader of the queue
+        except Exception as error:  # raised by the loop below, which reads the queue
             end = error
         await chunks.put((index, end))
 

@@ -1,4 +1,4 @@
-"""Stops a call whose client has disconnected, so that no engine works for an answer that is not read."""
+"""Stops a call whose client has disconnected, so that no engine samples an answer that no client reads."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,13 +7,13 @@ from types import TracebackType
 from starlette.types import Receive
 
 WATCH_AFTER_S = 0.5
-"""Most calls end sooner; only the others pay for the task that watches the connection."""
+"""Most calls end sooner. Only longer calls start the task that watches the connection."""
 
 
 class DisconnectWatch:
     """`with DisconnectWatch(receive) as client:` cancels the block when the client disconnects.
 
-    The block then ends without an exception.
+    The `with` statement swallows this cancellation.
     """
 
     def __init__(self, receive: Receive) -> None:
@@ -41,15 +41,15 @@ class DisconnectWatch:
 
     @property
     def watched(self) -> bool:
-        """Whether the connection is watched already."""
+        """Whether the task that watches the connection has started."""
         return self._watching is not None
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when the client disconnects, in place of `stop`; it may call `stop` later."""
+        """Call `callback` in place of `stop` when the client disconnects. It may call `stop` later."""
         self._on_disconnect = callback
 
     def stop(self) -> None:
-        """Cancel the block."""
+        """Cancel the `with` block."""
         self._stopped = True
         self._task.cancel()
 

@@ -1,6 +1,6 @@
-"""Which HTTP status each error of the domain has: one table for the agents' paths and the REST routes.
+"""The HTTP status of each of the gateway's errors, for the agents' paths and the REST routes.
 
-error of the domain ──api_error──▶ ApiError (status, headers, body) ──▶ the dialect's wire shape, or REST's
+GatewayError ──api_error──▶ ApiError (status, headers, body) ──▶ the dialect's wire shape, or REST's
 """
 
 from typing import Final
@@ -32,13 +32,13 @@ STATUS: Final[dict[type[GatewayError], int]] = {
     NoServer: 503,
     EngineFault: 503,
 }
-"""By class; a class that is not listed has the status of its parent."""
+"""By class; a subclass that is not listed has the status of its base class."""
 STALLED_STATUS = 504
-"""An engine that sent nothing for too long is a timeout."""
+"""The status of an EngineFault whose reason is `stalled`: a gateway timeout."""
 
 AnswerableError = ApiError | GatewayError | StorageUnavailable | Deleted
 ANSWERABLE = (ApiError, GatewayError, StorageUnavailable, Deleted)
-"""The errors that a client is answered with. Any other exception is a bug."""
+"""The errors that become error replies. Any other exception is a bug."""
 
 
 def api_error(error: AnswerableError) -> ApiError:
@@ -54,7 +54,7 @@ def api_error(error: AnswerableError) -> ApiError:
 
 
 def install_gateway_errors(app: FastAPI) -> None:
-    """Let the REST routes raise errors of the domain."""
+    """Make FastAPI answer a GatewayError that a REST route raises."""
 
     async def on_gateway_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, GatewayError)  # noqa: S101 - registered for this class alone

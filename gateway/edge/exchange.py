@@ -1,4 +1,4 @@
-"""Answers one model call: who asks, in which session, what is sampled, and how the answer is written.
+"""Takes one model call from HTTP request to reply.
 
 request ──▶ caller ──▶ parsed request ──▶ session ──▶ generations ──▶ recorded turns ──▶ reply
 """
@@ -23,21 +23,21 @@ from gateway.generations.pinning import pinned_version
 from gateway.language.deltas import AnswerStream, RawTextStream
 from gateway.sessions.identity import Caller
 from gateway.sessions.resolution import HEADERS, SessionClues
-from gateway.wiring import Collaborators
+from gateway.wiring import GatewayParts
 from rollout_queue.http.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
 MAX_HEADER_CHARS = 2048
-"""aiohttp accepts 8 KiB a header, Node 16 KiB for all of them."""
+"""aiohttp refuses a header over 8 KiB, Node headers over 16 KiB in total."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Serves every call of one dialect."""
+    """The endpoint of one dialect. `serve` takes one agent call from HTTP request to reply."""
 
     dialect: Dialect
-    gateway: Collaborators
+    gateway: GatewayParts
     calls: InFlightCalls
 
     def error(self, error: ApiError) -> bytes:
@@ -87,12 +87,12 @@ def _clues(request: AgentRequest, parsed: ParsedRequest, call: InFlightCall) -> 
 
 
 async def _whole(
-    gateway: Collaborators, parsed: ParsedRequest, generations: Sequence[Generation], reply: Reply
+    gateway: GatewayParts, parsed: ParsedRequest, generations: Sequence[Generation], reply: Reply
 ) -> None:
     """Answer with one body.
 
-    All answers are sampled before the first is recorded, so that a call that cannot be sampled leaves nothing
-    to train. Where one of them cannot be recorded, the others stay recorded though no client reads them.
+    All answers are sampled before the first is recorded, so a call whose sampling fails leaves nothing to
+    train. If one answer cannot be recorded, the client gets an error, and recorded answers stay recorded.
     """
     await for_each(gateway.generator.sample, generations)
     turns = await for_each(gateway.recorder.record, generations)
@@ -103,11 +103,12 @@ async def _whole(
 
 
 async def _stream(
-    gateway: Collaborators, parsed: ParsedRequest, generations: Sequence[Generation], reply: Reply
+    gateway: GatewayParts, parsed: ParsedRequest, generations: Sequence[Generation], reply: Reply
 ) -> None:
     """Answer with server-sent events.
 
-    The stream begins when the engine does: an error before the first token is still a status code.
+    The stream opens with the first chunk of an engine, or earlier with a heartbeat. An error before then
+    still has its HTTP status.
     """
     events = parsed.responder.events(generations)
     reply.keep_alive(events.heartbeat, gateway.settings.heartbeat_s, lambda: reply_headers(generations))
@@ -115,7 +116,7 @@ async def _stream(
     recorded: dict[int, RecordedAnswer] = {}
     unsent = events.opening()
     starts = [0] * len(generations)
-    """By choice, how many tokens its events cover: a generation may be ahead of the chunk that is written."""
+    """By choice, how many tokens were passed to `piece`: a generation may be ahead of the chunk in hand."""
 
     async def on_chunk(index: int, chunk: OutputChunk | None) -> None:
         nonlocal unsent
@@ -142,14 +143,14 @@ async def _stream(
         if not reply.begun:
             raise
         await reply.close(events.failing(api_error(error)))
-    except Exception:  # outermost frame of a stream: a bug of ours, and the client still gets its end
+    except Exception:  # outermost frame of a stream: a bug, which the client sees as the last event
         if not reply.begun:
             raise
         logger.exception("a stream failed")
         await reply.close(events.failing(ApiError(500, "internal error")))
 
 
-def _answer_stream(gateway: Collaborators, generation: Generation) -> AnswerStream | RawTextStream:
+def _answer_stream(gateway: GatewayParts, generation: Generation) -> AnswerStream | RawTextStream:
     call = generation.call
     if call.prompt_ids is not None:
         return RawTextStream(gateway.renderer, call.stop)
@@ -158,7 +159,7 @@ def _answer_stream(gateway: Collaborators, generation: Generation) -> AnswerStre
 
 
 def reply_headers(generations: Sequence[Generation]) -> dict[str, str]:
-    """The headers by which a client learns session, turns, policy version and sampling of its answer."""
+    """Headers that name the session, the turns, the policy version and the sampling of the answers."""
     first = generations[0]
     return {
         "x-weir-session-id": first.head.spec.session_id,
@@ -170,7 +171,7 @@ def reply_headers(generations: Sequence[Generation]) -> dict[str, str]:
 
 
 def _header_json(parameters: Mapping[str, Any]) -> str:
-    """As JSON. Clients refuse long headers, so a long `logit_bias` is left out: the turn's record has it."""
+    """The parameters as JSON. A long `logit_bias` becomes null, because clients refuse long headers."""
     text = msgspec.json.encode(parameters).decode()
     if len(text) <= MAX_HEADER_CHARS:
         return text

@@ -1,4 +1,7 @@
-"""Writes the reply to one client: a whole body at once, or a stream that is kept open by heartbeats."""
+"""Writes the reply to one client: one whole body, or a stream of server-sent events.
+
+A heartbeat here is an event that clients ignore: it keeps proxies from closing a silent stream.
+"""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -15,7 +18,7 @@ STREAM_HEADERS = (
 
 
 class Reply:
-    """The reply to one call. Every write is one or more whole events."""
+    """The reply to one call."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
@@ -24,7 +27,7 @@ class Reply:
             (b"request-id", request_id.encode()),  # read by Anthropic's clients
         ]
         self.begun = False
-        """Whether anything was sent: an error can then no longer be a status code."""
+        """Whether a status was sent. An error after that can only be an event of the stream."""
         self._timer: asyncio.TimerHandle | None = None
         self._heartbeat: asyncio.Task[None] | None = None
         self._written_at = 0.0
@@ -48,20 +51,20 @@ class Reply:
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def close(self, events: bytes = b"") -> None:
-        """Write the last events and end the body at once, since clients wait for its end."""
+        """Write the last events and the end of the body in one message, since clients wait for the end."""
         if self._timer is not None:
             self._timer.cancel()
         if self._heartbeat is not None:
-            await self._heartbeat  # it may be opening the stream, and waiting for a slow socket
+            await self._heartbeat  # it may still be writing to a slow socket
         await self._send({"type": "http.response.body", "body": events})
 
     def redirect(self, send: Send) -> Send:
-        """Send everything through `send` from now on; returns the function that was used before."""
+        """Send all later messages through `send`. Returns the function that sent them before."""
         former, self._send = self._send, send
         return former
 
     async def repeat(self, message: Message) -> None:
-        """Send a message of another reply, under this one's request id."""
+        """Send a message that was recorded from another reply, with this reply's request id."""
         if message["type"] == "http.response.start":
             self.begun = True
             own = {name for name, _ in self._own_headers}
@@ -72,7 +75,7 @@ class Reply:
     def keep_alive(self, heartbeat: bytes, every_s: float, headers: Callable[[], Headers]) -> None:
         """Write a heartbeat whenever nothing was written for `every_s` seconds, until `stop_heartbeat`.
 
-        A stream that has not begun by then is opened with `headers`: proxies cut silent connections.
+        A stream that has not begun by then is opened with `headers`.
         """
         loop = asyncio.get_running_loop()
         self._written_at = loop.time()

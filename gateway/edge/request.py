@@ -1,4 +1,4 @@
-"""Reads a request: its headers and its whole body, which is bounded and JSON."""
+"""Reads a request: its headers, and its whole body, which must be JSON and within a limit."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from rollout_queue.http.errors import ApiError
 
 JSON = "application/json"
 HEAVY_BYTES = 32 * 2**10
-"""Bodies up to this size are tokenized on the event loop: a thread would cost more than it saves."""
+"""A body up to this size is tokenized on the event loop, since a thread would cost more time."""
 
 
 class ClientDisconnected(Exception):
@@ -21,15 +21,15 @@ class AgentRequest(msgspec.Struct):
     """One request on an agent's path."""
 
     headers: Mapping[str, str]
-    """By lower-case name; of a repeated header, the last."""
+    """By lower-case name. Of a repeated header, the last value counts."""
     body: bytes
     client: DisconnectWatch
     session_id: str | None = None
-    """The session in the path."""
+    """The session id in the path."""
 
     @property
     def heavy(self) -> bool:
-        """Whether its text is tokenized off the event loop."""
+        """Whether the body is tokenized in a thread."""
         return len(self.body) > HEAVY_BYTES
 
 

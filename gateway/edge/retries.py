@@ -1,7 +1,9 @@
-"""Lets a retry join the call that it repeats while that is in flight: one sample, one turn, two readers.
+"""Lets a client's retry join the call that it repeats, while that call is in flight.
 
-first ──begin──▶ InFlightCall ──▶ its client      gone, and no retry within the grace period ──▶ stopped
-retry ──join─────────┴─────────▶ all that was sent so far, then what follows
+Both attempts then read one answer, which is sampled and recorded once.
+
+first ──begin──▶ InFlightCall ──▶ first client      no client left for `retry_grace_s` ──▶ stopped
+retry ──join─────────┴──────────▶ second client: every message from the beginning
 """
 
 import asyncio
@@ -20,18 +22,21 @@ RETRY_HEADER = "x-stainless-retry-count"
 
 
 def attempt_of(headers: Mapping[str, str]) -> int:
-    """How often the client has made this call before; 0 where it does not say."""
+    """How many attempts of this call the client made before; 0 if it does not say."""
     count = headers.get(RETRY_HEADER, "")
     return int(count) if count.isascii() and count.isdigit() and len(count) < 4 else 0
 
 
 def request_digest(dialect: str, body: bytes) -> str:
-    """Equal for equal bytes to one dialect: SDKs repeat a body byte by byte."""
+    """A digest of the dialect and the body. An SDK's retry repeats the body byte by byte."""
     return hashlib.sha256(dialect.encode() + b"\0" + body).hexdigest()[:32]
 
 
 class InFlightCall:
-    """One call in flight: what was sent so far, and how many clients read it. Its `with` block answers it."""
+    """One call in flight: the messages sent so far, and the number of clients that read them.
+
+    `Exchange` writes the reply within its `with` block.
+    """
 
     def __init__(
         self,
@@ -45,9 +50,9 @@ class InFlightCall:
         self.digest = digest
         self.attempt = attempt
         self.latest_attempt = attempt
-        """The last attempt that joined: a client makes one attempt at a time, in order."""
+        """The number of the last attempt that joined. A client makes its attempts one after another."""
         self.joined_at = 0.0
-        """When it joined, in seconds since the epoch; 0 where none did."""
+        """When `latest_attempt` joined, in seconds since the epoch; 0 if none has joined."""
         self.readers = 1
         self._calls, self._key = calls, key
         self._client = client
@@ -75,12 +80,12 @@ class InFlightCall:
         self._wake_readers()
 
     async def wait_for_reader(self) -> None:
-        """Wait until a client reads: an answer that no client waits for is not recorded as one.
+        """Wait until a client reads, because an answer without a reader is recorded as aborted.
 
-        Cancelled, with the whole call, when no client comes within the grace period.
+        If no client comes within the grace period, the whole call is cancelled.
         """
         if self._client.watched:
-            await asyncio.sleep(0)  # a client may have left while its socket was full: let that be noticed
+            await asyncio.sleep(0)  # lets the watching task notice a client that has just left
         while not self.readers:
             await self._change()
 
@@ -92,9 +97,9 @@ class InFlightCall:
         self._wake_readers()
 
     async def follow(self, reply: Reply) -> None:
-        """Send everything to a client that joined, from the beginning to the end.
+        """Send all messages of the call to a client that joined, from the first to the last.
 
-        Raises what the first call raised.
+        Raises the error that ended the call, if one did.
         """
         sent = 0
         try:
@@ -150,12 +155,12 @@ class InFlightCalls:
 
     def __init__(self, grace_s: float, join_identical: bool) -> None:
         self.grace_s = grace_s
-        """How long a call continues without a client: an SDK that timed out comes back soon."""
+        """How long a call continues without a client: an SDK that timed out retries soon."""
         self._join_identical = join_identical
         self._calls: dict[Hashable, list[InFlightCall]] = {}
 
     def join(self, key: Hashable, attempt: int) -> InFlightCall | None:
-        """The call that this attempt repeats, preferably one whose client has left; None for a new call."""
+        """Join the call that this attempt repeats, preferably one without a reader. None if there is no such call."""
         calls = self._calls.get(key)
         if calls is None or not (attempt or self._join_identical):
             return None

@@ -9,16 +9,16 @@ from gateway.dialects.messages_wire import InputTokens
 from gateway.dialects.wire import encode
 from gateway.edge.reply import Reply
 from gateway.edge.request import AgentRequest
-from gateway.wiring import Collaborators
+from gateway.wiring import GatewayParts
 from rollout_queue.http.errors import ApiError
 
 
 @dataclass(frozen=True)
 class TokenCount:
-    """Counts without sampling anything."""
+    """The endpoint that counts the tokens of a prompt; it samples nothing."""
 
     messages: Messages
-    gateway: Collaborators
+    gateway: GatewayParts
 
     async def serve(self, request: AgentRequest, reply: Reply) -> None:
         self.gateway.identities.caller(request.headers)

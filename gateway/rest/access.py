@@ -1,21 +1,21 @@
-"""Who may use which REST routes."""
+"""Checks that a caller's key allows a REST route."""
 
 from starlette.requests import Request
 
 from gateway.errors import NotPermitted
 from gateway.sessions.identity import Caller
-from gateway.wiring import Collaborators, collaborators
+from gateway.wiring import GatewayParts, parts_of
 
 
-def client_of(request: Request) -> tuple[Collaborators, Caller]:
-    """The collaborators and the caller. Raises NotPermitted for a session key, UnknownCaller."""
-    gateway = collaborators(request)
+def client_of(request: Request) -> tuple[GatewayParts, Caller]:
+    """The gateway's parts and the caller. Raises NotPermitted for a session key, UnknownCaller."""
+    gateway = parts_of(request)
     return gateway, gateway.identities.client(request.headers)
 
 
-def admins_only(request: Request) -> Collaborators:
-    """The collaborators. Raises NotPermitted for a caller without an admin key, UnknownCaller."""
-    gateway = collaborators(request)
+def admins_only(request: Request) -> GatewayParts:
+    """The gateway's parts. Raises NotPermitted for a caller without an admin key, UnknownCaller."""
+    gateway = parts_of(request)
     if gateway.identities.caller(request.headers).role != "admin":
         raise NotPermitted("this path needs an admin key")
     return gateway

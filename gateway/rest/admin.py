@@ -11,7 +11,7 @@ from gateway.errors import ObjectNotFound
 from gateway.rest import export, pipeline
 from gateway.rest.access import admins_only
 from gateway.rest.shapes import Removed
-from gateway.wiring import Collaborators, collaborators
+from gateway.wiring import GatewayParts, parts_of
 from rollout_queue.contract.policy import PolicyRecord
 from rollout_queue.protocol.policies import (
     PolicyBody,
@@ -39,7 +39,7 @@ router.include_router(pipeline.router)
 @router.get("/status", response_model_exclude_unset=True)
 async def status(request: Request) -> SystemStatus:
     """The state of servers, policy, trainer and queue, with warnings in sentences."""
-    gateway = collaborators(request)
+    gateway = parts_of(request)
     trainer, queue = await _redis_state(gateway)
     pressure = await read_backpressure(gateway.redis)
     last_error = await _last_error(gateway) if queue.dead_letters else None
@@ -57,13 +57,13 @@ async def status(request: Request) -> SystemStatus:
 
 @router.get("/rollout_servers")
 async def list_servers(request: Request) -> ServerPage:
-    return ServerPage(data=_servers(collaborators(request)))
+    return ServerPage(data=_servers(parts_of(request)))
 
 
 @router.post("/rollout_servers")
 async def register_server(body: ServerBody, request: Request) -> Registered:
     """Register a rollout server; the reply names the policy that it has to serve."""
-    gateway = collaborators(request)
+    gateway = parts_of(request)
     registration = Registration(id=body.id, url=body.url.rstrip("/"), engine_url=body.engine_url.rstrip("/"))
     server = await gateway.fleet.register(registration)
     if server.version is not None and gateway.fleet.serving is None:
@@ -74,7 +74,7 @@ async def register_server(body: ServerBody, request: Request) -> Registered:
 
 @router.delete("/rollout_servers/{server_id}", responses={200: {"model": Removed}})
 async def remove_server(server_id: str, request: Request) -> Response:
-    if not await collaborators(request).fleet.remove(server_id):
+    if not await parts_of(request).fleet.remove(server_id):
         raise ObjectNotFound(f"no rollout server {server_id!r}")
     return JSONResponse({"id": server_id, "removed": True})
 
@@ -92,14 +92,14 @@ async def resume_server(server_id: str, request: Request) -> ServerShape:
 
 @router.get("/policies")
 async def list_policies(request: Request) -> PolicyPage:
-    known = await collaborators(request).policies.all()
+    known = await parts_of(request).policies.all()
     return PolicyPage(data=tuple(_version(each) for each in known))
 
 
 @router.post("/policies", responses=PARTLY)
 async def publish_policy(body: PolicyBody, request: Request, response: Response) -> Pushed:
     """Register a version and push it to every server; 207 when a server failed."""
-    policies = collaborators(request).policies
+    policies = parts_of(request).policies
     version, results = await policies.publish(body.version, body.location, body.manifest_sha256, body.step)
     return _pushed(version, results, response)
 
@@ -107,13 +107,13 @@ async def publish_policy(body: PolicyBody, request: Request, response: Response)
 @router.post("/policies/{version}/promote", responses=PARTLY)
 async def promote_policy(version: int, request: Request, response: Response) -> Pushed:
     """Serve a known version everywhere, under its own number."""
-    results = await collaborators(request).policies.serve_again(version)
+    results = await parts_of(request).policies.serve_again(version)
     return _pushed(version, results, response)
 
 
 @router.post("/policies/rollback", responses=PARTLY)
 async def roll_back(body: RollbackBody, request: Request, response: Response) -> Pushed:
-    results = await collaborators(request).policies.serve_again(body.to)
+    results = await parts_of(request).policies.serve_again(body.to)
     return _pushed(body.to, results, response)
 
 
@@ -133,18 +133,18 @@ def _version(record: PolicyRecord) -> PolicyVersion:
     )
 
 
-def _servers(gateway: Collaborators) -> tuple[ServerShape, ...]:
+def _servers(gateway: GatewayParts) -> tuple[ServerShape, ...]:
     return tuple(server.report() for server in gateway.fleet.servers.values())
 
 
 async def _set_drained(request: Request, server_id: str, *, drained: bool) -> ServerShape:
-    server = await collaborators(request).fleet.set_drained(server_id, drained)
+    server = await parts_of(request).fleet.set_drained(server_id, drained)
     if server is None:
         raise ObjectNotFound(f"no rollout server {server_id!r}")
     return server.report()
 
 
-async def _redis_state(gateway: Collaborators) -> tuple[TrainerReport, QueueReport]:
+async def _redis_state(gateway: GatewayParts) -> tuple[TrainerReport, QueueReport]:
     """The trainer's report, and how full the queue is."""
     async with gateway.redis.pipeline(transaction=False) as pipeline:
         pipeline.hgetall(keys.TRAINER)
@@ -164,7 +164,7 @@ async def _redis_state(gateway: Collaborators) -> tuple[TrainerReport, QueueRepo
     return TrainerReport.of(trainer), queue
 
 
-async def _last_error(gateway: Collaborators) -> str | None:
+async def _last_error(gateway: GatewayParts) -> str | None:
     """The error of the last dead letter."""
     letters = await stored(gateway.redis.xrevrange(keys.DEAD_LETTERS, count=1))
     return letters[0][1].get(b"error", b"unknown").decode(errors="replace") if letters else None

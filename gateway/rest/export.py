@@ -19,7 +19,7 @@ from starlette.responses import Response
 from gateway.errors import InvalidRequest
 from gateway.operators.archive import ArchivedSession, position_of, sessions_from
 from gateway.sessions.verdicts import turn_verdict
-from gateway.wiring import Collaborators, collaborators
+from gateway.wiring import GatewayParts, parts_of
 from rollout_queue.contract.episodes import row_of, session_part
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.listing import ListPosition
@@ -70,7 +70,7 @@ async def export(
     empty: bool = False,
 ) -> Response:
     """One row per turn, oldest session first; of a deleted session its id, times and verdict."""
-    gateway = collaborators(request)
+    gateway = parts_of(request)
     if since is not None and until is not None and since > until:
         raise InvalidRequest("since is later than until", param="since")
     window = Window(since, until, await _position(gateway, cursor), limit, empty)
@@ -82,7 +82,7 @@ async def export(
     return StreamingResponse(_chained(first, chunks), media_type=MEDIA_TYPES[form], headers=headers)
 
 
-async def _position(gateway: Collaborators, cursor: str | None) -> tuple[ListPosition, str] | None:
+async def _position(gateway: GatewayParts, cursor: str | None) -> tuple[ListPosition, str] | None:
     """Raises InvalidRequest for text that is no row's cursor."""
     if cursor is None:
         return None
@@ -94,7 +94,7 @@ async def _position(gateway: Collaborators, cursor: str | None) -> tuple[ListPos
     return position, turn_id
 
 
-async def _rows(gateway: Collaborators, window: Window) -> AsyncIterator[Rows]:
+async def _rows(gateway: GatewayParts, window: Window) -> AsyncIterator[Rows]:
     """The rows of the window, some at a time. Raises StorageUnavailable."""
     start = window.after and window.after[0]
     left = window.limit

@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse, Response
 from gateway.errors import StateConflict
 from gateway.rest.shapes import HeartbeatReply
 from gateway.sessions.resolution import refusal_of
-from gateway.wiring import collaborators
+from gateway.wiring import parts_of
 from rollout_queue.contract.errors import SessionClosed
 
 router = APIRouter(tags=["sessions"])
@@ -17,7 +17,7 @@ router = APIRouter(tags=["sessions"])
 @router.post("/sessions/{session_id}/heartbeat", responses={200: {"model": HeartbeatReply}})
 async def extend_session(session_id: str, request: Request) -> Response:
     """Let the session expire as if a call had ended now. Its own key may do so; 409 once it has ended."""
-    gateway = collaborators(request)
+    gateway = parts_of(request)
     caller = gateway.identities.caller(request.headers)
     head = await gateway.sessions.head(session_id, caller)
     if refusal := refusal_of(head):

@@ -11,7 +11,7 @@ from gateway.errors import InvalidRequest
 from gateway.rest.access import client_of
 from gateway.rest.shapes import DeletedSessionRow, SessionPage, SessionRow
 from gateway.rest.views import deleted_row, session_row
-from gateway.wiring import Collaborators
+from gateway.wiring import GatewayParts
 from rollout_queue.contract.head import SessionHead, SessionState
 from rollout_queue.contract.listing import LIST_START, ListPosition
 from rollout_queue.contract.records import VerdictCode
@@ -80,7 +80,7 @@ def _position(cursor: str | None) -> ListPosition:
 
 
 async def _rows(
-    gateway: Collaborators, session: SessionHead | Tombstone, wanted: SessionFilter
+    gateway: GatewayParts, session: SessionHead | Tombstone, wanted: SessionFilter
 ) -> list[SessionRow | DeletedSessionRow]:
     """The session's row, where the filter matches. A tombstone has no state, group or user to match."""
     if isinstance(session, Tombstone):

@@ -6,7 +6,7 @@ from fastapi.responses import JSONResponse
 from gateway.errors import NotPermitted
 from gateway.generations.pinning import pinned_version
 from gateway.rest.shapes import Model, ModelList
-from gateway.wiring import Collaborators, collaborators
+from gateway.wiring import GatewayParts, parts_of
 
 router = APIRouter(tags=["agent"])
 
@@ -28,9 +28,9 @@ async def read_model(model: str, request: Request) -> JSONResponse:
     return JSONResponse(_model(model))
 
 
-def _authorized(request: Request) -> Collaborators:
+def _authorized(request: Request) -> GatewayParts:
     """Raises UnknownCaller, NotPermitted for a session key on another session's path."""
-    gateway = collaborators(request)
+    gateway = parts_of(request)
     caller = gateway.identities.caller(request.headers)
     if caller.session_id not in (None, request.path_params.get("session_id", caller.session_id)):
         raise NotPermitted("the session key opens another session than the one named")

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from gateway.operators.pipeline_report import PipelineReport
-from gateway.wiring import collaborators
+from gateway.wiring import parts_of
 
 router = APIRouter()
 
@@ -14,4 +14,4 @@ router = APIRouter()
 @router.get("/pipeline", responses={200: {"model": PipelineReport}})
 async def pipeline(request: Request) -> Response:
     """Counts by state and verdict, groups and the trainer with what they wait for, and all of it in words."""
-    return JSONResponse(asdict(await collaborators(request).pipeline.report()))
+    return JSONResponse(asdict(await parts_of(request).pipeline.report()))

@@ -15,11 +15,11 @@ from pydantic import AfterValidator, Field, FiniteFloat
 from gateway.errors import InvalidRequest
 from gateway.rest.access import client_of
 from gateway.rest.bodies import RestBody
-from gateway.rest.shapes import DeletedSession, GroupTicket, SessionShape, Ticket
+from gateway.rest.shapes import DeletedSession, NewGroup, NewSession, SessionShape
 from gateway.rest.views import session_view
 from gateway.sessions.identity import Caller
 from gateway.sessions.service import SessionService
-from gateway.wiring import Collaborators
+from gateway.wiring import GatewayParts
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import SamplingMode, SamplingPolicy, SessionSpec
 from rollout_queue.protocol.ids import Id
@@ -60,17 +60,17 @@ class GroupBody(SessionBody):
     size: int = Field(ge=1, le=1024)
 
 
-@router.post("/sessions", status_code=201, responses={200: {"model": Ticket}, 201: {"model": Ticket}})
+@router.post("/sessions", status_code=201, responses={200: {"model": NewSession}, 201: {"model": NewSession}})
 async def create_session(body: SessionBody, request: Request) -> Response:
     """Open a session. The same id with the same body again gives the same session and key."""
     gateway, caller = client_of(request)
     if body.group_size is not None and body.group_id is None:
         raise InvalidRequest("group_size needs a group_id", param="group_size")
     spec, created = await gateway.sessions.open(_spec_of(body, gateway.sessions, caller), caller)
-    return JSONResponse(_ticket(gateway, spec, request), 201 if created else 200)
+    return JSONResponse(_new_session(gateway, spec, request), 201 if created else 200)
 
 
-@router.post("/groups", status_code=201, responses={201: {"model": GroupTicket}})
+@router.post("/groups", status_code=201, responses={201: {"model": NewGroup}})
 async def create_group(body: GroupBody, request: Request) -> Response:
     """Open a group: one task, sampled `size` times."""
     gateway, caller = client_of(request)
@@ -82,8 +82,8 @@ async def create_group(body: GroupBody, request: Request) -> Response:
     named = body.model_copy(update={"group_id": group_id, "group_size": body.size})
     members = [_spec_of(named, gateway.sessions, caller) for _ in range(body.size)]
     await gateway.sessions.open_group(members)
-    tickets = [_ticket(gateway, spec, request) for spec in members]
-    return JSONResponse({"group_id": group_id, "sessions": tickets}, 201)
+    new_sessions = [_new_session(gateway, spec, request) for spec in members]
+    return JSONResponse({"group_id": group_id, "sessions": new_sessions}, 201)
 
 
 @router.get("/sessions/{session_id}", responses={200: {"model": SessionShape}})
@@ -137,7 +137,7 @@ def _sampling_of(body: SamplingBody, defaults: SamplingPolicy) -> SamplingPolicy
     )
 
 
-def _ticket(gateway: Collaborators, spec: SessionSpec, request: Request) -> Ticket:
+def _new_session(gateway: GatewayParts, spec: SessionSpec, request: Request) -> NewSession:
     """The session's address and key, as an OpenAI client takes them."""
     base_url = gateway.settings.public_url or str(request.base_url).rstrip("/")
     return {

@@ -8,7 +8,7 @@ from rollout_queue.contract.head import SessionState
 from rollout_queue.contract.records import Finish, Relation, Status, VerdictCode
 
 
-class Ticket(TypedDict):
+class NewSession(TypedDict):
     """The address and key of a new session; an agent's client takes `base_url` and `api_key` as they are."""
 
     session_id: str
@@ -22,9 +22,9 @@ class Ticket(TypedDict):
     expires_at: float
 
 
-class GroupTicket(TypedDict):
+class NewGroup(TypedDict):
     group_id: str
-    sessions: list[Ticket]
+    sessions: list[NewSession]
 
 
 class RewardShape(TypedDict):

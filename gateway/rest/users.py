@@ -6,7 +6,7 @@ from fastapi.responses import JSONResponse, Response
 
 from gateway.rest.access import admins_only
 from gateway.rest.shapes import DeletedUserShape
-from gateway.wiring import collaborators
+from gateway.wiring import parts_of
 from rollout_queue.protocol.ids import Id
 
 router = APIRouter(prefix="/admin/users", tags=["admin"], dependencies=[Depends(admins_only)])
@@ -15,5 +15,5 @@ router = APIRouter(prefix="/admin/users", tags=["admin"], dependencies=[Depends(
 @router.delete("/{user}/data", responses={200: {"model": DeletedUserShape}})
 async def delete_user(user: Id, request: Request) -> Response:
     """Remove every session that was opened for the user, or that holds a call made for it. Repeatable."""
-    deleted = await collaborators(request).deleter.delete_user(user)
+    deleted = await parts_of(request).deleter.delete_user(user)
     return JSONResponse({"user": user, "deleted": msgspec.to_builtins(deleted)})

@@ -1,1 +1,1 @@
-"""The public wire shapes: each is read into the same calls, and writes their answers in its own shape."""
+"""The public wire shapes. Each dialect reads its requests into the same `Call`s, and writes the answers."""

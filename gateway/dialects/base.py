@@ -1,4 +1,4 @@
-"""What a dialect is: one public wire shape, read into the gateway's own calls and written back as answers.
+"""A dialect is one public wire shape: it reads a request into `Call`s, and writes the answers to it.
 
 body ──Dialect.read──▶ ParsedRequest ──(edge.exchange)──▶ generations ──Responder──▶ JSON or an event stream
 """
@@ -17,7 +17,7 @@ from rollout_queue.http.errors import ApiError
 
 
 class RecordedAnswer(NamedTuple):
-    """One generation whose turn is in Redis, with the answer that was parsed from its tokens."""
+    """A generation, its turn in Redis, and the answer that was parsed from its tokens."""
 
     generation: Generation
     turn: Turn
@@ -28,14 +28,14 @@ class Events(Protocol):
     """The server-sent events of one reply. Every method returns whole events, or nothing."""
 
     heartbeat: bytes
-    """Keeps a silent stream open; clients ignore it."""
+    """The event that keeps a silent stream open; clients ignore it."""
 
     def opening(self) -> bytes:
         """The events before the first token of any choice, in the order of choices."""
         ...
 
     def piece(self, index: int, deltas: Sequence[Delta], start: int) -> bytes:
-        """The events for what choice `index` adds; its tokens from `start` on are new."""
+        """The events for new `deltas` of choice `index`, whose tokens from `start` on are new."""
         ...
 
     def closing(self, index: int, recorded: RecordedAnswer) -> bytes:
@@ -43,11 +43,11 @@ class Events(Protocol):
         ...
 
     def ending(self) -> bytes:
-        """The end of the stream."""
+        """The last events of the stream."""
         ...
 
     def failing(self, error: ApiError) -> bytes:
-        """The end of a stream that an error cut short."""
+        """The last events of a stream that ends with an error."""
         ...
 
 
@@ -60,33 +60,33 @@ class Responder(Protocol):
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
-    """A request as a dialect has read it: what to sample, and how to answer."""
+    """A request as a dialect has read it: the calls to sample, and the responder that writes the reply."""
 
     calls: Sequence[Call]
-    """One call for each prompt; only the completions dialect takes several."""
+    """One call for each prompt. Only the completions dialect takes several prompts."""
     responder: Responder
     n: int = 1
-    """Answers to each call."""
+    """The number of answers to each call."""
     stream: bool = False
     model: str | None = None
     metadata: Mapping[str, Any] | None = None
-    """What the client sent as `metadata`; it may name a session."""
+    """The client's `metadata`, which may name a session."""
     session_id: str | None = None
     """The session of the response that the request continues (`previous_response_id`)."""
     store: Callable[[Sequence[RecordedAnswer]], Awaitable[None]] | None = None
-    """Stores what later requests may refer to; awaited before the client hears the end."""
+    """Stores the answers for later requests that refer to them; awaited before the reply ends."""
 
 
 class Dialect(Protocol):
-    """One wire shape. It keeps nothing between calls."""
+    """One wire shape. It has no state between calls."""
 
     prefix: str
-    """What the ids of its replies begin with."""
+    """The prefix of the ids of its replies."""
 
     async def read(self, caller: Caller, body: bytes, heavy: bool) -> ParsedRequest:
-        """Parse and check a request body; `heavy` ones are tokenized off the event loop.
+        """Parse and check a request body; a `heavy` body is tokenized in a thread.
 
-        Raises InvalidRequest for what is no request of this dialect.
+        Raises InvalidRequest for a body that this dialect does not accept.
         """
         ...
 

@@ -66,7 +66,7 @@ class Chat:
 
 
 def check(request: ChatRequest) -> None:
-    """Raises InvalidRequest for values outside the contract, or that this gateway does not serve."""
+    """Raises InvalidRequest for a value that the contract forbids or that this gateway does not support."""
     check_messages(request.messages)
     check_sampling(request)
     if request.top_logprobs and not request.logprobs:
@@ -75,14 +75,14 @@ def check(request: ChatRequest) -> None:
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
-    """Raises InvalidRequest for a tool that is no function."""
+    """Raises InvalidRequest for a tool that is not a function."""
     for tool in tools:
         if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
             raise InvalidRequest("tools: each is a function", param="tools")
 
 
 def call_of(renderer: ChatRenderer, request: ChatRequest) -> Call:
-    """The call that the request asks for. Raises InvalidRequest for a constraint that cannot be kept."""
+    """The call that the request asks for. Raises InvalidRequest for an unenforceable constraint."""
     asked = sampling_of(request, renderer.config.vocab_size)
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     if limit is not None:
@@ -143,7 +143,7 @@ class ChatResponder:
 class ChatEvents:
     """The chunks of one streamed reply, as server-sent events.
 
-    What every chunk repeats is encoded once, so that a chunk of text costs the encoding of one string.
+    The fields that every chunk repeats are encoded once; for a chunk of text only its string is encoded.
     """
 
     heartbeat = HEARTBEAT

@@ -43,7 +43,7 @@ class FunctionCall(msgspec.Struct, frozen=True):
 
 
 class ChatToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool call of the answer; chunks of a stream also carry its index."""
+    """A tool call of the answer; in a chunk of a stream also its index."""
 
     index: int | UnsetType = UNSET
     id: str
@@ -100,7 +100,7 @@ class ChunkEnvelope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a chunk adds to a message. Deltas of text are written by `ChatEvents` without this struct."""
+    """The part that a chunk adds to a message. `ChatEvents` writes deltas of text without this struct."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET

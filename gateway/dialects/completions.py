@@ -1,4 +1,4 @@
-"""`/v1/completions`: prompts without a chat template, as text or as token ids, whole or as a stream."""
+"""`/v1/completions`: reads prompts of text or token ids, and writes their answers, whole or as a stream."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ from rollout_queue.contract.tokens import TokenIds
 from rollout_queue.http.errors import ApiError
 
 MAX_ANSWERS = 128
-"""Prompts times answers to each, in one request."""
+"""Limit on the answers of one request: its prompts times `n`."""
 
 
 class Completions:
@@ -83,12 +83,12 @@ class Completions:
 
 
 def check(request: CompletionRequest) -> None:
-    """Raises InvalidRequest for values outside the contract, or that this gateway does not serve."""
+    """Raises InvalidRequest for a value that the contract forbids or that this gateway does not support."""
     check_sampling(request)
     if request.best_of not in (None, request.n or 1):
-        raise InvalidRequest("best_of: every sample is answered, so it has to equal n", param="best_of")
+        raise InvalidRequest("best_of: every sample is returned, so best_of must equal n", param="best_of")
     if request.suffix:
-        raise InvalidRequest("suffix: this model continues text, it does not fill in", param="suffix")
+        raise InvalidRequest("suffix: this model cannot insert text before a suffix", param="suffix")
     if request.logprobs is not None and not 0 <= request.logprobs <= 20:
         raise InvalidRequest(f"logprobs: {request.logprobs} is not within 0 and 20", param="logprobs")
     if request.echo and request.logprobs is not None:
@@ -96,7 +96,7 @@ def check(request: CompletionRequest) -> None:
 
 
 def prompts_of(request: CompletionRequest) -> list[str] | list[list[int]]:
-    """The prompts, one or several. Raises InvalidRequest for no prompt, and for an id that is no int32."""
+    """The prompts as a list. Raises InvalidRequest for no prompt, too many, or an id outside [0, 2**31)."""
     prompt = request.prompt
     if prompt is None or prompt == [] or prompt == "":
         raise InvalidRequest("prompt: give text or token ids", param="prompt")
@@ -153,15 +153,15 @@ class CompletionsResponder:
         )
 
     def echo(self, generation: Generation) -> str:
-        """The prompt's text where the request asks for `echo`, else nothing."""
+        """The prompt's text if the request asks for `echo`, otherwise an empty string."""
         return self.renderer.text_of(generation.prompt.prompt_ids) if self.request.echo else ""
 
     def logprobs(
         self, generation: Generation, start: int, offset: int
     ) -> tuple[CompletionLogprobs | None, int]:
-        """The logprobs of the output tokens from `start` on, and where their text ends.
+        """The logprobs of the output tokens from `start` on, and the offset at which their text ends.
 
-        `offset` is where their text begins, in characters of the whole answer.
+        `offset` is where their text begins. Both offsets count characters of the choice's whole text.
         """
         if self.request.logprobs is None:
             return None, offset
@@ -203,7 +203,7 @@ class CompletionsEvents:
         self._responder = responder
         self._generations = generations
         self._offsets = [0] * len(generations)
-        """Where the next token's text begins, by choice, in characters."""
+        """For each choice, the character at which the next token's text begins."""
 
     def opening(self) -> bytes:
         if not self._responder.request.echo:

@@ -31,7 +31,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """OpenAI's four parallel lists, one entry a token."""
+    """OpenAI's four parallel lists, with one entry for each token."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -40,7 +40,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer, or what a chunk adds to it."""
+    """One answer, or the part that a chunk adds to it."""
 
     index: int
     text: str

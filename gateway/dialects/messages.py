@@ -42,7 +42,7 @@ from rollout_queue.http.errors import ApiError
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "max_tokens")
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
 NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-"""By these details Anthropic's SDK knows that it has to send whole conversations."""
+"""Error details that tell Anthropic's SDK to send whole conversations."""
 
 
 class Messages:
@@ -57,7 +57,7 @@ class Messages:
     async def read(self, caller: Caller, body: bytes, heavy: bool) -> ParsedRequest:
         request = request_of(body)
         if request.max_tokens is None:
-            raise InvalidRequest("max_tokens: give how long the answer may be", param="max_tokens")
+            raise InvalidRequest("max_tokens: give a limit for the answer", param="max_tokens")
         check_sampling(request)
         model = request.model or self._model_name
         return ParsedRequest(
@@ -76,7 +76,7 @@ class Messages:
 
 
 def request_of(body: bytes) -> MessagesRequest:
-    """Raises InvalidRequest, also for a request that sends only a part of its conversation."""
+    """Decode a body. Raises InvalidRequest for a malformed body, or a `thread` in place of all messages."""
     request = decode_body(body, MessagesRequest)
     if request.thread is not None:
         raise InvalidRequest("thread: this gateway keeps no threads; send all messages", param="thread")
@@ -84,7 +84,7 @@ def request_of(body: bytes) -> MessagesRequest:
 
 
 def call_of(renderer: ChatRenderer, request: MessagesRequest) -> Call:
-    """The call that the request asks for. Raises InvalidRequest that names the field at fault."""
+    """The call that the request asks for. Raises InvalidRequest that names the wrong field."""
     tools, choice = tools_of(request), choice_of(request.tool_choice)
     output_format, param = format_of(request)
     single = bool((request.tool_choice or {}).get("disable_parallel_tool_use"))
@@ -136,7 +136,7 @@ class MessagesResponder:
 
 
 class MessagesEvents:
-    """One message as named events: its blocks begin, grow and end one after another."""
+    """The events of one streamed message. One content block after another begins, grows and ends."""
 
     heartbeat = event(b'{"type":"ping"}', b"ping")
 
@@ -146,7 +146,7 @@ class MessagesEvents:
         self._with_ids = with_ids
         self._index = -1
         self._open: type[ContentBlock] | None = None
-        """The kind of the block that has begun and not ended."""
+        """The kind of the open block; None if no block is open."""
 
     def opening(self) -> bytes:
         message = AnthropicMessage(
@@ -213,7 +213,7 @@ def _stopped(recorded: RecordedAnswer) -> StopDelta:
 
 
 def _ids(generation: Generation, wanted: bool) -> tuple[list[int] | UnsetType, list[int] | UnsetType]:
-    """The token ids of prompt and answer, where the request asks for them."""
+    """The token ids of prompt and answer; UNSET if the request does not ask for them."""
     if not wanted:
         return UNSET, UNSET
     return generation.prompt.prompt_ids.tolist(), generation.ids

@@ -1,4 +1,4 @@
-"""Anthropic's requests in the gateway's own shapes: messages, tools, tool choice, output format."""
+"""Converts messages, tools, tool choice and output format of Anthropic's requests to OpenAI's chat shapes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,12 +10,12 @@ from gateway.language.chat_messages import Message, Tool
 from gateway.language.render import arguments_text
 
 NOT_TEXT = ("image", "document", "file", "container_upload")
-"""Blocks that a text model cannot read, unless their source is text."""
+"""Kinds of blocks that a text model can read only if their source is text."""
 
 
 def format_of(request: MessagesRequest) -> tuple[JsonObject | None, str]:
-    """The format that the answer's JSON must have, and the field that says so (`output_format` in older
-    betas). Raises InvalidRequest for an unknown type of format."""
+    """The format of the answer's JSON, and the name of the request's field that sets it (`output_format` in
+    older betas). Raises InvalidRequest for an unknown type of format."""
     form, param = (request.output_config or {}).get("format"), "output_config.format"
     if form is None:
         form, param = request.output_format, "output_format"
@@ -25,7 +25,7 @@ def format_of(request: MessagesRequest) -> tuple[JsonObject | None, str]:
 
 
 def choice_of(tool_choice: Mapping[str, Any] | None) -> str | JsonObject:
-    """Anthropic's `tool_choice` as OpenAI's. Raises InvalidRequest for an unknown type."""
+    """Anthropic's `tool_choice` in OpenAI's shape. Raises InvalidRequest for an unknown type."""
     kind = "auto" if tool_choice is None else tool_choice.get("type")
     if kind == "tool" and tool_choice is not None:
         return {"type": "function", "name": tool_choice.get("name")}
@@ -35,9 +35,9 @@ def choice_of(tool_choice: Mapping[str, Any] | None) -> str | JsonObject:
 
 
 def tools_of(request: MessagesRequest) -> list[Tool] | None:
-    """The tools that the agent runs, in OpenAI's shape; those that Anthropic's servers run are left out.
+    """The tools that the agent runs, in OpenAI's shape. Tools that Anthropic's servers run are left out.
 
-    Raises InvalidRequest that names the tool at fault.
+    Raises InvalidRequest that names a malformed tool.
     """
     tools: list[Tool] = []
     for index, tool in enumerate(request.tools or ()):
@@ -55,9 +55,9 @@ def tools_of(request: MessagesRequest) -> list[Tool] | None:
 
 
 def conversation(request: MessagesRequest) -> list[Message]:
-    """The messages in OpenAI's shape: results of tools are messages of their own.
+    """The messages in OpenAI's shape, in which each tool result is a message of its own.
 
-    Raises InvalidRequest that names the message at fault, also where a text model cannot read it.
+    Raises InvalidRequest that names a malformed message, or one that a text model cannot read.
     """
     if not request.messages:
         raise InvalidRequest("messages: give at least one", param="messages")
@@ -81,7 +81,7 @@ def conversation(request: MessagesRequest) -> list[Message]:
 
 
 def _user_messages(role: str, blocks: list[JsonObject], where: str) -> list[Message]:
-    """A user's or system's message: first the results of its tools, then its text."""
+    """The messages of a user or system message: first one for each tool result, then one with its text."""
     results, text = [], []
     for block in blocks:
         if block.get("type") in ("tool_result", "mcp_tool_result"):
@@ -95,7 +95,7 @@ def _user_messages(role: str, blocks: list[JsonObject], where: str) -> list[Mess
 
 
 def _assistant_message(blocks: list[JsonObject], where: str) -> Message:
-    """An earlier answer, as the client sends it back."""
+    """An earlier answer that the client sends back."""
     thoughts = [str(block.get("thinking", "")) for block in blocks if block.get("type") == "thinking"]
     calls = [_call(block, where) for block in blocks if block.get("type") == "tool_use"]
     text = [
@@ -137,4 +137,4 @@ def _text_of(block: Any, where: str) -> str:
         return str(block["text"])
     if kind is None or kind == "text":
         raise InvalidRequest(f"{where}.content: a block without text", param=where)
-    return ""  # results of tools that Anthropic's own servers ran: web search, code execution
+    return ""  # the result of a tool that Anthropic's own servers ran, such as web search

@@ -1,6 +1,6 @@
 """The objects of Anthropic's Messages contract: the request, the message with its blocks, a stream's events.
 
-A field that is UNSET is left out of the JSON. The tag of an event is its `type` and its name.
+A field that is UNSET is left out of the JSON. An event's tag is its `type` field and its SSE event name.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from gateway.dialects.wire import JsonObject
 from gateway.language.render import ToolCall
 
 RAW_ARGUMENTS = "__raw_arguments"
-"""Anthropic's `input` is an object: arguments that are no JSON object are sent as text under this name."""
+"""Anthropic's `input` must be an object. Other arguments are sent as text in a field of this name."""
 
 
 class MessagesRequest(msgspec.Struct):
@@ -44,14 +44,14 @@ class InputTokens(msgspec.Struct, frozen=True):
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, tag="thinking"):
-    """What the model thought."""
+    """The model's reasoning."""
 
     thinking: str
     signature: str = ""
 
 
 class TextBlock(msgspec.Struct, frozen=True, tag="text"):
-    """What the model answered."""
+    """Text of the model's answer."""
 
     text: str
 
@@ -77,7 +77,7 @@ class MessageUsage(msgspec.Struct, frozen=True):
 
 
 class AnthropicMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole reply, or a message that a stream begins."""
+    """A whole reply, or the message in a stream's first event."""
 
     id: str
     type: str = "message"
@@ -150,7 +150,7 @@ MessageEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta
 
 
 def input_of(call: ToolCall) -> JsonObject:
-    """The arguments of a call as the object that Anthropic's `input` has to be."""
+    """The arguments of a call as an object for Anthropic's `input`."""
     with suppress(msgspec.DecodeError, RecursionError):
         arguments = msgspec.json.decode(call.arguments)
         if isinstance(arguments, dict):

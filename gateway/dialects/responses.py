@@ -22,7 +22,7 @@ from gateway.sessions.user_names import user_named
 from rollout_queue.http.errors import ApiError
 
 FORMAT = "text.format"
-"""The field that the chat contract calls `response_format`."""
+"""The field that corresponds to `response_format` of the chat contract."""
 
 
 class Responses:
@@ -85,7 +85,7 @@ class ResponsesResponder:
 
 
 def check(request: ResponsesRequest) -> None:
-    """Raises InvalidRequest for values outside the contract, or that this gateway does not serve."""
+    """Raises InvalidRequest for a value that the contract forbids or that this gateway does not support."""
     check_sampling(request)
     for name in ("background", "conversation", "prompt"):
         if getattr(request, name):
@@ -101,7 +101,7 @@ def items_of(given: str | list[Item] | None) -> list[Item]:
 
 
 async def _resolved(store: ResponseStore, items: list[Item]) -> list[Item]:
-    """The items, with stored items in place of the references to them. Raises InvalidRequest."""
+    """The items, with stored items in place of references. Raises InvalidRequest for an unknown reference."""
     wanted = {index: item.get("id") for index, item in enumerate(items) if kind_of(item) == "item_reference"}
     if not wanted:
         return items
@@ -115,7 +115,7 @@ async def _resolved(store: ResponseStore, items: list[Item]) -> list[Item]:
 
 def call_of(renderer: ChatRenderer, request: ResponsesRequest, messages: Sequence[Message]) -> Call:
     """The call that the request asks for. Raises InvalidRequest for a malformed tool, and for a constraint
-    that no engine can keep."""
+    that no engine can enforce."""
     asked = given_fields(request, ("temperature", "top_p"))
     if request.max_output_tokens is not None:
         asked["max_tokens"] = request.max_output_tokens

@@ -55,11 +55,11 @@ class ResponsesEvents:
         self._number = 0
         """The sequence number of the next event."""
         self._output: list[OutputItem] = []
-        """The items so far; an open one is there as it began."""
+        """The items so far. An item whose text is still streamed has its first state, without text."""
         self._reasoning: _OpenText | None = None
         self._message: _OpenText | None = None
         self._logprobs_sent = 0
-        """Output tokens whose logprobs were sent."""
+        """The number of output tokens whose logprobs were sent."""
         self._recorded: RecordedAnswer | None = None
 
     def opening(self) -> bytes:
@@ -83,7 +83,7 @@ class ResponsesEvents:
         return self._response(f"response.{state.status}", state)
 
     def failing(self, error: ApiError) -> bytes:
-        """The error with a code in any case: some clients insist on one that is text."""
+        """The error event. Some clients require a `code`, so an error without one gets its type as code."""
         code = error.code or error.type
         return self._event(
             ErrorEvent(
@@ -114,7 +114,7 @@ class ResponsesEvents:
             item = reasoning_item(self._generation, None, "in_progress")
             self._reasoning, events = self._begin(item, "reasoning_text", ReasoningText(""))
         if self._reasoning.ended:
-            return events  # reasoning after the answer began: the item that has ended cannot grow
+            return events  # reasoning after the answer began is not streamed: its item has ended
         return events + self._add(self._reasoning, text)
 
     def _end_reasoning(self, status: str) -> bytes:
@@ -129,7 +129,7 @@ class ResponsesEvents:
         return events + self._end(opened, reasoning_item(self._generation, text, status), ReasoningText(text))
 
     def _open_message(self) -> tuple["_OpenText", bytes]:
-        """The message, and the events that begin it where it has not begun."""
+        """The message item, and the events that begin it; no events if it has begun."""
         events = b""
         if self._message is None:
             item = message_item(self._generation, None, "in_progress")
@@ -137,7 +137,7 @@ class ResponsesEvents:
         return self._message, events
 
     def _end_message(self, text: str, status: str) -> bytes:
-        """End the message with the text that is recorded, which the client then sends back."""
+        """End the message with the recorded text, which the client then sends back in its next call."""
         message, begun = self._open_message()
         logprobs: list[TokenLogprob] = []
         if self._with_logprobs:
@@ -204,7 +204,7 @@ class ResponsesEvents:
         return event(encode(numbered), str(numbered.__struct_config__.tag).encode())
 
     def _response(self, kind: str, state: ResponseState) -> bytes:
-        """An event that carries the whole response; what never changes in it is encoded once."""
+        """An event that contains the whole response. The response's constant fields are encoded once."""
         head = ResponseEventHead(
             type=kind,
             sequence_number=self._number,
@@ -217,7 +217,7 @@ class ResponsesEvents:
 
 
 class _OpenText:
-    """An item of text that is being streamed; what its deltas repeat is encoded once."""
+    """An item of text that is being streamed. The fields that its deltas repeat are encoded once."""
 
     def __init__(self, item_id: str, output_index: int, kind: str) -> None:
         self.item_id = item_id

@@ -1,6 +1,6 @@
-"""The items of OpenAI's Responses contract as the messages that the model reads, and its tools as functions.
+"""Converts items and tools of OpenAI's Responses contract to messages and tools of its chat contract.
 
-reasoning, message, function_call, …  ──▶ one assistant message: the answer that they were written from
+reasoning, message, function_call, …  ──▶ one assistant message: the answer that these items came from
 function_call_output                  ──▶ a tool's message
 """
 
@@ -17,10 +17,10 @@ REASONING_PARTS = ("reasoning_text", "summary_text")
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:
-    """Items in OpenAI's chat shape. Raises InvalidRequest that names the item at fault."""
+    """Items in OpenAI's chat shape. Raises InvalidRequest that names a malformed item."""
     messages: list[Message] = []
     answer: Message | None = None
-    """The assistant's message that the next items add to."""
+    """The assistant message to which the next items are added."""
     for index, item in enumerate(items):
         where, kind = f"input[{index}]", kind_of(item)
         match kind:
@@ -30,7 +30,7 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
                 answer["content"] = _text(item.get("content"), f"{where}.content")
             case "reasoning":
                 if not (reasoning := _reasoning(item, where)):
-                    continue  # encrypted for another provider, or left out
+                    continue  # the client left the text out, or has it encrypted only
                 if answer is None or "content" in answer or "tool_calls" in answer:
                     messages.append(answer := {"role": "assistant"})
                 answer["reasoning_content"] = answer.get("reasoning_content", "") + reasoning
@@ -52,7 +52,7 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
 
 
 def kind_of(item: Mapping[str, Any]) -> Any:
-    """The type of an item; a message and a reference may leave it out."""
+    """The type of an item; a message or a reference may lack its type field."""
     kind = item.get("type")
     if kind is None:
         return "message" if "role" in item else "item_reference" if "id" in item else None
@@ -60,9 +60,9 @@ def kind_of(item: Mapping[str, Any]) -> Any:
 
 
 def functions_of(tools: Sequence[Tool] | None) -> list[Tool] | None:
-    """The functions among the tools, in OpenAI's chat shape; tools that OpenAI's servers run are left out.
+    """The functions among the tools, in OpenAI's chat shape. Tools that OpenAI's servers run are left out.
 
-    Raises InvalidRequest that names the tool at fault.
+    Raises InvalidRequest that names a malformed tool.
     """
     functions: list[Tool] = []
     for index, tool in enumerate(tools or ()):

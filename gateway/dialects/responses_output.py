@@ -25,11 +25,11 @@ from gateway.language.render import ChatRenderer, ToolCall
 
 
 def output_of(recorded: RecordedAnswer, logprobs: Sequence[TokenLogprob] = ()) -> list[OutputItem]:
-    """The items of an answer. An empty answer is an empty message, which its client can send back."""
+    """The items of an answer. An empty answer becomes an empty message, so the client can send it back."""
     generation, turn, answer = recorded
     cut = turn.finish == "length"
     output: list[OutputItem] = []
-    if reasoning := (answer.reasoning or "").lstrip():  # without the blanks that a stream leaves out as well
+    if reasoning := (answer.reasoning or "").lstrip():  # streams leave leading blanks out as well
         done = not cut or answer.content or answer.tool_calls
         output.append(reasoning_item(generation, reasoning, "completed" if done else "incomplete"))
     if answer.content or not answer.tool_calls:
@@ -56,7 +56,7 @@ def final_state(
 
 
 def reasoning_item(generation: Generation, text: str | None, status: str) -> ReasoningItem:
-    """The item of the model's reasoning; without text, as it begins."""
+    """The item of the model's reasoning. `text` is None for the item at its beginning."""
     content = () if text is None else (ReasoningText(text),)
     return ReasoningItem(id="rs_" + _name(generation), content=content, status=status)
 
@@ -64,7 +64,7 @@ def reasoning_item(generation: Generation, text: str | None, status: str) -> Rea
 def message_item(
     generation: Generation, text: str | None, status: str, logprobs: Sequence[TokenLogprob] = ()
 ) -> MessageItem:
-    """The item of the model's answer; without text, as it begins."""
+    """The item of the model's answer. `text` is None for the item at its beginning."""
     content = () if text is None else (OutputText(text, logprobs=logprobs),)
     return MessageItem(id="msg_" + _name(generation), content=content, status=status)
 

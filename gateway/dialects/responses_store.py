@@ -1,8 +1,7 @@
 """Stores responses for `previous_response_id` and for references to their items.
 
-The record of a turn keeps its tokens; this keeps its messages, for as long as the session lives. Of each
-response only what it adds to the one before it is stored, also where a client sends its whole conversation
-with every call.
+A turn's record has tokens; this store has the messages, until `ttl_s` after the last response. A response is
+stored without the messages of the responses that it continues, even if the client sends all messages again.
 
 response ──▶ {messages of its call, items of its answer, ids of the responses before it} ──▶ Redis
 """
@@ -30,13 +29,13 @@ RESPONSE_ID = re.compile(PREFIX + "[0-9a-f]{32}")
 ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})(?:_[0-9]+)?")
 """The id of an item contains that of its response."""
 MAX_PREVIOUS = 64
-"""After that many, a response stores its whole conversation again, so that no call reads more than that."""
+"""A call reads at most this many earlier responses. After them, a response stores its whole conversation."""
 MAX_TTL_S = 30 * 86400.0
-"""Redis takes a key's time to live in milliseconds, and its 64-bit number would overflow."""
+"""Limit on a key's time to live: Redis' 64-bit number of milliseconds would overflow."""
 
 KEEP = """
--- KEYS: session, response, response before…   ARGV: record, time to live in ms
--- Deleting a session deletes its responses: none may be stored afterwards.
+-- KEYS: session, response, earlier responses…   ARGV: record, time to live in ms
+-- Deleting a session deletes its responses, so a response of a deleted session is not stored.
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
 redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[2])
 for before = 3, #KEYS do redis.call('PEXPIRE', KEYS[before], ARGV[2]) end
@@ -45,18 +44,18 @@ return 1
 
 
 class StoredResponse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One response as it is stored."""
+    """The record of one response in Redis."""
 
     owner: str
     session_id: str
     messages: list[Message]
-    """The messages that its call added. `instructions` hold for one call only, and are not stored."""
+    """The messages that its call added, without `instructions`, which apply to one call only."""
     output: list[Item]
     length: int
-    """Messages of the whole conversation, the answer included."""
+    """The number of messages of the whole conversation, with the answer."""
     instructed: bool = False
     before: list[str] = []
-    """The responses that it continues, oldest first."""
+    """Ids of the responses that it continues, oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ class ResponseStore:
     async def conversation(self, response_id: str) -> StoredConversation:
         """The conversation that ends with this response.
 
-        Raises ObjectNotFound when it is not stored any more, or is not the caller's.
+        Raises ObjectNotFound when it is not stored, or belongs to another caller.
         """
         last = (await self._load([response_id])).get(response_id)
         earlier = {} if last is None else await self._load(last.before)
@@ -97,7 +96,7 @@ class ResponseStore:
         return StoredConversation([*last.before, response_id], len(messages), messages, last.session_id)
 
     async def items(self, item_ids: Iterable[str]) -> dict[str, Item]:
-        """Those of the items that are stored, by id."""
+        """The stored items among `item_ids`, by id."""
         responses = {PREFIX + found[1] for name in item_ids if (found := ITEM_ID.fullmatch(name))}
         loaded = await self._load(sorted(responses))
         return {item["id"]: item for each in loaded.values() for item in each.output}
@@ -107,7 +106,7 @@ class ResponseStore:
     ) -> None:
         """Store one response; `instructed` says whether its call begins with `instructions`.
 
-        Raises StorageUnavailable, SessionDeleted where the session was deleted since the answer was recorded.
+        Raises StorageUnavailable; SessionDeleted when the session was deleted after its answer was recorded.
         """
         generation = recorded.generation
         spec = generation.head.spec
@@ -133,7 +132,7 @@ class ResponseStore:
             raise SessionDeleted(spec.session_id)
 
     async def _repeated(self, generation: Generation, instructed: bool) -> StoredConversation:
-        """The stored conversation that the call sends again: its responses and its number of messages."""
+        """The stored conversation with which the call's messages begin: its response ids and its length."""
         parent, call = generation.prompt.parent, generation.call
         name = parent.completion_id if parent is not None else ""
         response = (await self._load([name])).get(name)
@@ -145,7 +144,7 @@ class ResponseStore:
         return StoredConversation([*response.before, name], response.length)
 
     async def _load(self, response_ids: Sequence[str]) -> Mapping[str, StoredResponse]:
-        """Those of the responses that are stored and are the caller's, by id."""
+        """The stored responses among `response_ids` that the caller may read, by id."""
         names = [name for name in response_ids if RESPONSE_ID.fullmatch(name)]
         if not names:
             return {}

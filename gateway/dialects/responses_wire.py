@@ -1,6 +1,6 @@
 """The objects of OpenAI's Responses contract: the request, a response, the items of its output, its events.
 
-A field that is UNSET is left out of the JSON. The tag of an event is its `type` and its name.
+A field that is UNSET is left out of the JSON. An event's tag is its `type` field and its SSE event name.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from gateway.generations.generation import Generation
 from gateway.language.chat_messages import Tool
 
 Item = JsonObject
-"""An item of a conversation as a client sends it, or as it is stored."""
+"""An item of a conversation, from a client's request or from Redis."""
 
 PREFIX = "resp_"
 LOGPROBS = "message.output_text.logprobs"
@@ -22,8 +22,8 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponsesRequest(msgspec.Struct):
-    """The fields of OpenAI's request that change what the gateway does or that its reply repeats; it ignores
-    all others."""
+    """The fields of OpenAI's request that change what the gateway does, or that its reply repeats. The
+    gateway ignores all others."""
 
     input: str | list[Item] | None = None
     instructions: str | None = None
@@ -71,7 +71,7 @@ class OutputText(msgspec.Struct, frozen=True, tag="output_text"):
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model thought."""
+    """The model's reasoning."""
 
     id: str
     type: str = "reasoning"
@@ -82,7 +82,7 @@ class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessageItem(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model answered."""
+    """The text of the model's answer."""
 
     id: str
     type: str = "message"
@@ -92,7 +92,7 @@ class MessageItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FunctionCallItem(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that the model made; `arguments` is JSON text."""
+    """A tool call of the model; `arguments` is JSON text."""
 
     id: str
     type: str = "function_call"
@@ -163,7 +163,7 @@ class Incomplete(msgspec.Struct, frozen=True):
 
 
 class ResponseState(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a response that its tokens decide; the defaults are those of one that has just begun."""
+    """The fields of a response that depend on its tokens. The defaults describe a response that has begun."""
 
     status: str = "in_progress"
     completed_at: int | None = None
@@ -178,13 +178,13 @@ class ResponseState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NumberedEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """What every event says after its type."""
+    """The field that all events share."""
 
     sequence_number: int
 
 
 class ResponseEventHead(msgspec.Struct, frozen=True, kw_only=True):
-    """An event that carries the whole response, without that response."""
+    """The fields of an event beside `response`, which contains the whole response."""
 
     type: str
     sequence_number: int
@@ -254,7 +254,7 @@ class ErrorFields(msgspec.Struct, frozen=True):
 
 
 class ErrorEvent(NumberedEvent, frozen=True, kw_only=True, tag="error"):
-    """An error in the shape of this contract, and beside it in that of OpenAI's other paths."""
+    """An error in this contract's shape. `error` repeats it in the shape of OpenAI's other paths."""
 
     code: str
     message: str
@@ -263,7 +263,7 @@ class ErrorEvent(NumberedEvent, frozen=True, kw_only=True, tag="error"):
 
 
 def head_of(request: ResponsesRequest, model: str, generation: Generation) -> ResponseHead:
-    """The response to a request as far as its first event says it."""
+    """The fields of the response that its first event already contains."""
     used = generation.sampling.used
     text = {name: value for name, value in (request.text or {}).items() if value is not None}
     return ResponseHead(

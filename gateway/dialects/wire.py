@@ -1,4 +1,4 @@
-"""What the dialects share: decoding and checking of requests, usage, logprobs, server-sent events."""
+"""Functions that the dialects share: they decode and check requests, and write usage, logprobs and events."""
 
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -15,20 +15,20 @@ from gateway.language.render import ChatRenderer
 T = TypeVar("T")
 
 JsonObject = dict[str, Any]
-"""An object in a client's request whose fields are its own, or are checked one by one."""
+"""A JSON object of a client's request, without a struct that describes its fields."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 MAX_STOPS = 32
-"""SGLang's own bound on the number of stop strings."""
+"""SGLang's limit on the number of stop strings."""
 HEARTBEAT = b": still here\n\n"
-"""A comment of the server-sent-events format: it keeps the connection open, and clients skip it."""
+"""A comment in the format of server-sent events. It keeps the connection open; clients skip it."""
 
 encode = msgspec.json.Encoder().encode
 
 
 class SamplingFields(msgspec.Struct):
-    """Sampling parameters of a request, in OpenAI's names and in those that other servers have added."""
+    """Sampling parameters of a request: OpenAI's, and those that other servers have added."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -76,7 +76,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
-    """The body as the struct `kind`. Raises InvalidRequest that names the field at fault."""
+    """The body as the struct `kind`. Raises InvalidRequest that names the wrong field."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -88,7 +88,7 @@ def decode_body(body: bytes, kind: type[T]) -> T:
 
 
 def check_messages(messages: list[Message]) -> None:
-    """Raises InvalidRequest for messages that are no conversation, or that a text model cannot read."""
+    """Raises InvalidRequest for no messages, a malformed one, or one that a text model cannot read."""
     if not messages:
         raise InvalidRequest("messages: give at least one", param="messages")
     for index, message in enumerate(messages):
@@ -154,7 +154,7 @@ def _bounded(kind: type[msgspec.Struct]) -> list[tuple[str, float, float]]:
 
 
 def given_fields(body: msgspec.Struct, names: Iterable[str]) -> JsonObject:
-    """Those of the fields that the client set."""
+    """The fields among `names` that the client set."""
     return {name: value for name in names if (value := getattr(body, name)) is not None}
 
 
@@ -167,7 +167,7 @@ def sampling_of(body: SamplingFields, vocab_size: int) -> JsonObject:
 
 
 def stop_strings(stop: str | list[str] | None) -> list[str]:
-    """Stop strings as a list, without empty ones. Raises InvalidRequest for more than an engine takes."""
+    """Stop strings as a list, without empty ones. Raises InvalidRequest for more than MAX_STOPS."""
     given = [stop] if isinstance(stop, str) else stop or []
     if len(given) > MAX_STOPS:
         raise InvalidRequest(f"stop: at most {MAX_STOPS} strings", param="stop")

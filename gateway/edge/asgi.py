@@ -25,7 +25,7 @@ class Endpoint(Protocol):
     """Serves one of the agents' paths, and writes errors in that path's wire shape."""
 
     async def serve(self, request: AgentRequest, reply: Reply) -> None:
-        """Write the reply to the request. Raises one of `ANSWERABLE` (`edge/errors.py`) for an error reply."""
+        """Write the reply to the request. To answer with an error, raise one of `ANSWERABLE`."""
         ...
 
     def error(self, error: ApiError) -> bytes:
@@ -68,7 +68,7 @@ class EdgeApp:
             await _refuse(endpoint, reply, api_error(error))
         except Exception:  # outermost frame: a bug, for which the client gets a 500
             logger.exception("request %s failed", request_id)
-            bug = ApiError(500, "internal error; the gateway's log names the request id")
+            bug = ApiError(500, "internal error; the log has it under the request id")
             await _refuse(endpoint, reply, bug)
         finally:
             reply.stop_heartbeat()

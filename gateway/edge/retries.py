@@ -160,7 +160,7 @@ class InFlightCalls:
         self._calls: dict[Hashable, list[InFlightCall]] = {}
 
     def join(self, key: Hashable, attempt: int) -> InFlightCall | None:
-        """Join the call that this attempt repeats, preferably one without a reader. None if there is no such call."""
+        """Join the call that this attempt repeats, preferably one without a reader; None if there is none."""
         calls = self._calls.get(key)
         if calls is None or not (attempt or self._join_identical):
             return None

@@ -28,7 +28,7 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 
 PARTLY: dict[int | str, dict[str, type[Pushed]]] = {207: {"model": Pushed}}
-"""207: not every server loaded it."""
+"""207: at least one server did not load the version."""
 
 
 router = APIRouter(prefix="/admin", tags=["admin"], dependencies=[Depends(admins_only)])
@@ -38,7 +38,7 @@ router.include_router(pipeline.router)
 
 @router.get("/status", response_model_exclude_unset=True)
 async def status(request: Request) -> SystemStatus:
-    """The state of servers, policy, trainer and queue, with warnings in sentences."""
+    """The state of servers, policy, trainer and queue, with warnings as sentences."""
     gateway = parts_of(request)
     trainer, queue = await _redis_state(gateway)
     pressure = await read_backpressure(gateway.redis)
@@ -62,7 +62,7 @@ async def list_servers(request: Request) -> ServerPage:
 
 @router.post("/rollout_servers")
 async def register_server(body: ServerBody, request: Request) -> Registered:
-    """Register a rollout server; the reply names the policy that it has to serve."""
+    """Register a rollout server. The reply names the policy version that the server has to serve."""
     gateway = parts_of(request)
     registration = Registration(id=body.id, url=body.url.rstrip("/"), engine_url=body.engine_url.rstrip("/"))
     server = await gateway.fleet.register(registration)
@@ -98,7 +98,7 @@ async def list_policies(request: Request) -> PolicyPage:
 
 @router.post("/policies", responses=PARTLY)
 async def publish_policy(body: PolicyBody, request: Request, response: Response) -> Pushed:
-    """Register a version and push it to every server; 207 when a server failed."""
+    """Register a version and push it to every server; 207 when a server did not load it."""
     policies = parts_of(request).policies
     version, results = await policies.publish(body.version, body.location, body.manifest_sha256, body.step)
     return _pushed(version, results, response)
@@ -106,7 +106,7 @@ async def publish_policy(body: PolicyBody, request: Request, response: Response)
 
 @router.post("/policies/{version}/promote", responses=PARTLY)
 async def promote_policy(version: int, request: Request, response: Response) -> Pushed:
-    """Serve a known version everywhere, under its own number."""
+    """Push a registered version to every server. It keeps its number."""
     results = await parts_of(request).policies.serve_again(version)
     return _pushed(version, results, response)
 
@@ -165,6 +165,6 @@ async def _redis_state(gateway: GatewayParts) -> tuple[TrainerReport, QueueRepor
 
 
 async def _last_error(gateway: GatewayParts) -> str | None:
-    """The error of the last dead letter."""
+    """The error of the newest dead letter (an entry of the stream that could not be read)."""
     letters = await stored(gateway.redis.xrevrange(keys.DEAD_LETTERS, count=1))
     return letters[0][1].get(b"error", b"unknown").decode(errors="replace") if letters else None

@@ -1,4 +1,4 @@
-"""What the bodies of REST requests share: no unknown field, no guessed type."""
+"""The base class of REST request bodies, which refuses unknown fields and converts no types."""
 
 from pydantic import BaseModel, ConfigDict
 
@@ -6,5 +6,5 @@ from pydantic import BaseModel, ConfigDict
 class RestBody(BaseModel):
     """A request body, checked strictly."""
 
-    # With any bound on strings, pydantic refuses half a surrogate pair, which nothing can store.
+    # With a bound on strings, pydantic refuses a lone surrogate (half a UTF-16 pair), which cannot be stored.
     model_config = ConfigDict(extra="forbid", strict=True, str_min_length=0)

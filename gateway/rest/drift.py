@@ -1,7 +1,11 @@
-"""How far a session's turns share one history: the fewer rows they make, the less is computed twice.
+"""Drift: how many turns of a session do not extend their parent turn, so that they need another row.
 
-root ─ a ─ b      five turns, two rows: merge_ratio 0.4
-     └ c ─ d      (a row for each turn that no other continues; a row for every turn would be 1.0)
+root ─ a ─ b      five turns, two leaves, so two training rows: merge_ratio 2 / 5 = 0.4
+     └ c ─ d      (1.0: every turn has a row of its own, and the trainer computes shared tokens again)
+
+extends      the turn's prompt begins with all tokens of its parent, which has no earlier child
+forks        the turn is a later child of its parent, or continues no turn; its `reason` says why
+rerendered   the agent only added messages, but the chat template changed the tokens of earlier ones
 """
 
 from collections import Counter
@@ -12,7 +16,7 @@ from rollout_queue.contract.records import Turn
 
 
 def merge_ratio_of(head: SessionHead) -> float | None:
-    """Rows per turn; None for a session without turns that make rows."""
+    """Rows per turn; None if no turn makes a row."""
     turns = _trainable(head)
     continued = {turn.parent_id for turn in turns}
     rows = sum(turn.turn_id not in continued for turn in turns)
@@ -20,7 +24,7 @@ def merge_ratio_of(head: SessionHead) -> float | None:
 
 
 def drift_of(head: SessionHead) -> Drift:
-    """The number of turns that extend their parent, were rendered again, or fork, and why they fork."""
+    """The number of turns by relation, and of forks by reason."""
     turns = _trainable(head)
     relations = Counter(head.relation_of(turn) for turn in turns)
     forks = Counter(turn.reason or "" for turn in turns if head.relation_of(turn) == "forks")
@@ -32,5 +36,5 @@ def drift_of(head: SessionHead) -> Drift:
 
 
 def _trainable(head: SessionHead) -> list[Turn]:
-    """The turns that make rows: not the aborted ones, nor those that a retry replaced."""
+    """The turns that make rows: all but aborted turns and turns that a retry replaced."""
     return [turn for turn in head.turns if turn.finish != "abort" and turn.turn_id not in head.orphans]

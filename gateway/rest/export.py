@@ -2,7 +2,7 @@
 
 Redis ─▶ archive, some hundred turns at a time ─▶ rows ─▶ JSONL, or row groups of Parquet ─▶ the client
 
-The next sessions are read only after the client has received the ones before.
+Each batch of sessions is read after the client has received the rows of the batch before.
 """
 
 import asyncio
@@ -69,33 +69,33 @@ async def export(
     limit: Annotated[int | None, Query(ge=1)] = None,
     empty: bool = False,
 ) -> Response:
-    """One row per turn, oldest session first; of a deleted session its id, times and verdict."""
+    """One row per turn, oldest session first. A deleted session has one row: its id, times and verdict."""
     gateway = parts_of(request)
     if since is not None and until is not None and since > until:
         raise InvalidRequest("since is later than until", param="since")
     window = Window(since, until, await _position(gateway, cursor), limit, empty)
     rows = _rows(gateway, window)
     chunks = _jsonl(rows) if form == "jsonl" else _parquet(rows)
-    # The first rows are read before the answer begins, so that an error is still a status code.
+    # The first rows are read before the reply begins, so that an error still has its HTTP status.
     first = await anext(chunks, b"")
     headers = {"content-disposition": f'attachment; filename="weir.{form}"'}
     return StreamingResponse(_chained(first, chunks), media_type=MEDIA_TYPES[form], headers=headers)
 
 
 async def _position(gateway: GatewayParts, cursor: str | None) -> tuple[ListPosition, str] | None:
-    """Raises InvalidRequest for text that is no row's cursor."""
+    """The position and turn id that a cursor names. Raises InvalidRequest for a wrong cursor."""
     if cursor is None:
         return None
     session_id, slash, turn_id = cursor.partition("/")
     position = await position_of(gateway.redis, session_id) if slash else None
     if position is None:
-        message = f"{cursor[:300]!r} is no cursor of this export, or one of a session that is forgotten since"
+        message = f"{cursor[:300]!r} is no cursor of this export, or its session has been removed"
         raise InvalidRequest(message, param="cursor")
     return position, turn_id
 
 
 async def _rows(gateway: GatewayParts, window: Window) -> AsyncIterator[Rows]:
-    """The rows of the window, some at a time. Raises StorageUnavailable."""
+    """The rows of the window in batches. Raises StorageUnavailable."""
     start = window.after and window.after[0]
     left = window.limit
     async for found in sessions_from(gateway.redis, start, window.until):
@@ -144,7 +144,7 @@ def _all_of(
 
 
 def _after(rows: Rows, turn_id: str) -> Iterator[ExportRow | DeletedExportRow]:
-    """The rows after that of this turn; all rows where the session was deleted since."""
+    """The rows after the row of this turn; all rows if the session has been deleted since."""
     turn_ids = [row.cursor.partition("/")[2] for row in rows]
     if turn_id in turn_ids:
         return iter(rows[turn_ids.index(turn_id) + 1 :])
@@ -157,11 +157,11 @@ def _after(rows: Rows, turn_id: str) -> Iterator[ExportRow | DeletedExportRow]:
 
 
 async def _jsonl(rows: AsyncIterator[Rows]) -> AsyncIterator[bytes]:
-    """One line of JSON for each row. An error in the middle becomes the last line, shaped as all errors."""
+    """One line of JSON for each row. After an error, the last line is the error body of the REST routes."""
     begun = False
     try:
         async for some in rows:
-            # In a thread, so that the agents' streams do not wait while numbers become text.
+            # Encoded in a thread, so that the agents' streams do not wait.
             yield await asyncio.to_thread(_lines, some)
             begun = True
     except StorageUnavailable as error:
@@ -176,7 +176,7 @@ def _lines(rows: Rows) -> bytes:
 
 
 async def _parquet(rows: AsyncIterator[Rows]) -> AsyncIterator[bytes]:
-    """A Parquet file. An error breaks the connection off, and readers reject a file without its footer."""
+    """A Parquet file. An error closes the connection; readers then reject the file, which has no footer."""
     stream = await asyncio.to_thread(_parquet_stream)
     async for some in rows:
         if chunk := await asyncio.to_thread(stream.write, some):

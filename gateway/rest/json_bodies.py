@@ -1,4 +1,4 @@
-"""Reads the bodies of the REST routes before a route does: JSON only, and none over the limit."""
+"""Checks a request's body before its REST route receives it: JSON only, and within the limit."""
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -7,7 +7,7 @@ from rollout_queue.http.errors import ApiError
 
 
 class JsonBodies:
-    """ASGI middleware that reads the whole body first; 413 for one over the limit, 415 for other types."""
+    """ASGI middleware that reads the whole body: 413 if it is over the limit, 415 if it is not JSON."""
 
     def __init__(self, app: ASGIApp, limit_bytes: int) -> None:
         self._app = app
@@ -28,7 +28,7 @@ class JsonBodies:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """What the route receives: the body in one message, then what the client sends after it."""
+    """The route's `receive`: the body as one message, then the client's further messages."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> Message:

@@ -1,4 +1,4 @@
-"""`GET /sessions`: the caller's sessions, a page at a time; of deleted ones their ids and times."""
+"""`GET /sessions`: a page of the caller's sessions; a deleted session has its id, times and verdict."""
 
 import base64
 import math
@@ -21,7 +21,7 @@ router = APIRouter(tags=["sessions"])
 
 
 class SessionFilter(NamedTuple):
-    """Which sessions to list; None matches any."""
+    """The sessions to list; a field that is None matches every session."""
 
     state: SessionState | None
     group_id: str | None
@@ -39,7 +39,7 @@ async def list_sessions(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     cursor: str | None = None,
 ) -> Response:
-    """The caller's sessions, oldest first, a page at a time."""
+    """A page of the caller's sessions, oldest first."""
     gateway, caller = client_of(request)
     wanted = SessionFilter(state, group_id, user, verdict)
     position = _position(cursor)
@@ -48,7 +48,7 @@ async def list_sessions(
         page = await gateway.writer.sessions(position, limit)
         if not page:
             return JSONResponse({"data": rows, "next_cursor": None})
-        for position, session in page:  # noqa: B007 - the last one seen is where the next page begins
+        for position, session in page:  # noqa: B007 - the next page begins after the last position
             if session is None:
                 continue
             if caller.owns(session if isinstance(session, Tombstone) else session.spec):
@@ -65,7 +65,7 @@ def _cursor(position: ListPosition) -> str:
 
 
 def _position(cursor: str | None) -> ListPosition:
-    """Raises InvalidRequest for text that no list has returned as its cursor."""
+    """The position that a cursor encodes. Raises InvalidRequest for a malformed cursor."""
     if cursor in (None, "0"):
         return LIST_START
     try:
@@ -82,7 +82,7 @@ def _position(cursor: str | None) -> ListPosition:
 async def _rows(
     gateway: GatewayParts, session: SessionHead | Tombstone, wanted: SessionFilter
 ) -> list[SessionRow | DeletedSessionRow]:
-    """The session's row, where the filter matches. A tombstone has no state, group or user to match."""
+    """The session's row if the filter matches, else none. A deleted session has no state, group or user."""
     if isinstance(session, Tombstone):
         others = (wanted.state, wanted.group_id, wanted.user)
         matches = others == (None, None, None) and wanted.verdict in (None, "deleted")

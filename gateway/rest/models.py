@@ -1,4 +1,4 @@
-"""The models that agents see: one policy under its public name, and any version of it as `policy@12`."""
+"""The models that agents see: the policy under its public name, and one of its versions as `policy@12`."""
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
@@ -22,18 +22,18 @@ async def list_models(request: Request) -> JSONResponse:
 @router.get("/v1/models/{model:path}", responses={200: {"model": Model}})
 @router.get("/sessions/{session_id}/v1/models/{model:path}", responses={200: {"model": Model}})
 async def read_model(model: str, request: Request) -> JSONResponse:
-    """One model by its name; other names, which agents hard-code, stand for the policy as well."""
+    """One model by its name. Unless `strict_models` is set, every other name also means the policy."""
     gateway = _authorized(request)
     pinned_version(gateway.settings, gateway.fleet, model, None)
     return JSONResponse(_model(model))
 
 
 def _authorized(request: Request) -> GatewayParts:
-    """Raises UnknownCaller, NotPermitted for a session key on another session's path."""
+    """The gateway's parts. Raises UnknownCaller; NotPermitted for a session key on another session's path."""
     gateway = parts_of(request)
     caller = gateway.identities.caller(request.headers)
     if caller.session_id not in (None, request.path_params.get("session_id", caller.session_id)):
-        raise NotPermitted("the session key opens another session than the one named")
+        raise NotPermitted("the session key belongs to another session than the path")
     return gateway
 
 

@@ -1,6 +1,6 @@
-"""The published OpenAPI document: the REST routes as FastAPI knows them, and the agents' paths.
+"""The published OpenAPI document: FastAPI's document of the REST routes, and the agents' paths.
 
-The agents' paths are bare ASGI, so their request bodies are described here from the structs that read them.
+FastAPI does not know the agents' paths, so their request bodies are described from the dialects' structs.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from gateway.dialects.messages_wire import MessagesRequest
 from gateway.dialects.responses_wire import ResponsesRequest
 
 JsonSchema = dict[str, Any]
-"""A part of an OpenAPI document; FastAPI keeps the document as plain objects."""
+"""A part of an OpenAPI document."""
 
 BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatRequest,
@@ -55,11 +55,11 @@ ERROR: JsonSchema = {
 }
 SESSION = {"name": "session_id", "in": "path", "required": True, "schema": {"type": "string"}}
 STATUSES = (400, 401, 403, 404, 405, 409, 410, 413, 415, 429, 503, 504)
-"""The statuses of errors that any path may answer with, all in the shape of `ERROR`; a 500 is a bug."""
+"""The statuses of error replies, which the document lists for every path. A 500 is a bug, and not listed."""
 
 
 def openapi_document(app: FastAPI) -> JsonSchema:
-    """The document; it is made once."""
+    """The document, which is built at the first request for it."""
     if app.openapi_schema is None:
         document = _of_routes(app)
         for path in BODIES:

@@ -1,4 +1,4 @@
-"""Writes rows as Parquet piece by piece: a row group at a time, never the whole file in memory."""
+"""Writes rows as a Parquet file, one row group at a time, so that memory never holds the whole file."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -13,7 +13,7 @@ from rollout_queue.contract.tokens import Logprobs, TokenIds
 
 GROUP_ROWS = 1000
 GROUP_TOKENS = 2**21
-"""A row group is written when it has this many rows or tokens, whichever comes first: some 16 MB."""
+"""A row group is written when it has GROUP_ROWS rows or GROUP_TOKENS tokens: about 16 MB."""
 
 VERDICT = pa.struct(
     [("code", pa.string()), ("detail", pa.string()), ("step", pa.int64()), ("version", pa.int64())]
@@ -97,12 +97,12 @@ COLUMNS: dict[str, pa.DataType] = {
     "verdict": VERDICT,
     "session": SESSION,
 }
-"""`sampling` and `session.metadata` have no fixed fields, and are JSON text."""
+"""`sampling` and `session.metadata` are JSON text, since their fields are not fixed."""
 SCHEMA = pa.schema(list(COLUMNS.items()))
 
 
 class ParquetStream:
-    """Takes rows, and returns the bytes of the row groups that are complete."""
+    """Takes rows, and returns the bytes of complete row groups."""
 
     def __init__(self) -> None:
         self._sink = _Sink()
@@ -132,7 +132,7 @@ class ParquetStream:
 
 
 class _Sink:
-    """A write-only file whose bytes are taken out as they come."""
+    """A write-only file; `taken` returns and drops the bytes written so far."""
 
     closed = False
 
@@ -166,7 +166,7 @@ def _table(rows: Sequence[ExportRow | DeletedExportRow]) -> pa.Table:
 
 
 def _plain(row: ExportRow | DeletedExportRow) -> dict[str, object]:
-    """The fields of a row as pyarrow takes them, but for its lists of tokens."""
+    """The fields of a row in pyarrow's types. `_numbers` makes the columns of token lists."""
     fields = msgspec.structs.asdict(row)
     for name in ("versions", "rewards", "verdict", "session"):
         if name in fields:
@@ -178,7 +178,7 @@ def _plain(row: ExportRow | DeletedExportRow) -> dict[str, object]:
 
 
 def _numbers(lists: Iterable[TokenIds | Logprobs | None], kind: pa.ListType) -> pa.Array:
-    """A column of lists, copied from the arrays' memory without a Python object for each number."""
+    """A column of lists, copied from the arrays' memory: no number becomes a Python object."""
     arrays = [(TokenIds() if each is None else each) for each in lists]
     ends = [0, *accumulate(map(len, arrays))]
     packed = pa.py_buffer(b"".join(each.tobytes() for each in arrays))

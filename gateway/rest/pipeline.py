@@ -1,4 +1,4 @@
-"""`GET /admin/pipeline`: what waits for what, on the way from an open session to trained weights."""
+"""`GET /admin/pipeline`: what sessions, groups and the trainer wait for."""
 
 from dataclasses import asdict
 
@@ -13,5 +13,5 @@ router = APIRouter()
 
 @router.get("/pipeline", responses={200: {"model": PipelineReport}})
 async def pipeline(request: Request) -> Response:
-    """Counts by state and verdict, groups and the trainer with what they wait for, and all of it in words."""
+    """Sessions by state and verdict, what groups and the trainer wait for, and a summary in sentences."""
     return JSONResponse(asdict(await parts_of(request).pipeline.report()))

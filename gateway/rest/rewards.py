@@ -26,7 +26,7 @@ from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Status, Verdict
 
 FINISH_KEY = "finish"
-"""The key of the reward that `finish` stores."""
+"""The key of the reward that POST …/finish stores."""
 
 
 class RewardBody(RestBody):
@@ -73,7 +73,7 @@ async def reward_session(session_id: str, body: RewardBody, request: Request) ->
 
 @router.post("/sessions/{session_id}/finish", responses={200: {"model": Finished}})
 async def finish_session(session_id: str, body: FinishBody, request: Request) -> Response:
-    """End a session. `completed` and `truncated` then wait for a reward; the others end at once."""
+    """End a session. `completed` and `truncated` sessions still wait for a reward if they have none."""
     gateway, caller = client_of(request)
     head = await gateway.sessions.head(session_id, caller)
     outcome = _outcome(head.spec, body.status, body.reason)
@@ -108,7 +108,7 @@ async def finish_session(session_id: str, body: FinishBody, request: Request) ->
 
 @contextmanager
 def _still_stored(session_id: str) -> Iterator[None]:
-    """Raises ObjectNotFound where the session was removed since it was read."""
+    """Raises ObjectNotFound when the session was removed after the route had read it."""
     try:
         yield
     except SessionUnknown as error:
@@ -133,14 +133,14 @@ def _finish_reward(head: SessionHead) -> float | None:
 
 
 def _check_sum(head: SessionHead, key: str, value: float) -> None:
-    """Raises InvalidRequest where the sum of the session's rewards, with this one, is not finite."""
+    """Raises InvalidRequest if the sum of the session's rewards, with this one, is not finite."""
     others = sum(reward.value for reward in head.rewards if reward.key != key)
     if not math.isfinite(others + value):
         raise InvalidRequest("the rewards of the session would add up to infinity", param="value")
 
 
 def _turn_named(head: SessionHead, name: str | None) -> str | None:
-    """The id of the turn with this id or completion id. Raises ObjectNotFound, InvalidRequest for several."""
+    """The id of the turn with this id or completion id. Raises ObjectNotFound; InvalidRequest for several."""
     if name is None:
         return None
     if name in head.by_id:

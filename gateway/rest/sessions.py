@@ -1,8 +1,8 @@
 """Sessions and groups over REST.
 
-POST /sessions, /groups ──▶ base_url + api_key for an OpenAI client
+POST /sessions, /groups ──▶ base_url and api_key of each new session, for an OpenAI client
 GET  /sessions/{id}     ──▶ the whole session: every turn, its tokens on request, its verdict
-DELETE …                ──▶ every copy is removed, only a tombstone stays
+DELETE …                ──▶ every copy is removed; a tombstone (id, times, counts) stays
 """
 
 from typing import Annotated, Any
@@ -31,7 +31,7 @@ def _storable(value: dict[str, Any]) -> dict[str, Any]:
     try:
         msgspec.msgpack.encode(value)
     except (ValueError, OverflowError, RecursionError) as error:  # 2**64, half a surrogate pair, deep nesting
-        raise ValueError("it holds what cannot be stored") from error
+        raise ValueError("it contains a value that cannot be stored") from error
     return value
 
 
@@ -62,7 +62,7 @@ class GroupBody(SessionBody):
 
 @router.post("/sessions", status_code=201, responses={200: {"model": NewSession}, 201: {"model": NewSession}})
 async def create_session(body: SessionBody, request: Request) -> Response:
-    """Open a session. The same id with the same body again gives the same session and key."""
+    """Open a session. A repeated request with the same id and body gets the same session and key."""
     gateway, caller = client_of(request)
     if body.group_size is not None and body.group_id is None:
         raise InvalidRequest("group_size needs a group_id", param="group_size")
@@ -75,7 +75,7 @@ async def create_group(body: GroupBody, request: Request) -> Response:
     """Open a group: one task, sampled `size` times."""
     gateway, caller = client_of(request)
     if body.session_id is not None:
-        raise InvalidRequest("a group's sessions are named by the gateway", param="session_id")
+        raise InvalidRequest("the gateway chooses the ids of a group's sessions", param="session_id")
     if body.group_size not in (None, body.size):
         raise InvalidRequest("group_size and size differ", param="group_size")
     group_id = body.group_id or f"g-{new_id()}"
@@ -100,7 +100,7 @@ async def read_session(
 
 @router.delete("/sessions/{session_id}", responses={200: {"model": DeletedSession}})
 async def delete_session(session_id: str, request: Request) -> Response:
-    """Remove every copy of the session. Its id is never given again."""
+    """Remove every copy of the session. Its id cannot be used again."""
     gateway, caller = client_of(request)
     await gateway.sessions.check_owned(session_id, caller)
     tombstone = await gateway.deleter.delete_session(session_id)
@@ -111,7 +111,7 @@ async def delete_session(session_id: str, request: Request) -> Response:
 
 
 def _spec_of(body: SessionBody, sessions: SessionService, caller: Caller) -> SessionSpec:
-    """The session that a body asks for, with this deployment's defaults."""
+    """The session that a body asks for; the settings give the values that it leaves out."""
     spec = sessions.new_spec(caller, body.session_id)
     return msgspec.structs.replace(
         spec,
@@ -120,7 +120,7 @@ def _spec_of(body: SessionBody, sessions: SessionService, caller: Caller) -> Ses
         group_size=body.group_size,
         policy=body.policy,
         user=body.user,
-        train=body.train and "@" not in (body.policy or ""),  # a pinned session evaluates that version
+        train=body.train and "@" not in (body.policy or ""),  # `policy@12` is for evaluation
         ttl_s=spec.ttl_s if body.ttl_s is None else body.ttl_s,
         metadata=body.metadata,
         lineage=body.lineage,
@@ -138,7 +138,7 @@ def _sampling_of(body: SamplingBody, defaults: SamplingPolicy) -> SamplingPolicy
 
 
 def _new_session(gateway: GatewayParts, spec: SessionSpec, request: Request) -> NewSession:
-    """The session's address and key, as an OpenAI client takes them."""
+    """The reply for a new session: its address and key for an OpenAI client, and its facts."""
     base_url = gateway.settings.public_url or str(request.base_url).rstrip("/")
     return {
         "session_id": spec.session_id,

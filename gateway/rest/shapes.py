@@ -1,4 +1,4 @@
-"""The objects that the REST routes answer with; FastAPI publishes them in its OpenAPI document."""
+"""The objects in the replies of the REST routes; FastAPI publishes them in its OpenAPI document."""
 
 from typing import Any, Literal
 
@@ -9,7 +9,7 @@ from rollout_queue.contract.records import Finish, Relation, Status, VerdictCode
 
 
 class NewSession(TypedDict):
-    """The address and key of a new session; an agent's client takes `base_url` and `api_key` as they are."""
+    """A new session. An agent's OpenAI client takes its `base_url` and `api_key` unchanged."""
 
     session_id: str
     api_key: str
@@ -49,7 +49,7 @@ class TurnVerdictShape(TypedDict):
 
 
 class VerdictShape(TurnVerdictShape):
-    """How a session ended or what it waits for; `step` and `version` where it was trained."""
+    """How a session ended, or what it waits for. `step` and `version` are null if it was not trained."""
 
     step: int | None
     version: int | None
@@ -123,13 +123,13 @@ class SessionFacts(TypedDict):
 
 
 class SessionRow(SessionFacts):
-    """A session as lists show it."""
+    """A session in a list."""
 
     turn_count: int
 
 
 class DeletedSessionRow(TypedDict):
-    """A deleted session as lists show it."""
+    """A deleted session in a list."""
 
     session_id: str
     created_at: float
@@ -138,7 +138,7 @@ class DeletedSessionRow(TypedDict):
 
 
 class Drift(TypedDict):
-    """The number of turns by their relation to earlier turns; forks by reason."""
+    """The number of turns by their relation to earlier turns (`rest/drift.py`), and of forks by reason."""
 
     extends: int
     rerendered: int
@@ -195,7 +195,7 @@ class Removed(TypedDict):
 
 
 class HeartbeatReply(TypedDict):
-    """When the session expires, unless another call or heartbeat comes before."""
+    """When the session expires if no call or heartbeat follows."""
 
     session_id: str
     expires_at: float

@@ -1,4 +1,4 @@
-"""`DELETE /admin/users/{user}/data`: deletes all data of one user; later calls for that name are refused."""
+"""`DELETE /admin/users/{user}/data`: deletes all data of a user. Later calls for this user are refused."""
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
@@ -14,6 +14,6 @@ router = APIRouter(prefix="/admin/users", tags=["admin"], dependencies=[Depends(
 
 @router.delete("/{user}/data", responses={200: {"model": DeletedUserShape}})
 async def delete_user(user: Id, request: Request) -> Response:
-    """Remove every session that was opened for the user, or that holds a call made for it. Repeatable."""
+    """Remove each session that was opened for the user, or has a call for the user. It may be repeated."""
     deleted = await parts_of(request).deleter.delete_user(user)
     return JSONResponse({"user": user, "deleted": msgspec.to_builtins(deleted)})

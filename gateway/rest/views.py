@@ -1,4 +1,4 @@
-"""Sessions as the REST routes show them."""
+"""Converts sessions to the objects that the REST routes reply with."""
 
 import msgspec
 
@@ -20,12 +20,12 @@ from rollout_queue.contract.verdicts import DELETED
 
 
 def session_row(head: SessionHead, verdict: Verdict, model_name: str) -> SessionRow:
-    """A session as lists show it: the number of its turns in place of the turns."""
+    """A session in a list: the number of its turns in place of the turns."""
     return {**_session(head, verdict, model_name), "turn_count": len(head.turns)}
 
 
 def deleted_row(tombstone: Tombstone) -> DeletedSessionRow:
-    """A deleted session as lists show it."""
+    """A deleted session in a list."""
     return {
         "session_id": tombstone.session_id,
         "created_at": tombstone.created_at,
@@ -37,7 +37,7 @@ def deleted_row(tombstone: Tombstone) -> DeletedSessionRow:
 def session_view(
     head: SessionHead, verdict: Verdict, model_name: str, renderer: ChatRenderer, tokens: bool, text: bool
 ) -> SessionShape:
-    """The whole session; `tokens` adds token lists, `text` the decoded text."""
+    """The whole session; `tokens` adds token ids and logprobs, `text` the decoded text."""
     return {
         **_session(head, verdict, model_name),
         "merge_ratio": merge_ratio_of(head),

@@ -1,4 +1,4 @@
-"""What is deleted is gone from the stream, the heads and the dead letters, and never comes back."""
+"""A deleted session is gone from the stream, the heads and the dead letters, and never comes back."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ from tests.support.redis_faults import break_script
 
 
 class Stream:
-    """Both ends of one stream, and what deletes from it."""
+    """Both ends of one stream, and its deleter."""
 
     def __init__(
         self, writer: StreamWriter, reader: StreamReader, deleter: StreamDeleter, redis: Redis | None = None
@@ -38,7 +38,7 @@ class Stream:
         return [entry.record for entry in self.reader.read(1000, 0.01)]
 
     def counts(self) -> dict[str, int]:
-        """How many sessions and turns ended how; what came to nothing left out."""
+        """The number of sessions and turns for each verdict, without zeros."""
         if isinstance(self.reader, MemoryStream):
             found: Any = self.reader.counts
         else:
@@ -133,7 +133,7 @@ async def test_what_the_trainer_had_read_is_not_taken_up_again(stream: Stream) -
 
 
 async def test_a_session_that_is_deleted_after_its_end_counts_as_deleted_alone(stream: Stream) -> None:
-    """Its turns ended as they did; the tombstone says how it had."""
+    """The verdicts of its turns stay counted, and the tombstone has the session's former verdict."""
     for name in ("s1", "s2", "open"):
         await stream.writer.open_session(spec(name, group_id="g", group_size=4))
     await stream.writer.append_turn(turn(), 200.0)
@@ -212,7 +212,7 @@ async def test_all_of_a_user_goes_and_nothing_more_is_taken_for_the_name(stream:
     assert await stream.deleter.delete_user("bob") == DeletionTotals(sessions=1)
 
 
-# What only a real Redis can show
+# Tests that need a real Redis
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ def values(redis: Redis, stream: str) -> list[bytes]:
 
 
 LONG = "x" * 200
-"""MessagePack writes a text of up to 31 bytes otherwise than a longer one."""
+"""MessagePack encodes texts of up to 31 bytes in another way than longer ones."""
 
 
 @pytest.mark.parametrize("gone", ["a", "ab", LONG, LONG[:32], LONG[:31]])
@@ -262,7 +262,7 @@ async def test_only_the_records_of_the_session_leave_the_stream(
     await writer.close()
 
 
-async def test_bytes_that_nobody_can_read_go_where_they_name_the_session(
+async def test_unreadable_bytes_are_deleted_if_they_contain_the_session_id(
     redis: Redis, connection: AsyncRedis
 ) -> None:
     newer, own = b"\x09", encode(turn(session_id="s1"))[1:]

@@ -1,4 +1,4 @@
-"""What a real Redis keeps of what it answered: killed, cut by a power failure, full to the brim."""
+"""Which answered writes a real Redis keeps when it is killed, when it loses power, and when it is full."""
 
 import asyncio
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ from weir.audit.sources import Sources
 OUTPUT = 20
 TOKENS = list(range(300))
 NOBODY = f"http://127.0.0.1:{free_port()}"
-"""A trainer that does not run."""
+"""The address of a trainer that is not running."""
 
 
 @pytest.fixture
@@ -64,14 +64,14 @@ def ending(session_id: str) -> tuple[Outcome, Reward]:
 
 
 class Heard(NamedTuple):
-    """Something that was answered, and how long the file was then."""
+    """One answer to a client, and the length of Redis' file at that time."""
 
     answer: ClientAnswer
     written: int
 
 
 async def talk(redis: RedisProcess, sessions: int) -> list[Heard]:
-    """Sessions one after another, as a gateway writes them; what it could have told its clients."""
+    """Write sessions one after another, as a gateway does; return the answers that its clients would get."""
     connection = AsyncRedis.from_url(redis.url)
     writer, heard = RedisWriter(connection), list[Heard]()
 
@@ -116,7 +116,7 @@ def fields_of_heads(redis: Redis) -> list[tuple[str, str]]:
 
 
 def audited(redis: RedisProcess, directory: Path, heard: list[Heard]) -> set[str]:
-    """The subjects of what the audit finds, without a trainer."""
+    """The subjects of the audit's findings, without a trainer."""
     directory.mkdir(exist_ok=True)
     sources = Sources(redis.url, NOBODY, checkpoint_dir=directory)
     report = audit(sources, [each.answer for each in heard], readings=1)
@@ -125,7 +125,7 @@ def audited(redis: RedisProcess, directory: Path, heard: list[Heard]) -> set[str
 
 
 def subjects(answer: ClientAnswer, session_there: bool) -> list[str]:
-    """What the audit is to say of an answer that is gone."""
+    """The subjects that the audit must name for an answer that is lost."""
     gone = [] if session_there else [f"session {answer.session_id}"]
     return gone + [f"session {answer.session_id} {field}" for field in answer.fields]
 
@@ -147,7 +147,8 @@ def test_a_redis_that_is_told_to_end_keeps_all_that_it_answered(redis: RedisProc
 def test_wherever_a_power_cut_ends_the_file_heads_and_stream_tell_one_story(
     redis: RedisProcess, tmp_path: Path
 ) -> None:
-    """From the end backwards through every kind of append: what was cut is gone for all, and it is named."""
+    """Cut through every kind of append, from the end backwards. The cut records are gone from heads and
+    stream, and the audit names them."""
     heard = asyncio.run(talk(redis, 3))
     last = heard[-5:]
     cuts = [last[0].written]
@@ -170,7 +171,7 @@ def test_wherever_a_power_cut_ends_the_file_heads_and_stream_tell_one_story(
 def test_after_a_power_cut_both_ends_go_on_by_themselves(
     redis: RedisProcess, tmp_path: Path, connection: str
 ) -> None:
-    """Neither is started anew: a gateway that remembers a turn which is gone does not build on it."""
+    """Neither is restarted. The gateway's cache has a lost turn, and the next turn must not extend it."""
 
     async def gateway() -> None:
         client = AsyncRedis.from_url(redis.url)
@@ -210,7 +211,7 @@ def test_after_a_power_cut_both_ends_go_on_by_themselves(
 
 
 async def fill(url: str) -> int:
-    """Append until Redis refuses; how many turns it took."""
+    """Append turns until Redis refuses one; return how many it has stored."""
     connection = AsyncRedis.from_url(url)
     writer, taken = RedisWriter(connection), 0
     await writer.open_session(spec("s"))
@@ -232,7 +233,7 @@ def limit(redis: Redis, room: int) -> None:
 
 @pytest.mark.parametrize("trainer_was_there", [False, True])
 def test_a_trainer_frees_a_redis_that_is_full(redis: RedisProcess, trainer_was_there: bool) -> None:
-    """Also one that comes for the first time; whatever it does writes, and none of that is refused."""
+    """A new trainer frees it, too. All that a trainer does writes to Redis, and no such write is refused."""
     client = redis.client
     if trainer_was_there:
         first = Lease(client, 1000.0)
@@ -242,13 +243,13 @@ def test_a_trainer_frees_a_redis_that_is_full(redis: RedisProcess, trainer_was_t
     limit(client, 3_000_000)
     taken = asyncio.run(fill(redis.url))
     assert taken > 10
-    client.config_set("maxmemory", 1)  # whatever little was left
+    client.config_set("maxmemory", 1)  # now not even the smallest write fits
     lease = Lease(client, 1000.0)
     assert lease.claim() is None
     reader = RedisReader(client, lease.token)
     entries = reader.read(1000, 0.1)
     assert len(entries) == taken
-    # As after a crash in between: the same again, of entries that are pending.
+    # The trainer reads the pending entries again, as after a crash.
     assert [entry.entry_id for entry in reader.reclaim()] == [entry.entry_id for entry in entries]
     before: Any = client.info("memory")
     verdict = Verdict(code="trained", step=1, version=1)

@@ -1,6 +1,6 @@
-"""What earlier builds wrote is read for ever: bytes of every record, kept as they were written.
+"""Records of earlier builds stay readable for ever: reads bytes of every record as they were first written.
 
-A file is added when a schema, or a record, comes; what a file holds is never changed. Redis outlives builds.
+A new schema or record adds a file, and no file is ever changed, because data in Redis outlives builds.
 """
 
 import json
@@ -109,7 +109,7 @@ LATER: dict[str, Any] = {
     "turn_of_a_user": msgspec.structs.replace(RECORDS["turn_short"], user="bob"),
     "deletion": Deletion(session_id="s1", created_at=5.0, group_id="g1", group_size=4),
 }
-"""What came to schema 1 after its first build."""
+"""Fields that were added to schema 1 after its first build."""
 
 
 @pytest.mark.parametrize("name", [*RECORDS, *LATER])

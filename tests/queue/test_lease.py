@@ -1,4 +1,4 @@
-"""One trainer reads the stream: who may claim it, and what holds off a process that comes back late."""
+"""One trainer reads the stream: which one may claim the lease, and how the fence stops a former holder."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ def redis(redis_url: str) -> Iterator[Redis]:
 
 @pytest.fixture
 def full(redis: Redis) -> Iterator[None]:
-    """From the moment a test asks for it, and only then."""
+    """Redis is full from the moment the test asks for this fixture."""
     yield
     redis.config_set("maxmemory", 0)
 
@@ -96,7 +96,7 @@ def test_a_lease_that_is_let_go_is_free_at_once(redis: Redis) -> None:
 def test_a_lease_that_is_not_renewed_runs_out(redis: Redis) -> None:
     first, began = claimed(redis, 2.0), time.monotonic()
     while time.monotonic() < began + 3.0:
-        time.sleep(0.1)  # as a trainer does, for longer than the lease lasts
+        time.sleep(0.1)  # between renewals, which together last longer than the lease
         first.renew()
     assert Lease(redis, 30.0).claim() is not None
     wait_until(lambda: not redis.exists(keys.LEASE))
@@ -148,11 +148,11 @@ def test_the_lease_of_a_process_that_died_here_is_free_at_once(redis: Redis) -> 
         assert held is not None
         assert held.holder.pid == other.pid
         other.send_signal(signal.SIGKILL)
-        wait_until(lambda: held.holder.dead)  # also before anybody has waited for it
+        wait_until(lambda: held.holder.dead)  # also before its parent has waited for it
         claimed(redis)
 
 
-def test_of_a_process_elsewhere_nobody_says_that_it_is_dead() -> None:
+def test_a_process_on_another_machine_is_never_called_dead() -> None:
     here = Holder.here()
     ended = msgspec.structs.replace(here, born="never")
     assert (here.dead, ended.dead) == (False, True)
@@ -173,12 +173,12 @@ def test_a_lease_that_nobody_can_read_keeps_others_off_until_it_runs_out(redis: 
     claimed(redis)
 
 
-# What the fence holds off
+# What the fence refuses
 
 
 @pytest.fixture
 def late(redis: Redis) -> RedisReader:
-    """The reader of a trainer that has taken "a", and slept while another claimed the lease."""
+    """The reader of a trainer that has read "a", and slept while another trainer claimed the lease."""
     redis.hset(keys.session("a"), "spec", b"")
     first = claimed(redis)
     reader = RedisReader(redis, first.token)
@@ -190,7 +190,7 @@ def late(redis: Redis) -> RedisReader:
     return reader
 
 
-def test_who_comes_back_late_takes_nothing(late: RedisReader, redis: Redis) -> None:
+def test_a_former_holder_reads_nothing(late: RedisReader, redis: Redis) -> None:
     with pytest.raises(LeaseLost, match="another trainer"):
         late.read(10, 0.01)
     with pytest.raises(LeaseLost):
@@ -198,7 +198,7 @@ def test_who_comes_back_late_takes_nothing(late: RedisReader, redis: Redis) -> N
     assert owed(redis) == 1
 
 
-def test_who_comes_back_late_acknowledges_and_says_nothing(late: RedisReader, redis: Redis) -> None:
+def test_a_former_holder_acknowledges_and_writes_nothing(late: RedisReader, redis: Redis) -> None:
     pending: Any = redis.xpending(keys.STREAM, keys.GROUP)
     with pytest.raises(LeaseLost):
         late.acknowledge([pending["min"].decode()], Verdicts({"a": TRAINED}, {("a", "t"): TRAINED}))
@@ -239,7 +239,7 @@ def test_a_claim_between_the_look_at_the_fence_and_the_read_is_seen(
     connect, answers = redis.connection_pool.get_connection, list[Any]()
 
     def connect_and_sleep() -> Any:
-        """Its first two answers are the look at the fence; then it sleeps."""
+        """The reader checks the fence in its first two answers; then it sleeps."""
         monkeypatch.setattr(redis.connection_pool, "get_connection", connect)
         connection: Any = connect()
         read = connection.read_response
@@ -260,7 +260,7 @@ def test_a_claim_between_the_look_at_the_fence_and_the_read_is_seen(
     assert owed(redis) == (0 if taken_over else 1)
 
 
-# What stops nothing
+# What does not stop the reader
 
 
 def test_news_is_heard_while_waiting(redis: Redis) -> None:
@@ -272,7 +272,7 @@ def test_news_is_heard_while_waiting(redis: Redis) -> None:
         xread = redis.xread
 
         def waits(*given: Any, **named: Any) -> Any:
-            append(other, "b")  # between the look and the wait
+            append(other, "b")  # after the reader has found nothing and before it waits
             return xread(*given, **named)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -317,7 +317,7 @@ def test_what_nobody_can_read_is_set_aside_and_stops_nothing(redis: Redis, packe
     assert letter[b"error"]
     reader.acknowledge([entry.entry_id for entry in reader.reclaim()], NOTHING)
     assert owed(redis) == 0
-    assert redis.xlen(keys.STREAM) == 1  # the last that was delivered
+    assert redis.xlen(keys.STREAM) == 1  # the last delivered entry stays in the stream
 
 
 def test_an_entry_that_is_none_of_ours_is_set_aside_whole(redis: Redis) -> None:
@@ -328,7 +328,7 @@ def test_an_entry_that_is_none_of_ours_is_set_aside_whole(redis: Redis) -> None:
     assert (letter[b"who"], letter[b"what"]) == (b"me", b"\x00")
 
 
-def test_poison_that_was_delivered_and_not_set_aside_is_when_it_is_taken_up(redis: Redis) -> None:
+def test_a_delivered_entry_that_cannot_be_read_is_set_aside_when_it_is_reclaimed(redis: Redis) -> None:
     reader = claimed_reader(redis)
     redis.xadd(keys.STREAM, {keys.STREAM_FIELD: b"\x02newer"})
     redis.xreadgroup(keys.GROUP, keys.CONSUMER, {keys.STREAM: ">"})
@@ -337,7 +337,7 @@ def test_poison_that_was_delivered_and_not_set_aside_is_when_it_is_taken_up(redi
     assert len(letters(redis)) == 1
 
 
-def test_poison_is_set_aside_once_and_not_when_it_was_deleted_meanwhile(redis: Redis) -> None:
+def test_an_unreadable_entry_is_set_aside_once_and_not_if_it_was_deleted_meanwhile(redis: Redis) -> None:
     reader = claimed_reader(redis)
     append(redis, "sound")
     redis.xadd(keys.STREAM, {keys.STREAM_FIELD: b"\x02kept"})
@@ -352,7 +352,7 @@ def test_poison_is_set_aside_once_and_not_when_it_was_deleted_meanwhile(redis: R
     assert owed(redis) == 0
 
 
-def test_who_comes_back_late_sets_nothing_aside(redis: Redis) -> None:
+def test_a_former_holder_sets_nothing_aside(redis: Redis) -> None:
     reader = RedisReader(redis, claimed(redis).token)
     append(redis, "sound")
     redis.xadd(keys.STREAM, {keys.STREAM_FIELD: b"\x02newer"})
@@ -395,7 +395,7 @@ def test_a_trim_that_fails_repeats_nothing(redis: Redis, caplog: pytest.LogCaptu
 
 
 def test_a_full_redis_lets_the_trainer_make_room(redis: Redis, full: None) -> None:
-    """Who frees the memory must get in, read, number a version, and acknowledge with verdicts."""
+    """Only the trainer frees memory. So it must be able to claim, read, reserve a version and acknowledge."""
     redis.hset(keys.session("a"), "spec", b"")
     claimed_reader(redis)
     entry_ids = append(redis, "a", "b")

@@ -1,6 +1,6 @@
-"""Append, read, step, checkpoint, acknowledge, and a crash anywhere: no history loses or repeats a turn.
+"""Checks that no history of appends, reads, steps, checkpoints and crashes loses or repeats a turn.
 
-Hypothesis writes the histories. Its long profile writes many more, and others in each run:
+Hypothesis generates the histories. Its long profile generates many more, and others in each run:
 
     pytest tests/queue/test_protocol.py --hypothesis-profile long
 """
@@ -66,7 +66,7 @@ SHORT_LIVED_S, AFTER_THEM, AFTER_ALL = 10.0, 1e5, 1e13
 
 @dataclass
 class Known:
-    """What the agents of a session were told: every success of theirs."""
+    """Every success that the agents of a session were told."""
 
     spec: SessionSpec
     turns: dict[str, Turn] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Known:
 
 
 class Protocol(RuleBasedStateMachine):
-    """Agents, a gateway, a trainer, and whoever kills them."""
+    """Rules for agents, a gateway, a trainer, and faults."""
 
     url: str
     knife: Knife
@@ -87,7 +87,7 @@ class Protocol(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.known: dict[str, Known] = {}
         self.buried: Counter[str] = Counter()
-        """Verdicts of turns that were counted of sessions that are deleted since."""
+        """The counted verdicts of turns whose sessions have been deleted since."""
         self.clock = 100.0
         self.system = System(self.url, self.knife, Path(self.folder.name), checkpoint_every_steps)
 
@@ -99,7 +99,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(target=sessions)
     def play(self) -> Any:
-        """What is trained, if nobody comes between."""
+        """Play two sessions that are trained unless a fault comes between."""
         return multiple(*self._play())
 
     @rule(session_id=sessions)
@@ -122,7 +122,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(session_id=sessions)
     def append_again(self, session_id: str) -> None:
-        """Answers were lost: the gateway, or another, repeats the appends."""
+        """Answers were lost, so that this gateway or another repeats the appends."""
         known = self.known[session_id]
         for turn in known.turns.values():
             with pytest.raises(SessionDeleted) if known.deleted else nullcontext():
@@ -165,7 +165,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(session_id=sessions, dies=st.booleans())
     def delete(self, session_id: str, dies: bool) -> None:
-        """The gateway may die before it has scrubbed the streams."""
+        """The gateway may die before it has removed the session's records from the streams."""
         self._delete(session_id, dies)
 
     @rule()
@@ -192,13 +192,13 @@ class Protocol(RuleBasedStateMachine):
 
     @rule()
     def save(self) -> None:
-        """An operator wishes for a checkpoint."""
+        """An operator requests a checkpoint."""
         self.system.shared_state.request_checkpoint()
         self.system.trainer.run_once()
 
     @rule(target=sessions, place=st.sampled_from(CUTS), busy=st.booleans())
     def kill(self, place: str, busy: bool) -> Any:
-        """The trainer dies there, or between two turns where it does not come by."""
+        """The trainer dies at `place`, or after the turn of its loop if it does not reach the place."""
         names = self._play() if busy else []
         with suppress(Killed), self.knife.ready(place, _die):
             self.system.trainer.run_once()
@@ -214,13 +214,13 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(place=st.sampled_from(["read: done", "acknowledge: done"]))
     def lose_an_answer(self, place: str) -> None:
-        """Redis has done it, and the connection broke."""
+        """The connection breaks after Redis has run the command."""
         with self.knife.ready(place, _break):
             self.system.trainer.run_once()
 
     @rule(place=st.sampled_from(CALM), goes_on=st.booleans())
     def sleep_through_a_takeover(self, place: str, goes_on: bool) -> None:
-        """A stopped process comes back with late writes, after another has begun to train."""
+        """A stopped process continues with late writes, after another has begun to train."""
         after: list[object] = []
         sleeper = self.system.trainer
 
@@ -242,7 +242,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(place=st.sampled_from(CUTS), session_id=sessions)
     def delete_meanwhile(self, place: str, session_id: str) -> None:
-        """A deletion that falls between two moves of the trainer."""
+        """A session is deleted between two actions of the trainer."""
         with self.knife.ready(place, lambda: self._delete(session_id, False)):
             self.system.trainer.run_once()
 
@@ -254,7 +254,7 @@ class Protocol(RuleBasedStateMachine):
         self.what_is_deleted_leaves_the_stream()
         self.verdicts_are_counted_once()
 
-    # What holds at any time
+    # What must hold at any time
 
     def nothing_is_lost_or_twice(self) -> None:
         trained, _ = self.system.durable()
@@ -303,7 +303,7 @@ class Protocol(RuleBasedStateMachine):
         assert +Counter(counted) == +expected
 
     def teardown(self) -> None:
-        """Everything ends; then the trainer is to finish with all of it."""
+        """End all sessions; then the trainer must settle every one."""
         if not hasattr(self, "system"):
             return
         try:
@@ -324,7 +324,7 @@ class Protocol(RuleBasedStateMachine):
             self.system.trainer.run_once()
 
     def _open(self, size: int, ttl_s: float) -> list[str]:
-        """A group of that size; a session alone has none."""
+        """Open a group of this size. A single session has no group."""
         group = {"group_id": f"g{len(self.known)}", "group_size": size} if size > 1 else {}
         names = [f"s{len(self.known)}-{index}" for index in range(size)]
         for session_id in names:
@@ -334,7 +334,7 @@ class Protocol(RuleBasedStateMachine):
         return names
 
     def _play(self) -> list[str]:
-        """Two sessions that compare."""
+        """Play a group of two sessions with different rewards."""
         names = self._open(2, 1e9)
         for value, session_id in enumerate(names):
             self.append(session_id)
@@ -391,7 +391,7 @@ class Protocol(RuleBasedStateMachine):
         return [record.turn_id for record in self._waiting() if isinstance(record, Turn)]
 
     def _seen_by_all(self) -> object:
-        """Everything that a trainer could spoil for another."""
+        """All shared state that one trainer could damage for another."""
         redis: Any = self.system.redis
         pending = redis.xpending_range(keys.STREAM, keys.GROUP, "-", "+", 10**6)
         return (
@@ -432,7 +432,7 @@ def _verdicts(head: SessionHead) -> Counter[str]:
 
 @pytest.fixture
 def machine(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Protocol]]:
-    """The protocol on this Redis; without waits, and with a disk that is as fast as memory."""
+    """The protocol on this Redis, without waits and without syncs of the disk."""
 
     knife = Knife()
 
@@ -441,7 +441,7 @@ def machine(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Pr
         durable.write_atomically(path, content)
 
     redis = Redis.from_url(redis_url)
-    redis.config_set("hz", 500)  # how often Redis looks whether a wait is over
+    redis.config_set("hz", 500)  # how often Redis checks whether a blocking read has timed out
     monkeypatch.setattr(checkpoint, "write_atomically", cut)
     monkeypatch.setattr(run_files, "write_atomically", cut)
     monkeypatch.setattr("trainer_service.intake.entry_reader.BLOCK_S", 0.001)
@@ -479,7 +479,7 @@ def appends_as_often_as_asked(patch: pytest.MonkeyPatch) -> None:
 
 def has_no_fence(patch: pytest.MonkeyPatch) -> None:
     class UnfencedPages(Pages):
-        """Reads under whichever token the fence holds."""
+        """Reads with the token of the current holder."""
 
         def __init__(self, redis: Redis, token: str) -> None:
             super().__init__(redis, token)

@@ -1,4 +1,4 @@
-"""Records are valid from birth, and the same after the wire."""
+"""Records are checked when they are made, and are the same after encoding and decoding."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ def test_rewards_outcomes_and_sessions_survive_the_wire() -> None:
         ({"versions": ()}, "end at 0"),
     ],
 )
-def test_a_turn_that_contradicts_itself_is_never_born(fields: dict[str, Any], complaint: str) -> None:
+def test_a_turn_that_contradicts_itself_cannot_be_made(fields: dict[str, Any], complaint: str) -> None:
     with pytest.raises(InvalidRecord, match=complaint):
         turn(**fields)
 

@@ -1,4 +1,4 @@
-"""Settled sessions are forgotten, whole and counted; whatever a trainer may still want is not."""
+"""Settled sessions are forgotten as a whole, and counted. Sessions that a trainer may still need are not."""
 
 import time
 from collections import Counter
@@ -31,7 +31,7 @@ FAILED = Verdict(code="failed", detail="it fell over")
 
 
 class Stream:
-    """A stream, its ends, and what forgets. One process of redis-py each, as gateways and a trainer are."""
+    """Both ends of one stream, and its forgetter. Gateway and trainer have different Redis clients."""
 
     def __init__(self, url: str) -> None:
         self.redis, self.sync = AsyncRedis.from_url(url), Redis.from_url(url)
@@ -40,14 +40,14 @@ class Stream:
         self.reader: RedisReader = claimed_reader(self.sync)
 
     async def episode(self, name: str = "s1", turns: int = 1, **terms: Any) -> None:
-        """A session that has ended, with a reward; nobody has judged it."""
+        """A session that has ended with a reward and has no verdict."""
         await self.writer.open_session(spec(name, **terms))
         for number in range(turns):
             await self.writer.append_turn(turn(f"{name}-t{number}", name), 200.0)
         await self.writer.append_outcome(outcome(session_id=name), reward("finish", session_id=name), None)
 
     def learn(self, verdict: Verdict = TRAINED) -> None:
-        """The trainer takes all there is, and is done with it."""
+        """The trainer reads all entries and acknowledges them with `verdict`."""
         entries = self.reader.read(1000, 0.01)
         names = {entry.record.session_id for entry in entries}
         turns = {
@@ -59,11 +59,11 @@ class Stream:
         self.reader.acknowledge([entry.entry_id for entry in entries], verdicts)
 
     async def forgotten(self, most: int = 100) -> Counter[str]:
-        """What is forgotten of all that may be, however young."""
+        """Forget settled sessions of any age; return their verdicts."""
         return (await self.forgetter.forget(0, most)).verdicts
 
     def left(self) -> set[str]:
-        """Every key but those of the stream and the trainer."""
+        """Every key except those of the stream and the trainer."""
         names: Any = self.sync.keys()
         return {name.decode() for name in names} - {keys.STREAM, keys.FENCE, keys.LEASE}
 
@@ -117,7 +117,7 @@ async def test_the_oldest_go_first_and_only_those_that_are_old_enough(stream: St
     assert await stream.writer.load("c") is not None
 
 
-async def test_what_nobody_has_settled_stays(stream: Stream) -> None:
+async def test_sessions_that_are_not_settled_stay(stream: Stream) -> None:
     await stream.writer.open_session(spec("open"))
     await stream.writer.open_session(spec("unrewarded"))
     await stream.writer.append_outcome(outcome(session_id="unrewarded"), None, None)
@@ -127,17 +127,17 @@ async def test_what_nobody_has_settled_stays(stream: Stream) -> None:
     assert await stream.writer.expire(now=1e10, limit=10) == 2
     assert not await stream.forgotten(), "the trainer has yet to read that they expired"
     stream.learn()
-    assert await stream.forgotten() == {"trained": 2}  # of the two that expired, as this trainer says
+    assert await stream.forgotten() == {"trained": 2}  # the two expired ones, by this trainer's verdict
     assert await stream.writer.load("ended") is not None
 
 
 @pytest.mark.parametrize("read", [False, True])
 async def test_nothing_is_forgotten_of_which_an_entry_waits(stream: Stream, read: bool) -> None:
-    """Whether the trainer has yet to read it, or to finish with it. What was settled before is not held."""
+    """The entry waits to be read or to be acknowledged. Sessions settled before the entry are forgotten."""
     await stream.episode("before")
     stream.learn()
     began = time.time()
-    while time.time() - began < 0.002:  # what comes now has later ids, in milliseconds
+    while time.time() - began < 0.002:  # so that later entries have later ids, which count milliseconds
         pass
     await stream.writer.open_session(spec())
     await stream.writer.append_turn(turn(), 200.0)
@@ -153,7 +153,7 @@ async def test_nothing_is_forgotten_of_which_an_entry_waits(stream: Stream, read
 
 
 async def test_a_clock_that_was_set_back_forgets_nothing_that_waits(stream: Stream) -> None:
-    """The stream's ids go on from where they were; a session is settled behind them all the same."""
+    """The stream's ids still grow, and a session counts as settled after the newest id."""
     ahead = int(time.time() * 1000) + 3600_000
     stream.sync.xadd(keys.STREAM, {keys.STREAM_FIELD: b"?"}, id=f"{ahead}-0")
     stream.reader.read(100, 0.01)
@@ -215,7 +215,7 @@ async def test_nothing_is_added_to_what_is_forgotten(stream: Stream) -> None:
         await stream.writer.append_outcome(outcome(), None, FAILED)
     with pytest.raises(SessionUnknown):
         await stream.writer.append_turn(turn("t2"), 200.0)
-    with pytest.raises(SessionClosed, match="forgotten"):  # of a call that named no session, and took long
+    with pytest.raises(SessionClosed, match="forgotten"):  # for a long call that named no session
         await stream.writer.append_turn(turn("t2"), 200.0, opening=spec())
     stream.reader.acknowledge([], Verdicts({"s1": TRAINED}, {("s1", "s1-t0"): TRAINED}))
     assert stream.left() == {keys.VERDICTS, keys.FORGOTTEN, keys.FORGOTTEN_IDS}
@@ -226,7 +226,7 @@ async def test_nothing_is_added_to_what_is_forgotten(stream: Stream) -> None:
 async def test_an_id_that_a_trainer_may_know_is_not_given_again(
     stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would take the new session's turns for stragglers of the old one's, and train none of them."""
+    """The trainer would take the new session's turns for late turns of the old one, and not train them."""
     monkeypatch.setattr(retention, "IDS_KEPT", 3)
     await stream.episode(group_id="g", group_size=1)
     stream.learn()
@@ -250,7 +250,7 @@ async def test_an_id_that_a_trainer_may_know_is_not_given_again(
 
 
 async def test_a_group_is_there_until_its_last_member_is_forgotten(stream: Stream) -> None:
-    """And as large as ever: its places are taken, and nobody waits for those who are gone."""
+    """The group keeps its size: forgotten members still hold their places, and nothing waits for them."""
     for name in ("a", "b"):
         await stream.episode(name, group_id="g", group_size=3)
     await stream.writer.open_session(spec("open", group_id="g", group_size=3))
@@ -278,7 +278,7 @@ async def test_a_deleted_member_keeps_no_group(stream: Stream) -> None:
     assert stream.sync.zcard(keys.SETTLED) == 0
 
 
-async def test_what_this_build_cannot_read_stays_and_holds_nobody_up(stream: Stream) -> None:
+async def test_a_session_that_this_build_cannot_read_stays_and_delays_no_other(stream: Stream) -> None:
     await stream.episode("newer")
     stream.learn()
     stream.sync.hset(keys.session("newer"), "t:newer", b"\xff?")
@@ -345,7 +345,7 @@ async def test_a_group_of_any_size_loses_its_members_and_begins_anew(stream: Str
     assert (await stream.writer.open_session(spec("c", group_id="g")))[1]
 
 
-async def test_it_is_said_which_entry_keeps_what_is_settled(stream: Stream) -> None:
+async def test_the_entry_that_keeps_settled_sessions_is_named(stream: Stream) -> None:
     await stream.writer.append_turn(turn("open-t", session_id="open"), 200.0, opening=spec("open"))
     await stream.writer.open_session(spec("s2"))
     await stream.writer.append_outcome(outcome(session_id="s2", status="failed"), None, FAILED)
@@ -356,7 +356,7 @@ async def test_it_is_said_which_entry_keeps_what_is_settled(stream: Stream) -> N
 
 
 async def looked_through(stream: Stream) -> None:
-    """Until the cursor is back where it began."""
+    """Wait until the scan's cursor is back at its beginning."""
     scan, cursors = stream.redis.zscan, list[int]()
 
     async def scan_and_note(*given: Any, **more: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The stream's two ends behave alike in memory and on a real Redis: the same tests hold both."""
+"""The stream's two ends behave alike in memory and on a real Redis: the same tests run on both."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -102,7 +102,7 @@ async def test_sessions_are_listed_by_age_page_by_page(ends: Ends) -> None:
 
 
 async def test_the_place_of_a_session_is_between_those_of_its_age(ends: Ends) -> None:
-    """Also of one that is not there any more, and whichever id comes first where people live."""
+    """Also the place of a session that is gone, and independent of the locale's order of ids."""
     names = ["B", "a", "a-", "a0", "b", "ab"]
     for name in names:
         await ends.writer.open_session(SessionSpec(session_id=name, created_at=1.0))
@@ -201,12 +201,12 @@ async def test_a_turn_is_found_by_the_conversation_that_it_answers(ends: Ends) -
 
 
 def attempt(turn_id: str, attempt: int, started_at: float, **fields: Any) -> Turn:
-    """A turn of one and the same request."""
+    """A turn for one attempt; all attempts have the same request."""
     return turn(turn_id, attempt=attempt, started_at=started_at, request_digest="q", **fields)
 
 
 async def orphans(ends: Ends, *turns: Turn) -> dict[str, str]:
-    """The orphans of a session with these turns, in this order; the trainer's stream and the head agree."""
+    """The orphans of a session with these turns in this order. Checks that stream and head agree."""
     await ends.writer.open_session(spec())
     appended = [await ends.writer.append_turn(each, 200.0) for each in turns]
     head = await ends.writer.load("s1")
@@ -266,7 +266,7 @@ async def test_a_call_that_began_after_a_retry_is_a_sample_of_its_own(ends: Ends
     assert await orphans(ends, attempt("again", 1, 110.0), attempt("later", 0, 120.0)) == {}
 
 
-async def test_a_retry_rather_replaces_what_was_aborted(ends: Ends) -> None:
+async def test_a_retry_replaces_an_aborted_turn_before_others(ends: Ends) -> None:
     aborted = attempt("aborted", 0, 100.0, finish="abort")
     turns = (aborted, attempt("answered", 0, 101.0), attempt("again", 1, 110.0))
     assert await orphans(ends, *turns) == {"aborted": "again"}
@@ -343,7 +343,7 @@ async def test_verdicts_reach_the_head(ends: Ends) -> None:
 
 
 def counted(ends: Ends) -> dict[str, int]:
-    """How many sessions and turns ended how; what came to nothing left out."""
+    """The number of sessions and turns for each verdict, without zeros."""
     if isinstance(ends.writer, MemoryStream):
         counts = ends.writer.counts
     else:
@@ -354,7 +354,7 @@ def counted(ends: Ends) -> dict[str, int]:
 
 
 async def test_verdicts_that_are_written_again_count_once(ends: Ends) -> None:
-    """The answer to an acknowledgement may be lost; then it is repeated."""
+    """If the answer to an acknowledgement is lost, the acknowledgement is repeated."""
     await ends.writer.open_session(spec())
     await ends.writer.append_turn(turn(), 200.0)
     (entry,) = ends.reader.read(10, 0.01)
@@ -418,7 +418,7 @@ async def test_a_session_that_waits_for_the_trainer_alone_does_not_expire(ends: 
     assert unrewarded.verdict is not None
 
 
-# What only a real Redis can show
+# Tests that need a real Redis
 
 
 @pytest.fixture
@@ -527,7 +527,7 @@ async def test_a_full_redis_takes_a_record_whole_or_not_at_all(redis: Redis, red
 
 
 async def test_sessions_expire_on_a_full_redis(redis: Redis, redis_url: str) -> None:
-    """What one that waits keeps from being freed is freed in the end."""
+    """An open session keeps memory from being freed until it expires."""
     async with AsyncRedis.from_url(redis_url) as connection:
         writer = RedisWriter(connection)
         await writer.open_session(spec(ttl_s=10.0))
@@ -545,7 +545,7 @@ def test_replacing_a_field_keeps_a_record_valid() -> None:
 
 
 async def test_a_call_sees_what_other_gateways_wrote(ends: Ends, redis_url: str) -> None:
-    """Heads are remembered between calls, and never when they are old."""
+    """Heads are cached between calls, and an outdated head is never used."""
     other = ends.writer
     redis = AsyncRedis.from_url(redis_url)
     if isinstance(ends.writer, RedisWriter):
@@ -634,14 +634,14 @@ async def test_a_redis_that_is_silent_is_given_up(connect: Connect, redis_url: s
 
 
 async def test_one_caller_who_leaves_disturbs_no_other(connect: Connect, redis_url: str) -> None:
-    """Cancelled while its large command waits for a slow socket: the others hear their own answers."""
+    """A caller is cancelled while its large command waits for a slow socket. Others get their own answers."""
     redis = AsyncRedis.from_url(redis_url)
     connection = connect(redis)
     await connection.command("PING")
     for number in range(5):
         await redis.client_pause(100)
         leaving = asyncio.create_task(connection.command("SET", "large", b"x" * 20_000_000))
-        await asyncio.sleep(0.02)  # it is in the middle of its command, which is larger than any buffer
+        await asyncio.sleep(0.02)  # the command is larger than any buffer, so that it is half sent now
         leaving.cancel()
         asked = [f"{number}-{index}" for index in range(20)]
         heard = await asyncio.gather(*(connection.command("ECHO", each) for each in asked))
@@ -674,5 +674,5 @@ async def test_a_redis_that_takes_the_call_and_says_nothing_is_given_up_for_all(
 
 
 def test_the_pipelined_connection_was_written_for_this_redis_py() -> None:
-    """It uses attributes that redis-py keeps private. After an upgrade, read what WRITTEN_FOR asks for."""
+    """It uses private attributes of redis-py. After an upgrade, follow the text at WRITTEN_FOR."""
     assert version("redis") == WRITTEN_FOR

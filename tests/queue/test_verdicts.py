@@ -1,4 +1,4 @@
-"""One verdict has one text, whoever tells it."""
+"""A verdict has the same text whether the gateway or the trainer gives it."""
 
 from typing import Any
 

@@ -10,7 +10,7 @@ from tests.support.rollout_server.harness import Harness, make_harness
 
 @pytest.fixture
 async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
-    """Open, with an engine that serves version 0."""
+    """A started server whose engine serves version 0."""
     harness = make_harness(tmp_path)
     await harness.server.open()
     await harness.until_ready()

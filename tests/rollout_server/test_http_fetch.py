@@ -1,4 +1,4 @@
-"""Weights over HTTP, as the trainer serves them: bounded, without redirects, our key to the trainer alone."""
+"""Weights over HTTP from the trainer: sizes are bounded, redirects refused, the key goes to it alone."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

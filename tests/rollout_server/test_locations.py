@@ -1,4 +1,4 @@
-"""Where weights may come from is decided before anything is opened or called."""
+"""The location of weights is checked before any file is opened and any server is called."""
 
 from pathlib import Path
 

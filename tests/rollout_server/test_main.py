@@ -1,4 +1,4 @@
-"""What cannot work is said in one sentence, before anything is started."""
+"""A configuration that cannot work is refused in one sentence, before anything is started."""
 
 import os
 import socket

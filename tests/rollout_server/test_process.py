@@ -12,7 +12,7 @@ import pytest
 from rollout_server.engine.process import TETHER, EngineProcess, port_in_use
 from tests.support.waiting import wait_until
 
-# What is started sleeps until it is ended.
+# Parent and child sleep until the test ends them.
 FAMILY = "import os, time; child = os.fork(); print(child or os.getpid(), flush=True); time.sleep(600)"
 
 
@@ -56,7 +56,7 @@ async def test_children_that_outlive_a_dead_engine_are_ended_too(tmp_path: Path)
 
 
 async def test_stop_is_patient_and_then_kills(tmp_path: Path) -> None:
-    # It sleeps until it is ended.
+    # The engine sleeps until the test ends it.
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
     process = await start(tmp_path, stubborn)
     pids_in(tmp_path / "logs" / "engine.log", 1)
@@ -76,7 +76,7 @@ async def test_the_log_tail_and_the_former_log_are_kept(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
 def test_an_engine_dies_with_a_server_that_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "pid"
-    # Both sleep until they are ended.
+    # Server and engine sleep until the test ends them.
     engine = f"import os, time; open({str(log)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     server = (
         "import os, subprocess, sys, time;"

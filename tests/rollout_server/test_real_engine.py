@@ -34,7 +34,7 @@ pytestmark = [
 
 @dataclass
 class Running:
-    """One rollout server as a process of its own, with its engine."""
+    """One rollout server in its own process, with its engine."""
 
     process: subprocess.Popen[bytes]
     directory: Path

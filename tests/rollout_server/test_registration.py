@@ -1,4 +1,4 @@
-"""A server that starts, or comes back, serves what the fleet serves before it says that it is ready."""
+"""A server that starts or comes back loads the fleet's version before it reports that it is ready."""
 
 import asyncio
 import json
@@ -131,7 +131,9 @@ async def test_a_server_that_is_told_to_end_tells_the_gateway_and_lets_its_calls
     leaving = asyncio.create_task(harness.server.leave())
     await wait_until_async(lambda: len(harness.network.requests) > told)
     assert (await harness.status())["state"] == "draining", "when the gateway asks"
-    assert (await harness.http.post("/resume")).json()["state"] == "draining", "it is too late"
+    assert (await harness.http.post("/resume")).json()["state"] == "draining", (
+        "a server that ends cannot resume"
+    )
     await wait_until_async(lambda: harness.engine.calls.count("/v1/loads") >= 4)
     assert not leaving.done()
     harness.engine.running = 0
@@ -151,7 +153,7 @@ async def test_a_server_that_is_told_to_end_while_it_loads_lets_the_held_calls_g
     await wait_until_async(lambda: "/update_weights_from_disk" in harness.engine.calls)
     harness.engine.running = 0
     leaving = asyncio.create_task(harness.server.leave())
-    await asyncio.sleep(0)  # it begins to leave
+    await asyncio.sleep(0)  # the server begins to end
     assert (await harness.status())["state"] == "draining"
     assert not leaving.done()
     harness.engine.load_gate.set()

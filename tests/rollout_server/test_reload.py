@@ -1,4 +1,4 @@
-"""POST /reload is a transaction: the new version proved in the engine, or the old one serving."""
+"""POST /reload is a transaction: the engine proves the new version, or continues to serve the old one."""
 
 import asyncio
 from collections.abc import Callable
@@ -164,7 +164,7 @@ async def test_an_engine_that_kept_the_old_weights_is_not_believed(harness: Harn
     answer = await harness.reload(1, harness.policy(1))
     assert answer.status_code == 503
     assert "still in the engine" in error_of(answer)["message"]
-    assert not harness.engine.calls[-1].startswith("/continue"), "what it samples must reach nobody"
+    assert not harness.engine.calls[-1].startswith("/continue"), "its tokens must reach no client"
 
 
 async def test_weights_that_are_the_same_by_value_pass_the_proof(harness: Harness) -> None:
@@ -205,7 +205,9 @@ async def test_a_reload_waits_for_an_engine_that_is_starting(harness: Harness) -
     harness.engine.boot_gate.clear()
     await harness.kill_engine()
     reload = asyncio.create_task(harness.reload(1, harness.policy(1)))
-    await asyncio.sleep(0.05)  # time enough to end, if it did not wait: that it waits has no event
+    await asyncio.sleep(
+        0.05
+    )  # without waiting, the reload would end within this time; no event tells that it waits
     assert not reload.done()
     harness.engine.boot_gate.set()
     assert (await reload).status_code == 200
@@ -225,7 +227,9 @@ async def test_reloads_run_one_at_a_time(harness: Harness) -> None:
     running = asyncio.create_task(harness.reload(1, first))
     await wait_until_async(lambda: "/update_weights_from_disk" in harness.engine.calls)
     waiting = asyncio.create_task(harness.reload(2, second))
-    await asyncio.sleep(0.05)  # time enough to fetch, if it did not wait: that it waits has no event
+    await asyncio.sleep(
+        0.05
+    )  # without waiting, it would fetch within this time; no event tells that it waits
     assert not list((harness.directory / "weights").rglob("v00000002*")), "the second has not even fetched"
     harness.engine.load_gate.set()
     assert [(await running).status_code, (await waiting).status_code] == [200, 200]
@@ -246,7 +250,7 @@ async def test_only_the_current_and_the_former_version_stay_on_disk(harness: Har
     assert kept == ["v00000002", "v00000003"]
 
 
-async def test_a_rollback_uses_the_files_that_are_here_still(harness: Harness) -> None:
+async def test_a_rollback_uses_the_files_that_are_still_on_disk(harness: Harness) -> None:
     first, second = harness.policy(1), harness.policy(2)
     digest = publish(first, 1)
     await harness.reload(1, first)

@@ -1,4 +1,4 @@
-"""A set of weights is proved before an engine sees it; each way to be broken is named."""
+"""A set of weights is verified before an engine loads it, and each fault is named."""
 
 import contextlib
 import json
@@ -101,7 +101,7 @@ def test_a_wrong_shape_is_refused(model: Path, pushed: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["I32", "F64", "F8_E4M3", "NONSENSE"])
-def test_a_dtype_that_is_no_float_of_ours_is_refused(pushed: Path, dtype: str) -> None:
+def test_an_unsupported_dtype_is_refused(pushed: Path, dtype: str) -> None:
     tensors = float32_tensors() | {"model.norm.weight": (dtype, [2], bytes(8))}
     write_safetensors(pushed / WEIGHTS, tensors)
     with pytest.raises(BrokenWeights, match=f"'model.norm.weight': dtype {dtype}"):
@@ -190,7 +190,7 @@ def _offsets(change: Callable[[dict[str, dict[str, object]]], object]) -> bytes:
     "raw",
     [
         _offsets(lambda header: header["b"].update(data_offsets=[0, 4])),
-        _offsets(lambda header: header.update(c={**header["a"]})),  # overlap, although the file is filled
+        _offsets(lambda header: header.update(c={**header["a"]})),  # two tensors overlap
         _offsets(lambda header: header["b"].update(data_offsets=[8, 12])),  # past the end
         _offsets(lambda header: header["b"].update(data_offsets=[8, 4])),
         _offsets(lambda header: header["b"].update(data_offsets=[-4, 0])),
@@ -211,7 +211,7 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, raw: bytes) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_no_bytes_make_the_reader_fail_otherwise(
+def test_any_bytes_are_read_or_refused_with_the_readers_own_error(
     tmp_path_factory: pytest.TempPathFactory, raw: bytes
 ) -> None:
     path = tmp_path_factory.mktemp("raw") / WEIGHTS

@@ -20,7 +20,7 @@ from trainer_service.sinks.sink import Sink
 from trainer_service.step.ranks import Leader
 from trainer_service.step.step_request import StepRequest
 
-torch.set_num_threads(1)  # the models are too small for two, and another worker has the other core
+torch.set_num_threads(1)  # the models are too small for more, and another worker uses the other core
 
 
 @pytest.fixture(scope="session")
@@ -50,17 +50,17 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def untrained(model_path: Path) -> Weights:
-    """The weights that every training begins with."""
+    """The weights with which every training begins."""
     weights: Weights = load_file(model_path / "model.safetensors")
     return weights
 
 
 @pytest.fixture(scope="session")
 def imported(model_path: Path) -> None:
-    """Everything that a policy needs is imported, and the garbage collector leaves it alone from now on.
+    """Import everything that a policy needs, and exempt these objects from garbage collection.
 
-    DeepSpeed collects garbage whenever it makes a policy of stage 3: half a second each time, for the sake of
-    a million objects of torch and transformers.
+    DeepSpeed collects garbage whenever it makes a policy of stage 3. With the million objects of torch and
+    transformers, each collection would take half a second.
     """
     settings = TrainerSettings(model_path=model_path, threads=1, device="cpu", zero_stage=3)
     Leader(DeepSpeedPolicy(settings)).optimise(StepRequest(random_rows(0, 1), 0, settings.algorithm))
@@ -75,7 +75,7 @@ def make_harness(tmp_path: Path, model_path: Path, imported: None) -> Iterator[M
     ) -> Harness:
         root = tmp_path / name
         algorithm = {"min_live_rows": 2, "flush_after_s": None, "group_wait_s": 1e12}
-        # The log-probabilities are made up, and the policy runs away from them.
+        # The logprobs in these tests are invented, so that these guards would always alarm.
         guards = {"max_abs_logp": None, "max_kl": None}
         given: dict[str, Any] = {
             "model_path": model_path,

@@ -1,4 +1,4 @@
-"""The REST API: where the trainer stands, its weights and ledger, and who may ask."""
+"""The REST API: the trainer's status, its weights and ledger, and the keys that it needs."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What `weir audit` says of a real trainer on a real Redis: that all is well, or the ids of the fault."""
+"""`weir audit` of a real trainer on a real Redis finds nothing wrong, or names the ids of the fault."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ def agents(redis: Redis, redis_url: str) -> RedisAgents:
 
 
 class Audited:
-    """A trainer on that Redis, and the command that looks at both."""
+    """A trainer on this Redis, and the command that audits both."""
 
     def __init__(self, make_harness: MakeHarness, redis: Redis, redis_url: str) -> None:
         self._make_harness, self._redis, self._url = make_harness, redis, redis_url
@@ -54,7 +54,7 @@ class Audited:
         return self.harness
 
     def audit(self, *flags: str) -> tuple[int, dict[str, Any]]:
-        """The exit code, and what it said for programs."""
+        """The exit code, and the report as JSON."""
         where = ["--redis-url", self._url, "--trainer-url", NOBODY]
         where += ["--checkpoint-dir", str(self.harness.settings.checkpoint_dir)]
         result = CliRunner().invoke(app, ["audit", "--json", *where, *flags])
@@ -149,7 +149,7 @@ def test_what_is_forgotten_still_adds_up(
 
 
 async def forget(redis_url: str) -> Mapping[str, int]:
-    """What a gateway does once sessions are settled for long."""
+    """Forget settled sessions, as a gateway does after their retention."""
     async with AsyncRedis.from_url(redis_url) as redis:
         return (await RedisForgetter(redis).forget(0, 100)).verdicts
 

@@ -1,4 +1,4 @@
-"""What the trainer says of the work ahead: by it the gateways admit as much as is trained in time."""
+"""The trainer's report of its backlog, by which gateways admit only as many sessions as it trains in time."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.support.trainer_service.harness import Harness, MakeHarness
 
 
 def wait(harness: Harness) -> None:
-    """A turn of the loop without a step, whose beat reports however soon after the last it comes."""
+    """Run the trainer's loop once without a step, after a heartbeat that reports at once."""
     harness.heartbeat.note(harness.trainer.step, harness.trainer.version)
     assert not harness.trainer.run_once()
 
@@ -38,7 +38,9 @@ def test_the_use_of_a_step_counts_what_taught_nothing(harness: Harness) -> None:
     harness.agents.group("equal", [1.0, 1.0, 1.0])
     harness.agents.group("live", [1.0, 0.0])
     assert harness.trainer.run_once()
-    assert said(harness, "per_step") == [pytest.approx((2 + 5) / 2)]  # the guess before it, and what it used
+    assert said(harness, "per_step") == [
+        pytest.approx((2 + 5) / 2)
+    ]  # the mean of the first estimate and of what the step used
 
 
 def test_what_no_checkpoint_contains_yet_is_owed(make_harness: MakeHarness) -> None:

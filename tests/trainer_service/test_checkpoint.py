@@ -1,4 +1,4 @@
-"""A checkpoint is whole or it is not loaded; nothing is loaded in its place without being told."""
+"""A broken checkpoint is an error: the trainer neither loads it nor silently starts from another state."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from trainer_service.storage.run_state import LedgerStep, RunState
 
 
 class Weights:
-    """Shards that are one number."""
+    """Weights that are a single number in one shard."""
 
     value = 0
     layout = Layout(ranks=1, zero_stage=1, dtype="float32")

@@ -1,4 +1,4 @@
-"""A critic that learns beside the policy, and the advantages that it makes."""
+"""A critic that learns beside the policy, and the advantages from its values."""
 
 import math
 from typing import Any
@@ -23,7 +23,7 @@ def criticised(make_harness: MakeHarness, advantage: Any = "gae", **settings: An
 
 
 def lesson(harness: Harness, name: str) -> dict[str, float]:
-    """Good answers begin with 10, bad ones with 11: who has read one token knows the reward."""
+    """Good answers begin with token 10, bad ones with 11, so that the first token predicts the reward."""
     for index, (first, value) in enumerate(((10, 1.0), (11, 0.0)) * 2):
         output = [first, 20, 21, 1]
         harness.agents.episode(f"{name}-{index}", value, output_ids=output, version=harness.trainer.version)
@@ -35,15 +35,15 @@ def lesson(harness: Harness, name: str) -> dict[str, float]:
 def test_a_critic_learns_what_is_to_come(name: str, make_harness: MakeHarness) -> None:
     harness = criticised(make_harness, name)
     said = [lesson(harness, f"l{step}") for step in range(12)]
-    assert said[0]["critic/value_mean"] == 0.0  # before it learns, the advantage is the return
+    assert said[0]["critic/value_mean"] == 0.0  # before training, all values are 0
     assert said[-1]["critic/loss"] < 0.5 * said[0]["critic/loss"]
     assert all(math.isfinite(value) for metrics in said for value in metrics.values())
-    if name == "gae":  # a turn's value is that of its first token, which knows nothing yet
+    if name == "gae":  # in the other, a turn has the value of its first token, before any token is known
         assert said[-1]["critic/explained_variance"] > 0.3 > said[0]["critic/explained_variance"]
 
 
 def test_a_restart_goes_on_with_the_same_critic(make_harness: MakeHarness) -> None:
-    """Bitwise as if nothing had happened."""
+    """The result is bitwise that of a run without a restart."""
     through, cut = criticised(make_harness, name="through"), criticised(make_harness, name="cut")
     for harness in (through, cut):
         lesson(harness, "a")
@@ -85,7 +85,7 @@ def test_micro_batches_change_nothing_of_what_a_critic_learns(make_harness: Make
         ("drgrpo", {}, "advantage drgrpo asks none"),
     ],
 )
-def test_who_asks_a_critic_has_one(
+def test_a_setting_that_needs_a_critic_is_refused_without_one(
     advantage: str, critic: Any, sentence: str, make_harness: MakeHarness
 ) -> None:
     with pytest.raises(ValueError, match=sentence):

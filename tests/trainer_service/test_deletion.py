@@ -1,4 +1,4 @@
-"""A deleted session leaves the trainer's memory at once, and keeps nobody waiting who was in its group."""
+"""A deleted session leaves the trainer's memory at once, and its group does not wait for it."""
 
 import gc
 import sys
@@ -31,8 +31,8 @@ def episode(session_id: str, first: int, value: float) -> list[Entry]:
 
 
 def turns_in_memory(session_id: str) -> int:
-    """A turn is nothing that the collector looks after, and what holds one may be neither. What modules hold
-    is looked at as well: they are frozen."""
+    """Count the turns of a session in memory. The garbage collector tracks no turns, and not all of their
+    holders. So the search follows untracked referents, and begins with the frozen globals of modules, too."""
     gc.collect()
     ours = [vars(module) for name, module in sys.modules.items() if name.startswith(OUR_PACKAGES)]
     holders = [*gc.get_objects(), *(value for names in ours for value in names.values())]
@@ -76,7 +76,9 @@ def test_a_batch_that_waits_for_more_rows_loses_what_was_deleted(make_harness: M
     harness = make_harness(algorithm={"min_live_rows": 4}).start()
     harness.agents.group("g", [1.0, 0.0, 0.5])
     assert not harness.trainer.run_once()
-    assert "of which 2 are here" in harness.shared_state.snapshot.waiting_for  # the third is the mean
+    assert (
+        "of which 2 are here" in harness.shared_state.snapshot.waiting_for
+    )  # the third has the mean reward, and so no advantage
     before = turns_in_memory("g-0")
     harness.agents.delete("g-0")
     assert not harness.trainer.run_once()

@@ -1,4 +1,4 @@
-"""A disk that is full: the trainer says so, leaves nothing half done, and goes on when there is room."""
+"""A full disk: the trainer reports it, leaves no partial file in place, and continues when there is room."""
 
 import errno
 import json
@@ -27,7 +27,7 @@ def full(number: int = errno.ENOSPC) -> OSError:
 
 
 class Disk:
-    """Refuses a write while it has no room, after half of what it is to take is there."""
+    """A disk that refuses a write, after a half of it, as long as it has no room."""
 
     def __init__(self, harness: Harness, error: Exception | None = None) -> None:
         self.harness, self.error = harness, error or full()
@@ -47,7 +47,7 @@ class Disk:
         return writing
 
     def wait(self, patch: pytest.MonkeyPatch, pauses: int) -> None:
-        """Let the trainer wait without time passing, and make room at the last of so many pauses."""
+        """Let the trainer wait without real time, and make room at the last of so many pauses."""
 
         def paused(seconds: float) -> None:
             self.harness.clock.pass_by(seconds)
@@ -166,7 +166,7 @@ def test_a_trainer_told_to_stop_while_its_disk_is_full_ends_in_order_and_loses_n
 def test_no_number_is_given_out_that_could_not_be_written_down(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And it is asked for before the step: weights that changed without a number would be trained again."""
+    """The number is reserved before the step. Otherwise the weights would change, and be trained again."""
     disk, before = Disk(harness), harness.weights()
     disk.wait(monkeypatch, 2)
     changed: list[bool] = []
@@ -184,7 +184,7 @@ def test_no_number_is_given_out_that_could_not_be_written_down(
     assert "room on the disk for the number of a version" in disk.said[0]
 
 
-def test_what_does_not_get_into_place_leaves_nothing_beside_it(
+def test_a_file_that_cannot_be_written_leaves_no_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(_descriptor: int) -> None:
@@ -207,7 +207,7 @@ def test_an_error_that_is_not_the_disks_passes(harness: Harness, monkeypatch: py
 def test_a_rank_that_could_not_write_is_not_waited_for(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others stand at a barrier of the first attempt; a second one would leave them out."""
+    """The other ranks wait at a barrier of the first attempt and would not take part in a second."""
     parted = Parted("rank 0 could not write")
     parted.__cause__ = full()
     disk = Disk(harness, parted)
@@ -244,7 +244,7 @@ def test_metrics_that_cannot_be_written_at_all_do_not_stop_the_training(harness:
 
 
 class Shards:
-    """Weights of one shard."""
+    """Weights with one shard."""
 
     layout = Layout(ranks=1, zero_stage=1, dtype="float32")
 

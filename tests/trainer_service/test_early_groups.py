@@ -1,4 +1,4 @@
-"""A step that learns from its groups as they come is the step that has them all at once."""
+"""A step that accumulates gradients of its groups as they come equals a step that has all groups at once."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,7 +39,7 @@ AGGREGATIONS: list[dict[str, Any]] = [
 
 
 def grouped(seed: int, count: int = 12, **fields: Any) -> list[Row]:
-    """Groups of four rows, of which each two are forks of one rollout."""
+    """Groups of four rows; each rollout has two rows, which are forks."""
     rows = random_rows(seed, count, **fields)
     return [
         replace(row, session_id=f"s{index // 2}", group_id=f"g{index // 4}") for index, row in enumerate(rows)
@@ -47,7 +47,7 @@ def grouped(seed: int, count: int = 12, **fields: Any) -> list[Row]:
 
 
 def learn(learner: OneRankLearner, rows: Sequence[Row], *parts: int) -> dict[str, float]:
-    """One step of all rows; the first `parts` rows of them each before their turn."""
+    """One step of all rows; before it, parts of `parts` rows are accumulated one after the other."""
     algorithm, done = learner.settings.algorithm, 0
     for count in parts:
         learner.leader.accumulate(StepRequest(rows[done : done + count], 0, algorithm))
@@ -80,13 +80,13 @@ def test_whatever_its_tokens_count(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_is_forgotten_changes_nothing(make_learner: MakeLearner, stage: int) -> None:
+def test_discarded_gradients_change_nothing(make_learner: MakeLearner, stage: int) -> None:
     spared, struck = (make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED) for _ in range(2))
     for learner in (spared, struck):
         learner.learn(1)
     struck.leader.accumulate(StepRequest(grouped(2), 0, struck.settings.algorithm))
     struck.leader.discard_gradients()
-    struck.leader.discard_gradients()  # there is nothing to forget
+    struck.leader.discard_gradients()  # there are no gradients to discard
     assert learn(struck, grouped(3), 4) == learn(spared, grouped(3), 4)
     assert differs_by(spared.exported(), struck.exported()) == 0
 
@@ -97,13 +97,13 @@ def test_what_is_forgotten_changes_nothing(make_learner: MakeLearner, stage: int
     [{"dtype": "bfloat16"}, {"offload_optimizer": True}, {"lora": {"rank": 2}}],
     ids=lambda given: next(iter(given)),
 )
-def test_parts_and_what_is_forgotten_change_nothing_with(
+def test_parts_and_discarded_gradients_change_nothing_with(
     make_learner: MakeLearner, untrained: Weights, given: dict[str, Any], stage: int
 ) -> None:
     whole, parted = (make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED, **given) for _ in range(2))
     parted.leader.accumulate(StepRequest(grouped(2), 0, parted.settings.algorithm))
     parted.leader.discard_gradients()
-    # Gradients of bfloat16 are added up in it: of 12 rows, in no more micro-batches than that.
+    # Gradients of bfloat16 are added up in bfloat16, over at most 12 micro-batches for the 12 rows.
     unit, roundings = (BFLOAT16, 12) if given.get("dtype") else (FLOAT32, TERMS)
     told = learn(parted, grouped(3), 4)
     wanted = pytest.approx(learn(whole, grouped(3))["grad_norm"], rel=ulps(roundings, unit=unit))
@@ -138,7 +138,7 @@ def test_a_checkpoint_amid_a_step_leaves_it_alone(make_learner: MakeLearner, sta
 EARLY = {"min_live_rows": 4, "max_tokens": 12}
 """A group of two episodes, of 6 tokens each, fills a pass; two groups are a step."""
 OTHER = [5, 6, 7]
-"""What the second group reads: after the same context, its rewards would undo what the first has taught."""
+"""The second group's context. With the same context, its rewards would cancel the first group's gradients."""
 
 
 def early(make_harness: MakeHarness, name: str = "run", **algorithm: Any) -> Harness:

@@ -1,4 +1,4 @@
-"""Evaluation while training: sessions that are never trained, and what they say of each version."""
+"""Evaluation during training: sessions that are never trained score each version."""
 
 import asyncio
 import json
@@ -84,7 +84,7 @@ def test_evaluation_is_in_no_figure_of_the_training(harness: Harness) -> None:
 def test_a_turn_that_asked_for_a_version_is_not_trained_and_its_session_is_evaluation(
     harness: Harness,
 ) -> None:
-    """The call alone pinned it; whoever opened the session said nothing of evaluation."""
+    """Only the call was pinned to a version; the session was opened as an ordinary one."""
     for name, value in (("a", 1.0), ("b", 0.0)):
         harness.agents.open(name, "g", 2)
         harness.agents.call(turn(name, f"{name}-t", policy="policy@3", version=3))

@@ -1,4 +1,5 @@
-"""What a dead trainer had settled, and no checkpoint says, is known to its successor: nothing of it waits."""
+"""A new trainer knows which sessions a dead one has settled, even if no checkpoint says so, and leaves none
+of their entries pending."""
 
 import asyncio
 import json
@@ -29,7 +30,7 @@ ENDINGS = ("killed before a checkpoint", "killed after a checkpoint", "told to s
 
 
 class Agents(RedisAgents):
-    """Those whose calls come late."""
+    """Agents whose rewards and outcomes arrive late."""
 
     def reward(self, session_id: str, value: float) -> None:
         asyncio.run(self._late(Reward(session_id=session_id, value=value, key="more", created_at=104.0)))
@@ -88,7 +89,7 @@ class System:
         return self.harness
 
     def ends(self, how: str) -> None:
-        """The trainer; its successor has begun."""
+        """End the trainer in one of the ways in `ENDINGS`, and start its successor."""
         if how == "told to stop":
             self.harness.save()
         if how == "its disk was lost":
@@ -100,7 +101,7 @@ class System:
         return (json.loads(told)["code"], json.loads(told)["detail"]) if told else None
 
     def pending(self) -> int:
-        """Entries that were delivered and are not acknowledged; none may be undelivered."""
+        """How many delivered entries are not acknowledged. Checks that all entries are delivered."""
         (group,) = cast(Any, self.redis.xinfo_groups(keys.STREAM))
         newest = cast(Any, self.redis.xinfo_stream(keys.STREAM))["last-generated-id"]
         assert group["last-delivered-id"] == newest
@@ -120,8 +121,8 @@ def system(make_harness: MakeHarness, redis_url: str) -> Iterator[System]:
 
 
 def settled_in_silence(system: System, how: str, late: str = "") -> None:
-    """Group `flat` teaches nothing, and has its verdicts; a reward of `late` came before those, and after the
-    trainer's last read. Then the trainer ends."""
+    """Group `flat` has equal rewards and gets its verdicts without a step. A further reward of the session
+    `late` arrives after the trainer's last read and before these verdicts. Then the trainer ends."""
     if how == "killed after a checkpoint":
         system.agents.group("a", [1.0, 0.0])
         assert system.harness.trainer.run_once()
@@ -184,7 +185,7 @@ def test_nobody_waits_for_the_group_of_a_session_that_was_deleted_after_its_end(
     system: System, how: str
 ) -> None:
     settled_in_silence(system, how)
-    for member in ("flat-0", "flat-1"):  # the second is the last of which anything is left
+    for member in ("flat-0", "flat-1"):  # after the second, nothing is left of the group
         system.agents.delete(member)
         assert not system.harness.trainer.run_once()
         assert system.pending() == 0
@@ -194,10 +195,10 @@ def test_nobody_waits_for_the_group_of_a_session_that_was_deleted_after_its_end(
 
 
 @pytest.mark.parametrize("deleted", [(), ("a", "b")])
-def test_a_straggler_of_a_group_that_went_in_silence_is_late_after_a_crash_too(
+def test_a_straggler_of_a_group_that_ended_without_a_step_is_late_after_a_crash_too(
     system: System, deleted: tuple[str, ...]
 ) -> None:
-    """Also where of those who went only tombstones are left."""
+    """This also holds if only tombstones are left of the group's other members."""
     system.start(group_deadline_s=60.0)
     system.agents.episode("late", None, ("g", 3))
     for session_id in ("a", "b"):
@@ -208,7 +209,7 @@ def test_a_straggler_of_a_group_that_went_in_silence_is_late_after_a_crash_too(
         system.agents.delete(session_id)
     system.start(group_deadline_s=60.0)
     assert not system.harness.trainer.run_once()
-    assert system.pending() == 2, "the turns of the one who goes on"
+    assert system.pending() == 2, "the two turns of the member that is still open"
     system.agents.finish("late", 1.0, ("g", 3))
     assert not system.harness.trainer.run_once()
     assert system.verdict("late") == ("group_incomplete", "its group went on without it")
@@ -216,7 +217,7 @@ def test_a_straggler_of_a_group_that_went_in_silence_is_late_after_a_crash_too(
     assert system.findings() == ()
 
 
-def test_a_straggler_is_late_too_where_those_who_went_are_forgotten(system: System) -> None:
+def test_a_straggler_is_late_too_if_the_other_members_are_forgotten(system: System) -> None:
     system.start(group_deadline_s=60.0)
     system.agents.open("late", ("g", 3))
     for session_id in ("a", "b"):
@@ -233,7 +234,7 @@ def test_a_straggler_is_late_too_where_those_who_went_are_forgotten(system: Syst
 
 
 def test_what_a_gateway_closed_still_counts_in_its_group(system: System) -> None:
-    """Its verdict is there before the trainer has read of it."""
+    """The gateway gives the verdict before the trainer has read the session's records."""
     system.agents.episode("a", 1.0, ("g", 3))
     system.agents.episode("b", 0.0, ("g", 3))
     failed = Verdict(code="failed", detail="the agent said so")
@@ -257,7 +258,7 @@ def test_a_group_without_a_size_begins_anew_when_members_come_later(system: Syst
     assert [row.sessions for row in system.harness.checkpoints.ledger(0, 9)] == [["a", "b"], ["c", "d"]]
 
 
-def test_of_what_nothing_is_left_an_entry_waits_as_that_of_a_new_session(system: System) -> None:
+def test_an_entry_of_a_session_of_which_nothing_is_left_waits_like_a_new_sessions(system: System) -> None:
     settled_in_silence(system, "killed before a checkpoint", late="flat-0")
     system.redis.delete(keys.session("flat-0"))
     assert not system.harness.trainer.run_once()

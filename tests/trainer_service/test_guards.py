@@ -1,4 +1,4 @@
-"""Guards: what makes training hold by itself, what the world sees of that, and how it goes on."""
+"""Guards: which measurements pause the training, what is then reported and served, and how it resumes."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -25,13 +25,13 @@ def watched(guards: Guards, steps: Iterable[Mapping[str, float]], first: int = 1
 
 
 def told(guards: Guards, rewards: Iterable[float]) -> list[tuple[int, Alarm]]:
-    """Group by group, counted from 1."""
+    """The alarms for these rewards, with the numbers of their groups, counted from 1."""
     heard = [(at, guards.check_rewards([reward])) for at, reward in enumerate(rewards, start=1)]
     return [(at, alarm) for at, alarm in heard if alarm is not None]
 
 
 def test_a_run_that_learns_sets_nothing_off() -> None:
-    """Noise, a slow rise, and a policy that has learned all there is: gradients vanish but for surprises."""
+    """The rewards are noisy and rise slowly. In the end gradients vanish, except for single large ones."""
     rising = [STEADY | {"grad_norm": 0.1 + at % 7} for at in range(200)]
     learned = [STEADY | {"grad_norm": 50.0 if at % 40 == 39 else 1e-6} for at in range(200)]
     guards = Guards(GuardSettings())
@@ -94,7 +94,7 @@ def test_a_value_that_is_seen_again_is_told_again() -> None:
 
 @pytest.fixture
 def held(make_harness: MakeHarness) -> Harness:
-    """A trainer that a guard has paused: the made-up logprobs of the harness differ from the model's."""
+    """A trainer that a guard has paused, because the harness's invented logprobs differ from the model's."""
     harness = make_harness(guards={"max_abs_logp": 1e-3}).start()
     harness.agents.group("g", [1.0, 0.0])
     assert harness.trainer.run_once()
@@ -138,7 +138,7 @@ def test_a_resume_serves_what_was_held_and_goes_on(held: Harness) -> None:
     held.trainer.run_once()
     assert [body["version"] for body in held.gateway.announced] == [1]
     assert held.trainer.step == 2
-    assert held.shared_state.paused, "what the next step shows is new evidence"
+    assert held.shared_state.paused, "the next step sets off the guard again"
     assert sample(held, "guard_alarms_total", guard="max_abs_logp") == 2
     door(held).post("/resume")
     held.trainer.run_once()
@@ -167,11 +167,13 @@ def test_a_reward_that_falls_to_nothing_pauses_though_no_group_makes_a_step(
     door(harness).post("/resume")
     harness.agents.group("e", [1.0, 0.0])
     assert harness.trainer.run_once()
-    assert [body["version"] for body in harness.gateway.announced] == [1], "there was nothing new before"
+    assert [body["version"] for body in harness.gateway.announced] == [1], (
+        "the first pause had no unpublished version"
+    )
 
 
 def collapsed(make_harness: MakeHarness, **settings: Any) -> Harness:
-    """Version 0 did well, and the newest, 1, did not: rewards have paused the training."""
+    """A trainer paused by its rewards: version 0 did well, and the newest version, 1, did not."""
     harness = make_harness(guards={"reward_groups": 2}, **settings).start()
     harness.agents.group("a", [1.0, 0.5])
     assert harness.trainer.run_once()
@@ -187,7 +189,7 @@ def collapsed(make_harness: MakeHarness, **settings: Any) -> Harness:
 def test_a_resume_serves_the_newest_version_though_it_was_served_before(
     make_harness: MakeHarness, publish_every_steps: int
 ) -> None:
-    """Else rollouts would stay those of an old version, too old to train, and no step would make another."""
+    """Otherwise all rollouts would come from an old version and be stale, so that no step could be made."""
     harness = collapsed(make_harness, publish_every_steps=publish_every_steps)
     assert harness.gateway.served == 0
     door(harness).post("/resume")
@@ -210,7 +212,7 @@ def test_what_a_guard_held_stays_held_over_a_restart(make_harness: MakeHarness) 
     assert not again.restart().shared_state.paused
 
 
-def test_a_group_that_waits_for_its_step_is_heard_of_once(make_harness: MakeHarness) -> None:
+def test_the_rewards_of_a_group_that_waits_for_its_step_are_checked_once(make_harness: MakeHarness) -> None:
     harness = make_harness(guards={"reward_groups": 2}, algorithm={"min_live_rows": 100}).start()
     good, bad = [1.0, 0.5], [0.25, 0.0]
     for name, rewards in (("a", good), ("b", bad)):
@@ -225,10 +227,10 @@ def test_a_group_that_waits_for_its_step_is_heard_of_once(make_harness: MakeHarn
     assert "is 0.125, and was 0.75 at best" in str(harness.trainer.hold.reason)
 
 
-def test_a_group_that_goes_without_its_stragglers_is_heard_of_once_however_much_is_to_be_read(
+def test_the_rewards_of_a_group_without_its_stragglers_are_checked_once_despite_a_backlog(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While more is to be read than comes at once, such a group is not complete."""
+    """Such a group does not count as complete while more entries wait than one read returns."""
     algorithm = {"min_live_rows": 100, "group_deadline_s": 60.0}
     harness = make_harness(guards={"reward_groups": 2}, algorithm=algorithm).start()
     for number, reward in enumerate((1.0, 0.5)):
@@ -245,7 +247,7 @@ def test_a_group_that_goes_without_its_stragglers_is_heard_of_once_however_much_
 
 
 def test_evaluations_say_nothing_of_the_training(make_harness: MakeHarness) -> None:
-    """Those of a session whose calls were pinned, too."""
+    """This also holds for sessions whose calls were pinned to a version."""
     harness = make_harness(guards={"reward_groups": 2}).start()
     for number, reward in enumerate([1.0, 1.0, 0.0, 0.0]):
         harness.agents.evaluate(f"e{number}", reward)
@@ -258,8 +260,8 @@ def test_evaluations_say_nothing_of_the_training(make_harness: MakeHarness) -> N
 
 
 def served_by(make_harness: MakeHarness, *rewards: tuple[float, float], **settings: Any) -> Harness:
-    """A trainer on which each version was rewarded so, by ten groups, from version 0 on; now something alarms
-    the guards."""
+    """A trainer whose versions, from 0 on, each had ten groups with these mean rewards, and which a guard has
+    just paused."""
     harness = make_harness(
         guards={"max_abs_logp": 100.0, "reward_drop": None, **settings}, keep_policies=2
     ).start()
@@ -290,11 +292,11 @@ def test_an_alarm_has_the_fleet_serve_the_version_that_did_best_whose_files_were
     assert harness.gateway.served == 6
 
 
-def test_it_may_be_the_one_that_there_was_before_any_training(make_harness: MakeHarness) -> None:
+def test_the_best_version_may_be_the_one_before_any_training(make_harness: MakeHarness) -> None:
     assert served_by(make_harness, (1.0, 0.8), (0.5, 0.3)).gateway.served == 0
 
 
-def test_an_operator_may_choose_to_serve_on_what_is_served(make_harness: MakeHarness) -> None:
+def test_a_setting_turns_the_rollback_off(make_harness: MakeHarness) -> None:
     harness = served_by(make_harness, (1.0, 0.8), (0.5, 0.3), roll_back=False)
     assert harness.gateway.rolled_back_to is None
     assert "is served" not in door(harness).get("/status").json()["waiting_for"]
@@ -311,9 +313,9 @@ def test_a_version_that_the_gateway_does_not_know_stops_nothing(
     assert "is served" not in str(harness.trainer.hold.reason)
 
 
-def test_where_no_server_goes_back_nobody_says_so(make_harness: MakeHarness) -> None:
+def test_a_rollback_that_no_server_made_is_not_reported(make_harness: MakeHarness) -> None:
     harness = make_harness(guards={"max_abs_logp": 1e-3}).start()
-    harness.gateway.versions.append(3)  # so that not 0 is served
+    harness.gateway.versions.append(3)  # so that version 0 is not already served
     harness.gateway.server_ok = False
     harness.agents.group("g", [1.0, 0.0])
     assert harness.trainer.run_once()
@@ -324,7 +326,7 @@ def test_where_no_server_goes_back_nobody_says_so(make_harness: MakeHarness) -> 
 def test_a_gateway_that_is_away_is_waited_for(make_harness: MakeHarness) -> None:
     harness = make_harness(guards={"max_abs_logp": 1e-3}).start()
     harness.agents.group("g", [1.0, 0.0])
-    harness.gateway.versions.append(3)  # so that not 0 is served
+    harness.gateway.versions.append(3)  # so that version 0 is not already served
     harness.gateway.refusals = 2
     assert harness.trainer.run_once()
     assert harness.gateway.rolled_back_to == 0

@@ -1,4 +1,4 @@
-"""What agents may send and Redis may deliver: nothing of it stops the trainer, or ends without a verdict."""
+"""Odd records from agents and faults of Redis neither stop the trainer nor cost a session its verdict."""
 
 import asyncio
 import json
@@ -120,7 +120,7 @@ def test_a_silent_redis_is_not_waited_for_without_end() -> None:
 
 @pytest.mark.parametrize("wish", ["", "&retry_on_timeout=yes"])
 def test_a_read_whose_answer_was_lost_is_noticed_and_not_repeated(wish: str) -> None:
-    """What such a read delivered is pending: only who hears of the loss takes it up."""
+    """Entries of such a read are pending. The trainer must notice the loss, so that it reclaims them."""
     heard: list[bytes] = []
     reading = b"XREADGROUP"
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -136,7 +136,7 @@ def test_a_read_whose_answer_was_lost_is_noticed_and_not_repeated(wish: str) -> 
 
         Thread(target=redis, daemon=True).start()
         client = connect(f"redis://127.0.0.1:{server.getsockname()[1]}/0?protocol=2{wish}")
-        reader = RedisReader(client, "OK")  # as the fence that this Redis tells
+        reader = RedisReader(client, "OK")  # the token that this fake Redis gives for the fence
         with pytest.raises(StorageUnavailable):
             reader.read(10, 0.01)
         client.close()

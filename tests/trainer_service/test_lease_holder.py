@@ -1,4 +1,4 @@
-"""How a process comes to be the trainer, and what becomes of one that no longer is."""
+"""How a process claims the trainer's lease, and what it does when it has lost the lease."""
 
 import re
 import time
@@ -41,7 +41,7 @@ class Watched(Lease):
 
 
 def leave_a_lease(redis: Redis, lease_s: float) -> None:
-    """As a trainer on another machine does that crashes."""
+    """Claim a lease and never renew it, like a trainer that crashed on another machine."""
     holder = msgspec.structs.replace(Holder.here(), host="far", pid=7, place="another boot")
     redis.set(keys.LEASE, msgspec.json.encode(holder), px=int(lease_s * 1000))
 
@@ -50,7 +50,7 @@ def test_a_lease_is_renewed_as_long_as_it_is_held_and_then_let_go(redis: Redis) 
     lease = Watched(redis, 1.5)
     with keep_lease(lease, SharedState(), RETRY_S) as held:
         assert held
-        for _ in range(4):  # longer than it lives
+        for _ in range(4):  # so many renewals take longer than one lease lasts
             assert lease.renewals.acquire(timeout=60)
         assert redis.exists(keys.LEASE)
     assert not redis.exists(keys.LEASE)
@@ -142,7 +142,7 @@ def test_a_redis_that_is_away_is_waited_for() -> None:
 def test_who_has_lost_the_stream_writes_no_checkpoint_and_publishes_nothing(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """Another has taken over by the time that the step is made."""
+    """Another trainer claims the lease during the step."""
     harness = make_harness().start()
     harness.agents.group("g", [1.0, 0.0])
     moments, confirm = iter(["checkpoint", "publish"]), harness.heartbeat.confirm

@@ -1,4 +1,4 @@
-"""The head gives log p, entropies and gradients as the plain way does, in a fraction of the memory."""
+"""The chunked head gives the log p, entropies and gradients of the plain computation with far less memory."""
 
 import dataclasses
 from collections.abc import Callable
@@ -36,7 +36,7 @@ RESHAPINGS = [
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten tokens at a time, so that there are several chunks and a rest."""
+    """Ten tokens a chunk, so that there are several full chunks and a smaller one."""
     monkeypatch.setattr(head_module, "LOGITS_AT_ONCE", 10 * VOCABULARY)
     monkeypatch.setattr(head_module, "WEIGHTS_AT_ONCE", 100 * WIDTH)
 
@@ -58,7 +58,7 @@ def plainly(
     temperatures_T: Tensor,
     after: LogitTransform,
 ) -> Tensor:
-    """From all logits at once, in float64 for the sake of comparison."""
+    """The plain computation from all logits at once, in float64."""
     logits = torch.nn.functional.linear(hidden.double(), weight.double(), bias.double()) * after.scale
     if after.softcap is not None:
         logits = after.softcap * torch.tanh(logits / after.softcap)
@@ -138,13 +138,13 @@ def test_an_entropy_without_a_bonus_has_no_gradient() -> None:
 
 
 def storages(tree: Any) -> list[tuple[StorageWeakRef, int]]:
-    """What keeps no storage alive, and its size in bytes, of every tensor in it."""
+    """A weak reference to the storage of each tensor in `tree`, and its size in bytes."""
     found = [each.untyped_storage() for each in tree_leaves(tree) if torch.is_tensor(each)]
     return [(StorageWeakRef(each), each.nbytes()) for each in found]  # type: ignore[no-untyped-call]
 
 
 class LargestLive(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The most bytes of tensors made within that were alive at one time."""
+    """The peak of bytes, at any one time, in tensors that are made in this context."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -177,7 +177,7 @@ def most_bytes(way: Callable[..., Tensor], tokens: int, vocabulary: int) -> int:
 
 
 def test_it_takes_a_fraction_of_the_memory_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A vocabulary of 152k and 4k tokens, both divided by 32: so is what exists at once, by 32 · 32."""
+    """A vocabulary of 152k and 4k tokens, both divided by 32: so the logits are 32 · 32 times smaller."""
     tokens, vocabulary = 4096 // 32, 151_936 // 32
     monkeypatch.setattr(head_module, "LOGITS_AT_ONCE", 2**24 // 32**2)
     ours, naive = (most_bytes(way, tokens, vocabulary) for way in (sampled_logprobs, all_at_once))
@@ -188,7 +188,7 @@ def test_it_takes_a_fraction_of_the_memory_of_all_logits(monkeypatch: pytest.Mon
 
 
 def changed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model halves its logits, and its configuration says nothing of it."""
+    """Make the model halve its logits, which its configuration does not say."""
     whole = model.forward
 
     def halved(**inputs: Any) -> Any:

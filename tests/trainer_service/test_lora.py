@@ -1,4 +1,4 @@
-"""Adapters learn, the base stays as it is, and what is published is both."""
+"""LoRA: adapters learn, the base model stays unchanged, and the published weights are both merged."""
 
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def test_only_adapters_learn_and_the_merged_model_says_what_the_policy_says(
     with torch.no_grad():
         said, _ = learner.policy.logprobs(a_batch())
         again, _ = served.policy.logprobs(a_batch())
-    # Each of some 16 products on the way through two layers is rounded once more where adapters are apart.
+    # With separate adapters, each of about 16 products in two layers is rounded once more.
     torch.testing.assert_close(said, again, atol=ulps(16, of=float(said.abs().max())), rtol=0)
 
 
@@ -66,7 +66,7 @@ def test_peft_reads_the_adapter_of_a_checkpoint(
     base = AutoModelForCausalLM.from_pretrained(model_path)
     merged = PeftModel.from_pretrained(base, tmp_path / "c" / tag / "adapter").merge_and_unload()
     weights = {name: tensor for name, tensor in merged.state_dict().items() if name != "lm_head.weight"}
-    # A weight and the sum of `rank` products are added, in one order or another.
+    # Each weight is a sum of the base weight and `rank` products, in an order that may differ.
     assert differs_by(weights, learner.exported()) < ulps(
         LORA["rank"] + 1, of=max(float(tensor.abs().max()) for tensor in weights.values())
     )

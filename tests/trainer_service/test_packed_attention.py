@@ -1,4 +1,4 @@
-"""Packed rows through the attention of real architectures: no row sees another, and each is as if alone."""
+"""Packed rows in the attention of real architectures: each row gets the same result as alone."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Rows are packed without waste and shared out evenly, and no loss or gradient knows how."""
+"""Rows are packed tightly and shared evenly among ranks, and loss and gradient do not depend on the packs."""
 
 import numpy as np
 import pytest
@@ -60,7 +60,7 @@ def test_ranks_get_as_many_passes_and_nearly_the_same_work(costs: list[float], r
     assert max(work) - min(work) <= max(costs) + ulps(len(costs), of=sum(costs), unit=FLOAT64)
 
 
-def test_who_took_a_costly_pass_takes_a_cheaper_one_next() -> None:
+def test_a_rank_that_took_a_costly_pass_takes_a_cheaper_one_next() -> None:
     assert balanced_shares([3, 8, 7, 4], 2) == [[1, 0], [2, 3]]
 
 
@@ -89,7 +89,7 @@ def policy_gradient(make_harness: MakeHarness) -> "Gradient":
 
 
 class Gradient:
-    """Of a weighted sum of logprobs and entropies over all rows, as plain autograd has it."""
+    """A weighted sum of logprobs and entropies over all rows, and its gradient by plain autograd."""
 
     def __init__(self, harness: Harness) -> None:
         self._policy = harness.policy

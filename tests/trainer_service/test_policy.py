@@ -69,7 +69,7 @@ def test_a_fresh_rollout_has_the_engines_logprobs_and_ratio_one(
 def test_a_step_is_a_step_of_plain_adamw(
     make_harness: MakeHarness, untrained: Weights, model_path: Path
 ) -> None:
-    """Its second moment counts: gradients are as large as its epsilon, and not much larger."""
+    """Gradients are about as large as AdamW's epsilon, so that the second moment affects the step."""
     from transformers import AutoModelForCausalLM
 
     harness = make_harness(optimizer=WELL_CONDITIONED | {"warmup_steps": 2}).start()
@@ -198,7 +198,7 @@ def test_a_checkpoint_brings_back_the_random_generators(harness: Harness) -> Non
 def test_a_model_that_cannot_be_published_is_refused_at_the_start(
     make_harness: MakeHarness, tmp_path: Path
 ) -> None:
-    """Its experts are fused in memory, and single tensors in its files."""
+    """The model's experts are fused in memory, but separate tensors in its files."""
     config = Qwen3MoeConfig(
         vocab_size=64,
         hidden_size=16,

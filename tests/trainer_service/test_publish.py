@@ -1,4 +1,4 @@
-"""Publishing: the gateway may be away, talk nonsense or know better; training loses nothing by it."""
+"""Publishing: training loses nothing if the gateway is away, answers nonsense, or has a newer version."""
 
 import pytest
 

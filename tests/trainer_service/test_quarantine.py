@@ -1,4 +1,4 @@
-"""A group whose gradient is not finite ends with that verdict; the others train as if it never came."""
+"""A group whose gradient is not finite ends as invalid; the others train as if it had never come."""
 
 import itertools
 import shutil
@@ -12,11 +12,11 @@ from trainer_service.step.group_trainer import Diverged
 from trainer_service.step.quarantine import non_finite_groups
 
 POISON = 1e-42
-"""A temperature that is greater than 0, and makes every logit infinite."""
+"""A positive temperature that is so small that every logit divided by it is infinite."""
 
 
 def optimizer_state(harness: Harness) -> dict[str, torch.Tensor]:
-    """Everything that the next step depends on but the weights, as a checkpoint has it."""
+    """The optimizer's state in a checkpoint: all that the next step depends on besides the weights."""
     harness.policy.save(harness.root, "looked-at")
     (path,) = (harness.root / "looked-at").glob("*optim_states.pt")
     state = torch.load(path, weights_only=False)
@@ -94,7 +94,7 @@ def test_a_restart_does_not_meet_the_batch_again(harness: Harness) -> None:
 
 
 def test_a_later_epoch_that_fails_ends_the_run_and_the_group(make_harness: MakeHarness) -> None:
-    """The weights contain its first epoch: only the checkpoint has them as they were."""
+    """The weights contain the batch's first epoch, and only the checkpoint has the former weights."""
     harness = make_harness(algorithm={"epochs": 2}).start()
     norms = itertools.chain([1.0], itertools.repeat(float("inf")))
     with pytest.MonkeyPatch.context() as patch:
@@ -130,7 +130,7 @@ def test_weights_that_are_spoilt_already_blame_no_group(harness: Harness) -> Non
     ],
 )
 def test_blame_is_found_by_halves(bad: Sequence[set[int]], expected: list[int]) -> None:
-    """Whoever spoils a batch only together with another is not told from what lies between them."""
+    """If two groups spoil a batch only together, the groups between them are blamed, too."""
 
     def sound(groups: Sequence[int]) -> bool:
         return not any(each <= set(groups) for each in bad)

@@ -31,7 +31,7 @@ def notes(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def fake_service(notes: Path) -> FakeService:
-    """Builds one; `gate` keeps it unready until that file exists, `child` is where it notes a grandchild."""
+    """Builds a fake service: it is unready until the file `gate` exists, and notes its child in `child`."""
 
     def build(name: str, *, gate: Path | str = "-", child: Path | str = "-", port: int = 0) -> Service:
         port = port or free_port()

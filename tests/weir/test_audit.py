@@ -1,4 +1,4 @@
-"""The rules of the audit, one by one: evidence that is whole, and then with one thing wrong."""
+"""The rules of the audit, one by one: each test changes one thing in evidence that is correct."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -52,7 +52,7 @@ def row(step: int = 1, version: int = 4, **fields: Any) -> LedgerRow:
 
 
 def evidence(*sessions: SessionFact, **fields: Any) -> Evidence:
-    """One trained session `s1` and one that waits, `s2`, unless others are given."""
+    """By default, a trained session `s1` and a session `s2` that waits."""
     sessions = sessions or (
         session("s1", turn("t1", verdict=TRAINED), verdict=TRAINED, group_id="g"),
         session("s2", turn("t2"), group_id="g"),
@@ -83,8 +83,8 @@ def evidence(*sessions: SessionFact, **fields: Any) -> Evidence:
 def forgetful(
     sessions: int = 2, turns: int = 3, tokens: int = 9, counted: int | None = None, **fields: Any
 ) -> Evidence:
-    """As ever, and a second step of which all is forgotten: two sessions, three turns, nine tokens. A third
-    session that is forgotten was never trained."""
+    """The default evidence and a second step whose sessions are all forgotten: two sessions, three turns,
+    nine tokens. A third forgotten session was never trained."""
     forgotten = {
         "session:trained": sessions,
         "turn:trained": turns,
@@ -112,7 +112,7 @@ WAITING: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def with_entry(session_id: str, field: str, *entry_ids: str) -> dict[str, dict[str, tuple[str, ...]]]:
-    """What waits, with these entries of one field in place of what it has."""
+    """The entries of the stream, with those of one field replaced."""
     entries = {name: dict(fields) for name, fields in WAITING.items()}
     entries.setdefault(session_id, {})[field] = entry_ids
     return entries
@@ -123,7 +123,7 @@ def without_entry(field: str) -> dict[str, dict[str, tuple[str, ...]]]:
 
 
 def one(turn_fact: TurnFact, session_verdict: Verdict | None, **fields: Any) -> Evidence:
-    """A session of one turn, alone."""
+    """Evidence of a single session with one turn."""
     alone = session("s1", turn_fact, verdict=session_verdict)
     return evidence(alone, **({"entries": {}, "rows": (), "groups": {}} | fields))
 

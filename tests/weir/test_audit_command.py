@@ -1,4 +1,4 @@
-"""`weir audit` on a real Redis: where it reads, what it prints, how it ends; live traffic is no fault."""
+"""`weir audit` on a real Redis: its sources, output and exit codes. Live traffic is not taken for a fault."""
 
 import asyncio
 import json
@@ -55,7 +55,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def sources(redis: Redis, redis_url: str, tmp_path: Path) -> Sources:
-    """Beside this Redis, a trainer that never finished a checkpoint and does not run."""
+    """This Redis, and a trainer that is not running and never finished a checkpoint."""
     directory = tmp_path / "checkpoints"
     directory.mkdir()
     return Sources(redis_url, NOBODY, checkpoint_dir=directory)
@@ -85,7 +85,7 @@ def turn_of(session_id: str, number: int = 0, tokens: int = 3, **fields: Any) ->
 
 
 def put(redis: Redis, session_id: str, turns: int = 1) -> bytes:
-    """A session as a gateway leaves it; the id of its last entry."""
+    """Write a session as a gateway does; return the id of its last entry."""
     return put_turns(redis, session_id, [turn_of(session_id, number) for number in range(turns)])
 
 
@@ -154,7 +154,7 @@ def rows(count: int) -> list[LedgerStep]:
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Iterator[tuple[str, SharedState]]:
-    """A trainer's HTTP face with more rows than a page has."""
+    """A trainer's HTTP interface whose ledger has more rows than a page."""
     held = rows(2500)
 
     def ledger(since: int, limit: int) -> list[LedgerStep]:
@@ -183,13 +183,13 @@ def test_the_whole_ledger_is_read_page_by_page_with_the_admins_key(trainer: tupl
 def test_a_trainer_that_has_not_restored_is_not_asked_for_its_ledger(
     trainer: tuple[str, SharedState], tmp_path: Path
 ) -> None:
-    """It would say that nothing was ever trained."""
+    """Its ledger would be empty, as if nothing had ever been trained."""
     url, _ = trainer
     with pytest.raises(EvidenceMissing, match="503"):
         read_ledger(url, "admin", None)
     lines = file_ledger(tmp_path, rows(3), durable=2)
     ledger = read_ledger(url, "admin", tmp_path)
-    assert [row.step for row in ledger.rows] == [1, 2], "the third belongs to a checkpoint that never was"
+    assert [row.step for row in ledger.rows] == [1, 2], "the third row has no finished checkpoint"
     assert "read from its checkpoints" in str(ledger.remark)
     (tmp_path / "ledger.jsonl").write_bytes(lines[0])
     with pytest.raises(EvidenceMissing, match="shorter than checkpoint"):
@@ -246,7 +246,7 @@ def test_a_session_that_the_list_of_sessions_lacks_is_looked_at_all_the_same(
 
 
 def test_what_was_set_aside_is_told_and_not_lost(sources: Sources, redis: Redis) -> None:
-    """A trainer of an older build could not read it; this one can."""
+    """A trainer of an older build could not read the entry, and this build can."""
     entry_id = put(redis, "s1")
     redis.xdel(keys.STREAM, entry_id)
     letter = {keys.STREAM_FIELD: encode(turn_of("s1")), b"entry": entry_id, b"error": b"schema 9"}
@@ -283,7 +283,7 @@ def test_pending_entries_are_told_from_acknowledged_ones(sources: Sources, redis
 
 
 class Live:
-    """A gateway that appends and a trainer that settles, without pause, until the context ends."""
+    """A gateway that appends and a trainer that acknowledges, without pause, until the context ends."""
 
     def __init__(self, redis: Redis, url: str) -> None:
         self._redis, self._url = redis, url

@@ -1,4 +1,4 @@
-"""The command line: one sentence for what is wrong, one page for what is set."""
+"""The command line: an error is one sentence, and `weir config` prints all settings."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The demo: its task, the ids it warm-starts on, its criterion, its report."""
+"""The demo: its task, the token ids of its warm start, its criterion of success, its report."""
 
 import asyncio
 import json
@@ -87,8 +87,8 @@ def session_ids(gateway_url: str) -> set[str]:
 def test_the_warm_start_learns_the_ids_that_the_gateway_records(
     plan: Path, engine: FakeEngine, gateway_url: str
 ) -> None:
-    """A perfect tool loop through the real gateway leaves exactly a row of the plan, masks and all."""
-    task = draw_task(Random(0))  # what the episodes of seed 0 begin with
+    """A perfect tool loop through the real gateway records exactly the ids and mask of a row of the plan."""
+    task = draw_task(Random(0))  # the first task of the episodes with seed 0
     engine.script = deque([call_text(task.key), task.value])
     before = session_ids(gateway_url)
     record = play(gateway_url, count=1, size=1)
@@ -142,7 +142,7 @@ def test_episodes_are_counted_rewarded_and_accounted_for(engine: FakeEngine, gat
 
 
 def test_a_call_that_fails_ends_its_episode_as_failed(engine: FakeEngine, gateway_url: str) -> None:
-    engine.mind = [10**6]  # again and again: the gateway asks once more, and so does the client
+    engine.mind = [10**6]  # the answer to each retry of the gateway and the client, too
     before = account(gateway_url, "none").get("failed", 0)
     record = play(gateway_url, count=1, size=1)
     assert record.failures == 1

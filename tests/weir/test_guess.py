@@ -1,4 +1,4 @@
-"""The guessing game: what is said to a guess, the ids it warm-starts on, and who finds the number."""
+"""The guessing game: its answers to guesses, the token ids of its warm start, and which strategies win."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ def engine(plan: Path) -> FakeEngine:
 @pytest.fixture
 def gateway_url(plan: Path, engine: FakeEngine, redis_url: str) -> Iterator[str]:
     with Redis.from_url(redis_url) as redis:
-        redis.flushdb()  # its sessions are looked for among the newest
+        redis.flushdb()  # the tests look at the newest sessions only
     with serving(engine.app()) as engine_url:
         settings = GatewaySettings(redis_url=redis_url, model_path=plan, engines=[engine_url], thinking="all")
         with serving(create_app(settings)) as url:
@@ -79,7 +79,7 @@ def test_halving_finds_every_number_and_blind_guesses_a_third() -> None:
 def test_the_warm_start_learns_the_ids_that_the_gateway_records(
     plan: Path, engine: FakeEngine, gateway_url: str
 ) -> None:
-    """A game through the real gateway leaves exactly a row of the plan: one row, however many turns."""
+    """A game through the real gateway records exactly one row of the plan, however many turns it has."""
     (secret,) = GuessGame().group(Random(1), 1)
     engine.script = deque(map(str, halving(secret)))
     record = play(gateway_url, seed=1)
@@ -97,7 +97,7 @@ def test_the_warm_start_learns_the_ids_that_the_gateway_records(
     assert {"ids": ids, "mask": mask} in [json.loads(line) for line in lines]
 
 
-def test_who_never_finds_it_gets_nothing(engine: FakeEngine, gateway_url: str) -> None:
+def test_an_agent_that_never_finds_the_number_gets_no_reward(engine: FakeEngine, gateway_url: str) -> None:
     (secret,) = GuessGame().group(Random(0), 1)
     wrong = str((secret.number + 1) % 10)
     engine.script = deque([wrong] * (GUESSES + 1))
@@ -105,8 +105,8 @@ def test_who_never_finds_it_gets_nothing(engine: FakeEngine, gateway_url: str) -
     assert len(engine.script) == 1
 
 
-def test_who_is_refused_comes_again_as_soon_as_it_was_asked_to() -> None:
-    """And plays the same task then: refusals change nothing of what a seed plays."""
+def test_a_refused_agent_comes_again_after_the_retry_after() -> None:
+    """The agent then plays the same task: refusals do not change which tasks a seed gives."""
     asked: list[str] = []
 
     async def groups(request: Request) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""What each service is told, and that Redis keeps what the queue promises."""
+"""The configuration of each service, and the configuration by which Redis keeps the queue's promises."""
 
 import os
 import stat

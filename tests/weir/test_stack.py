@@ -115,7 +115,7 @@ def test_a_killed_service_takes_its_orphans_along(
 
 def test_a_deaf_service_is_killed_after_its_deadline(settings: StackSettings, tmp_path: Path) -> None:
     script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-    # It sleeps until it is ended.
+    # The service sleeps until it is killed.
     script += "print('deaf', flush=True); time.sleep(600)"
     deaf = Service("gateway", (sys.executable, "-c", script), {}, "", lambda: None)
     impatient = settings.model_copy(update={"stop_timeout_s": 0.2})
@@ -149,7 +149,7 @@ def test_a_signal_to_the_parent_stops_the_services_in_order(
     try:
         parent.wait(20)
     finally:
-        parent.terminate()  # a signal that was not heard leaves nothing behind either
+        parent.terminate()  # ends the services if the tested signal had no effect
         parent.stdout.close()
     assert notes.read_text().split() == ["gateway", "redis"]
     assert len(pids) == 2

@@ -1,4 +1,4 @@
-"""What dies is started again; what was started can be found and stopped from another process."""
+"""Services that die are restarted, and another process can find and stop the running services."""
 
 import os
 import signal
@@ -73,7 +73,7 @@ def test_down_stops_what_a_killed_parent_left(
     stack.start()
     stack.wait_ready()
     found = written(settings)
-    found.parent.started_at -= 100  # as if the pid had been given to another process since
+    found.parent.started_at -= 100  # as if another process had got the pid since
     found.write(settings.run_dir)
     with pytest.raises(
         StackError, match="services of an earlier run still run: redis, gateway; stop them with `weir down"

@@ -1,4 +1,4 @@
-"""TokenWeights, masks, the guessed anchor, logits and mismatch against golden values.
+"""Correction weights, masks, the estimated anchor, logits and mismatch metrics against golden values.
 
 Test ids are the cases' names in algorithms_golden.json.
 """
@@ -122,7 +122,7 @@ MISMATCH = {
     "max_ratio": "rho_max",
     "min_ratio": "rho_min",
 }
-"""Ours of the names that the case has for them."""
+"""The trainer's names of the metrics, by the names in the golden case."""
 
 
 @pytest.mark.parametrize("case", cases("metrics."))
@@ -148,7 +148,7 @@ def test_logits(case: str) -> None:
 
 @pytest.mark.parametrize("case", cases("logits.topk"))
 def test_top_k(case: str) -> None:
-    """A sampler's mask in the logits renormalises; a target outside of it has probability 0."""
+    """A sampler's top-k mask on the logits renormalises; a target outside the mask has probability 0."""
     kept_TV = LOGITS_TV.topk(CASES[case]["params"]["k"], dim=-1).values[:, -1:] <= LOGITS_TV
     logprobs_T, _ = selected_logprobs(
         LOGITS_TV.masked_fill(~kept_TV, -torch.inf), TARGETS_T, torch.ones(6, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The policy losses against golden values that published implementations agree with, composed as they train.
+"""The policy losses, composed as in training, against golden values that published implementations give.
 
 Test ids are the cases' names in algorithms_golden.json.
 """
@@ -124,7 +124,7 @@ LOSSES: dict[str, Callable[[Params], Made]] = {
     },
 }
 BY_HAND = {"loss.kl_cov"}
-"""Its case chooses tokens by lp_new, which a step that has not begun does not know."""
+"""Cases with a test of their own: they choose tokens by lp_new, which the step's statistics do not know."""
 
 
 def settings_of(case: str) -> LossSettings:
@@ -134,7 +134,7 @@ def settings_of(case: str) -> LossSettings:
 
 
 def said(found: PolicyLoss, name: str) -> Any:
-    """What a case says of a loss, by the case's name for it."""
+    """The value of a loss that a golden case calls `name`."""
     match name:
         case "per_token":
             return found.per_token_T

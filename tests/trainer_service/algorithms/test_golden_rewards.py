@@ -44,15 +44,15 @@ LENGTHS = MASK.sum(1).tolist()
 FAMILIES = ("adv.", "filter.", "reward.", "critic.", "async.", "trajectory.", "mini.group_")
 
 LONE = 8
-"""The row that is alone in its group. The spec gives it 0 where verl, and so two of the cases, give it its
-raw reward."""
+"""The row that is alone in its group. The spec gives it an advantage of 0. verl, and so two of the cases, use
+its raw reward."""
 RAW_WHERE_ALONE = {"adv.opo", "adv.gpg"}
 
 settings_of = TypeAdapter(Advantage).validate_python
 
 
 def flat(name: str) -> Tensor:
-    """An input of the response region, as the trainer has it: trained tokens only."""
+    """The input's values at trained tokens."""
     return torch.tensor(INPUTS[name], dtype=torch.float64)[MASK]
 
 
@@ -157,7 +157,7 @@ def test_memory(case: str) -> None:
     ]
     chosen, got = Rae(decay=params["decay"]), []
     baselines: dict[str, float] = {}
-    for batch in (members[:2], members[2:5], members[5:]):  # what is remembered outlives a batch
+    for batch in (members[:2], members[2:5], members[5:]):  # baselines continue over batches
         rollouts = Rollouts(tuple(batch), baselines)
         got += score(chosen, rollouts).tolist()
         baselines = baselines_after(rollouts, chosen)
@@ -191,7 +191,7 @@ def test_gae(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["adv.turn_gae"])
 def test_turns(case: str) -> None:
-    """Turns of one, three and two tokens: only a turn's first value counts, and its rewards add up."""
+    """Turns of one, three and two tokens. A turn has its first token's value and the sum of its rewards."""
     params, advantages = CASES[case]["params"], CASES[case]["expected"]["adv"]
     first, second, third = params["turn_values"]
     got = returns(
@@ -270,7 +270,7 @@ def test_critic(case: str) -> None:
 
 
 def room(versions: int, rollouts_per_step: int) -> int:
-    """How many rollouts the gateway allows ahead of a new one, where the engines serve the newest version."""
+    """How many rollouts may be ahead of a new one at the gateway, if the engines serve the newest version."""
     reported = TrainerBacklog(
         version=0, rollouts_waiting=0, rollouts_owed=0, rollouts_per_step=rollouts_per_step, last_seen=0.0
     )
@@ -279,7 +279,7 @@ def room(versions: int, rollouts_per_step: int) -> int:
 
 @pytest.mark.parametrize("case", ["async.areal_capacity"])
 def test_capacity(case: str) -> None:
-    """AReaL counts all rollouts since version 0; the gateway counts those that no step has taken."""
+    """AReaL counts all rollouts since version 0. The gateway counts those that no step has trained."""
     got = []
     for versions, version, accepted, running, batch, max_concurrent in CASES[case]["params"]["rows"]:
         ahead = accepted + running - version * batch
@@ -289,7 +289,7 @@ def test_capacity(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["async.verl_rollout_num"])
 def test_rollout_number(case: str) -> None:
-    """verl's share of stale rollouts, of a push of weights each `sync_steps`, as a number of versions."""
+    """verl's share of stale rollouts, with a push every `sync_steps`, is converted to versions."""
     got = []
     for share, sync_steps, batches, mini_batch, stale in CASES[case]["params"]["rows"]:
         versions = (1 + share) * sync_steps - 1
@@ -308,7 +308,7 @@ def test_staleness(case: str) -> None:
 @pytest.mark.parametrize("case", ["mini.group_1001"])
 def test_group(case: str) -> None:
     for name, wanted in CASES[case]["expected"].items():
-        # Two of the four are best, and so none at pass@k; the case has that of the spec, for [1, 0, 0, .5].
+        # With two best of four, pass@k gives no advantage. The case has the spec's values, for [1, 0, 0, .5].
         rewards = [1.0, 0.0, 0.0, 0.5] if name == "passk" else CASES[case]["params"]["reward"]
         members = tuple(Rollout(str(number), "g", reward) for number, reward in enumerate(rewards))
         assert close(score(name, Rollouts(members)), wanted), name

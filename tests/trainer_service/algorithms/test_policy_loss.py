@@ -1,4 +1,4 @@
-"""One order from log-probabilities to a loss, and what it does with numbers that are none."""
+"""The order of operations from log-probabilities to a loss, its settings, and values that are not finite."""
 
 import math
 from collections.abc import Sequence
@@ -66,10 +66,10 @@ def test_the_default_leaves_out_rows_with_an_outlier_and_keeps_them_in_the_denom
 @pytest.mark.parametrize("number", [float("nan"), float("-inf"), float("inf")])
 @pytest.mark.parametrize("name", ["lp_new_T", "lp_prox_T", "lp_roll_T", "lp_ref_T", "lp_teacher_T"])
 @pytest.mark.parametrize("loss", EVERY_LOSS, ids=named)
-def test_a_log_probability_that_is_no_number_costs_its_token_alone(
+def test_a_log_probability_that_is_not_finite_costs_its_token_alone(
     loss: Any, name: str, number: float
 ) -> None:
-    """And still counts in the denominator."""
+    """The token still counts in the denominator."""
     way = made(loss=loss, kl={"coefficient": 0.1}, entropy_bonus=0.1)
     whole = canonical_tokens()
     values_T = getattr(whole, name).detach().clone()
@@ -95,7 +95,7 @@ def test_a_micro_batch_of_which_nothing_is_left_has_a_loss_of_0(lost: list[int])
     assert gradient_T.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_a_narrow_log_probability_is_reckoned_wide() -> None:
+def test_log_probabilities_of_half_precision_are_computed_in_float32() -> None:
     narrow = {
         name: values_T if name == "rows_T" else values_T.detach().bfloat16()
         for name, values_T in canonical_tokens().given().items()
@@ -120,7 +120,7 @@ def test_what_is_left_out_is_left_out_of_the_kl_too(left_out: dict[str, Any]) ->
 
 
 def test_rows_go_before_the_step_is_measured_and_tokens_before_weights_are() -> None:
-    """What a mask of rows drops moves neither M2PO's bound nor the mean weight."""
+    """Rows that a mask drops affect neither M2PO's bound nor the mean weight."""
     lp_roll_T = [-1.0, -1.2, -1.4] + [-1.0] * 6 + [-30.0]
     tokens, counts = row(lp_roll_T=lp_roll_T, rows_T=[0] * 3 + [1] * 7)
     parts = {
@@ -138,8 +138,8 @@ def test_rows_go_before_the_step_is_measured_and_tokens_before_weights_are() -> 
     assert found.weight_T[:2].tolist() == sorted(found.weight_T[:2].tolist())
 
 
-def test_tokens_that_are_left_out_are_not_held() -> None:
-    """KL-Cov chooses among those that learn."""
+def test_kl_cov_holds_no_token_that_is_left_out() -> None:
+    """KL-Cov chooses among the trained tokens only."""
     lp_prox_T = [-1.0, -2.0, -1.0, -0.1]
     fields: dict[str, Any] = {
         "lp_prox_T": lp_prox_T,
@@ -184,7 +184,8 @@ def test_a_token_of_the_version_that_the_step_begins_with_is_its_own_anchor() ->
 )
 @pytest.mark.parametrize("up", [True, False], ids=["high", "low"])
 def test_each_side_has_its_own_bound(loss: dict[str, Any], narrow: float, wide: float, up: bool) -> None:
-    """A good token goes from 0.5 up to 0.8, and a bad one down to 0.2: that of the narrow bound is held."""
+    """A good token's probability rises from 0.5 to 0.8, a bad one's falls to 0.2. Only the side with the
+    narrow bound is clipped."""
     tokens, counts = row(
         lp_new_T=[math.log(0.8), math.log(0.2)],
         lp_roll_T=[math.log(0.5)] * 2,
@@ -224,7 +225,7 @@ def test_an_entropy_bonus_rewards_entropy() -> None:
 
 
 def test_a_weight_and_a_mask_carry_no_gradient() -> None:
-    """The anchor may be the forward pass itself: then r is 1, and rho must not learn."""
+    """The anchor may be the forward pass itself. Then r is 1, and rho must carry no gradient."""
     tokens, counts = row(lp_roll_T=[-1.3, -0.8])
     same = replace(tokens, lp_prox_T=tokens.lp_new_T)
     _, gradient_T = learned(same, made(correction="tis_token"), counts)
@@ -234,7 +235,7 @@ def test_a_weight_and_a_mask_carry_no_gradient() -> None:
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.yaml")))
 def test_every_preset_learns(preset: str) -> None:
-    """From a policy that has not moved, on an engine that agrees: that no preset clips or drops."""
+    """The policy has not moved and the engine agrees with it, so that no preset clips or drops a token."""
     way, tokens = AlgorithmSettings(preset=preset), canonical_tokens()
     same_T = tokens.lp_new_T.detach()
     still = replace(tokens, lp_prox_T=same_T, lp_roll_T=same_T)
@@ -331,7 +332,9 @@ def test_nonsense_is_refused(parts: dict[str, Any], sentence: str) -> None:
         ({"loss": "dppo", "kl": {"estimator": "unbiased", "coefficient": 0.1}}, True),
     ],
 )
-def test_who_needs_to_know_what_the_step_begins_with(parts: dict[str, Any], needed: bool) -> None:
+def test_which_settings_need_the_log_probabilities_before_the_step(
+    parts: dict[str, Any], needed: bool
+) -> None:
     way = made(**parts)
     assert way.needs_anchor == needed
     tokens = canonical_tokens()
@@ -355,11 +358,11 @@ def models(union: Any) -> dict[str, type[BaseModel]]:
     ],
     ids=["losses", "masks", "corrections"],
 )
-def test_whatever_can_be_set_exists(union: Any, kinds: dict[str, Any]) -> None:
+def test_every_name_that_can_be_set_is_implemented(union: Any, kinds: dict[str, Any]) -> None:
     assert {name: kind.settings for name, kind in kinds.items()} == models(union)
 
 
-def test_every_kl_that_can_be_set_exists() -> None:
+def test_every_kl_that_can_be_set_is_implemented() -> None:
     assert set(KLS) == set(get_args(loss_settings.Kl.model_fields["estimator"].annotation))
 
 

@@ -1,4 +1,4 @@
-"""What holds of every way from log-probabilities to a loss, whatever the batch (spec §0, P1 to P4 and P6)."""
+"""Properties of every loss with every correction, for any batch (P1 to P4 and P6 in §0 of the spec)."""
 
 import math
 from typing import Any
@@ -34,18 +34,18 @@ pytestmark = pytest.mark.numeric
 quick = settings(max_examples=examples(60))
 few = settings(max_examples=examples(10))
 EXACT = ulps(30, of=math.exp(5 * 2.5), unit=FLOAT64)
-"""At most 30 tokens are added up. A ratio of a whole row, of five tokens that 0.5 nats of noise move apart by
-2.5 at most, is no larger than e^12.5."""
+"""A loss adds up at most 30 tokens. The ratio of a row is at most e^12.5: it has up to five tokens, and noise
+of 0.5 nats moves each by at most 2.5."""
 
 
 def train(step: Step, way: LossSettings) -> tuple[Tensor, Tensor]:
-    """The loss of the whole step in one go, and its gradient."""
+    """The loss of the whole step in one micro-batch, and its gradient."""
     found, gradient_T = learned(step.tokens, way, step.counts, step_statistics(step.tokens, way))
     return found.loss.detach(), gradient_T
 
 
 def parts(tokens: Tokens, chosen_T: Tensor) -> Tokens:
-    """Some tokens, as a micro-batch has them: `lp_new_T` is a leaf of its own."""
+    """Some of the tokens, as a micro-batch, with an `lp_new_T` that is a new leaf."""
     given = {name: values_T.detach()[chosen_T] for name, values_T in tokens.given().items()}
     given["lp_new_T"].requires_grad_()
     return Tokens(**given)
@@ -54,7 +54,7 @@ def parts(tokens: Tokens, chosen_T: Tensor) -> Tokens:
 @quick
 @given(steps(), ways(), st.data())
 def test_micro_batches_add_up_to_the_step(step: Step, way: LossSettings, data: st.DataObject) -> None:
-    """P2, whole-step corrections included: tokens in any order, rows in any micro-batch, some empty."""
+    """P2, also for whole-step corrections: tokens in any order, rows in any micro-batch, some empty."""
     rows, tokens = len(step.counts.tokens_R), len(step.tokens.rows_T)
     order_T = torch.tensor(data.draw(st.permutations(range(tokens))))
     home_R = torch.tensor(data.draw(st.lists(st.integers(0, 2), min_size=rows, max_size=rows)))
@@ -74,7 +74,7 @@ def test_micro_batches_add_up_to_the_step(step: Step, way: LossSettings, data: s
 @quick
 @given(steps(), ways(), st.data())
 def test_holes_change_nothing(step: Step, way: LossSettings, data: st.DataObject) -> None:
-    """P1: tokens that nothing can be learned from, anywhere in a row, and rows without any trained token."""
+    """P1: untrained tokens anywhere in a row, and rows without any trained token, change nothing."""
     tokens = len(step.tokens.rows_T)
     real_T = torch.tensor(sorted(data.draw(st.permutations(range(tokens + 3)))[:tokens]))
     beside_T = torch.zeros(tokens + 3, dtype=torch.int64)
@@ -109,7 +109,7 @@ def test_holes_change_nothing(step: Step, way: LossSettings, data: st.DataObject
 def test_an_engine_that_agrees_needs_no_correction(
     correction: Any, step: Step, loss: str, masks: list[Any]
 ) -> None:
-    """P3: rho is 1."""
+    """P3: if rho is 1, corrections change nothing."""
     agreed = step.with_tokens(lp_roll_T=step.tokens.lp_prox_T)
     made = {"loss": loss, "correction": correction, "masks": masks}
     got, gradient_T = train(agreed, LossSettings.model_validate(made))
@@ -119,14 +119,14 @@ def test_an_engine_that_agrees_needs_no_correction(
 
 
 STILL = ("ppo", "gspo", "cispo", "reinforce", "importance_sampling", "sapo", "dppo", "ipo", "glm5", "kl_cov")
-"""Those whose gradient is the advantage's where nothing has moved."""
+"""The losses whose gradient is the negative advantage if the policy has not moved."""
 
 
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if kind(loss) in STILL], ids=named)
 @few
 @given(steps())
 def test_a_policy_that_has_not_moved_learns_the_advantage(loss: Any, step: Step) -> None:
-    """P4: r is 1, and the gradient is -A."""
+    """P4: if r is 1, the gradient is -A."""
     same_T = step.tokens.lp_new_T.detach()
     still = step.with_tokens(lp_prox_T=same_T, lp_roll_T=same_T)
     way = PLAIN | {"loss": loss, "aggregation": {"mode": "token_sum"}}
@@ -135,7 +135,7 @@ def test_a_policy_that_has_not_moved_learns_the_advantage(loss: Any, step: Step)
 
 
 PULLED = ("dro", "ipo", "kl_cov", "reverse_kl", "ref_kl")
-"""They pull every token towards somewhere, whatever its advantage."""
+"""These losses have a gradient for every token, whatever its advantage."""
 
 
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if kind(loss) not in PULLED], ids=named)
@@ -144,7 +144,7 @@ PULLED = ("dro", "ipo", "kl_cov", "reverse_kl", "ref_kl")
 def test_a_row_without_advantage_feels_the_kl_alone(
     loss: Any, step: Step, kl: str, data: st.DataObject
 ) -> None:
-    """P6: exactly 0 without a KL, and the gradient of the KL with one."""
+    """P6: the gradient is exactly 0 without a KL, and the KL's own gradient with one."""
     flat = data.draw(st.integers(0, len(step.counts.tokens_R) - 1))
     flat_T = step.tokens.rows_T == flat
     quiet = step.with_tokens(advantages_T=step.tokens.advantages_T.masked_fill(flat_T, 0.0))

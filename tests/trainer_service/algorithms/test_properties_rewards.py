@@ -1,4 +1,4 @@
-"""What holds of every way from rewards to advantages, whatever the rewards: P1, P2, P5 of the spec, zeros."""
+"""Properties of every advantage, for any rewards: P1, P2 and P5 of the spec, and where advantages are 0."""
 
 import math
 from collections.abc import Sequence
@@ -50,12 +50,12 @@ def rollout(name: str, group: str = "g", reward: float = 1.0, **fields: Any) -> 
 
 
 CONDITION = 2.0**11
-"""By how much dividing by a group's deviation enlarges the rounding of its mean, at most: rewards of 16 bits
-up to 8 are 2^-8 apart where they are largest, and 2^-8 is 2^-11 of 8."""
+"""How much the division by a group's deviation may enlarge the rounding of its mean. Rewards are float16 up
+to 8; the largest differ by at least 2^-8, which is 2^-11 of 8."""
 
 
 def same(got: Tensor, wanted: Tensor) -> None:
-    """But for rounding, also where an estimator divides by a deviation twice (gdpo)."""
+    """Assert equality except for rounding, even if an estimator divides by a deviation twice (gdpo)."""
     largest = max([1.0, *wanted.abs().flatten().tolist()])
     torch.testing.assert_close(got, wanted, rtol=0, atol=ulps(CONDITION**2, of=largest, unit=FLOAT64))
 
@@ -82,7 +82,7 @@ def batches(draw: st.DrawFn, smallest: int = 1) -> list[Rollout]:
 @quick
 @given(batch=batches(), data=st.data())
 def test_order_changes_nothing(name: str, batch: list[Rollout], data: st.DataObject) -> None:
-    """P5. So groups can be assembled, and their members listed, in any order."""
+    """P5: groups may be assembled in any order, and so may their members."""
     order = data.draw(st.permutations(range(len(batch))))
     got = score(name, [batch[at] for at in order])
     same(got, score(name, batch)[order])
@@ -122,7 +122,7 @@ def test_the_better_one_gets_more(name: str) -> None:
 def test_a_rollout_counts_once_however_many_rows_it_has(
     name: str, batch: list[Rollout], data: st.DataObject
 ) -> None:
-    """Every row of every fork gets what its rollout gets where none has forked."""
+    """Each row of a forked rollout gets the advantage that the rollout gets without forks."""
     forks = data.draw(st.lists(st.integers(1, 4), min_size=len(batch), max_size=len(batch)))
     rollout_R = torch.repeat_interleave(torch.arange(len(batch)), torch.tensor(forks))
     rows_T = torch.repeat_interleave(torch.arange(len(rollout_R)), 2)
@@ -152,7 +152,7 @@ def test_a_reward_that_is_not_finite_is_refused_by_the_rollouts_name(reward: flo
 
 def test_a_reward_that_is_null_is_not_zero() -> None:
     with pytest.raises(RefusedRollout, match="rollout r7: its reward is null"):
-        Rollout("r7", "g", None)  # type: ignore[arg-type] # which mypy would complain of the lack of
+        Rollout("r7", "g", None)  # type: ignore[arg-type]
     with pytest.raises(RefusedRollout, match="rollout r7: it has no reward for 'second'"):
         score("gdpo", [rollout("r1"), rollout("r7", parts={"first": 1.0})])
 
@@ -186,7 +186,7 @@ def test_what_needs_the_whole_step_says_so(name: str) -> None:
 @quick
 @given(batch=batches(), data=st.data())
 def test_a_baseline_knows_the_order_of_its_own_agent_alone(batch: list[Rollout], data: st.DataObject) -> None:
-    """P5 as far as it can hold: interleaving agents in another way changes nothing."""
+    """P5 holds between agents: another interleaving of their rollouts changes nothing."""
     whose = data.draw(st.permutations([each.agent for each in batch]))
     left = {agent: [each for each in batch if each.agent == agent] for agent in "ab"}
     mixed = [left[agent].pop(0) for agent in whose]
@@ -204,14 +204,14 @@ def test_a_lone_rollout_of_an_agent_with_a_past_gets_what_it_earned_beyond_it() 
 
 @st.composite
 def dense(draw: st.DrawFn) -> list[list[tuple[int, float, float]]]:
-    """Up to four rows of up to twelve positions: whether it is trained, its reward, its value."""
+    """Up to four rows of up to twelve positions, each with a mask, a reward and a value."""
     position = st.tuples(st.integers(0, 1), st.floats(-4, 4, width=32), st.floats(-4, 4, width=32))
     rows = draw(st.lists(st.lists(position, min_size=1, max_size=12), min_size=1, max_size=4))
-    return [[*row, (1, 0.5, 0.25)] for row in rows]  # a row without a trained token is no row
+    return [[*row, (1, 0.5, 0.25)] for row in rows]  # each row needs a trained token
 
 
 def tokens_of(rows: list[list[tuple[int, float, float]]]) -> TokenRewards:
-    """The trained positions. A turn is what lies between two holes."""
+    """The trained positions. Each run of trained positions between two holes is a turn."""
     rewards_T, values_T, rows_T, turns_T, turns = [], [], [], [], 0
     for row, positions in enumerate(rows):
         turns += 1
@@ -243,7 +243,7 @@ TOKEN_SETTINGS: list[dict[str, Any]] = [
 def test_holes_change_nothing(
     chosen: dict[str, Any], rows: list[list[tuple[int, float, float]]], data: st.DataObject
 ) -> None:
-    """P1: tokens of tools, wherever they are put in and whatever is said of them."""
+    """P1: a hole, such as tool output, changes nothing, whatever its rewards and values are."""
     holed = []
     for row in rows:
         longer = list(row)
@@ -287,13 +287,13 @@ def test_returns_are_those_of_a_walk_back_over_each_row_that_skips_the_holes(
 def test_the_order_of_rows_changes_nothing(
     chosen: dict[str, Any], rows: list[list[tuple[int, float, float]]], data: st.DataObject
 ) -> None:
-    """P2: however a step is packed."""
+    """P2: the packing of a step changes nothing."""
     order = data.draw(st.permutations(range(len(rows))))
     estimate, how = RETURNS[chosen["name"]].estimate, settings_of(chosen)
     found, tokens = estimate(tokens_of(rows), how), tokens_of(rows)
     again = estimate(tokens_of([rows[at] for at in order]), how)
     at_T = torch.cat([torch.nonzero(tokens.rows_T == row).flatten() for row in order])
-    # Sums over 48 tokens of returns up to 48, which whitening divides by no less than √WHITEN_EPS.
+    # These are sums over 48 tokens of returns up to 48. Whitening divides them by at least √WHITEN_EPS.
     allowed = ulps(48, of=48.0, unit=FLOAT64) / math.sqrt(WHITEN_EPS)
     torch.testing.assert_close(again.advantages_T, found.advantages_T[at_T], rtol=0, atol=allowed)
     same(again.returns_T, found.returns_T[at_T])
@@ -334,7 +334,7 @@ def test_one_logprob_that_is_not_finite_costs_no_other_token_its_return() -> Non
     assert got.tolist() == [0.5, 1.0, 1.0]
 
 
-def test_narrow_numbers_are_cast_up() -> None:
+def test_half_precision_is_cast_up() -> None:
     narrow = torch.tensor([0.1, 0.2, 0.3], dtype=torch.bfloat16)
     rows_T = torch.zeros(3, dtype=torch.int64)
     found = RETURNS["gae"].estimate(TokenRewards(narrow, rows_T, narrow), settings_of("gae"))

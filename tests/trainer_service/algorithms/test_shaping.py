@@ -1,5 +1,4 @@
-"""What becomes of lengths, of truncated rollouts, of groups that teach nothing, and of settings that make no
-sense."""
+"""Shaping by length, truncated rollouts, groups without advantages, and settings that are refused."""
 
 from typing import Any
 

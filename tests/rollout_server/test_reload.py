@@ -205,9 +205,7 @@ async def test_a_reload_waits_for_an_engine_that_is_starting(harness: Harness) -
     harness.engine.boot_gate.clear()
     await harness.kill_engine()
     reload = asyncio.create_task(harness.reload(1, harness.policy(1)))
-    await asyncio.sleep(
-        0.05
-    )  # without waiting, the reload would end within this time; no event tells that it waits
+    await asyncio.sleep(0.05)  # the reload would end within this time if it did not wait
     assert not reload.done()
     harness.engine.boot_gate.set()
     assert (await reload).status_code == 200
@@ -227,9 +225,7 @@ async def test_reloads_run_one_at_a_time(harness: Harness) -> None:
     running = asyncio.create_task(harness.reload(1, first))
     await wait_until_async(lambda: "/update_weights_from_disk" in harness.engine.calls)
     waiting = asyncio.create_task(harness.reload(2, second))
-    await asyncio.sleep(
-        0.05
-    )  # without waiting, it would fetch within this time; no event tells that it waits
+    await asyncio.sleep(0.05)  # the second reload would fetch within this time if it did not wait
     assert not list((harness.directory / "weights").rglob("v00000002*")), "the second has not even fetched"
     harness.engine.load_gate.set()
     assert [(await running).status_code, (await waiting).status_code] == [200, 200]

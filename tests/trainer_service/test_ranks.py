@@ -23,7 +23,7 @@ from trainer_service.step.step_request import StepRequest
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.run_state import RunState
 
-pytestmark = pytest.mark.timeout(400)  # processes that start one after another, perhaps on a busy machine
+pytestmark = pytest.mark.timeout(400)  # processes start one after another, and the machine may be busy
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def weights_of(run: Path) -> Weights:
 def test_two_ranks_learn_in_parts_what_one_learns_at_once(
     pair: RankPair, make_learner: MakeLearner, untrained: Weights, tmp_path: Path, stage: int
 ) -> None:
-    # The third step has one row, so that one rank is left without; the last has a gradient that is infinite.
+    # The third step has one row, so that one rank has none. The last step has an infinite gradient.
     steps = [random_rows(1, 5), random_rows(2, 8), random_rows(3, 1), random_rows(4, 5, POISON)]
     probes = [random_rows(5, 3), random_rows(5, 3, POISON), random_rows(6, 1)]
     one = make_learner(optimizer=WELL_CONDITIONED)
@@ -115,7 +115,7 @@ def test_when_one_rank_dies_all_end_and_the_next_start_goes_on_bitwise(
 def test_a_rank_without_orders_takes_no_time(
     pair: RankPair, make_learner: MakeLearner, tmp_path: Path
 ) -> None:
-    """A rollout takes minutes, and a core that waits for it is one that the engine has not."""
+    """A rollout takes minutes. A rank that waits busily would take a core from the engine."""
     run = tmp_path / "run"
     run.mkdir()
     (run / "rest").touch()
@@ -123,7 +123,7 @@ def test_a_rank_without_orders_takes_no_time(
     wait_until((run / "idle").exists)
     (follower,) = pair.ranks()[1].children()
     before = follower.cpu_times()
-    time.sleep(3)  # what is measured is the time that it takes of this
+    time.sleep(3)  # the test measures how much CPU time the rank uses meanwhile
     after = follower.cpu_times()
     (run / "rest").unlink()
     pair.end(told)

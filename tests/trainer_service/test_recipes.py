@@ -1,4 +1,4 @@
-"""Every recipe as a trainer runs it: rewards in, weights out, by configuration alone."""
+"""Every recipe in a trainer: each advantage, loss and preset trains, by configuration alone."""
 
 import contextlib
 import logging
@@ -57,9 +57,9 @@ LOSSES: dict[str, Any] = {
     "kl_cov": "kl_cov",
 }
 GENTLE = {"lr": 1e-3, "warmup_steps": 0}
-"""The made-up log-probabilities stay what they are: a policy that runs away from them alarms the guards."""
+"""A small learning rate. A policy that moves far from the invented logprobs would alarm the guards."""
 ROUNDED = ulps(4, of=2.0)
-"""Whitened advantages of four tokens, none beyond 2, as float32 has them."""
+"""The rounding of whitened float32 advantages of four tokens, none larger than 2."""
 PRESET_NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
@@ -114,7 +114,7 @@ def test_every_loss_trains(name: str, make_harness: MakeHarness) -> None:
 
 
 class FakeTeacher:
-    """A teacher's `/generate`: it finds every token as likely as `lp` says."""
+    """A teacher's `/generate` that gives every token the log-probability `lp`."""
 
     def __init__(self, lp: float = -0.1, away: int = 0, refuses: str | None = None) -> None:
         self.lp, self.away, self.refuses = lp, away, refuses
@@ -157,7 +157,7 @@ def test_every_preset_trains_five_steps_without_a_warning(
 
 
 def test_distillation_moves_towards_the_teacher(make_harness: MakeHarness) -> None:
-    """Whatever the rewards are: the teacher alone judges."""
+    """The rewards do not matter: only the teacher judges."""
     teacher = FakeTeacher()
     harness = with_teacher(make_harness, teacher)
     losses = []
@@ -191,7 +191,7 @@ def test_a_session_that_the_teacher_refuses_ends_alone(make_harness: MakeHarness
 
 @pytest.mark.parametrize("nonsense", [None, [[None, 2, None], None, None, None], "text"], ids=str)
 def test_a_teacher_that_talks_nonsense_stops_no_trainer(nonsense: Any, make_harness: MakeHarness) -> None:
-    """It is asked again where the answer is none, and its row is refused where it says nothing of a token."""
+    """An invalid answer is asked for again. A session for which a token's logprob is missing is invalid."""
     answers = [nonsense]
 
     def confused(request: httpx.Request) -> httpx.Response:
@@ -237,7 +237,7 @@ def test_rewards_that_only_their_sum_tames_stop_no_trainer(make_harness: MakeHar
 
 
 def test_a_group_in_which_nobody_has_an_advantage_ends_at_once(make_harness: MakeHarness) -> None:
-    """Two are best, so neither made the difference (pass@k)."""
+    """With pass@k and two best members, no member has an advantage."""
     harness = make_harness(algorithm={"advantage": "passk"}).start()
     harness.agents.group("g", [1.0, 1.0, 0.0])
     assert not harness.trainer.run_once()
@@ -269,7 +269,7 @@ def test_turns_that_cancel_each_other_keep_their_credit(
 
 
 def test_the_reference_stays_what_the_model_was_before_any_training(make_harness: MakeHarness) -> None:
-    """Also after a restart."""
+    """The same holds after a restart."""
     harness = make_harness(
         algorithm={"kl": {"estimator": "k2", "coefficient": 1e-3}}, optimizer=GENTLE
     ).start()
@@ -295,7 +295,7 @@ def test_a_guess_of_what_the_step_begins_with_hides_no_mismatch(make_harness: Ma
 
 
 def test_a_lone_session_is_worth_its_reward_above_its_agents_average(make_harness: MakeHarness) -> None:
-    """And the average is of the checkpoint: a restart goes on with it."""
+    """The checkpoint holds the average, so that a restart continues with it."""
     harness = make_harness(algorithm={"advantage": {"name": "rae", "decay": 0.5}, "min_live_rows": 1}).start()
     harness.agents.episode("a", 1.0)
     assert harness.trainer.run_once()
@@ -326,7 +326,7 @@ def two_turns(harness: Harness, session_id: str, first: float | None, last: floa
 
 
 def advantages_of(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Token by token, as the loss is given them."""
+    """The advantages of all tokens that the loss receives in one step."""
     seen: list[float] = []
 
     def spied(tokens: Any, *rest: Any) -> Any:
@@ -382,7 +382,7 @@ def test_a_turn_gets_a_part_of_what_the_turns_after_it_earned(
 def test_micro_batches_change_nothing(
     algorithm: dict[str, Any], make_harness: MakeHarness, untrained: Weights
 ) -> None:
-    """Neither weights nor metrics, also where a number of the whole step is part of the loss."""
+    """Weights and metrics stay equal, even if a statistic of the whole step is part of the loss."""
     ends = []
     for max_tokens in (1, 10_000):
         harness = make_harness(

@@ -30,7 +30,7 @@ def redis(redis_url: str) -> Iterator[Redis]:
 
 
 def rows_of_a_group(name: str, values: list[float]) -> list[ExportRow]:
-    """As they were exported a year ago."""
+    """Rows of a group with the timestamps of an old export."""
     rows = []
     for number, value in enumerate(values):
         session_id = f"{name}-{number}"
@@ -88,4 +88,4 @@ def test_a_trainer_that_reads_meanwhile_waits_for_the_rest_of_an_old_group(
     assert all(head_of(redis, f"g-{number}").verdict is not None for number in range(3))
     ended = head_of(redis, "g-0").outcome
     assert ended is not None
-    assert ended.created_at == 103.0 < time.time()  # only the stream takes it for new
+    assert ended.created_at == 103.0 < time.time()  # only the stream's entry id is new

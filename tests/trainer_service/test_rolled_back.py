@@ -1,4 +1,4 @@
-"""A power cut takes the last second from Redis and nothing from the trainer, which is then ahead of it."""
+"""A power cut takes the last second from Redis and nothing from the trainer, whose state is then newer."""
 
 import json
 from collections.abc import Iterator
@@ -26,11 +26,11 @@ from weir.audit.sources import Sources
 
 
 class RolledBack:
-    """A trainer on a Redis that can be set back to where it was before something."""
+    """A trainer on a Redis whose data file can be cut back to an earlier length."""
 
     def __init__(self, make_harness: MakeHarness, redis: RedisProcess) -> None:
         self.redis, self.agents = redis, RedisAgents(redis.url)
-        self._connection = connect(f"{redis.url}?retry_on_timeout=yes")  # a wish that is not granted
+        self._connection = connect(f"{redis.url}?retry_on_timeout=yes")  # `connect` ignores this option
         self._make_harness = make_harness
         self.harness = self.start()
 
@@ -110,7 +110,7 @@ def test_what_a_durable_step_contains_is_not_trained_again(
 
 
 def test_turns_that_redis_forgot_stay_trained_and_the_audit_names_them(system: RolledBack) -> None:
-    """Of what no answer was kept nothing is trained twice, and nobody is told that all is well."""
+    """Nothing of the lost turns is trained twice, and the audit does not report that all is well."""
     system.agents.group("a", [1.0, 0.0])
     kept = system.redis.written
     system.agents.group("b", [1.0, 0.0])
@@ -131,7 +131,7 @@ def test_turns_that_redis_forgot_stay_trained_and_the_audit_names_them(system: R
 def test_entries_whose_answer_was_lost_with_its_connection_are_taken_up(
     system: RolledBack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Redis has delivered them, and would not deliver them once more."""
+    """Redis has delivered the entries and does not deliver them again as new."""
     system.agents.group("a", [1.0, 0.0])
     read, lost = Connection.read_response, list[Any]()
 
@@ -155,7 +155,7 @@ def test_entries_whose_answer_was_lost_with_its_connection_are_taken_up(
 def test_an_acknowledgement_whose_answer_was_lost_is_said_and_made_again(
     system: RolledBack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Redis has done it; nobody but the trainer repeats it, and nothing counts twice."""
+    """Redis has run the script. Only the trainer repeats it, and nothing counts twice."""
     system.agents.group("a", [1.0, 0.0])
     script = sha1(ACKNOWLEDGE.encode()).hexdigest()  # noqa: S324 - Redis names scripts so
     send, read, sent = Connection.send_command, Connection.read_response, list[str]()

@@ -107,7 +107,7 @@ def test_packed_rows_do_not_see_each_other(harness: Harness, rows: list[Row]) ->
 
 
 def gradient(harness: Harness, rows: list[Row], max_tokens: int) -> torch.Tensor:
-    """Of the whole step's loss, as plain autograd has it."""
+    """The gradient of the whole step's loss by plain autograd."""
     harness.policy.module.zero_grad()
     counts = counts_of(rows)
     for batch in micro_batches(rows, max_tokens):
@@ -132,7 +132,7 @@ def gradient(harness: Harness, rows: list[Row], max_tokens: int) -> torch.Tensor
 def test_the_gradient_does_not_depend_on_micro_batches_or_order(harness: Harness, rows: list[Row]) -> None:
     whole = gradient(harness, rows, 10_000)
     assert whole.abs().max() > 1e-3
-    positions = sum(len(row.ids_L) for row in rows)  # of which each gradient is a sum
+    positions = sum(len(row.ids_L) for row in rows)  # each gradient is a sum over them
     for other in (gradient(harness, rows, 20), gradient(harness, rows, 1), gradient(harness, rows[::-1], 25)):
         assert (whole - other).abs().max() < ulps(positions, of=float(whole.abs().max()))
 
@@ -144,7 +144,7 @@ def test_a_row_without_advantage_has_no_gradient(harness: Harness, rows: list[Ro
 
 @given(st.lists(st.integers(0, 3), min_size=3, max_size=3))
 def test_holes_between_trained_tokens_change_no_trained_token(holes: list[int]) -> None:
-    """Context of another length between turns: the same tokens are trained, with the same terms."""
+    """With context of another length between turns, the same tokens are trained with the same terms."""
     turns = [
         turn(
             turn_id=f"t{number}",

@@ -1,4 +1,4 @@
-"""Where a step's figures go: JSON lines, TensorBoard, Weights & Biases; and what a sink that fails does."""
+"""The sinks of a step's metrics, JSON lines, TensorBoard and Weights & Biases, and sinks that fail."""
 
 import errno
 import json
@@ -39,7 +39,7 @@ def test_steps_that_a_restart_makes_again_replace_those_that_were_lost(make_harn
     harness = make_harness(checkpoint_every_steps=2, publish_every_steps=2).start()
     for name in "abc":
         harness.step(name)
-    again = harness.restart()  # step 3 was in no checkpoint: its group is trained again, after another one
+    again = harness.restart()  # no checkpoint has step 3; its group is trained again, after another one
     assert again.trainer.step == 2
     again.agents.group("d", [0.25, 0.75])
     assert again.trainer.run_once()
@@ -70,7 +70,7 @@ def test_without_a_file_of_metrics_there_is_none_beside_it(model_path: Path) -> 
 
 
 def test_a_point_that_the_disk_does_not_take_is_left_out_whole(tmp_path: Path) -> None:
-    """And what follows is read: a torn record would hide the rest of its file."""
+    """The next records can be read. A partial record would hide the rest of its file."""
     registry = CollectorRegistry()
     metrics = TrainerMetrics(registry, [TensorBoard(tmp_path)])
     metrics.stepped(point(1))
@@ -114,11 +114,11 @@ def test_a_sink_that_fails_is_counted_and_stops_neither_the_step_nor_the_others(
 
 
 def history(directory: Path) -> list[dict[str, float]]:
-    """What an offline run holds for `wandb sync`: records in blocks as LevelDB writes its log."""
+    """The metrics in the file of an offline run, whose records are in blocks as in LevelDB's log."""
     import wandb
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
-    wandb.teardown()  # its process, which writes the file, may lag behind the end of a run
+    wandb.teardown()  # waits for wandb's process, which may write the file after the end of the run
     (path,) = directory.glob("wandb/offline-run-*/run-*.wandb")
     content, at, rows = path.read_bytes(), 7, []
     part = b""
@@ -160,7 +160,7 @@ def test_weights_and_biases_has_every_step_also_one_that_is_made_again(
 def test_weights_and_biases_that_is_away_stops_no_training(
     make_harness: MakeHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real package, and nobody at the address of its service."""
+    """The real package, with no server at the address of its service."""
     monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")

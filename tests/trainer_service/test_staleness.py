@@ -1,4 +1,4 @@
-"""What becomes of tokens that are too old, by configuration."""
+"""Tokens that are too old are dropped, masked, corrected or waited for, by configuration."""
 
 from typing import Any
 
@@ -100,7 +100,7 @@ def test_nothing_waits_for_what_no_waiting_saves(make_harness: MakeHarness) -> N
 
 
 def test_a_masked_token_condemns_no_newer_one(make_harness: MakeHarness) -> None:
-    """It is an outlier, whose row the correction would leave out."""
+    """The masked token is an outlier, for which the mask of outliers would drop the whole row."""
     harness = aged(make_harness, "mask", masks=[{"name": "outlier", "low": 1e-4, "high": 100.0}])
     harness.agents.open("a", "g", 2)
     spans = (Span(1, 0, 1), Span(5, 1, 3))
@@ -114,7 +114,7 @@ def test_a_masked_token_condemns_no_newer_one(make_harness: MakeHarness) -> None
 
 
 def test_without_staleness_training_is_synchronous(make_harness: MakeHarness) -> None:
-    """No step while anything that the present version sampled is under way."""
+    """No step is made while a session with tokens of the current version is open."""
     harness = aged(make_harness, "wait", max_staleness=0)
     harness.agents.open("late", "late", 1)
     harness.agents.call(turn("late", "late-t", output_ids=[10, 11], version=5))

@@ -1,4 +1,4 @@
-"""A group need not wait for its last member: at its deadline it goes, and who comes later hears why."""
+"""A group need not wait for its last member: after a deadline it is trained, and late members are told so."""
 
 import time
 from typing import Any
@@ -15,7 +15,7 @@ def harness_with_deadline(make_harness: MakeHarness, deadline_s: float = 60.0, *
 
 
 def pair(harness: Harness, size: int = 4, **fields: Any) -> None:
-    """Two members that can be compared, of a group that has more."""
+    """Two finished members of a group of `size`."""
     harness.agents.episode("a", 1.0, group_id="g", size=size, **fields)
     harness.agents.episode("b", 0.0, group_id="g", size=size, output_ids=[12, 1], **fields)
 
@@ -63,7 +63,7 @@ def test_a_group_of_fewer_than_the_minimum_waits_beyond_its_deadline(make_harnes
     harness = harness_with_deadline(make_harness, group_min_size=3)
     pair(harness, size=5)
     harness.agents.open("failed", "g", 5)
-    harness.agents.finish("failed", status="failed")  # has ended, and compares with nobody
+    harness.agents.finish("failed", status="failed")  # a failed member has no reward to compare
     assert not harness.trainer.run_once()
     assert "it goes without them once 1 more have a reward" in harness.shared_state.snapshot.waiting_for
     harness.agents.episode("c", 1.0, group_id="g", size=5)
@@ -88,7 +88,7 @@ def test_rewards_that_go_on_coming_do_not_put_the_deadline_off(make_harness: Mak
 
 
 @pytest.mark.parametrize("heard_of", [True, False])
-def test_who_comes_after_a_restart_is_known_for_late(make_harness: MakeHarness, heard_of: bool) -> None:
+def test_a_member_that_comes_after_a_restart_is_still_late(make_harness: MakeHarness, heard_of: bool) -> None:
     harness = harness_with_deadline(make_harness)
     if heard_of:
         straggler(harness)
@@ -150,7 +150,7 @@ def test_a_stuck_straggler_does_not_keep_other_groups_waiting(make_harness: Make
     assert harness.trainer.run_once()
     harness.agents.group("h", [1.0, 0.0])
     assert harness.trainer.run_once()
-    assert len(list(harness.stream.reclaim())) == 1  # its turn: it may still end
+    assert len(list(harness.stream.reclaim())) == 1  # the turn of the straggler, which may still end
 
 
 def test_a_deadline_is_not_told_before_everything_was_read(

@@ -1,4 +1,4 @@
-"""The loop on a stream in memory: what is trained, when it is acknowledged, what a crash leaves."""
+"""The loop on a stream in memory: which groups are trained, when entries are acknowledged, and crashes."""
 
 import json
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def crash(*_: object, **__: object) -> None:
 
 
 def crash_at_current(path: Path, content: bytes) -> None:
-    """The process dies before CURRENT moves; whatever is written before is."""
+    """The process dies just before it moves CURRENT; everything else is written."""
     if path.name == CURRENT:
         raise Crash
     write_atomically(path, content)

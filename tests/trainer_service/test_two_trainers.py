@@ -1,4 +1,4 @@
-"""Two trainers on one Redis, started by mistake or after a sleep: real processes, one of them reads."""
+"""Two trainer processes on one Redis, by mistake or after a sleep: only one of them reads the stream."""
 
 import os
 import signal
@@ -95,7 +95,7 @@ def start(
 
 
 def holder(redis: Redis) -> int | None:
-    """The process that has the lease."""
+    """The pid of the process that holds the lease."""
     packed: Any = redis.get(keys.LEASE)
     return msgspec.json.decode(packed, type=Holder).pid if packed else None
 

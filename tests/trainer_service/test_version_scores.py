@@ -1,4 +1,4 @@
-"""Which version did best, by the rewards of those that it served."""
+"""Which version did best, by the rewards of the sessions that it served."""
 
 from random import Random
 

@@ -20,7 +20,7 @@ def train(harness: Harness, group_id: str) -> int:
 
 
 def test_a_number_whose_weights_were_lost_in_a_crash_is_not_used_again(make_harness: MakeHarness) -> None:
-    """No checkpoint, no publication, no file: yet /status and the metrics have named those weights."""
+    """No checkpoint and no file has these weights, but /status and the metrics have named their version."""
     harness = make_harness(checkpoint_every_steps=10, publish_every_steps=10).start()
     lost = [train(harness, "g"), train(harness, "h")]
     harness = harness.restart()
@@ -71,7 +71,7 @@ def test_checkpoints_that_were_lost_are_followed_by_a_number_beyond_those_on_dis
 def test_the_first_number_of_a_process_waits_for_the_gateway_and_nothing_is_trained_meanwhile(
     make_harness: MakeHarness,
 ) -> None:
-    """It alone may know what was published: here, both directories are lost."""
+    """Both directories are lost here, so that only the gateway knows which versions were published."""
     harness = make_harness().start()
     assert train(harness, "g") == 1
     shutil.rmtree(harness.root)

@@ -1,4 +1,4 @@
-"""Every stage of ZeRO, on one rank, learns the same, and exports, keeps and refuses the same."""
+"""Every stage of ZeRO on one rank learns the same, and exports, saves and refuses the same."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.numeric
 STAGES = [0, 1, 2, 3]
 SCHEDULE = WELL_CONDITIONED | {"schedule": "cosine", "warmup_steps": 1, "total_steps": 4}
 HALF_ROUNDINGS = 12
-"""Of a gradient in bfloat16, on its way through two layers of six roundings each."""
+"""The roundings of a bfloat16 gradient in two layers, with six in each."""
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -52,7 +52,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_its_rows_are_found(
     assert not struck.leader.gradient_is_finite(StepRequest(random_rows(2, 3, POISON), 0, algorithm))
     assert struck.leader.gradient_is_finite(StepRequest(random_rows(2, 3), 0, algorithm))
     assert struck.leader.weights_are_finite()
-    assert struck.exported(), "amid no pass"
+    assert struck.exported(), "the policy is between two passes and can be exported"
     for learner in (struck, spared):
         learner.learn(3)
     assert differs_by(struck.exported(), spared.exported()) == 0

@@ -7,6 +7,8 @@
 An entry of the stream is acknowledged when a durable checkpoint contains the step that trained it, or when it
 ended with a verdict that no step can change. So whenever this process dies, the stream and the checkpoint
 together tell what is left to do.
+
+Where `checkpoint_every_steps` is above 1, a version may be published before the checkpoint that contains it.
 """
 
 import logging
@@ -66,7 +68,7 @@ class Trainer:
         self.step, self.version = 0, settings.initial_version
 
     def run(self) -> None:
-        """Train until told to stop, and leave everything that was trained in a checkpoint."""
+        """Train until told to stop, then save everything that was trained in a checkpoint."""
         try:
             self.start()
             while not self._shared_state.stopping:
@@ -79,7 +81,7 @@ class Trainer:
                     self._checkpoint()
 
     def start(self) -> None:
-        """Continue from the last checkpoint, and read again what was read since and not acknowledged."""
+        """Continue from the last checkpoint, and read the entries again that are not acknowledged."""
         state = self._cycle.restore() or RunState(version=self._settings.initial_version)
         self.step, self.version = state.step, state.version
         self._groups.resume(state.baselines)
@@ -107,13 +109,13 @@ class Trainer:
         if values is None:
             return False
         if self.step % self._settings.checkpoint_every_steps == 0:
-            self._save()  # before the version is published: a gateway may be away for long
+            self._save()  # before the version is published, because publishing may wait long for a gateway
         self._publish_if_due(values)
         return True
 
     def _is_paused(self) -> bool:
-        """Wait a moment where the training is paused. Where it was held and is resumed, publish what was held
-        back."""
+        """Wait a moment if the training is paused. If a guard had paused it (a hold) and it is resumed,
+        publish the newest version."""
         self._metrics.paused(self._shared_state.paused)
         if self._shared_state.paused:
             self._report("paused")
@@ -131,7 +133,8 @@ class Trainer:
             return self._intake.select(self.version, algorithm, self._groups.early_group_ids), algorithm
 
     def _learn_early(self, groups: Sequence[ScreenedGroup], algorithm: AlgorithmSettings) -> None:
-        """While the step waits for more groups, learn from those that are here once they fill a pass."""
+        """While the step waits for more groups, learn from those that are here (early groups) as
+        soon as they fill a pass: at least one full micro-batch for each rank."""
         if early_pass := self._groups.early_pass(groups, self.version, algorithm):
             with self._stopwatch.timed("train"):
                 self._report("training")
@@ -139,8 +142,8 @@ class Trainer:
         self._report("waiting")
 
     def _train(self, groups: list[ScreenedGroup], algorithm: AlgorithmSettings) -> Mapping[str, float] | None:
-        """Make a step of these groups; returns its metrics, or None where no step can be made of them. Raises
-        Diverged where the weights cannot be used any more."""
+        """Make a step of these groups. Returns its metrics, or None if these groups allow no step. Raises
+        Diverged if the weights can no longer be used."""
         scored = self._groups.ask_teacher(groups)
         if scored.refused:
             self._intake.end(scored.refused)
@@ -188,7 +191,7 @@ class Trainer:
         self._report("waiting")
 
     def _save(self, always: bool = False) -> None:
-        """Write a checkpoint where there is something new, and acknowledge what it contains."""
+        """Write a checkpoint if the last one is outdated, then acknowledge the entries that it contains."""
         if always or self._cycle.is_outdated(self._intake.evaluations.state):
             self._checkpoint()
         with self._stopwatch.timed("acknowledge"):

@@ -60,7 +60,7 @@ class Assembler:
         self._held: set[str] = set()
         self._settled: dict[str, None] = dict.fromkeys(settled)
         self._gone: dict[str, int] = dict(gone or {})
-        """Groups that went without some of their members, and with how many; 0 where that is not known."""
+        """Groups released while members were missing: the number that were present, 0 if not known."""
         self._late: list[str] = []
         self._freed: list[str] = []
         self._groups: dict[str, set[str]] = {}
@@ -128,7 +128,7 @@ class Assembler:
         return {group_id.strip() for group_id in self._groups}
 
     def release(self, group: Group) -> None:
-        """Forget a group that has ended. Entries that still arrive of it are late."""
+        """Forget a group that has ended. Entries of the group that arrive afterwards are late."""
         for member in group.members:
             # Records that came after the group was taken were not part of what was acknowledged.
             acknowledged = frozenset(member.entry_ids)

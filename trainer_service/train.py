@@ -4,9 +4,10 @@
      ▲        │ not full yet                                  │
      └────────┴───────────────────────────────────────────────┘
 
-An entry of the stream is acknowledged when a durable checkpoint contains the step that trained it, or when it
-ended with a verdict that no step can change. So whenever this process dies, the stream and the checkpoint
-together tell what is left to do.
+Agents' sessions arrive as entries of a stream: turns, rewards, outcomes. The intake collects them into groups of
+sessions whose rewards are compared, and selects the groups of a step. An entry is acknowledged once a durable
+checkpoint contains the step that trained it, or once its session has a final verdict without being trained. So
+whenever this process dies, the stream and the checkpoint together tell what is left to do.
 
 Where `checkpoint_every_steps` is above 1, a version may be published before the checkpoint that contains it.
 """

@@ -1,11 +1,12 @@
-"""From the entries of the stream to complete groups: every member has ended, or the group waits no longer.
+"""Collects the entries of the stream into sessions, and the sessions into complete groups.
 
     Entry ─▶ Assembler.add ─▶ sessions, by group ─▶ complete ─▶ Group ─▶ (trained, or not) ─▶ release
                           └─▶ take_late_entries: entries of sessions that have been released, or deleted
 
-A session keeps its entries until its group is released. Members that have ended stay unacknowledged until
-then, so that a restarted trainer reads them again and counts them. A group goes without its missing members
-when its deadline passes, or when it has had no record for long; each of them ends untrained later.
+A session keeps its entries until its group is released. The entries stay unacknowledged until then, so that a
+restarted trainer reads them again. A group is complete when all its members have ended. It goes without its
+missing members in two cases: its deadline has passed, or it has had no record for `group_wait_s` and every
+member that has sent a record has ended. A member that comes later ends untrained.
 """
 
 import time
@@ -26,13 +27,13 @@ GONE_KEPT = 20_000
 
 
 class SessionCounts(NamedTuple):
-    """The sessions that are held, by how far they are."""
+    """How many of the sessions in the assembler have not ended, wait for a reward, or have ended."""
 
     unfinished: int
     unrewarded: int
-    """Finished, and nobody has rewarded them yet."""
+    """The agent has finished them, and no reward has come."""
     ended: int
-    """Ended, in a group that is not complete or waits for its step."""
+    """They have ended. Their group is not complete, or waits for its step."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Group:
 
 
 class Assembler:
-    """Holds the sessions that were read and not released. An entry that comes again is not held twice."""
+    """Holds the sessions that were read and are not released. It ignores an entry that it holds already."""
 
     def __init__(
         self, rules: Rules, settled: Iterable[str] = (), gone: Mapping[str, int] | None = None
@@ -64,7 +65,7 @@ class Assembler:
         self._late: list[str] = []
         self._freed: list[str] = []
         self._groups: dict[str, set[str]] = {}
-        """Session ids by group, of every session that is held."""
+        """The ids of the sessions here, by group."""
         self._new_sessions: set[str] = set()
         self._new_groups: set[str] = set()
 
@@ -92,25 +93,25 @@ class Assembler:
             self._groups[session.group_id].add(session_id)
 
     def take_new_ids(self) -> tuple[Collection[str], Collection[str]]:
-        """Sessions and groups whose first entry came since the last call. An earlier trainer process may have
-        finished with them."""
+        """The sessions and groups whose first entry has come since the last call. The caller asks which of them
+        an earlier trainer process has finished with."""
         sessions, self._new_sessions = self._new_sessions, set()
         groups, self._new_groups = self._new_groups, set()
         return sessions, [group_id for group_id in groups - self._gone.keys() if not _alone(group_id)]
 
     def mark_finished(self, settled: Iterable[str], gone: Iterable[str]) -> None:
-        """An earlier trainer process has finished with these sessions, and with these groups, which went
-        without some of their members."""
+        """Forget what an earlier trainer process has finished with: the `settled` sessions, and the groups
+        `gone`, which it released without some of their members."""
         for session_id in settled:
             self._late += self._forget(session_id)
         for group_id in gone:
             self._gone[group_id] = 0
 
     def complete(self, caught_up: bool) -> list[Group]:
-        """Every group that can go now, ordered by the time of its last record, the oldest first.
+        """Every group that needs to wait no longer, the one with the oldest last record first.
 
-        `caught_up` says that the whole stream was read. Before that no group goes without its missing
-        members, because their records may still be in the stream.
+        `caught_up` says that the whole stream was read. Until then, every group waits for its missing members,
+        because their records may still be in the stream.
         """
         now_s = time.time()
         found: list[tuple[float, Group]] = []
@@ -124,13 +125,13 @@ class Assembler:
         return [group for _, group in sorted(found, key=lambda item: (item[0], item[1].group_id))]
 
     def group_ids(self) -> set[str]:
-        """The ids of all groups that are held, complete or not."""
+        """The ids of all groups here, complete or not."""
         return {group_id.strip() for group_id in self._groups}
 
     def release(self, group: Group) -> None:
-        """Forget a group that has ended. Entries of the group that arrive afterwards are late."""
+        """Forget a group that was trained or got its verdicts. Entries that arrive for it later are late."""
         for member in group.members:
-            # Records that came after the group was taken were not part of what was acknowledged.
+            # The group has the entries that are acknowledged; the session may have received others since.
             acknowledged = frozenset(member.entry_ids)
             self._late += [each for each in self._forget(member.session_id) if each not in acknowledged]
         if len(group.members) < group.size:
@@ -139,24 +140,24 @@ class Assembler:
         _forget_oldest(self._gone, GONE_KEPT)
 
     def take_late_entries(self) -> list[str]:
-        """Entries that came after their session was released or deleted. They change nothing any more."""
+        """Entries that came after their session was released or deleted. They have no effect."""
         late, self._late = self._late, []
         return late
 
     def take_freed_entries(self) -> list[str]:
-        """Entries that a deletion made useless. They must be acknowledged before the deletion is: a restart
-        that read them without it would train them."""
+        """Entries of deleted sessions. They must be acknowledged before the entry of the deletion. Otherwise a
+        restarted trainer could read them without the deletion, and train them."""
         freed, self._freed = self._freed, []
         return freed
 
     @property
     def settled(self) -> list[str]:
-        """The sessions that were released last, the newest last."""
+        """The sessions that were released most recently, the newest last."""
         return list(self._settled)
 
     @property
     def gone(self) -> dict[str, int]:
-        """The groups that went without some of their members, and with how many."""
+        """The groups that were released without some of their members, and how many members each had."""
         return dict(self._gone)
 
     def counts(self) -> SessionCounts:
@@ -183,8 +184,8 @@ class Assembler:
         return found
 
     def count_oldest_at(self, version: int, besides: Iterable[Group]) -> int:
-        """How many sessions that may still be trained have `version` as the oldest version of their tokens.
-        Sessions do not count whose group has gone, or is among `besides`."""
+        """How many sessions may still be trained and have `version` as the oldest version of their tokens.
+        Sessions of the groups `besides`, and of groups that were released, do not count."""
         going = {member.session_id for group in besides for member in group.members}
         return sum(
             session.oldest == version and not session.closed
@@ -196,7 +197,7 @@ class Assembler:
     def _going(
         self, group_id: str, sessions: Sequence[Session], caught_up: bool, now_s: float
     ) -> list[Member]:
-        """The members with which the group goes now; none while it waits."""
+        """The members that the group is released with now; none while the group waits."""
         rules = self._rules
         if (present := self._gone.get(group_id)) is not None:
             return [late for each in sessions if (late := each.late_member(rules, present))]
@@ -210,8 +211,8 @@ class Assembler:
         return members if whole or due or (overdue and len(members) == len(sessions)) else []
 
     def _past_deadline(self, sessions: Sequence[Session], now_s: float) -> bool:
-        """Whether enough rewarded members have waited longer than the deadline. It counts from the first
-        reward: members that fail at once do not show how long the others need."""
+        """Whether the group has enough rewarded members, and the first of them has waited longer than the
+        deadline. Failed members do not start the deadline: they do not show how long the others need."""
         if self._rules.group_deadline_s is None:
             return False
         rewarded = self._rewarded(sessions)
@@ -241,14 +242,14 @@ class Assembler:
 
 
 def _size(group_id: str, sessions: Sequence[Session]) -> int | None:
-    """How many members the group was opened for; None where no session says it."""
+    """How many members the group was opened for; None while no session has told it."""
     if _alone(group_id):
         return 1
     return max((session.group_size for session in sessions if session.group_size), default=None)
 
 
 def _alone(group_id: str) -> bool:
-    """Whether the group is that of one session without a group id."""
+    """Whether the group is one session without a group id."""
     return group_id.startswith(" ")
 
 

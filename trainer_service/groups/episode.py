@@ -1,4 +1,4 @@
-"""One session as it is read from the stream: its records, in whatever order they come, and how it ended."""
+"""One session, as the trainer reads it from the stream: its records in any order, and how it ended."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -10,12 +10,12 @@ from trainer_service.groups.evaluation import Evaluation, evaluation_of
 from trainer_service.rows.turns import contradiction, exclusions
 
 LARGEST_REWARD = 1e9
-"""The largest absolute value of a reward, and of a session's sum of rewards. Far larger ones make gradients
-overflow, after every restart again."""
+"""The largest absolute value of a reward, and of a session's sum of rewards. Far larger rewards make gradients
+overflow; a restarted trainer would read them again and fail again."""
 
 
 class Rules(NamedTuple):
-    """What decides that a session or a group is complete."""
+    """The settings that decide when a session has ended and when a group is complete."""
 
     vocab_size: int
     train_truncated: bool
@@ -34,10 +34,10 @@ class Member:
     reward: float | None
     """The sum of its rewards."""
     verdict: Verdict | None
-    """Why it is not trained; None where it can be trained, or where the gateway has given a verdict."""
+    """Why it is not trained; None if it can be trained, or if the gateway has given it a verdict."""
     rewards: tuple[Reward, ...] = ()
     truncated: bool = False
-    """Whether its agent finished it with the status `truncated`."""
+    """The agent finished it with the status `truncated`."""
     evaluation: Evaluation | None = None
     """The session as an evaluation of a version, where it is not to be trained."""
 
@@ -57,29 +57,30 @@ class Session:
     outcome: Outcome | None = None
     deletion: Deletion | None = None
     closed: bool = False
-    """Whether the gateway ended it with a verdict of its own: failed, abandoned or expired."""
+    """The gateway has given it a final verdict: failed, abandoned or expired."""
     last_record_at: float = 0.0
     """Seconds since 1970."""
     _named: str | None = None
     _ended: Member | None = None
     _ended_is_current: bool = False
-    """Whether `_ended` includes all records so far. It is kept because checking every token is slow."""
+    """`_ended` includes all records so far. The result is kept because it takes a check of every token."""
 
     @property
     def group_id(self) -> str:
-        """A session without a group id is a group of its own. No real id begins with a blank."""
+        """The id of its group. A session without one is a group by itself, under its own id after a blank; no
+        real id begins with a blank."""
         return self._named or f" {self.session_id}"
 
     @property
     def group_size(self) -> int | None:
-        """How many members its group was opened for; None before the last record tells it."""
+        """How many members its group was opened for. Only an outcome or a deletion tells it; None before."""
         last = self.deletion or self.outcome
         return last.group_size if last else None
 
     @property
     def oldest(self) -> int | None:
-        """The oldest version of its tokens that may be trained. None while it lacks only a reward, which may
-        never come."""
+        """The oldest version among its trainable tokens; None if it has none. Also None for a finished session
+        without a reward, since the reward may never come."""
         if self.over and not self.rewards:
             return None
         turns = tuple(self.turns.values())
@@ -89,7 +90,7 @@ class Session:
 
     @property
     def over(self) -> bool:
-        """Whether the agent has finished it, or somebody has deleted it. A reward may still come."""
+        """Whether the agent has finished it, or a client has deleted it. A reward may still come."""
         return self.outcome is not None or self.deletion is not None
 
     @property
@@ -99,9 +100,9 @@ class Session:
         return max(self.outcome.created_at if self.outcome else 0.0, first)
 
     def take(self, entry: Entry) -> list[str]:
-        """Add a record; of a record that is here already, only the entry is added. Returns the entries that
-        nobody needs any more: a deleted session keeps only the entry of its deletion, so that it counts in
-        its group after a restart."""
+        """Add the entry, and its record unless the session has that record already. Returns the entries that
+        are not needed any more: a deleted session keeps only the entry of its deletion, so that a restarted
+        trainer counts it as a member of its group."""
         if self.deletion is not None:
             return [entry.entry_id]
         freed: list[str] = []
@@ -131,8 +132,8 @@ class Session:
         return self._ended
 
     def late_member(self, rules: Rules, present: int) -> Member | None:
-        """The session as a member that its group went without; None while its agent goes on. The group went
-        with `present` members, 0 where that is not known."""
+        """The session as a member whose group was released before it ended; None while its agent works on it.
+        The group was released with `present` members; 0 if that is not known."""
         ended = self.ended(rules)
         if not self.over or (ended is not None and not ended.rewarded):
             return ended
@@ -162,7 +163,9 @@ class Session:
             return None
         reward = sum(self.rewards[key].value for key in sorted(self.rewards))
         largest = max((each.value for each in self.rewards.values()), key=abs)
-        if not max(abs(largest), abs(reward)) <= LARGEST_REWARD:  # nor NaN, which infinities may add up to
+        if (
+            not max(abs(largest), abs(reward)) <= LARGEST_REWARD
+        ):  # also true for NaN, the sum of opposite infinities
             beyond = largest if abs(largest) > LARGEST_REWARD else reward
             detail = f"a reward of {beyond:g} is beyond {LARGEST_REWARD:g}"
             return self._member(turns, None, Verdict(code="invalid", detail=detail))

@@ -4,10 +4,10 @@
      ▲        │ not full yet                                  │
      └────────┴───────────────────────────────────────────────┘
 
-Agents' sessions arrive as entries of a stream: turns, rewards, outcomes. The intake collects them into groups of
-sessions whose rewards are compared, and selects the groups of a step. An entry is acknowledged once a durable
-checkpoint contains the step that trained it, or once its session has a final verdict without being trained. So
-whenever this process dies, the stream and the checkpoint together tell what is left to do.
+Agents' sessions arrive as entries of a stream: turns, rewards, outcomes. The intake collects them into groups
+of sessions whose rewards are compared, and selects the groups of a step. An entry is acknowledged once a
+durable checkpoint contains the step that trained it, or once its session has a final verdict without being
+trained. So whenever this process dies, the stream and the checkpoint together tell what is left to do.
 
 Where `checkpoint_every_steps` is above 1, a version may be published before the checkpoint that contains it.
 """
@@ -43,7 +43,12 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Runs the loop on the main thread. The HTTP thread reaches it only through `SharedState`."""
+    """Runs the loop on the main thread. The HTTP thread reaches it only through `shared_state`.
+
+    `policy` is the model on all ranks, driven by rank 0. `heartbeat` reports the trainer to Redis, and confirms
+    the lease: only one trainer at a time may train. `hold` pauses the training if a guard finds a bad figure.
+    `teacher` scores the sampled tokens with a better model.
+    """
 
     def __init__(
         self,

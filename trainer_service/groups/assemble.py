@@ -93,8 +93,8 @@ class Assembler:
             self._groups[session.group_id].add(session_id)
 
     def take_new_ids(self) -> tuple[Collection[str], Collection[str]]:
-        """The sessions and groups whose first entry has come since the last call. The caller asks which of them
-        an earlier trainer process has finished with."""
+        """The sessions and groups whose first entry has come since the last call. The caller asks which of
+        them an earlier trainer process has finished with."""
         sessions, self._new_sessions = self._new_sessions, set()
         groups, self._new_groups = self._new_groups, set()
         return sessions, [group_id for group_id in groups - self._gone.keys() if not _alone(group_id)]
@@ -110,8 +110,8 @@ class Assembler:
     def complete(self, caught_up: bool) -> list[Group]:
         """Every group that needs to wait no longer, the one with the oldest last record first.
 
-        `caught_up` says that the whole stream was read. Until then, every group waits for its missing members,
-        because their records may still be in the stream.
+        `caught_up` says that the whole stream was read. Until then, every group waits for its missing
+        members, because their records may still be in the stream.
         """
         now_s = time.time()
         found: list[tuple[float, Group]] = []
@@ -145,8 +145,8 @@ class Assembler:
         return late
 
     def take_freed_entries(self) -> list[str]:
-        """Entries of deleted sessions. They must be acknowledged before the entry of the deletion. Otherwise a
-        restarted trainer could read them without the deletion, and train them."""
+        """Entries of deleted sessions. They must be acknowledged before the entry of the deletion. Otherwise
+        a restarted trainer could read them without the deletion, and train them."""
         freed, self._freed = self._freed, []
         return freed
 

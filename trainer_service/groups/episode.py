@@ -10,8 +10,8 @@ from trainer_service.groups.evaluation import Evaluation, evaluation_of
 from trainer_service.rows.turns import contradiction, exclusions
 
 LARGEST_REWARD = 1e9
-"""The largest absolute value of a reward, and of a session's sum of rewards. Far larger rewards make gradients
-overflow; a restarted trainer would read them again and fail again."""
+"""The largest absolute value of a reward, and of a session's sum of rewards. Far larger rewards make
+gradients overflow; a restarted trainer would read them again and fail again."""
 
 
 class Rules(NamedTuple):
@@ -79,8 +79,8 @@ class Session:
 
     @property
     def oldest(self) -> int | None:
-        """The oldest version among its trainable tokens; None if it has none. Also None for a finished session
-        without a reward, since the reward may never come."""
+        """The oldest version among its trainable tokens; None if it has none. Also None for a finished
+        session without a reward, since the reward may never come."""
         if self.over and not self.rewards:
             return None
         turns = tuple(self.turns.values())

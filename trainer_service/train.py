@@ -45,9 +45,9 @@ logger = logging.getLogger(__name__)
 class Trainer:
     """Runs the loop on the main thread. The HTTP thread reaches it only through `shared_state`.
 
-    `policy` is the model on all ranks, driven by rank 0. `heartbeat` reports the trainer to Redis, and confirms
-    the lease: only one trainer at a time may train. `hold` pauses the training if a guard finds a bad figure.
-    `teacher` scores the sampled tokens with a better model.
+    `policy` is the model on all ranks, driven by rank 0. `heartbeat` reports the trainer to Redis, and
+    confirms the lease: only one trainer at a time trains. `hold` pauses the training if a guard finds a bad
+    figure. `teacher` scores the sampled tokens with a better model.
     """
 
     def __init__(

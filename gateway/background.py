@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from gateway.cancellation import cancel_and_wait
 from gateway.conversations.conversation import clear_prompt_cache
 from gateway.conversations.digests import clear_digest_cache
+from gateway.engines.silence import WATCH_EVERY_S
 from gateway.wiring import GatewayParts
 from rollout_queue.contract.errors import StorageUnavailable
 
@@ -29,6 +30,11 @@ async def refresh_fleet(gateway: GatewayParts) -> None:
     metrics.servers.clear()
     for server in fleet.servers.values():
         metrics.servers.labels(server.state).inc()
+
+
+async def watch_silence(gateway: GatewayParts) -> None:
+    """Move the answers of engines that give no sign of life."""
+    gateway.silence.check()
 
 
 async def expire_sessions(gateway: GatewayParts) -> None:
@@ -85,6 +91,7 @@ async def background_tasks(gateway: GatewayParts) -> AsyncIterator[None]:
     """Run the periodic tasks while the block runs."""
     poll_every_s = gateway.settings.poll_every_s
     running = [asyncio.create_task(_repeat(task, gateway, poll_every_s)) for task in POLLED]
+    running.append(asyncio.create_task(_repeat(watch_silence, gateway, WATCH_EVERY_S)))
     running.append(asyncio.create_task(_repeat(drop_text_caches, gateway, TEXT_CACHES_S)))
     yield
     await cancel_and_wait(running)

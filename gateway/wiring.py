@@ -17,6 +17,7 @@ from gateway.engines.client import EngineClient, transport_of
 from gateway.engines.failover import Sampler
 from gateway.engines.fleet import Fleet
 from gateway.engines.policies import Policies
+from gateway.engines.silence import SilenceWatch
 from gateway.generations.generator import Generator
 from gateway.generations.recorder import Recorder
 from gateway.language.render import ChatRenderer
@@ -55,6 +56,7 @@ class GatewayParts:
     deleter: StreamDeleter
     engine: EngineClient
     fleet: Fleet
+    silence: SilenceWatch
     policies: Policies
     admission: Admission
     sessions: SessionService
@@ -83,6 +85,7 @@ async def opened(
     yield gateway
     await gateway.recorder.close()
     await gateway.sampler.close()
+    await gateway.silence.close()
     await gateway.fleet.close()
     await gateway.engine.close()
     await gateway.writer.close()
@@ -117,6 +120,7 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
         deleter=RedisDeleter(redis),
         engine=engine,
         fleet=fleet,
+        silence=SilenceWatch(fleet, engine, metrics),
         policies=Policies(redis, fleet, settings.push_timeout_s),
         admission=admission,
         sessions=sessions,

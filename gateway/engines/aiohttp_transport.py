@@ -1,6 +1,7 @@
 """Streams the engines' answers with the HTTP client of aiohttp."""
 
 import asyncio
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -13,6 +14,7 @@ from gateway.engines.transport import (
     ConnectFailed,
     ConnectionLost,
     ReadTimedOut,
+    keep_alive,
 )
 
 HEADERS = {
@@ -20,6 +22,11 @@ HEADERS = {
     "accept": "text/event-stream",
     "accept-encoding": "identity",
 }
+
+
+def engine_connector(idle_limit_s: float) -> aiohttp.TCPConnector:
+    """Connections to engines and rollout servers: as many as calls need, with TCP keep-alive."""
+    return aiohttp.TCPConnector(limit=0, keepalive_timeout=idle_limit_s, socket_factory=_open_socket)
 
 
 class AiohttpTransport:
@@ -34,7 +41,7 @@ class AiohttpTransport:
         last_bytes_s: float = LAST_BYTES_S,
     ) -> None:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=idle_limit_s),
+            connector=engine_connector(idle_limit_s),
             timeout=aiohttp.ClientTimeout(sock_connect=connect_timeout_s, sock_read=read_timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers=HEADERS,
@@ -91,6 +98,13 @@ class AiohttpResponse:
             self._response.release()
         else:
             self._transport.discard(self._response)
+
+
+def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    family, kind, protocol, *_ = address
+    opened = socket.socket(family, kind, protocol)
+    keep_alive(opened)
+    return opened
 
 
 @contextmanager

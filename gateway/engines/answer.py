@@ -60,7 +60,8 @@ class PartialAnswer:
     def next_request(self) -> GenerateBody:
         """The request to the next engine, which continues where the last one ended."""
         have = len(self.ids)
-        self.rid = f"{self._wanted.rid}.{self._attempts}" if self._attempts else self._wanted.rid
+        # No rid may begin with another one: SGLang aborts every request whose rid begins with the one given.
+        self.rid = f"{self._attempts}.{self._wanted.rid}" if self._attempts else self._wanted.rid
         self._attempts += 1
         self._start, self._version = have, None
         return GenerateBody(
@@ -119,9 +120,19 @@ class PartialAnswer:
             ids=[], logprobs=[], server=server, finish=finish, matched=matched, versions=versions
         )
 
+    @property
+    def version(self) -> int | None:
+        """The only policy version that may answer; None if any may."""
+        return self._wanted.version
+
+    @property
+    def resumable(self) -> bool:
+        """Whether another engine can continue the answer, or start it again, as nobody has read of it."""
+        return not (self._delivered and self._constrained)
+
     def check_resumable(self, fault: EngineFault) -> None:
         """Raises the fault if no other engine can continue the answer."""
-        if self.ids and self._constrained:
+        if not self.resumable:
             raise fault
 
     def _ending(self) -> tuple[str | None, str | None]:

@@ -11,11 +11,12 @@ from typing import Literal
 import aiohttp
 import msgspec
 
-from gateway.engines.aiohttp_transport import AiohttpTransport
+from gateway.engines.aiohttp_transport import AiohttpTransport, engine_connector
 from gateway.engines.event_stream import EventStream, OutputChunk, engine_error
 from gateway.engines.generate_request import GenerateBody
 from gateway.engines.httptools_transport import HttptoolsTransport
 from gateway.engines.transport import (
+    IDLE_LIMIT_S,
     ConnectFailed,
     ConnectionLost,
     EngineResponse,
@@ -47,7 +48,7 @@ class EngineClient:
 
     def __init__(self, transport: EngineTransport) -> None:
         self._transport = transport
-        self._control = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3))
+        self._control = aiohttp.ClientSession(connector=engine_connector(IDLE_LIMIT_S))
 
     async def close(self) -> None:
         await self._transport.close()
@@ -81,6 +82,15 @@ class EngineClient:
                 pass
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             logger.warning("generation %s could not be aborted: %s", rid, error)
+
+    async def responds(self, url: str, timeout_s: float) -> bool:
+        """Whether a GET gets any response. A proxy's 502 or 504 says that it does not reach the server."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._control.get(url, timeout=timeout, allow_redirects=False) as response:
+                return response.status not in (502, 504)
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
 
     async def get(self, url: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> bytes:
         """The body of a GET. Raises aiohttp.ClientError or TimeoutError."""

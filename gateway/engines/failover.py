@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from gateway.engines.answer import PartialAnswer, SampleRequest
 from gateway.engines.client import EngineClient
+from gateway.engines.engine_wait import EngineWait
 from gateway.engines.event_stream import OutputChunk
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer
@@ -101,7 +102,7 @@ class Sampler:
             except EngineFault as fault:
                 # The first lost connection may be one from the pool that the engine had closed already.
                 stale = fault.reason == "lost" and not retries.faults
-                await self._note_fault(fault, answer, server, stale)
+                self._note_fault(fault, answer, server, stale)
                 if (last := answer.keep_delivered()) is not None:
                     await on_chunk(last)
                     return
@@ -113,12 +114,17 @@ class Sampler:
     ) -> None:
         """Let one engine continue the answer. Raises EngineFault if it fails before the answer's end."""
         request, url = answer.next_request(), server.registration.engine_url
-        trial = server.enter()
+        trial, wait = server.enter(), EngineWait(answer)
+        server.begin_wait(wait)
         try:
-            stream = await self.engine.generate(url, request, server.id)
+            with wait:
+                stream = await self.engine.generate(url, request, server.id)
             try:
                 while not answer.finished:
-                    for chunk in await stream.read():
+                    with wait:
+                        chunks = await stream.read()
+                    server.heard_at = time.monotonic()
+                    for chunk in chunks:
                         self._note_success(server)
                         for checked in answer.take(chunk):
                             retries.progressed()
@@ -139,17 +145,17 @@ class Sampler:
                 await self._abort(url, request.rid)
             raise
         finally:
+            server.waits.discard(wait)
             server.leave(trial)
         if answer.cut_short:
             await self._abort(url, request.rid)
 
-    async def _note_fault(
+    def _note_fault(
         self, fault: EngineFault, answer: PartialAnswer, server: FleetServer, stale: bool
     ) -> None:
         """Abort the request if the engine may still work on it, and count the fault against the server."""
         if fault.reason in ("stalled", "nonsense"):
-            # Wait for the abort: it stops every rid with this prefix, and later also the next attempt's.
-            await self._abort(server.registration.engine_url, answer.rid)
+            self._begin_abort(server.registration.engine_url, answer.rid)  # not awaited: it may hang, too
         if fault.reason not in HARMLESS and not stale:
             server.breaker.failed(unreachable=fault.reason == "refused")
             self.metrics.breakers.labels(server.id).set(server.breaker.state != "closed")
@@ -184,7 +190,10 @@ class Sampler:
 
     async def _abort(self, engine_url: str, rid: str) -> None:
         """Tell the engine to abort the request. If the caller is cancelled meanwhile, this still happens."""
+        await asyncio.shield(self._begin_abort(engine_url, rid))
+
+    def _begin_abort(self, engine_url: str, rid: str) -> asyncio.Task[None]:
         task = asyncio.create_task(self.engine.abort(engine_url, rid))
         self._aborting.add(task)
         task.add_done_callback(self._aborting.discard)
-        await asyncio.shield(task)
+        return task

@@ -1,8 +1,9 @@
 """The fleet: all servers that sample answers, the version that each serves, and the choice of one for a call.
 
 registration of a rollout server ──▶ Redis ◀── every gateway reads it
-poll: GET /status of each server ──▶ its state and version
+poll: GET /status of each server ──▶ its state and version; the answers of a dead server move
 calls that fail ──▶ circuit breaker ──▶ no calls for a while, then a trial call
+no sign of life ──▶ silent (`silence.py`) ──▶ no calls until the engine responds
 
 A *bare engine* is an SGLang server of the setting `engines`, without a rollout server. It loads no policies.
 A server is *in rotation* (it may get calls) while it is ready or loads weights, is not drained, and serves
@@ -61,11 +62,19 @@ class Fleet:
             registration = Registration(id=f"engine-{index}", engine_url=url.rstrip("/"))
             self.servers[registration.id] = FleetServer(registration)
         self._bare_ids = frozenset(self.servers)
+        self._former: list[FleetServer] = []
+        """Servers that left the fleet, or that registered with another engine, while they had answers."""
 
     @property
     def headers(self) -> dict[str, str]:
         """The authorization that rollout servers expect."""
         return {"authorization": f"Bearer {self.admin_key}"} if self.admin_key else {}
+
+    @property
+    def answering(self) -> list[FleetServer]:
+        """All servers, and those that left the fleet and still have answers in flight."""
+        self._former = [server for server in self._former if server.waits]
+        return [*self.servers.values(), *self._former]
 
     # Registration and state
 
@@ -86,7 +95,7 @@ class Fleet:
         self._check_not_bare(server_id)
         removed = await stored(self.redis.hdel(keys.SERVERS, server_id))
         await stored(self.redis.srem(keys.HELD, server_id))
-        return self.servers.pop(server_id, None) is not None or bool(removed)
+        return self._drop(server_id) or bool(removed)
 
     async def set_drained(self, server_id: str, drained: bool) -> FleetServer | None:
         """Take a server out of rotation, or put it back, for every gateway. None for an unknown server."""
@@ -151,16 +160,24 @@ class Fleet:
             # A server that registered while Redis was read may be missing from the result.
             known = server_id.encode() in raw or registration.registered_at >= read_at
             if registration.url is not None and not known:
-                del self.servers[server_id]
+                self._drop(server_id)
             server.drained = server_id.encode() in drained
 
     def _add(self, registration: Registration) -> FleetServer:
         server = self.servers.get(registration.id)
         if server is None or server.registration.engine_url != registration.engine_url:
+            self._drop(registration.id)
             server = self.servers[registration.id] = FleetServer(registration)
         else:
             server.registration = registration
         return server
+
+    def _drop(self, server_id: str) -> bool:
+        """Take a server out of the fleet; its answers go on. Returns whether it was there."""
+        server = self.servers.pop(server_id, None)
+        if server is not None:
+            self._former.append(server)
+        return server is not None
 
     async def _read_status(self, server: FleetServer) -> None:
         """Update state and version. The engine's /health is no use: it samples, and fails while paused."""
@@ -181,7 +198,9 @@ class Fleet:
             if server.late >= LATE_ANSWERS:
                 server.state = "dead"
         except (aiohttp.ClientError, OSError, ValueError, msgspec.DecodeError) as error:
-            server.state, server.error = "dead", f"{type(error).__name__}: {error}"
+            server.state, server.error, server.late = "dead", f"{type(error).__name__}: {error}", 0
+        if server.state == "dead" and not server.late:
+            server.give_up(f"the server is dead: {server.error or 'its status says so'}")
         if server.state == "ready" and not was_ready:
             server.breaker.try_soon()
 
@@ -192,12 +211,14 @@ class Fleet:
 
         These are left out unless no other is left: servers with an open breaker, the server `avoid`, and
         servers that load weights, because calls wait there. A server that refused its last connection is left
-        out in any case while its breaker is open.
+        out in any case while its breaker is open, and a silent one until its engine responds.
         """
         able = [
             server
             for server in self.servers.values()
-            if server.state in ("ready", "loading") and not server.drained and self._serves(server, version)
+            if server.state in ("ready", "loading")
+            and not (server.drained or server.silent)
+            and self._serves(server, version)
         ]
         sound = [server for server in able if server.breaker.allows_call]
         able = sound or [server for server in able if not server.breaker.unreachable]
@@ -205,6 +226,11 @@ class Fleet:
             return able
         able = [server for server in able if server.id != avoid] or able
         return [server for server in able if server.state == "ready" and not server.pushing] or able
+
+    def can_replace(self, server: FleetServer, version: int | None, since: float) -> bool:
+        """Whether another server can take over a call now, and gave a sign of life after `since`."""
+        others = (other for other in self._candidates(version, server.id) if other is not server)
+        return any(other.able and other.heard_at > since for other in others)
 
     def _serves(self, server: FleetServer, version: int | None) -> bool:
         if version is not None:
@@ -243,7 +269,8 @@ class Fleet:
         if not self.servers:
             return "no rollout server has registered"
         states = ", ".join(
-            f"{s.id} is {s.state} at version {s.version}, its breaker {s.breaker.state}"
+            f"{s.id} is {'silent' if s.silent else s.state} at version {s.version}, "
+            f"its breaker {s.breaker.state}"
             for s in self.servers.values()
         )
         return f"no engine can serve version {self.serving}: {states}"
@@ -251,4 +278,10 @@ class Fleet:
     def call_succeeded(self, server: FleetServer) -> None:
         """A call received tokens from the server."""
         server.breaker.succeeded()
+        self._wake_waiting()
+
+    def is_heard_again(self, server: FleetServer) -> None:
+        """A silent server has responded to a probe: it gets a trial call."""
+        server.silent = False
+        server.breaker.try_soon()
         self._wake_waiting()

@@ -1,11 +1,14 @@
 """One rollout server of the fleet, as this gateway sees it: state, version, load, circuit breaker."""
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 
 import msgspec
 
 from gateway.engines.breaker import Breaker
+from gateway.engines.engine_wait import EngineWait
+from gateway.errors import EngineFault
 from rollout_queue.protocol.status import ServerShape
 
 
@@ -39,10 +42,26 @@ class FleetServer:
     late: int = 0
     """Consecutive status requests that timed out."""
     status_request: asyncio.Task[None] | None = None
+    waits: set[EngineWait] = field(default_factory=set)
+    """The calls that wait for the engine's bytes."""
+    heard_at: float = 0.0
+    """time.monotonic() of the engine's last sign of life (`silence.py`), or of the beginning of a wait."""
+    silent: bool = False
+    """Its answers have moved, because it gave no sign of life, and it has given none since."""
 
     @property
     def id(self) -> str:
         return self.registration.id
+
+    @property
+    def loads(self) -> bool:
+        """It loads weights: calls wait there meanwhile."""
+        return self.pushing or self.state == "loading"
+
+    @property
+    def able(self) -> bool:
+        """It can work on a call now."""
+        return self.state == "ready" and not self.loads and self.breaker.allows_call
 
     def enter(self) -> bool:
         """Count a call that begins. Returns whether it is the breaker's trial call, which `leave` needs."""
@@ -55,6 +74,17 @@ class FleetServer:
         if trial:
             self.breaker.leave()
 
+    def begin_wait(self, wait: EngineWait) -> None:
+        """A call begins to wait for the engine's bytes; its end removes it from `waits`."""
+        if not self.waits:
+            self.heard_at = time.monotonic()
+        self.waits.add(wait)
+
+    def give_up(self, why: str) -> None:
+        """End every wait for the engine's bytes."""
+        for wait in self.waits:
+            wait.end(EngineFault("broken", why))
+
     def report(self) -> ServerShape:
         return ServerShape(
             id=self.id,
@@ -65,5 +95,5 @@ class FleetServer:
             in_flight=self.in_flight,
             breaker=self.breaker.state,
             last_seen=self.seen_at or None,
-            error=self.error,
+            error="its engine gives no sign of life" if self.silent else self.error,
         )

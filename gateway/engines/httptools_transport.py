@@ -21,6 +21,7 @@ from gateway.engines.transport import (
     ConnectFailed,
     ConnectionLost,
     ReadTimedOut,
+    keep_alive,
 )
 
 HIGH_WATER_BYTES = 2**20
@@ -216,6 +217,7 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        keep_alive(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         if self._complete:  # bytes that no request asked for

@@ -5,7 +5,8 @@ EngineTransport ──post──▶ EngineResponse ──read, read, …──�
 └─ AiohttpTransport      the library's
 """
 
-from typing import Protocol
+import socket
+from typing import Final, Protocol
 
 CONNECT_TIMEOUT_S = 5.0
 IDLE_LIMIT_S = 3.0
@@ -13,6 +14,28 @@ IDLE_LIMIT_S = 3.0
 connection that the engine is closing."""
 LAST_BYTES_S = 2.0
 """How long the end of an answer may take after `leave`; then the connection is closed."""
+
+KEEP_ALIVE: Final = {
+    "TCP_KEEPIDLE": 5,
+    "TCP_KEEPINTVL": 5,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 20_000,  # in ms
+}
+"""Within 20 s, the kernel closes a connection whose other end is not there any more."""
+
+
+class SocketOptions(Protocol):
+    """What `keep_alive` needs of a socket."""
+
+    def setsockopt(self, level: int, name: int, value: int, /) -> None: ...
+
+
+def keep_alive(connection: SocketOptions) -> None:
+    """Let the kernel check the other end of a connection while no bytes flow."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEP_ALIVE.items():
+        if (option := getattr(socket, name, None)) is not None:  # not every system has all of them
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class ConnectFailed(Exception):

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +86,27 @@ async def test_a_connection_is_used_again(transport: Transport) -> None:
         assert peer.heads[0].startswith(b"post /generate http/1.1\r\nhost: 127.0.0.1:")
         assert await whole(http, f"{peer.url}/engines/7/") == (200, b"ok")
         assert peer.heads[-1].startswith(b"post /engines/7/generate http/1.1\r\n")
+
+
+async def test_the_kernel_checks_that_the_other_end_of_a_connection_is_there(transport: Transport) -> None:
+    async def answer_late(_: asyncio.StreamWriter) -> None:
+        await asyncio.Event().wait()
+
+    peer = Peer(transport, OK[:-1], answer_late)
+    async with peer.there() as http:
+        response = await http.post(peer.url, "/generate", b"{}")
+        assert kernel_timer(int(peer.url.rpartition(":")[2])) == KEEP_ALIVE_TIMER
+        response.release()
+
+
+KEEP_ALIVE_TIMER = "02"
+
+
+def kernel_timer(peer_port: int) -> str:
+    """Which timer runs for the connection to a port, as Linux numbers them."""
+    entries = [line.split() for line in Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]]
+    (timer,) = [entry[5] for entry in entries if entry[2].endswith(f":{peer_port:04X}") and entry[3] == "01"]
+    return timer.partition(":")[0]
 
 
 async def test_a_connection_that_was_idle_too_long_is_not_used_again(transport: Transport) -> None:

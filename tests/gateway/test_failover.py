@@ -189,7 +189,7 @@ async def test_an_answer_that_breaks_off_goes_on_elsewhere_token_for_token(
     (again,) = second.requests
     assert again["input_ids"] == PROMPT + ANSWER[:5]
     assert again["sampling_params"]["max_new_tokens"] == 95
-    assert again["rid"] == "rid.1"
+    assert again["rid"] == "1.rid"
 
 
 async def test_an_answer_by_one_engine_names_none_in_its_spans(scene: Scene) -> None:
@@ -207,7 +207,7 @@ async def test_an_engine_that_dies_again_and_again_is_asked_again_for_as_long_as
     last = await scene.hear()
     assert scene.ids == scene.whole
     assert last.versions == (Span(3, 0, 13),)
-    assert [body["rid"] for body in engine.requests] == ["rid", *(f"rid.{n}" for n in range(1, 7))]
+    assert [body["rid"] for body in engine.requests] == ["rid", *(f"{n}.rid" for n in range(1, 7))]
 
 
 async def test_each_part_keeps_the_version_that_its_engine_reported(scene: Scene) -> None:
@@ -420,7 +420,7 @@ async def test_a_stop_string_across_both_parts_ends_the_answer(scene: Scene, tok
     assert scene.ids == ids[:until]
     assert (last.finish, last.matched) == ("stop", "Observation:")
     assert [(span.start, span.end) for span in last.versions] == [(0, seam), (seam, until)]
-    assert second.aborted == ["rid.1"]
+    assert second.aborted == ["1.rid"]
 
 
 async def test_the_second_engine_finds_a_stop_string_in_its_own_part(
@@ -489,7 +489,7 @@ async def test_a_client_that_disconnects_stops_the_engine(scene: Scene) -> None:
 
     with pytest.raises(ConnectionResetError):
         await scene.sampler.sample(scene.ask(), hear)
-    assert second.aborted == ["rid.1"]
+    assert second.aborted == ["1.rid"]
     assert all(server.in_flight == 0 for server in scene.fleet.servers.values())
 
 

@@ -1,0 +1,215 @@
+"""Engines that hang, or that a partition cuts off: their answers move to another engine within seconds."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from tests.support.gateway.engine_processes import EngineProcess, Link, engine_process, link
+from tests.support.gateway.gated_engine import let_on
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
+from tests.support.serving import serving
+from tests.support.waiting import wait_until
+
+TOKENS, PACE_S = 150, 0.02
+MOVED_WITHIN_S = 8.0
+"""The rule moves an answer after 3 s and a poll. The fleet's own judgment would take two timeouts of 5 s."""
+LONGER_THAN_SILENCE_S = 5.0
+
+
+@dataclass
+class Stream:
+    """One streamed answer: its token ids, and the longest time between two events."""
+
+    gateway: RunningGateway
+    session_id: str
+    ids: list[int] = field(default_factory=list)
+    events: int = 0
+    longest_gap_s: float = 0.0
+    failure: Any = None
+    thread: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
+
+    def _read(self) -> None:
+        body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "return_token_ids": True}
+        headers = {"authorization": f"Bearer {CLIENT_KEY}", "x-session-id": self.session_id}
+        url = self.gateway.url + "/v1/chat/completions"
+        try:
+            with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as reply:
+                assert reply.status_code == 200, reply.read()
+                last_at = time.monotonic()
+                for line in reply.iter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    now = time.monotonic()
+                    self.longest_gap_s, last_at = max(self.longest_gap_s, now - last_at), now
+                    self.events += 1
+                    event = json.loads(line[6:])
+                    self.failure = event.get("error", self.failure)
+                    for choice in event.get("choices", []):
+                        self.ids += choice.get("token_ids") or []
+        except Exception as error:  # the test's thread raises it
+            self.failure = error
+
+    def whole(self) -> list[int]:
+        self.thread.join(90)
+        assert not self.thread.is_alive()
+        assert self.failure is None, self.failure
+        return self.ids
+
+
+@pytest.fixture(scope="module")
+def engines(tiny_model: Path) -> Iterator[list[EngineProcess]]:
+    tokenizer = tiny_model / "tokenizer.json"
+    with (
+        engine_process(tokenizer, PACE_S, TOKENS) as first,
+        engine_process(tokenizer, PACE_S, TOKENS) as second,
+    ):
+        yield [first, second]
+
+
+@contextmanager
+def gateway_over(backends: Backends, urls: list[str], **settings: Any) -> Iterator[RunningGateway]:
+    backends.clear(None)
+    wide = {"engines": urls, "failover_patience_s": 60.0, "engine_wait_s": 20.0, "poll_every_s": 0.5}
+    with backends.gateway(**wide | settings) as gateway:
+        wait_until(lambda: all(each["state"] == "ready" for each in servers(gateway)))
+        yield gateway
+
+
+def servers(gateway: RunningGateway) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = gateway.get("/admin/rollout_servers", key=ADMIN_KEY).json()["data"]
+    return sorted(found, key=lambda each: str(each["id"]))
+
+
+def answers_in_flight(gateway: RunningGateway) -> list[int]:
+    return [each["in_flight"] for each in servers(gateway)]
+
+
+def engines_of(gateway: RunningGateway, stream: Stream) -> list[str]:
+    (turn,) = gateway.turns({"session_id": stream.session_id})
+    return [span.get("engine") or turn["engine"] for span in turn["versions"]]
+
+
+def spread(gateway: RunningGateway) -> list[Stream]:
+    """Streams on both engines, each of which has begun."""
+    streams = [Stream(gateway, f"s{n}") for n in range(8)]
+    wait_until(lambda: all(each.events > 5 for each in streams))
+    assert all(answers_in_flight(gateway))
+    return streams
+
+
+@pytest.mark.parametrize("http", ["httptools", "aiohttp"])
+@pytest.mark.parametrize("fault", ["hung", "cut off"])
+def test_the_answers_of_a_silent_engine_move_and_the_engine_comes_back(
+    backends: Backends, engines: list[EngineProcess], fault: str, http: str
+) -> None:
+    with ExitStack() as stack:
+        links: list[Link] = [stack.enter_context(link(engine.url)) for engine in engines]
+        gateway = stack.enter_context(gateway_over(backends, [each.url for each in links], engine_http=http))
+        streams = spread(gateway)
+        stop, resume = (
+            (engines[0].suspend, engines[0].resume) if fault == "hung" else (links[0].cut, links[0].mend)
+        )
+        stop()
+        stack.callback(resume)
+        wait_until(lambda: answers_in_flight(gateway)[0] == 0, MOVED_WITHIN_S)
+        (whole,) = {tuple(each.whole()) for each in streams}
+        assert len(whole) == TOKENS + 1, "no token is lost, and none is doubled"
+        assert max(each.longest_gap_s for each in streams) < MOVED_WITHIN_S
+        used = [engines_of(gateway, each) for each in streams]
+        assert ["engine-0", "engine-1"] in used
+        assert ["engine-1"] in used
+        silent, _ = servers(gateway)
+        assert silent["breaker"] != "closed"
+
+        began = time.monotonic()
+        assert Stream(gateway, "meanwhile").whole() == list(whole)
+        assert time.monotonic() - began < MOVED_WITHIN_S + TOKENS * PACE_S
+
+        resume()
+        wait_until(lambda: engines[0].aborted() if fault == "hung" else True)
+        wait_until(lambda: served_by_the_first(gateway))
+        assert servers(gateway)[0]["breaker"] == "closed"
+
+
+def served_by_the_first(gateway: RunningGateway) -> bool:
+    """Whether one of a few new sessions is answered by the first engine."""
+    for _ in range(8):
+        session = gateway.session()
+        gateway.chat(max_tokens=1, key=session["api_key"])
+        if gateway.turns(session)[0]["engine"] == "engine-0":
+            return True
+    return False
+
+
+def test_the_answers_of_a_server_that_reports_its_engines_death_move_at_once(
+    gated: RunningGateway, backends: Backends, engines: list[EngineProcess]
+) -> None:
+    """The connections of a killed engine may stay open: its children hold them."""
+    states = {"r0": "ready", "r1": "ready"}
+
+    async def status(request: Request) -> Response:
+        return JSONResponse({"state": states[request.path_params["id"]], "version": 0})
+
+    app = Starlette(routes=[Route("/{id}/status", status)])
+    with serving(app) as url, gateway_over(backends, []) as gateway:
+        backends.engine = gated.engine
+        for server_id, engine_url in (("r0", backends.engine_url), ("r1", engines[1].url)):
+            body = {"id": server_id, "url": f"{url}/{server_id}", "engine_url": engine_url}
+            assert gateway.post("/admin/rollout_servers", body, key=ADMIN_KEY).status_code == 200
+        wait_until(lambda: gateway.get("/ready").status_code == 200)
+        streams = [Stream(gateway, f"s{n}") for n in range(8)]
+        wait_until(lambda: gated.engine.stalled)
+        states["r0"] = "dead"
+        wait_until(lambda: answers_in_flight(gateway)[0] == 0, MOVED_WITHIN_S)
+        for stream in streams:
+            stream.whole()
+
+
+def test_a_hung_engine_keeps_its_answers_while_there_is_no_other(
+    backends: Backends, engines: list[EngineProcess]
+) -> None:
+    engine = engines[0]
+    with gateway_over(backends, [engine.url]) as gateway:
+        stream = Stream(gateway, "s")
+        wait_until(lambda: stream.events > 5)
+        engine.suspend()
+        try:
+            time.sleep(LONGER_THAN_SILENCE_S)  # longer than an engine may be silent where there is another
+        finally:
+            engine.resume()
+        assert len(stream.whole()) == TOKENS + 1
+        assert engines_of(gateway, stream) == ["engine-0"]
+        assert "weir_engine_faults_total{" not in gateway.get("/metrics").text
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_an_engine_that_works_in_silence_keeps_its_answers(
+    gated: RunningGateway, backends: Backends, engines: list[EngineProcess], tokens: int
+) -> None:
+    """A long prefill delays the answer's begin, and the next tokens of every other answer."""
+    gated.engine.stall_after = tokens
+    with gateway_over(backends, [backends.engine_url, engines[1].url]) as gateway:
+        backends.engine = gated.engine
+        streams = [Stream(gateway, f"s{n}") for n in range(8)]
+        wait_until(lambda: gated.engine.stalled)
+        time.sleep(LONGER_THAN_SILENCE_S)  # longer than a hung engine may be silent
+        let_on(gated)
+        for stream in streams:
+            stream.whole()
+        assert "weir_engine_faults_total{" not in gateway.get("/metrics").text

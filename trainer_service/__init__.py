@@ -1,1 +1,1 @@
-"""Turns in, weights out: a DeepSpeed loop with a small REST API."""
+"""The trainer: it reads turns from Redis, trains with DeepSpeed, and publishes the weights."""

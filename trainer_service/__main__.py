@@ -1,4 +1,7 @@
-"""python -m trainer_service [--config weir.yaml], or: deepspeed --num_gpus 1 --module trainer_service …"""
+"""`python -m trainer_service [--config weir.yaml]`: the trainer, until SIGTERM.
+
+On several GPUs: deepspeed --num_gpus N --module trainer_service [--config weir.yaml]
+"""
 
 import argparse
 import logging
@@ -39,13 +42,13 @@ from trainer_service.train import Trainer
 logger = logging.getLogger("trainer_service")
 
 REDIS_TIMEOUT_S = 30.0
-"""Far longer than a read waits, and than the largest transaction takes."""
+"""Far longer than any read waits for entries, and than any transaction takes."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="trainer_service", description=__doc__)
     parser.add_argument("--config", help="weir.yaml; its section `trainer` is read")
-    parser.add_argument("--local_rank", help="what the DeepSpeed launcher adds; LOCAL_RANK says the same")
+    parser.add_argument("--local_rank", help="added by the DeepSpeed launcher; ignored, LOCAL_RANK is read")
     given = parser.parse_args(arguments)
     if given.config:
         os.environ[CONFIG_VARIABLE] = given.config
@@ -53,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     settings = TrainerSettings()
     if own_rank() > 0:
-        policy = DeepSpeedPolicy(settings)  # before it exists, signals may end the process at once
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 gets the signal too, and ends the others
+        policy = DeepSpeedPolicy(settings)  # signals are ignored only after this: until then they may end us
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 gets the signal too, and ends this rank
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         follow(policy)
         return
@@ -74,23 +77,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState) -> None:
-    """Build all parts, and train until told to stop."""
+    """Build the trainer's parts, and train until told to stop."""
     registry = CollectorRegistry()
     checkpoints = Checkpoints(settings.checkpoint_dir, settings.keep_checkpoints)
     store = PolicyStore(settings.policies_dir, settings.model_path, settings.keep_policies)
     app = create_app(shared_state, checkpoints.ledger, store, keyring, registry)
     logger.info("algorithm %s", settings.algorithm.model_dump_json())
     redis = connect(settings.redis_url)
-    # A connection of its own, whose timeout leaves time for another renewal.
-    keeping = connect(settings.redis_url, settings.lease_s / 3)
-    lease = Lease(keeping, settings.lease_s)
+    # The lease has its own connection: after a timeout there is time to renew it before it expires.
+    lease_redis = connect(settings.redis_url, settings.lease_s / 3)
+    lease = Lease(lease_redis, settings.lease_s)
     headers = {"authorization": f"Bearer {settings.admin_keys[0]}"} if settings.admin_keys else {}
     client = httpx.Client(base_url=settings.gateway_url, headers=headers)
     with (
         lock_directory(settings.checkpoint_dir),
         HttpThread(app, settings.host, settings.port),
         redis,
-        keeping,
+        lease_redis,
         client,
     ):
         logger.info("listens on %s:%d", settings.host, settings.port)
@@ -99,7 +102,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
                 return
             metrics = TrainerMetrics(registry, chosen_sinks(settings))
             policy = Leader(DeepSpeedPolicy(settings))
-            stream = _stream(redis, lease, shared_state, settings.retry_s)
+            stream = _open_stream(redis, lease, shared_state, settings.retry_s)
             if stream is None:
                 policy.close()
                 return
@@ -119,24 +122,23 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
             ).run()
             if teacher is not None:
                 teacher.close()
-            policy.close()  # never after a failure: inside a collective the others would not receive it
+            policy.close()  # not after a failure: ranks that wait in a collective receive no command
             metrics.close()
     logger.info("ended")
 
 
 def connect(redis_url: str, timeout_s: float = REDIS_TIMEOUT_S) -> Redis:
-    """A client whose calls time out where Redis does not answer, so that the trainer can report it and try
-    again.
+    """A client whose calls time out if Redis does not answer. The trainer then reports this, and tries again.
 
-    The client repeats no call by itself, whatever the URL says: a read whose answer was lost has delivered
-    entries.
+    The client repeats no call by itself, whatever the URL says: entries of a lost answer count as delivered,
+    and a repeated read would skip them.
     """
     once = Retry(NoBackoff(), 0)
     return Redis.from_url(redis_url, socket_connect_timeout=2, socket_timeout=timeout_s, retry=once)
 
 
-def _stream(redis: Redis, lease: Lease, shared_state: SharedState, retry_s: float) -> RedisReader | None:
-    """The reader, as soon as Redis answers; None when told to stop before that."""
+def _open_stream(redis: Redis, lease: Lease, shared_state: SharedState, retry_s: float) -> RedisReader | None:
+    """Wait until Redis answers, and return the reader; None if the trainer is told to stop before."""
     while not shared_state.stopping:
         try:
             return RedisReader(redis, lease.token)

@@ -1,6 +1,6 @@
-"""The trainer's REST API: status, ledger, weights; pause, resume, checkpoint.
+"""The trainer's REST API: status, ledger and weights; pause, resume and checkpoint.
 
-It runs on a thread of its own beside the training, and reaches the training only through `SharedState`.
+It runs on its own thread, and exchanges data with the training thread only through `SharedState` and files.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep
 
 LEDGER_LIMIT = 1000
-SILENT_AFTER_S = 60.0
+CHECKPOINT_TIMEOUT_S = 60.0
 STATUS = {"state", "step", "version", "waiting_for", "metrics"}
-"""The fields of the trainer's report that `GET /status` answers."""
+"""The fields of the trainer's report that `GET /status` returns."""
 
 Ledger = Callable[[int, int], Sequence[LedgerStep]]
-"""Durable steps after the step of the first argument, oldest first; the second argument limits their
-number."""
+"""`ledger(since, limit)` returns up to `limit` durable steps with a number greater than `since`, oldest
+first."""
 
 
 def create_app(
@@ -48,7 +48,7 @@ def create_app(
     app.add_middleware(RequestIds)
 
     async def readiness() -> str | None:
-        return None if shared_state.ready else "the trainer has not taken up the stream yet"
+        return None if shared_state.ready else "the trainer is starting: it has not read the stream yet"
 
     app.include_router(probes(readiness, registry))
     guarded = [Depends(keyring.require_admin)]
@@ -63,12 +63,12 @@ def _control(shared_state: SharedState) -> APIRouter:
 
     @router.get("/status", response_model_include=STATUS)
     async def status() -> TrainerReport:
-        """Numbers that are not finite are null, because JSON has no NaN."""
+        """Numbers that are not finite become null, because JSON has no NaN."""
         return shared_state.snapshot.report()
 
     @router.post("/pause")
     async def pause() -> JSONResponse:
-        """The training pauses before the next step."""
+        """Let the training pause before the next step."""
         shared_state.pause()
         return JSONResponse({"paused": True})
 
@@ -79,14 +79,14 @@ def _control(shared_state: SharedState) -> APIRouter:
 
     @router.post("/checkpoint")
     async def checkpoint() -> JSONResponse:
-        """Answers when the checkpoint is durable, after the step that is running now."""
+        """Write a checkpoint after the running step. The answer comes when the checkpoint is durable."""
         try:
-            shot = await asyncio.wait_for(
-                asyncio.wrap_future(shared_state.request_checkpoint()), SILENT_AFTER_S
+            saved = await asyncio.wait_for(
+                asyncio.wrap_future(shared_state.request_checkpoint()), CHECKPOINT_TIMEOUT_S
             )
         except TimeoutError as error:
-            raise ApiError(504, "the trainer is busy; the checkpoint follows when it is not") from error
-        return JSONResponse({"step": shot.step, "version": shot.version})
+            raise ApiError(504, "the trainer is busy; it writes the checkpoint later") from error
+        return JSONResponse({"step": saved.step, "version": saved.version})
 
     return router
 
@@ -98,7 +98,8 @@ def _ledger(ledger: Ledger) -> APIRouter:
     def rows(
         since: int = Query(0, ge=0), limit: int = Query(LEDGER_LIMIT, ge=1, le=LEDGER_LIMIT)
     ) -> JSONResponse:
-        """Which turns each durable step trained: it proves that each turn is trained at most once."""
+        """The turns that each durable step trained. With this list, anyone can check that no turn was trained
+        twice."""
         found = ledger(since, limit + 1)
         page = found[:limit]
         next_cursor = str(page[-1].step) if len(found) > limit else None
@@ -116,7 +117,7 @@ def _weights(store: PolicyStore) -> APIRouter:
 
     @router.get("/weights/{version}/{name}")
     def file(version: int, name: str) -> Response:
-        """One file of a complete version; the manifest is one of them."""
+        """One file of a complete version, for example its manifest."""
         path = _published_file(store, version, name)
         media_type = "application/json" if name == MANIFEST else "application/octet-stream"
         return FileResponse(path, media_type=media_type)
@@ -125,9 +126,10 @@ def _weights(store: PolicyStore) -> APIRouter:
 
 
 def _published_file(store: PolicyStore, version: int, name: str) -> Path:
-    """The name is compared with the files that exist: no path is built from what a caller sends."""
+    """The path of a version's file. `name` is compared with the names of existing files; no path is built
+    from it. Raises ApiError."""
     if FILE_NAME.fullmatch(name) and version in store.versions():
-        with suppress(FileNotFoundError):  # the training removes old versions meanwhile
+        with suppress(FileNotFoundError):  # the training thread may remove the version meanwhile
             for path in store.path_of(version).iterdir():
                 if path.name == name and path.is_file() and not path.is_symlink():
                     return path
@@ -135,7 +137,7 @@ def _published_file(store: PolicyStore, version: int, name: str) -> Path:
 
 
 class HttpThread:
-    """Serves the app on a thread inside a `with` block."""
+    """Serves the app on a thread, as long as the `with` block runs."""
 
     def __init__(self, app: FastAPI, host: str, port: int) -> None:
         config = uvicorn.Config(
@@ -147,9 +149,9 @@ class HttpThread:
             timeout_keep_alive=KEEP_ALIVE_S,
         )
         self._server = uvicorn.Server(config)
-        # Bound here and not on the thread: an address in use ends the process, not only the thread.
+        # The main thread binds the address. If the address is in use, uvicorn then ends the whole process.
         self._socket = config.bind_socket()
-        # On a thread other than the main one, uvicorn leaves signals alone.
+        # uvicorn installs signal handlers only on the main thread.
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), name="http", daemon=True
         )

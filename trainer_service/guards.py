@@ -1,5 +1,4 @@
-"""Decides from the metrics of the last steps and the rewards of the last groups whether to hold the
-training."""
+"""Guards: checks of the last steps' metrics and the last groups' rewards, which may hold the training."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,15 +10,16 @@ from statistics import fmean, median, variance
 from trainer_service.settings import GuardSettings
 
 MEDIAN_STEPS = 100
-"""The median gradient norm is that of so many steps."""
+"""How many earlier steps the median of the gradient norm covers."""
 FEWEST_STEPS = 20
-"""With fewer steps than this there is no median to compare with."""
+"""With fewer earlier steps, the gradient norm raises no alarm."""
 SMALLEST_MEDIAN = 1.0
-"""A policy that has learned its task has gradients near zero; one larger gradient is no alarm then."""
+"""A smaller median counts as this. When a policy has learned its task, its gradients are near zero, and one
+larger gradient is no reason for an alarm."""
 GROUPS_KEPT = 4096
-"""In how many of the last groups the best mean reward is searched."""
+"""The best mean reward is searched among this many of the last groups."""
 NOISE = 5.0
-"""A fall of the reward counts when it is greater than so many times its standard error."""
+"""A fall of the mean reward raises an alarm only if it is greater than this many standard errors."""
 
 Values = Mapping[str, float]
 History = Sequence[Values]
@@ -35,8 +35,8 @@ class Alarm:
 
 
 class Guards:
-    """Keeps the last steps and rewards. A guard that raises an alarm forgets what it has seen, so that the
-    same steps do not raise a second one."""
+    """Keeps the last steps and rewards. A guard that raises an alarm forgets them, so that the same steps or
+    groups do not raise a second alarm."""
 
     def __init__(self, settings: GuardSettings) -> None:
         self._settings = settings
@@ -44,7 +44,7 @@ class Guards:
         self._rewards: deque[float] = deque(maxlen=GROUPS_KEPT)
 
     def check_step(self, values: Values) -> Alarm | None:
-        """The first alarm that a step raises; None where no guard does."""
+        """The first alarm that a step raises; None if it raises none."""
         for steps in self._steps.values():
             steps.append(values)
         alarm = next(self._alarms(), None)
@@ -53,8 +53,8 @@ class Guards:
         return alarm
 
     def check_rewards(self, rewards: Iterable[float]) -> Alarm | None:
-        """The alarm that the mean rewards of new groups raise, the newest last. It does not wait for a step,
-        because groups without any reward make none."""
+        """The alarm that the mean rewards of new groups raise, the newest last; None if they raise none. The
+        check does not wait for a step: when all rewards are 0, no step is made."""
         new = list(rewards)
         self._rewards += new
         reason = reward(list(self._rewards), self._settings) if new else None
@@ -70,7 +70,8 @@ class Guards:
 
 
 def grad_norm(history: History, settings: GuardSettings) -> str | None:
-    """A gradient much larger than usual. Clipping makes its step small, but not its direction right."""
+    """The gradient is much larger than usual. Clipping limits the size of the step, but a wrong direction
+    remains."""
     before = [values["grad_norm"] for values in history[-1 - MEDIAN_STEPS : -1]]
     if settings.max_grad_norm_ratio is None or len(before) < FEWEST_STEPS:
         return None
@@ -79,12 +80,13 @@ def grad_norm(history: History, settings: GuardSettings) -> str | None:
         return None
     return (
         f"the gradient of step {history[-1]['step']:g} is {norm:.3g}, more than "
-        f"{settings.max_grad_norm_ratio:g} times what is usual, {usual:.3g} (guards.max_grad_norm_ratio)"
+        f"{settings.max_grad_norm_ratio:g} times the usual {usual:.3g} (guards.max_grad_norm_ratio)"
     )
 
 
 def abs_logp(history: History, settings: GuardSettings) -> str | None:
-    """Trainer and engine give the same tokens different log-probabilities: stale data, or a wrong pass."""
+    """Trainer and engine give the same tokens different log-probabilities: the tokens are stale, or one of
+    the two computes them wrongly."""
     limit = settings.max_abs_logp
     if limit is None or (seen := history[-1].get("mismatch/abs_logp", nan)) <= limit:
         return None
@@ -95,7 +97,8 @@ def abs_logp(history: History, settings: GuardSettings) -> str | None:
 
 
 def kl(history: History, settings: GuardSettings) -> str | None:
-    """The signed difference: the trainer finds the sampled tokens less likely than the engine did."""
+    """The log-probabilities of trainer and engine differ in the mean: most tokens differ in the same
+    direction."""
     limit = settings.max_kl
     if limit is None or abs(seen := history[-1].get("mismatch/kl", nan)) <= limit:
         return None
@@ -106,7 +109,7 @@ def kl(history: History, settings: GuardSettings) -> str | None:
 
 
 def reward(rewards: Sequence[float], settings: GuardSettings) -> str | None:
-    """Compares the mean reward of the last groups with the best mean of as many groups before them."""
+    """The mean reward of the last groups is far below the best mean of as many groups before them."""
     groups = settings.reward_groups
     if settings.reward_drop is None or len(rewards) < 2 * groups:
         return None

@@ -23,7 +23,10 @@ class TrainerMetrics:
         self._steps = Counter("weir_trainer_steps", "Optimizer steps", registry=registry)
         self._tokens = Counter("weir_trainer_tokens", "Tokens trained", registry=registry)
         self._sessions = Counter(
-            "weir_trainer_sessions", "Sessions that ended, by verdict", ["verdict"], registry=registry
+            "weir_trainer_sessions",
+            "Sessions that the trainer ended, by verdict",
+            ["verdict"],
+            registry=registry,
         )
         self._pushes = Counter(
             "weir_trainer_pushes",
@@ -34,8 +37,8 @@ class TrainerMetrics:
         self._refusals = Counter(
             "weir_trainer_disk_refusals", "Writes that the disk refused", ["what"], registry=registry
         )
-        self._unwritten = Counter(
-            "weir_trainer_sink_failures", "Points that a sink failed to write", ["sink"], registry=registry
+        self._sink_failures = Counter(
+            "weir_trainer_sink_failures", "Calls of a sink that failed", ["sink"], registry=registry
         )
         self._alarms = Counter(
             "weir_trainer_guard_alarms", "Times that a guard held the training", ["guard"], registry=registry
@@ -55,7 +58,7 @@ class TrainerMetrics:
         )
 
     def resume(self, step: int) -> None:
-        """Training continues after `step`."""
+        """Tell every sink that the training continues after `step`."""
         self._each("resume", lambda sink: sink.resume(step))
 
     def close(self) -> None:
@@ -70,7 +73,7 @@ class TrainerMetrics:
         self._write("step", values)
 
     def evaluated(self, score: EvaluationScore, step: int) -> None:
-        """The evaluation score of a version changed. `step` made the version."""
+        """Write a version's evaluation score, which has changed. `step` made the version."""
         self.show_evaluations([score])
         place = {"step": step, "version": score.version, "time": time.time()}
         self._write("evaluation", place | score.metrics())
@@ -84,7 +87,7 @@ class TrainerMetrics:
                 self._reward.labels(version).set(each.reward)
 
     def forget_evaluations(self, versions: Iterable[int]) -> None:
-        """Remove the series of old versions: Prometheus keeps one for each version."""
+        """Remove the series of old versions. Otherwise each version would add series for ever."""
         for version in map(str, versions):
             self._reward.remove(version)
             for end in ENDS:
@@ -115,11 +118,11 @@ class TrainerMetrics:
     def _write(self, kind: PointKind, values: Mapping[str, float]) -> None:
         self._each(f"write {kind} {values['step']:g}", lambda sink: sink.write(kind, values))
 
-    def _each(self, deed: str, call: Callable[[Sink], None]) -> None:
-        """Call every sink. One that fails is counted and logged, and the training goes on."""
+    def _each(self, action: str, call: Callable[[Sink], None]) -> None:
+        """Call every sink. A failed call is counted and logged, and the training goes on."""
         for sink in self._sinks:
             try:
                 call(sink)
-            except Exception as error:  # the libraries behind sinks raise anything
-                self._unwritten.labels(sink.name).inc()
-                logger.warning("%s did not %s: %s", sink.name, deed, error)
+            except Exception as error:  # the sinks' libraries raise exceptions of many types
+                self._sink_failures.labels(sink.name).inc()
+                logger.warning("sink %s could not %s: %s", sink.name, action, error)

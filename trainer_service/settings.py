@@ -1,4 +1,4 @@
-"""What a deployment can set for the trainer, and the defaults."""
+"""The trainer's settings, and their defaults."""
 
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -11,7 +11,8 @@ from trainer_service.model.settings import ModelSettings
 
 
 class GuardSettings(BaseModel):
-    """Section `trainer.guards`. A guard whose limit is null is off."""
+    """Section `trainer.guards`: the limits beyond which a guard holds the training. A guard whose limit is
+    null is off."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -24,15 +25,15 @@ class GuardSettings(BaseModel):
     max_kl: float | None = Field(0.2, gt=0)
     """Limit of |`mismatch/kl`|, in nats per token."""
     reward_drop: float | None = Field(0.5, gt=0)
-    """How far the mean reward of the last `reward_groups` groups may fall below the best such mean, as a
-    share of the best's absolute value. A fall that noise explains does not count."""
+    """How far the mean reward of the last `reward_groups` groups may fall below the best earlier mean of as
+    many groups, as a share of that mean's absolute value. A fall that noise explains does not count."""
     reward_groups: int = Field(32, ge=2)
     roll_back: bool = True
     """While the training is held, have the fleet serve the version whose sessions had the best rewards."""
 
 
 class TeacherSettings(BaseModel):
-    """Where the teacher is, and how many rows are sent to it at once."""
+    """Section `trainer.teacher`: the address of the teacher, and how many rows it scores at once."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,18 +45,18 @@ class TeacherSettings(BaseModel):
 
 
 class WandbSettings(BaseModel):
-    """Section `trainer.wandb`. The key is that of `wandb login`, or WANDB_API_KEY."""
+    """Section `trainer.wandb`. The API key comes from `wandb login`, or from WANDB_API_KEY."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     project: str
     name: str | None = None
-    """The run's name, the same for all processes of a training that is restarted."""
+    """The run's name. It stays the same when the trainer is restarted."""
     entity: str | None = None
     group: str | None = None
     """Default: `name`."""
     id: str | None = None
-    """The id of a run that every process continues; without it, each process is a run of its own."""
+    """The run's id. With an id, a restarted trainer continues the run; without one, it begins a new run."""
     tags: tuple[str, ...] = ()
     mode: Literal["online", "offline"] = "online"
     """Offline runs are written to `dir`, for `wandb sync`."""
@@ -72,13 +73,13 @@ class TrainerSettings(ServiceSettings, ModelSettings):
     redis_url: str = "redis://127.0.0.1:6379/0"
     gateway_url: str = "http://127.0.0.1:8000"
     client_keys: CommaSeparated = []
-    """Clients' keys. The trainer refuses them with 403, and unknown keys with 401."""
+    """The clients' keys. The trainer answers them with 403, and unknown keys with 401."""
     admin_keys: CommaSeparated = []
     model_name: str = "policy"
     checkpoint_dir: Path = Path("run/checkpoints")
     policies_dir: Path = Path("run/policies")
     metrics_path: Path | None = Path("run/metrics.jsonl")
-    """One JSON line per step; beside it `.eval.jsonl`, one line per evaluation."""
+    """One JSON line per step. Evaluations have their lines in a second file, which ends in `.eval.jsonl`."""
     tensorboard_dir: Path | None = Field(
         default_factory=lambda given: given["metrics_path"] and given["metrics_path"].parent / "tensorboard"
     )
@@ -86,26 +87,26 @@ class TrainerSettings(ServiceSettings, ModelSettings):
     wandb: WandbSettings | None = None
     """A run at Weights & Biases; needs the extra `wandb`."""
     publish_url: str | None = None
-    """Where rollout servers fetch versions: http://host:port/weights; default: file:// of `policies_dir`."""
+    """Where rollout servers fetch versions: http://host:port/weights. By default they read `policies_dir`."""
     algorithm: AlgorithmSettings = AlgorithmSettings()
     teacher: TeacherSettings | None = None
     """The teacher that scores each token, for losses that distil (preset `opd`)."""
     guards: GuardSettings = GuardSettings()
-    """When a guard holds the training."""
+
     checkpoint_every_steps: int = Field(1, ge=1)
     publish_every_steps: int = Field(1, ge=1)
     keep_checkpoints: int = Field(2, ge=2)
     keep_policies: int = Field(4, ge=2)
     initial_version: int = Field(0, ge=0)
-    """The version of `model_path`."""
+    """The version number of the weights in `model_path`."""
     push_timeout_s: float = Field(600.0, gt=0)
     """How long the gateway may take to push a version to every server."""
     lease_s: float = Field(30.0, ge=1)
-    """How long a trainer that does not report keeps the stream. After a crash, the next trainer waits so
-    long."""
+    """A lease that is not renewed expires after this time. After a crash, the next trainer waits this long,
+    unless it runs on the same machine and sees that the process has ended."""
     retry_s: float = Field(1.0, gt=0)
-    """The first pause before a gateway or Redis that does not answer is asked again; it doubles up to 30
-    s."""
+    """The first pause before a failed call is repeated: to Redis, the gateway, the teacher or the disk. Later
+    pauses double up to 30 s."""
 
     @property
     def learns_entropy(self) -> bool:
@@ -116,7 +117,7 @@ class TrainerSettings(ServiceSettings, ModelSettings):
         if self.algorithm.needs_teacher != (self.teacher is not None):
             raise ValueError(
                 f"trainer.teacher: loss {self.algorithm.loss.name} "
-                + ("learns from one; set its url" if self.teacher is None else "does not listen to one")
+                + ("needs a teacher; set its url" if self.teacher is None else "uses no teacher")
             )
         return self
 
@@ -125,12 +126,12 @@ class TrainerSettings(ServiceSettings, ModelSettings):
         if self.algorithm.needs_critic != (self.critic is not None):
             raise ValueError(
                 f"trainer.critic: advantage {self.algorithm.advantage.name} "
-                + ("asks one; set it, {} will do" if self.critic is None else "asks none")
+                + ("needs a critic; set it, {} is enough" if self.critic is None else "uses no critic")
             )
         return self
 
     @model_validator(mode="after")
     def _publish_url_is_plain(self) -> "TrainerSettings":
         if self.publish_url is not None and not self.publish_url.startswith(("http://", "https://")):
-            raise ValueError("trainer.publish_url: an http:// address, or nothing for file://")
+            raise ValueError("trainer.publish_url: give an http:// address, or leave it out to use file://")
         return self

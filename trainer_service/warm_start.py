@@ -1,4 +1,5 @@
-"""Trains a first policy by supervised learning: on clean examples until it masters them, then on a habit.
+"""Trains a first policy by supervised learning: on clean examples until it masters them, then on examples of
+a habit, which reinforcement learning is to improve.
 
     PLAN_DIR/{config.json, tokenizer …, clean.jsonl, habit.jsonl, probe.jsonl, plan.json} ─▶ MODEL_DIR
 
@@ -33,8 +34,8 @@ class Plan(BaseModel):
     batch: int = Field(32, ge=1)
     warmup_steps: int = Field(30, ge=0)
     gate: float = Field(0.98, ge=0, le=1)
-    """The share of probe examples that must be exact before the habit begins; see
-    `SupervisedTraining.exact`."""
+    """The share of probe examples that must be exact before the habit is trained
+    (`SupervisedTraining.exact`)."""
     check_every: int = Field(20, ge=1)
     min_steps: int = Field(60, ge=0)
     max_steps: int = Field(800, ge=1)
@@ -44,7 +45,7 @@ class Plan(BaseModel):
 
 
 class Example(NamedTuple):
-    """A token sequence, and a mask of the same length with 1 for tokens to learn."""
+    """A token sequence, and a mask of the same length: 1 for tokens to learn, 0 for the others."""
 
     ids: list[int]
     mask: list[int]
@@ -62,7 +63,7 @@ class SupervisedTraining:
         self.steps = 0
 
     def learn(self, examples: Sequence[Example], lr_scale: float = 1.0) -> float:
-        """Make one step on the mean cross entropy of the masked tokens. Returns that mean, in nats."""
+        """Make one step on the mean cross entropy of the tokens to learn. Returns that mean, in nats."""
         self.steps += 1
         warmup = min(1.0, self.steps / max(1, self._plan.warmup_steps))
         for group in self._optimizer.param_groups:
@@ -81,8 +82,8 @@ class SupervisedTraining:
 
     @torch.no_grad()
     def exact(self, examples: Sequence[Example]) -> float:
-        """The share of examples in which every masked token is the most likely one, given the tokens before
-        it."""
+        """The share of examples that are exact: every token to learn is the most likely one after the tokens
+        before it."""
         exact = 0
         for part in by_length(examples):
             logits_TV, targets_T, rows_T = self._masked(part)
@@ -91,11 +92,10 @@ class SupervisedTraining:
         return exact / len(examples)
 
     def _masked(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [T, V] at which the T masked tokens are predicted, these tokens [T], and the example of each
-        [T].
+        """The logits [T, V] that predict the T tokens to learn, these tokens [T], and the index [T] of each
+        token's example.
 
-        Rows are padded on the right, where padding changes nothing for the tokens before it in a causal
-        model."""
+        Rows are padded on the right: in a causal model, padding does not change the tokens before it."""
         width = max(len(example.ids) for example in examples)
         ids_BL = torch.zeros((len(examples), width), dtype=torch.long)
         mask_BL = torch.zeros((len(examples), width), dtype=torch.bool)
@@ -110,8 +110,8 @@ class SupervisedTraining:
 
 
 def warm_start(plan_dir: Path, out: Path, seed: int) -> dict[str, float]:
-    """Make MODEL_DIR. Returns the number of steps, the probe's score and the seconds. Raises SystemExit if
-    the score stays below the gate."""
+    """Train a model, and write it to `out`. Returns the number of steps, the score on the probe, and the
+    seconds. Raises SystemExit if the score stays below the gate, an example is invalid, or `out` exists."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -130,7 +130,8 @@ def warm_start(plan_dir: Path, out: Path, seed: int) -> dict[str, float]:
     while score < plan.gate or training.steps < plan.min_steps:
         if training.steps >= plan.max_steps:
             raise SystemExit(
-                f"warm start: {score:.1%} of the probe after {training.steps} steps, below {plan.gate:.1%}"
+                f"warm start: {score:.1%} of the probe is exact after {training.steps} steps; the gate is "
+                f"{plan.gate:.1%}"
             )
         loss = training.learn(draw.choices(clean, k=plan.batch))
         if training.steps >= plan.min_steps and training.steps % plan.check_every == 0:
@@ -146,7 +147,7 @@ def warm_start(plan_dir: Path, out: Path, seed: int) -> dict[str, float]:
 
 
 def _save(model: Any, plan_dir: Path, out: Path) -> None:
-    """Write beside `out` first, then rename, so that `out` is always a complete model."""
+    """Write the model to a directory beside `out`, and rename that: `out` is always a complete model."""
     if out.exists():
         raise SystemExit(f"warm start: {out} exists already")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -166,7 +167,7 @@ def _examples(path: Path) -> list[Example]:
             row = json.loads(line)
             example = Example(row["ids"], row["mask"])
             if len(example.ids) != len(example.mask) or not any(example.mask[1:]):
-                raise SystemExit(f"warm start: {path.name} line {number} has no mask for its ids")
+                raise SystemExit(f"warm start: {path.name} line {number} has no valid mask")
             examples.append(example)
     if not examples:
         raise SystemExit(f"warm start: {path.name} is empty")
@@ -174,7 +175,7 @@ def _examples(path: Path) -> list[Example]:
 
 
 def by_length(examples: Sequence[Example], parts: int = 4) -> list[Sequence[Example]]:
-    """The examples sorted by length and cut into parts, so that little of a batch is padding."""
+    """The examples, sorted by length and cut into at most `parts` batches: so they need little padding."""
     ordered = sorted(examples, key=lambda example: len(example.ids))
     size = max(8, -(-len(ordered) // parts))
     return [ordered[start : start + size] for start in range(0, len(ordered), size)]

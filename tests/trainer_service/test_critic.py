@@ -81,8 +81,8 @@ def test_micro_batches_change_nothing_of_what_a_critic_learns(make_harness: Make
 @pytest.mark.parametrize(
     ("advantage", "critic", "sentence"),
     [
-        ("gae", None, "advantage gae asks one; set it"),
-        ("drgrpo", {}, "advantage drgrpo asks none"),
+        ("gae", None, "advantage gae needs a critic; set it"),
+        ("drgrpo", {}, "advantage drgrpo uses no critic"),
     ],
 )
 def test_a_setting_that_needs_a_critic_is_refused_without_one(

@@ -55,7 +55,7 @@ def test_the_same_seed_makes_the_same_model(tmp_path: Path, model_path: Path) ->
 
 def test_a_skill_that_does_not_come_ends_with_a_sentence(tmp_path: Path, model_path: Path) -> None:
     plan = make_plan(tmp_path / "plan", model_path, max_steps=20, lr=1e-9)
-    with pytest.raises(SystemExit, match="of the probe after 20 steps"):
+    with pytest.raises(SystemExit, match="of the probe is exact after 20 steps"):
         warm_start(plan, tmp_path / "out", seed=1)
     assert not (tmp_path / "out").exists()
 

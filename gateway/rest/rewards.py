@@ -3,7 +3,6 @@
 POST …/reward, …/finish ──▶ the stream
 """
 
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from gateway.rest.bodies import RestBody
 from gateway.rest.shapes import Finished, Rewarded
 from gateway.rest.views import reward_view
 from gateway.sessions.service import no_session
-from rollout_queue.contract.errors import SessionUnknown
+from rollout_queue.contract.errors import RewardsTooLarge, SessionUnknown
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Status, Verdict
@@ -50,17 +49,15 @@ async def reward_session(session_id: str, body: RewardBody, request: Request) ->
     """Add a reward to a session, or to the one call that `turn_id` names."""
     gateway, caller = client_of(request)
     head = await gateway.sessions.head(session_id, caller)
-    key = body.key or new_id()
-    _check_sum(head, key, body.value)
     reward = Reward(
         session_id=session_id,
         value=body.value,
-        key=key,
+        key=body.key or new_id(),
         turn_id=_turn_named(head, body.turn_id),
         source=body.source,
         created_at=time.time(),
     )
-    with _still_stored(session_id):
+    with _stored(session_id, "value"):
         stored = await gateway.writer.append_reward(reward)
     if (stored.value, stored.turn_id) != (reward.value, reward.turn_id):
         raise StateConflict(f"reward {reward.key!r} exists with another value or turn", param="key")
@@ -79,7 +76,6 @@ async def finish_session(session_id: str, body: FinishBody, request: Request) ->
     outcome = _outcome(head.spec, body.status, body.reason)
     reward = None
     if body.reward is not None:
-        _check_sum(head, FINISH_KEY, body.reward)
         if _finish_reward(head) not in (None, body.reward):
             raise StateConflict(f"session {session_id} has another final reward", param="reward")
         reward = Reward(
@@ -88,7 +84,7 @@ async def finish_session(session_id: str, body: FinishBody, request: Request) ->
     verdict = None
     if body.status in ("failed", "abandoned"):
         verdict = Verdict(code=cast(Any, body.status), detail=body.reason or f"finished as {body.status}")
-    with _still_stored(session_id):
+    with _stored(session_id, "reward"):
         stored = await gateway.writer.append_outcome(outcome, reward, verdict)
     head = await gateway.sessions.head(session_id, caller)
     same_again = stored.status == body.status and _finish_reward(head) == body.reward
@@ -107,12 +103,15 @@ async def finish_session(session_id: str, body: FinishBody, request: Request) ->
 
 
 @contextmanager
-def _still_stored(session_id: str) -> Iterator[None]:
-    """Raises ObjectNotFound when the session was removed after the route had read it."""
+def _stored(session_id: str, param: str) -> Iterator[None]:
+    """Raises ObjectNotFound when the session was removed after the route had read it, and InvalidRequest when
+    its rewards could add up to infinity with that of the field `param`."""
     try:
         yield
     except SessionUnknown as error:
         raise no_session(session_id) from error
+    except RewardsTooLarge as error:
+        raise InvalidRequest(str(error), param=param) from error
 
 
 def _outcome(spec: SessionSpec, status: Status, reason: str | None) -> Outcome:
@@ -130,13 +129,6 @@ def _outcome(spec: SessionSpec, status: Status, reason: str | None) -> Outcome:
 
 def _finish_reward(head: SessionHead) -> float | None:
     return next((each.value for each in head.rewards if each.key == FINISH_KEY), None)
-
-
-def _check_sum(head: SessionHead, key: str, value: float) -> None:
-    """Raises InvalidRequest if the sum of the session's rewards, with this one, is not finite."""
-    others = sum(reward.value for reward in head.rewards if reward.key != key)
-    if not math.isfinite(others + value):
-        raise InvalidRequest("the rewards of the session would add up to infinity", param="value")
 
 
 def _turn_named(head: SessionHead, name: str | None) -> str | None:

@@ -15,6 +15,7 @@ from gateway.rest.shapes import (
 from gateway.sessions.verdicts import turn_verdict
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Reward, Turn, Verdict
+from rollout_queue.contract.rewards import total
 from rollout_queue.contract.tombstone import Tombstone
 from rollout_queue.contract.verdicts import DELETED
 
@@ -68,7 +69,6 @@ def _session(head: SessionHead, verdict: Verdict, model_name: str) -> SessionFac
 def _turn(
     head: SessionHead, turn: Turn, session: Verdict, renderer: ChatRenderer, tokens: bool, text: bool
 ) -> TurnShape:
-    rewards = [reward.value for reward in head.rewards_of(turn)]
     verdict = turn_verdict(head, turn, session)
     view: TurnShape = {
         "turn_id": turn.turn_id,
@@ -84,7 +84,7 @@ def _turn(
         "lineage": turn.lineage,
         "versions": msgspec.to_builtins(turn.versions),
         "sampling": msgspec.to_builtins(turn.sampling),
-        "reward": sum(rewards) if rewards else None,
+        "reward": total(head.rewards_of(turn)),
         "verdict": {"code": verdict.code, "detail": verdict.detail},
     }
     if tokens:

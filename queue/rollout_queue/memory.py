@@ -13,6 +13,7 @@ from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.listing import ListedSession, ListPosition
 from rollout_queue.contract.progress import GroupProgress, group_progress, stage_of
 from rollout_queue.contract.records import Deletion, Outcome, Record, Reward, SessionSpec, Turn, Verdict
+from rollout_queue.contract.rewards import check_magnitudes
 from rollout_queue.contract.stream import Entry, GroupMembers, Verdicts
 from rollout_queue.contract.tombstone import DeletionTotals, Tombstone, total
 from rollout_queue.contract.verdicts import DELETED, expiry
@@ -81,8 +82,7 @@ class MemoryStream:
     async def user_deleted(self, user: str) -> bool:
         return user in self.deleted_users
 
-    async def forget_deleted(self) -> None:
-        pass
+    async def forget_deleted(self) -> None: ...
 
     async def append_turn(
         self, turn: Turn, expires_at: float, owner: str = "", opening: SessionSpec | None = None
@@ -112,6 +112,7 @@ class MemoryStream:
         for stored in head.rewards:
             if stored.key == reward.key:
                 return stored
+        check_magnitudes((*head.rewards, reward))
         if head.verdict is not None:
             reward = msgspec.structs.replace(reward, late=True)
         else:
@@ -127,6 +128,7 @@ class MemoryStream:
         if head.outcome is not None:
             return head.outcome
         if reward is not None and all(stored.key != reward.key for stored in head.rewards):
+            check_magnitudes((*head.rewards, reward))
             self.append(reward)
             self._change(outcome.session_id, rewards=(*head.rewards, reward))
         self.append(outcome)

@@ -16,7 +16,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from rollout_queue.contract.attempts import orphans_of
 from rollout_queue.contract.codec import encode
-from rollout_queue.contract.errors import Conflict, SessionClosed, StorageUnavailable
+from rollout_queue.contract.errors import Conflict, RewardsTooLarge, SessionClosed, StorageUnavailable
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.listing import LIST_START, ListedSession, ListPosition
 from rollout_queue.contract.progress import GroupProgress
@@ -676,3 +676,15 @@ async def test_a_redis_that_takes_the_call_and_says_nothing_is_given_up_for_all(
 def test_the_pipelined_connection_was_written_for_this_redis_py() -> None:
     """It uses private attributes of redis-py. After an upgrade, follow the text at WRITTEN_FOR."""
     assert version("redis") == WRITTEN_FOR
+
+
+async def test_rewards_that_could_add_up_to_infinity_are_refused(ends: Ends) -> None:
+    await ends.writer.open_session(spec())
+    await ends.writer.append_reward(reward("a", value=1e308))
+    for value in (1e308, -1e308):
+        with pytest.raises(RewardsTooLarge):
+            await ends.writer.append_reward(reward("b", value=value))
+        with pytest.raises(RewardsTooLarge):
+            await ends.writer.append_outcome(outcome(), reward("finish", value=value), None)
+    await ends.writer.append_outcome(outcome(), reward("finish", value=0.5), None)
+    assert ends.read() == [reward("a", value=1e308), reward("finish", value=0.5), outcome()]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.contract.records import SessionSpec
+from rollout_queue.contract.records import Reward, SessionSpec
 from rollout_queue.contract.stream import Verdicts
 from rollout_queue.redis.reader import RedisReader
 from tests.support.trainer_service.harness import Harness, MakeHarness, turn
@@ -34,8 +34,9 @@ def test_a_reward_beyond_all_measure_ends_its_session_and_not_the_trainer(
 def test_rewards_that_add_up_to_infinity_end_their_session(harness: Harness) -> None:
     harness.agents.open("s")
     harness.agents.call(turn("s"))
-    harness.agents.reward("s", 1.7e308, key="k1")
-    harness.agents.finish("s", 1.7e308)
+    for key in ("k1", "k2"):  # no gateway stores the second one
+        harness.stream.append(Reward(session_id="s", value=1.7e308, key=key, created_at=102.0))
+    harness.agents.finish("s")
     assert not harness.trainer.run_once()
     assert harness.session_codes() == {"s": "invalid"}
 

@@ -11,6 +11,7 @@ import msgspec
 from rollout_queue.contract.errors import InvalidRecord
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Turn, Verdict
+from rollout_queue.contract.rewards import total
 from rollout_queue.contract.rows import ExportRow, OutcomePart, RewardPart, SessionPart
 
 CLOSING = ("failed", "abandoned", "expired")
@@ -89,7 +90,6 @@ def row_of(
         return ExportRow(
             **named, cursor=cursor, created_at=at, finished_at=at, verdict=verdict, session=session
         )
-    own = [reward.value for reward in head.rewards_of(turn)]
     return ExportRow(
         **named,
         **_fields(turn, _TURN_FIELDS),
@@ -99,7 +99,7 @@ def row_of(
         finished_at=turn.finished_at,
         finish_reason=turn.finish,
         cursor=cursor,
-        reward=sum(own) if own else None,
+        reward=total(head.rewards_of(turn)),
         verdict=verdict,
         session=session,
     )

@@ -3,6 +3,7 @@
 QueueError
 ├─ InvalidRecord          a record that contradicts itself, when it is made or decoded
 ├─ UnknownSchema          bytes written by a newer build
+├─ RewardsTooLarge        with the reward, the rewards of the session could add up to infinity
 ├─ StorageUnavailable     Redis cannot be reached or refuses to store
 ├─ SessionClosed          the session ended; nothing can be added to it
 │  └─ SessionUnknown      no such session exists: none was opened, or it was forgotten
@@ -25,6 +26,13 @@ class InvalidRecord(QueueError, ValueError):
 
 class UnknownSchema(QueueError):
     """The bytes carry a schema that this build does not know."""
+
+
+class RewardsTooLarge(QueueError):
+    """With the reward, the rewards of its session could add up to infinity."""
+
+    def __init__(self, session_id: str) -> None:
+        super().__init__(f"the rewards of session {session_id} would add up to infinity")
 
 
 class StorageUnavailable(QueueError):

@@ -8,6 +8,7 @@ import msgspec
 
 from rollout_queue.contract.attempts import orphans_of
 from rollout_queue.contract.records import Outcome, Relation, Reward, SessionSpec, Turn, Verdict
+from rollout_queue.contract.rewards import total
 from rollout_queue.contract.tokens import TokenIds
 
 SessionState = Literal["open", "waiting_reward", "finished"]
@@ -38,7 +39,7 @@ class SessionHead(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def reward(self) -> float | None:
         """The sum of all rewards; None while there is none."""
-        return sum(r.value for r in self.rewards) if self.rewards else None
+        return total(self.rewards)
 
     @property
     def expires_at(self) -> float:

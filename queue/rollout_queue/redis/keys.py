@@ -55,7 +55,8 @@ DELETED_USERS = "weir:deleted_users"
 
 def session(session_id: str) -> str:
     """Hash of one session: `spec`, `outcome`, `verdict`, `t:{turn}`, `r:{reward key}`, `v:{turn}`, and
-    `q:{request}` once a retry of that request is among the turns; `beat`, the last heartbeat."""
+    `q:{request}` once a retry of that request is among the turns; `beat`, the last heartbeat; `magnitude`,
+    the sum of its rewards' magnitudes."""
     return f"weir:s:{session_id}"
 
 

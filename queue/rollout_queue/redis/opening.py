@@ -6,6 +6,7 @@ from rollout_queue.contract.codec import decode_spec, encode
 from rollout_queue.contract.errors import (
     Conflict,
     Deleted,
+    RewardsTooLarge,
     SessionClosed,
     SessionDeleted,
     SessionForgotten,
@@ -84,7 +85,7 @@ def group_forgotten(spec: SessionSpec) -> Conflict:
     return Conflict(f"group {spec.group_id} ended and was forgotten; its id cannot be used again yet")
 
 
-def refusal(session_id: str, reason: bytes) -> SessionClosed | Deleted:
+def refusal(session_id: str, reason: bytes) -> SessionClosed | Deleted | RewardsTooLarge:
     """The error for the `reason` with which a script refused to append."""
     match reason:
         case b"deleted":
@@ -93,5 +94,7 @@ def refusal(session_id: str, reason: bytes) -> SessionClosed | Deleted:
             return UserDeleted()
         case b"unknown":
             return SessionUnknown(session_id)
+        case b"too large":
+            return RewardsTooLarge(session_id)
         case _:
             return SessionClosed(f"session {session_id} is {reason.decode()}")

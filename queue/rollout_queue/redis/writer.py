@@ -176,7 +176,7 @@ class RedisWriter:
         reply = await stored(
             self._append_reward(
                 [keys.session(reward.session_id), keys.STREAM, keys.DELETED],
-                [reward.session_id, f"r:{reward.key}", encode(reward), encode(late)],
+                [reward.session_id, f"r:{reward.key}", encode(reward), encode(late), repr(reward.value)],
             )
         )
         if isinstance(reply, list):
@@ -203,6 +203,7 @@ class RedisWriter:
                     encode(reward) if reward else b"",
                     msgspec.json.encode(verdict) if verdict else b"",
                     verdict.code if verdict else "",
+                    repr(reward.value) if reward else "",
                 ],
             )
         )

@@ -3,6 +3,7 @@
 A caller that has received no answer may repeat any of them.
 """
 
+from rollout_queue.contract.rewards import LARGEST_SUM
 from rollout_queue.redis.scripts.functions import SETTLE
 
 APPEND_TURN = """
@@ -43,31 +44,62 @@ for continuation = 8 + users, #KEYS do redis.call('SET', KEYS[continuation], ARG
 return {before, redis.call('HLEN', KEYS[1])}
 """
 
-APPEND_REWARD = """
--- KEYS: session, stream, deleted   ARGV: id, field, reward, late reward
+WITHIN = f"""
+local function within(session, value)
+    -- Whether the magnitudes of the session's rewards and of `value` add up to a finite sum, which is then
+    -- noted. The sum of rewards that an older build stored is computed once, from the rewards.
+    local sum = tonumber(redis.call('HGET', session, 'magnitude') or '')
+    if not sum then
+        sum = 0
+        for _, field in ipairs(redis.call('HKEYS', session)) do
+            if string.sub(field, 1, 2) == 'r:' then
+                local packed = redis.call('HGET', session, field)
+                local readable, reward = pcall(cmsgpack.unpack, string.sub(packed, 2))
+                if readable and type(reward) == 'table' then
+                    sum = sum + math.abs(tonumber(reward['value']) or 0)
+                end
+            end
+        end
+    end
+    sum = sum + math.abs(tonumber(value))
+    if not (sum <= {LARGEST_SUM!r}) then return false end
+    return string.format('%.17g', sum)
+end
+"""
+
+APPEND_REWARD = (
+    WITHIN
+    + """
+-- KEYS: session, stream, deleted   ARGV: id, field, reward, late reward, value
 -- Returns the stored reward; or, in a list, a word that says why there is none.
 local stored, verdict, spec = unpack(redis.call('HMGET', KEYS[1], ARGV[2], 'verdict', 'spec'))
 if not spec then return {redis.call('HEXISTS', KEYS[3], ARGV[1]) == 1 and 'deleted' or 'unknown'} end
 if stored then return stored end
+local sum = within(KEYS[1], ARGV[5])
+if not sum then return {'too large'} end
 local reward = ARGV[3]
 if verdict then reward = ARGV[4]
 else redis.call('XADD', KEYS[2], '*', 'r', reward) end
-redis.call('HSET', KEYS[1], ARGV[2], reward)
+redis.call('HSET', KEYS[1], ARGV[2], reward, 'magnitude', sum)
 return reward
 """
+)
 
 APPEND_OUTCOME = (
     SETTLE
+    + WITHIN
     + """
 -- KEYS: session, stream, deadlines, verdicts, deleted, settled
--- ARGV: id, outcome, reward field, reward, verdict, verdict code
+-- ARGV: id, outcome, reward field, reward, verdict, verdict code, value of the reward
 -- Returns the stored outcome; or, in a list, a word that says why there is none.
 local stored, spec = unpack(redis.call('HMGET', KEYS[1], 'outcome', 'spec'))
 if not spec then return {redis.call('HEXISTS', KEYS[5], ARGV[1]) == 1 and 'deleted' or 'unknown'} end
 if stored then return stored end
 if ARGV[3] ~= '' and redis.call('HEXISTS', KEYS[1], ARGV[3]) == 0 then
+    local sum = within(KEYS[1], ARGV[7])
+    if not sum then return {'too large'} end
     redis.call('XADD', KEYS[2], '*', 'r', ARGV[4])
-    redis.call('HSET', KEYS[1], ARGV[3], ARGV[4])
+    redis.call('HSET', KEYS[1], ARGV[3], ARGV[4], 'magnitude', sum)
 end
 redis.call('XADD', KEYS[2], '*', 'r', ARGV[2])
 redis.call('HSET', KEYS[1], 'outcome', ARGV[2])

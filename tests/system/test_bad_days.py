@@ -411,7 +411,7 @@ def test_a_trainers_clock_that_jumps_ends_its_patience_early_or_late_and_nothing
 
     holder = local.redis.client.get(keys.LEASE)
     early = group()
-    wait_until(lambda: "1 group waits for 1 member that goes on" in said(), 60)
+    wait_until(lambda: "1 group waits for 1 unfinished member" in said(), 60)
     clock.jump(+HOUR_S)
     wait_until(lambda: verdict_codes(gateway, early) == ["trained", "trained", "open"], 60)
     assert ended(gateway, early[2], 1.0).status_code == 200
@@ -420,7 +420,7 @@ def test_a_trainers_clock_that_jumps_ends_its_patience_early_or_late_and_nothing
     clock.jump(-HOUR_S)
     wait_until(lambda: seen_at() < time.time() - HOUR_S / 2)
     late = group()
-    wait_until(lambda: "1 group waits for 1 member that goes on; the oldest since 0 s" in said(), 60)
+    wait_until(lambda: "1 group waits for 1 unfinished member; the oldest has waited 0 s" in said(), 60)
     assert int(said().rpartition(" in ")[2].removesuffix(" s")) > HOUR_S, "the deadline is later by the jump"
     assert verdict_codes(gateway, late) == ["group_incomplete", "group_incomplete", "open"]
     assert local.redis.client.get(keys.LEASE) == holder

@@ -65,7 +65,9 @@ def test_a_group_of_fewer_than_the_minimum_waits_beyond_its_deadline(make_harnes
     harness.agents.open("failed", "g", 5)
     harness.agents.finish("failed", status="failed")  # a failed member has no reward to compare
     assert not harness.trainer.run_once()
-    assert "it goes without them once 1 more have a reward" in harness.shared_state.snapshot.waiting_for
+    assert (
+        "and is trained without them when 1 more have a reward" in harness.shared_state.snapshot.waiting_for
+    )
     harness.agents.episode("c", 1.0, group_id="g", size=5)
     assert harness.trainer.run_once()
 
@@ -185,5 +187,5 @@ def test_the_trainer_says_which_groups_wait_for_what(make_harness: MakeHarness) 
     harness.agents.group("whole", [1.0, 1.0])
     assert not harness.trainer.run_once()
     said = harness.shared_state.snapshot.waiting_for
-    assert "; 2 groups wait for 4 members that go on; the oldest since 40 s, " in said
-    assert said.endswith(("it goes without them in 20 s", "it goes without them in 19 s"))
+    assert "; 2 groups wait for 4 unfinished members; the oldest has waited 40 s, " in said
+    assert said.endswith(("is trained without them in 20 s", "is trained without them in 19 s"))

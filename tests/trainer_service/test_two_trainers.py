@@ -68,7 +68,7 @@ class Process:
         self._popen.wait()
 
     def takes_up_the_stream(self) -> None:
-        wait_until(lambda: "entries to take up" in self.said or self._popen.poll() is not None)
+        wait_until(lambda: "pending entries" in self.said or self._popen.poll() is not None)
         assert self._popen.poll() is None, self.said
 
 

@@ -1,1 +1,1 @@
-"""From entries of the stream to groups whose members are compared."""
+"""Collects sessions to groups, compares their members, and decides which of them are trained."""

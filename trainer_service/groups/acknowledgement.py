@@ -1,4 +1,4 @@
-"""What the stream is told when groups have ended: the entries to remove, and the verdicts to store.
+"""Acknowledgements of groups that have ended: entries to remove from the stream, and verdicts to store.
 
 ScreenedGroup ─ acknowledgement_of ─▶ Acknowledgement ─ joined ─▶ one transaction
 """
@@ -22,7 +22,8 @@ class AcknowledgedTurn(msgspec.Struct, frozen=True):
 
 
 class Acknowledgement(msgspec.Struct, frozen=True):
-    """Entries that nobody needs any more, and the verdicts of sessions and turns. Checkpoints store it."""
+    """Entries to remove from the stream, and verdicts of sessions and turns. Checkpoints store those that are
+    owed: trained, and not yet sent to the stream."""
 
     entry_ids: list[str]
     sessions: dict[str, Verdict]
@@ -48,14 +49,15 @@ class Acknowledgement(msgspec.Struct, frozen=True):
 def acknowledgement_of(
     screened: ScreenedGroup, step: int | None = None, version: int | None = None
 ) -> Acknowledgement:
-    """The verdict of every member: trained by `step`, which made `version`, or not trained and why."""
+    """The acknowledgement of a group. The verdict of a member says that `step` trained it and made `version`,
+    or why it is not trained."""
     trained = Verdict(code="trained", step=step, version=version)
     untrained = {member.session_id: verdict for member, verdict in screened.untrained}
     sessions: dict[str, Verdict] = {}
     turns: list[AcknowledgedTurn] = []
     for member in screened.group.members:
         verdict = untrained.get(member.session_id, trained)
-        if verdict is None:  # the gateway closed that session with a verdict of its own
+        if verdict is None:  # the gateway has given the session its verdict
             continue
         sessions[member.session_id] = verdict
         excluded = exclusions(member.turns)
@@ -70,7 +72,7 @@ def acknowledgement_of(
 
 
 def _turn_verdict(turn: Turn, session: Verdict) -> Verdict:
-    """A turn has its session's verdict, but a turn without output is never trained."""
+    """The session's verdict, unless the session is trained and the turn has no output to train."""
     if session.code == "trained" and not turn.output_ids:
         return Verdict(code="invalid", detail="the turn has no output")
     return session

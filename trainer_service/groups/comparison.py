@@ -1,4 +1,4 @@
-"""From the rewards of a group to the advantages of its rows.
+"""Computes the advantages of rows from the rewards of their groups.
 
 one group:      Member ─ rollout_of ─▶ Rollout ─ compare ─▶ Comparison
 a whole step:   rows and rollouts ─ with_advantages ─▶ rows with their advantages
@@ -18,7 +18,7 @@ from trainer_service.groups.episode import Member
 from trainer_service.rows.rows import Row
 
 Baselines = Mapping[str, float]
-"""The running mean reward of each agent, which the advantage `rae` compares a rollout with."""
+"""The running mean reward of each agent. The advantage `rae` compares a rollout with it."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Comparison:
     refused: Mapping[str, str]
     """Why a rollout cannot be compared, by rollout id."""
     silence: NoSignal | None
-    """Why the group trains nothing; None where it does."""
+    """Why no rollout of the group has an advantage; None if one has."""
     live: frozenset[str]
-    """Ids of the rollouts that have an advantage, as far as the group alone tells."""
+    """Ids of the rollouts that have an advantage if the group is scored alone."""
 
 
 def rollout_of(member: Member, group_id: str, trainable: Collection[str]) -> Rollout:
-    """The member as the formulas see it. `trainable` has the ids of the turns whose outputs are trained;
-    `group_id` must be unique among all groups. Raises RefusedRollout for a reward that is not a number."""
+    """The values of a member that the formulas need. `trainable` has the ids of the turns whose outputs are
+    trained; `group_id` must be unique among all groups. Raises RefusedRollout if a reward is not finite."""
     parts: dict[str, float] = {}
     for reward in member.rewards:
         source = reward.source or ""
@@ -55,8 +55,8 @@ def rollout_of(member: Member, group_id: str, trainable: Collection[str]) -> Rol
 
 
 def compare(rollouts: Sequence[Rollout], algorithm: AlgorithmSettings) -> Comparison:
-    """Shape the rewards of one group, and find which of its rollouts have an advantage. A rollout that no
-    formula accepts is left out, and the others are compared without it."""
+    """Shape the rewards of one group, and find which of its rollouts have an advantage. A rollout that a
+    formula refuses is left out, and the others are compared without it."""
     refused: dict[str, str] = {}
     while True:
         able = [each for each in rollouts if each.rollout_id not in refused]
@@ -69,8 +69,8 @@ def compare(rollouts: Sequence[Rollout], algorithm: AlgorithmSettings) -> Compar
 def with_advantages(
     rows: Sequence[Row], rollouts: Sequence[Rollout], algorithm: AlgorithmSettings, baselines: Baselines
 ) -> list[Row]:
-    """The rows of a whole step, each with the advantage of its rollout. Rows stay as they are where the
-    advantage is computed token by token later, or where a teacher gives it."""
+    """The rows of a whole step, each with the advantage of its rollout. Rows stay unchanged if advantages are
+    computed later for each token, or if the algorithm learns from a teacher."""
     if not rows or algorithm.credits_tokens or algorithm.needs_teacher:
         return list(rows)
     estimator = ADVANTAGES[algorithm.advantage.name]

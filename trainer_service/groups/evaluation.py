@@ -1,5 +1,5 @@
-"""How well each version does in sessions that are never trained: those that were opened with `train: false`,
-and those of which every call named a version.
+"""Scores versions by their evaluation sessions. These are never trained: sessions that were opened with
+`train: false`, and sessions in which every call named a version.
 
     a session that ended ─ evaluation_of ─▶ Evaluation ─ Evaluations.add ─▶ EvaluationScore of its version
 """
@@ -14,10 +14,10 @@ from rollout_queue.contract.records import Outcome, Reward, Turn
 
 ENDS = ("rewarded", "unrewarded", "failed")
 VERSIONS_KEPT = 16
-"""How many versions keep their score: those that were evaluated last."""
+"""How many scores are kept: those of the versions that were evaluated last."""
 
 STEPS_KEPT = 1000
-"""For how many versions it is remembered which step made them."""
+"""For how many versions the step that made them is kept."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Evaluation:
     """One evaluation session that has ended."""
 
     version: int | None
-    """The version that sampled most of its tokens; None where it has no tokens."""
+    """The version that sampled most of its tokens; None if it has no sampled tokens."""
     reward: float | None
-    """The sum of its rewards; None, and not 0, where nobody rewarded it."""
+    """The sum of its rewards; None if it has no reward."""
     failed: bool
 
 
 class EvaluationScore(msgspec.Struct, frozen=True):
-    """The evaluation sessions of one version. Checkpoints store it."""
+    """Counts of one version's evaluation sessions, and their rewards. Checkpoints store it."""
 
     version: int
     rewarded: int = 0
@@ -48,7 +48,7 @@ class EvaluationScore(msgspec.Struct, frozen=True):
         return self.total / self.rewarded if self.rewarded else float("nan")
 
     def metrics(self) -> dict[str, float]:
-        """By metric name. There is no `eval/reward` before the first reward."""
+        """The score by metric name, without `eval/reward` before the first reward."""
         counts = {f"eval/{end}": getattr(self, end) for end in ENDS}
         return counts | ({"eval/reward": self.reward} if self.rewarded else {})
 
@@ -62,12 +62,12 @@ class EvaluationScore(msgspec.Struct, frozen=True):
 
 
 class EvaluationState(msgspec.Struct, frozen=True):
-    """What a checkpoint stores of all evaluations."""
+    """All scores, as a checkpoint stores them."""
 
     scores: list[EvaluationScore] = []
     """The version that was evaluated last comes last."""
     steps: dict[int, int] = {}
-    """Which step made a version."""
+    """The step that made each version."""
 
 
 class Evaluations:
@@ -83,17 +83,18 @@ class Evaluations:
         return EvaluationState(list(self._scores.values()), dict(self._steps))
 
     def note_version(self, version: int, step: int) -> None:
-        """`step` made `version`."""
+        """Note that `step` made `version`."""
         self._steps[version] = step
         for oldest in list(self._steps)[:-STEPS_KEPT]:
             del self._steps[oldest]
 
     def step_of(self, version: int) -> int:
-        """The step that made a version, or the last known step before it; 0 where there is none."""
+        """The step that made `version`. If that is not known, the step of the newest older version that is
+        known; 0 if there is none."""
         return max((step for made, step in self._steps.items() if made <= version), default=0)
 
     def add(self, evaluations: Iterable[Evaluation]) -> list[EvaluationScore]:
-        """Count sessions, but not those without tokens. Returns the scores that changed."""
+        """Count sessions, except those without sampled tokens. Returns the scores that changed."""
         changed: dict[int, EvaluationScore] = {}
         for each in evaluations:
             if each.version is not None:
@@ -102,7 +103,7 @@ class Evaluations:
         return list(changed.values())
 
     def forget_oldest(self) -> list[int]:
-        """Keep the scores of the last VERSIONS_KEPT versions. Returns the versions that are forgotten."""
+        """Keep the scores of the VERSIONS_KEPT versions that were evaluated last. Returns the others."""
         gone = list(self._scores)[:-VERSIONS_KEPT]
         for version in gone:
             del self._scores[version]
@@ -120,7 +121,7 @@ class Evaluations:
 def evaluation_of(
     turns: Sequence[Turn], rewards: Sequence[Reward], outcome: Outcome | None
 ) -> Evaluation | None:
-    """The session as an evaluation; None where it is to be trained, or was deleted."""
+    """The session as an evaluation; None if it is to be trained, was deleted, or has no outcome yet."""
     if outcome is None or (outcome.train and not (turns and all(turn.pinned for turn in turns))):
         return None
     reward = sum(each.value for each in rewards) if rewards else None
@@ -128,7 +129,8 @@ def evaluation_of(
 
 
 def sampled_by(turns: Sequence[Turn]) -> int | None:
-    """The version that sampled most of the tokens, the older of two with as many; None without tokens."""
+    """The version that sampled most of the tokens; the oldest if several sampled as many; None without
+    tokens."""
     tokens: Counter[int] = Counter()
     for turn in turns:
         for span in turn.versions:

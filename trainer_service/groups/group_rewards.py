@@ -1,4 +1,4 @@
-"""The rewards of complete groups, each counted once: what guards watch, and what versions are compared by."""
+"""Collects the rewards of complete groups: guards check them, and they show which version does best."""
 
 from collections.abc import Collection
 from statistics import fmean
@@ -9,16 +9,16 @@ from trainer_service.groups.version_scores import VersionScores
 
 
 class GroupRewards:
-    """A group is screened again and again until its step comes; its rewards count the first time."""
+    """Counts each group once. A group may be screened many times before its step; only the first counts."""
 
     def __init__(self) -> None:
         self._counted: set[str] = set()
-        """Ids of the groups that are still there and are counted already."""
+        """Ids of the groups that are counted and have not ended."""
         self._means: list[float] = []
         self.by_version = VersionScores()
 
     def add(self, group: Group) -> None:
-        """Count a group's rewarded rollouts. Evaluation sessions are not training and do not count."""
+        """Count the rewards of a group's rollouts, without evaluation sessions."""
         if group.group_id in self._counted:
             return
         self._counted.add(group.group_id)
@@ -32,7 +32,7 @@ class GroupRewards:
             self._means.append(fmean(rewards))
 
     def keep(self, group_ids: Collection[str]) -> None:
-        """Forget which groups were counted, but for those with these ids."""
+        """Forget all counted groups except these: the others have ended."""
         self._counted.intersection_update(group_ids)
 
     def take_means(self) -> list[float]:

@@ -1,4 +1,4 @@
-"""Which members of a complete group are trained, which are not, and why.
+"""Decides which members of a complete group are trained, and why the others are not.
 
 Group ─ screen ─▶ ScreenedGroup: rows for the step, and a verdict for every member that is not trained
 """
@@ -17,19 +17,19 @@ from trainer_service.rows.turns import exclusions
 
 @dataclass(frozen=True)
 class ScreenedGroup:
-    """A complete group, the rows that it trains, and the verdicts of the members that it does not."""
+    """A complete group: the rows that are trained, and the verdicts of the members that are not."""
 
     group: Group
     rows: tuple[Row, ...]
     """The rows of the rollouts that are trained. Their advantages are computed later, over the whole step."""
     rollouts: tuple[Rollout, ...]
-    """The rollouts that are trained, with the rewards that are compared."""
+    """The rollouts that are trained, with their shaped rewards."""
     live_rows: int
-    """How many rows have an advantage, as far as the group alone tells."""
+    """How many rows have an advantage if the group is scored alone."""
     untrained: tuple[tuple[Member, Verdict | None], ...]
-    """The other members. The verdict is None where the gateway has given one already."""
+    """The members that are not trained. The verdict is None if the gateway has given one already."""
     skip_reason: str | None
-    """Why the group trains nothing; None where it has rows."""
+    """Why no member is trained; None if the group has rows."""
 
 
 def screen(group: Group, version: int, algorithm: AlgorithmSettings) -> ScreenedGroup:
@@ -37,7 +37,8 @@ def screen(group: Group, version: int, algorithm: AlgorithmSettings) -> Screened
     untrained: list[tuple[Member, Verdict | None]] = []
     able: dict[str, Member] = {}
     trainable: dict[str, frozenset[str]] = {}
-    # A session without a group may have the id of somebody's group; a session is in one group only.
+    # Not the group's id: a session without a group makes a group under its own id, which may also be the id
+    # of a real group. A session is in one group only, so its id is unique here.
     name = group.members[0].session_id
     for member in group.members:
         if not member.rewarded:
@@ -77,7 +78,7 @@ def screen(group: Group, version: int, algorithm: AlgorithmSettings) -> Screened
 
 
 def with_verdict(screened: ScreenedGroup, verdict: Verdict) -> ScreenedGroup:
-    """The same group with nothing trained: every member that would have been trained gets `verdict`."""
+    """The same group without rows: every member that would have been trained gets `verdict`."""
     untrained = {member.session_id for member, _ in screened.untrained}
     others = tuple((m, verdict) for m in screened.group.members if m.session_id not in untrained)
     return replace(
@@ -102,7 +103,7 @@ def without_sessions(screened: ScreenedGroup, reasons: Mapping[str, str]) -> Scr
         rollouts=tuple(each for each in screened.rollouts if each.rollout_id not in reasons),
         live_rows=min(screened.live_rows, len(rows)),
         untrained=screened.untrained + tuple(ended),
-        skip_reason=screened.skip_reason if rows else "the teacher refuses all of it",
+        skip_reason=screened.skip_reason if rows else "the teacher refuses all of its rollouts",
     )
 
 
@@ -115,7 +116,7 @@ def _trainable(member: Member) -> frozenset[str]:
 def _refusal(
     member: Member, trainable: frozenset[str], version: int, algorithm: AlgorithmSettings
 ) -> Verdict | None:
-    """Why a rewarded member cannot be trained: it has no turn for it, or its tokens are too old."""
+    """Why a rewarded member cannot be trained: it has no trainable turn, or its tokens are too old."""
     if not trainable:
         codes = {verdict.code for verdict in exclusions(member.turns).values()}
         code = codes.pop() if len(codes) == 1 else "not_for_training"
@@ -130,15 +131,15 @@ def _refusal(
 
 
 def _rows(member: Member, trainable: frozenset[str], group_id: str, reward: float) -> tuple[Row, ...]:
-    """`reward` is the session's reward after shaping."""
+    """The rows of a member. `reward` is its reward after shaping."""
     credit = _credit(member, trainable, reward)
     return rows_of(member.session_id, member.turns, trainable, credit, group_id)
 
 
 def _credit(member: Member, trainable: frozenset[str], reward: float) -> dict[str | None, float]:
-    """Rewards by the id of the turn that they name. Under None: rewards of the whole session, rewards of
-    turns that are not trained, and what shaping adds or takes."""
-    if member.truncated and reward == 0:  # shaping made the session worthless, and its turns with it
+    """Rewards by the id of the turn that they name. None is the key of the sum of all others: rewards of the
+    whole session, rewards of turns that are not trained, and the difference that shaping makes."""
+    if member.truncated and reward == 0:  # shaping took the session's reward, so no turn keeps its own
         return {}
     assert member.reward is not None  # noqa: S101 - the member is rewarded
     credit: dict[str | None, float] = {None: reward - member.reward}

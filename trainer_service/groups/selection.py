@@ -1,4 +1,4 @@
-"""Which groups the next step takes.
+"""Selects the groups of the next step.
 
 complete groups ─ screen, one after the other ─┬─▶ skipped: they end without a step
                                                └─▶ live: the oldest ones make the step
@@ -13,27 +13,27 @@ from trainer_service.groups.screening import ScreenedGroup, screen
 
 
 class Batch(NamedTuple):
-    """The groups of the next step, and what was found on the way to them."""
+    """The groups of the next step, and the results for all groups that were screened."""
 
     groups: list[ScreenedGroup]
-    """Live groups, in the order in which they were given."""
+    """The groups that the step trains, in the order in which `select` got them."""
     full: bool
-    """Whether `groups` make a step now. If not, the step waits for more."""
+    """Whether `groups` are enough for a step now. If not, the step waits for more groups."""
     skipped: list[ScreenedGroup]
-    """The groups that train nothing, whatever becomes of the step."""
+    """The groups that have nothing to train. They end, whether a step is made or not."""
     screened: list[Group]
-    """Every group that was looked at."""
+    """Every group that was screened."""
     live_rows: int
-    """Rows with an advantage in the groups that were looked at."""
+    """Rows with an advantage in the groups that were screened."""
 
 
 def select(complete: Iterable[Group], version: int, algorithm: AlgorithmSettings, flush: bool) -> Batch:
-    """The first of the complete groups that fill a step: `min_live_rows` rows with an advantage, or fewer
-    where `flush` says not to wait for more.
+    """The first complete groups that fill a step: they have `min_live_rows` rows with an advantage. With
+    `flush`, one such row is enough.
 
-    `max_rows` limits the step once it has enough; a group is never split. At most one live group is screened
-    that the step does not take: after an outage thousands of groups wait for later steps, and a later version
-    would have to screen them again.
+    When they have enough, further groups are added as long as the step has at most `max_rows` rows. A group
+    is never split. Screening ends at the first group that does not fit: after an outage thousands of groups
+    may wait, and every step has to screen them again, because its version is newer.
     """
     batch = Batch([], False, [], [], 0)
     rows = selected = live_rows = 0

@@ -1,5 +1,5 @@
-"""Counts of all groups that ended since the last step. The groups that a step trains are not enough for this:
-groups in which every rollout succeeded, or every rollout failed, end without a step."""
+"""Counts all groups that ended since the last step. It includes groups that no step trains, for example those
+in which all rollouts have the same reward."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from trainer_service.rows.rows import Row
 from trainer_service.rows.turns import exclusions
 
 STEPS_REMEMBERED = 8
-"""Steps over which the use of rollouts is averaged."""
+"""Over how many steps `rollouts_per_step` is averaged."""
 
 
 class Tally:
     """Counts groups, rewards and verdicts until the next step, and rollouts over the last steps."""
 
     def __init__(self, rollouts_per_step: int) -> None:
-        """`rollouts_per_step` is assumed until the first step."""
+        """`rollouts_per_step` is an estimate. It counts as one step in the mean over the last steps."""
         self._per_step: deque[int] = deque([rollouts_per_step], maxlen=STEPS_REMEMBERED)
         self._reset()
 
@@ -30,7 +30,7 @@ class Tally:
         self._relations = Counter[str]()
 
     def add(self, screened: ScreenedGroup) -> None:
-        """Count a group that has ended. Evaluation sessions are counted by version elsewhere."""
+        """Count a group that has ended, without its evaluation sessions."""
         members = [member for member in screened.group.members if member.evaluation is None]
         if not members:
             return
@@ -51,7 +51,7 @@ class Tally:
         self._truncated += sum(verdict is not None and verdict.code == "truncated" for verdict in verdicts)
 
     def _count_turns(self, screened: ScreenedGroup, members: Sequence[Member]) -> None:
-        """How prompts of trained turns relate to the turns before them. Roots and retries do not count."""
+        """Count how the trained turns follow their sessions. Metrics leave out roots and retries."""
         untrained = {member.session_id for member, _ in screened.untrained}
         for member in members:
             if member.session_id not in untrained:

@@ -1,20 +1,21 @@
-"""How well each version does in training: the rewards of the sessions that it sampled."""
+"""Scores each version by the rewards of the training sessions that it sampled."""
 
 from collections.abc import Collection
 from math import sqrt
 from typing import NamedTuple
 
 STANDARD_ERRORS = 2.0
-"""A version counts as this many standard errors worse than its mean: a few lucky sessions prove nothing."""
+"""This many standard errors are subtracted from a version's mean reward, so that a few lucky sessions do not
+make it the best."""
 
 
 class VersionScore(NamedTuple):
-    """What is known of one version."""
+    """The rewards of one version."""
 
     version: int
     sessions: int
     reward: float
-    """The mean over its sessions."""
+    """The mean reward of its sessions."""
 
 
 class VersionScores:
@@ -22,7 +23,7 @@ class VersionScores:
 
     def __init__(self) -> None:
         self._known: dict[int, VersionScore] = {}
-        # Of all rewards, by Welford's algorithm: `_squares` is the sum of squared distances from the mean.
+        # Over all rewards, by Welford's algorithm: `_squares` is the sum of squared distances from the mean.
         self._sessions, self._mean, self._squares = 0, 0.0, 0.0
 
     def add(self, version: int, reward: float) -> None:
@@ -34,8 +35,8 @@ class VersionScores:
         self._squares += (reward - before) * (reward - self._mean)
 
     def best(self, servable: Collection[int]) -> VersionScore | None:
-        """The version with the highest mean reward less its uncertainty; of equal ones the newest. None where
-        no version has a session. Forgets the versions that are not `servable`."""
+        """The version with the highest mean reward, less STANDARD_ERRORS standard errors; the newest of equal
+        ones. None if no servable version has a session. Forgets the versions that are not `servable`."""
         self._known = {version: each for version, each in self._known.items() if version in servable}
         spread = sqrt(self._squares / self._sessions) if self._sessions else 0.0
         return max(

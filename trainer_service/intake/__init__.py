@@ -1,1 +1,1 @@
-"""What the trainer reads from the stream, and what it acknowledges."""
+"""Reads entries from the stream, and acknowledges them."""

@@ -1,4 +1,4 @@
-"""Acknowledges entries and stores verdicts, in the order that a crash cannot disturb.
+"""Acknowledges entries and stores verdicts. After a crash, no entry is lost and none is trained twice.
 
 a group that ended without a step ─▶ end ─▶ stream, at once
 a group that a step has trained ───▶ owe ─▶ (a checkpoint) ─ acknowledge_owed ─▶ stream
@@ -17,23 +17,24 @@ from trainer_service.status.heartbeat import Heartbeat
 logger = logging.getLogger(__name__)
 
 RECENT = 8
-"""How many of the last acknowledgements are kept, so that their verdicts can be stored again."""
+"""How many of the last acknowledgements are kept in memory."""
 GROUPS_AT_ONCE = 500
-"""Groups in one transaction, during which Redis serves nobody else."""
+"""How many groups one transaction acknowledges. Redis serves no other client meanwhile."""
 
 
 class Acknowledger:
-    """Owns what the stream has not been told yet."""
+    """Keeps the acknowledgements that wait for a checkpoint, and the last ones that were sent."""
 
     def __init__(self, stream: StreamReader, heartbeat: Heartbeat, metrics: TrainerMetrics) -> None:
         self._stream, self._heartbeat, self._metrics = stream, heartbeat, metrics
         self._owed: list[Acknowledgement] = []
         self._recent: deque[Acknowledgement] = deque(maxlen=RECENT)
-        """A Redis that lost its last writes in a power cut delivers their entries again."""
+        """The acknowledgements that were sent last. A Redis that lost its last writes in a power cut delivers
+        their entries again; then their verdicts are stored again."""
 
     @property
     def owed(self) -> Acknowledgement:
-        """What the weights have trained and the stream has not been told."""
+        """The entries and verdicts that were trained and are not acknowledged yet."""
         return Acknowledgement.joined(self._owed)
 
     @property
@@ -41,36 +42,37 @@ class Acknowledger:
         return sum(len(each.sessions) for each in self._owed)
 
     def resume(self, owed: Acknowledgement, pending: set[str]) -> None:
-        """Acknowledge what a checkpoint contains. `pending` are the ids of the entries that the stream still
-        has: where it has none of these, they were acknowledged and counted before the crash."""
+        """Acknowledge the entries that a restored checkpoint contains. `pending` has the ids of all entries
+        that are not acknowledged. If none of them is in `owed`, the former process acknowledged and counted
+        `owed` before it ended. Raises Stopped."""
         self._recent.append(owed)
         if pending.intersection(owed.entry_ids):
             self._owed = [owed]
             self.acknowledge_owed()
 
     def owe(self, acknowledgement: Acknowledgement) -> None:
-        """The weights contain this now; it is acknowledged when a checkpoint contains it too."""
+        """Keep an acknowledgement of a trained group until a checkpoint contains the group's step."""
         self._owed.append(acknowledgement)
 
     def acknowledge_owed(self) -> None:
-        """Acknowledge everything owed, in one transaction. A durable checkpoint must contain it. Raises
-        Stopped."""
+        """Acknowledge all trained entries in one transaction. A durable checkpoint must contain their steps.
+        Raises Stopped."""
         if self._owed:
             self._acknowledge(self._owed)
             self._owed = []
 
     def end(self, ended: Sequence[Acknowledgement], freed: list[str], late: list[str]) -> None:
-        """Acknowledge groups that no step will use. `freed` are the ids of entries that a deletion made
-        useless, `late` those of entries that came after their session's end. Raises Stopped."""
+        """Acknowledge groups that no step will use. `freed` has the ids of entries that a deletion made
+        useless, `late` the ids of entries that came after their session had ended. Raises Stopped."""
         waiting = list(ended)
-        if freed:  # before the deletion itself, which may be in one of these groups
+        if freed:  # must come before the deletion's own entry, which may be in one of these groups
             waiting.insert(0, Acknowledgement(freed, {}, []))
         if late:
             logger.info("%d entries came after their session had ended", len(late))
-            # Together with what is owed, so that a crash cannot separate the entries of a session.
+            # In one transaction with the owed entries, so that a crash cannot separate entries of a session.
             (self._owed or waiting).append(Acknowledgement(late, {}, []))
-            came = set(late)
-            waiting += [each for each in self._recent if came.intersection(each.entry_ids)]
+            late_ids = set(late)
+            waiting += [each for each in self._recent if late_ids.intersection(each.entry_ids)]
         for start in range(0, len(waiting), GROUPS_AT_ONCE):
             self._acknowledge(waiting[start : start + GROUPS_AT_ONCE])
 

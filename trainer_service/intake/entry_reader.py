@@ -1,4 +1,4 @@
-"""Reads entries from the stream, and waits for Redis as long as it is away."""
+"""Reads entries from the stream, and waits while Redis does not answer."""
 
 import logging
 from collections.abc import Iterable
@@ -17,13 +17,13 @@ BLOCK_S = 0.25
 
 
 class EntryReader:
-    """Knows how far the stream is read."""
+    """Reads the stream, and knows whether all of it is read."""
 
     def __init__(self, stream: StreamReader, heartbeat: Heartbeat) -> None:
         self._stream, self._heartbeat = stream, heartbeat
         self._read_at = heartbeat.clock()
         self.caught_up = False
-        """Whether the last read returned everything that there was."""
+        """Whether the last read returned all entries that were waiting."""
 
     @property
     def idle_s(self) -> float:
@@ -35,13 +35,13 @@ class EntryReader:
         return self._heartbeat.retry(lambda: list(self._stream.reclaim()), StorageUnavailable, "waiting")
 
     def read_into(self, assembler: Assembler) -> None:
-        """Add what is new to the assembler. Raises Stopped."""
+        """Read new entries, and add them to the assembler. Raises Stopped."""
         try:
             entries = list(self._stream.read(READ_COUNT, BLOCK_S))
             self.caught_up = len(entries) < READ_COUNT
         except StorageUnavailable as error:
             logger.warning("%s", error)
-            # Entries of a lost answer are delivered, but only a reclaim returns them.
+            # The entries of a lost answer count as delivered: only a reclaim returns them.
             entries = self.reclaim()
             self.caught_up = False
         self.add(entries, assembler)
@@ -49,8 +49,8 @@ class EntryReader:
             self._read_at = self._heartbeat.clock()
 
     def add(self, entries: Iterable[Entry], assembler: Assembler) -> None:
-        """Add entries to the assembler, and tell it what an earlier process has finished with: that process
-        may have gone on after its last checkpoint. Raises Stopped."""
+        """Add entries to the assembler, and tell it which of their sessions and groups an earlier process has
+        finished: that process may have finished some after its last checkpoint. Raises Stopped."""
         assembler.add(entries)
         sessions, groups = assembler.take_new_ids()
         if sessions or groups:

@@ -1,4 +1,4 @@
-"""Counts evaluation sessions as they end, and reports the scores of their versions."""
+"""Counts evaluation sessions, which are never trained, and reports the scores of their versions."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from trainer_service.status.heartbeat import Heartbeat
 
 
 class EvaluationCounts:
-    """Owns the scores, and shows them to Prometheus, the sinks and `/status`."""
+    """Keeps the scores, and reports them to Prometheus, the sinks and `/status`."""
 
     def __init__(self, heartbeat: Heartbeat, metrics: TrainerMetrics) -> None:
         self._heartbeat, self._metrics = heartbeat, metrics
@@ -25,7 +25,7 @@ class EvaluationCounts:
         self._heartbeat.note_evaluations(self._evaluations.metrics())
 
     def note_version(self, version: int, step: int) -> None:
-        """`step` made `version`."""
+        """Note that `step` made `version`."""
         self._evaluations.note_version(version, step)
 
     def add(self, groups: Iterable[Group]) -> None:

@@ -1,9 +1,9 @@
-"""What an earlier trainer process has finished with, read from the verdicts that it left in Redis.
+"""Finds the sessions and groups that an earlier trainer process has finished, by their verdicts in Redis.
 
     ids of new sessions and groups ─▶ read_finished ─▶ FinishedEarlier(settled, gone)
 
-A checkpoint holds the same for everything before it. But a group that ends without a step gets its verdicts
-between two checkpoints, and those may be the last thing that a trainer writes before it dies.
+A checkpoint also stores the sessions and groups that were finished before it. But a group that ends without a
+step gets its verdicts between two checkpoints, and the process may end before it writes the next checkpoint.
 """
 
 from collections.abc import Collection, Mapping
@@ -13,14 +13,15 @@ from rollout_queue.contract.episodes import CLOSING
 from rollout_queue.contract.stream import GroupMembers, StreamReader
 
 GIVEN_BY_GATEWAYS = frozenset({*CLOSING, "deleted"})
-"""Verdicts that gateways give. Such a session counts in its group until the trainer ends the group."""
+"""Verdicts that gateways give. A session with one of them counts in its group until the trainer ends the
+group."""
 
 
 class FinishedEarlier(NamedTuple):
-    """The ids of what needs no more work."""
+    """The ids of finished sessions and groups."""
 
     settled: frozenset[str]
-    """Sessions that have their verdict."""
+    """Sessions that have a verdict of the trainer."""
     gone: frozenset[str]
     """Groups that have ended, perhaps without some of their members."""
 
@@ -28,8 +29,8 @@ class FinishedEarlier(NamedTuple):
 def read_finished(
     stream: StreamReader, session_ids: Collection[str], group_ids: Collection[str]
 ) -> FinishedEarlier:
-    """Which of these sessions and groups have ended. Those of which Redis knows nothing are taken for new.
-    Raises StorageUnavailable."""
+    """Which of these sessions and groups are finished. Sessions and groups that Redis does not know count as
+    new. Raises StorageUnavailable."""
     groups = stream.group_members(group_ids)
     asked = (each.members for each in groups.values() if each.size is not None and not each.forgotten)
     codes = stream.verdict_codes({*session_ids}.union(*asked))
@@ -43,9 +44,10 @@ def _is_settled(code: str | None) -> bool:
 
 
 def _is_gone(group: GroupMembers, codes: Mapping[str, str]) -> bool:
-    """A group ends as a whole, so the trainer's verdict of one member is enough. A group whose members all
-    have verdicts from gateways has nobody left to wait for. A group of unknown size is never gone: it ends
-    whenever it had no record for long, and begins again with the next one."""
+    """Whether the group has ended. It has if one member has a verdict of the trainer, because the trainer
+    ends a group as a whole; if all members have verdicts; or if Redis has removed members some time after
+    their verdicts (`forgotten`). A group without a size is never gone: it ends when it gets no record for
+    long, and begins again with its next record."""
     if group.size is None:
         return False
     if group.forgotten:

@@ -1,4 +1,4 @@
-"""From the stream to the groups of the next step, and back to the stream when they have ended.
+"""Reads the stream, selects the groups of the next step, and acknowledges groups that have ended.
 
 read ─▶ select ─┬─ skipped ─▶ end
                 └─ live ────▶ (a step) ─ mark_trained ─▶ (a checkpoint) ─ acknowledge ─▶ stream
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 
 class Intake:
-    """Owns everything that was read and has not ended. Every method that reads or acknowledges waits for
-    Redis while it is away, and raises Stopped when the trainer is told to stop meanwhile."""
+    """Keeps the sessions that were read and have not ended. Every method that reads or acknowledges waits
+    while Redis does not answer, and raises Stopped if the trainer is told to stop meanwhile."""
 
     def __init__(
         self,
@@ -55,30 +55,30 @@ class Intake:
         self.evaluations = EvaluationCounts(heartbeat, metrics)
         self._tally = Tally(rollouts_per_step=algorithm.min_live_rows)
         self._live_rows = 0
-        """Rows with an advantage that were there at the last selection."""
+        """How many rows with an advantage the last selection found."""
         self._too_old_after_step = 0
-        """Unfinished sessions whose tokens the next step would make too old."""
+        """How many unfinished sessions have tokens that the next step would make too old."""
         self.rewards = GroupRewards()
 
     def resume(self, state: RunState) -> None:
-        """Read everything again that was delivered and not acknowledged. What the weights of the checkpoint
-        contain is only acknowledged."""
+        """Read again every entry that was delivered and not acknowledged. Entries that the checkpoint
+        contains are only acknowledged, and not trained again."""
         self._assembler = Assembler(self._rules, state.settled, state.gone)
         self.evaluations.resume(state.evaluations)
         pending = self._reader.reclaim()
         trained = set(state.owed.entry_ids)
         self._acknowledger.resume(state.owed, {entry.entry_id for entry in pending})
         self._reader.add((entry for entry in pending if entry.entry_id not in trained), self._assembler)
-        logger.info("%d entries to take up, %d of them trained", len(pending), len(trained))
+        logger.info("%d pending entries; the checkpoint contains %d entries", len(pending), len(trained))
 
     def read(self) -> None:
-        """Read what is new. Waits a moment for it."""
+        """Read new entries. Waits a moment for the first."""
         self._reader.read_into(self._assembler)
 
     def select(self, version: int, algorithm: AlgorithmSettings, first: Collection[str] = ()) -> Batch:
-        """The groups of the next step, those whose ids are in `first` before the others. The batch is not
-        full while it has too few rows, or while the step would make unfinished sessions too old. Groups that
-        train nothing are ended."""
+        """The groups of the next step. Groups whose ids are in `first` come before the others. The batch is
+        not full while it has too few rows, or while the step would make unfinished sessions too old. Ends the
+        groups that train nothing."""
         patience_s = algorithm.flush_after_s
         flush = patience_s is not None and self._reader.idle_s >= patience_s
         complete = self._assembler.complete(self._reader.caught_up)
@@ -98,8 +98,8 @@ class Intake:
     def mark_trained(
         self, groups: Sequence[ScreenedGroup], rows: Sequence[Row], step: int, version: int
     ) -> dict[str, float]:
-        """The weights contain these groups now: they are never selected again, and acknowledged once they are
-        durable. Returns the metrics of everything that ended since the last step."""
+        """Note that the weights contain these groups now. They are never selected again, and are acknowledged
+        after the next checkpoint. Returns the metrics of all groups that ended since the last step."""
         for screened in groups:
             self._tally.add(screened)
             self._acknowledger.owe(acknowledgement_of(screened, step, version))
@@ -109,7 +109,8 @@ class Intake:
         return self._tally.finish_step(rows)
 
     def end(self, skipped: Sequence[ScreenedGroup]) -> None:
-        """Acknowledge groups that no step will use, and records that came after their session's end."""
+        """End groups that no step will use: acknowledge them, and entries that came after their session had
+        ended."""
         self._acknowledger.end(
             [acknowledgement_of(screened) for screened in skipped],
             freed=self._assembler.take_freed_entries(),
@@ -126,7 +127,7 @@ class Intake:
         self._acknowledger.acknowledge_owed()
 
     def run_state(self, step: int, version: int, baselines: Mapping[str, float]) -> RunState:
-        """What a checkpoint of this moment stores beside the weights."""
+        """The state that a checkpoint stores now, beside the weights."""
         return RunState(
             step=step,
             version=version,
@@ -139,7 +140,7 @@ class Intake:
 
     @property
     def backlog(self) -> Backlog:
-        """What is ahead of a rollout that begins now."""
+        """The work that is done before a rollout that begins now is trained."""
         return Backlog(
             waiting=self._assembler.counts().ended,
             owed=self._acknowledger.owed_sessions,

@@ -118,7 +118,8 @@ class GatewaySettings(ServiceSettings):
     """The HTTP client that streams answers from engines: the gateway's own, or aiohttp's, which takes more
     CPU time per token."""
     engine_timeout_s: float = 600.0
-    """How long an engine may pause in the middle of an answer."""
+    """How long an engine that responds to probes may pause in the middle of an answer. One that does not
+    respond is given up after 3 s if another engine can continue (`engines/silence.py`)."""
     engine_wait_s: float = 20.0
     """How long a call waits for an available engine before it gets a 503."""
     failover_patience_s: float = 180.0

@@ -107,11 +107,15 @@ async def _stream(
 ) -> None:
     """Answer with server-sent events.
 
-    The stream opens with the first chunk of an engine, or earlier with a heartbeat. An error before then
-    still has its HTTP status.
+    The stream opens with the first chunk of an engine, or earlier with a heartbeat, once an engine works on
+    the answer. An error before then still has its HTTP status, so clients repeat the call.
     """
     events = parsed.responder.events(generations)
-    reply.keep_alive(events.heartbeat, gateway.settings.heartbeat_s, lambda: reply_headers(generations))
+
+    def opening_headers() -> dict[str, str] | None:
+        return reply_headers(generations) if any(each.at_engine for each in generations) else None
+
+    reply.keep_alive(events.heartbeat, gateway.settings.heartbeat_s, opening_headers)
     answers = [_answer_stream(gateway, generation) for generation in generations]
     recorded: dict[int, RecordedAnswer] = {}
     unsent = events.opening()

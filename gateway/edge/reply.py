@@ -72,10 +72,10 @@ class Reply:
             message = {**message, "headers": [*headers, *self._own_headers]}
         await self._send(message)
 
-    def keep_alive(self, heartbeat: bytes, every_s: float, headers: Callable[[], Headers]) -> None:
+    def keep_alive(self, heartbeat: bytes, every_s: float, headers: Callable[[], Headers | None]) -> None:
         """Write a heartbeat whenever nothing was written for `every_s` seconds, until `stop_heartbeat`.
 
-        A stream that has not begun by then is opened with `headers`.
+        A stream that has not begun by then is opened with `headers`; while these are None, it stays closed.
         """
         loop = asyncio.get_running_loop()
         self._written_at = loop.time()
@@ -89,7 +89,9 @@ class Reply:
 
         async def write_heartbeat() -> None:
             if not self.begun:
-                await self.open_stream(headers())
+                if (own := headers()) is None:
+                    return
+                await self.open_stream(own)
             await self.write(heartbeat)
 
         self._timer = loop.call_later(every_s / 2, check)

@@ -24,6 +24,8 @@ from gateway.errors import EngineFault, RequestRefused
 from gateway.metrics import Metrics
 
 OnChunk = Callable[[OutputChunk], Awaitable[None]]
+OnEngine = Callable[[bool], None]
+"""Called with True when an engine has accepted the request, with False when it failed afterwards."""
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +89,9 @@ class Sampler:
         """Wait until the engines have been told to abort every answer that is no longer needed."""
         await asyncio.gather(*self._aborting, return_exceptions=True)
 
-    async def sample(self, wanted: SampleRequest, on_chunk: OnChunk) -> None:
+    async def sample(
+        self, wanted: SampleRequest, on_chunk: OnChunk, on_engine: OnEngine = lambda _: None
+    ) -> None:
         """Call `on_chunk` with each chunk; the last one has `finish` and `versions`, and is never an abort.
 
         If the caller is cancelled, or `on_chunk` raises, the engine is told to abort. Raises RequestRefused
@@ -98,8 +102,9 @@ class Sampler:
         while not answer.finished:
             server = await self.fleet.acquire(wanted.session_id, wanted.version, max(wait_s, 0.0), avoid)
             try:
-                await self._attempt(answer, server, retries, on_chunk)
+                await self._attempt(answer, server, retries, on_chunk, on_engine)
             except EngineFault as fault:
+                on_engine(False)
                 # The first lost connection may be one from the pool that the engine had closed already.
                 stale = fault.reason == "lost" and not retries.faults
                 self._note_fault(fault, answer, server, stale)
@@ -110,7 +115,12 @@ class Sampler:
                 avoid, wait_s = "" if stale else server.id, retries.left_s()
 
     async def _attempt(
-        self, answer: PartialAnswer, server: FleetServer, retries: RetryState, on_chunk: OnChunk
+        self,
+        answer: PartialAnswer,
+        server: FleetServer,
+        retries: RetryState,
+        on_chunk: OnChunk,
+        on_engine: OnEngine,
     ) -> None:
         """Let one engine continue the answer. Raises EngineFault if it fails before the answer's end."""
         request, url = answer.next_request(), server.registration.engine_url
@@ -119,6 +129,7 @@ class Sampler:
         try:
             with wait:
                 stream = await self.engine.generate(url, request, server.id)
+            on_engine(True)
             try:
                 while not answer.finished:
                     with wait:

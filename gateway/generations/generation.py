@@ -78,6 +78,8 @@ class Generation(msgspec.Struct):
     """The stop string that ended the answer, if one did."""
     versions: tuple[Span, ...] = ()
     """Which version sampled which part. Until the last chunk, this is what the chunks so far tell."""
+    at_engine: bool = False
+    """An engine has accepted the request and has not failed since."""
     recorded: bool = False
     """The answer is recorded, or is being recorded."""
 
@@ -94,6 +96,10 @@ class Generation(msgspec.Struct):
             self.versions = (*self.versions[:-1], Span(chunk.version, self.versions[-1].start, len(self.ids)))
         else:
             self.versions = (*self.versions, Span(chunk.version, start, len(self.ids)))
+
+    def note_engine(self, works: bool) -> None:
+        """An engine accepted the request, or failed."""
+        self.at_engine = works
 
     def turn(self, policy: str, finish: Finish, reply_digest: str) -> Turn:
         """The record of this generation. Raises InvalidRecord if the answer contradicts itself."""

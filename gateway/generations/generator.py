@@ -90,7 +90,7 @@ class Generator:
                 await on_chunk(chunk)
 
         try:
-            await self._sampler.sample(self._sample_request(generation), take)
+            await self._sampler.sample(self._sample_request(generation), take, generation.note_engine)
         except GatewayError:
             raise
         except BaseException:

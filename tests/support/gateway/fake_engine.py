@@ -38,7 +38,8 @@ class FakeEngine:
     script: deque[str | list[int]] = field(default_factory=deque)
     requests: list[dict[str, Any]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
-    refusals: deque[Response] = field(default_factory=deque)
+    refusals: deque[Response | None] = field(default_factory=deque)
+    """The responses to the next requests; None stands for an answer."""
     version: str = "0"
     spans: list[dict[str, Any]] | None = None
     cumulative: bool = False
@@ -77,8 +78,8 @@ class FakeEngine:
     async def generate(self, request: Request) -> Response:
         body = await request.json()
         self.requests.append(body)
-        if self.refusals:
-            return self.refusals.popleft()
+        if self.refusals and (refusal := self.refusals.popleft()) is not None:
+            return refusal
         if self.raw is not None:
             raw, self.raw = self.raw, None
             return StreamingResponse(self._cut_off(raw), media_type="text/event-stream")

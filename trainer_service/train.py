@@ -5,9 +5,9 @@
      └────────┴───────────────────────────────────────────────┘
 
 Agents' sessions arrive as entries of a stream: turns, rewards, outcomes. The intake collects them into groups
-of sessions whose rewards are compared, and selects the groups of a step. An entry is acknowledged once a
-durable checkpoint contains the step that trained it, or once its session has a final verdict without being
-trained. So whenever this process dies, the stream and the checkpoint together tell what is left to do.
+of sessions whose rewards are compared, and selects the groups of a step. The entries of a trained session are
+acknowledged once a durable checkpoint contains its step; those of another, once its verdict is final. So
+whenever this process dies, the stream and the checkpoint together tell what is left to do.
 
 Where `checkpoint_every_steps` is above 1, a version may be published before the checkpoint that contains it.
 """
@@ -96,7 +96,7 @@ class Trainer:
         self._report("waiting")
         self._intake.resume(state)
         self._shared_state.ready = True
-        self.hold.resume_process()
+        self.hold.take_over()
         if self.hold.reason is None and self.step and self.step % self._settings.publish_every_steps == 0:
             self._publisher.resume(self.version, self.step, self._policy.export)
 
@@ -120,8 +120,7 @@ class Trainer:
         return True
 
     def _is_paused(self) -> bool:
-        """Wait a moment if the training is paused. If a guard had paused it (a hold) and it is resumed,
-        publish the newest version."""
+        """Wait a moment if the training is paused. When a hold has ended, publish the newest version."""
         self._metrics.paused(self._shared_state.paused)
         if self._shared_state.paused:
             self._report("paused")
@@ -139,8 +138,8 @@ class Trainer:
             return self._intake.select(self.version, algorithm, self._groups.early_group_ids), algorithm
 
     def _learn_early(self, groups: Sequence[ScreenedGroup], algorithm: AlgorithmSettings) -> None:
-        """While the step waits for more groups, learn from those that are here (early groups) as
-        soon as they fill a pass: at least one full micro-batch for each rank."""
+        """While the step waits for more groups, learn from those that are here: the early groups. A pass over
+        them begins once they fill a micro-batch for each rank."""
         if early_pass := self._groups.early_pass(groups, self.version, algorithm):
             with self._stopwatch.timed("train"):
                 self._report("training")
@@ -151,7 +150,7 @@ class Trainer:
         """Make a step of these groups. Returns its metrics, or None if these groups allow no step. Raises
         Diverged if the weights can no longer be used."""
         scored = self._groups.ask_teacher(groups)
-        if scored.refused:
+        if scored.refused:  # by the teacher
             self._intake.end(scored.refused)
         if not scored.rows:
             return None
@@ -161,8 +160,8 @@ class Trainer:
             self._report("training")
             values = self._groups.step(scored, self.version, algorithm)
         if isinstance(values, NotFinite):
-            self._intake.end(values.refused)
-            if values.diverged:
+            self._intake.end(values.refused)  # the groups whose gradient is not finite
+            if values.diverged:  # an earlier epoch of this step has changed the weights
                 raise Diverged(f"step {self.step + 1}, {values.diverged}")
             return None
         self.step += 1
@@ -198,6 +197,7 @@ class Trainer:
 
     def _save(self, always: bool = False) -> None:
         """Write a checkpoint if the last one is outdated, then acknowledge the entries that it contains."""
+        # Sessions that evaluate a version are not trained; a checkpoint stores their results too.
         if always or self._cycle.is_outdated(self._intake.evaluations.state):
             self._checkpoint()
         with self._stopwatch.timed("acknowledge"):

@@ -4,10 +4,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
+import httpx
 import pytest
 
+from gateway.app import create_app
+from gateway.edge.asgi import EdgeApp
+from gateway.settings import GatewaySettings
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends
+from tests.support.serving import serving
 
 SCHEMATHESIS = Path(sys.executable).with_name("schemathesis")
 CONFIG = Path(__file__).with_name("schemathesis.toml")
@@ -24,6 +30,17 @@ def test_every_path_of_the_contract_is_published(backends: Backends) -> None:
             assert operation["responses"]["400"]["content"]["application/json"]["schema"] == {
                 "$ref": "#/components/schemas/Error"
             }
+
+
+def test_every_endpoint_for_agents_is_published(backends: Backends) -> None:
+    settings = GatewaySettings(redis_url=backends.redis_url, model_path=backends.model_path)
+    app = cast(EdgeApp, create_app(settings))
+    with serving(app) as url:
+        paths = httpx.get(f"{url}/openapi.json").json()["paths"]
+        agents = {
+            path for path, operations in paths.items() if path.startswith("/v1/") and "post" in operations
+        }
+        assert set(app.endpoints) == agents != set()
 
 
 @pytest.mark.timeout(300)

@@ -40,7 +40,7 @@ class Hold:
         self.reason: str | None = None
         """Why a guard holds the training. None where none does, though an operator may have paused it."""
 
-    def resume_process(self) -> None:
+    def take_over(self) -> None:
         """Take over a hold from an earlier process."""
         self.reason = self._file.read()
         if self.reason is not None:

@@ -14,6 +14,7 @@ from rollout_server.engine.command import find_device
 from rollout_server.engine.process import port_in_use
 from rollout_server.server import build_server, port_message
 from rollout_server.settings import RolloutServerSettings
+from rollout_server.weights.claim import DirectoryTaken, claim_weights
 from rollout_server.weights.safetensors_file import BrokenWeights
 from rollout_server.weights.verify import ExpectedModel
 
@@ -34,7 +35,11 @@ def main() -> None:
     keyring = Keyring(admin_keys=settings.admin_keys)
     refuse_open_binding(settings.host, keyring)
     _refuse_what_cannot_work(settings)
-    server = build_server(settings, find_device(settings.engine_device))
+    try:
+        claim = claim_weights(settings)
+    except (DirectoryTaken, OSError) as error:
+        raise SystemExit(f"rollout_server.weights_dir: {error}") from error
+    server = build_server(settings, find_device(settings.engine_device), claim.directory)
     serve(create_app(server, keyring), settings.host, settings.port, LAST_ANSWERS_S, server.leave)
 
 

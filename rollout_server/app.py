@@ -67,6 +67,8 @@ async def _status(server: RolloutServer) -> JSONResponse:
     running, waiting = await server.load_counts()
     engine = server.engine
     status = ServerStatus(
+        id=server.name,
+        process=server.process,
         state=engine.state.value,
         version=engine.policy.version,
         manifest_sha256=engine.policy.manifest_sha256,

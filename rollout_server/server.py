@@ -7,10 +7,12 @@ POST /reload ─▶ reloader ─┴─▶ engine ─▶ SGLang
 import asyncio
 import contextlib
 import logging
+from pathlib import Path
 from time import monotonic
 
 import httpx
 
+from rollout_queue.contract.ids import new_id
 from rollout_server.engine.command import engine_command, engine_dtype, engine_environment
 from rollout_server.engine.control import EngineControl, EngineFailed
 from rollout_server.engine.engine import Engine, StartProcess
@@ -36,10 +38,14 @@ class RolloutServer:
         control: httpx.AsyncClient,
         http: httpx.AsyncClient,
         start: StartProcess,
+        weights_dir: Path,
         *,
         float32_engine: bool,
     ) -> None:
-        """`control` calls the engine, `http` the gateway and sources of weights. `close` closes both."""
+        """`control` calls the engine, `http` the gateway and sources of weights. `close` closes both.
+
+        No other server may use `weights_dir`.
+        """
         self._settings = settings
         self._control = control
         self._http = http
@@ -49,12 +55,14 @@ class RolloutServer:
         self._initial = LocalPolicy(settings.initial_version, settings.model_path.absolute())
         self.engine = Engine(settings, client, self._initial, start)
         self.metrics = RolloutMetrics(self.engine)
-        self._store = WeightsStore(settings.own_weights_dir, self._initial.directory)
+        self._store = WeightsStore(weights_dir, self._initial.directory)
         fetcher = Fetcher(http, settings.trainer_url, next(iter(settings.admin_keys), None))
         self.reloader = Reloader(
             settings, self.engine, self._store, fetcher, self.metrics, float32_engine=float32_engine
         )
-        self._registration = RegistrationClient(settings, http)
+        self.process = new_id()
+        """Tells this process from any other that has the same id or URL."""
+        self._registration = RegistrationClient(settings, http, self.process)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
@@ -82,7 +90,12 @@ class RolloutServer:
     @property
     def engine_url(self) -> str:
         """Where the gateway sends generation requests."""
-        return self._settings.engine_url
+        return self._registration.addresses.engine_url
+
+    @property
+    def name(self) -> str:
+        """The id in the fleet."""
+        return self._settings.name
 
     async def load_counts(self) -> tuple[int, int]:
         """Requests that run and that wait in the engine; 0 and 0 while no engine serves."""
@@ -94,6 +107,8 @@ class RolloutServer:
     async def unready_because(self) -> str | None:
         """Why this server is not in rotation; None when it is."""
         engine = self.engine
+        if self._registration.refusal is not None:
+            return f"the gateway refuses this server: {self._registration.refusal}"
         if engine.state == "ready":
             return None
         if engine.serving and engine.state == "loading":
@@ -150,8 +165,8 @@ class RolloutServer:
         return engine.serving and monotonic() - engine.policy_since > self._settings.settle_s
 
 
-def build_server(settings: RolloutServerSettings, device: Device) -> RolloutServer:
-    """A server whose engine is SGLang, as a child process."""
+def build_server(settings: RolloutServerSettings, device: Device, weights_dir: Path) -> RolloutServer:
+    """A server whose engine is SGLang, as a child process. No other server may use `weights_dir`."""
 
     async def start(policy: LocalPolicy) -> EngineProcess:
         if port_in_use(settings.engine_host, settings.engine_port):
@@ -169,6 +184,7 @@ def build_server(settings: RolloutServerSettings, device: Device) -> RolloutServ
         httpx.AsyncClient(base_url=settings.engine_control_url, trust_env=False),
         httpx.AsyncClient(timeout=settings.fetch_timeout_s),
         start,
+        weights_dir,
         float32_engine=engine_dtype(settings, device) == "float32",
     )
 

@@ -1,5 +1,7 @@
 """The section `rollout_server` of the configuration, with every default."""
 
+import re
+import socket
 import sys
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -9,6 +11,9 @@ from pydantic import Field, field_validator
 from rollout_queue.settings import CommaSeparated, ServiceSettings
 
 Device = Literal["cpu", "cuda"]
+WILDCARDS = ("0.0.0.0", "::")
+UNNAMEABLE = re.compile(r"[^A-Za-z0-9._-]+")
+"""What a host's name may hold and an id may not."""
 
 
 class RolloutServerSettings(ServiceSettings):
@@ -16,12 +21,14 @@ class RolloutServerSettings(ServiceSettings):
 
     section: ClassVar[str] = "rollout_server"
 
-    id: str = Field("rollout-0", pattern=r"^[A-Za-z0-9._-]{1,128}$")
-    """The name in the fleet; two servers never share it."""
+    id: str | None = Field(None, pattern=r"^[A-Za-z0-9._-]{1,128}$")
+    """The name in the fleet; null means <host name>-<port>. The gateway refuses a second server with the same
+    name."""
     host: str = "127.0.0.1"
     port: int = 8100
     public_url: str | None = None
-    """Where the gateway reaches this server; null means http://host:port."""
+    """Where the gateway reaches this server; null means http://host:port. If `host` is 0.0.0.0, it is
+    replaced by this machine's address towards the gateway."""
     admin_keys: CommaSeparated = []
     gateway_url: str | None = None
     """Where to register; null for a server without a gateway."""
@@ -33,8 +40,9 @@ class RolloutServerSettings(ServiceSettings):
     """The Hugging Face directory that the engine starts with, known as `initial_version`."""
     initial_version: int = Field(0, ge=0)
     weights_dir: Path = Path("run/weights")
-    """This server keeps the files of the current and the former version, in directories such as
-    `<weights_dir>/<id>/v00000012-<digest>`."""
+    """On a disk of this machine; servers may share it. Each keeps the files of the current and the former
+    version in a directory of its own: `<weights_dir>/<id>`; for a server without an id, the first free one of
+    `server-0`, `server-1` …"""
     policies_dir: Path = Path("run/policies")
     trainer_url: str = "http://127.0.0.1:8200"
     locations: CommaSeparated = []
@@ -46,12 +54,12 @@ class RolloutServerSettings(ServiceSettings):
     """SGLang asks for no key here, so bind another address only in a closed network."""
     engine_port: int = 30000
     engine_public_url: str | None = None
-    """Where the gateway reaches the engine; null means http://engine_host:engine_port."""
+    """Where the gateway reaches the engine; null means http://engine_host:engine_port, as above."""
     engine_device: Literal["auto", "cpu", "cuda"] = "auto"
     engine_args: list[str] = []
     """Appended to SGLang's command line, so they override the arguments of this service."""
     engine_log: Path | None = None
-    """Null means run/logs/<id>-engine.log; the log before the last start is kept beside it, as `.1`."""
+    """Null means run/logs/<name>-engine.log; the log before the last start is kept beside it, as `.1`."""
     dtype: str | None = None
     """Null means float32 on CPU (exact logprobs) and the checkpoint's own type on CUDA."""
     context_length: int | None = None
@@ -79,26 +87,18 @@ class RolloutServerSettings(ServiceSettings):
         return value.rstrip("/") or None if value else None
 
     @property
-    def url(self) -> str:
-        return self.public_url or f"http://{_reachable(self.host)}:{self.port}"
-
-    @property
-    def engine_url(self) -> str:
-        """The engine's address for the gateway."""
-        return self.engine_public_url or self.engine_control_url
+    def name(self) -> str:
+        """The id in the fleet."""
+        return self.id or f"{UNNAMEABLE.sub('-', socket.gethostname())[:120]}-{self.port}"
 
     @property
     def engine_control_url(self) -> str:
         """The engine's address for this server, which is always on the same machine."""
-        return f"http://{_reachable(self.engine_host)}:{self.engine_port}"
-
-    @property
-    def own_weights_dir(self) -> Path:
-        return (self.weights_dir / self.id).absolute()
+        return http_url(self.engine_host, self.engine_port)
 
     @property
     def log_path(self) -> Path:
-        return (self.engine_log or Path("run/logs") / f"{self.id}-engine.log").absolute()
+        return (self.engine_log or Path("run/logs") / f"{self.name}-engine.log").absolute()
 
     @property
     def allowed_locations(self) -> list[str]:
@@ -107,7 +107,7 @@ class RolloutServerSettings(ServiceSettings):
         return [prefix if "://" in prefix else Path(prefix).absolute().as_uri() for prefix in prefixes]
 
 
-def _reachable(host: str) -> str:
-    if host in ("0.0.0.0", "::"):
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
+def http_url(host: str, port: int, wildcard: str = "127.0.0.1") -> str:
+    """The URL of a port that is bound on `host`; `wildcard` is its address if it is bound on all of them."""
+    host = wildcard if host in WILDCARDS else host
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -24,16 +24,15 @@ from gateway.cancellation import cancel_and_wait
 from gateway.engines.client import EngineClient
 from gateway.engines.event_stream import version_number
 from gateway.engines.fleet_server import FleetServer, Registration
+from gateway.engines.identities import STATUS_TIMEOUT_S, distinct, status_of
 from gateway.engines.placement import choose_server
 from gateway.errors import NoServer, StateConflict
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.protocol.status import ServerStatus
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 
 logger = logging.getLogger(__name__)
 
-STATUS_TIMEOUT_S = 5.0
 LATE_ANSWERS = 2
 """Consecutive timeouts after which a server counts as dead. A single one may come from a busy machine."""
 
@@ -81,9 +80,16 @@ class Fleet:
     async def register(self, registration: Registration) -> FleetServer:
         """Store a registration, new or renewed, and request the server's status.
 
-        Raises StateConflict for the id of a bare engine, StorageUnavailable.
+        Raises StateConflict for the id of a bare engine and for a second server under one id or URL, and
+        StorageUnavailable.
         """
         self._check_not_bare(registration.id)
+        known = (await stored(self.redis.hgetall(keys.SERVERS))).values()
+        earlier = [msgspec.json.decode(value, type=Registration) for value in known]
+        registration, taken = await distinct(registration, earlier, self.engine, self.headers)
+        for server_id in taken:
+            logger.info("rollout server %s takes the place of %s", registration.id, server_id)
+            await self.remove(server_id)
         stamped = msgspec.structs.replace(registration, registered_at=time.time())
         await stored(self.redis.hset(keys.SERVERS, stamped.id, msgspec.json.encode(stamped).decode()))
         server = self._add(stamped)
@@ -162,6 +168,9 @@ class Fleet:
             if registration.url is not None and not known:
                 self._drop(server_id)
             server.drained = server_id.encode() in drained
+            if server.is_forgotten(read_at) and self._drop(server_id):
+                await stored(self.redis.hdel(keys.SERVERS, server_id))
+                logger.info("rollout server %s is dead and forgotten", server_id)
 
     def _add(self, registration: Registration) -> FleetServer:
         server = self.servers.get(registration.id)
@@ -188,8 +197,7 @@ class Fleet:
                 info = msgspec.json.decode(body, type=ModelInfo)
                 server.state, server.version = "ready", version_number(info.weight_version)
             else:
-                body = await self.engine.get(f"{registration.url}/status", STATUS_TIMEOUT_S, self.headers)
-                status = ServerStatus.read(body)
+                status = await status_of(registration, self.engine, self.headers)
                 server.state, server.version = status.state, status.version
             server.seen_at, server.error, server.late = time.time(), None, 0
         except TimeoutError:

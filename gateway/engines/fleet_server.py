@@ -19,6 +19,11 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     engine_url: str
     url: str | None = None
     registered_at: float = 0.0
+    process: str | None = None
+    """What the server's `/status` says as its `process`; None for a server that an operator registered."""
+    displaced: tuple[str, ...] = ()
+    """The processes that had this id or URL before. One that registers again is a second server."""
+    forget_after_s: float | None = None
 
 
 @dataclass
@@ -62,6 +67,13 @@ class FleetServer:
     def able(self) -> bool:
         """It can work on a call now."""
         return self.state == "ready" and not self.loads and self.breaker.allows_call
+
+    def is_forgotten(self, now: float) -> bool:
+        """Whether it is dead, and registered with the wish to be removed then, after so long."""
+        limit_s = self.registration.forget_after_s
+        return (
+            limit_s is not None and self.state == "dead" and now - self.registration.registered_at > limit_s
+        )
 
     def enter(self) -> bool:
         """Count a call that begins. Returns whether it is the breaker's trial call, which `leave` needs."""

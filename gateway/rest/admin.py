@@ -64,7 +64,13 @@ async def list_servers(request: Request) -> ServerPage:
 async def register_server(body: ServerBody, request: Request) -> Registered:
     """Register a rollout server. The reply names the policy version that the server has to serve."""
     gateway = parts_of(request)
-    registration = Registration(id=body.id, url=body.url.rstrip("/"), engine_url=body.engine_url.rstrip("/"))
+    registration = Registration(
+        id=body.id,
+        url=body.url.rstrip("/"),
+        engine_url=body.engine_url.rstrip("/"),
+        process=body.process,
+        forget_after_s=body.forget_after_s,
+    )
     server = await gateway.fleet.register(registration)
     if server.version is not None and gateway.fleet.serving is None:
         await gateway.policies.note_initial(server.version)

@@ -25,6 +25,7 @@ from rollout_queue.protocol.message import MalformedMessage
 from rollout_queue.protocol.reload import ReloadBody, Reloaded
 from rollout_queue.protocol.status import ServerPage, ServerStatus, SystemStatus
 from rollout_queue.protocol.trainer import TrainerReport
+from rollout_server.addresses import addresses
 from rollout_server.app import create_app as rollout_app
 from rollout_server.registration import RegistrationClient
 from rollout_server.server import RolloutServer
@@ -72,7 +73,7 @@ class Services:
         return directory.as_uri(), publish(directory, version)
 
     def server_status(self) -> ServerStatus:
-        return ServerStatus.read(httpx.get(f"{self.settings.url}/status", headers=HEADERS).content)
+        return ServerStatus.read(httpx.get(f"{addresses(self.settings).url}/status", headers=HEADERS).content)
 
     def system_status(self) -> SystemStatus:
         return system_status(self.gateway_url, KEY)
@@ -80,9 +81,12 @@ class Services:
     def register(self, **settings: str) -> tuple[WantedPolicy | None, bool]:
         """Register once more: what the gateway names, and whether it accepted the registration."""
 
+        process = self.server_status().process
+
         async def announced() -> tuple[WantedPolicy | None, bool]:
             async with httpx.AsyncClient() as http:
-                client = RegistrationClient(self.settings.model_copy(update=settings), http)
+                assert process is not None
+                client = RegistrationClient(self.settings.model_copy(update=settings), http, process)
                 return await client.announce(), client.reached
 
         return asyncio.run(announced())
@@ -114,10 +118,11 @@ def services(
             httpx.AsyncClient(transport=httpx.MockTransport(engine.handle), base_url="http://engine"),
             httpx.AsyncClient(),
             engine.start,
+            settings.weights_dir,
             float32_engine=True,
         )
         with serving(rollout_app(server, Keyring(admin_keys=[KEY])), settings.port):
-            asyncio.run(_until_ready(settings.url))
+            asyncio.run(_until_ready(addresses(settings).url))
             services = Services(own, redis, gateway_url, settings, directory)
             assert services.register() == (None, True), "the fleet serves the version that has no location"
             yield services
@@ -142,14 +147,20 @@ def test_a_registration_and_the_servers_status_reach_the_gateway(services: Servi
     )
     (seen,) = page.data
     own, settings = services.server_status(), services.settings
-    assert (seen.id, seen.url, seen.engine_url) == (settings.id, settings.url, settings.engine_url)
+    assert (seen.id, seen.url, seen.engine_url) == (settings.name, *addresses(settings))
+    assert own.id == settings.name
     assert (
         (seen.state, seen.version)
         == (own.state, own.version)
         == ("ready", services.system_status().policy.serving)
     )
     assert seen.last_seen is not None
-    assert (own.engine_url, own.restarts, own.running, own.waiting) == (settings.engine_url, 0, 2, 1)
+    assert (own.engine_url, own.restarts, own.running, own.waiting) == (
+        addresses(settings).engine_url,
+        0,
+        2,
+        1,
+    )
 
 
 def test_a_registration_that_the_gateway_would_refuse_is_not_sent(services: Services) -> None:
@@ -167,7 +178,7 @@ def test_a_version_goes_from_the_trainer_through_the_gateway_to_the_rollout_serv
     version = trainer.newest_version() + 1
     location, digest = services.policy(version)
     (result,) = trainer.announce(version, location, digest, step=7)
-    assert (result.server, result.ok, result.version_served) == (services.settings.id, True, version)
+    assert (result.server, result.ok, result.version_served) == (services.settings.name, True, version)
     assert result.error is None
     assert 0 < (result.paused_s or 0) < result.total_s
     served = services.server_status()
@@ -196,7 +207,7 @@ def test_a_digest_that_no_rollout_server_takes_is_refused_in_its_words(
     services: Services, trainer: GatewayClient
 ) -> None:
     body = {"version": 1, "location": "file:///elsewhere", "manifest_sha256": "a digest"}
-    refused = httpx.post(f"{services.settings.url}/reload", json=body, headers=HEADERS)
+    refused = httpx.post(f"{addresses(services.settings).url}/reload", json=body, headers=HEADERS)
     (result,) = trainer.announce(trainer.newest_version() + 1, "file:///elsewhere", "a digest", step=7)
     assert (refused.status_code, result.ok) == (400, False)
     assert result.error == ErrorReply.read(refused.content).error.message
@@ -217,14 +228,18 @@ def test_a_rollout_server_says_how_long_each_part_of_a_reload_took(services: Ser
     assert version is not None
     location, digest = services.policy(version + 1000)
     asked = ReloadBody(version=version + 1000, location=location, manifest_sha256=digest)
-    answer = httpx.post(f"{services.settings.url}/reload", json=asked.model_dump(), headers=HEADERS)
+    answer = httpx.post(
+        f"{addresses(services.settings).url}/reload", json=asked.model_dump(), headers=HEADERS
+    )
     told = Reloaded.read(answer.content)
     assert (told.ok, told.version) == (True, version + 1000)
     assert told.seconds is not None
     assert min(told.seconds.fetch, told.seconds.verify, told.seconds.load, told.paused_s or 0) > 0
     back = ReloadBody(version=version, force=True)
     assert (
-        httpx.post(f"{services.settings.url}/reload", json=back.model_dump(), headers=HEADERS).status_code
+        httpx.post(
+            f"{addresses(services.settings).url}/reload", json=back.model_dump(), headers=HEADERS
+        ).status_code
         == 200
     )
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from rollout_server.addresses import addresses
 from rollout_server.engine.command import SHIM, engine_command, engine_environment, find_device
 from rollout_server.settings import RolloutServerSettings
 
@@ -92,9 +93,9 @@ def test_the_default_locations_are_the_weights_the_policies_and_the_trainer(tmp_
 
 def test_addresses_follow_from_host_and_port_unless_said() -> None:
     plain = settings(host="0.0.0.0", port=8101, engine_port=30001)
-    assert (plain.url, plain.engine_url) == ("http://127.0.0.1:8101", "http://127.0.0.1:30001")
+    assert addresses(plain) == ("http://127.0.0.1:8101", "http://127.0.0.1:30001")
     public = settings(public_url="http://pod:8100/", engine_public_url="http://pod:30000/")
-    assert (public.url, public.engine_url) == ("http://pod:8100", "http://pod:30000")
+    assert addresses(public) == ("http://pod:8100", "http://pod:30000")
     assert public.engine_control_url == "http://127.0.0.1:30000"
 
 

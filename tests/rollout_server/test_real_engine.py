@@ -41,6 +41,10 @@ class Running:
     url: str
     engine_url: str
 
+    @property
+    def engine_log(self) -> Path:
+        return next((self.directory / "run" / "logs").glob("*-engine.log"))
+
     def status(self) -> dict[str, Any]:
         answer: dict[str, Any] = httpx.get(f"{self.url}/status", timeout=10).json()
         return answer
@@ -80,7 +84,7 @@ class Running:
             except httpx.HTTPError:
                 pass
             time.sleep(0.2)  # another process starts an engine
-        pytest.fail((self.directory / "run/logs/rollout-0-engine.log").read_text()[-3000:])
+        pytest.fail(self.engine_log.read_text()[-3000:])
 
     def version(self, number: int) -> Path:
         """Publish the model with other random weights."""

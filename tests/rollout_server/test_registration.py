@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,9 @@ async def test_the_engine_boots_right_into_the_fleets_policy(tmp_path: Path) -> 
     assert json.loads(first.content) == {
         "url": "http://127.0.0.1:8100",
         "engine_url": "http://127.0.0.1:30000",
-        "id": "rollout-0",
+        "id": f"{socket.gethostname()}-8100",
+        "process": (await harness.status())["process"],
+        "forget_after_s": 600.0,
     }
     await harness.server.close()
 

@@ -242,7 +242,7 @@ async def test_an_engine_that_names_another_version_is_not_believed(harness: Har
 async def test_only_the_current_and_the_former_version_stay_on_disk(harness: Harness) -> None:
     for version in (1, 2, 3):
         await harness.reload(version, harness.policy(version))
-    kept = sorted(path.name[:9] for path in (harness.directory / "weights" / "rollout-0").iterdir())
+    kept = sorted(path.name[:9] for path in (harness.directory / "weights" / "own").iterdir())
     assert kept == ["v00000002", "v00000003"]
 
 

@@ -66,6 +66,7 @@ def determined_sections(settings: StackSettings) -> Sections:
             "model_path": model_path,
         },
         "rollout_server": {
+            "id": settings.rollout_id,
             "port": settings.rollout_port,
             "engine_port": settings.engine_port,
             "engine_python": str(settings.engine_python.absolute()),

@@ -19,6 +19,7 @@ from rollout_queue.settings import CONFIG_VARIABLE, CommaSeparated, ServiceSetti
 OWNERS = {
     "gateway_port": ("gateway", "port"),
     "rollout_port": ("rollout_server", "port"),
+    "rollout_id": ("rollout_server", "id"),
     "engine_port": ("rollout_server", "engine_port"),
     "trainer_port": ("trainer", "port"),
     "engine_python": ("rollout_server", "engine_python"),
@@ -42,6 +43,7 @@ class StackSettings(ServiceSettings):
     redis_port: int = 6379
     gateway_port: int = 8000
     rollout_port: int = 8100
+    rollout_id: str = "rollout-0"
     engine_port: int = 30000
     trainer_port: int = 8200
     engine_python: Path = Path(sys.prefix).with_name(".venv-engine") / "bin" / "python"

@@ -9,6 +9,9 @@ from rollout_queue.protocol.trainer import TrainerReport
 class ServerStatus(ServiceMessage):
     """What a rollout server says of itself: rollout server ─▶ gateway, `GET /status`."""
 
+    id: str | None = None
+    process: str | None = None
+    """Tells apart two processes that have the same id or URL; each start makes a new one."""
     state: str
     """starting, loading, ready, draining or dead."""
     version: int | None

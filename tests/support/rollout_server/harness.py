@@ -94,6 +94,7 @@ def make_harness(directory: Path, **settings: Any) -> Harness:
         httpx.AsyncClient(transport=httpx.MockTransport(engine.handle), base_url="http://engine"),
         httpx.AsyncClient(transport=httpx.MockTransport(network.handle)),
         engine.start,
+        configured.weights_dir / "own",
         float32_engine=True,
     )
     app = create_app(server, Keyring(admin_keys=configured.admin_keys))

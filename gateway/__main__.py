@@ -33,7 +33,7 @@ def main() -> None:
     gc.freeze()
     # Long prompts are rendered in threads. A short switch interval lets streams write in between.
     sys.setswitchinterval(0.0001)
-    serve(app, settings.host, settings.port, settings.drain_timeout_s)
+    serve(app, settings.host, settings.port, settings.drain_timeout_s, bounds=settings.connections)
 
 
 if __name__ == "__main__":

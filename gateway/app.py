@@ -27,6 +27,7 @@ from gateway.dialects.responses import Responses
 from gateway.edge.asgi import EdgeApp, Endpoint
 from gateway.edge.errors import install_gateway_errors
 from gateway.edge.exchange import Exchange
+from gateway.edge.request import BodyBudget
 from gateway.edge.retries import InFlightCalls
 from gateway.edge.token_count import TokenCount
 from gateway.language.render import ChatRenderer
@@ -49,7 +50,7 @@ def create_app(settings: GatewaySettings) -> ASGIApp:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with opened(settings, renderer, metrics) as gateway:
             app.state.parts = gateway
-            edge.endpoints = endpoints_of(gateway)
+            edge.identities, edge.endpoints = gateway.identities, endpoints_of(gateway)
             async with background_tasks(gateway):
                 yield
 
@@ -59,13 +60,14 @@ def create_app(settings: GatewaySettings) -> ASGIApp:
     # The address that a proxy reports is used only in the `base_url` that the reply to POST /sessions and
     # POST /groups contains. A sender of a false address misleads only itself, so every sender is trusted.
     app.add_middleware(ProxyHeadersMiddleware, trusted_hosts="*")
-    app.add_middleware(JsonBodies, limit_bytes=settings.max_body_bytes)
+    bodies = BodyBudget(settings.max_body_bytes, settings.max_bodies_bytes, settings.max_bodies_bytes_per_key)
+    app.add_middleware(JsonBodies, bodies=bodies)
     app.add_middleware(RequestIds)
     for routes in (models, sessions, listing, heartbeat, rewards, admin, users):
         app.include_router(routes.router)
     app.include_router(probes(lambda: _why_not_ready(app), metrics.registry))
     vars(app)["openapi"] = lambda: openapi_document(app)
-    edge = EdgeApp(app, settings.max_body_bytes)
+    edge = EdgeApp(app, bodies)
     return edge
 
 

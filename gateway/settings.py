@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollout_queue.contract.records import SamplingMode
+from rollout_queue.http.connections import ConnectionBounds
 from rollout_queue.settings import CommaSeparated, ServiceSettings
 
 
@@ -107,6 +108,11 @@ class GatewaySettings(ServiceSettings):
     """API keys of operators; the services use the first one to call each other."""
     max_body_bytes: int = 32 * 2**20
     """Largest request body; a larger one gets a 413."""
+    max_bodies_bytes: int = Field(512 * 2**20, ge=1)
+    """Bytes of bodies that the gateway reads, or turns into tokens, at once. Beyond it, calls get a 429."""
+    max_bodies_bytes_per_key: int = Field(256 * 2**20, ge=1)
+    """The same for one key."""
+    connections: ConnectionBounds = ConnectionBounds()
     limits: LimitSettings = LimitSettings()
     warnings: WarningSettings = WarningSettings()
     session_ttl_s: float = 3600.0

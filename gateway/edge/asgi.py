@@ -15,7 +15,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.edge.disconnect import DisconnectWatch
 from gateway.edge.errors import ANSWERABLE, api_error
 from gateway.edge.reply import Reply
-from gateway.edge.request import AgentRequest, ClientDisconnected, headers_of, read_body
+from gateway.edge.request import AgentRequest, BodyBudget, ClientDisconnected, headers_of, read_body
+from gateway.sessions.identity import Identities
 from rollout_queue.http.errors import ApiError, request_id_of
 
 logger = logging.getLogger(__name__)
@@ -36,11 +37,13 @@ class Endpoint(Protocol):
 class EdgeApp:
     """The ASGI application that uvicorn runs; `app` is FastAPI's."""
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, bodies: BodyBudget) -> None:
         self._app = app
-        self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
         self.endpoints: Mapping[str, Endpoint] = {}
         """By path, without `/sessions/{id}`; set when the application starts."""
+        self.identities: Identities
+        """Set when the application starts."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -57,11 +60,14 @@ class EdgeApp:
         request_id = request_id_of(headers.get("x-request-id", ""))
         reply = Reply(send, request_id)
         try:
+            caller = self.identities.caller(headers)  # first: nothing is read of a caller without a key
             if scope["method"] != "POST":
                 raise ApiError(405, f"{scope['method']}: this path takes POST", headers={"allow": "POST"})
-            body = await read_body(headers, receive, self._max_body_bytes)
-            with DisconnectWatch(receive) as client:
-                await endpoint.serve(AgentRequest(headers, body, client, session_id), reply)
+            with self._bodies.hold(caller) as held:
+                body = await read_body(headers, receive, held)
+                with DisconnectWatch(receive) as client:
+                    request = AgentRequest(caller, headers, body, client, held, session_id)
+                    await endpoint.serve(request, reply)
         except ClientDisconnected:
             pass
         except ANSWERABLE as error:

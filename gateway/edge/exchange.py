@@ -44,11 +44,12 @@ class Exchange:
         return self.dialect.error(error)
 
     async def serve(self, request: AgentRequest, reply: Reply) -> None:
-        caller = self.gateway.identities.caller(request.headers)
+        caller = request.caller
         attempt = attempt_of(request.headers)
         digest = request_digest(self.dialect.prefix, request.body)
         key = (caller, request.session_id, *map(request.headers.get, HEADERS), digest)
         if (joined := self.calls.join(key, attempt)) is not None:
+            request.release()
             await joined.follow(reply)
             return
         with self.calls.begin(key, digest, attempt, reply, request.client) as call:
@@ -62,6 +63,7 @@ class Exchange:
         generations = await gateway.generator.begin(
             head, parsed.calls, parsed.n, version, self.dialect.prefix, request.heavy, call
         )
+        request.release()
         if parsed.stream and not head.stored:
             await gateway.resolver.open(head, caller)
         answer = _stream if parsed.stream else _whole

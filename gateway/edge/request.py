@@ -1,11 +1,16 @@
-"""Reads a request: its headers, and its whole body, which must be JSON and within a limit."""
+"""Reads a request: its headers, and its whole body, which must be JSON and within limits."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import msgspec
 from starlette.types import Receive, Scope
 
 from gateway.edge.disconnect import DisconnectWatch
+from gateway.errors import LimitReached
+from gateway.sessions.identity import Caller
 from rollout_queue.http.errors import ApiError
 
 JSON = "application/json"
@@ -17,15 +22,79 @@ class ClientDisconnected(Exception):
     """The client disconnected before its request was complete, so it gets no answer."""
 
 
+@dataclass
+class BodyBudget:
+    """Bounds the bytes of all bodies that the gateway holds at once, in all and per caller."""
+
+    max_bytes: int
+    in_all: int
+    per_caller: int
+    _held: int = 0
+    _held_by: Counter[Hashable] = field(default_factory=Counter)
+
+    @contextmanager
+    def hold(self, caller: Hashable) -> Iterator["HeldBody"]:
+        """A body of the caller; its bytes count until the end of the block, or until `release`."""
+        body = HeldBody(self, caller)
+        try:
+            yield body
+        finally:
+            body.release()
+
+    def add(self, caller: Hashable, size: int) -> None:
+        """Raises LimitReached if the bytes do not fit."""
+        for held, limit in ((self._held, self.in_all), (self._held_by[caller], self.per_caller)):
+            if held + size > limit:
+                message = f"the bodies of calls that wait have {held} bytes, of {limit} allowed; try again"
+                raise LimitReached(message, code="bodies_limit", retry_s=1)
+        self._held += size
+        self._held_by[caller] += size
+
+    def remove(self, caller: Hashable, size: int) -> None:
+        self._held -= size
+        self._held_by[caller] -= size
+        if not self._held_by[caller]:
+            del self._held_by[caller]
+
+
+@dataclass
+class HeldBody:
+    """One body that is being read or turned into tokens."""
+
+    budget: BodyBudget
+    caller: Hashable
+    size: int = 0
+
+    def grow(self, size: int) -> None:
+        """Count more bytes. Raises ApiError 413 for a body that is too large, LimitReached."""
+        if self.size + size > self.budget.max_bytes:
+            raise ApiError(413, f"the body is larger than {self.budget.max_bytes} bytes")
+        self.budget.add(self.caller, size)
+        self.size += size
+
+    def release(self) -> None:
+        """Count the bytes no longer."""
+        self.budget.remove(self.caller, self.size)
+        self.size = 0
+
+
 class AgentRequest(msgspec.Struct):
     """One request on an agent's path."""
 
+    caller: Caller
     headers: Mapping[str, str]
     """By lower-case name. Of a repeated header, the last value counts."""
     body: bytes
     client: DisconnectWatch
+    held: HeldBody
+    """Counts the body's bytes; released once the body was turned into tokens."""
     session_id: str | None = None
     """The session id in the path."""
+
+    def release(self) -> None:
+        """Forget the body, which was turned into tokens."""
+        self.body = b""
+        self.held.release()
 
     @property
     def heavy(self) -> bool:
@@ -37,32 +106,28 @@ def headers_of(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
-async def read_body(headers: Mapping[str, str], receive: Receive, limit_bytes: int) -> bytes:
+async def read_body(headers: Mapping[str, str], receive: Receive, held: HeldBody) -> bytes:
     """The whole body.
 
-    Raises ApiError 413 for one over the limit, 415 for one that is not JSON; ClientDisconnected.
+    Raises ApiError 413 for one over the limit, 415 for one that is not JSON; also LimitReached and
+    ClientDisconnected.
     """
     announced = headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > limit_bytes:
-        raise _too_large(limit_bytes)
+    if announced.isdecimal() and int(announced) > held.budget.max_bytes:
+        raise ApiError(413, f"the body is larger than {held.budget.max_bytes} bytes")
+    has_body = announced not in ("", "0") or "transfer-encoding" in headers
+    if has_body and (given := headers.get("content-type", JSON)) != JSON:
+        _check_media_type(given)
     parts: list[bytes] = []
-    size, more = 0, True
+    more = True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
         parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > limit_bytes:
-            raise _too_large(limit_bytes)
+        held.grow(len(parts[-1]))
         more = message.get("more_body", False)
-    if size and (given := headers.get("content-type", JSON)) != JSON:
-        _check_media_type(given)
     return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _too_large(limit_bytes: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {limit_bytes} bytes")
 
 
 def _check_media_type(given: str) -> None:

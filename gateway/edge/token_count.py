@@ -21,7 +21,6 @@ class TokenCount:
     gateway: GatewayParts
 
     async def serve(self, request: AgentRequest, reply: Reply) -> None:
-        self.gateway.identities.caller(request.headers)
         body = request_of(request.body)
         prompt_ids = self.gateway.generator.prompt_ids
         ids = await asyncio.to_thread(prompt_ids, conversation(body), tools_of(body))

@@ -1,30 +1,50 @@
-"""Checks a request's body before its REST route receives it: JSON only, and within the limit."""
+"""Checks a caller's key, and then the request's body, before a REST route receives it.
+
+The body must be JSON, and within the limits.
+"""
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.edge.request import ClientDisconnected, headers_of, read_body
+from gateway.edge.errors import api_error
+from gateway.edge.request import BodyBudget, ClientDisconnected, headers_of, read_body
+from gateway.errors import GatewayError, NotPermitted
+from gateway.sessions.identity import Identities
 from rollout_queue.http.errors import ApiError
+
+WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
+"""Methods whose bodies no route reads. Some of their routes need no key."""
 
 
 class JsonBodies:
-    """ASGI middleware that reads the whole body: 413 if it is over the limit, 415 if it is not JSON."""
+    """ASGI middleware that reads the whole body: 401 without a key, 413 if it is too large, 415 if it is not
+    JSON."""
 
-    def __init__(self, app: ASGIApp, limit_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, bodies: BodyBudget) -> None:
         self._app = app
-        self._limit_bytes = limit_bytes
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["method"] in WITHOUT_BODY:
             await self._app(scope, receive, send)
             return
+        headers = headers_of(scope)
+        identities: Identities = scope["app"].state.parts.identities
         try:
-            body = await read_body(headers_of(scope), receive, self._limit_bytes)
-        except ApiError as error:
-            await error.response()(scope, receive, send)
+            caller = identities.caller(headers)
+            if scope["path"].startswith("/admin/") and caller.role != "admin":
+                raise NotPermitted("this path needs an admin key")
+        except GatewayError as error:
+            await api_error(error).response()(scope, receive, send)
             return
-        except ClientDisconnected:
-            return
-        await self._app(scope, _replayed(body, receive), send)
+        with self._bodies.hold(caller) as held:
+            try:
+                body = await read_body(headers, receive, held)
+            except (ApiError, GatewayError) as error:
+                await api_error(error).response()(scope, receive, send)
+            except ClientDisconnected:
+                pass
+            else:
+                await self._app(scope, _replayed(body, receive), send)
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -54,7 +54,7 @@ ERROR: JsonSchema = {
     },
 }
 SESSION = {"name": "session_id", "in": "path", "required": True, "schema": {"type": "string"}}
-STATUSES = (400, 401, 403, 404, 405, 409, 410, 413, 415, 429, 503, 504)
+STATUSES = (400, 401, 403, 404, 405, 408, 409, 410, 413, 415, 429, 431, 503, 504)
 """The statuses of error replies, which the document lists for every path. A 500 is a bug, and not listed."""
 
 

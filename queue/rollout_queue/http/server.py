@@ -5,9 +5,14 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
+
+from rollout_queue.http.bounded_protocol import BoundedProtocol
+from rollout_queue.http.connections import ConnectionBounds, ConnectionCount, allow_files
 
 KEEP_ALIVE_S = 75
 """Clients keep an idle connection for less time (httpx and openai 5 s, aiohttp 15 s). So the client closes
@@ -17,19 +22,28 @@ Leave = Callable[[], Awaitable[None]]
 """What a service does after SIGTERM, before it stops listening."""
 
 
-def serve(app: ASGIApp, host: str, port: int, drain_s: float, leave: Leave | None = None) -> None:
+def serve(
+    app: ASGIApp,
+    host: str,
+    port: int,
+    drain_s: float,
+    leave: Leave | None = None,
+    bounds: ConnectionBounds | None = None,
+) -> None:
     """Listen until SIGTERM; then call `leave`, finish requests in flight, and exit with 0.
 
     uvicorn ignores proxy headers here; an application that needs its own public address reads them itself.
     """
     # uvicorn drains on SIGTERM and then raises the signal again, for the handler that was set before.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    count = ConnectionCount(allow_files(bounds or ConnectionBounds()))
     config = uvicorn.Config(
         app,
         host=host,
         port=port,
         loop="uvloop",
-        http="httptools",
+        http=cast(Any, partial(BoundedProtocol, count)),
+        ws="none",
         log_config=None,
         access_log=False,
         server_header=False,

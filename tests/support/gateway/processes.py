@@ -27,7 +27,8 @@ class Processes:
     logs: Path
     _number: Iterator[int] = field(default_factory=itertools.count)
 
-    def start(self) -> tuple[subprocess.Popen[bytes], str]:
+    def start(self, **settings: object) -> tuple[subprocess.Popen[bytes], str]:
+        """Start a gateway. A nested setting is named as in a variable: `connections__per_address`."""
         port = free_port()
         environment = os.environ | {
             "WEIR_REDIS_URL": self.backends.redis_url,
@@ -36,6 +37,7 @@ class Processes:
             "WEIR_CLIENT_KEYS": CLIENT_KEY,
             "WEIR_ADMIN_KEYS": ADMIN_KEY,
             "WEIR_GATEWAY__PORT": str(port),
+            **{f"WEIR_GATEWAY__{name.upper()}": str(value) for name, value in settings.items()},
         }
         with (self.logs / f"gateway-{next(self._number)}.log").open("wb") as log:
             process = subprocess.Popen([sys.executable, "-m", "gateway"], env=environment, stderr=log)
@@ -48,9 +50,9 @@ class Processes:
         return gateway
 
     @contextmanager
-    def gateway(self) -> Iterator[tuple[subprocess.Popen[bytes], RunningGateway]]:
+    def gateway(self, **settings: object) -> Iterator[tuple[subprocess.Popen[bytes], RunningGateway]]:
         """A gateway of its own for one test, which may stop or kill it."""
-        process, url = self.start()
+        process, url = self.start(**settings)
         try:
             gateway = self.at(url)
             yield process, gateway

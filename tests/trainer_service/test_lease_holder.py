@@ -64,8 +64,8 @@ def test_who_succeeds_a_trainer_that_crashed_elsewhere_waits_until_its_lease_run
     with keep_lease(Lease(redis, 0.3), SharedState(), RETRY_S) as held:
         assert held
         assert 0.9 < time.monotonic() - started < 60, "it has run out, and somebody noticed"
-    assert f"{keys.LEASE} is of far:7, since 20" in caplog.text
-    assert re.search(r"unless renewed, it runs out in (1\.0|0\.\d) s", caplog.text)
+    assert f"{keys.LEASE} belongs to far:7, since 20" in caplog.text
+    assert re.search(r"unless renewed, it expires in (1\.0|0\.\d) s", caplog.text)
 
 
 def test_who_finds_a_trainer_that_lives_refuses(redis: Redis) -> None:

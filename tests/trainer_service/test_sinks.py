@@ -177,5 +177,5 @@ def test_a_package_that_is_missing_is_one_sentence_and_is_asked_for_only_where_i
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     make_harness().start().step("g")
-    with pytest.raises(SystemExit, match=r"trainer\.wandb is set, and .* pip install 'weir\[wandb\]'"):
+    with pytest.raises(SystemExit, match=r"trainer\.wandb is set, but .* pip install 'weir\[wandb\]'"):
         WeightsAndBiases(WandbSettings(project="weir"), {})

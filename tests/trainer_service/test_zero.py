@@ -159,7 +159,7 @@ def test_a_checkpoint_can_be_served_as_it_is(
     model = AutoModelForCausalLM.from_pretrained(served)
     assert torch.equal(model.model.norm.weight, learner.exported()["model.norm.weight"])
     (served / "model.safetensors").write_bytes(b"")
-    with pytest.raises(Exception, match=r"model/model.safetensors is missing or has not its"):
+    with pytest.raises(Exception, match=r"model/model.safetensors is missing or does not have"):
         Checkpoints(tmp_path / "c", 2).restore(learner.leader)
 
 

@@ -1,1 +1,1 @@
-"""Which version the fleet serves: numbers, files, the gateway, and holding a version back."""
+"""Gives versions their numbers, publishes them through the gateway, and holds them back."""

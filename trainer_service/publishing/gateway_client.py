@@ -1,4 +1,4 @@
-"""Calls the gateway's admin API, as far as publishing needs it."""
+"""A client for the part of the gateway's admin API that publishing needs."""
 
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ class GatewayUnavailable(Exception):
 
 
 class VersionTaken(Exception):
-    """The gateway knows this version number, or a higher one, with other weights."""
+    """The gateway refuses this version number: it is too low, or belongs to other weights."""
 
 
 class VersionUnknown(Exception):
@@ -25,28 +25,29 @@ class VersionUnknown(Exception):
 
 
 class GatewayClient:
-    """Every method raises GatewayUnavailable where the gateway does not answer, or not as a gateway does."""
+    """Every method raises GatewayUnavailable if the gateway gives no answer, or none that is readable."""
 
     def __init__(self, client: httpx.Client, push_timeout_s: float) -> None:
         self._client = client
         self._push_timeout_s = push_timeout_s
 
     def newest_version(self) -> int:
-        """The highest version number that the gateway knows; 0 where it knows none."""
+        """The highest version number that the gateway knows; 0 if it knows none."""
         reply = self._call("GET", "/admin/policies", timeout_s=10.0)
         return max((policy.version for policy in _read(PolicyPage, reply).data), default=0)
 
     def oldest_needed(self) -> int | None:
-        """The version that the fleet serves, or the one that it is to serve next, whichever is older. None
-        where there is neither."""
-        return min(self._named(), default=None)
+        """The older of two versions: the one that the fleet serves, and the one that it is to serve next.
+        None if there is neither."""
+        return min(self._serving_and_target(), default=None)
 
     def serves(self, version: int) -> bool:
         """Whether the fleet serves `version`, and no other version is to be served next."""
-        return self._named() == [version, version]
+        return self._serving_and_target() == [version, version]
 
-    def _named(self) -> list[int]:
-        """The version that is served and the one that is to be served next, as far as there are any."""
+    def _serving_and_target(self) -> list[int]:
+        """The version that is served and the one that is to be served next. One that is missing is left
+        out."""
         reply = self._call("GET", "/admin/status", timeout_s=10.0)
         policy = _read(PolicyStatus, reply).policy
         return [version for version in (policy.serving, policy.target) if version is not None]
@@ -85,7 +86,7 @@ class GatewayClient:
 
 
 def _read(message: type[Reply], reply: httpx.Response) -> Reply:
-    """Raises GatewayUnavailable for an answer that is no such message; most likely a proxy sent it."""
+    """The answer as a message. Raises GatewayUnavailable if it is not one: most likely a proxy sent it."""
     try:
         return message.read(reply.content)
     except MalformedMessage as error:

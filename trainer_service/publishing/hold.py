@@ -1,9 +1,9 @@
-"""Holds the training when a guard raises an alarm, until somebody resumes it.
+"""Holds the training when a guard raises an alarm, until an operator resumes it.
 
     alarm ─▶ pause ─ HELD on disk ─ (roll the fleet back) ─▶ … POST /resume … ─▶ publish the newest version
 
-While the training is held, the newest version is not published: the fleet serves what it served before, or an
-older version that did better.
+While the training is held, the newest version is not published. The fleet goes on with the version that it
+serves, or goes back to an older version with better rewards.
 """
 
 import logging
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Hold:
-    """Owns whether the training is held, and why: in this process, and on disk for the next one."""
+    """Knows why the training is held. The reason is also on disk, so that a restarted trainer stays held."""
 
     def __init__(
         self,
@@ -38,30 +38,34 @@ class Hold:
         self._guards = Guards(settings.guards)
         self._file = HoldFile(settings.checkpoint_dir)
         self.reason: str | None = None
-        """Why a guard holds the training. None where none does, though an operator may have paused it."""
+        """Why a guard holds the training. None if no guard holds it; an operator may still have paused it."""
 
     def take_over(self) -> None:
-        """Take over a hold from an earlier process."""
+        """Pause the training if an earlier process held it."""
         self.reason = self._file.read()
         if self.reason is not None:
             self._shared_state.pause()
 
     def check_rewards(self, means: Iterable[float]) -> bool:
-        """Whether the mean rewards of new groups, the newest last, hold the training. May raise Stopped."""
+        """Check the mean rewards of new groups, the newest last. Returns whether the training is held because
+        of them. May raise Stopped."""
         return self._hold_if(self._guards.check_rewards(means))
 
     def check_step(self, values: Mapping[str, float]) -> bool:
-        """Whether the metrics of a step hold the training. May raise Stopped."""
+        """Check the metrics of a step. Returns whether the training is held because of them. May raise
+        Stopped."""
         return self._hold_if(self._guards.check_step(values))
 
     def release(self, publish_newest: Callable[[], None]) -> None:
-        """Somebody has resumed the training: the newest version is served, whatever is served now."""
+        """End the hold: an operator has resumed the training. Publishes the newest version, even if the fleet
+        serves an older one with better rewards."""
         publish_newest()
         self.reason = None
         self._file.remove()
 
     def rollback_target(self) -> VersionScore | None:
-        """The version that did best among those that can be served again; None where none has a score."""
+        """The version with the best rewards among those that can be served again; None if none has a
+        score."""
         return self._scores.best({self._settings.initial_version, *self._publisher.versions()})
 
     def _hold_if(self, alarm: Alarm | None) -> bool:
@@ -79,6 +83,6 @@ class Hold:
     def _roll_back(self, alarm: Alarm) -> None:
         best = self.rollback_target()
         if best is not None and self._publisher.roll_back(best.version):
-            said = f"version {best.version} did best, {best.reward:.3g} in {best.sessions} sessions"
-            logger.warning("%s: it is served", said)
-            self.reason = f"{alarm.reason}; {said}, and is served"
+            choice = f"version {best.version} did best, {best.reward:.3g} in {best.sessions} sessions"
+            logger.warning("%s, and is served", choice)
+            self.reason = f"{alarm.reason}; {choice}, and is served"

@@ -48,10 +48,10 @@ class Publisher:
         """The newest version that the gateway knew when it was asked last; None before the first answer."""
 
     def newest_version(self, own: int) -> int:
-        """The highest version number that is known: to the trainer (`own`), to its disk, or to the gateway.
+        """The highest version number that the trainer (`own`), its disk or the gateway knows.
 
-        The first call waits for the gateway, because our disk may have lost versions; it may raise Stopped.
-        Later calls go on without the gateway, because `reserve` refuses a number that is taken.
+        The first call waits for the gateway, because the disk may have lost versions; it may raise Stopped.
+        Later calls do not wait: if the number is taken, `reserve` tells.
         """
         if self._known is None:
             self._known = self._heartbeat.retry(
@@ -68,10 +68,10 @@ class Publisher:
         return max(own, self._known, *self._store.versions())
 
     def reserve(self, version: int) -> int:
-        """Reserve a number for weights that the next step makes, so that nobody publishes others under it.
+        """Reserve a number for the weights of the next step: no other weights are published under it.
 
-        Returns the highest number that was reserved before. The reservation holds only where that is lower
-        than `version`. May raise Stopped.
+        Returns the highest number that was published or reserved before. `version` is reserved only if it is
+        higher. May raise Stopped.
         """
         return self._heartbeat.retry(
             lambda: self._stream.reserve(version, self._location(version)), StorageUnavailable, "waiting"
@@ -80,10 +80,10 @@ class Publisher:
     def publish(
         self, version: int, step: int, export: Callable[[Path], None], best: int | None = None
     ) -> None:
-        """Have the fleet serve a version. Old versions are removed, but not `best`. Waits for room on the
-        disk and for the gateway; raises Stopped when told to stop meanwhile.
+        """Write a version and have the fleet serve it. Then remove old versions except `best`. Waits for room
+        on the disk and for the gateway; raises Stopped when told to stop meanwhile.
 
-        Servers that fail, and a number that is taken, are logged: the next version replaces this one.
+        If servers fail, or the number is taken, this is only logged: the next version replaces this one.
         """
         path = self._heartbeat.retry(
             lambda: self._write(version, step, export),
@@ -121,8 +121,8 @@ class Publisher:
         return any(result.ok for result in results)
 
     def resume(self, version: int, step: int, export: Callable[[Path], None]) -> None:
-        """Publish the newest version after a restart, if the gateway does not know it. A version that it
-        knows is left alone, because an operator may have rolled back from it."""
+        """Publish the newest version after a restart, unless the gateway knows it or a newer one: an operator
+        may have rolled back from it."""
         newest = self._heartbeat.retry(self._gateway.newest_version, GatewayUnavailable, "publishing")
         if newest < version:
             self.publish(version, step, export)
@@ -142,7 +142,7 @@ class Publisher:
             raise
 
     def _prune(self, best: int | None) -> None:
-        """Remove old versions, but none that the gateway would tell a new rollout server to fetch."""
+        """Remove old versions, but keep those that the gateway may still have a rollout server load."""
         try:
             self._store.prune(self._gateway.oldest_needed(), best)
         except GatewayUnavailable as error:
@@ -151,8 +151,8 @@ class Publisher:
             )
 
     def _pushed(self, ask: Callable[[], Results]) -> Results:
-        """The results of `ask`, as soon as the gateway answers. A push takes as long as its slowest server;
-        the trainer goes on reporting that it is alive."""
+        """Call `ask` until the gateway answers, and return its results. A push takes as long as its slowest
+        server; meanwhile the trainer reports that it is alive."""
 
         def pushed() -> Results:
             with ThreadPoolExecutor(1) as executor:

@@ -1,4 +1,4 @@
-"""Gives every version a number that no other weights have, before the step that makes it."""
+"""Gives every version a number before the step that makes it. No other weights have that number."""
 
 from trainer_service.publishing.publisher import Publisher
 from trainer_service.storage.disk_retry import DiskRetry
@@ -6,7 +6,7 @@ from trainer_service.storage.run_files import VersionFile
 
 
 class VersionNumbers:
-    """Asks everybody who may know higher numbers: our disk, the gateway and the stream."""
+    """Chooses numbers higher than all that the trainer's disk, the gateway or the stream knows."""
 
     def __init__(self, file: VersionFile, publisher: Publisher, disk: DiskRetry) -> None:
         self._file, self._publisher, self._disk = file, publisher, disk

@@ -1,1 +1,1 @@
-"""Where metrics go beside Prometheus: JSON lines, TensorBoard, Weights & Biases."""
+"""Writes metrics to JSON lines, TensorBoard and Weights & Biases."""

@@ -8,7 +8,7 @@ from trainer_service.sinks.weights_and_biases import WeightsAndBiases
 
 
 def chosen_sinks(settings: TrainerSettings) -> list[Sink]:
-    """Raises SystemExit for a sink that cannot be opened, with the reason."""
+    """Raises SystemExit with the reason if the run at Weights & Biases cannot be started."""
     sinks: list[Sink] = []
     if settings.metrics_path is not None:
         sinks.append(JsonLines(settings.metrics_path))

@@ -11,8 +11,8 @@ from trainer_service.sinks.sink import PointKind
 
 
 class JsonLines:
-    """Appends lines; others may read the files meanwhile. After a restart, steps that are made again have a
-    second line. Of several lines of one step, or of one version in the second file, the last counts."""
+    """Appends lines, which other processes may read at once. A step that is repeated after a restart has a
+    second line. If a step, or a version in the second file, has several lines, the last one counts."""
 
     name = "jsonl"
 
@@ -34,7 +34,7 @@ class JsonLines:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Write the whole line or nothing: half a line would make the next one unreadable. Raises OSError."""
+    """Write the whole line or nothing: after half a line, the next one is unreadable. Raises OSError."""
     with path.open("ab", buffering=0) as file:
         before = file.tell()
         try:

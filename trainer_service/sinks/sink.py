@@ -1,22 +1,23 @@
-"""The protocol of sinks: one for each tool that stores or draws metrics."""
+"""The protocol of sinks. A sink writes metrics for one tool that stores or draws them."""
 
 from collections.abc import Mapping
 from typing import Literal, Protocol
 
 PointKind = Literal["step", "evaluation"]
-"""A step has all of its metrics. An evaluation has the score of a version, at the step that made it."""
+"""A point of a step has all metrics of the step. A point of an evaluation has the score of a version, and
+lies at the step that made the version."""
 
 
 class Sink(Protocol):
-    """Exceptions of a sink are counted and logged, and the training goes on."""
+    """Writes points. The exceptions that it raises are counted and logged, and the training goes on."""
 
     name: str
 
     def resume(self, step: int) -> None:
-        """Training continues after `step`: points of later steps, written by an earlier process, are void."""
+        """Continue after `step`. Points of later steps that an earlier process wrote no longer count."""
 
     def write(self, kind: PointKind, values: Mapping[str, float]) -> None:
-        """Write one point. `step` is its place on the x axis, `time` is in seconds since 1970. Where a step
-        comes again, the later point counts."""
+        """Write one point. `step` is its place on the x axis, `time` is in seconds since 1970. If a step is
+        repeated, its later point counts."""
 
     def close(self) -> None: ...

@@ -1,7 +1,8 @@
 """Writes event files for TensorBoard.
 
 tensorboardX's SummaryWriter sends events to a thread through a queue of ten. A full disk ends that thread,
-and the eleventh event waits for ever. Here each point is written on the caller's thread, and raises there.
+and the eleventh event waits for ever. So this sink writes each point on the caller's thread, and an error
+reaches the caller.
 """
 
 import os
@@ -20,15 +21,16 @@ PLACE = ("step", "time")
 
 
 class TensorBoard:
-    """One file per process. It begins with the step from which older files are void, so that steps that are
-    made again after a restart replace those that the crash lost."""
+    """Writes one file per process, and a new file after a failed write. The first file begins with a start
+    event: TensorBoard then drops points of earlier files from its step on. So steps that a restarted trainer
+    repeats replace those of the process that crashed."""
 
     name = "tensorboard"
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._void_from: int | None = 1
-        """What the next file begins with; None once a file has it."""
+        """The step of the start event with which the next file begins; None if a file has it already."""
         self._writer: EventsWriter | None = None
         self._path = directory
         self._whole_bytes = 0
@@ -70,7 +72,7 @@ class TensorBoard:
 
     def _give_up(self) -> None:
         if self._writer is not None:
-            with suppress(OSError):  # its buffer cannot be written either
+            with suppress(OSError):  # the writer's buffer cannot be written either
                 self._writer.close()
             with suppress(OSError):
                 os.truncate(self._path, self._whole_bytes)

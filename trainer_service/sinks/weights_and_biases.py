@@ -1,4 +1,4 @@
-"""Writes to a run at Weights & Biases. The package is imported only where the settings ask for it."""
+"""Writes to a run at Weights & Biases (W&B). Its package is imported only if the settings ask for it."""
 
 import logging
 from collections.abc import Mapping
@@ -11,25 +11,25 @@ logger = logging.getLogger(__name__)
 
 
 AWAY_S = 30.0
-"""How long the start waits for W&B before the run is written to this machine."""
+"""How long the start waits for W&B. After that, the run is written to this machine's disk."""
 FINISH_S = 10.0
 """How long the end of a run waits until everything is sent; `wandb sync` sends the rest."""
 
 
 class WeightsAndBiases:
-    """`step` is the x axis of every curve. W&B's own counter cannot be: it never goes back, but a restart
-    makes steps again, and an evaluation belongs to the step of its version."""
+    """Makes the metric `step` the x axis of every curve. W&B's own counter never goes back, but a restarted
+    trainer repeats steps, and an evaluation belongs to the earlier step that made its version."""
 
     name = "wandb"
 
     def __init__(self, settings: WandbSettings, algorithm: Mapping[str, Any]) -> None:
-        """Raises SystemExit where the package or the key is missing, or W&B refuses the run. Where W&B cannot
-        be reached, the run is offline."""
+        """Raises SystemExit if the package or the key is missing, or W&B refuses the run. If W&B cannot be
+        reached, the run is offline."""
         try:
             import wandb
         except ImportError as error:
             raise SystemExit(
-                "trainer.wandb is set, and the package wandb is not installed: pip install 'weir[wandb]'"
+                "trainer.wandb is set, but the package wandb is not installed: pip install 'weir[wandb]'"
             ) from error
         settings.dir.mkdir(parents=True, exist_ok=True)
         try:
@@ -42,7 +42,9 @@ class WeightsAndBiases:
             )
             self._run = _start_run(settings, "offline", algorithm)
         except wandb.Error as error:
-            raise SystemExit(f"trainer.wandb: no run of project {settings.project}: {error}") from error
+            raise SystemExit(
+                f"trainer.wandb: cannot start a run in project {settings.project}: {error}"
+            ) from error
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -60,7 +62,7 @@ def _start_run(
 ) -> Any:
     import wandb
 
-    quiet = wandb.Settings(  # metrics are sent, and nothing about the machine or its files
+    quiet = wandb.Settings(  # nothing about the machine or its files is sent
         console="off",
         disable_code=True,
         disable_git=True,

@@ -24,7 +24,7 @@ class Stopped(Exception):
 
 
 class Heartbeat:
-    """Called often by the main thread. Most beats only read the clock; Redis gets a report twice a second."""
+    """The main thread calls `beat` often. Redis gets a report twice a second, and when the phase changes."""
 
     def __init__(
         self,
@@ -33,14 +33,14 @@ class Heartbeat:
         retry_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` gives seconds that only grow."""
+        """`clock` gives seconds, and never goes back."""
         self._stream, self._shared_state = stream, shared_state
         self._retry_s = retry_s
         self.clock = clock
         self._reported_at = 0.0
 
     def note(self, step: int, version: int, metrics: dict[str, float] | None = None) -> None:
-        """The step, version and metrics that the next reports have."""
+        """Set the step, version and metrics of the next reports. Without `metrics`, the former ones stay."""
         before = self._shared_state.snapshot
         self._shared_state.snapshot = replace(
             before, step=step, version=version, metrics=before.metrics if metrics is None else metrics
@@ -55,7 +55,7 @@ class Heartbeat:
         self._shared_state.snapshot = replace(self._shared_state.snapshot, backlog=backlog)
 
     def beat(self, phase: Phase, waiting_for: str | None = None) -> None:
-        """Report the phase. `waiting_for` is a sentence; without one, the phase has its own."""
+        """Report the phase. `waiting_for` says what the trainer waits for; by default the phase says it."""
         before = self._shared_state.snapshot
         sentence = waiting_for or _SENTENCES[phase]
         self._shared_state.snapshot = replace(
@@ -67,7 +67,7 @@ class Heartbeat:
             self._report()
 
     def confirm(self) -> None:
-        """Raises LeaseLost when another trainer has taken over. Goes on where Redis does not answer."""
+        """Raises LeaseLost if another trainer has claimed the lease. Only logs if Redis does not answer."""
         try:
             self._stream.confirm()
         except StorageUnavailable as error:
@@ -79,7 +79,7 @@ class Heartbeat:
         """Repeat `call` until it does not raise `failure`, with longer and longer pauses. Raises Stopped when
         told to stop.
 
-        `what` names what is waited for; without it, it is what the phase waits for.
+        `what` names what the trainer waits for; by default the phase names it.
         """
         sentence = what or _SENTENCES[phase]
         pause_s = self._retry_s

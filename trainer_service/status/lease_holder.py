@@ -1,7 +1,8 @@
 """Makes this process the only trainer: it claims the lease in Redis and renews it.
 
-A process starts at once where nobody holds the lease, and after its end where the holder has crashed. Where
-the holder renews it, the process ends.
+If no process holds the lease, this process starts at once. If the holder has crashed, this process starts
+when the lease expires, or earlier if it sees that the holder has ended. If the holder renews the lease, this
+process ends.
 """
 
 import logging
@@ -19,15 +20,15 @@ logger = logging.getLogger(__name__)
 
 ASK_EVERY_S = 0.5
 ROUNDING_S = 0.05
-"""By how much the time that Redis says is left may be wrong. A renewal adds far more."""
+"""By how much Redis' answer, the remaining time of the lease, may be wrong. A renewal adds far more."""
 
 
 @contextmanager
 def keep_lease(lease: Lease, shared_state: SharedState, retry_s: float) -> Iterator[bool]:
-    """Hold the lease inside the block, renewed by a thread. Yields False when told to stop before it was
-    claimed.
+    """Hold the lease inside the block; a thread renews it. Yields whether this process has the lease: False
+    if the trainer was told to stop before.
 
-    Raises SystemExit when another trainer holds it and renews it.
+    Raises SystemExit if another trainer holds the lease and renews it.
     """
     if not _claimed(lease, shared_state, retry_s):
         yield False
@@ -41,13 +42,14 @@ def keep_lease(lease: Lease, shared_state: SharedState, retry_s: float) -> Itera
     finally:
         ended.set()
         keeper.join()
-        with suppress(StorageUnavailable):  # then the lease runs out by itself
+        with suppress(StorageUnavailable):  # the lease then expires by itself
             lease.release()
 
 
 def _claimed(lease: Lease, shared_state: SharedState, retry_s: float) -> bool:
-    """Returns False when told to stop. A lease that is not renewed belongs to a trainer that crashed."""
-    runs_out_s: float | None = None
+    """Claim the lease; returns False if the trainer is told to stop before. A lease that its holder does not
+    renew belongs to a trainer that crashed. Raises SystemExit if the holder renews it."""
+    expires_at_s: float | None = None
     while not shared_state.stopping:
         asked_s = time.monotonic()
         try:
@@ -58,23 +60,23 @@ def _claimed(lease: Lease, shared_state: SharedState, retry_s: float) -> bool:
             continue
         if held is None:
             return True
-        if runs_out_s is None:
-            runs_out_s = time.monotonic() + held.expires_in_s
+        if expires_at_s is None:
+            expires_at_s = time.monotonic() + held.expires_in_s
             logger.warning(
-                "%s is of %s; unless renewed, it runs out in %.1f s",
+                "%s belongs to %s; unless renewed, it expires in %.1f s",
                 keys.LEASE,
                 held.holder,
                 held.expires_in_s,
             )
-        elif asked_s + held.expires_in_s > runs_out_s + ROUNDING_S:
+        elif asked_s + held.expires_in_s > expires_at_s + ROUNDING_S:
             raise SystemExit(f"another trainer holds {keys.LEASE}: {held.holder}")
         shared_state.sleep(min(ASK_EVERY_S, held.expires_in_s + 0.01))
     return False
 
 
 def _keep(lease: Lease, ended: threading.Event) -> None:
-    """Renew three times in the life of a lease. If it is lost, the next write to the stream raises
-    LeaseLost."""
+    """Renew the lease three times before it would expire. If another trainer has claimed it, this thread
+    ends, and the main thread's next use of the stream raises LeaseLost."""
     while not ended.wait(lease.lease_s / 3):
         try:
             lease.renew()

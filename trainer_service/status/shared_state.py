@@ -1,4 +1,4 @@
-"""What the trainer's two threads share.
+"""The state that the trainer's main thread and its HTTP thread share.
 
 main thread (DeepSpeed, Redis) ── snapshot ─────────────────────▶ HTTP thread
                                ◀── pause, resume, checkpoint ────
@@ -18,14 +18,15 @@ Phase = Literal["waiting", "training", "publishing", "paused"]
 
 @dataclass(frozen=True)
 class Backlog:
-    """What is ahead of a rollout that begins now. Gateways admit as many as are trained in time."""
+    """The work that is done before a rollout that begins now is trained. From it, gateways compute how many
+    sessions they may admit."""
 
     waiting: int = 0
-    """Sessions that have ended, and are in no step yet."""
+    """Sessions that have ended, and that no step has used yet."""
     owed: int = 0
-    """Sessions that the weights contain, and no checkpoint yet."""
+    """Sessions that were trained, but are in no checkpoint yet."""
     per_step: float = 1.0
-    """Rewarded rollouts that end between two steps, trained or not; the mean over the last steps."""
+    """How many rewarded rollouts end between two steps, trained or not; the mean over the last steps."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,11 @@ class StatusSnapshot:
     version: int = 0
     waiting_for: str = "the trainer starts"
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the last step."""
+    """Metrics of the last step."""
     evaluations: dict[str, float] = field(default_factory=dict)
-    """Metrics of sessions that are not trained, by version."""
+    """Metrics of evaluation sessions, which are not trained, by version."""
     backlog: Backlog | None = None
-    """None until the stream is read."""
+    """None until the trainer has read the stream."""
     last_seen: float = field(default_factory=time.time)
     """When the main thread last reported, in seconds since 1970."""
 
@@ -62,11 +63,11 @@ class StatusSnapshot:
 
 
 class SharedState:
-    """The one object that both threads use."""
+    """The object through which the two threads exchange status and requests."""
 
     def __init__(self) -> None:
         self.snapshot = StatusSnapshot()
-        """The main thread replaces it as a whole, and reading an attribute is atomic."""
+        """The main thread replaces the whole object, so the HTTP thread reads it without a lock."""
         self.ready = False
         """Whether the model is loaded and the stream is read."""
         self._paused = threading.Event()
@@ -98,19 +99,19 @@ class SharedState:
         self._stopping.wait(seconds)
 
     def request_checkpoint(self) -> "Future[StatusSnapshot]":
-        """Ask the main thread for a checkpoint. The future has the status after it."""
+        """Ask the main thread for a checkpoint. The future's result is the status after the checkpoint."""
         request: Future[StatusSnapshot] = Future()
         with self._lock:
             self._requests.append(request)
         return request
 
     def answer_checkpoint_requests(self, save: Callable[[], None]) -> None:
-        """Call `save` once where there are requests, and answer all of them."""
+        """If there are requests, call `save` once and answer all of them."""
         with self._lock:
             requests, self._requests = self._requests, []
         if not requests:
             return
         save()
         for request in requests:
-            if request.set_running_or_notify_cancel():  # else the caller's time ran out
+            if request.set_running_or_notify_cancel():  # False if the caller no longer waits
                 request.set_result(self.snapshot)

@@ -20,7 +20,8 @@ def report_step(
     metrics: TrainerMetrics,
     heartbeat: Heartbeat,
 ) -> None:
-    """`step` made `version`; `values` are its metrics. The seconds of its phases are added to them."""
+    """Report that `step` made `version`. `values` are the step's metrics; the seconds of its phases are
+    added."""
     place = {"step": step, "version": version, "time": time.time()}
     values = {**place, **values, **stopwatch.laps(values["tokens"])}
     metrics.stepped(values)

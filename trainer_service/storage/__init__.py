@@ -1,1 +1,1 @@
-"""What the trainer keeps on disk: checkpoints and published policies."""
+"""Stores checkpoints and published versions on disk."""

@@ -1,12 +1,12 @@
-"""Weights, optimizer, version, position in the stream and random generators: saved together or not at all.
+"""Saves weights, optimizer, random generators, version and trained entries together, or not at all.
 
     {directory}/00000007-step-00000003/   DeepSpeed's shards, model/ in the Hugging Face layout, adapter/ of a
                                           LoRA, and state.json with the sizes of all of them
     {directory}/ledger.jsonl              one line per trained step; state.json says how much of it counts
     {directory}/CURRENT                   the tag that a restart loads; replaced last, atomically
 
-DeepSpeed's own file `latest` is not crash safe: it is written without sync, before every shard is written. So
-each checkpoint has a tag of its own, and CURRENT is replaced when everything is on disk.
+DeepSpeed's own file `latest` is not crash safe: it is written without sync, before all shards are written. So
+each checkpoint has its own tag, and CURRENT is replaced when everything is on disk.
 """
 
 import logging
@@ -32,15 +32,16 @@ CURRENT = "CURRENT"
 STATE = "state.json"
 LEDGER = "ledger.jsonl"
 TAG = re.compile(r"(\d{8,})-step-\d{8,}")
-"""A volume may contain directories that are not checkpoints, such as lost+found."""
+"""The names of checkpoints. A volume may have other directories, such as lost+found."""
 
 
 class CheckpointBroken(Exception):
-    """CURRENT names a checkpoint that is incomplete. The trainer does not load another one by itself."""
+    """The checkpoint that CURRENT names is incomplete, or may not be durable. The trainer does not load
+    another one by itself."""
 
 
 class ShardedWeights(Protocol):
-    """What writes and reads the shards of the weights."""
+    """Writes and reads the shards of the weights."""
 
     @property
     def layout(self) -> Layout: ...
@@ -60,9 +61,9 @@ class Checkpoints:
         directory.mkdir(parents=True, exist_ok=True)
 
     def save(self, weights: ShardedWeights, state: RunState, steps: list[LedgerStep]) -> str:
-        """Make everything durable; returns the tag. `steps` are those since the last checkpoint.
+        """Write a durable checkpoint; returns its tag. `steps` are the steps since the last checkpoint.
 
-        Raises DiskTrouble where the disk refuses: CURRENT is unchanged then, and the attempt leaves no files.
+        Raises DiskTrouble if the disk refuses. CURRENT is unchanged then, and the attempt leaves no files.
         """
         tag = f"{self._next_serial():08d}-step-{state.step:08d}"
         self._sweep()
@@ -89,8 +90,8 @@ class Checkpoints:
         return ledger_bytes
 
     def _undo(self, tag: str) -> None:
-        """Remove what a failed attempt wrote. Raises CheckpointBroken where CURRENT was replaced and only its
-        sync failed: nobody knows then which CURRENT a power cut would leave, and a restart has to read it."""
+        """Remove the files of a failed attempt. Raises CheckpointBroken if CURRENT was replaced and only its
+        sync failed: a power cut might then leave either CURRENT, so a restart has to read it."""
         current = self._directory / CURRENT
         if current.exists() and current.read_text(encoding="utf-8").strip() == tag:
             raise CheckpointBroken(f"checkpoint {tag} may not be durable: {CURRENT} could not be synced")
@@ -99,14 +100,14 @@ class Checkpoints:
             os.truncate(self._directory / LEDGER, self._ledger_bytes)
 
     def _sweep(self) -> None:
-        """Remove what a process left that died while it saved: STATE is written after every shard."""
+        """Remove checkpoints without STATE: their process died while it saved, for STATE is written last."""
         universal.remove_converted(self._directory)
         for tag in self._tags():
             if not (self._directory / tag / STATE).exists():
                 shutil.rmtree(self._directory / tag, ignore_errors=True)
 
     def restore(self, weights: ShardedWeights) -> RunState | None:
-        """Load the checkpoint that CURRENT names; None where there is none. Raises CheckpointBroken."""
+        """Load the checkpoint that CURRENT names; None if there is none. Raises CheckpointBroken."""
         current = self._directory / CURRENT
         if not current.exists():
             if tags := self._tags():
@@ -122,7 +123,7 @@ class Checkpoints:
         return state
 
     def ledger(self, since: int, limit: int) -> list[LedgerStep]:
-        """Rows of steps > `since` that a durable checkpoint contains, oldest first."""
+        """Up to `limit` steps after step `since` that a durable checkpoint contains, oldest first."""
         rows: list[LedgerStep] = []
         for row in self._rows():
             if row.step > since:
@@ -144,8 +145,8 @@ class Checkpoints:
                 yield msgspec.json.decode(line, type=LedgerStep)
 
     def _append(self, steps: list[LedgerStep]) -> int:
-        """Returns the length in bytes. Lines beyond the durable length come from a process that died before
-        it replaced CURRENT; they are cut off."""
+        """Append steps to the ledger; returns its length in bytes. Lines beyond the durable length are cut
+        off first: they are from an attempt that did not replace CURRENT."""
         path = self._directory / LEDGER
         path.touch()
         with path.open("r+b") as file:
@@ -165,7 +166,7 @@ class Checkpoints:
         for name, size in state.files.items():
             path = directory / name
             if not path.is_file() or path.stat().st_size != size:
-                raise CheckpointBroken(f"checkpoint {tag}: {name} is missing or has not its {size} bytes")
+                raise CheckpointBroken(f"checkpoint {tag}: {name} is missing or does not have {size} bytes")
         ledger = self._directory / LEDGER
         if state.ledger_bytes > (ledger.stat().st_size if ledger.exists() else 0):
             raise CheckpointBroken(f"checkpoint {tag}: {LEDGER} is shorter than it was")

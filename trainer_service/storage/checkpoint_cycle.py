@@ -1,4 +1,4 @@
-"""When a checkpoint is needed, and writing it: what was trained since the last one."""
+"""Decides whether a checkpoint is needed, and writes it."""
 
 from trainer_service.groups.evaluation import EvaluationState
 from trainer_service.status.heartbeat import Heartbeat
@@ -8,7 +8,7 @@ from trainer_service.storage.run_state import LedgerStep, RunState
 
 
 class CheckpointCycle:
-    """Collects the ledger's lines of the steps that no checkpoint contains yet."""
+    """Collects the steps that no checkpoint contains yet, as lines of the ledger."""
 
     def __init__(
         self, checkpoints: Checkpoints, weights: ShardedWeights, heartbeat: Heartbeat, disk: DiskRetry
@@ -19,14 +19,14 @@ class CheckpointCycle:
         self._saved_evaluations = EvaluationState()
 
     def restore(self) -> RunState | None:
-        """Load the weights of the last checkpoint; None where there is none. Raises CheckpointBroken."""
+        """Load the last checkpoint; None if there is none. Raises CheckpointBroken."""
         state = self._checkpoints.restore(self._weights)
         if state is not None:
             self._saved_evaluations = state.evaluations
         return state
 
     def add(self, step: LedgerStep) -> None:
-        """The weights contain this step now."""
+        """Note that the weights contain this step now."""
         self._new_steps.append(step)
 
     @property
@@ -39,8 +39,8 @@ class CheckpointCycle:
         return not self.durable or evaluations != self._saved_evaluations
 
     def save(self, state: RunState) -> None:
-        """Write a checkpoint as soon as the disk takes it. Raises Stopped when told to stop, and LeaseLost
-        when another trainer has taken over."""
+        """Write a checkpoint. Waits while the disk refuses it. Raises Stopped when told to stop meanwhile,
+        and LeaseLost if another trainer has claimed the lease."""
 
         def save() -> None:
             self._heartbeat.confirm()

@@ -1,7 +1,7 @@
-"""Tells a disk that is full or failing from every other error.
+"""Recognises errors of a disk that is full or failing.
 
-The libraries report it in different ways: Python with an errno, safetensors with the errno in its message,
-torch's zip writer with a count that does not match, and the errno, if any, in the error before it.
+Libraries report them in different ways: Python with an errno; safetensors with the errno in its message;
+torch's zip writer with a message about a short write, and perhaps an errno in the error's cause.
 """
 
 import errno
@@ -17,17 +17,18 @@ TORCH_WRITER = re.compile(r"inline_container|PytorchStreamWriter|iostream error|
 
 
 class DiskTrouble(Exception):
-    """The disk refused a write, and the attempt left no files. It can be repeated when there is room."""
+    """The disk refused a write, and the attempt left no files. The write can be repeated later."""
 
 
 class Parted(Exception):
-    """One of several ranks could not write its shards, while the others wait for it in a collective. A second
-    attempt would make half a checkpoint, so this is never DiskTrouble: the trainer ends and is restarted."""
+    """Rank 0 could not write its shards while the other ranks wait for it in a collective. A second attempt
+    would make half a checkpoint, so this never counts as DiskTrouble: the trainer ends and is restarted."""
 
 
 @contextmanager
 def written(what: str, undo: Callable[[], None]) -> Iterator[None]:
-    """Calls `undo` and raises DiskTrouble where the disk refuses. Every other error passes unchanged."""
+    """If the disk refuses a write inside the block, calls `undo` and raises DiskTrouble. Every other error
+    passes unchanged."""
     try:
         yield
     except Exception as error:
@@ -39,8 +40,8 @@ def written(what: str, undo: Callable[[], None]) -> Iterator[None]:
 
 
 def trouble(error: BaseException | None) -> str | None:
-    """What is wrong with the disk, in words; None where the error has another cause."""
-    told = None
+    """What is wrong with the disk, in words; None if the error has another cause."""
+    short_write = None
     while error is not None:
         if isinstance(error, Parted):
             return None
@@ -48,9 +49,9 @@ def trouble(error: BaseException | None) -> str | None:
         if number in TROUBLE:
             return os.strerror(number)
         if isinstance(error, RuntimeError) and TORCH_WRITER.search(str(error)):
-            told = f"a short write ({error})"
+            short_write = f"a short write ({error})"
         error = error.__cause__ or error.__context__
-    return told
+    return short_write
 
 
 def _told_errno(error: BaseException) -> int | None:

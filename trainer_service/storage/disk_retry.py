@@ -1,4 +1,4 @@
-"""Repeats a write until the disk takes it."""
+"""Repeats a write until the disk accepts it."""
 
 from collections.abc import Callable
 from typing import Literal, TypeVar
@@ -12,7 +12,7 @@ Written = TypeVar("Written")
 
 
 class DiskRetry:
-    """Nothing is trained, acknowledged or published while it waits for room on the disk."""
+    """Repeats writes on the main thread: while it waits, nothing is trained, acknowledged or published."""
 
     def __init__(
         self,
@@ -26,7 +26,8 @@ class DiskRetry:
         self._phase, self._counted_as = phase, counted_as
 
     def until_written(self, what: str, write: Callable[[], Written]) -> Written:
-        """`what` is named in the status while the trainer waits. Raises Stopped when told to stop."""
+        """Repeat `write` until the disk accepts it; returns its result. While the trainer waits, its status
+        names `what`. Raises Stopped when told to stop."""
 
         def counted() -> Written:
             try:

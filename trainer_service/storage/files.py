@@ -1,4 +1,4 @@
-"""Files that survive a power cut: written under another name, synced, and renamed."""
+"""Writes files that survive a power cut: under another name first, then synced and renamed."""
 
 import fcntl
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """After a crash the file has either its old content or all of the new one. Raises OSError."""
+    """Replace the file's content. A crash leaves all of the old or all of the new one. Raises OSError."""
     aside = path.with_name(f".{path.name}.tmp")
     try:
         with aside.open("wb") as file:

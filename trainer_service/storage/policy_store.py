@@ -22,7 +22,7 @@ ASIDE = ".tmp"
 
 
 class PolicyStore:
-    """The directory of published versions."""
+    """Writes, lists and removes the published versions in one directory."""
 
     def __init__(self, directory: Path, model_path: Path, keep: int) -> None:
         self.directory = directory
@@ -41,9 +41,9 @@ class PolicyStore:
         return sorted(int(match[1]) for match in found if match)
 
     def write(self, version: int, step: int, export: Callable[[Path], None]) -> Path:
-        """Write a version. A version that is there already was written before a crash, by the same weights.
+        """Write a version. If it exists already, it was written before a crash, from the same weights.
 
-        Raises DiskTrouble where the disk refuses; no file of the version is left then.
+        Raises DiskTrouble if the disk refuses; no file of the version is left then.
         """
         final = self.path_of(version)
         if (final / STABLE).exists():
@@ -68,7 +68,7 @@ class PolicyStore:
         sync_directory(self.directory)
 
     def prune(self, needed: int | None = None, best: int | None = None) -> None:
-        """Remove the oldest versions, but keep the last few, `needed` and every newer one, and `best`."""
+        """Remove old versions. Keeps the last `keep` versions, `best`, and `needed` with all newer ones."""
         for version in self.versions()[: -self._keep]:
             if (needed is None or version < needed) and version != best:
                 path = self.path_of(version)

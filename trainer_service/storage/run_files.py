@@ -1,7 +1,7 @@
 """Two small files beside the checkpoints, each replaced as a whole.
 
 {directory}/VERSION    the highest version number that was ever given out
-{directory}/HELD       why a guard holds the training, until somebody resumes it
+{directory}/HELD       why a guard holds the training, until an operator resumes it
 """
 
 from pathlib import Path
@@ -14,15 +14,14 @@ HELD = "HELD"
 
 
 class VersionFile:
-    """Gives out version numbers, each of them once."""
+    """Gives out version numbers, each number once."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / VERSION
 
     def reserve(self, above: int) -> int:
-        """A version number greater than `above` that was never given out. After a crash the restored trainer
-        makes other weights than those that were lost, so they must not get the same number. Raises
-        DiskTrouble."""
+        """A version number greater than `above` that was never given out. After a crash, repeated steps make
+        other weights than the lost ones, so they must not get the same numbers. Raises DiskTrouble."""
         given = int(self._path.read_bytes()) if self._path.exists() else 0
         number = max(above, given) + 1
         with written(f"version number {number}", lambda: None):
@@ -37,7 +36,7 @@ class HoldFile:
         self._path = directory / HELD
 
     def read(self) -> str | None:
-        """Why the training is held; None where it is not."""
+        """Why the training is held; None if it is not."""
         return self._path.read_text(encoding="utf-8") if self._path.exists() else None
 
     def write(self, reason: str) -> None:

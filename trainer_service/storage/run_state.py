@@ -1,4 +1,4 @@
-"""What a checkpoint stores beside the weights, and the line that the ledger has for each step."""
+"""The state that a checkpoint stores beside the weights, and the ledger's line for each step."""
 
 from collections.abc import Sequence
 
@@ -39,7 +39,7 @@ class RunState(msgspec.Struct, frozen=True):
     step: int = 0
     version: int = 0
     owed: Acknowledgement = Acknowledgement([], {}, [])
-    """What these weights have trained and the stream was not told. It must never be trained again."""
+    """Trained entries that are not acknowledged yet. A restart acknowledges them, and never trains them."""
     settled: list[str] = []
     """Sessions that have ended, the newest last."""
     gone: dict[str, int] = {}
@@ -47,10 +47,10 @@ class RunState(msgspec.Struct, frozen=True):
     baselines: dict[str, float] = {}
     """The running mean reward of each agent, for the advantage `rae`."""
     evaluations: EvaluationState = EvaluationState()
-    """How well versions do in sessions that are not trained."""
+    """The scores of versions in evaluation sessions, which are not trained."""
     ledger_bytes: int = 0
-    """How much of the ledger belongs to this checkpoint."""
+    """How many bytes of the ledger belong to this checkpoint."""
     files: dict[str, int] = {}
     """The size in bytes of every file, by its path below the checkpoint."""
     layout: Layout | None = None
-    """How the weights are cut into shards; None in an old checkpoint, which has the layout of its reader."""
+    """How the weights are cut into shards. None, in an old checkpoint, stands for its reader's layout."""

@@ -46,6 +46,14 @@ async def expire_sessions(gateway: GatewayParts) -> None:
         logger.warning("overdue sessions cannot be closed: %s", error)
 
 
+async def retract_failed_turns(gateway: GatewayParts) -> None:
+    """Retract turns that Redis may have stored after their clients were told that the call failed."""
+    try:
+        await gateway.writer.retract_failed()
+    except StorageUnavailable as error:
+        logger.warning("failed turns cannot be retracted yet: %s", error)
+
+
 async def refresh_limits(gateway: GatewayParts) -> None:
     """Read the queue's length, the counts of other gateways, and how recent sessions ended."""
     await gateway.admission.refresh()
@@ -79,6 +87,7 @@ async def drop_text_caches(gateway: GatewayParts) -> None:
 POLLED: tuple[Task, ...] = (
     refresh_fleet,
     expire_sessions,
+    retract_failed_turns,
     refresh_limits,
     finish_deletions,
     apply_retention,

@@ -10,7 +10,7 @@ from rollout_queue.contract.attempts import related
 from rollout_queue.contract.codec import decode, decode_spec, encode
 from rollout_queue.contract.errors import Conflict, LeaseLost, SessionClosed, SessionDeleted, UserDeleted
 from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.listing import ListedSession, ListPosition
+from rollout_queue.contract.listing import ListedSession, ListPosition, position_of
 from rollout_queue.contract.progress import GroupProgress, group_progress, stage_of
 from rollout_queue.contract.records import Deletion, Outcome, Record, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.contract.rewards import check_magnitudes
@@ -72,7 +72,7 @@ class MemoryStream:
     async def sessions(self, after: ListPosition, count: int) -> Sequence[ListedSession]:
         known: list[SessionHead | Tombstone] = [*self.heads.values(), *self.tombstones.values()]
         listed = sorted(
-            (ListedSession(_position(each), each) for each in known), key=lambda each: each.position
+            (ListedSession(position_of(each), each) for each in known), key=lambda each: each.position
         )
         return [each for each in listed if each.position > after][:count]
 
@@ -102,6 +102,8 @@ class MemoryStream:
         for digest in turn.continuation_digests:
             self.continuations[owner, digest] = turn.session_id
         return turn
+
+    async def retract_failed(self) -> None: ...
 
     async def find_continuations(self, owner: str, digests: Sequence[str]) -> Sequence[str | None]:
         return [self.continuations.get((owner, digest)) for digest in digests]
@@ -293,8 +295,3 @@ class MemoryStream:
         if before is not None:
             self.counts[f"{kind}:{before.code}"] -= 1
         self.counts[f"{kind}:{now.code}"] = self.counts.get(f"{kind}:{now.code}", 0) + 1
-
-
-def _position(session: SessionHead | Tombstone) -> ListPosition:
-    known = session if isinstance(session, Tombstone) else session.spec
-    return ListPosition(known.created_at, known.session_id)

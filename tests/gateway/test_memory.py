@@ -20,7 +20,7 @@ import pytest
 from gateway.edge.disconnect import WATCH_AFTER_S
 from gateway.settings import LimitSettings
 from rollout_queue.redis import keys
-from rollout_queue.redis.head_cache import OVERHEAD, HeadCache
+from rollout_queue.redis.heads.cache import OVERHEAD, HeadCache
 from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.waiting import wait_until
 

@@ -18,9 +18,10 @@ from rollout_queue.contract.tombstone import DeletionTotals, Tombstone
 from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import keys
 from rollout_queue.redis.deletion import OVERDUE_S, RedisDeleter
-from rollout_queue.redis.head_cache import HeadCache
+from rollout_queue.redis.heads.cache import HeadCache
+from rollout_queue.redis.heads.reading import read_head
 from rollout_queue.redis.scripts import deletion as deletion_scripts
-from rollout_queue.redis.writer import RedisWriter, read_head
+from rollout_queue.redis.writer import RedisWriter
 from tests.support.claimed import claimed_reader
 from tests.support.queue.records import outcome, reward, spec, turn
 from tests.support.redis_faults import break_script

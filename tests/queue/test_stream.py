@@ -28,7 +28,7 @@ from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import keys
 from rollout_queue.redis.connection.pipelined import WRITTEN_FOR, PipelinedConnection
 from rollout_queue.redis.connection.pooled import PooledConnection
-from rollout_queue.redis.head_cache import HeadCache
+from rollout_queue.redis.heads.cache import HeadCache
 from rollout_queue.redis.scripts import sessions as session_scripts
 from rollout_queue.redis.writer import CONNECTIONS, RedisWriter
 from tests.support.claimed import claimed_reader

@@ -14,7 +14,7 @@ from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Verdict
 from rollout_queue.contract.rows import ExportRow, row_to_json
 from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import keys
-from rollout_queue.redis.writer import read_head
+from rollout_queue.redis.heads.reading import read_head
 from tests.support.claimed import claimed_reader
 from tests.support.trainer_service.harness import MakeHarness, turn
 from weir.importing.run import ImportReport, import_files

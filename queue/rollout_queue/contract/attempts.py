@@ -24,6 +24,11 @@ def orphans_of(turns: Iterable[Turn]) -> Mapping[str, str]:
     return replaced
 
 
+def retraction_id(turn_id: str) -> str:
+    """The id of the turn that retracts this one, after its client was told that the call failed."""
+    return f"{turn_id}-retracted"
+
+
 def related(turn: Turn, recorded: Sequence[Turn]) -> Turn:
     """`turn` with its relation to the `recorded` turns of its session, in `retry_of` and `orphan_of`."""
     same = [other for other in recorded if other.request == turn.request] if turn.request_digest else []

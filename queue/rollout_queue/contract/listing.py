@@ -22,3 +22,8 @@ class ListedSession(NamedTuple):
 
     position: ListPosition
     found: SessionHead | Tombstone | None
+
+
+def position_of(session: SessionHead | Tombstone) -> ListPosition:
+    known = session if isinstance(session, Tombstone) else session.spec
+    return ListPosition(known.created_at, known.session_id)

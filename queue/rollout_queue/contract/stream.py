@@ -98,8 +98,13 @@ class StreamWriter(Protocol):
         Later calls of `owner` find the session (`find_continuations`) by the turn's reply digest, by its id
         if it called tools, and by its request digest if it has no parent.
         Returns the turn as stored, with its relation to other attempts at the same call (`attempts`).
-        Raises SessionClosed when the session has ended; SessionDeleted, UserDeleted.
+        Raises SessionClosed when the session has ended; SessionDeleted, UserDeleted. A turn for which it
+        raises StorageUnavailable is not trained, even if it is stored (`retract_failed`).
         """
+        ...
+
+    async def retract_failed(self) -> None:
+        """Retract the turns whose append failed without an answer, and which may be stored all the same."""
         ...
 
     async def find_continuations(self, owner: str, digests: Sequence[str]) -> Sequence[str | None]:

@@ -2,10 +2,16 @@
 
 from collections.abc import Mapping
 
+from rollout_queue.contract.attempts import retraction_id
 from rollout_queue.contract.records import Outcome, SessionSpec, Turn, Verdict
 
 OPENED_UNTRAINED = Verdict(
     code="not_for_training", detail="for evaluation: opened with train: false, or pinned to a version"
+)
+
+RETRACTED = Verdict(
+    code="orphan_retry",
+    detail="its client was told that the call failed: Redis stored the turn, and its answer came too late",
 )
 
 DELETED = Verdict(code="deleted", detail="the session was deleted, with everything in it")
@@ -14,6 +20,8 @@ DELETED = Verdict(code="deleted", detail="the session was deleted, with everythi
 def exclusion(turn: Turn, orphans: Mapping[str, str]) -> Verdict | None:
     """Why a turn must not be trained; None if it may be. `orphans` is what `orphans_of` returns."""
     if retry := orphans.get(turn.turn_id):
+        if retry == retraction_id(turn.turn_id):
+            return RETRACTED
         return Verdict(code="orphan_retry", detail=f"turn {retry} asked the same again")
     if turn.finish == "abort":
         return Verdict(code="aborted", detail="the call ended before its answer did")

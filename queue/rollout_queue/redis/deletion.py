@@ -20,10 +20,10 @@ from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Deletion, SessionSpec
 from rollout_queue.contract.tombstone import DeletionTotals, Tombstone, encode_tombstone, total, user_digest
 from rollout_queue.redis import keys
-from rollout_queue.redis.appending import continuations_of
 from rollout_queue.redis.availability import stored
+from rollout_queue.redis.heads.reading import UNREADABLE, read_head
 from rollout_queue.redis.scripts import deletion as deletion_scripts
-from rollout_queue.redis.writer import UNREADABLE, read_head
+from rollout_queue.redis.turns.appending import continuations_of
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from rollout_queue.contract.head import SessionHead
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.deletion import traces_of
+from rollout_queue.redis.heads.reading import UNREADABLE, read_head
 from rollout_queue.redis.scripts import retention as retention_scripts
-from rollout_queue.redis.writer import UNREADABLE, read_head
 
 logger = logging.getLogger(__name__)
 

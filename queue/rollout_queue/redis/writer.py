@@ -2,14 +2,17 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import cast
 
 import msgspec
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from rollout_queue.contract.attempts import related
 from rollout_queue.contract.codec import decode, decode_spec, encode
-from rollout_queue.contract.errors import Conflict, InvalidRecord, SessionClosed, UnknownSchema, UserDeleted
+from rollout_queue.contract.errors import Conflict, SessionClosed, StorageUnavailable, UserDeleted
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.listing import ListedSession, ListPosition
 from rollout_queue.contract.progress import GroupProgress, group_progress
@@ -17,17 +20,20 @@ from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Turn, V
 from rollout_queue.contract.tombstone import Tombstone, decode_tombstone, user_digest
 from rollout_queue.contract.verdicts import expiry
 from rollout_queue.redis import keys
-from rollout_queue.redis.appending import append_arguments
-from rollout_queue.redis.availability import stored
+from rollout_queue.redis.availability import available, stored
+from rollout_queue.redis.connection.clock import RedisClock
 from rollout_queue.redis.connection.pipelined import PipelinedConnection
 from rollout_queue.redis.connection.pooled import PooledConnection
 from rollout_queue.redis.connection.writer_connection import ConnectionFactory
-from rollout_queue.redis.head_cache import HeadCache
+from rollout_queue.redis.heads.cache import HeadCache
+from rollout_queue.redis.heads.reading import read_head, readable_head
 from rollout_queue.redis.listing import positions_after
 from rollout_queue.redis.opening import group_arguments, group_forgotten, open_arguments, opened, refusal
 from rollout_queue.redis.progress import progress_of
 from rollout_queue.redis.scripts import records as record_scripts
 from rollout_queue.redis.scripts import sessions as session_scripts
+from rollout_queue.redis.turns.appending import append_arguments
+from rollout_queue.redis.turns.retraction import Retractions
 
 logger = logging.getLogger(__name__)
 
@@ -36,19 +42,27 @@ CONNECTIONS: Mapping[str, ConnectionFactory] = {
     "pooled": PooledConnection,
 }
 """The kinds of connection, by their names in the gateway's setting `redis_connection`."""
-UNREADABLE = (InvalidRecord, UnknownSchema, msgspec.DecodeError)
-"""What `read_head` raises for a session that this build cannot read."""
+UNANSWERED = (RedisConnectionError, RedisTimeoutError)
+"""After these errors, Redis may have stored the record, or may still store it."""
+NOT_YET = (b"retried", b"late")
+"""Why a turn is appended again: its relation to other attempts, or its deadline, is out of date."""
 
 
 class RedisWriter:
     """StreamWriter on Redis. `redis` returns bytes (decode_responses off). The commands of agents' calls go
     over another connection, which `connect` makes."""
 
-    def __init__(self, redis: Redis, connect: ConnectionFactory = PipelinedConnection) -> None:
+    def __init__(
+        self, redis: Redis, connect: ConnectionFactory = PipelinedConnection, append_within_s: float = 10.0
+    ) -> None:
+        """`append_within_s` is how long Redis may take until it stores a turn; later it refuses the turn."""
         self._redis = redis
         self._heads = HeadCache()
         # A Redis that was restarted after a power failure may hold less than the cached heads say.
         self._connection = connect(redis, self._heads.clear)
+        self._append_within_s = append_within_s
+        self._clock = RedisClock(self._connection)
+        self._retractions = Retractions(redis)
         self._deleted = 0
         """How many sessions had been deleted at the last `forget_deleted`."""
         self._open = redis.register_script(session_scripts.OPEN)
@@ -73,7 +87,9 @@ class RedisWriter:
                 raise UserDeleted
 
     async def close(self) -> None:
-        """Close the writer's own connection; `redis` is closed by its owner."""
+        """Retract what can be retracted, and close the writer's own connection. The owner closes `redis`."""
+        with suppress(StorageUnavailable):
+            await self._retractions.settle_all()
         await self._connection.close()
 
     async def load(self, session_id: str) -> SessionHead | None:
@@ -104,7 +120,7 @@ class RedisWriter:
             for name in names:
                 pipeline.hgetall(keys.session(name))
             hashes = await stored(pipeline.execute())
-        heads = [_readable(name, fields) for name, fields in zip(names, hashes, strict=True)]
+        heads = [readable_head(name, fields) for name, fields in zip(names, hashes, strict=True)]
         gone = [name for name, head in zip(names, heads, strict=True) if head is None]
         tombstones = await self._tombstones(gone)
         found = zip(positions, heads, strict=True)
@@ -137,11 +153,17 @@ class RedisWriter:
     async def append_turn(
         self, turn: Turn, expires_at: float, owner: str = "", opening: SessionSpec | None = None
     ) -> Turn:
-        recorded, seen = turn, None
+        recorded, seen, late = turn, None, 0
         if turn.last_attempt and turn.request_digest:
             recorded, seen = await self._related(turn)
-        while (reply := await self._append(recorded, expires_at, owner, seen, opening)) == b"retried":
-            recorded, seen = await self._related(turn)
+        while (reply := await self._append(recorded, expires_at, owner, seen, opening)) in NOT_YET:
+            if reply == b"late":
+                late += 1
+                if late == 2:
+                    raise StorageUnavailable("Redis is too slow: it refused the turn as too late")
+                await self._clock.read()
+            else:
+                recorded, seen = await self._related(turn)
         if isinstance(reply, bytes):
             raise refusal(turn.session_id, reply)
         before, after = reply
@@ -160,9 +182,19 @@ class RedisWriter:
         self, turn: Turn, expires_at: float, owner: str, seen: int | None, opening: SessionSpec | None
     ) -> bytes | list[int]:
         """How many fields the session's hash had before and has now, or why the turn is not stored."""
-        named, arguments = append_arguments(turn, expires_at, owner, seen, opening)
-        reply: bytes | list[int] = await stored(self._connection.script(self._append_turn, named, arguments))
+        deadline_ms = await self._clock.deadline_ms(self._append_within_s)
+        named, arguments = append_arguments(turn, expires_at, owner, seen, opening, deadline_ms)
+        try:
+            with available():
+                reply: bytes | list[int] = await self._connection.script(self._append_turn, named, arguments)
+        except StorageUnavailable as error:
+            if turn.finish != "abort" and isinstance(error.__cause__, UNANSWERED):
+                self._retractions.add(turn, deadline_ms)
+            raise
         return reply
+
+    async def retract_failed(self) -> None:
+        await self._retractions.settle_all()
 
     async def find_continuations(self, owner: str, digests: Sequence[str]) -> Sequence[str | None]:
         if not digests:
@@ -186,6 +218,7 @@ class RedisWriter:
     async def append_outcome(
         self, outcome: Outcome, reward: Reward | None, verdict: Verdict | None
     ) -> Outcome:
+        await self._retractions.settle(outcome.session_id)
         reply = await stored(
             self._append_outcome(
                 [
@@ -247,39 +280,3 @@ class RedisWriter:
             raise SessionClosed(f"session {session_id} is finished")
         self._heads.drop(session_id)
         return expires_at
-
-
-def _readable(session_id: str, fields: Mapping[bytes, bytes]) -> SessionHead | None:
-    """The head. If it cannot be read, this logs the reason and returns None: the list goes on without it."""
-    try:
-        return read_head(fields)
-    except UNREADABLE as error:
-        logger.error("session %s cannot be read and is left out of a list: %s", session_id, error)
-        return None
-
-
-def read_head(fields: Mapping[bytes, bytes]) -> SessionHead | None:
-    """A session's head from the fields of its hash; None when the hash has no spec."""
-    if b"spec" not in fields:
-        return None
-    turns: list[Turn] = []
-    rewards: list[Reward] = []
-    turn_verdicts: dict[str, Verdict] = {}
-    for field, value in fields.items():
-        match field[:2]:
-            case b"t:":
-                turns.append(cast(Turn, decode(value)))
-            case b"r:":
-                rewards.append(cast(Reward, decode(value)))
-            case b"v:":
-                turn_verdicts[field[2:].decode()] = msgspec.json.decode(value, type=Verdict)
-    outcome, verdict = fields.get(b"outcome"), fields.get(b"verdict")
-    return SessionHead(
-        spec=decode_spec(fields[b"spec"]),
-        turns=tuple(sorted(turns, key=lambda turn: turn.finished_at)),
-        rewards=tuple(sorted(rewards, key=lambda reward: reward.created_at)),
-        outcome=cast(Outcome, decode(outcome)) if outcome else None,
-        verdict=msgspec.json.decode(verdict, type=Verdict) if verdict else None,
-        turn_verdicts=turn_verdicts,
-        beaten_at=float(fields.get(b"beat", 0)),
-    )

@@ -8,11 +8,12 @@ from rollout_queue.redis.scripts.functions import SETTLE
 
 APPEND_TURN = """
 -- KEYS: session, stream, deadlines, sessions, deleted, deleted users, forgotten ids, user…, continuation…
--- ARGV: id, field, turn, expires, ttl in ms, request, seen, spec, created, number of users, digest of user…
+-- ARGV: id, field, turn, expires, ttl in ms, request, seen, spec, created, deadline, number of users,
+--       digest of user…
 -- `spec` opens a session that does not exist; empty if the session must exist.
 -- `request` names a field that exists once a retry of the turn's request was recorded. `seen` is how many
 -- fields the session had when the turn's relation to other attempts was computed; empty if it was not
--- computed.
+-- computed. After `deadline`, in ms by Redis' clock, nothing is stored: the client may have been told so.
 -- Returns how many fields the session had before and has now; or a word that says why nothing was appended.
 local known = redis.call('HMGET', KEYS[1], ARGV[2], 'spec', 'outcome', ARGV[6])
 local stored, spec, outcome, retried = unpack(known)
@@ -24,9 +25,11 @@ if not spec then
     if redis.call('ZSCORE', KEYS[7], 's:' .. ARGV[1]) then return 'forgotten' end
 end
 if outcome then return 'closed' end
-local users = tonumber(ARGV[10])
+local time = redis.call('TIME')
+if time[1] * 1000 + time[2] / 1000 > tonumber(ARGV[10]) then return 'late' end
+local users = tonumber(ARGV[11])
 for user = 1, users do
-    if redis.call('SISMEMBER', KEYS[6], ARGV[10 + user]) == 1 then return 'user deleted' end
+    if redis.call('SISMEMBER', KEYS[6], ARGV[11 + user]) == 1 then return 'user deleted' end
 end
 local looked = ARGV[7] ~= ''
 if looked and before ~= tonumber(ARGV[7]) then return 'retried' end
@@ -42,6 +45,21 @@ redis.call('ZADD', KEYS[3], ARGV[4], ARGV[1])
 for user = 1, users do redis.call('SADD', KEYS[7 + user], ARGV[1]) end
 for continuation = 8 + users, #KEYS do redis.call('SET', KEYS[continuation], ARGV[1], 'PX', ARGV[5]) end
 return {before, redis.call('HLEN', KEYS[1])}
+"""
+
+RETRACT = """
+-- KEYS: session, stream   ARGV: field, field of the retraction, retraction, deadline
+-- Appends the retraction of a turn that is stored, after the last moment to store it.
+-- Returns a word that says what became of the turn.
+local time = redis.call('TIME')
+if time[1] * 1000 + time[2] / 1000 <= tonumber(ARGV[4]) then return 'early' end
+local turn, retraction, verdict = unpack(redis.call('HMGET', KEYS[1], ARGV[1], ARGV[2], 'verdict'))
+if not turn then return 'absent' end
+if retraction then return 'retracted' end
+if verdict then return 'decided' end
+redis.call('XADD', KEYS[2], '*', 'r', ARGV[3])
+redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
+return 'retracted'
 """
 
 WITHIN = f"""

@@ -16,7 +16,12 @@ _FIXED_KEYS = (
 
 
 def append_arguments(
-    turn: Turn, expires_at: float, owner: str, seen: int | None, opening: SessionSpec | None
+    turn: Turn,
+    expires_at: float,
+    owner: str,
+    seen: int | None,
+    opening: SessionSpec | None,
+    deadline_ms: int,
 ) -> tuple[list[str], list[Argument]]:
     """Keys and arguments of APPEND_TURN. Numbers are passed as text, which hiredis packs in half the time."""
     users = _users_of(turn, opening)
@@ -33,6 +38,7 @@ def append_arguments(
         "" if seen is None else str(seen),
         "" if opening is None else encode(opening),
         "" if opening is None else repr(opening.created_at),
+        str(deadline_ms),
         str(len(users)),
         *map(user_digest, users),
     ]

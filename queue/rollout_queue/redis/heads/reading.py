@@ -1,0 +1,53 @@
+"""Reads sessions from their hashes."""
+
+import logging
+from collections.abc import Mapping
+from typing import cast
+
+import msgspec
+
+from rollout_queue.contract.codec import decode, decode_spec
+from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.records import Outcome, Reward, Turn, Verdict
+
+logger = logging.getLogger(__name__)
+
+UNREADABLE = (InvalidRecord, UnknownSchema, msgspec.DecodeError)
+"""What `read_head` raises for a session that this build cannot read."""
+
+
+def readable_head(session_id: str, fields: Mapping[bytes, bytes]) -> SessionHead | None:
+    """The head. If it cannot be read, this logs the reason and returns None: the list goes on without it."""
+    try:
+        return read_head(fields)
+    except UNREADABLE as error:
+        logger.error("session %s cannot be read and is left out of a list: %s", session_id, error)
+        return None
+
+
+def read_head(fields: Mapping[bytes, bytes]) -> SessionHead | None:
+    """A session's head from the fields of its hash; None when the hash has no spec."""
+    if b"spec" not in fields:
+        return None
+    turns: list[Turn] = []
+    rewards: list[Reward] = []
+    turn_verdicts: dict[str, Verdict] = {}
+    for field, value in fields.items():
+        match field[:2]:
+            case b"t:":
+                turns.append(cast(Turn, decode(value)))
+            case b"r:":
+                rewards.append(cast(Reward, decode(value)))
+            case b"v:":
+                turn_verdicts[field[2:].decode()] = msgspec.json.decode(value, type=Verdict)
+    outcome, verdict = fields.get(b"outcome"), fields.get(b"verdict")
+    return SessionHead(
+        spec=decode_spec(fields[b"spec"]),
+        turns=tuple(sorted(turns, key=lambda turn: turn.finished_at)),
+        rewards=tuple(sorted(rewards, key=lambda reward: reward.created_at)),
+        outcome=cast(Outcome, decode(outcome)) if outcome else None,
+        verdict=msgspec.json.decode(verdict, type=Verdict) if verdict else None,
+        turn_verdicts=turn_verdicts,
+        beaten_at=float(fields.get(b"beat", 0)),
+    )

@@ -1,0 +1,1 @@
+"""Appends turns, and retracts those whose clients were told that they failed."""

@@ -1,0 +1,111 @@
+"""Retracts turns whose append Redis did not answer: their clients were told that the call failed.
+
+append ──▶ no answer: the client gets an error ──▶ pending ──retract──▶ not stored: nothing to do
+                                                                   └──▶ stored: a retraction is appended
+
+A retraction is an aborted turn that replaces the stored one, as a retry would. So the stored turn is an
+orphan for every trainer, also for one of an older build.
+"""
+
+import logging
+from collections.abc import Collection
+from typing import NamedTuple
+
+from redis.asyncio import Redis
+
+from rollout_queue.contract.attempts import retraction_id
+from rollout_queue.contract.codec import encode
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.records import Turn
+from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import stored
+from rollout_queue.redis.scripts import records as record_scripts
+
+logger = logging.getLogger(__name__)
+
+MOST_PENDING = 10_000
+"""Turns that may be pending at once: as many as calls that end while Redis does not answer."""
+
+
+class PendingRetraction(NamedTuple):
+    """The retraction to append if the turn is stored; and the last moment to store it, by Redis' clock."""
+
+    retraction: Turn
+    deadline_ms: int
+
+
+class Retractions:
+    """The turns of this process that are still to be retracted, by turn id."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._retract = redis.register_script(record_scripts.RETRACT)
+        self._pending: dict[str, PendingRetraction] = {}
+
+    def add(self, turn: Turn, deadline_ms: int) -> None:
+        """Note that the append of the turn was not answered."""
+        if len(self._pending) >= MOST_PENDING:
+            logger.error("turn %s may be stored, although its client was told that it failed", turn.turn_id)
+            return
+        self._pending[turn.turn_id] = PendingRetraction(_retraction_of(turn), deadline_ms)
+
+    async def settle(self, session_id: str) -> None:
+        """Retract the pending turns of one session. Raises StorageUnavailable if that is not possible yet."""
+        await self._settle([name for name, each in self._pending.items() if _belongs(each, session_id)])
+        if any(_belongs(each, session_id) for each in self._pending.values()):
+            raise StorageUnavailable(f"Redis may still store a failed turn of session {session_id}")
+
+    async def settle_all(self) -> None:
+        """Retract all pending turns whose deadline has passed. Raises StorageUnavailable."""
+        await self._settle(list(self._pending))
+
+    async def _settle(self, turn_ids: Collection[str]) -> None:
+        for turn_id in turn_ids:
+            if (pending := self._pending.get(turn_id)) is None:
+                continue
+            reply = await self._retracted(turn_id, pending)
+            if reply == b"early":
+                continue
+            self._pending.pop(turn_id, None)
+            if reply == b"decided":
+                logger.error("turn %s got its verdict, although its client was told that it failed", turn_id)
+            elif reply == b"retracted":
+                logger.warning("turn %s is retracted: its client was told that it failed", turn_id)
+
+    async def _retracted(self, turn_id: str, pending: PendingRetraction) -> bytes:
+        retraction, deadline_ms = pending
+        reply: bytes = await stored(
+            self._retract(
+                [keys.session(retraction.session_id), keys.STREAM],
+                [f"t:{turn_id}", f"t:{retraction.turn_id}", encode(retraction), str(deadline_ms)],
+            )
+        )
+        return reply
+
+
+def _belongs(pending: PendingRetraction, session_id: str) -> bool:
+    return pending.retraction.session_id == session_id
+
+
+def _retraction_of(turn: Turn) -> Turn:
+    return Turn(
+        turn_id=retraction_id(turn.turn_id),
+        session_id=turn.session_id,
+        parent_id=turn.turn_id,
+        group_id=turn.group_id,
+        task_id=turn.task_id,
+        policy=turn.policy,
+        lineage=turn.lineage,
+        user=turn.user,
+        relation="retry",
+        reason="storage_unavailable",
+        context_ids=TokenIds(),
+        output_ids=TokenIds(),
+        logprobs=Logprobs(),
+        versions=(),
+        finish="abort",
+        train=turn.train,
+        started_at=turn.finished_at,
+        finished_at=turn.finished_at,
+        retry_of=turn.turn_id,
+    )

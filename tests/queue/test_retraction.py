@@ -1,0 +1,127 @@
+"""A turn whose append failed without an answer is not trained, even if Redis stored it."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis as AsyncRedis
+
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.records import Turn
+from rollout_queue.redis.connection.pipelined import PipelinedConnection
+from rollout_queue.redis.connection.pooled import PooledConnection
+from rollout_queue.redis.writer import RedisWriter
+from tests.support.claimed import claimed_reader
+from tests.support.queue.records import outcome, reward, spec, turn
+from tests.support.redis_process import RedisProcess
+from tests.support.waiting import PATIENCE_S
+from trainer_service.rows.turns import exclusions
+
+WITHIN_S = 0.3
+Connection = type[PipelinedConnection | PooledConnection]
+CONNECTIONS = pytest.mark.parametrize("connection", [PipelinedConnection, PooledConnection])
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisProcess]:
+    process = RedisProcess(tmp_path / "redis").start()
+    yield process
+    process.process.send_signal(signal.SIGCONT)
+    process.close()
+
+
+@asynccontextmanager
+async def writing(url: str, connection: Connection) -> AsyncIterator[RedisWriter]:
+    client = AsyncRedis.from_url(url)
+    writer = RedisWriter(client, partial(connection, timeout_s=WITHIN_S), WITHIN_S)
+    yield writer
+    await writer.close()
+    await client.aclose()
+
+
+class Muffler:
+    """Forwards commands to a Redis, and withholds every answer while it is `shut`."""
+
+    def __init__(self, port: int) -> None:
+        self._port, self.shut, self.url = port, False, ""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator["Muffler"]:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
+        yield self
+        server.close()
+        await asyncio.gather(*self._tasks)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        above, below = await asyncio.open_connection("127.0.0.1", self._port)
+        for copying in (self._copy(reader, below, False), self._copy(above, writer, True)):
+            self._tasks.add(asyncio.create_task(copying))
+
+    async def _copy(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, answers: bool) -> None:
+        with suppress(ConnectionError):
+            while data := await source.read(65536):
+                if not (answers and self.shut):
+                    sink.write(data)
+        sink.close()
+        with suppress(ConnectionError):
+            await sink.wait_closed()
+
+
+async def head_of(writer: RedisWriter) -> SessionHead:
+    head = await writer.load("s1")
+    assert head is not None
+    return head
+
+
+@CONNECTIONS
+async def test_a_stalled_redis_stores_no_turn_after_its_client_was_told_that_it_failed(
+    redis: RedisProcess, connection: Connection
+) -> None:
+    async with writing(redis.url, connection) as writer:
+        await writer.open_session(spec())
+        await writer.append_turn(turn("t0"), 1e10)  # from here on, the connection is open
+        redis.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(StorageUnavailable):
+            await writer.append_turn(turn("t1"), 1e10)
+        await asyncio.sleep(WITHIN_S)  # Redis is stalled until the deadline has passed
+        redis.process.send_signal(signal.SIGCONT)
+        await writer.append_turn(turn("t2"), 1e10)
+        await writer.retract_failed()
+        assert (await head_of(writer)).by_id.keys() == {"t0", "t2"}
+
+
+@CONNECTIONS
+async def test_a_stored_turn_whose_answer_was_lost_becomes_an_orphan(
+    redis: RedisProcess, connection: Connection
+) -> None:
+    async with Muffler(redis.port).open() as muffler, writing(muffler.url, connection) as writer:
+        await writer.open_session(spec())
+        await writer.append_turn(turn("t0"), 1e10)
+        muffler.shut = True
+        with pytest.raises(StorageUnavailable):
+            await writer.append_turn(turn("t1"), 1e10)
+        muffler.shut = False
+        await writer.append_turn(turn("t2"), 1e10)  # the client asks again, and does not say so
+        async with asyncio.timeout(PATIENCE_S):
+            while not await ended(writer):
+                pass
+        turns = [each.record for each in claimed_reader(redis.client).read(100, 0.01)]
+        verdicts = exclusions([each for each in turns if isinstance(each, Turn)])
+        assert verdicts.keys() == {"t1", "t1-retracted"}
+        assert verdicts["t1"].code == "orphan_retry"
+        assert "told that the call failed" in verdicts["t1"].detail
+
+
+async def ended(writer: RedisWriter) -> bool:
+    """End the session. That fails while a failed turn of it may still be stored."""
+    with suppress(StorageUnavailable):
+        await writer.append_outcome(outcome(), reward("finish"), None)
+        return True
+    return False

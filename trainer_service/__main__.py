@@ -32,7 +32,7 @@ from trainer_service.sinks.chosen import chosen_sinks
 from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.status.lease_holder import keep_lease
 from trainer_service.status.shared_state import SharedState
-from trainer_service.step.ranks import Leader, follow, own_rank
+from trainer_service.step.ranks import DistributedPolicy, follow, own_rank
 from trainer_service.step.teacher import TeacherClient
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.files import lock_directory
@@ -101,7 +101,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
             if not held:
                 return
             metrics = TrainerMetrics(registry, chosen_sinks(settings))
-            policy = Leader(DeepSpeedPolicy(settings))
+            policy = DistributedPolicy(DeepSpeedPolicy(settings))
             stream = _open_stream(redis, lease, shared_state, settings.retry_s)
             if stream is None:
                 policy.close()

@@ -31,7 +31,7 @@ from trainer_service.status.shared_state import Phase, SharedState
 from trainer_service.status.step_report import report_step
 from trainer_service.status.stopwatch import Stopwatch
 from trainer_service.step.group_trainer import Diverged, GroupTrainer, NotFinite
-from trainer_service.step.ranks import Leader
+from trainer_service.step.ranks import DistributedPolicy
 from trainer_service.step.teacher import TeacherClient
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.checkpoint_cycle import CheckpointCycle
@@ -53,7 +53,7 @@ class Trainer:
     def __init__(
         self,
         settings: TrainerSettings,
-        policy: Leader,
+        policy: DistributedPolicy,
         intake: Intake,
         checkpoints: Checkpoints,
         publisher: Publisher,

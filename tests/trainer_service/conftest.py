@@ -17,7 +17,7 @@ from tests.support.trainer_service.same_training import Weights
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.settings import TrainerSettings
 from trainer_service.sinks.sink import Sink
-from trainer_service.step.ranks import Leader
+from trainer_service.step.ranks import DistributedPolicy
 from trainer_service.step.step_request import StepRequest
 
 torch.set_num_threads(1)  # the models are too small for more, and another worker uses the other core
@@ -63,7 +63,9 @@ def imported(model_path: Path) -> None:
     transformers, each collection would take half a second.
     """
     settings = TrainerSettings(model_path=model_path, threads=1, device="cpu", zero_stage=3)
-    Leader(DeepSpeedPolicy(settings)).optimise(StepRequest(random_rows(0, 1), 0, settings.algorithm))
+    DistributedPolicy(DeepSpeedPolicy(settings)).optimise(
+        StepRequest(random_rows(0, 1), 0, settings.algorithm)
+    )
     gc.collect()
     gc.freeze()
 

@@ -9,7 +9,7 @@ from typing import Any
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.screening import ScreenedGroup
 from trainer_service.rows.rows import Row, micro_batches
-from trainer_service.step.ranks import Leader
+from trainer_service.step.ranks import DistributedPolicy
 from trainer_service.step.step_request import StepRequest
 
 Fingerprint = tuple[Any, ...]
@@ -22,7 +22,7 @@ class EarlyGroups:
     The gradients are not durable: after a crash, the stream delivers their groups again.
     """
 
-    def __init__(self, policy: Leader) -> None:
+    def __init__(self, policy: DistributedPolicy) -> None:
         self._policy = policy
         self._learned: dict[Fingerprint, str] = {}
         """The group id of each fingerprint that is in the accumulated gradient."""

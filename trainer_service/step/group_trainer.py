@@ -17,7 +17,7 @@ from trainer_service.rows.rows import Row
 from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.step.early_groups import EarlyGroups
 from trainer_service.step.quarantine import non_finite_groups
-from trainer_service.step.ranks import Leader
+from trainer_service.step.ranks import DistributedPolicy
 from trainer_service.step.step_request import StepRequest
 from trainer_service.step.teacher import TeacherClient, TeacherUnavailable
 
@@ -51,7 +51,7 @@ class GroupTrainer:
 
     def __init__(
         self,
-        policy: Leader,
+        policy: DistributedPolicy,
         algorithm: AlgorithmSettings,
         heartbeat: Heartbeat,
         teacher: TeacherClient | None,

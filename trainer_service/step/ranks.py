@@ -1,7 +1,7 @@
 """Several ranks as one policy: rank 0 broadcasts commands, and all ranks carry them out at the same time.
 
-    rank 0    train.py ─▶ Leader ─ command ─┬─▶ its own DeepSpeedPolicy
-    rank 1 …  follow() ◀────────────────────┴─▶ theirs, on their share of the micro-batches
+    rank 0    train.py ─▶ DistributedPolicy ─ command ─┬─▶ its own DeepSpeedPolicy
+    rank 1 …  follow() ◀───────────────────────────────┴─▶ theirs, on their share of the micro-batches
 
 Only rank 0 speaks to Redis and HTTP. If a rank dies, the next command or collective fails on all others: they
 exit, the launcher ends what is left, and the restart loads the last checkpoint.
@@ -81,7 +81,7 @@ def own_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-class Leader:
+class DistributedPolicy:
     """The policy of all ranks. Only rank 0 has one; each method first sends its command to the other
     ranks."""
 
@@ -165,7 +165,7 @@ class Leader:
 
 
 def follow(policy: DeepSpeedPolicy) -> None:
-    """Carry out the leader's commands until it ends the ranks. Raises RuntimeError if the leader is gone."""
+    """Carry out rank 0's commands until it sends None. Raises RuntimeError if rank 0 is gone."""
     channel, steps = _CommandChannel(policy.ranks), OptimizerSteps(policy, policy.value_clip)
     while (command := channel.receive()) is not None:
         match command:

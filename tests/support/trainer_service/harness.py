@@ -25,7 +25,7 @@ from trainer_service.sinks.chosen import chosen_sinks
 from trainer_service.sinks.sink import Sink
 from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.status.shared_state import SharedState
-from trainer_service.step.ranks import Leader
+from trainer_service.step.ranks import DistributedPolicy
 from trainer_service.step.teacher import TeacherClient
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.policy_store import PolicyStore
@@ -233,7 +233,7 @@ class Harness:
         asked = httpx.MockTransport(lambda request: self.teacher(request))
         self.trainer = Trainer(
             settings=self.settings,
-            policy=Leader(self.policy),
+            policy=DistributedPolicy(self.policy),
             intake=self.intake,
             checkpoints=self.checkpoints,
             publisher=Publisher(self.store, api, self.stream, self.settings.publish_url, heartbeat, metrics),

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.rows.rows import Row
 from trainer_service.settings import TrainerSettings
-from trainer_service.step.ranks import Leader
+from trainer_service.step.ranks import DistributedPolicy
 from trainer_service.step.step_request import StepRequest
 
 VOCABULARY = 64
@@ -68,7 +68,7 @@ class OneRankLearner:
     def __init__(self, root: Path, settings: TrainerSettings) -> None:
         self.root, self.settings = root, settings
         self.policy = DeepSpeedPolicy(settings)
-        self.leader = Leader(self.policy)
+        self.leader = DistributedPolicy(self.policy)
 
     def learn(self, seed: int, count: int = 6, **fields: Any) -> dict[str, float]:
         return self.leader.optimise(

@@ -19,7 +19,7 @@ import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
 from tests.support.trainer_service.rank_tasks import OVER, Task, Told, place_of, put
 from trainer_service.model.policy import DeepSpeedPolicy
-from trainer_service.step.ranks import Leader, follow, own_rank
+from trainer_service.step.ranks import DistributedPolicy, follow, own_rank
 from trainer_service.step.step_request import StepRequest
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.run_state import RunState
@@ -50,7 +50,7 @@ def learn(task: Task, place: Path) -> None:
     if own_rank() > 0:
         follow(policy)
     else:
-        put(lead(Leader(policy), task), place / "told.pickle")
+        put(lead(DistributedPolicy(policy), task), place / "told.pickle")
 
 
 def next_task(folder: Path, number: int) -> Task | None:
@@ -63,7 +63,7 @@ def next_task(folder: Path, number: int) -> Task | None:
     return task
 
 
-def lead(leader: Leader, task: Task) -> Told:
+def lead(leader: DistributedPolicy, task: Task) -> Told:
     algorithm = task.settings.algorithm
     checkpoints = Checkpoints(task.run / "checkpoints", 2)
     done = (checkpoints.restore(leader) or RunState()).step

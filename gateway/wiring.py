@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 from starlette.requests import Request
 
 from gateway.admission.admission import Admission
+from gateway.admission.backpressure import memory_bound, read_backpressure
 from gateway.engines.client import EngineClient, transport_of
 from gateway.engines.failover import Sampler
 from gateway.engines.fleet import Fleet
@@ -29,6 +30,7 @@ from gateway.sessions.resolution import SessionResolver
 from gateway.sessions.retention import Retention
 from gateway.sessions.service import SessionService
 from gateway.settings import GatewaySettings
+from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.stream import StreamDeleter, StreamWriter
 from rollout_queue.http.keys import Keyring
 from rollout_queue.redis import keys
@@ -82,6 +84,7 @@ async def opened(
 ) -> AsyncIterator[GatewayParts]:
     """Build the parts, and close them at the end of the block. Waits until Redis answers."""
     gateway = await _build(settings, renderer, metrics)
+    await _log_memory_bound(gateway.redis)
     yield gateway
     await gateway.recorder.close()
     await gateway.sampler.close()
@@ -133,6 +136,15 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
         warnings=WarningMonitor(settings.warnings, settings.limits, redis),
         retention=Retention(settings, redis, metrics),
     )
+
+
+async def _log_memory_bound(redis: Redis) -> None:
+    try:
+        pressure = await read_backpressure(redis)
+    except StorageUnavailable as error:
+        logger.warning("Redis does not say how much memory it may use: %s", error)
+        return
+    logger.log(logging.INFO if pressure.max_bytes else logging.WARNING, memory_bound(pressure))
 
 
 async def _secret(redis: Redis) -> bytes:

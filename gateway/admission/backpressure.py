@@ -40,6 +40,19 @@ class Backpressure(msgspec.Struct, frozen=True, kw_only=True):
     """None until a trainer has reported."""
 
 
+UNBOUNDED = (
+    "Redis has no maxmemory: it may use all memory of its machine, and gateway.limits.queue_memory has no "
+    "effect. Start it by queue/start-redis.sh, or set maxmemory"
+)
+
+
+def memory_bound(pressure: Backpressure) -> str:
+    """How much memory Redis may use, as a sentence."""
+    if not pressure.max_bytes:
+        return UNBOUNDED
+    return f"Redis uses {pressure.used_bytes / 2**20:.0f} of {pressure.max_bytes / 2**20:.0f} MiB (maxmemory)"
+
+
 async def read_backpressure(redis: Redis) -> Backpressure:
     """Raises StorageUnavailable."""
     async with redis.pipeline(transaction=False) as pipeline:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from redis.asyncio import Redis
 
-from gateway.admission.backpressure import Backpressure
+from gateway.admission.backpressure import UNBOUNDED, Backpressure
 from gateway.operators.formatting import counted, duration
 from gateway.settings import LimitSettings, WarningSettings
 from rollout_queue.contract.errors import StorageUnavailable
@@ -145,7 +145,9 @@ class WarningMonitor:
                 f"{counted(pressure.entries, 'record is', 'records are')} in the stream; from "
                 f"{limits.queue_entries} on (gateway.limits.queue_entries) new sessions are refused"
             )
-        if limits.queue_memory is not None and pressure.max_bytes:
+        if not pressure.max_bytes:
+            yield UNBOUNDED
+        elif limits.queue_memory is not None:
             full = pressure.used_bytes / pressure.max_bytes
             if full >= share * limits.queue_memory:
                 yield (

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 
-from gateway.admission.backpressure import read_backpressure
+from gateway.admission.backpressure import Backpressure, read_backpressure
 from gateway.engines.fleet_server import Registration
 from gateway.errors import ObjectNotFound
 from gateway.rest import export, pipeline
@@ -40,8 +40,8 @@ router.include_router(pipeline.router)
 async def status(request: Request) -> SystemStatus:
     """The state of servers, policy, trainer and queue, with warnings as sentences."""
     gateway = parts_of(request)
-    trainer, queue = await _redis_state(gateway)
     pressure = await read_backpressure(gateway.redis)
+    trainer, queue = await _redis_state(gateway, pressure)
     last_error = await _last_error(gateway) if queue.dead_letters else None
     warnings = [] if gateway.fleet.choose("") is not None else [gateway.fleet.why_no_server()]
     warnings += gateway.warnings.sentences(trainer, pressure, queue.dead_letters, last_error)
@@ -150,7 +150,7 @@ async def _set_drained(request: Request, server_id: str, *, drained: bool) -> Se
     return server.report()
 
 
-async def _redis_state(gateway: GatewayParts) -> tuple[TrainerReport, QueueReport]:
+async def _redis_state(gateway: GatewayParts, pressure: Backpressure) -> tuple[TrainerReport, QueueReport]:
     """The trainer's report, and how full the queue is."""
     async with gateway.redis.pipeline(transaction=False) as pipeline:
         pipeline.hgetall(keys.TRAINER)
@@ -166,6 +166,8 @@ async def _redis_state(gateway: GatewayParts) -> tuple[TrainerReport, QueueRepor
         unfinished_sessions=unfinished,
         verdicts={name.decode(): int(count) for name, count in sorted(verdicts.items())},
         dead_letters=dead,
+        used_bytes=pressure.used_bytes,
+        max_bytes=pressure.max_bytes,
     )
     return TrainerReport.of(trainer), queue
 

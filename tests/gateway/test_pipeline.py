@@ -1,9 +1,10 @@
 """Why a session was not trained: the pipeline, the warnings and the verdicts, over HTTP."""
 
 import json
+import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 import pytest
@@ -16,6 +17,8 @@ from rollout_queue.redis.restore import restore
 from tests.support.gateway.polls import polled
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 from tests.support.waiting import wait_until
+
+REDIS_BYTES = 8 * 2**30
 
 
 def pipeline(gateway: RunningGateway) -> dict[str, Any]:
@@ -157,15 +160,17 @@ def _commands(redis: Redis) -> int:
 
 
 @pytest.fixture
-def warned(backends: Backends) -> Callable[..., Any]:
+def warned(backends: Backends) -> Iterator[Callable[..., Any]]:
     """Starts a gateway with low thresholds for warnings. Its trainer is well unless a test says otherwise."""
     backends.clear(None)
+    backends.redis.config_set("maxmemory", REDIS_BYTES)
 
     def start(**settings: Any) -> Any:
         backends.redis.hset(keys.TRAINER, mapping={"step": 1, "version": 1, "last_seen": time.time()})
         return backends.gateway(**settings)
 
-    return start
+    yield start
+    backends.redis.config_set("maxmemory", 0)  # what other tests expect
 
 
 def heard(gateway: RunningGateway, *words: str) -> bool:
@@ -266,12 +271,27 @@ def test_a_redis_near_its_bound_is_a_warning(warned: Callable[..., Any]) -> None
         gateway.redis.set("ballast", bytes(64 * 2**20))
         used: Any = gateway.redis.info("memory")["used_memory"]
         try:
-            assert not heard(gateway, "maxmemory")
+            assert not heard(gateway, "Redis has")
             gateway.redis.config_set("maxmemory", int(used / 0.8))
             assert heard(gateway, "Redis has used", "from 90% on", "gateway.limits.queue_memory")
         finally:
-            gateway.redis.config_set("maxmemory", 0)
+            gateway.redis.config_set("maxmemory", REDIS_BYTES)
             gateway.redis.delete("ballast")
+
+
+def test_a_redis_without_a_bound_is_a_warning(
+    warned: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gateway.wiring")
+    with warned() as gateway:
+        assert "of 8192 MiB (maxmemory)" in caplog.text
+        assert not heard(gateway, "Redis has no maxmemory")
+        queue = gateway.get("/admin/status", key=ADMIN_KEY).json()["queue"]
+        assert 0 < queue["used_bytes"] < queue["max_bytes"] == REDIS_BYTES
+        gateway.redis.config_set("maxmemory", 0)
+        assert heard(gateway, "Redis has no maxmemory", "gateway.limits.queue_memory has no effect")
+        with warned():
+            assert "Redis has no maxmemory" in caplog.text
 
 
 def test_dead_letters_are_a_warning_with_the_last_reason(warned: Callable[..., Any]) -> None:

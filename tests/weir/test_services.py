@@ -2,9 +2,11 @@
 
 import os
 import stat
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from redis import Redis
@@ -12,7 +14,7 @@ from redis import Redis
 from tests.support.serving import free_port
 from weir.errors import StackError
 from weir.stack.preflight import check_machine
-from weir.stack.redis_server import redis_service
+from weir.stack.redis_server import START, redis_service
 from weir.stack.services import services_of
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
@@ -38,12 +40,52 @@ def test_redis_keeps_what_the_queue_promises(settings: StackSettings) -> None:
                 "dir": str(settings.run_dir / "redis"),
             }.items():
                 assert client.config_get(name) == {name: value}
+            machine = psutil.virtual_memory().total
+            assert 0 < int(client.config_get("maxmemory")["maxmemory"]) <= machine * 2 // 3
             assert client.config_get("bind")["bind"].startswith("127.0.0.1")
             client.set("kept", "yes")
     with Stack(mine, [redis_service(mine)]) as stack:
         stack.wait_ready()
         with Redis.from_url(stack.redis_url, decode_responses=True) as client:
             assert client.get("kept") == "yes"
+
+
+@pytest.mark.parametrize(
+    ("limits", "variables", "sentence"),
+    [
+        ({}, {}, "1073741824: a quarter of this machine's 4096 MiB"),
+        ({"memory.max": "max"}, {}, "1073741824: a quarter of this machine's 4096 MiB"),
+        ({"memory.max": "3221225472"}, {}, "2147483648: two thirds of the 3072 MiB"),
+        (
+            {"memory/memory.limit_in_bytes": "3221225472"},
+            {},
+            "2147483648: two thirds of the 3072 MiB",
+        ),
+        (
+            {"memory/memory.limit_in_bytes": "9223372036854771712"},
+            {},
+            "1073741824: a quarter",
+        ),
+        (
+            {"memory.max": "3221225472"},
+            {"WEIR_REDIS_MEMORY": "5gb"},
+            "5gb: set by WEIR_REDIS_MEMORY",
+        ),
+    ],
+)
+def test_redis_has_a_bound_from_its_container_or_machine(
+    tmp_path: Path, limits: dict[str, str], variables: dict[str, str], sentence: str
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:        4194304 kB\nMemFree:          1000 kB\n")
+    for name, limit in limits.items():
+        path = tmp_path / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{limit}\n")
+    environment = {"WEIR_MEMINFO": str(tmp_path / "meminfo"), "WEIR_CGROUPS": str(tmp_path / "groups")}
+    command = ["/bin/sh", str(START), "echo", "redis-server"]
+    said = subprocess.check_output(command, env=os.environ | environment | variables, text=True).splitlines()
+    assert sentence in said[0]
+    assert said[1] == f"redis-server --maxmemory {said[0].split()[3].rstrip(':')}"
 
 
 def test_every_service_reads_one_file_that_the_stack_wrote(

@@ -9,6 +9,8 @@ from weir.stack.probes import redis_ready
 from weir.stack.process import Service
 from weir.stack.settings import StackSettings
 
+START = Path(__file__).with_name("start-redis.sh")
+"""A link to queue/start-redis.sh, which bounds Redis' memory."""
 CONFIGURATION = Path(__file__).with_name("redis.conf")
 """A link to queue/redis.conf: the persistence and memory settings that the queue's guarantees need."""
 
@@ -26,13 +28,13 @@ def executable() -> str:
 
 
 def redis_service(settings: StackSettings) -> Service:
-    """Redis with CONFIGURATION, on loopback, with its file in the run directory."""
+    """Redis with CONFIGURATION and a bound on its memory, on loopback, with its file in the run directory."""
     directory = settings.run_dir.absolute() / "redis"
     directory.mkdir(parents=True, exist_ok=True)
-    command = (executable(), str(CONFIGURATION), "--port", str(settings.redis_port), "--dir", str(directory))
+    server = (executable(), str(CONFIGURATION), "--port", str(settings.redis_port), "--dir", str(directory))
     return Service(
         name="redis",
-        command=command,
+        command=("/bin/sh", str(START), *server),
         ports={settings.redis_port: "stack.redis_port (WEIR_STACK__REDIS_PORT)"},
         url=settings.redis_url,
         ready=redis_ready(settings.redis_url),

@@ -59,6 +59,9 @@ class QueueReport(ServiceMessage):
     unfinished_sessions: int
     verdicts: Mapping[str, int]
     dead_letters: int
+    used_bytes: int | None = None
+    """Redis' memory, and its `maxmemory`; 0 for none."""
+    max_bytes: int | None = None
 
 
 class PolicyStatus(ServiceMessage):

@@ -1,0 +1,1 @@
+../../../queue/start-redis.sh

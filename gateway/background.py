@@ -37,6 +37,14 @@ async def watch_silence(gateway: GatewayParts) -> None:
     gateway.silence.check()
 
 
+async def keep_sessions_open(gateway: GatewayParts) -> None:
+    """Put off the expiry of sessions that have calls in flight."""
+    try:
+        await gateway.in_flight.put_off_expiry()
+    except StorageUnavailable as error:
+        logger.warning("sessions with calls in flight may expire: %s", error)
+
+
 async def expire_sessions(gateway: GatewayParts) -> None:
     """Close sessions whose deadline has passed, and that have no outcome or no reward."""
     try:
@@ -86,6 +94,7 @@ async def drop_text_caches(gateway: GatewayParts) -> None:
 
 POLLED: tuple[Task, ...] = (
     refresh_fleet,
+    keep_sessions_open,
     expire_sessions,
     retract_failed_turns,
     refresh_limits,

@@ -26,6 +26,7 @@ from gateway.metrics import Metrics
 from gateway.operators.pipeline import PipelineMonitor
 from gateway.operators.warnings import WarningMonitor
 from gateway.sessions.identity import Identities
+from gateway.sessions.in_flight import CallsInFlight
 from gateway.sessions.resolution import SessionResolver
 from gateway.sessions.retention import Retention
 from gateway.sessions.service import SessionService
@@ -63,6 +64,7 @@ class GatewayParts:
     admission: Admission
     sessions: SessionService
     resolver: SessionResolver
+    in_flight: CallsInFlight
     sampler: Sampler
     generator: Generator
     recorder: Recorder
@@ -128,6 +130,7 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
         admission=admission,
         sessions=sessions,
         resolver=SessionResolver(sessions, writer, admission),
+        in_flight=CallsInFlight(writer),
         sampler=sampler,
         generator=Generator(settings, renderer, sampler, recorder),
         recorder=recorder,

@@ -24,6 +24,7 @@ from gateway.language.deltas import AnswerStream, RawTextStream
 from gateway.sessions.identity import Caller
 from gateway.sessions.resolution import HEADERS, SessionClues
 from gateway.wiring import GatewayParts
+from rollout_queue.contract.head import SessionHead
 from rollout_queue.http.errors import ApiError
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,20 @@ class Exchange:
         gateway = self.gateway
         parsed = await self.dialect.read(caller, request.body, request.heavy)
         head = await gateway.resolver.resolve(_clues(request, parsed, call), caller)
+        async with gateway.in_flight.call(head):
+            await self._answer_in(head, caller, request, parsed, reply, call)
+
+    async def _answer_in(
+        self,
+        head: SessionHead,
+        caller: Caller,
+        request: AgentRequest,
+        parsed: ParsedRequest,
+        reply: Reply,
+        call: InFlightCall,
+    ) -> None:
+        """Answer a call in its session."""
+        gateway = self.gateway
         version = pinned_version(gateway.settings, gateway.fleet, parsed.model, head.spec.policy)
         generations = await gateway.generator.begin(
             head, parsed.calls, parsed.n, version, self.dialect.prefix, request.heavy, call

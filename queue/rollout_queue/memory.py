@@ -149,13 +149,14 @@ class MemoryStream:
         heads = [self.heads.get(member) for member in sorted(members)]
         return group_progress(size, ("decided" if head is None else stage_of(head) for head in heads))
 
-    async def heartbeat(self, session_id: str, now: float) -> float:
+    async def heartbeat(self, session_id: str, now: float, at_least_s: float = 0.0) -> float:
         head = self.heads.get(session_id)
         if head is None or head.state != "open" or head.outcome is not None:
             raise SessionClosed(f"session {session_id} is {'finished' if head else 'unknown'}")
         self._change(session_id, beaten_at=now)
-        self.deadlines[session_id] = max(self.deadlines[session_id], now + head.spec.ttl_s)
-        return now + head.spec.ttl_s
+        expires_at = now + max(head.spec.ttl_s, at_least_s)
+        self.deadlines[session_id] = max(self.deadlines[session_id], expires_at)
+        return expires_at
 
     # The deleter
 

@@ -139,9 +139,9 @@ class StreamWriter(Protocol):
         """How far the sessions of the group have come, and the size of the group."""
         ...
 
-    async def heartbeat(self, session_id: str, now: float) -> float:
+    async def heartbeat(self, session_id: str, now: float, at_least_s: float = 0.0) -> float:
         """Note that the agent of an open session is alive: the session expires as if a call had ended at
-        `now`.
+        `now`. It is kept open for `at_least_s`, even if its time to live is shorter.
 
         Returns when it expires, seconds since the epoch. Raises SessionClosed when the session has ended or
         has expired.

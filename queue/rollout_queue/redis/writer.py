@@ -271,11 +271,11 @@ class RedisWriter:
         found = await progress_of(self._redis, sorted(member.decode() for member in members))
         return group_progress(int(size or 0) or None, (each.stage for each in found))
 
-    async def heartbeat(self, session_id: str, now: float) -> float:
+    async def heartbeat(self, session_id: str, now: float, at_least_s: float = 0.0) -> float:
         key = keys.session(session_id)
         if (raw := await stored(self._redis.hget(key, "spec"))) is None:
             raise SessionClosed(f"session {session_id} is unknown")
-        expires_at = now + decode_spec(raw).ttl_s
+        expires_at = now + max(decode_spec(raw).ttl_s, at_least_s)
         if not await stored(self._heartbeat([key, keys.DEADLINES], [session_id, now, expires_at])):
             raise SessionClosed(f"session {session_id} is finished")
         self._heads.drop(session_id)

@@ -1,0 +1,69 @@
+"""Keeps sessions open while calls are in flight: a call is a sign of life, however long its answer takes."""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from rollout_queue.contract.errors import SessionClosed
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.stream import StreamWriter
+
+MARGIN_S = 5.0
+"""How long before a session would expire this is put off: some polls, and a pause of Redis."""
+
+
+@dataclass
+class SessionInFlight:
+    """A session with calls in flight."""
+
+    ttl_s: float
+    expires_at: float
+    """Seconds since the epoch; as far as this gateway knows, the session expires then."""
+    calls: int = 0
+
+    @property
+    def due(self) -> bool:
+        """Whether the expiry has to be put off now."""
+        return self.expires_at < time.time() + max(MARGIN_S, self.ttl_s / 4)
+
+
+class CallsInFlight:
+    """The sessions of this gateway that have calls in flight."""
+
+    def __init__(self, writer: StreamWriter) -> None:
+        self._writer = writer
+        self._sessions: dict[str, SessionInFlight] = {}
+
+    @asynccontextmanager
+    async def call(self, head: SessionHead) -> AsyncIterator[None]:
+        """Keep the session open inside the block."""
+        spec = head.spec
+        session = self._sessions.get(spec.session_id)
+        if session is None:
+            session = self._sessions[spec.session_id] = SessionInFlight(spec.ttl_s, head.expires_at)
+        session.calls += 1
+        try:
+            if head.stored and session.expires_at < time.time() + MARGIN_S:
+                await self._put_off(spec.session_id, session)
+            yield
+        finally:
+            session.calls -= 1
+            # The turn of this call has set the expiry anew, which other calls may outlast.
+            session.expires_at = min(session.expires_at, time.time() + session.ttl_s)
+            if not session.calls:
+                self._sessions.pop(spec.session_id, None)
+
+    async def put_off_expiry(self) -> None:
+        """Put off the expiry of every session whose expiry is near. Raises StorageUnavailable."""
+        for session_id, session in list(self._sessions.items()):
+            if session.due:
+                await self._put_off(session_id, session)
+
+    async def _put_off(self, session_id: str, session: SessionInFlight) -> None:
+        now = time.time()
+        try:
+            await self._writer.heartbeat(session_id, now, 2 * MARGIN_S)
+        except SessionClosed:
+            return  # it was finished meanwhile, or its first turn will open it
+        session.expires_at = now + max(session.ttl_s, 2 * MARGIN_S)

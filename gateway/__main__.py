@@ -1,10 +1,12 @@
 """`python -m gateway`: read the configuration once, then serve."""
 
 import argparse
+import ctypes
 import gc
 import logging
 import os
 import sys
+from contextlib import suppress
 
 from gateway.app import create_app
 from gateway.settings import GatewaySettings
@@ -13,6 +15,10 @@ from rollout_queue.http.server import serve
 from rollout_queue.settings import CONFIG_VARIABLE
 
 logger = logging.getLogger("gateway")
+
+
+M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 2**20
+"""glibc's number of the option, and the size from which it takes memory that it returns when it is freed."""
 
 
 def main() -> None:
@@ -27,6 +33,7 @@ def main() -> None:
     refuse_open_binding(settings.host, keyring)
     if keyring.open:
         logger.warning("no keys are set: every process on this machine may do everything")
+    return_large_memory()
     app = create_app(settings)
     # The objects built so far live as long as the process: exclude them from garbage collection.
     gc.collect()
@@ -34,6 +41,12 @@ def main() -> None:
     # Long prompts are rendered in threads. A short switch interval lets streams write in between.
     sys.setswitchinterval(0.0001)
     serve(app, settings.host, settings.port, settings.drain_timeout_s, bounds=settings.connections)
+
+
+def return_large_memory() -> None:
+    """Let glibc return the memory of large bodies. By default it begins to keep it once one was freed."""
+    with suppress(OSError, AttributeError):  # another C library, which has no such option
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
 
 
 if __name__ == "__main__":

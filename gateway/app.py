@@ -43,7 +43,9 @@ from rollout_queue.http.probes import probes
 
 def create_app(settings: GatewaySettings) -> ASGIApp:
     """The application. Its lifespan opens the connections at the start, and closes them at the end."""
-    renderer = ChatRenderer(settings.model_path, settings.renderer, settings.thinking)
+    renderer = ChatRenderer(
+        settings.model_path, settings.renderer, settings.thinking, settings.context_length
+    )
     metrics = Metrics()
 
     @asynccontextmanager

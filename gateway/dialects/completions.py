@@ -1,7 +1,7 @@
 """`/v1/completions`: reads prompts of text or token ids, and writes their answers, whole or as a stream."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import UNSET, UnsetType
@@ -52,11 +52,11 @@ class Completions:
         asked = sampling_of(request, self._renderer.config.vocab_size)
         if request.max_tokens is not None:
             asked["max_tokens"] = request.max_tokens
-        prompts, tokenize = prompts_of(request), self._renderer.tokenizer.encode
+        prompts = prompts_of(request)
         if heavy:
-            ids = await asyncio.to_thread(_ids_of, tokenize, prompts)
+            ids = await asyncio.to_thread(_ids_of, self._renderer, prompts)
         else:
-            ids = _ids_of(tokenize, prompts)
+            ids = _ids_of(self._renderer, prompts)
         calls = [
             Call(
                 messages=(),
@@ -111,8 +111,15 @@ def prompts_of(request: CompletionRequest) -> list[str] | list[list[int]]:
     return prompts
 
 
-def _ids_of(tokenize: Callable[[str], list[int]], prompts: Sequence[str | list[int]]) -> list[TokenIds]:
-    return [TokenIds(tokenize(prompt) if isinstance(prompt, str) else prompt) for prompt in prompts]
+def _ids_of(renderer: ChatRenderer, prompts: Sequence[str | list[int]]) -> list[TokenIds]:
+    ids = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            renderer.refuse_too_long([{"role": "user", "content": prompt}], "prompt")
+            with renderer.bounded("prompt"):
+                prompt = renderer.tokenizer.encode(prompt)
+        ids.append(TokenIds(prompt))
+    return ids
 
 
 def _is_id(value: Any) -> bool:

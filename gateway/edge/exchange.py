@@ -59,6 +59,8 @@ class Exchange:
     async def _answer(self, caller: Caller, request: AgentRequest, reply: Reply, call: InFlightCall) -> None:
         gateway = self.gateway
         parsed = await self.dialect.read(caller, request.body, request.heavy)
+        for each in parsed.calls:
+            gateway.renderer.refuse_too_long(each.messages)
         head = await gateway.resolver.resolve(_clues(request, parsed, call), caller)
         async with gateway.in_flight.call(head):
             await self._answer_in(head, caller, request, parsed, reply, call)

@@ -59,6 +59,7 @@ class InFlightCall:
         self._send: Send | None = reply.redirect(self._record)
         self._messages: list[Message] = []
         self._ended = False
+        self._followed = False
         self._failure: Exception | None = None
         self._changed: asyncio.Event | None = None
         self._stop_timer: asyncio.TimerHandle | None = None
@@ -70,7 +71,9 @@ class InFlightCall:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception):
+        if not self._followed:
+            pass  # nobody will be told; an error that is kept would keep its call's memory until a collection
+        elif isinstance(error, Exception):
             self._failure = error
         elif error is not None:
             self._failure = ApiError(503, "the call that this one repeats was stopped")
@@ -93,6 +96,7 @@ class InFlightCall:
         if attempt > self.latest_attempt:
             self.latest_attempt, self.joined_at = attempt, time.time()
         self.readers += 1
+        self._followed = True
         self._cancel_stop()
         self._wake_readers()
 

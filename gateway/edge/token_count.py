@@ -1,6 +1,5 @@
 """`/v1/messages/count_tokens`: how many tokens the prompt of a request has."""
 
-import asyncio
 from dataclasses import dataclass
 
 from gateway.dialects.messages import Messages, request_of
@@ -15,15 +14,15 @@ from rollout_queue.http.errors import ApiError
 
 @dataclass(frozen=True)
 class TokenCount:
-    """The endpoint that counts the tokens of a prompt; it samples nothing."""
+    """The endpoint that counts the tokens of a prompt; it samples nothing. It counts as a call."""
 
     messages: Messages
     gateway: GatewayParts
 
     async def serve(self, request: AgentRequest, reply: Reply) -> None:
-        body = request_of(request.body)
-        prompt_ids = self.gateway.generator.prompt_ids
-        ids = await asyncio.to_thread(prompt_ids, conversation(body), tools_of(body))
+        gateway, body = self.gateway, request_of(request.body)
+        gateway.admission.check_call(await gateway.sessions.owner_of(request.caller))
+        ids = await gateway.generator.prompt_ids(conversation(body), tools_of(body))
         await reply.send_json(200, encode(InputTokens(len(ids))), {})
 
     def error(self, error: ApiError) -> bytes:

@@ -4,7 +4,10 @@ call ──begin──▶ parent, prompt, sampling ──sample──▶ chunks 
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
 
 from gateway.conversations.conversation import Prompt, locate
 from gateway.conversations.raw import locate_raw
@@ -22,6 +25,9 @@ from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.tokens import TokenIds
 
+T = TypeVar("T")
+ENCODERS = 2
+"""How many long prompts are rendered at the same time."""
 WHOLE_ANSWER_INTERVAL = 64
 """Tokens per engine event for a client that waits for the whole answer."""
 
@@ -37,7 +43,8 @@ class Generator:
         self._recorder = recorder
         self._template_ids_are_valid = renderer.tokenizer.vocabulary_size <= renderer.config.vocab_size
         self._train_constrained = settings.train_constrained
-        self._context_length = settings.context_length or renderer.config.max_position_embeddings
+        self._context_length = renderer.context_length
+        self._encoders = ThreadPoolExecutor(ENCODERS, "encoder")
 
     async def begin(
         self,
@@ -58,7 +65,7 @@ class Generator:
         generations: list[Generation] = []
         for call in calls:
             if heavy:
-                prompt = await asyncio.to_thread(self._locate, head, call)
+                prompt = await self._in_thread(partial(self._locate, head, call))
             else:
                 prompt = self._locate(head, call)
             room = self._context_length - len(prompt.prompt_ids)
@@ -70,12 +77,20 @@ class Generator:
                 )
         return generations
 
-    def prompt_ids(self, messages: Sequence[Message], tools: list[Tool] | None) -> TokenIds:
-        """The prompt of a conversation without a session. Raises InvalidRequest if it cannot be rendered."""
+    async def prompt_ids(self, messages: Sequence[Message], tools: list[Tool] | None) -> TokenIds:
+        """The prompt of a conversation without a session.
+
+        Raises InvalidRequest if it cannot be rendered, or has more tokens than twice the context.
+        """
+        self._renderer.refuse_too_long(messages)
         try:
-            return self._renderer.render(messages, tools)
+            return await self._in_thread(partial(self._renderer.render, messages, tools))
         except UNREADABLE as error:
             raise _unreadable(error) from error
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Run work on a long prompt in one of a few threads, so that calls wait in place of taking memory."""
+        return await asyncio.get_running_loop().run_in_executor(self._encoders, work)
 
     async def sample(self, generation: Generation, on_chunk: OnChunk | None = None) -> None:
         """Sample the whole answer. Append each chunk to the generation, then call `on_chunk` with it.

@@ -13,6 +13,8 @@ CUT = "\ufdd0"
 """Where text is split before it is encoded: a Unicode noncharacter, doubled in text that contains it."""
 PREFIX_LENGTH = 4
 """How many characters of a token are searched first: enough to skip the tags of a web page quickly."""
+WINDOW = 64 * 2**10
+"""Characters that one search covers: it holds the interpreter's lock until it ends."""
 _CUTS = re.compile(f"(?<!{CUT}){CUT}(?!{CUT})")
 
 
@@ -38,11 +40,17 @@ class ControlTokenEscaper:
         if CUT in text:
             text = text.replace(CUT, CUT * 2)
         last, parts = 0, []
-        found = self._prefixes.search(text)
+        found = self._find(text, 0)
         while found is not None:
             start = found.start()
             if any(text[start : start + length] in self._tokens for length in self._lengths[found[0]]):
                 parts.append(text[last : start + 1])
                 last = start + 1
-            found = self._prefixes.search(text, start + 1)
+            found = self._find(text, start + 1)
         return CUT.join([*parts, text[last:]]) if parts else text
+
+    def _find(self, text: str, start: int) -> re.Match[str] | None:
+        for at in range(start, len(text), WINDOW):
+            if (found := self._prefixes.search(text, at, at + WINDOW + PREFIX_LENGTH - 1)) is not None:
+                return found
+        return None

@@ -8,6 +8,7 @@ output ids ──parse──▶ content, reasoning, tool calls
 import json
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,15 @@ from renderers import ToolCallParseStatus, create_renderer
 from gateway.language.chat_messages import Message, MessageNormalizer, Tool
 from gateway.language.example_conversation import EXAMPLE_MESSAGES, EXAMPLE_TOOL
 from gateway.language.families import Thinking, configuration, family_of
+from gateway.language.token_budget import at_most, text_chars, too_long
 from gateway.language.tokenizer import BareTokenizer
 from rollout_queue.contract.tokens import TokenIds
 
 PROMPT_TAIL = 128
 """How many tokens of a prompt's end the library gets: they tell if the answer begins inside reasoning."""
+
+COUNTED_CONTEXTS = 2
+"""A prompt is encoded up to this many times the context, so that its error names its exact length."""
 
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """What the library raises for messages or answers that it cannot read, such as 10 000 nested brackets."""
@@ -55,8 +60,16 @@ class ModelConfig(msgspec.Struct, frozen=True):
 class ChatRenderer:
     """The chat template of one model. The same messages give the same ids, unless the date changes."""
 
-    def __init__(self, model_path: Path, family: str = "auto", thinking: Thinking = "template") -> None:
+    def __init__(
+        self,
+        model_path: Path,
+        family: str = "auto",
+        thinking: Thinking = "template",
+        context_length: int | None = None,
+    ) -> None:
         self.config = msgspec.json.decode((model_path / "config.json").read_bytes(), type=ModelConfig)
+        self.context_length = context_length or self.config.max_position_embeddings
+        """Limit on tokens of prompt and answer together."""
         eos = self.config.eos_token_id
         self.tokenizer = BareTokenizer(model_path, eos[0] if isinstance(eos, list) else eos)
         self.family = family_of(family, model_path, self.config.model_type)
@@ -89,9 +102,23 @@ class ChatRenderer:
             self.template = create_renderer(self.tokenizer, self._configuration)
             self._made_on = today
         normalized = self.normalizer.conversation(messages, tools)
-        return TokenIds(
-            self.template.render_ids(normalized, tools=_listed(tools), add_generation_prompt=True)
-        )
+        with self.bounded():
+            return TokenIds(
+                self.template.render_ids(normalized, tools=_listed(tools), add_generation_prompt=True)
+            )
+
+    def bounded(self, param: str = "messages") -> AbstractContextManager[None]:
+        """A block that encodes one prompt, and raises InvalidRequest if it has far too many tokens."""
+        return at_most(COUNTED_CONTEXTS * self.context_length, self.context_length, param)
+
+    def refuse_too_long(self, messages: Sequence[Message], param: str = "messages") -> None:
+        """Raise InvalidRequest for messages whose text alone cannot fit into the context.
+
+        The length of the text tells: nothing is encoded.
+        """
+        limit = COUNTED_CONTEXTS * self.context_length
+        if text_chars(messages) > limit * self.tokenizer.max_token_bytes:
+            raise too_long(limit, self.context_length, param)
 
     def bridge(
         self,
@@ -109,7 +136,8 @@ class ChatRenderer:
         normalized = self.normalizer.continuation(new_messages, before)
         prompt, output = prompt_ids[-PROMPT_TAIL:].tolist(), output_ids.tolist()
         try:
-            bridged = self.template.bridge_to_next_turn(prompt, output, normalized, tools=_listed(tools))
+            with self.bounded():
+                bridged = self.template.bridge_to_next_turn(prompt, output, normalized, tools=_listed(tools))
         except UNREADABLE:
             return None
         known = prompt + output

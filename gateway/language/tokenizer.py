@@ -1,15 +1,19 @@
 """Gives a `tokenizers` tokenizer the interface that the library `renderers` needs, without transformers."""
 
+import math
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Encoding, Tokenizer
 from tokenizers.models import BPE, Unigram
+from tokenizers.normalizers import NFC, NFD, NFKD
 
 from gateway.language.control_tokens import ControlTokenEscaper, split_at_cuts
+from gateway.language.token_budget import BOUNDARY, BUDGET, PIECE_CHARS, SPLIT_SLACK, TokenBudget, runs
 
 REASONING_TAGS = ("<think>", "</think>")
 """These are treated as control tokens even if the template uses neither."""
@@ -17,6 +21,15 @@ PHRASE_CHARS = 512
 PASSAGE_CHARS = 65536
 """The longest phrase and the longest passage, in characters. The ids of 8192 phrases and 64 passages are
 cached: every call repeats the short texts of the template and the agent's list of tools."""
+PROBE = (
+    "We met 12 people at 10 am; it was cold outside and 3 of them said 'we are here' to us.\n"
+    "  def add(left, right):  # adds 2 numbers\n        return left + right if left else None\n\n"
+    "Bonjour \u00e0 tous, na\u00efve caf\u00e9 e\u0301te 2024 winter \u4f60\u597d hello \u4e16\u754c and "
+    "CamelCase words, I'm A b C d 7 e\n"
+)
+"""A text with many boundaries. It tells whether the tokenizer encodes texts that are cut there as before."""
+NORMALIZED = 4
+"""A normalizer such as NFC shortens UTF-8 less than this many times."""
 
 
 class BareTokenizer:
@@ -35,6 +48,9 @@ class BareTokenizer:
         self.added_ids = frozenset(self._added)
         """Ids that were added to the vocabulary: control tokens such as `<|im_end|>` and `<tool_call>`, in
         some tokenizers also ordinary text."""
+        self._cuts_at_words = self._may_cut_at_words()
+        self.max_token_bytes = self._max_token_bytes()
+        """No token stands for more bytes of text than this; infinite if that is not known."""
         self._phrases = lru_cache(8192)(self._ids)
         self._passages = lru_cache(64)(self._ids)
 
@@ -42,9 +58,12 @@ class BareTokenizer:
         if self._recording:
             self._template_texts.add(text)
         if add_special_tokens or len(text) > PASSAGE_CHARS:
-            return self._ids(text, add_special_tokens).tolist()
-        cached = self._phrases if len(text) <= PHRASE_CHARS else self._passages
-        return cached(text).tolist()
+            ids = self._ids(text, add_special_tokens)
+        else:
+            ids = (self._phrases if len(text) <= PHRASE_CHARS else self._passages)(text)
+        if (budget := BUDGET.get()) is not None:
+            budget.spend(len(ids))
+        return ids.tolist()
 
     def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False, **_: Any) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
@@ -88,16 +107,49 @@ class BareTokenizer:
         )
 
     def _ids(self, text: str, add_special_tokens: bool = False) -> "array[int]":
-        ids = array("i")
+        ids, budget = array("i"), BUDGET.get()
         for part in split_at_cuts(text):
-            try:
-                encoding = self._encoding(part, add_special_tokens)
-            except TypeError:  # half of a surrogate pair, which the JSON of a call may contain
-                whole = part.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-                encoding = self._encoding(whole, add_special_tokens)
-            ids.extend(encoding.ids)
+            for run in runs(part, self._cuts_at_words):
+                if budget is not None:
+                    if len(run) > PIECE_CHARS:
+                        self._refuse_long(run, budget, len(ids))
+                    budget.check(len(ids))
+                ids.extend(self._encoding(run, add_special_tokens).ids)
         return ids
+
+    def _refuse_long(self, run: str, budget: TokenBudget, before: int) -> None:
+        """Raise InvalidRequest if a text has more tokens than the budget allows after `before` others.
+
+        The tokens are counted in pieces, because encoding the whole text takes memory for all of it.
+        """
+        for start in range(0, len(run), PIECE_CHARS):
+            piece = self._encoding(run[start : start + PIECE_CHARS], False)
+            before += max(0, len(piece) - SPLIT_SLACK)
+            budget.check(before)
 
     def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
         # A batch, even of one text, releases the GIL; the fast variant computes no offsets.
-        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        encode = self.backend.encode_batch_fast
+        try:
+            return encode([text], add_special_tokens=add_special_tokens)[0]
+        except TypeError:  # half of a surrogate pair, which the JSON of a call may contain
+            whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            return encode([whole], add_special_tokens=add_special_tokens)[0]
+
+    def _may_cut_at_words(self) -> bool:
+        """Whether texts that are cut at every boundary between words are encoded as before."""
+        if any(BOUNDARY.search(token.content) for token in self._added.values()):
+            return False
+        cuts = [0, *(found.start() for found in BOUNDARY.finditer(PROBE)), len(PROBE)]
+        parts = [PROBE[start:end] for start, end in pairwise(cuts)]
+        in_parts = [token_id for part in parts for token_id in self._encoding(part, False).ids]
+        return bool(self._encoding(PROBE, False).ids == in_parts)
+
+    def _max_token_bytes(self) -> float:
+        model, normalizer = self.backend.model, self.backend.normalizer
+        if getattr(model, "unk_token", None) and not getattr(model, "byte_fallback", False):
+            return math.inf  # an unknown word of any length may be one token
+        longest = max(len(token.encode()) for token in self.backend.get_vocab(with_added_tokens=True))
+        if normalizer is None:
+            return longest
+        return NORMALIZED * longest if isinstance(normalizer, NFC | NFD | NFKD) else math.inf

@@ -110,6 +110,18 @@ class SessionService:
         if caller.role != "admin":
             raise no_session(session_id)
 
+    async def owner_of(self, caller: Caller) -> str:
+        """The client key for which the caller's calls count.
+
+        Raises ObjectNotFound for a session key whose session does not exist, Deleted.
+        """
+        if caller.session_id is None:
+            return caller.owner
+        head = await self._writer.load_for_call(caller.session_id)
+        if head is None:
+            raise await self.missing(caller.session_id, caller)
+        return head.spec.owner
+
     async def missing(self, session_id: str, caller: Caller) -> ObjectNotFound | SessionDeleted:
         """The error for a session that is not stored; SessionDeleted only if it was the caller's."""
         tombstone = await self._writer.tombstone(session_id) if ID.fullmatch(session_id) else None

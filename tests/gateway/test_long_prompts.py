@@ -1,0 +1,148 @@
+"""A prompt that is far too long is refused before it costs time and memory, and changes no other prompt."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from tokenizers import Tokenizer
+
+from gateway.errors import InvalidRequest
+from gateway.language.token_budget import PIECE_CHARS, at_most
+from gateway.language.tokenizer import PASSAGE_CHARS, BareTokenizer
+from tests.support.gateway.processes import Processes
+from tests.support.gateway.running import CLIENT_KEY, RunningGateway
+
+BODY_CHARS = 31 * 10**6
+CONTEXT = 200_000
+CALLS = 6
+PROSE = "the quick brown fox jumps over 12 lazy dogs, and it goes on\n"
+TEXTS = {"prose": PROSE, "one word": "x", "control tokens": "<|im_end|>", "spaces": " "}
+PATHS = {
+    "/v1/chat/completions": "messages",
+    "/v1/completions": "prompt",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "messages",
+    "/v1/responses": "messages",
+}
+LONGEST_STALL_S = 3.0
+"""What a busy machine may add included: before, one such call held `/live` up for seven seconds."""
+
+
+@pytest.fixture(scope="module", params=[None, CONTEXT])
+def bounded(
+    request: pytest.FixtureRequest, processes: Processes
+) -> Iterator[tuple[psutil.Process, RunningGateway]]:
+    """Gateways of a short context, which the length of a text exceeds, and of a long one."""
+    settings = {} if request.param is None else {"context_length": request.param}
+    with processes.gateway(**settings) as (process, gateway):
+        yield psutil.Process(process.pid), gateway
+
+
+def body_of(path: str, text: str) -> dict[str, Any]:
+    if path == "/v1/completions":
+        return {"prompt": text}
+    if path == "/v1/responses":
+        return {"input": text}
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 5}
+
+
+class Probe(threading.Thread):
+    """Asks `/live` again and again, and notes how long the slowest answer took."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.url, self.over, self.longest_s = url, threading.Event(), 0.0
+
+    def run(self) -> None:
+        with httpx.Client(timeout=60) as http:
+            while not self.over.wait(0.01):  # the interval of the probes
+                began = time.monotonic()
+                assert http.get(f"{self.url}/live").status_code == 200
+                self.longest_s = max(self.longest_s, time.monotonic() - began)
+
+
+def refused(gateway: RunningGateway, body: bytes) -> bool:
+    json_type = {"content-type": "application/json"}
+    reply = gateway.call("POST", "/v1/chat/completions", content=body, headers=json_type)
+    return (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_a_text_that_is_too_long_leaves_memory_and_others_alone(
+    bounded: tuple[psutil.Process, RunningGateway], kind: str
+) -> None:
+    process, gateway = bounded
+    text = (TEXTS[kind] * (BODY_CHARS // len(TEXTS[kind])))[:BODY_CHARS]
+    body = json.dumps(body_of("/v1/chat/completions", text)).encode()
+    gateway.http.timeout = httpx.Timeout(60)
+    assert refused(gateway, body)
+    before, probe = process.memory_info().rss, Probe(gateway.url)
+    probe.start()
+    for _ in range(CALLS):
+        assert refused(gateway, body)
+    probe.over.set()
+    probe.join()
+    assert process.memory_info().rss < 1.3 * before
+    assert probe.longest_s < LONGEST_STALL_S
+    assert gateway.turns(gateway.session()) == []
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_text_that_is_too_long_is_refused_by_name_in_every_dialect(
+    bounded: tuple[psutil.Process, RunningGateway], path: str
+) -> None:
+    reply = bounded[1].post(path, body_of(path, PROSE * (2 * 10**6 // len(PROSE))))
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", PATHS[path])
+
+
+def test_many_messages_are_bounded_together(bounded: tuple[psutil.Process, RunningGateway]) -> None:
+    messages = [{"role": role, "content": PROSE * 400} for role in ("user", "assistant")] * 200
+    reply = bounded[1].post("/v1/chat/completions", {"messages": messages})
+    assert reply.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_counting_tokens_needs_a_session_that_exists(
+    bounded: tuple[psutil.Process, RunningGateway],
+) -> None:
+    path, gateway = "/v1/messages/count_tokens", bounded[1]
+    session = gateway.session()
+    body = body_of(path, "hi")
+    assert gateway.post(path, body, key=session["api_key"]).json()["input_tokens"] > 0
+    assert gateway.call("DELETE", f"/sessions/{session['session_id']}").status_code == 200
+    assert gateway.post(path, body, key=session["api_key"]).status_code == 410
+
+
+def test_counting_tokens_counts_as_a_call(processes: Processes) -> None:
+    path = "/v1/messages/count_tokens"
+    with processes.gateway(limits__requests_per_minute=1) as (_, gateway):
+        for key in (CLIENT_KEY, gateway.session()["api_key"]):
+            statuses = [gateway.post(path, body_of(path, "hi"), key=key).status_code for _ in range(2)]
+            assert statuses[-1] == 429
+
+
+@pytest.mark.parametrize(
+    "text", [PROSE, "x", "\u4f60\u597d", " ", "a\n\n b", "it's 1234 \u00e9t\u00e9 e\u0301 "]
+)
+def test_a_text_in_pieces_has_the_tokens_of_the_whole(
+    tiny_model: Path, tokenizer: Tokenizer, text: str
+) -> None:
+    whole = text * ((PASSAGE_CHARS + 3 * PIECE_CHARS) // len(text))
+    assert BareTokenizer(tiny_model, None).encode(whole) == tokenizer.encode(whole).ids
+
+
+def test_a_budget_refuses_a_long_text_only_beyond_its_tokens(tiny_model: Path) -> None:
+    tokenizer = BareTokenizer(tiny_model, None)
+    for text in (PROSE * 3000, "x" * 150_000):
+        count = len(tokenizer.encode(text))
+        with at_most(count, count, "messages"):
+            assert len(tokenizer.encode(text)) == count
+        with at_most(count - 1, count, "messages"), pytest.raises(InvalidRequest):
+            tokenizer.encode(text)

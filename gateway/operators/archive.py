@@ -15,8 +15,8 @@ from rollout_queue.contract.listing import LIST_START, ListPosition
 from rollout_queue.contract.tombstone import Tombstone, decode_tombstone
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
+from rollout_queue.redis.heads.listing import positions_after
 from rollout_queue.redis.heads.reading import UNREADABLE, read_head
-from rollout_queue.redis.listing import positions_after
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,8 @@ from rollout_queue.contract.progress import GroupProgress, SessionProgress, Sess
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
 
+MOST_NAMED = 5
+"""The most sessions that one sentence names."""
 MAX_GROUPS = 50
 """The most groups in one report, which has those that wait longest."""
 
@@ -151,6 +153,13 @@ def _sentences(snapshot: PipelineSnapshot, waiting: Sequence[IncompleteGroup]) -
         yield (
             f"{counted(queue.timed, 'session')} may still expire; of these and their groups, the next "
             f"sentences count only the {len(snapshot.found)} that expire first"
+        )
+    if unreadable := [each.session_id for each in snapshot.found if not each.readable]:
+        yield (
+            f"{counted(len(unreadable), 'session')} cannot be read by this build and "
+            f"{'does' if len(unreadable) == 1 else 'do'} not expire: {', '.join(unreadable[:MOST_NAMED])}"
+            f"{', …' if len(unreadable) > MOST_NAMED else ''}; a newer build reads what it wrote, and "
+            "DELETE /sessions/{id} removes what is broken"
         )
     yield from _of_sessions(snapshot)
     if waiting:

@@ -12,12 +12,14 @@ it has ended, and needs no reward or has one. `decided`: it has a verdict."""
 
 
 class SessionProgress(NamedTuple):
-    """The stage of one session. `spec` is None if the session was deleted or never opened."""
+    """The stage of one session. `spec` is None if the session was deleted, was never opened or cannot be
+    read."""
 
     session_id: str
     stage: SessionStage
     spec: SessionSpec | None = None
     outcome: Outcome | None = None
+    readable: bool = True
 
 
 class GroupProgress(NamedTuple):

@@ -10,6 +10,7 @@ from rollout_queue.contract.progress import SessionProgress, stage
 from rollout_queue.contract.records import Outcome
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
+from rollout_queue.redis.heads.reading import UNREADABLE
 from rollout_queue.redis.scripts import sessions as session_scripts
 
 SESSIONS_PER_SCRIPT = 100
@@ -35,6 +36,12 @@ def _progress(
 ) -> SessionProgress:
     if not spec:
         return SessionProgress(session_id, "decided")
-    ended = cast(Outcome, decode(outcome)) if outcome else None
-    reached = stage(ended, has_verdict=bool(has_verdict), has_reward=bool(has_reward))
-    return SessionProgress(session_id, reached, decode_spec(spec), ended)
+    try:
+        ended = cast(Outcome, decode(outcome)) if outcome else None
+        reached = stage(ended, has_verdict=bool(has_verdict), has_reward=bool(has_reward))
+        return SessionProgress(session_id, reached, decode_spec(spec), ended)
+    except UNREADABLE:
+        reached = "decided" if has_verdict else "open"
+        if outcome and not has_verdict:
+            reached = "ended" if has_reward else "waiting_reward"
+        return SessionProgress(session_id, reached, readable=False)

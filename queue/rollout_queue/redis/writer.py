@@ -18,16 +18,16 @@ from rollout_queue.contract.listing import ListedSession, ListPosition
 from rollout_queue.contract.progress import GroupProgress, group_progress
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.contract.tombstone import Tombstone, decode_tombstone, user_digest
-from rollout_queue.contract.verdicts import expiry
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import available, stored
 from rollout_queue.redis.connection.clock import RedisClock
 from rollout_queue.redis.connection.pipelined import PipelinedConnection
 from rollout_queue.redis.connection.pooled import PooledConnection
 from rollout_queue.redis.connection.writer_connection import ConnectionFactory
+from rollout_queue.redis.expiry import Expiry
 from rollout_queue.redis.heads.cache import HeadCache
-from rollout_queue.redis.heads.reading import read_head, readable_head
-from rollout_queue.redis.listing import positions_after
+from rollout_queue.redis.heads.listing import positions_after
+from rollout_queue.redis.heads.reading import read_head, readable_head, reading
 from rollout_queue.redis.opening import group_arguments, group_forgotten, open_arguments, opened, refusal
 from rollout_queue.redis.progress import progress_of
 from rollout_queue.redis.scripts import records as record_scripts
@@ -70,12 +70,13 @@ class RedisWriter:
         self._append_turn = redis.register_script(record_scripts.APPEND_TURN)
         self._append_reward = redis.register_script(record_scripts.APPEND_REWARD)
         self._append_outcome = redis.register_script(record_scripts.APPEND_OUTCOME)
-        self._expire = redis.register_script(session_scripts.EXPIRE)
+        self._expiry = Expiry(redis)
         self._heartbeat = redis.register_script(session_scripts.HEARTBEAT)
 
     async def open_session(self, spec: SessionSpec) -> tuple[SessionSpec, bool]:
         reply = await stored(self._connection.script(self._open, *open_arguments(spec)))
-        return opened(spec, reply)
+        with reading(spec.session_id):
+            return opened(spec, reply)
 
     async def open_group(self, specs: Sequence[SessionSpec]) -> None:
         match await stored(self._open_group(*group_arguments(specs))):
@@ -94,7 +95,9 @@ class RedisWriter:
 
     async def load(self, session_id: str) -> SessionHead | None:
         key = keys.session(session_id)
-        return read_head(await stored(self._redis.hgetall(key)))
+        fields = await stored(self._redis.hgetall(key))
+        with reading(session_id):
+            return read_head(fields)
 
     async def spec_of(self, session_id: str) -> bytes | None:
         spec: bytes | None = await stored(self._redis.hget(keys.session(session_id), "spec"))
@@ -109,7 +112,9 @@ class RedisWriter:
         if (head := self._heads.get(session_id, fields)) is None:
             listed: list[bytes] = await stored(self._connection.command("HGETALL", key))
             found = listed if isinstance(listed, dict) else dict(zip(listed[::2], listed[1::2], strict=True))
-            if (head := read_head(found)) is not None:
+            with reading(session_id):
+                head = read_head(found)
+            if head is not None:
                 self._heads.put(len(found), head)
         return head
 
@@ -173,7 +178,8 @@ class RedisWriter:
     async def _related(self, turn: Turn) -> tuple[Turn, int | None]:
         """The turn with its relation to the stored ones, and how many fields the session's hash had then."""
         fields: dict[bytes, bytes] = await stored(self._redis.hgetall(keys.session(turn.session_id)))
-        head = read_head(fields)
+        with reading(turn.session_id):
+            head = read_head(fields)
         if head is None:
             return turn, 0
         return head.by_id.get(turn.turn_id) or related(turn, head.turns), len(fields)
@@ -213,7 +219,8 @@ class RedisWriter:
         )
         if isinstance(reply, list):
             raise refusal(reward.session_id, reply[0])
-        return cast(Reward, decode(reply))
+        with reading(reward.session_id):
+            return cast(Reward, decode(reply))
 
     async def append_outcome(
         self, outcome: Outcome, reward: Reward | None, verdict: Verdict | None
@@ -242,28 +249,11 @@ class RedisWriter:
         )
         if isinstance(reply, list):
             raise refusal(outcome.session_id, reply[0])
-        return cast(Outcome, decode(reply))
+        with reading(outcome.session_id):
+            return cast(Outcome, decode(reply))
 
     async def expire(self, now: float, limit: int) -> int:
-        overdue: list[bytes] = await stored(
-            self._redis.zrangebyscore(keys.DEADLINES, 0, now, start=0, num=limit)
-        )
-        return sum([await self._expire_one(session_id.decode(), now) for session_id in overdue])
-
-    async def _expire_one(self, session_id: str, now: float) -> int:
-        raw = await stored(self._redis.hget(keys.session(session_id), "spec"))
-        if raw is None:
-            await stored(self._redis.zrem(keys.DEADLINES, session_id))
-            return 0
-        outcome, verdict = expiry(decode_spec(raw), now)
-        return int(
-            await stored(
-                self._expire(
-                    [keys.session(session_id), keys.STREAM, keys.DEADLINES, keys.VERDICTS, keys.SETTLED],
-                    [session_id, encode(outcome), msgspec.json.encode(verdict), now],
-                )
-            )
-        )
+        return await self._expiry.expire(now, limit)
 
     async def group_progress(self, group_id: str) -> GroupProgress:
         size = await stored(self._redis.hget(keys.group(group_id), "size"))
@@ -275,7 +265,8 @@ class RedisWriter:
         key = keys.session(session_id)
         if (raw := await stored(self._redis.hget(key, "spec"))) is None:
             raise SessionClosed(f"session {session_id} is unknown")
-        expires_at = now + max(decode_spec(raw).ttl_s, at_least_s)
+        with reading(session_id):
+            expires_at = now + max(decode_spec(raw).ttl_s, at_least_s)
         if not await stored(self._heartbeat([key, keys.DEADLINES], [session_id, now, expires_at])):
             raise SessionClosed(f"session {session_id} is finished")
         self._heads.drop(session_id)

@@ -1,13 +1,14 @@
 """Reads sessions from their hashes."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import cast
 
 import msgspec
 
 from rollout_queue.contract.codec import decode, decode_spec
-from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
+from rollout_queue.contract.errors import InvalidRecord, StorageUnavailable, UnknownSchema
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Outcome, Reward, Turn, Verdict
 
@@ -15,6 +16,16 @@ logger = logging.getLogger(__name__)
 
 UNREADABLE = (InvalidRecord, UnknownSchema, msgspec.DecodeError)
 """What `read_head` raises for a session that this build cannot read."""
+
+
+@contextmanager
+def reading(session_id: str) -> Iterator[None]:
+    """Raises StorageUnavailable when this build cannot read a record of the session. It may be a record of a
+    newer build, so the call may succeed at another gateway."""
+    try:
+        yield
+    except UNREADABLE as error:
+        raise StorageUnavailable(f"this build cannot read session {session_id}: {error}") from error
 
 
 def readable_head(session_id: str, fields: Mapping[bytes, bytes]) -> SessionHead | None:

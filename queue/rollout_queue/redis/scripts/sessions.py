@@ -69,6 +69,12 @@ return 1
 """
 )
 
+PUT_OFF = """
+-- KEYS: deadlines   ARGV: id, deadline
+redis.call('ZREM', KEYS[1], '') -- a full Redis accepts this, and then refuses no later write
+redis.call('ZADD', KEYS[1], 'XX', ARGV[2], ARGV[1])
+"""
+
 HEARTBEAT = """
 -- KEYS: session, deadlines   ARGV: id, now, expires
 local spec, outcome, verdict = unpack(redis.call('HMGET', KEYS[1], 'spec', 'outcome', 'verdict'))

@@ -1,0 +1,102 @@
+"""Sessions that this build cannot read: written by a newer build, or broken. They stop nothing and stay."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from rollout_queue.contract.codec import SCHEMA
+from rollout_queue.redis import keys
+from tests.support.gateway.running import ADMIN_KEY, RunningGateway
+from tests.support.waiting import wait_until
+
+TTL_S = 0.2
+POISON = {
+    "newer": bytes([SCHEMA + 1]) + b"whatever a newer build writes",
+    "broken": bytes([SCHEMA]) + b"\xff",
+}
+
+
+def write(gateway: RunningGateway, session_id: str, field: str, value: bytes) -> bytes:
+    """Replace a field of a session. Returns its former value."""
+    former: Any = gateway.redis.hget(keys.session(session_id), field)
+    gateway.redis.hset(keys.session(session_id), field, value)
+    return bytes(former or b"")
+
+
+def code(gateway: RunningGateway, session_id: str) -> str:
+    return str(gateway.get(f"/sessions/{session_id}").json()["verdict"]["code"])
+
+
+@pytest.mark.parametrize("poison", POISON.values(), ids=POISON)
+def test_an_unreadable_session_stops_neither_expiry_nor_the_pipeline(
+    gateway: RunningGateway, poison: bytes
+) -> None:
+    for number in range(120):  # more than one batch of overdue sessions
+        name = gateway.session(session_id=f"poison-{number}", ttl_s=TTL_S)["session_id"]
+        write(gateway, name, "spec", poison)
+    other = gateway.session(ttl_s=TTL_S)["session_id"]
+    wait_until(lambda: code(gateway, other) == "expired")
+    report = gateway.get("/admin/pipeline", key=ADMIN_KEY)
+    assert report.status_code == 200
+    (named,) = [each for each in report.json()["sentences"] if "cannot be read" in each]
+    assert named.startswith("120 sessions cannot be read by this build and do not expire: poison-")
+    assert all(
+        gateway.redis.hget(keys.session(f"poison-{number}"), "spec") == poison for number in range(120)
+    )
+
+
+@pytest.mark.parametrize("field", ["spec", "outcome"])
+def test_one_unreadable_member_does_not_hide_its_group(gateway: RunningGateway, field: str) -> None:
+    first, second = gateway.post("/groups", {"size": 2}).json()["sessions"]
+    for session in (first, second):
+        end = {"status": "completed", "reward": 1.0}
+        assert gateway.post(f"/sessions/{session['session_id']}/finish", end).status_code == 200
+    write(gateway, first["session_id"], field, POISON["newer"])
+    assert gateway.get("/admin/pipeline", key=ADMIN_KEY).status_code == 200
+    assert code(gateway, second["session_id"]) == "ready"
+    assert len(gateway.get("/sessions").json()["data"]) == 1
+
+
+def test_a_call_on_a_session_of_a_newer_build_may_be_repeated(gateway: RunningGateway) -> None:
+    path = f"/sessions/{gateway.session(session_id='s')['session_id']}"
+    write(gateway, "s", "spec", POISON["newer"])
+    calls = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+        "/reward": {"value": 1.0},
+        "/finish": {"status": "completed"},
+        "/heartbeat": {},
+    }
+    for where, body in calls.items():
+        reply = gateway.post(path + where, body)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (503, "storage_unavailable"), where
+        assert "cannot read session s" in reply.json()["error"]["message"]
+    assert gateway.get(path).status_code == 503
+    assert gateway.post("/sessions", {"session_id": "s"}).status_code == 503
+    assert gateway.call("DELETE", path, key=ADMIN_KEY).status_code == 200
+
+
+def test_one_version_up_and_down_again(gateway: RunningGateway) -> None:
+    """A newer gateway writes sessions, this one runs for a while, and then the newer one runs again."""
+    spec_of: dict[str, bytes] = {}
+    for name in ("open", "ended"):
+        gateway.session(session_id=name, ttl_s=TTL_S)
+    gateway.chat(path="/sessions/ended/v1/chat/completions")
+    assert gateway.post("/sessions/ended/finish", {"status": "completed", "reward": 1.0}).status_code == 200
+    for name in ("open", "ended"):
+        spec_of[name] = write(gateway, name, "spec", POISON["newer"])
+    before = gateway.redis.hgetall(keys.session("ended"))
+    bystander = gateway.session(ttl_s=TTL_S)["session_id"]
+    wait_until(lambda: code(gateway, bystander) == "expired")
+    assert gateway.redis.hgetall(keys.session("ended")) == before
+    for name in ("open", "ended"):
+        write(gateway, name, "spec", spec_of[name])
+    assert code(gateway, "ended") == "ready"
+    assert code(gateway, "open") == "open"
+    gateway.redis.zadd(keys.DEADLINES, {"open": 1.0})  # the newer gateway reads it when it was put off
+    wait_until(partial(_expired, gateway))
+    assert len(gateway.turns({"session_id": "ended"})) == 1
+
+
+def _expired(gateway: RunningGateway) -> bool:
+    return code(gateway, "open") == "expired"

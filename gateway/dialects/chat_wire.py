@@ -4,6 +4,7 @@ A field that is UNSET is left out of the JSON.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -13,8 +14,9 @@ from gateway.language.chat_messages import Message, Tool
 from gateway.language.render import ParsedAnswer, ToolCall
 
 
-class ChatRequest(SamplingFields, kw_only=True):
-    """The fields of OpenAI's request that change what the gateway does; it ignores all others."""
+class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """All fields of OpenAI's request, and `top_k`, `min_p`, `repetition_penalty`, `return_token_ids` and
+    `chat_template_kwargs`. A request with another field is refused."""
 
     messages: list[Message]
     model: str | None = None
@@ -33,6 +35,29 @@ class ChatRequest(SamplingFields, kw_only=True):
     metadata: JsonObject | None = None
     user: str | None = None
     return_token_ids: bool | None = False
+    reasoning_effort: str | None = None
+    chat_template_kwargs: JsonObject | None = None
+    """`enable_thinking` (or `thinking`) and `reasoning_effort`; others are refused."""
+
+    # Accepted: they change no token of the answer.
+    prediction: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    store: Any = None
+
+    # Refused, unless they ask for nothing: `fields.CHAT`.
+    audio: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    moderation: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+    continue_final_message: Any = None
+    add_generation_prompt: Any = None
 
 
 class FunctionCall(msgspec.Struct, frozen=True):

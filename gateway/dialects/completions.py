@@ -13,6 +13,7 @@ from gateway.dialects.completions_wire import (
     CompletionRequest,
     TextCompletion,
 )
+from gateway.dialects.fields import check_metadata
 from gateway.dialects.wire import (
     HEARTBEAT,
     Usage,
@@ -85,6 +86,7 @@ class Completions:
 def check(request: CompletionRequest) -> None:
     """Raises InvalidRequest for a value that the contract forbids or that this gateway does not support."""
     check_sampling(request)
+    check_metadata(request.metadata)
     if request.best_of not in (None, request.n or 1):
         raise InvalidRequest("best_of: every sample is returned, so best_of must equal n", param="best_of")
     if request.suffix:

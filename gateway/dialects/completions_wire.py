@@ -11,8 +11,9 @@ from msgspec import UNSET, UnsetType
 from gateway.dialects.wire import JsonObject, SamplingFields, StreamOptions, Usage
 
 
-class CompletionRequest(SamplingFields, kw_only=True):
-    """The fields of OpenAI's request that change what the gateway does; it ignores all others."""
+class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """All fields of OpenAI's request, and `top_k`, `min_p`, `repetition_penalty`, `metadata` and
+    `return_token_ids`. A request with another field is refused."""
 
     prompt: str | list[str | int | list[int]] | None = None
     model: str | None = None

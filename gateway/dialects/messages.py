@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
-from gateway.dialects.messages_input import choice_of, conversation, format_of, tools_of
+from gateway.dialects.fields import MESSAGES, check_metadata, refuse_unserved
+from gateway.dialects.messages_input import choice_of, conversation, format_of, thinking_of, tools_of
 from gateway.dialects.messages_wire import (
     AnthropicMessage,
     BlockDelta,
@@ -59,6 +60,11 @@ class Messages:
         if request.max_tokens is None:
             raise InvalidRequest("max_tokens: give a limit for the answer", param="max_tokens")
         check_sampling(request)
+        if request.messages[-1:] and request.messages[-1].get("role") == "assistant":
+            where = f"messages[{len(request.messages) - 1}]"
+            raise InvalidRequest(
+                f"{where}: the last message is the user's; no prefill is served", param=where
+            )
         model = request.model or self._model_name
         return ParsedRequest(
             calls=[call_of(self._renderer, request)],
@@ -80,11 +86,15 @@ def request_of(body: bytes) -> MessagesRequest:
     request = decode_body(body, MessagesRequest)
     if request.thread is not None:
         raise InvalidRequest("thread: this gateway keeps no threads; send all messages", param="thread")
+    refuse_unserved(request, MESSAGES)
+    check_metadata(request.metadata)
     return request
 
 
 def call_of(renderer: ChatRenderer, request: MessagesRequest) -> Call:
     """The call that the request asks for. Raises InvalidRequest that names the wrong field."""
+    thinking, field = thinking_of(request)
+    renderer, options = renderer.thinking(thinking, field)
     tools, choice = tools_of(request), choice_of(request.tool_choice)
     output_format, param = format_of(request)
     single = bool((request.tool_choice or {}).get("disable_parallel_tool_use"))
@@ -94,7 +104,8 @@ def call_of(renderer: ChatRenderer, request: MessagesRequest) -> Call:
     return Call(
         messages=conversation(request),
         tools=None if choice == "none" else tools,
-        asked=given_fields(request, SAMPLING_FIELDS) | constraint.asked,
+        asked=given_fields(request, SAMPLING_FIELDS) | constraint.asked | thinking.asked,
+        thinking=options,
         stop=stop_strings(request.stop_sequences),
         stream=bool(request.stream),
         structural_tag=constraint.structural_tag,

@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+from gateway.dialects.fields import check_keys
 from gateway.dialects.messages_wire import RAW_ARGUMENTS, MessagesRequest
 from gateway.dialects.wire import JsonObject
 from gateway.errors import InvalidRequest
 from gateway.language.chat_messages import Message, Tool
 from gateway.language.render import arguments_text
+from gateway.language.thinking import ThinkingWish, effort_of
 
 NOT_TEXT = ("image", "document", "file", "container_upload")
 """Kinds of blocks that a text model can read only if their source is text."""
@@ -22,6 +24,33 @@ def format_of(request: MessagesRequest) -> tuple[JsonObject | None, str]:
     if form is not None and not (isinstance(form, dict) and form.get("type") == "json_schema"):
         raise InvalidRequest(f"{param}: its type is json_schema", param=param)
     return form, param
+
+
+def thinking_of(request: MessagesRequest) -> tuple[ThinkingWish, str]:
+    """What the request asks of the model's thinking, and the field that asks. Raises InvalidRequest.
+
+    `adaptive` leaves thinking to the model. The effort `high` is Anthropic's default, and asks for nothing.
+    """
+    config, param = request.output_config or {}, "output_config.effort"
+    check_keys(config, ("format", "effort"), "output_config")
+    effort = config.get("effort")
+    wish = ThinkingWish() if effort in (None, "high") else effort_of(effort, param)
+    given = request.thinking
+    if given is None:
+        return wish, param
+    check_keys(given, ("type", "budget_tokens", "display"), "thinking")
+    kind, budget = given.get("type"), given.get("budget_tokens")
+    if kind not in ("enabled", "disabled", "adaptive"):
+        raise InvalidRequest("thinking.type: enabled, disabled or adaptive", param="thinking.type")
+    if given.get("display") not in (None, "summarized"):
+        raise InvalidRequest("thinking.display: thoughts are shown whole", param="thinking.display")
+    if not (isinstance(budget, int) and budget > 0) and (budget is not None or kind == "enabled"):
+        raise InvalidRequest("thinking.budget_tokens: a number above 0", param="thinking.budget_tokens")
+    if kind == "adaptive":
+        return wish, param
+    if kind == "disabled":
+        return ThinkingWish(on=False), "thinking"
+    return ThinkingWish(True, wish.effort, budget), "thinking"
 
 
 def choice_of(tool_choice: Mapping[str, Any] | None) -> str | JsonObject:
@@ -41,7 +70,7 @@ def tools_of(request: MessagesRequest) -> list[Tool] | None:
     """
     tools: list[Tool] = []
     for index, tool in enumerate(request.tools or ()):
-        if not isinstance(tool.get("name"), str):
+        if not isinstance(tool.get("name"), str) or not tool["name"]:
             raise InvalidRequest(f"tools[{index}].name: not a name", param=f"tools[{index}].name")
         schema = tool.get("input_schema")
         if tool.get("type") not in (None, "custom") and schema is None:
@@ -73,6 +102,8 @@ def conversation(request: MessagesRequest) -> list[Message]:
             messages.append({"role": role, "content": content})
         elif not (isinstance(content, list) and all(isinstance(block, dict) for block in content)):
             raise InvalidRequest(f"{where}.content: neither text nor a list of blocks", param=where)
+        elif not content:
+            raise InvalidRequest(f"{where}.content: no block", param=f"{where}.content")
         elif role == "assistant":
             messages.append(_assistant_message(content, where))
         else:

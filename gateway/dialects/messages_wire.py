@@ -5,6 +5,7 @@ A field that is UNSET is left out of the JSON. An event's tag is its `type` fiel
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -16,8 +17,9 @@ RAW_ARGUMENTS = "__raw_arguments"
 """Anthropic's `input` must be an object. Other arguments are sent as text in a field of this name."""
 
 
-class MessagesRequest(msgspec.Struct):
-    """The fields of Anthropic's request that change what the gateway does; it ignores all others."""
+class MessagesRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """All fields of Anthropic's request, beta fields included, and `return_token_ids`. A request with another
+    field is refused."""
 
     messages: list[JsonObject]
     max_tokens: int | None = None
@@ -35,6 +37,25 @@ class MessagesRequest(msgspec.Struct):
     output_format: JsonObject | None = None
     thread: JsonObject | None = None
     return_token_ids: bool | None = False
+    thinking: JsonObject | None = None
+
+    # Accepted: they change no token of the answer.
+    billing_policy: Any = None
+    cache_control: Any = None
+    diagnostics: Any = None
+    fallback_credit_token: Any = None
+    inference_geo: Any = None
+    service_tier: Any = None
+    user_profile_id: Any = None
+    workspace_id: Any = None
+
+    # Refused, unless they ask for nothing: `fields.MESSAGES`.
+    compaction: Any = None
+    container: Any = None
+    context_management: Any = None
+    fallbacks: Any = None
+    mcp_servers: Any = None
+    speed: Any = None
 
 
 class InputTokens(msgspec.Struct, frozen=True):

@@ -6,21 +6,36 @@ import msgspec
 from redis.asyncio import Redis
 
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
+from gateway.dialects.fields import RESPONSES, check_keys, check_metadata, refuse_unserved
 from gateway.dialects.responses_events import ResponsesEvents
 from gateway.dialects.responses_input import functions_of, kind_of, messages_of
 from gateway.dialects.responses_output import final_state, output_of
 from gateway.dialects.responses_store import ResponseStore, StoredConversation
-from gateway.dialects.responses_wire import PREFIX, Item, ResponsesRequest, head_of
+from gateway.dialects.responses_wire import LOGPROBS, PREFIX, Item, ResponsesRequest, head_of
 from gateway.dialects.wire import check_sampling, decode_body, encode, given_fields, logprobs_of
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
 from gateway.language.chat_messages import Message
 from gateway.language.constraint import constraint_of
 from gateway.language.render import ChatRenderer
+from gateway.language.thinking import ThinkingWish, effort_of
 from gateway.sessions.identity import Caller
 from gateway.sessions.user_names import user_named
 from rollout_queue.http.errors import ApiError
 
+INCLUDED = (
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+)
+"""Values of `include`. Reasoning is not encrypted, so a client always has its text. Calls of tools that
+OpenAI's servers run do not occur here."""
+EFFORT = "reasoning.effort"
 FORMAT = "text.format"
 """The field that corresponds to `response_format` of the chat contract."""
 
@@ -87,13 +102,30 @@ class ResponsesResponder:
 def check(request: ResponsesRequest) -> None:
     """Raises InvalidRequest for a value that the contract forbids or that this gateway does not support."""
     check_sampling(request)
-    for name in ("background", "conversation", "prompt"):
-        if getattr(request, name):
-            raise InvalidRequest(f"{name}: this gateway does not serve it", param=name)
+    check_metadata(request.metadata)
+    refuse_unserved(request, RESPONSES)
+    for value in request.include or ():
+        if value not in INCLUDED:
+            raise InvalidRequest(f"include: {value!r} does not exist here", param="include")
+    check_keys(request.text, ("format", "verbosity"), "text")
+    if (request.text or {}).get("verbosity") not in (None, "medium"):
+        message = "text.verbosity: this model has no levels of verbosity"
+        raise InvalidRequest(message, param="text.verbosity")
     if not isinstance((request.text or {}).get("format"), dict | None):
         raise InvalidRequest(f"{FORMAT}: not an object", param=FORMAT)
     if not request.input and not request.previous_response_id:
         raise InvalidRequest("input: give text, or at least one item", param="input")
+
+
+def thinking_of(request: ResponsesRequest) -> ThinkingWish:
+    """What the request asks of the model's thinking. Raises InvalidRequest."""
+    reasoning = request.reasoning or {}
+    check_keys(reasoning, ("effort", "summary", "generate_summary"), "reasoning")
+    for name in ("summary", "generate_summary"):
+        if reasoning.get(name) not in (None, "auto"):
+            message = f"reasoning.{name}: thoughts are shown whole, not as summaries"
+            raise InvalidRequest(message, param=f"reasoning.{name}")
+    return effort_of(reasoning.get("effort"), EFFORT)
 
 
 def items_of(given: str | list[Item] | None) -> list[Item]:
@@ -119,6 +151,8 @@ def call_of(renderer: ChatRenderer, request: ResponsesRequest, messages: Sequenc
     asked = given_fields(request, ("temperature", "top_p"))
     if request.max_output_tokens is not None:
         asked["max_tokens"] = request.max_output_tokens
+    thinking = thinking_of(request)
+    renderer, options = renderer.thinking(thinking, EFFORT)
     tools = functions_of(request.tools)
     constraint = constraint_of(
         renderer,
@@ -131,7 +165,8 @@ def call_of(renderer: ChatRenderer, request: ResponsesRequest, messages: Sequenc
     return Call(
         messages=messages,
         tools=None if request.tool_choice == "none" else tools,
-        asked=asked | constraint.asked,
+        asked=asked | constraint.asked | thinking.asked,
+        thinking=options,
         stream=bool(request.stream),
         top_logprobs=request.top_logprobs or 0,
         structural_tag=constraint.structural_tag,

@@ -71,7 +71,7 @@ def functions_of(tools: Sequence[Tool] | None) -> list[Tool] | None:
             raise _invalid(f"{where}.type", "a tool says its type")
         if tool["type"] != "function":
             continue
-        if not isinstance(tool.get("name"), str):
+        if not isinstance(tool.get("name"), str) or not tool["name"]:
             raise _invalid(f"{where}.name", "a function says its name, beside its type")
         if not isinstance(tool.get("parameters"), dict | None):
             raise _invalid(f"{where}.parameters", "the parameters of a function are a JSON schema")

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from gateway.dialects.wire import JsonObject, TokenLogprob
+from gateway.dialects.wire import JsonObject, StreamOptions, TokenLogprob
 from gateway.generations.generation import Generation
 from gateway.language.chat_messages import Tool
 
@@ -21,9 +21,8 @@ LOGPROBS = "message.output_text.logprobs"
 """The value of `include` that asks for logprobs."""
 
 
-class ResponsesRequest(msgspec.Struct):
-    """The fields of OpenAI's request that change what the gateway does, or that its reply repeats. The
-    gateway ignores all others."""
+class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """All fields of OpenAI's request, and `return_token_ids`. A request with another field is refused."""
 
     input: str | list[Item] | None = None
     instructions: str | None = None
@@ -31,9 +30,7 @@ class ResponsesRequest(msgspec.Struct):
     model: str | None = None
     stream: bool | None = False
     store: bool | None = True
-    background: bool | None = False
-    conversation: Any = None
-    prompt: Any = None
+    stream_options: StreamOptions | None = None
     tools: list[Tool] | None = None
     tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = True
@@ -50,6 +47,22 @@ class ResponsesRequest(msgspec.Struct):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     return_token_ids: bool | None = False
+
+    # Accepted: they change no token of the answer.
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    service_tier: Any = None
+
+    # Refused, unless they ask for nothing: `fields.RESPONSES`.
+    access_programs: Any = None
+    background: Any = False
+    background_options: Any = None
+    context_management: Any = None
+    conversation: Any = None
+    image: Any = None
+    moderation: Any = None
+    prompt: Any = None
+    truncation: Any = None
 
     @property
     def with_logprobs(self) -> bool:

@@ -1,5 +1,6 @@
 """Functions that the dialects share: they decode and check requests, and write usage, logprobs and events."""
 
+import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, TypeVar
@@ -19,10 +20,23 @@ JsonObject = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+ANSWER_FIELDS = ("function_call", "reasoning_content", "reasoning", "refusal", "audio")
+"""Fields of an earlier answer that may stand in place of its content."""
 MAX_STOPS = 32
 """SGLang's limit on the number of stop strings."""
 HEARTBEAT = b": still here\n\n"
 """A comment in the format of server-sent events. It keeps the connection open; clients skip it."""
+
+UNKNOWN_FIELD = re.compile("Object contains unknown field `(.*)`", re.DOTALL)
+HINTS = {
+    **dict.fromkeys(("guided_json", "json_schema"), "; use response_format"),
+    **dict.fromkeys(
+        ("guided_choice", "guided_regex", "regex", "ebnf"), "; use response_format with a schema"
+    ),
+    "enable_thinking": "; use reasoning_effort or chat_template_kwargs",
+    "contents": "; use messages",
+}
+"""What replaces a field of other servers."""
 
 encode = msgspec.json.Encoder().encode
 
@@ -41,10 +55,12 @@ class SamplingFields(msgspec.Struct):
     logit_bias: dict[str, float] | None = None
 
 
-class StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """OpenAI's `stream_options`."""
 
     include_usage: bool | None = False
+    include_obfuscation: bool | None = None
+    """Accepted: the gateway pads no events."""
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -82,6 +98,12 @@ def decode_body(body: bytes, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         message, _, where = str(error).partition(" - at `$")
         param = where.strip("`.") or None
+        if unknown := UNKNOWN_FIELD.match(message):
+            param = f"{param}.{unknown[1]}" if param else unknown[1]
+            hint = HINTS.get(unknown[1], "")
+            raise InvalidRequest(
+                f"{param}: unknown field{hint}", param=param, code="unknown_parameter"
+            ) from error
         raise InvalidRequest(f"{param}: {message}" if param else message, param=param) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from error
@@ -101,12 +123,24 @@ def check_messages(messages: list[Message]) -> None:
                 _check_part(part, where)
         elif not (content is None or isinstance(content, str)):
             raise InvalidRequest(f"{where}.content: neither text nor a list of parts", param=where)
+        if _lacks_content(message):
+            raise InvalidRequest(f"{where}.content: missing", param=f"{where}.content")
+        if message.get("function_call") is not None:
+            param = f"{where}.function_call"
+            raise InvalidRequest(f"{param}: use tool_calls", param=param)
         calls = message.get("tool_calls")
         if calls is not None and not (
             isinstance(calls, list)
             and all(isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls)
         ):
             raise InvalidRequest(f"{where}.tool_calls: not a list of function calls", param=where)
+
+
+def _lacks_content(message: Message) -> bool:
+    """Whether a message has nothing to read. An answer may be only a call, or (with null) nothing at all."""
+    if message["role"] != "assistant":
+        return message.get("content") is None or message["content"] == []
+    return "content" not in message and not any(map(message.get, ("tool_calls", *ANSWER_FIELDS)))
 
 
 def _check_part(part: Any, where: str) -> None:
@@ -116,7 +150,7 @@ def _check_part(part: Any, where: str) -> None:
         raise InvalidRequest(f"{where}.content: a part is neither text nor an object", param=where)
     if part.get("type", "text") not in TEXT_PARTS:
         raise InvalidRequest(f"{where}.content: this model reads text, not {part.get('type')}", param=where)
-    if not isinstance(part.get("text", ""), str):
+    if not isinstance(part.get("text", part.get("refusal")), str):
         raise InvalidRequest(f"{where}.content: the text of a part is not text", param=where)
 
 

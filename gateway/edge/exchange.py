@@ -178,7 +178,9 @@ def _answer_stream(gateway: GatewayParts, generation: Generation) -> AnswerStrea
     if call.prompt_ids is not None:
         return RawTextStream(gateway.renderer, call.stop)
     prompt_ids = generation.prompt.prompt_ids
-    return AnswerStream(gateway.renderer, call.tools, generation.turn_id, call.stop, prompt_ids)
+    return AnswerStream(
+        gateway.renderer.variant(call.thinking), call.tools, generation.turn_id, call.stop, prompt_ids
+    )
 
 
 def reply_headers(generations: Sequence[Generation]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from gateway.dialects.messages import Messages, request_of
-from gateway.dialects.messages_input import conversation, tools_of
+from gateway.dialects.messages_input import conversation, thinking_of, tools_of
 from gateway.dialects.messages_wire import InputTokens
 from gateway.dialects.wire import encode
 from gateway.edge.reply import Reply
@@ -22,7 +22,8 @@ class TokenCount:
     async def serve(self, request: AgentRequest, reply: Reply) -> None:
         gateway, body = self.gateway, request_of(request.body)
         gateway.admission.check_call(await gateway.sessions.owner_of(request.caller))
-        ids = await gateway.generator.prompt_ids(conversation(body), tools_of(body))
+        _, options = gateway.renderer.thinking(*thinking_of(body))
+        ids = await gateway.generator.prompt_ids(conversation(body), tools_of(body), options)
         await reply.send_json(200, encode(InputTokens(len(ids))), {})
 
     def error(self, error: ApiError) -> bytes:

@@ -9,6 +9,7 @@ import msgspec
 from gateway.conversations.conversation import Prompt
 from gateway.engines.event_stream import OutputChunk
 from gateway.language.chat_messages import Message, Tool
+from gateway.language.thinking import Options
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import Finish, Sampling, Span, Turn
@@ -48,6 +49,8 @@ class Call(msgspec.Struct, frozen=True):
     """The prompt of a call without a chat template; `messages` are empty then."""
     user: str | None = None
     """The end user whom the caller names."""
+    thinking: Options = ()
+    """The template's options that this call sets."""
 
 
 class Generation(msgspec.Struct):

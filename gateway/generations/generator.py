@@ -20,6 +20,7 @@ from gateway.generations.recorder import Recorder
 from gateway.generations.sampling import decide, engine_parameters
 from gateway.language.chat_messages import Message, Tool
 from gateway.language.render import UNREADABLE, ChatRenderer
+from gateway.language.thinking import Options
 from gateway.settings import GatewaySettings
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
@@ -77,14 +78,16 @@ class Generator:
                 )
         return generations
 
-    async def prompt_ids(self, messages: Sequence[Message], tools: list[Tool] | None) -> TokenIds:
+    async def prompt_ids(
+        self, messages: Sequence[Message], tools: list[Tool] | None, thinking: Options = ()
+    ) -> TokenIds:
         """The prompt of a conversation without a session.
 
         Raises InvalidRequest if it cannot be rendered, or has more tokens than twice the context.
         """
         self._renderer.refuse_too_long(messages)
         try:
-            return await self._in_thread(partial(self._renderer.render, messages, tools))
+            return await self._in_thread(partial(self._renderer.variant(thinking).render, messages, tools))
         except UNREADABLE as error:
             raise _unreadable(error) from error
 
@@ -129,7 +132,7 @@ class Generator:
             if call.prompt_ids is not None:
                 prompt = locate_raw(head, call.prompt_ids)
             else:
-                prompt = locate(self._renderer, head, call.messages, call.tools)
+                prompt = locate(self._renderer.variant(call.thinking), head, call.messages, call.tools)
         except UNREADABLE as error:
             raise _unreadable(error) from error
         ids, context, vocabulary = prompt.prompt_ids, self._context_length, self._renderer.config.vocab_size

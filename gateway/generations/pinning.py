@@ -12,17 +12,23 @@ def pinned_version(
 
     Raises ObjectNotFound for a model or version that nobody serves, InvalidRequest for a malformed version.
     """
-    name, at, version = (model or settings.model_name).partition("@")
+    name, at, _ = (model or settings.model_name).partition("@")
     if name != settings.model_name:
         if settings.strict_models:
             raise ObjectNotFound(f"no model {model!r}", param="model", code="model_not_found")
         at = ""  # agents' harnesses hard-code model names, so the policy answers for every other name
-    if not at and policy is not None:
-        name, at, version = policy.partition("@")
+    named = model if at else policy
+    number = None if named is None else version_in(named, "model")
+    if number is not None and not fleet.has(number):
+        raise ObjectNotFound(f"no server serves version {number}", param="model", code="model_not_found")
+    return number
+
+
+def version_in(name: str, param: str) -> int | None:
+    """The version in a name such as `policy@12`; None without one. Raises InvalidRequest for no number."""
+    _, at, version = name.partition("@")
     if not at:
         return None
     if not (version.isascii() and version.isdigit() and len(version) < 19):
-        raise InvalidRequest(f"{model or policy!r}: a version is a number", param="model")
-    if not fleet.has(int(version)):
-        raise ObjectNotFound(f"no server serves version {version}", param="model", code="model_not_found")
+        raise InvalidRequest(f"{param}: {name!r}: a version is a number", param=param)
     return int(version)

@@ -120,7 +120,8 @@ class Recorder:
             answer = ParsedAnswer(self._renderer.text_of(ids[:-1] if ended else ids))
         else:
             prompt_ids = generation.prompt.prompt_ids
-            answer = self._fast_parser.read(ids, prompt_ids) or self._renderer.parse(
+            renderer = self._renderer.variant(call.thinking)
+            answer = self._fast_parser.read(ids, prompt_ids) or renderer.parse(
                 ids, call.tools, generation.turn_id, prompt_ids=prompt_ids
             )
         if generation.matched is None:

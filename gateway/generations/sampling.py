@@ -17,8 +17,8 @@ NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """Values without effect. They are sent where no other value applies, so that no engine's default does."""
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 PENALTIES = ("frequency_penalty", "presence_penalty", "logit_bias")
-RENAMED = frozenset({"max_tokens", "seed", "constraint"})
-"""Parameters that have another name at the engine."""
+RENAMED = frozenset({"max_tokens", "seed", "constraint", "thinking"})
+"""Parameters that have another name at the engine, or change the prompt and not the sampling."""
 
 
 def decide(policy: SamplingPolicy, call: Call, room: int, train: bool, index: int = 0) -> Sampling:
@@ -37,6 +37,8 @@ def decide(policy: SamplingPolicy, call: Call, room: int, train: bool, index: in
     used["max_tokens"] = min(limit for limit in limits if limit is not None)
     if call.structural_tag is not None:
         used["constraint"] = asked["constraint"]
+    if call.thinking:
+        used["thinking"] = dict(call.thinking)
     if "seed" in asked:
         used["seed"] = asked["seed"] + index  # with equal seeds, all choices would be equal
     return Sampling(asked=dict(asked), used=used)

@@ -80,7 +80,7 @@ class Markup:
     """Tokens that may change how the text before them is parsed."""
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def markup_of(renderer: ChatRenderer) -> Markup:
     """The markup of a renderer's template, from its vocabulary and from a trial of its parser; cached."""
     backend, encode = renderer.tokenizer.backend, renderer.tokenizer.encode

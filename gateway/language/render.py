@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from gateway.language.chat_messages import Message, MessageNormalizer, Tool
 from gateway.language.example_conversation import EXAMPLE_MESSAGES, EXAMPLE_TOOL
 from gateway.language.families import Thinking, configuration, family_of
 from gateway.language.token_budget import at_most, text_chars, too_long
+from gateway.language.thinking import Options, ThinkingWish, options_of
 from gateway.language.tokenizer import BareTokenizer
 from rollout_queue.contract.tokens import TokenIds
 
@@ -75,6 +77,8 @@ class ChatRenderer:
         self.family = family_of(family, model_path, self.config.model_type)
         self._configuration = configuration(self.family, thinking)
         self._made_on = self.today()
+        self._variants: dict[Options, ChatRenderer] = {}
+        """The renderers for calls that set the template's options. Templates have few options."""
         try:
             self.template = create_renderer(self.tokenizer, self._configuration)
         except AssertionError as error:  # the tokenizer lacks a control token
@@ -87,6 +91,26 @@ class ChatRenderer:
         self.normalizer = MessageNormalizer(
             self.family, self.tokenizer.control(written).cut, self.tokenizer.frame(self.stop_ids).cut
         )
+
+    def thinking(self, wish: ThinkingWish, param: str) -> tuple["ChatRenderer", Options]:
+        """The renderer that fulfils the wish of the field `param`, and the options of its template.
+
+        Raises InvalidRequest for a wish that the model cannot fulfil.
+        """
+        options = options_of(self.family.name, self._configuration, wish, param)
+        return self.variant(options), options
+
+    def variant(self, options: Options) -> "ChatRenderer":
+        """The renderer whose template has these options; this one if there are none."""
+        if not options:
+            return self
+        if options not in self._variants:
+            made = copy(self)
+            made._configuration = self._configuration.model_copy(update=dict(options))
+            made.template = create_renderer(self.tokenizer, made._configuration)
+            made._made_on = self.today()
+            self._variants[options] = made
+        return self._variants[options]
 
     def today(self) -> str:
         """The local date, which some templates write into the prompt."""

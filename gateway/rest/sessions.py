@@ -12,7 +12,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import AfterValidator, Field, FiniteFloat
 
+from gateway.dialects.fields import check_metadata
 from gateway.errors import InvalidRequest
+from gateway.generations.pinning import version_in
 from gateway.rest.access import client_of
 from gateway.rest.bodies import RestBody
 from gateway.rest.shapes import DeletedSession, NewGroup, NewSession, SessionShape
@@ -32,6 +34,7 @@ def _storable(value: dict[str, Any]) -> dict[str, Any]:
         msgspec.msgpack.encode(value)
     except (ValueError, OverflowError, RecursionError) as error:  # 2**64, half a surrogate pair, deep nesting
         raise ValueError("it contains a value that cannot be stored") from error
+    check_metadata(value)
     return value
 
 
@@ -47,12 +50,12 @@ class SessionBody(RestBody):
     task_id: Id | None = None
     group_id: Id | None = None
     group_size: int | None = Field(None, ge=1, le=1024)
-    policy: str | None = None
+    policy: str | None = Field(None, max_length=200)
     user: Id | None = None
     train: bool = True
     ttl_s: FiniteFloat | None = Field(None, gt=0)
     metadata: Annotated[dict[str, Any], AfterValidator(_storable)] = {}
-    lineage: str | None = None
+    lineage: str | None = Field(None, max_length=200)
     sampling: SamplingBody = SamplingBody()
 
 
@@ -112,6 +115,8 @@ async def delete_session(session_id: str, request: Request) -> Response:
 
 def _spec_of(body: SessionBody, sessions: SessionService, caller: Caller) -> SessionSpec:
     """The session that a body asks for; the settings give the values that it leaves out."""
+    if body.policy is not None:
+        version_in(body.policy, "policy")
     spec = sessions.new_spec(caller, body.session_id)
     return msgspec.structs.replace(
         spec,

@@ -1,0 +1,93 @@
+"""Finds the options of a chat template that turn a call's thinking on or off, or set its effort.
+
+reasoning_effort, thinking, … ──dialect──▶ ThinkingWish ──options_of──▶ {"enable_thinking": False}
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+import msgspec
+
+from gateway.errors import InvalidRequest
+
+EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
+"""Levels of effort in rising order; `none` turns thinking off."""
+NEVER_THINK = frozenset({"llama-3", "deepseek-v3", "kimi-k2", "qwen3-vl"})
+"""Families without thinking, or whose template has no part in it."""
+SWITCHES = ("enable_thinking", "thinking")
+"""The options that turn thinking on and off, by the templates' names for them."""
+Options = tuple[tuple[str, bool | str], ...]
+"""Options of a template, sorted by name."""
+
+
+class ThinkingWish(msgspec.Struct, frozen=True):
+    """What a call asks of the model's thinking, in any dialect."""
+
+    on: bool | None = None
+    """None leaves it to the template."""
+    effort: str | None = None
+    budget: int | None = None
+    """Tokens. A target that is recorded: no engine enforces it."""
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The entries in the turn's sampling parameters."""
+        switch = None if self.on is None else "on" if self.on else "off"
+        named = {"thinking": switch, "reasoning_effort": self.effort, "thinking_budget": self.budget}
+        return {name: value for name, value in named.items() if value is not None}
+
+
+def effort_of(effort: Any, param: str) -> ThinkingWish:
+    """The wish of a field that names an effort. Raises InvalidRequest for an unknown effort."""
+    if effort is None:
+        return ThinkingWish()
+    if effort == "none":
+        return ThinkingWish(on=False, effort="none")
+    if effort not in EFFORTS:
+        raise InvalidRequest(f"{param}: one of none, {', '.join(EFFORTS)}", param=param)
+    return ThinkingWish(on=True, effort=str(effort))
+
+
+def options_of(family: str, configuration: Any, wish: ThinkingWish, param: str) -> Options:
+    """The options of the family's template that fulfil the wish.
+
+    Raises InvalidRequest for a wish that the model cannot fulfil, such as thinking of a model without it. An
+    effort without a level of its own gets the nearest level; without levels it only turns thinking on.
+    """
+    if wish.on is None:
+        return ()
+    levels = _levels(family, configuration)
+    switch = None if family in NEVER_THINK else _switch(configuration)
+    options: dict[str, bool | str] = {}
+    if switch is not None:
+        options[switch] = wish.on
+    elif family in NEVER_THINK:
+        if wish.on:
+            raise InvalidRequest(f"{param}: this model does not think", param=param)
+        return ()
+    elif not wish.on and (off := next((level for level in levels if level in ("no_think", "none")), None)):
+        return (("reasoning_effort", off),)
+    elif not wish.on:
+        raise InvalidRequest(f"{param}: the thinking of this model cannot be turned off", param=param)
+    graded = [level for level in levels if level in EFFORTS]
+    if wish.on and graded and (wish.effort or "no_think" in levels):
+        options["reasoning_effort"] = _nearest(wish.effort or "high", graded)
+    return tuple(sorted(options.items()))
+
+
+def _switch(configuration: Any) -> str | None:
+    fields: Mapping[str, Any] = getattr(type(configuration), "model_fields", {})
+    return next((name for name in SWITCHES if name in fields), None)
+
+
+def _levels(family: str, configuration: Any) -> Sequence[str]:
+    field = getattr(type(configuration), "model_fields", {}).get("reasoning_effort")
+    if field is None:
+        return ()
+    return ("none", *EFFORTS[:4], "max") if family == "inkling" else get_args(field.annotation)
+
+
+def _nearest(effort: str, levels: Sequence[str]) -> str:
+    """The level nearest to the effort; of two, the higher one."""
+    rank = EFFORTS.index(effort)
+    return min(levels, key=lambda level: (abs(EFFORTS.index(level) - rank), -EFFORTS.index(level)))

@@ -1,0 +1,215 @@
+"""Every field of a request is served, accepted because it changes nothing, or refused by name."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.gateway.running import RunningGateway
+
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": HI},
+    "completions": {"prompt": "hi"},
+    "responses": {"input": "hi"},
+    "messages": {"messages": HI, "max_tokens": 9},
+    "messages/count_tokens": {"messages": HI},
+}
+GET = {"name": "get", "parameters": {"type": "object"}}
+SCHEMA = {"type": "object", "properties": {}}
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    *((path, {"misspelled": 1}, "misspelled") for path in BODIES),
+    *((path, {"metadata": {"a": "x" * 20_000}}, "metadata") for path in BODIES),
+    ("chat/completions", {"functions": [GET]}, "functions"),
+    ("chat/completions", {"function_call": "auto"}, "function_call"),
+    ("chat/completions", {"chat_template_kwargs": {"date": "x"}}, "chat_template_kwargs.date"),
+    (
+        "chat/completions",
+        {"chat_template_kwargs": {"enable_thinking": "no"}},
+        "chat_template_kwargs.enable_thinking",
+    ),
+    (
+        "chat/completions",
+        {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}},
+        "chat_template_kwargs.enable_thinking",
+    ),
+    ("chat/completions", {"reasoning_effort": "much"}, "reasoning_effort"),
+    ("chat/completions", {"guided_json": SCHEMA}, "guided_json"),
+    ("chat/completions", {"regex": "a+"}, "regex"),
+    ("chat/completions", {"continue_final_message": True}, "continue_final_message"),
+    ("chat/completions", {"add_generation_prompt": False}, "add_generation_prompt"),
+    ("chat/completions", {"modalities": ["text", "audio"]}, "modalities"),
+    ("chat/completions", {"verbosity": "low"}, "verbosity"),
+    ("chat/completions", {"web_search_options": {}}, "web_search_options"),
+    ("chat/completions", {"stream_options": {"tokens": True}}, "stream_options.tokens"),
+    ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content"),
+    ("chat/completions", {"messages": [{"role": "user", "contents": "hi"}]}, "messages[0].content"),
+    ("chat/completions", {"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    ("chat/completions", {"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0]"),
+    ("chat/completions", {"messages": [*HI, {"role": "assistant"}]}, "messages[1].content"),
+    (
+        "chat/completions",
+        {"messages": [*HI, {"role": "assistant", "content": None, "function_call": GET}]},
+        "messages[1].function_call",
+    ),
+    ("chat/completions", {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+    (
+        "chat/completions",
+        {"tools": [{"type": "function", "function": {"name": 7}}]},
+        "tools[0].function.name",
+    ),
+    (
+        "chat/completions",
+        {"tools": [{"type": "function", "function": {"name": "get", "parameters": "{}"}}]},
+        "tools[0].function.parameters",
+    ),
+    (
+        "chat/completions",
+        {"tools": [{"type": "function", "function": {"name": "get", "description": 7}}]},
+        "tools[0].function.description",
+    ),
+    ("responses", {"background": True}, "background"),
+    ("responses", {"truncation": "auto"}, "truncation"),
+    ("responses", {"text": {"verbosity": "high"}}, "text.verbosity"),
+    ("responses", {"text": {"size": 7}}, "text.size"),
+    ("responses", {"reasoning": {"effort": "much"}}, "reasoning.effort"),
+    ("responses", {"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+    ("responses", {"include": ["everything"]}, "include"),
+    ("responses", {"tools": [{"type": "function", "name": ""}]}, "tools[0].name"),
+    ("messages", {"messages": [*HI, {"role": "assistant", "content": "I"}]}, "messages[1]"),
+    ("messages", {"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+    ("messages", {"messages": [{"role": "user", "contents": "hi"}]}, "messages[0]"),
+    ("messages", {"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+    ("messages", {"thinking": {"type": "loud"}}, "thinking.type"),
+    ("messages", {"thinking": {"type": "disabled", "tempo": 3}}, "thinking.tempo"),
+    ("messages", {"output_config": {"effort": "much"}}, "output_config.effort"),
+    ("messages", {"mcp_servers": [{"type": "url", "url": "http://x"}]}, "mcp_servers"),
+    ("messages", {"container": "x"}, "container"),
+    ("messages", {"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management"),
+    ("messages", {"tools": [{"name": "", "input_schema": SCHEMA}]}, "tools[0].name"),
+    ("messages/count_tokens", {"thinking": {"type": "loud"}}, "thinking.type"),
+]
+ACCEPTED: list[tuple[str, dict[str, Any]]] = [
+    (
+        "chat/completions",
+        {
+            "store": True,
+            "service_tier": "auto",
+            "safety_identifier": "x",
+            "prompt_cache_key": "x",
+            "prompt_cache_retention": "24h",
+            "prediction": {"type": "content", "content": "hello"},
+            "modalities": ["text"],
+            "verbosity": "medium",
+            "functions": None,
+            "continue_final_message": False,
+            "add_generation_prompt": True,
+            "stream_options": {"include_usage": True, "include_obfuscation": False},
+            "metadata": {"run": "x" * 512},
+        },
+    ),
+    (
+        "responses",
+        {
+            "truncation": "disabled",
+            "background": False,
+            "service_tier": "auto",
+            "prompt_cache_key": "x",
+            "include": ["reasoning.encrypted_content"],
+            "reasoning": {"summary": "auto"},
+            "stream_options": {"include_obfuscation": False},
+        },
+    ),
+    (
+        "messages",
+        {
+            "cache_control": {"type": "ephemeral"},
+            "service_tier": "auto",
+            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            "output_config": {"effort": "high"},
+            "thinking": {"type": "adaptive"},
+            "mcp_servers": [],
+            "speed": "standard",
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "param"), REFUSED)
+def test_what_is_not_served_is_a_400_that_names_the_field(
+    gateway: RunningGateway, path: str, fields: dict[str, Any], param: str
+) -> None:
+    reply = gateway.post(f"/v1/{path}", BODIES[path] | fields)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert param in error["message"]
+    assert not gateway.engine.requests
+    assert gateway.get("/sessions").json()["data"] == []
+
+
+@pytest.mark.parametrize(("path", "fields"), ACCEPTED)
+def test_what_changes_no_token_is_accepted(
+    gateway: RunningGateway, path: str, fields: dict[str, Any]
+) -> None:
+    for body in (BODIES[path], BODIES[path] | fields):
+        assert gateway.post(f"/v1/{path}", body).status_code == 200
+    plain, given = gateway.engine.requests
+    assert given["input_ids"] == plain["input_ids"]
+
+
+THINKING = [
+    ("chat/completions", {"reasoning_effort": "none"}, False),
+    ("chat/completions", {"reasoning_effort": "low"}, True),
+    ("chat/completions", {"chat_template_kwargs": {"enable_thinking": False}}, False),
+    ("chat/completions", {"chat_template_kwargs": {"enable_thinking": True}}, True),
+    ("responses", {"reasoning": {"effort": "none"}}, False),
+    ("responses", {"reasoning": {"effort": "xhigh", "summary": "auto"}}, True),
+    ("messages", {"thinking": {"type": "disabled"}}, False),
+    ("messages", {"thinking": {"type": "enabled", "budget_tokens": 2048}}, True),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "on"), THINKING)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_turns_thinking_on_or_off_in_its_dialects_words(
+    gateway: RunningGateway, path: str, fields: dict[str, Any], on: bool, stream: bool
+) -> None:
+    reply = gateway.post(f"/v1/{path}", BODIES[path] | fields | {"stream": stream})
+    assert reply.status_code == 200, reply.text
+    (turn,) = gateway.turns({"session_id": reply.headers["x-weir-session-id"]})
+    prompt = gateway.engine.tokenizer.decode(turn["context_ids"], skip_special_tokens=False)
+    assert prompt.endswith("</think>\n\n") is not on
+    assert turn["sampling"]["used"]["thinking"] == {"enable_thinking": on}
+    assert turn["sampling"]["asked"]["thinking"] == ("on" if on else "off")
+    assert "thinking" not in gateway.engine.requests[0]["sampling_params"]
+
+
+def test_a_conversation_without_thinking_extends_and_is_counted_as_it_is_sampled(
+    gateway: RunningGateway,
+) -> None:
+    off = {"thinking": {"type": "disabled"}}
+    path = f"/sessions/{gateway.session()['session_id']}/v1/messages"
+    said = gateway.post(path, BODIES["messages"] | off).json()
+    history = [*HI, {"role": "assistant", "content": said["content"]}, *HI]
+    body = {"messages": history, **off}
+    count = gateway.post("/v1/messages/count_tokens", body).json()["input_tokens"]
+    reply = gateway.post(path, body | {"max_tokens": 9})
+    turns = gateway.turns({"session_id": reply.headers["x-weir-session-id"]})
+    assert [turn["relation"] for turn in turns] == ["root", "extends"]
+    assert reply.json()["usage"]["input_tokens"] == count
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"policy": "policy@x"}, "policy"),
+        ({"metadata": {"a": "x" * 20_000}}, "metadata"),
+        ({"lineage": "x" * 201}, "lineage"),
+    ],
+)
+def test_a_session_that_no_call_could_use_is_not_opened(
+    gateway: RunningGateway, body: dict[str, Any], param: str
+) -> None:
+    for path, more in (("/sessions", {}), ("/groups", {"size": 2})):
+        reply = gateway.post(path, body | more)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)

@@ -32,7 +32,7 @@ from gateway.dialects.wire import (
 )
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
-from gateway.language.chat_messages import Tool
+from gateway.language.chat_messages import Tool, in_call_order
 from gateway.language.constraint import constraint_of
 from gateway.language.deltas import Delta
 from gateway.language.render import ChatRenderer
@@ -123,7 +123,7 @@ def call_of(renderer: ChatRenderer, request: ChatRequest) -> Call:
         renderer, request.tools, request.tool_choice, request.response_format, request.parallel_tool_calls
     )
     return Call(
-        messages=request.messages,
+        messages=in_call_order(request.messages),
         tools=None if request.tool_choice == "none" else request.tools,
         asked=asked | constraint.asked | thinking.asked,
         thinking=options,

@@ -33,6 +33,7 @@ from gateway.dialects.messages_wire import (
 from gateway.dialects.wire import check_sampling, decode_body, encode, event, given_fields, stop_strings
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
+from gateway.language.chat_messages import in_call_order
 from gateway.language.constraint import constraint_of
 from gateway.language.deltas import Delta
 from gateway.language.render import ChatRenderer, ToolCall
@@ -102,7 +103,7 @@ def call_of(renderer: ChatRenderer, request: MessagesRequest) -> Call:
         renderer, tools, choice, output_format, parallel_tool_calls=not single, format_param=param
     )
     return Call(
-        messages=conversation(request),
+        messages=in_call_order(conversation(request)),
         tools=None if choice == "none" else tools,
         asked=given_fields(request, SAMPLING_FIELDS) | constraint.asked | thinking.asked,
         thinking=options,

@@ -15,7 +15,7 @@ from gateway.dialects.responses_wire import LOGPROBS, PREFIX, Item, ResponsesReq
 from gateway.dialects.wire import check_sampling, decode_body, encode, given_fields, logprobs_of
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
-from gateway.language.chat_messages import Message
+from gateway.language.chat_messages import Message, in_call_order
 from gateway.language.constraint import constraint_of
 from gateway.language.render import ChatRenderer
 from gateway.language.thinking import ThinkingWish, effort_of
@@ -163,7 +163,7 @@ def call_of(renderer: ChatRenderer, request: ResponsesRequest, messages: Sequenc
         format_param=FORMAT,
     )
     return Call(
-        messages=messages,
+        messages=in_call_order(messages),
         tools=None if request.tool_choice == "none" else tools,
         asked=asked | constraint.asked | thinking.asked,
         thinking=options,

@@ -37,6 +37,36 @@ def _text(part: Mapping[str, Any]) -> str:
     return part.get("text") or part.get("refusal") or ""
 
 
+def in_call_order(messages: Sequence[Message]) -> list[Message]:
+    """The messages, with the results of each answer's calls in the order of the calls.
+
+    Agents send results as their tools finish, and some templates write no ids: such a model would read one
+    call's result as another's. Results of unknown calls come last.
+    """
+    ordered, start = list(messages), 0
+    while start < len(ordered):
+        end = start + 1
+        if not _is_result(ordered[start]):
+            start = end
+            continue
+        while end < len(ordered) and _is_result(ordered[end]):
+            end += 1
+        if end - start > 1 and start and ordered[start - 1].get("role") == "assistant":
+            calls = [call.get("id") for call in ordered[start - 1].get("tool_calls") or ()]
+            ordered[start:end] = sorted(ordered[start:end], key=lambda result: _position(result, calls))
+        start = end
+    return ordered
+
+
+def _is_result(message: Message) -> bool:
+    return message.get("role") in ("tool", "function")
+
+
+def _position(result: Message, calls: Sequence[Any]) -> int:
+    call_id = result.get("tool_call_id")
+    return calls.index(call_id) if call_id in calls else len(calls)
+
+
 class MessageNormalizer:
     """Normalizes messages for one family's template.
 

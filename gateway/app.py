@@ -77,7 +77,7 @@ def endpoints_of(gateway: GatewayParts) -> Mapping[str, Endpoint]:
     """The endpoint of each agents' path. `EdgeApp` also serves each path under `/sessions/{id}`."""
     renderer, model_name = gateway.renderer, gateway.settings.model_name
     calls = InFlightCalls(gateway.settings.retry_grace_s, gateway.settings.join_identical)
-    messages = Messages(renderer, model_name)
+    messages = Messages(renderer, model_name, gateway.identities.thought_signature)
     return {
         "/v1/chat/completions": Exchange(Chat(renderer, model_name), gateway, calls),
         "/v1/completions": Exchange(Completions(renderer, model_name), gateway, calls),

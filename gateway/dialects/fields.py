@@ -34,7 +34,7 @@ RESPONSES: Refusals = {
     "conversation": ((), "this gateway does not serve it; use previous_response_id"),
     "prompt": ((), "this gateway does not serve it"),
     "context_management": (([],), "this gateway changes no history"),
-    "truncation": (("disabled",), "this gateway drops no items"),
+    "truncation": (("disabled", "auto"), "auto or disabled; what does not fit is a 400 in either case"),
     "moderation": ((), "this gateway does not moderate"),
     "image": ((), "this model writes text only"),
     "access_programs": (([], {}), "this gateway does not serve it"),

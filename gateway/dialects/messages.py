@@ -6,7 +6,14 @@ from msgspec import UNSET, UnsetType
 
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
 from gateway.dialects.fields import MESSAGES, check_metadata, refuse_unserved
-from gateway.dialects.messages_input import choice_of, conversation, format_of, thinking_of, tools_of
+from gateway.dialects.messages_input import (
+    check_thoughts,
+    choice_of,
+    conversation,
+    format_of,
+    thinking_of,
+    tools_of,
+)
 from gateway.dialects.messages_wire import (
     AnthropicMessage,
     BlockDelta,
@@ -22,6 +29,8 @@ from gateway.dialects.messages_wire import (
     MessageStop,
     MessageUsage,
     OutputUsage,
+    Sign,
+    SignatureDelta,
     StopDelta,
     TextBlock,
     TextDelta,
@@ -33,7 +42,7 @@ from gateway.dialects.messages_wire import (
 from gateway.dialects.wire import check_sampling, decode_body, encode, event, given_fields, stop_strings
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
-from gateway.language.chat_messages import in_call_order
+from gateway.language.chat_messages import Message, in_call_order
 from gateway.language.constraint import constraint_of
 from gateway.language.deltas import Delta
 from gateway.language.render import ChatRenderer, ToolCall
@@ -52,9 +61,15 @@ class Messages:
 
     prefix = "msg_"
 
-    def __init__(self, renderer: ChatRenderer, model_name: str) -> None:
+    def __init__(self, renderer: ChatRenderer, model_name: str, sign: Sign) -> None:
         self._renderer = renderer
         self._model_name = model_name
+        self._sign = sign
+
+    def conversation(self, request: MessagesRequest) -> list[Message]:
+        """The messages in OpenAI's shape. Raises InvalidRequest, also for a wrongly signed thought."""
+        check_thoughts(request, self._sign)
+        return in_call_order(conversation(request))
 
     async def read(self, caller: Caller, body: bytes, heavy: bool) -> ParsedRequest:
         request = request_of(body)
@@ -68,8 +83,8 @@ class Messages:
             )
         model = request.model or self._model_name
         return ParsedRequest(
-            calls=[call_of(self._renderer, request)],
-            responder=MessagesResponder(model, bool(request.return_token_ids)),
+            calls=[call_of(self._renderer, request, self.conversation(request))],
+            responder=MessagesResponder(model, bool(request.return_token_ids), self._sign),
             stream=bool(request.stream),
             model=request.model,
             metadata=request.metadata,
@@ -92,7 +107,7 @@ def request_of(body: bytes) -> MessagesRequest:
     return request
 
 
-def call_of(renderer: ChatRenderer, request: MessagesRequest) -> Call:
+def call_of(renderer: ChatRenderer, request: MessagesRequest, messages: Sequence[Message]) -> Call:
     """The call that the request asks for. Raises InvalidRequest that names the wrong field."""
     thinking, field = thinking_of(request)
     renderer, options = renderer.thinking(thinking, field)
@@ -103,7 +118,7 @@ def call_of(renderer: ChatRenderer, request: MessagesRequest) -> Call:
         renderer, tools, choice, output_format, parallel_tool_calls=not single, format_param=param
     )
     return Call(
-        messages=in_call_order(conversation(request)),
+        messages=messages,
         tools=None if choice == "none" else tools,
         asked=given_fields(request, SAMPLING_FIELDS) | constraint.asked | thinking.asked,
         thinking=options,
@@ -117,15 +132,16 @@ def call_of(renderer: ChatRenderer, request: MessagesRequest) -> Call:
 class MessagesResponder:
     """Writes the reply to one request."""
 
-    def __init__(self, model: str, with_ids: bool) -> None:
+    def __init__(self, model: str, with_ids: bool, sign: Sign) -> None:
         self._model = model
         self._with_ids = with_ids
+        self._sign = sign
 
     def body(self, recorded: Sequence[RecordedAnswer]) -> bytes:
         generation, _, answer = recorded[0]
         content: list[ContentBlock] = []
         if answer.reasoning is not None:
-            content.append(ThinkingBlock(answer.reasoning))
+            content.append(ThinkingBlock(answer.reasoning, self._sign(answer.reasoning)))
         if answer.content:
             content.append(TextBlock(answer.content))
         content += [ToolUseBlock(call.call_id, call.name, input_of(call)) for call in answer.tool_calls]
@@ -144,7 +160,7 @@ class MessagesResponder:
         return encode(message)
 
     def events(self, generations: Sequence[Generation]) -> "MessagesEvents":
-        return MessagesEvents(generations[0], self._model, self._with_ids)
+        return MessagesEvents(generations[0], self._model, self._with_ids, self._sign)
 
 
 class MessagesEvents:
@@ -152,10 +168,13 @@ class MessagesEvents:
 
     heartbeat = event(b'{"type":"ping"}', b"ping")
 
-    def __init__(self, generation: Generation, model: str, with_ids: bool) -> None:
+    def __init__(self, generation: Generation, model: str, with_ids: bool, sign: Sign) -> None:
         self._generation = generation
         self._model = model
         self._with_ids = with_ids
+        self._sign = sign
+        self._thought: list[str] = []
+        """The text of the open thought."""
         self._index = -1
         self._open: type[ContentBlock] | None = None
         """The kind of the open block; None if no block is open."""
@@ -175,7 +194,9 @@ class MessagesEvents:
         if delta.tool_call is not None:
             return self._tool_use(delta.tool_call)
         if delta.reasoning:
-            return self._begin(ThinkingBlock("")) + self._grow(ThinkingDelta(delta.reasoning))
+            begun = self._begin(ThinkingBlock(""))
+            self._thought.append(delta.reasoning)
+            return begun + self._grow(ThinkingDelta(delta.reasoning))
         return self._begin(TextBlock("")) + self._grow(TextDelta(delta.content))
 
     def _tool_use(self, call: ToolCall) -> bytes:
@@ -197,8 +218,12 @@ class MessagesEvents:
     def _end(self) -> bytes:
         if self._open is None:
             return b""
+        signed = b""
+        if self._open is ThinkingBlock:
+            signed = self._grow(SignatureDelta(self._sign("".join(self._thought))))
+            self._thought.clear()
         self._open = None
-        return _event(BlockStop(self._index))
+        return signed + _event(BlockStop(self._index))
 
     def closing(self, index: int, recorded: RecordedAnswer) -> bytes:
         prompt_ids, output_ids = _ids(recorded.generation, self._with_ids)

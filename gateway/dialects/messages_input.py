@@ -1,10 +1,11 @@
 """Converts messages, tools, tool choice and output format of Anthropic's requests to OpenAI's chat shapes."""
 
+import hmac
 from collections.abc import Mapping
 from typing import Any
 
 from gateway.dialects.fields import check_keys
-from gateway.dialects.messages_wire import RAW_ARGUMENTS, MessagesRequest
+from gateway.dialects.messages_wire import RAW_ARGUMENTS, MessagesRequest, Sign
 from gateway.dialects.wire import JsonObject
 from gateway.errors import InvalidRequest
 from gateway.language.chat_messages import Message, Tool
@@ -81,6 +82,20 @@ def tools_of(request: MessagesRequest) -> list[Tool] | None:
         function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": schema}
         tools.append({"type": "function", "function": function})
     return tools or None
+
+
+def check_thoughts(request: MessagesRequest, sign: Sign) -> None:
+    """Raises InvalidRequest that names a signed thought which is not as the model had it."""
+    for index, message in enumerate(request.messages):
+        content = message.get("content")
+        for at, block in enumerate(content if isinstance(content, list) else ()):
+            if not (isinstance(block, dict) and block.get("type") == "thinking" and block.get("signature")):
+                continue
+            thought, signature = block.get("thinking"), block["signature"]
+            given = signature.encode() if isinstance(signature, str) else b""
+            if not (isinstance(thought, str) and hmac.compare_digest(given, sign(thought).encode())):
+                param = f"messages[{index}].content[{at}].signature"
+                raise InvalidRequest(f"{param}: not the signature of this thought", param=param)
 
 
 def conversation(request: MessagesRequest) -> list[Message]:

@@ -3,7 +3,7 @@
 A field that is UNSET is left out of the JSON. An event's tag is its `type` field and its SSE event name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +13,8 @@ from msgspec import UNSET, UnsetType
 from gateway.dialects.wire import JsonObject
 from gateway.language.render import ToolCall
 
+Sign = Callable[[str], str]
+"""Signs the text of a thought."""
 RAW_ARGUMENTS = "__raw_arguments"
 """Anthropic's `input` must be an object. Other arguments are sent as text in a field of this name."""
 
@@ -65,7 +67,7 @@ class InputTokens(msgspec.Struct, frozen=True):
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, tag="thinking"):
-    """The model's reasoning."""
+    """The model's reasoning. Clients keep a thought only if it is signed."""
 
     thinking: str
     signature: str = ""
@@ -129,11 +131,17 @@ class ThinkingDelta(msgspec.Struct, frozen=True, tag="thinking_delta"):
     thinking: str
 
 
+class SignatureDelta(msgspec.Struct, frozen=True, tag="signature_delta"):
+    """The last delta of a thought."""
+
+    signature: str
+
+
 class InputDelta(msgspec.Struct, frozen=True, tag="input_json_delta"):
     partial_json: str
 
 
-BlockGrowth = TextDelta | ThinkingDelta | InputDelta
+BlockGrowth = TextDelta | ThinkingDelta | SignatureDelta | InputDelta
 
 
 class BlockDelta(msgspec.Struct, frozen=True, tag="content_block_delta"):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from gateway.dialects.messages import Messages, request_of
-from gateway.dialects.messages_input import conversation, thinking_of, tools_of
+from gateway.dialects.messages_input import thinking_of, tools_of
 from gateway.dialects.messages_wire import InputTokens
 from gateway.dialects.wire import encode
 from gateway.edge.reply import Reply
@@ -23,7 +23,7 @@ class TokenCount:
         gateway, body = self.gateway, request_of(request.body)
         gateway.admission.check_call(await gateway.sessions.owner_of(request.caller))
         _, options = gateway.renderer.thinking(*thinking_of(body))
-        ids = await gateway.generator.prompt_ids(conversation(body), tools_of(body), options)
+        ids = await gateway.generator.prompt_ids(self.messages.conversation(body), tools_of(body), options)
         await reply.send_json(200, encode(InputTokens(len(ids))), {})
 
     def error(self, error: ApiError) -> bytes:

@@ -43,6 +43,11 @@ class Identities:
         name = base64.urlsafe_b64encode(session_id.encode()).decode().rstrip("=")
         return f"{PREFIX}{name}.{self._signature(session_id)}"
 
+    def thought_signature(self, thought: str) -> str:
+        """The signature of a thought that the model had; no client can make one."""
+        signed = hmac.digest(self._secret, b"thought\0" + thought.encode(errors="replace"), "sha256")
+        return base64.b64encode(signed).decode()
+
     def caller(self, headers: Mapping[str, str]) -> Caller:
         """The caller of a request. Raises UnknownCaller if the key is missing or not known."""
         key = presented_key(headers)

@@ -152,7 +152,7 @@ def test_responses_and_messages_hold_an_answer_to_the_same(gateway: RunningGatew
                 "tools": [{"type": "function", "function": {"name": "a", "parameters": 1}}],
                 "tool_choice": "required",
             },
-            "tools",
+            "tools[0].function.parameters",
         ),
     ],
 )
@@ -298,8 +298,9 @@ def test_biases_reach_the_engine_where_the_caller_owns_the_sampling(gateway: Run
 def test_a_bias_for_an_id_outside_the_vocabulary_never_reaches_an_engine(
     gateway: RunningGateway, path: str, bias: Any
 ) -> None:
-    body = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "logit_bias": bias}
-    reply = gateway.post(f"/v1/{path}", body)
+    chat = path == "chat/completions"
+    asked = {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": "hi"}
+    reply = gateway.post(f"/v1/{path}", asked | {"logit_bias": bias})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "logit_bias")
     assert not gateway.engine.requests
 

@@ -69,7 +69,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "tools[0].function.description",
     ),
     ("responses", {"background": True}, "background"),
-    ("responses", {"truncation": "auto"}, "truncation"),
+    ("responses", {"truncation": "middle"}, "truncation"),
     ("responses", {"text": {"verbosity": "high"}}, "text.verbosity"),
     ("responses", {"text": {"size": 7}}, "text.size"),
     ("responses", {"reasoning": {"effort": "much"}}, "reasoning.effort"),

@@ -88,6 +88,8 @@ def test_a_streamed_message_adds_up_to_the_plain_one(gateway: RunningGateway) ->
             match delta["type"]:
                 case "thinking_delta":
                     block["thinking"] += delta["thinking"]
+                case "signature_delta":
+                    block["signature"] += delta["signature"]
                 case "text_delta":
                     block["text"] += delta["text"]
                 case "input_json_delta":
@@ -265,3 +267,39 @@ def test_tools_that_anthropics_servers_run_are_left_out(gateway: RunningGateway)
     prompt = gateway.engine.tokenizer.decode(turn["context_ids"])
     assert "weather" in prompt
     assert "web_search" not in prompt
+
+
+THOUGHT = "<think>\nhm, 7\n</think>\n\nseven"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_thought_is_signed_and_is_checked_when_it_comes_back(gateway: RunningGateway, stream: bool) -> None:
+    gateway.engine.script.append(THOUGHT)
+    path = f"/sessions/{gateway.session()['session_id']}/v1/messages"
+    asked = [{"role": "user", "content": "what?"}]
+    reply = ask(gateway, asked, path, stream=stream)
+    if stream:
+        deltas = [event["delta"] for event in events_of(reply) if event["type"] == "content_block_delta"]
+        (signature,) = [delta["signature"] for delta in deltas if delta["type"] == "signature_delta"]
+        assert [delta["type"] for delta in deltas].index("text_delta") > deltas.index(
+            {"type": "signature_delta", "signature": signature}
+        )
+    else:
+        signature = reply.json()["content"][0]["signature"]
+    assert len(signature) >= 43  # 32 bytes in base64
+    thought = {"type": "thinking", "thinking": "hm, 7", "signature": signature}
+    text = {"type": "text", "text": "seven"}
+
+    def again(thought: dict[str, Any]) -> Any:
+        history = [
+            *asked,
+            {"role": "assistant", "content": [thought, text]},
+            {"role": "user", "content": "sure?"},
+        ]
+        return ask(gateway, history, path)
+
+    for forged in ({"thinking": "hm, 8"}, {"signature": signature[:-4] + "AAA="}, {"signature": 7}):
+        refused = again(thought | forged)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "messages[1].content[0].signature"
+    assert again(thought).status_code == 200

@@ -186,7 +186,7 @@ AT_THE_DOOR: dict[str, list[Message]] = {
     "a system message late": [told("hm"), {"role": "system", "content": "stop"}, user("b")],
     "a developer late": [told("hm"), {"role": "developer", "content": "stop"}, user("b")],
     "a function": [{"role": "function", "name": "get", "content": "ok"}],
-    "no parts": [told([]), user([])],
+    "no parts": [told([]), user("")],
     "parts": [told([{"type": "text", "text": "hm"}]), user([{"type": "text", "text": "b"}])],
 }
 

@@ -94,18 +94,16 @@ def test_a_response_is_one_of_the_contract_and_echoes_its_request(gateway: Runni
         "reasoning": {"effort": "low"},
         "tools": [TOOL],
         "tool_choice": "auto",
-        "text": {"verbosity": "low"},
+        "text": {"verbosity": "medium"},
         "user": "u",
     }
-    reply = gateway.post(
-        PATH, said | {"service_tier": "auto", "truncation": "auto", "include": [], "new": {}}
-    )
+    reply = gateway.post(PATH, said | {"service_tier": "auto", "truncation": "auto", "include": []})
     response = Response.model_validate(reply.json())
     assert response.model == "policy"
     told = reply.json()
     for name in set(said) - {"input", "text"}:
         assert told[name] == said[name], name
-    assert told["text"] == {"format": {"type": "text"}, "verbosity": "low"}
+    assert told["text"] == {"format": {"type": "text"}, "verbosity": "medium"}
     assert gateway.engine.requests[0]["sampling_params"]["max_new_tokens"] == 50
 
 

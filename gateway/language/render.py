@@ -19,8 +19,8 @@ from renderers import ToolCallParseStatus, create_renderer
 from gateway.language.chat_messages import Message, MessageNormalizer, Tool
 from gateway.language.example_conversation import EXAMPLE_MESSAGES, EXAMPLE_TOOL
 from gateway.language.families import Thinking, configuration, family_of
-from gateway.language.token_budget import at_most, text_chars, too_long
 from gateway.language.thinking import Options, ThinkingWish, options_of
+from gateway.language.token_budget import at_most, text_chars, too_long
 from gateway.language.tokenizer import BareTokenizer
 from rollout_queue.contract.tokens import TokenIds
 

@@ -9,9 +9,9 @@ from gateway.dialects.base import ParsedRequest, RecordedAnswer
 from gateway.dialects.fields import RESPONSES, check_keys, check_metadata, refuse_unserved
 from gateway.dialects.responses_events import ResponsesEvents
 from gateway.dialects.responses_input import functions_of, kind_of, messages_of
-from gateway.dialects.responses_output import final_state, output_of
+from gateway.dialects.responses_output import final_state, head_of, output_of
 from gateway.dialects.responses_store import ResponseStore, StoredConversation
-from gateway.dialects.responses_wire import LOGPROBS, PREFIX, Item, ResponsesRequest, head_of
+from gateway.dialects.responses_wire import LOGPROBS, PREFIX, Item, ResponsesRequest
 from gateway.dialects.wire import check_sampling, decode_body, encode, given_fields, logprobs_of
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation

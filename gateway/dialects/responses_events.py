@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from gateway.dialects.base import RecordedAnswer
-from gateway.dialects.responses_output import call_item, final_state, message_item, reasoning_item
+from gateway.dialects.responses_output import call_item, final_state, head_of, message_item, reasoning_item
 from gateway.dialects.responses_wire import (
     ArgumentsDelta,
     ArgumentsDone,
@@ -30,7 +30,6 @@ from gateway.dialects.responses_wire import (
     ResponseEventHead,
     ResponsesRequest,
     ResponseState,
-    head_of,
 )
 from gateway.dialects.wire import HEARTBEAT, TokenLogprob, encode, event, logprobs_of
 from gateway.generations.generation import Generation

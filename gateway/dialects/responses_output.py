@@ -1,4 +1,4 @@
-"""The output of a response: the items of an answer, and the state and usage that go with them."""
+"""The output of a response: the fields it begins with, the items of an answer, and their state and usage."""
 
 from collections.abc import Sequence
 
@@ -16,6 +16,8 @@ from gateway.dialects.responses_wire import (
     ReasoningItem,
     ReasoningText,
     ReasoningTokens,
+    ResponseHead,
+    ResponsesRequest,
     ResponseState,
     ResponseUsage,
 )
@@ -76,6 +78,34 @@ def call_item(generation: Generation, index: int, call: ToolCall) -> FunctionCal
         call_id=call.call_id,
         name=call.name,
         arguments=call.arguments,
+    )
+
+
+def head_of(request: ResponsesRequest, model: str, generation: Generation) -> ResponseHead:
+    """The fields of the response that its first event already contains."""
+    used = generation.sampling.used
+    text = {name: value for name, value in (request.text or {}).items() if value is not None}
+    return ResponseHead(
+        id=generation.completion_id,
+        created_at=int(generation.started_at),
+        model=model,
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        max_tool_calls=request.max_tool_calls,
+        metadata=request.metadata,
+        previous_response_id=request.previous_response_id,
+        prompt_cache_key=request.prompt_cache_key,
+        reasoning=request.reasoning,
+        safety_identifier=request.safety_identifier,
+        user=request.user,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        store=request.store is not False,
+        temperature=used["temperature"],
+        text={"format": {"type": "text"}, **text},
+        tool_choice=request.tool_choice or "auto",
+        tools=request.tools or [],
+        top_logprobs=request.top_logprobs or 0,
+        top_p=used["top_p"],
     )
 
 

@@ -10,7 +10,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway.dialects.wire import JsonObject, StreamOptions, TokenLogprob
-from gateway.generations.generation import Generation
 from gateway.language.chat_messages import Tool
 
 Item = JsonObject
@@ -273,31 +272,3 @@ class ErrorEvent(NumberedEvent, frozen=True, kw_only=True, tag="error"):
     message: str
     param: str | None
     error: ErrorFields
-
-
-def head_of(request: ResponsesRequest, model: str, generation: Generation) -> ResponseHead:
-    """The fields of the response that its first event already contains."""
-    used = generation.sampling.used
-    text = {name: value for name, value in (request.text or {}).items() if value is not None}
-    return ResponseHead(
-        id=generation.completion_id,
-        created_at=int(generation.started_at),
-        model=model,
-        instructions=request.instructions,
-        max_output_tokens=request.max_output_tokens,
-        max_tool_calls=request.max_tool_calls,
-        metadata=request.metadata,
-        previous_response_id=request.previous_response_id,
-        prompt_cache_key=request.prompt_cache_key,
-        reasoning=request.reasoning,
-        safety_identifier=request.safety_identifier,
-        user=request.user,
-        parallel_tool_calls=request.parallel_tool_calls is not False,
-        store=request.store is not False,
-        temperature=used["temperature"],
-        text={"format": {"type": "text"}, **text},
-        tool_choice=request.tool_choice or "auto",
-        tools=request.tools or [],
-        top_logprobs=request.top_logprobs or 0,
-        top_p=used["top_p"],
-    )

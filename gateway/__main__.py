@@ -40,7 +40,15 @@ def main() -> None:
     gc.freeze()
     # Long prompts are rendered in threads. A short switch interval lets streams write in between.
     sys.setswitchinterval(0.0001)
-    serve(app, settings.host, settings.port, settings.drain_timeout_s, bounds=settings.connections)
+    serve(
+        app,
+        settings.host,
+        settings.port,
+        settings.drain_timeout_s,
+        app.leave,
+        bounds=settings.connections,
+        end_requests=app.end_calls,
+    )
 
 
 def return_large_memory() -> None:

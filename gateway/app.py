@@ -16,7 +16,6 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 from redis.exceptions import RedisError
-from starlette.types import ASGIApp
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from gateway.background import background_tasks
@@ -41,18 +40,19 @@ from rollout_queue.http.errors import RequestIds, install_error_handlers
 from rollout_queue.http.probes import probes
 
 
-def create_app(settings: GatewaySettings) -> ASGIApp:
+def create_app(settings: GatewaySettings) -> EdgeApp:
     """The application. Its lifespan opens the connections at the start, and closes them at the end."""
     renderer = ChatRenderer(
         settings.model_path, settings.renderer, settings.thinking, settings.context_length
     )
     metrics = Metrics()
+    calls = InFlightCalls(settings.retry_grace_s, settings.join_identical)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with opened(settings, renderer, metrics) as gateway:
             app.state.parts = gateway
-            edge.identities, edge.endpoints = gateway.identities, endpoints_of(gateway)
+            edge.identities, edge.endpoints = gateway.identities, endpoints_of(gateway, calls)
             async with background_tasks(gateway):
                 yield
 
@@ -67,16 +67,15 @@ def create_app(settings: GatewaySettings) -> ASGIApp:
     app.add_middleware(RequestIds)
     for routes in (models, sessions, listing, heartbeat, rewards, admin, users):
         app.include_router(routes.router)
-    app.include_router(probes(lambda: _why_not_ready(app), metrics.registry))
+    app.include_router(probes(lambda: _why_not_ready(app, edge), metrics.registry))
     vars(app)["openapi"] = lambda: openapi_document(app)
-    edge = EdgeApp(app, bodies)
+    edge = EdgeApp(app, bodies, calls, settings.leave_s)
     return edge
 
 
-def endpoints_of(gateway: GatewayParts) -> Mapping[str, Endpoint]:
+def endpoints_of(gateway: GatewayParts, calls: InFlightCalls) -> Mapping[str, Endpoint]:
     """The endpoint of each agents' path. `EdgeApp` also serves each path under `/sessions/{id}`."""
     renderer, model_name = gateway.renderer, gateway.settings.model_name
-    calls = InFlightCalls(gateway.settings.retry_grace_s, gateway.settings.join_identical)
     messages = Messages(renderer, model_name, gateway.identities.thought_signature)
     return {
         "/v1/chat/completions": Exchange(Chat(renderer, model_name), gateway, calls),
@@ -87,8 +86,10 @@ def endpoints_of(gateway: GatewayParts) -> Mapping[str, Endpoint]:
     }
 
 
-async def _why_not_ready(app: FastAPI) -> str | None:
+async def _why_not_ready(app: FastAPI, edge: EdgeApp) -> str | None:
     """Why the gateway cannot answer a call; None when it can."""
+    if edge.leaving:
+        return "the gateway leaves, because it got SIGTERM"
     gateway: GatewayParts = app.state.parts
     try:
         await gateway.redis.ping()

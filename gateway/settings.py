@@ -138,7 +138,9 @@ class GatewaySettings(ServiceSettings):
     """Interval of keep-alive events in a stream without new tokens: proxies close silent connections."""
     push_timeout_s: float = 600.0
     """How long a server may take to load a policy."""
+    leave_s: float = Field(2.0, ge=0)
+    """How long the gateway takes calls after SIGTERM while `/ready` fails, so that load balancers notice."""
     drain_timeout_s: float = 30.0
-    """How long calls in flight may continue after SIGTERM."""
+    """How long calls in flight may continue after that. Then each client gets an error."""
     poll_every_s: float = 0.5
     """Interval of the background tasks: they read the fleet's state, expire sessions, refresh limits, …"""

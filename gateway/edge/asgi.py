@@ -6,6 +6,7 @@ every other path ──▶ FastAPI's application with the REST routes
 It is bare ASGI, because FastAPI would cost time for every streamed token.
 """
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from typing import Protocol
@@ -16,6 +17,7 @@ from gateway.edge.disconnect import DisconnectWatch
 from gateway.edge.errors import ANSWERABLE, api_error
 from gateway.edge.reply import Reply
 from gateway.edge.request import AgentRequest, BodyBudget, ClientDisconnected, headers_of, read_body
+from gateway.edge.retries import InFlightCalls
 from gateway.sessions.identity import Identities
 from rollout_queue.http.errors import ApiError, request_id_of
 
@@ -37,13 +39,25 @@ class Endpoint(Protocol):
 class EdgeApp:
     """The ASGI application that uvicorn runs; `app` is FastAPI's."""
 
-    def __init__(self, app: ASGIApp, bodies: BodyBudget) -> None:
+    def __init__(self, app: ASGIApp, bodies: BodyBudget, calls: InFlightCalls, leave_s: float) -> None:
         self._app = app
         self._bodies = bodies
+        self._calls = calls
+        self._leave_s = leave_s
+        self.leaving = False
         self.endpoints: Mapping[str, Endpoint] = {}
         """By path, without `/sessions/{id}`; set when the application starts."""
         self.identities: Identities
         """Set when the application starts."""
+
+    async def leave(self) -> None:
+        """After SIGTERM: let `/ready` fail, and take calls until load balancers have noticed that."""
+        self.leaving = True
+        await asyncio.sleep(self._leave_s)  # load balancers do not say when they have noticed
+
+    def end_calls(self) -> None:
+        """End the calls in flight. Each client gets an error."""
+        self._calls.end_all(ApiError(503, "the gateway stopped before the answer was complete"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -58,7 +72,7 @@ class EdgeApp:
     ) -> None:
         headers = headers_of(scope)
         request_id = request_id_of(headers.get("x-request-id", ""))
-        reply = Reply(send, request_id)
+        reply = Reply(send, request_id, last=self.leaving)
         try:
             caller = self.identities.caller(headers)  # first: nothing is read of a caller without a key
             if scope["method"] != "POST":

@@ -20,6 +20,7 @@ class DisconnectWatch:
         self._receive = receive
         self._watching: asyncio.Task[None] | None = None
         self._stopped = False
+        self._error: Exception | None = None
         self._on_disconnect: Callable[[], None] = self.stop
 
     def __enter__(self) -> "DisconnectWatch":
@@ -35,9 +36,11 @@ class DisconnectWatch:
         self._timer.cancel()
         if self._watching is not None:
             self._watching.cancel()
-        if self._stopped and self._task.uncancel() == 0:
-            return kind is not None and issubclass(kind, asyncio.CancelledError)
-        return False
+        if not self._stopped or self._task.uncancel() or kind is not asyncio.CancelledError:
+            return False
+        if self._error is not None:
+            raise self._error from error
+        return True
 
     @property
     def watched(self) -> bool:
@@ -48,10 +51,11 @@ class DisconnectWatch:
         """Call `callback` in place of `stop` when the client disconnects. It may call `stop` later."""
         self._on_disconnect = callback
 
-    def stop(self) -> None:
-        """Cancel the `with` block."""
-        self._stopped = True
-        self._task.cancel()
+    def stop(self, error: Exception | None = None) -> None:
+        """Cancel the `with` block. The `with` statement then raises the error, if one is given."""
+        if not self._stopped:
+            self._stopped, self._error = True, error
+            self._task.cancel()
 
     def _watch(self) -> None:
         self._watching = asyncio.get_running_loop().create_task(self._until_disconnect())

@@ -81,11 +81,16 @@ class Exchange:
             head, parsed.calls, parsed.n, version, self.dialect.prefix, request.heavy, call
         )
         request.release()
-        if parsed.stream and not head.stored:
-            await gateway.resolver.open(head, caller)
-        answer = _stream if parsed.stream else _whole
+        if not head.stored:
+            if parsed.stream:
+                await gateway.resolver.open(head, caller)
+            else:
+                await gateway.resolver.check_storage()
         try:
-            await answer(gateway, parsed, generations, reply)
+            if parsed.stream:
+                await _stream(gateway, parsed, generations, reply, call)
+            else:
+                await _whole(gateway, parsed, generations, reply)
         except asyncio.CancelledError:
             await gateway.recorder.record_unrecorded(generations)
             raise
@@ -122,7 +127,11 @@ async def _whole(
 
 
 async def _stream(
-    gateway: GatewayParts, parsed: ParsedRequest, generations: Sequence[Generation], reply: Reply
+    gateway: GatewayParts,
+    parsed: ParsedRequest,
+    generations: Sequence[Generation],
+    reply: Reply,
+    call: InFlightCall,
 ) -> None:
     """Answer with server-sent events.
 
@@ -166,6 +175,10 @@ async def _stream(
         if not reply.begun:
             raise
         await reply.close(events.failing(api_error(error)))
+    except asyncio.CancelledError:
+        if reply.begun and call.ending is not None:
+            await reply.close(events.failing(call.ending))
+        raise
     except Exception:  # outermost frame of a stream: a bug, which the client sees as the last event
         if not reply.begun:
             raise

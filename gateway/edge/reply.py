@@ -20,12 +20,15 @@ STREAM_HEADERS = (
 class Reply:
     """The reply to one call."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, *, last: bool = False) -> None:
+        """`last`: the connection closes after the reply."""
         self._send = send
         self._own_headers = [
             (b"x-request-id", request_id.encode()),
             (b"request-id", request_id.encode()),  # read by Anthropic's clients
         ]
+        if last:
+            self._own_headers.append((b"connection", b"close"))
         self.begun = False
         """Whether a status was sent. An error after that can only be an event of the stream."""
         self._timer: asyncio.TimerHandle | None = None

@@ -54,6 +54,8 @@ class InFlightCall:
         self.joined_at = 0.0
         """When `latest_attempt` joined, in seconds since the epoch; 0 if none has joined."""
         self.readers = 1
+        self.ending: ApiError | None = None
+        """Why the gateway ended the call before its answer was complete."""
         self._calls, self._key = calls, key
         self._client = client
         self._send: Send | None = reply.redirect(self._record)
@@ -76,7 +78,7 @@ class InFlightCall:
         elif isinstance(error, Exception):
             self._failure = error
         elif error is not None:
-            self._failure = ApiError(503, "the call that this one repeats was stopped")
+            self._failure = self.ending or ApiError(503, "the call that this one repeats was stopped")
         self._ended = True
         self._cancel_stop()
         self._calls.remove(self._key, self)
@@ -99,6 +101,11 @@ class InFlightCall:
         self._followed = True
         self._cancel_stop()
         self._wake_readers()
+
+    def end(self, why: ApiError) -> None:
+        """End the call before its answer is complete. Its clients get the error."""
+        self.ending = why
+        self._client.stop(why)
 
     async def follow(self, reply: Reply) -> None:
         """Send all messages of the call to a client that joined, from the first to the last.
@@ -181,6 +188,11 @@ class InFlightCalls:
         call = InFlightCall(self, key, digest, attempt, reply, client)
         self._calls.setdefault(key, []).append(call)
         return call
+
+    def end_all(self, why: ApiError) -> None:
+        """End every call. Each client gets the error."""
+        for call in [each for calls in self._calls.values() for each in calls]:
+            call.end(why)
 
     def remove(self, key: Hashable, call: InFlightCall) -> None:
         """Let no later attempt join the call."""

@@ -104,6 +104,10 @@ class SessionResolver:
         """Store a session that `resolve` did not store: a streamed reply names it before its first turn."""
         await self._sessions.open(head.spec, caller)
 
+    async def check_storage(self) -> None:
+        """Raises StorageUnavailable, before an engine works for an answer that could not be stored."""
+        await self._writer.ping()
+
     async def _refusal(self, head: SessionHead) -> StateConflict | None:
         """Why a session takes no call; None if it takes calls.
 

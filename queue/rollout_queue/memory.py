@@ -42,6 +42,8 @@ class MemoryStream:
 
     async def close(self) -> None: ...
 
+    async def ping(self) -> None: ...
+
     async def open_session(self, spec: SessionSpec) -> tuple[SessionSpec, bool]:
         if head := self.heads.get(spec.session_id):
             return head.spec, False

@@ -4,13 +4,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import cast
 
 import httpx
 import pytest
 
 from gateway.app import create_app
-from gateway.edge.asgi import EdgeApp
 from gateway.settings import GatewaySettings
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends
 from tests.support.serving import serving
@@ -34,7 +32,7 @@ def test_every_path_of_the_contract_is_published(backends: Backends) -> None:
 
 def test_every_endpoint_for_agents_is_published(backends: Backends) -> None:
     settings = GatewaySettings(redis_url=backends.redis_url, model_path=backends.model_path)
-    app = cast(EdgeApp, create_app(settings))
+    app = create_app(settings)
     with serving(app) as url:
         paths = httpx.get(f"{url}/openapi.json").json()["paths"]
         agents = {

@@ -51,6 +51,10 @@ class StreamWriter(Protocol):
 
     async def close(self) -> None: ...
 
+    async def ping(self) -> None:
+        """Wait for a sign that the queue works."""
+        ...
+
     async def open_session(self, spec: SessionSpec) -> tuple[SessionSpec, bool]:
         """Create the session, or find the one with that id. Returns it, and whether it was created.
 

@@ -1,5 +1,6 @@
 """Runs a service's HTTP server until SIGTERM, with the same settings for every service."""
 
+import asyncio
 import signal
 import socket
 import sys
@@ -20,6 +21,8 @@ the connection first, and sends no request on a connection that the server is cl
 
 Leave = Callable[[], Awaitable[None]]
 """What a service does after SIGTERM, before it stops listening."""
+LAST_WORDS_S = 5.0
+"""How long requests may still take after `end_requests`; then uvicorn cancels them."""
 
 
 def serve(
@@ -29,8 +32,12 @@ def serve(
     drain_s: float,
     leave: Leave | None = None,
     bounds: ConnectionBounds | None = None,
+    end_requests: Callable[[], None] | None = None,
 ) -> None:
     """Listen until SIGTERM; then call `leave`, finish requests in flight, and exit with 0.
+
+    Requests that are still in flight after `drain_s` are ended: by `end_requests`, if it is given, so that
+    they can write last words; then by their cancellation.
 
     uvicorn ignores proxy headers here; an application that needs its own public address reads them itself.
     """
@@ -49,20 +56,30 @@ def serve(
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(drain_s),
+        timeout_graceful_shutdown=int(drain_s + (LAST_WORDS_S if end_requests else 0)),
     )
     with suppress(KeyboardInterrupt):  # uvicorn raises SIGINT again, too
-        _Server(config, leave).run()
+        _Server(config, drain_s, leave, end_requests).run()
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, leave: Leave | None) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        drain_s: float,
+        leave: Leave | None,
+        end_requests: Callable[[], None] | None,
+    ) -> None:
         super().__init__(config)
+        self._drain_s = drain_s
         self._leave = leave
+        self._end_requests = end_requests
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         try:
             if self._leave is not None:
                 await self._leave()
         finally:
+            if self._end_requests is not None:
+                asyncio.get_running_loop().call_later(self._drain_s, self._end_requests)
             await super().shutdown(sockets)

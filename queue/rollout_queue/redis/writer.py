@@ -93,6 +93,9 @@ class RedisWriter:
             await self._retractions.settle_all()
         await self._connection.close()
 
+    async def ping(self) -> None:
+        await stored(self._connection.command("PING"))
+
     async def load(self, session_id: str) -> SessionHead | None:
         key = keys.session(session_id)
         fields = await stored(self._redis.hgetall(key))

@@ -37,6 +37,7 @@ class Processes:
             "WEIR_CLIENT_KEYS": CLIENT_KEY,
             "WEIR_ADMIN_KEYS": ADMIN_KEY,
             "WEIR_GATEWAY__PORT": str(port),
+            "WEIR_GATEWAY__LEAVE_S": "0",
             **{f"WEIR_GATEWAY__{name.upper()}": str(value) for name, value in settings.items()},
         }
         with (self.logs / f"gateway-{next(self._number)}.log").open("wb") as log:

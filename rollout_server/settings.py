@@ -8,10 +8,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+from rollout_queue.http.addresses import http_url
 from rollout_queue.settings import CommaSeparated, ServiceSettings
 
 Device = Literal["cpu", "cuda"]
-WILDCARDS = ("0.0.0.0", "::")
 UNNAMEABLE = re.compile(r"[^A-Za-z0-9._-]+")
 """What a host's name may hold and an id may not."""
 
@@ -105,9 +105,3 @@ class RolloutServerSettings(ServiceSettings):
         """The prefixes in `locations`, or their defaults, as URLs; a plain path means that directory."""
         prefixes = self.locations or [str(self.weights_dir), str(self.policies_dir), self.trainer_url]
         return [prefix if "://" in prefix else Path(prefix).absolute().as_uri() for prefix in prefixes]
-
-
-def http_url(host: str, port: int, wildcard: str = "127.0.0.1") -> str:
-    """The URL of a port that is bound on `host`; `wildcard` is its address if it is bound on all of them."""
-    host = wildcard if host in WILDCARDS else host
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -8,6 +8,8 @@ import logging
 import os
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from types import FrameType
 
 import httpx
@@ -17,6 +19,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from rollout_queue.contract.errors import LeaseLost, StorageUnavailable
+from rollout_queue.http.addresses import LOOPBACK_ADDRESS, WILDCARDS, address_towards, http_url
 from rollout_queue.http.keys import Keyring, refuse_open_binding
 from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import RedisReader
@@ -106,6 +109,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
             if stream is None:
                 policy.close()
                 return
+            shared_state.snapshot = replace(shared_state.snapshot, url=own_url(settings))
             heartbeat = Heartbeat(stream, shared_state, settings.retry_s)
             gateway = GatewayClient(client, settings.push_timeout_s)
             teacher = TeacherClient(settings.teacher) if settings.teacher else None
@@ -125,6 +129,17 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
             policy.close()  # not after a failure: ranks that wait in a collective receive no command
             metrics.close()
     logger.info("ended")
+
+
+def own_url(settings: TrainerSettings) -> str:
+    """Where gateways reach this trainer. They reach Redis too, so the way to Redis shows the address."""
+    if settings.public_url:
+        return settings.public_url.rstrip("/")
+    wildcard = LOOPBACK_ADDRESS
+    if settings.host in WILDCARDS:
+        with suppress(OSError):
+            wildcard = address_towards(settings.redis_url)
+    return http_url(settings.host, settings.port, wildcard)
 
 
 def connect(redis_url: str, timeout_s: float = REDIS_TIMEOUT_S) -> Redis:

@@ -17,7 +17,7 @@ from weir.configuration import effective_configuration
 from weir.errors import StackError
 from weir.stack import down as stopping
 from weir.stack import state, supervisor
-from weir.stack.settings import StackSettings
+from weir.stack.settings import StackSettings, service_field
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 console = Console(soft_wrap=True)
@@ -78,13 +78,23 @@ def down(config: Config = None, run_dir: RunDir = None) -> None:
 
 @app.command("status")
 def show_status(config: Config = None, run_dir: RunDir = None) -> None:
-    """Show each service, its address and its state; exits with 1 when one is not ready."""
+    """Show each service, its address and its state; exits with 1 when one is not ready.
+
+    Without a run of `weir up`, the services are those of the gateway at WEIR_GATEWAY_URL.
+    """
     settings = _settings(config, run_dir=run_dir)
     found = state.read(settings.run_dir)
+    admin_key = next(iter(settings.admin_keys or settings.client_keys), None)
+    gateway_url = service_field("trainer", "gateway_url")
+    if found is None and gateway_url is not None:
+        redis_url = service_field("trainer", "redis_url") or settings.redis_url
+        rows = status.rows_elsewhere(gateway_url.rstrip("/"), redis_url, admin_key)
+        console.print(status.table_of(rows))
+        raise typer.Exit(0 if all(row.up for row in rows) else 1)
     if found is None or found.phase == "failed":
         errors.print(found.detail if found else f"no services run in {settings.run_dir}", markup=False)
         raise typer.Exit(1)
-    rows = status.rows_of(found, next(iter(settings.admin_keys or settings.client_keys), None))
+    rows = status.rows_of(found, admin_key)
     console.print(status.table_of(rows))
     if not found.parent.process():
         errors.print("the parent process has ended, so no service is restarted; `weir down` stops the rest")

@@ -1,13 +1,18 @@
 """`weir status`: one table of the services, their addresses and the gateway's report of each."""
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 
 from rich.table import Table
 
 from rollout_queue.protocol.message import MalformedMessage
 from rollout_queue.protocol.status import SystemStatus
 from weir.stack.probes import http_ready, redis_ready, system_status
+from weir.stack.process import Readiness
 from weir.stack.state import ProcessState, StackState
+
+TRAINER_SILENT_S = 60.0
+"""A trainer that has not reported for so long counts as down."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +20,8 @@ class ServiceStatus:
     """The present state of one service."""
 
     name: str
-    pid: int
+    pid: int | None
+    """None for a service that `weir up` has not started."""
     state: str
     address: str
     detail: str
@@ -31,13 +37,54 @@ def rows_of(found: StackState, admin_key: str | None) -> list[ServiceStatus]:
     return [_row(name, service, details.get(name, "")) for name, service in found.services.items()]
 
 
+def rows_elsewhere(gateway_url: str, redis_url: str, admin_key: str | None) -> list[ServiceStatus]:
+    """The state of services that something else has started, such as compose: as the gateway reports them."""
+    rows = [
+        _probed("redis", redis_url, redis_ready(redis_url)),
+        _probed("gateway", gateway_url, http_ready(gateway_url)),
+    ]
+    try:
+        report = system_status(gateway_url, admin_key)
+    except (OSError, MalformedMessage) as error:
+        return [*rows[:1], _with_detail(rows[1], f"no answer from /admin/status: {error}")]
+    details = details_from(report)
+    rows = [_with_detail(row, details[row.name]) for row in rows]
+    for server in report.rollout_servers:
+        detail = "; ".join(filter(None, [_facts(version=server.version), server.error]))
+        rows.append(ServiceStatus(server.id, None, server.state, server.url or server.engine_url, detail))
+    trainer = report.trainer
+    reported_at = trainer.last_seen or 0.0
+    alive = time.time() - reported_at < TRAINER_SILENT_S
+    rows.append(
+        ServiceStatus(
+            "trainer_service",
+            None,
+            "ready" if alive else "down",
+            trainer.url or "",
+            details["trainer_service"],
+        )
+    )
+    return rows
+
+
+def _probed(name: str, url: str, ready: Readiness) -> ServiceStatus:
+    reason = ready()
+    scheme, _, rest = url.rpartition("://")
+    address = f"{scheme}://{rest.rpartition('@')[2]}"  # without a password
+    return ServiceStatus(name, None, "not ready" if reason else "ready", address, reason or "")
+
+
+def _with_detail(row: ServiceStatus, detail: str) -> ServiceStatus:
+    return row if row.detail else replace(row, detail=detail)
+
+
 def table_of(rows: list[ServiceStatus]) -> Table:
     table = Table("service", "pid", "state")
     table.add_column("address", no_wrap=True)
     table.add_column("detail")
     for row in rows:
         colour = "green" if row.up else "red"
-        table.add_row(row.name, str(row.pid), f"[{colour}]{row.state}[/]", row.address, row.detail)
+        table.add_row(row.name, str(row.pid or ""), f"[{colour}]{row.state}[/]", row.address, row.detail)
     return table
 
 

@@ -99,6 +99,14 @@ class EngineClient:
             response.raise_for_status()
             return await response.read()
 
+    async def request(
+        self, method: str, url: str, timeout_s: float, headers: Mapping[str, str]
+    ) -> tuple[int, bytes]:
+        """The status and the body of a request without a body. Raises aiohttp.ClientError or TimeoutError."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with self._control.request(method, url, timeout=timeout, headers=headers) as response:
+            return response.status, await response.read()
+
     async def post(
         self, url: str, message: ServiceMessage, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> tuple[int, bytes]:

@@ -7,7 +7,7 @@ values. So it knows how sessions ended recently, although it reads no session.
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from redis.asyncio import Redis
@@ -154,6 +154,22 @@ class WarningMonitor:
                     f"Redis has used {full:.0%} of its maxmemory; from {limits.queue_memory:.0%} on "
                     "(gateway.limits.queue_memory) new sessions are refused"
                 )
+
+
+def emptied_redis(
+    trainer: TrainerReport, verdicts: Mapping[str, int], *, secret_is_there: bool
+) -> Iterator[str]:
+    """Whether Redis has lost its data: since this gateway started, or since the trainer's first step."""
+    if not secret_is_there:
+        yield (
+            "Redis has lost its data since this gateway started: the sessions and records of before are "
+            "gone. Restart the gateways, so that they share one secret again"
+        )
+    elif trainer.step and not trainer.rollouts_owed and not verdicts:
+        yield (
+            f"the trainer is at step {trainer.step}, but Redis knows of no session that ever ended: it has "
+            "lost its data, or the trainer belongs to another Redis"
+        )
 
 
 def _between(before: CountsAt, now: CountsAt) -> Counts:

@@ -8,11 +8,13 @@ from fastapi.responses import JSONResponse, Response
 from gateway.admission.backpressure import Backpressure, read_backpressure
 from gateway.engines.fleet_server import Registration
 from gateway.errors import ObjectNotFound
-from gateway.rest import export, pipeline
+from gateway.operators.warnings import emptied_redis
+from gateway.rest import export, pipeline, trainer
 from gateway.rest.access import admins_only
 from gateway.rest.shapes import Removed
 from gateway.wiring import GatewayParts, parts_of
 from rollout_queue.contract.policy import PolicyRecord
+from rollout_queue.http.keys import default_keys_sentence
 from rollout_queue.protocol.policies import (
     PolicyBody,
     PolicyPage,
@@ -34,6 +36,7 @@ PARTLY: dict[int | str, dict[str, type[Pushed]]] = {207: {"model": Pushed}}
 router = APIRouter(prefix="/admin", tags=["admin"], dependencies=[Depends(admins_only)])
 router.include_router(export.router)
 router.include_router(pipeline.router)
+router.include_router(trainer.router)
 
 
 @router.get("/status", response_model_exclude_unset=True)
@@ -41,15 +44,18 @@ async def status(request: Request) -> SystemStatus:
     """The state of servers, policy, trainer and queue, with warnings as sentences."""
     gateway = parts_of(request)
     pressure = await read_backpressure(gateway.redis)
-    trainer, queue = await _redis_state(gateway, pressure)
+    report, queue = await _redis_state(gateway, pressure)
     last_error = await _last_error(gateway) if queue.dead_letters else None
     warnings = [] if gateway.fleet.choose("") is not None else [gateway.fleet.why_no_server()]
-    warnings += gateway.warnings.sentences(trainer, pressure, queue.dead_letters, last_error)
+    warnings += gateway.warnings.sentences(report, pressure, queue.dead_letters, last_error)
+    warnings += emptied_redis(report, queue.verdicts, secret_is_there=await _secret_is_there(gateway))
+    if defaults := gateway.identities.keyring.defaults:
+        warnings.append(default_keys_sentence(defaults))
     serving, target = gateway.fleet.serving, gateway.policies.target
     return SystemStatus(
         rollout_servers=_servers(gateway),
         policy=FleetPolicy(serving=serving, target=serving if target is None else target),
-        trainer=trainer,
+        trainer=report,
         queue=queue,
         warnings=tuple(warnings),
     )
@@ -159,7 +165,7 @@ async def _redis_state(gateway: GatewayParts, pressure: Backpressure) -> tuple[T
         pipeline.zcard(keys.DEADLINES)
         pipeline.hgetall(keys.VERDICTS)
         pipeline.xlen(keys.DEAD_LETTERS)
-        trainer, length, sessions, unfinished, verdicts, dead = await stored(pipeline.execute())
+        report, length, sessions, unfinished, verdicts, dead = await stored(pipeline.execute())
     queue = QueueReport(
         stream_length=length,
         sessions=sessions,
@@ -169,7 +175,12 @@ async def _redis_state(gateway: GatewayParts, pressure: Backpressure) -> tuple[T
         used_bytes=pressure.used_bytes,
         max_bytes=pressure.max_bytes,
     )
-    return TrainerReport.of(trainer), queue
+    return TrainerReport.of(report), queue
+
+
+async def _secret_is_there(gateway: GatewayParts) -> bool:
+    """Whether Redis still has the secret that this gateway found there, or stored, when it started."""
+    return gateway.identities.knows_secret(await stored(gateway.redis.get(keys.SECRET)))
 
 
 async def _last_error(gateway: GatewayParts) -> str | None:

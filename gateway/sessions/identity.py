@@ -39,6 +39,10 @@ class Identities:
         self.keyring = keyring
         self._secret = secret
 
+    def knows_secret(self, secret: bytes | None) -> bool:
+        """Whether this is the secret that signs the keys of sessions."""
+        return secret is not None and hmac.compare_digest(secret, self._secret)
+
     def session_key(self, session_id: str) -> str:
         name = base64.urlsafe_b64encode(session_id.encode()).decode().rstrip("=")
         return f"{PREFIX}{name}.{self._signature(session_id)}"

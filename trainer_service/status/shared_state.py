@@ -43,6 +43,8 @@ class StatusSnapshot:
     """Metrics of evaluation sessions, which are not trained, by version."""
     backlog: Backlog | None = None
     """None until the trainer has read the stream."""
+    url: str | None = None
+    """Where gateways reach the trainer's REST API."""
     last_seen: float = field(default_factory=time.time)
     """When the main thread last reported, in seconds since 1970."""
 
@@ -55,6 +57,7 @@ class StatusSnapshot:
             version=self.version,
             waiting_for=self.waiting_for,
             last_seen=self.last_seen,
+            url=self.url,
             metrics=self.metrics | self.evaluations,
             rollouts_waiting=backlog.waiting if backlog else None,
             rollouts_owed=backlog.owed if backlog else None,

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from weir.audit.facts import Evidence, Finding, Kind, LedgerRow
 
@@ -13,10 +13,25 @@ TRAINED = {"session:trained": "sessions", "turn:trained": "turns", TOKENS: "toke
 
 def ledger_findings(evidence: Evidence) -> Iterator[Finding]:
     yield from _order(evidence.ledger.rows)
-    for row in evidence.ledger.rows:
+    vanished = list(takewhile(lambda row: _is_unknown(row, evidence), evidence.ledger.rows))
+    if len(vanished) > 1 and not evidence.forgotten_after.get("turn:trained"):
+        said = (
+            f"Redis has no trace of the steps {vanished[0].step} to {vanished[-1].step}, which the ledger "
+            "has: it came back empty, or from an older state"
+        )
+        yield Finding(kind="unexplained", rule="redis_emptied", subject="Redis", sentence=said)
+    else:
+        vanished = []
+    for row in evidence.ledger.rows[len(vanished) :]:
         yield from _row(row, evidence)
     if evidence.forgotten_after.get("turn:trained"):
         yield from _forgotten(evidence)
+
+
+def _is_unknown(row: LedgerRow, evidence: Evidence) -> bool:
+    """Whether Redis has neither a turn nor a session of the step, nor the tombstone of one."""
+    sessions = evidence.sessions.keys() | evidence.tombstones.keys()
+    return not evidence.turns.keys() & set(row.turns) and not sessions & set(row.sessions)
 
 
 def _of_step(row: LedgerRow, kind: Kind, rule: str, said: str) -> Finding:

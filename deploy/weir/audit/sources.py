@@ -1,11 +1,16 @@
 """Where the evidence of a run is read from: its Redis, its trainer and the trainer's checkpoints."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from redis import Redis
+from redis.exceptions import RedisError
+
+from rollout_queue.protocol.trainer import TrainerReport
+from rollout_queue.redis import keys
 from weir.stack import state
 from weir.stack.services import effective_sections
-from weir.stack.settings import StackSettings
+from weir.stack.settings import StackSettings, service_field
 
 
 class Sources(NamedTuple):
@@ -31,13 +36,29 @@ def sources_of(
     checkpoint_dir: Path | None = None,
 ) -> Sources:
     """The sources that the arguments name; else those of the services that run in the run directory; else
-    those that `weir up` would start there."""
+    those of the services' own settings (as in a container); else those that `weir up` would start there.
+
+    Without an address of the trainer, the one that it reports in Redis is taken.
+    """
     found = state.read(settings.run_dir)
     running = {} if found is None else {name: service.url for name, service in found.services.items()}
-    trainer = effective_sections(settings)["trainer"]
+    redis = redis_url or running.get("redis") or service_field("trainer", "redis_url") or settings.redis_url
+    trainer = trainer_url or running.get("trainer_service") or reported_trainer(redis)
+    directory = None if running else service_field("trainer", "checkpoint_dir")
     return Sources(
-        redis_url=redis_url or running.get("redis") or trainer["redis_url"],
-        trainer_url=trainer_url or running.get("trainer_service") or f"http://127.0.0.1:{trainer['port']}",
+        redis_url=redis,
+        trainer_url=trainer or f"http://127.0.0.1:{settings.trainer_port}",
         admin_key=next(iter(settings.admin_keys), None),
-        checkpoint_dir=checkpoint_dir or Path(trainer["checkpoint_dir"]),
+        checkpoint_dir=checkpoint_dir
+        or Path(directory or effective_sections(settings)["trainer"]["checkpoint_dir"]),
     )
+
+
+def reported_trainer(redis_url: str) -> str | None:
+    """The address that the trainer has reported in Redis; None without one, or if Redis does not answer."""
+    try:
+        with Redis.from_url(redis_url, socket_timeout=5, socket_connect_timeout=5, protocol=2) as redis:
+            fields: Any = redis.hgetall(keys.TRAINER)
+            return TrainerReport.of(fields).url
+    except (RedisError, ValueError):
+        return None

@@ -14,7 +14,7 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
-from rollout_queue.settings import CONFIG_VARIABLE, CommaSeparated, ServiceSettings
+from rollout_queue.settings import CONFIG_VARIABLE, SHORT_NAMES, CommaSeparated, ServiceSettings
 
 OWNERS = {
     "gateway_port": ("gateway", "port"),
@@ -94,6 +94,13 @@ class _FieldsOfServices(PydanticBaseSettingsSource):
 def variable(section: str, name: str) -> str:
     """The environment variable of one field of one service."""
     return f"WEIR_{section}__{name}".upper()
+
+
+def service_field(section: str, name: str) -> str | None:
+    """A field of a service as the service reads it, from the environment and weir.yaml; None if unset."""
+    short = os.environ.get(f"WEIR_{name}".upper()) if name in SHORT_NAMES else None
+    found = os.environ.get(variable(section, name)) or short or file_document().get(section, {}).get(name)
+    return str(found) if found else None
 
 
 def file_document() -> dict[str, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -9,7 +10,11 @@ from starlette.requests import Request
 
 from rollout_queue.http.errors import ApiError
 
+logger = logging.getLogger(__name__)
+
 Role = Literal["client", "admin"]
+DEFAULT_KEYS = ("dev-client-key", "dev-admin-key")
+"""The keys that docker-compose.yml sets where the deployment sets none: everybody knows them."""
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -32,6 +37,11 @@ class Keyring:
     def __init__(self, client_keys: Iterable[str] = (), admin_keys: Iterable[str] = ()) -> None:
         self._roles: dict[str, Role] = {digest(key): "client" for key in client_keys}
         self._roles |= {digest(key): "admin" for key in admin_keys}
+
+    @property
+    def defaults(self) -> tuple[str, ...]:
+        """The keys of DEFAULT_KEYS that this service accepts."""
+        return tuple(key for key in DEFAULT_KEYS if digest(key) in self._roles)
 
     @property
     def open(self) -> bool:
@@ -64,9 +74,15 @@ class Keyring:
 
 
 def refuse_open_binding(host: str, keyring: Keyring) -> None:
-    """Raises SystemExit when a service without keys would listen to other machines."""
+    """Raises SystemExit when a service without keys would listen to other machines; warns of default keys."""
     if keyring.open and host not in LOOPBACK:
         raise SystemExit(
             f"refusing to listen on {host} without keys: set WEIR_CLIENT_KEYS and WEIR_ADMIN_KEYS, "
             "or bind 127.0.0.1"
         )
+    if keyring.defaults:
+        logger.warning(default_keys_sentence(keyring.defaults))
+
+
+def default_keys_sentence(defaults: Iterable[str]) -> str:
+    return f"everybody knows the keys {', '.join(defaults)}: set WEIR_CLIENT_KEYS and WEIR_ADMIN_KEYS"

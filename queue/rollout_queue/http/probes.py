@@ -1,4 +1,4 @@
-"""The routes `/live`, `/ready` and `/metrics`, which each service answers without a key."""
+"""The routes `/live`, `/ready` and `/metrics`, for GET and HEAD, which each service answers without a key."""
 
 from collections.abc import Awaitable, Callable
 
@@ -15,17 +15,20 @@ Readiness = Callable[[], Awaitable[str | None]]
 def probes(readiness: Readiness, registry: CollectorRegistry) -> APIRouter:
     router = APIRouter(tags=["probes"])
 
+    @router.head("/live", include_in_schema=False)
     @router.get("/live")
     async def live() -> JSONResponse:
         """The process runs."""
         return JSONResponse({"live": True})
 
+    @router.head("/ready", include_in_schema=False)
     @router.get("/ready")
     async def ready() -> Response:
         """The service can do its work; 503 with the reason otherwise."""
         reason = await readiness()
         return ApiError(503, reason).response() if reason else JSONResponse({"ready": True})
 
+    @router.head("/metrics", include_in_schema=False)
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus text format."""

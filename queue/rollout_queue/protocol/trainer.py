@@ -11,7 +11,7 @@ from pydantic import ConfigDict, JsonValue, ValidationError
 
 from rollout_queue.protocol.message import ServiceMessage
 
-TEXTS = frozenset({"state", "waiting_for"})
+TEXTS = frozenset({"state", "waiting_for", "url"})
 
 
 class TrainerReport(ServiceMessage):
@@ -27,6 +27,8 @@ class TrainerReport(ServiceMessage):
     waiting_for: str | None = None
     last_seen: float | None = None
     """Unix time."""
+    url: str | None = None
+    """Where gateways reach the trainer's REST API."""
     metrics: Mapping[str, int | float | None] | None = None
     """Metrics of the last step and of the last evaluation."""
     rollouts_waiting: int | None = None

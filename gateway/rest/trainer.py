@@ -1,0 +1,86 @@
+"""The operators' way to the trainer: the gateway passes on what they ask, and what the trainer answers.
+
+operator ── POST /admin/trainer/pause ──▶ gateway ── POST /pause, at the URL that it reports ──▶ trainer
+"""
+
+import time
+from typing import Annotated
+
+import aiohttp
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response
+
+from gateway.wiring import GatewayParts, parts_of
+from rollout_queue.http.errors import ApiError
+from rollout_queue.protocol.trainer import TrainerReport
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import stored
+
+ANSWER_TIMEOUT_S = 10.0
+CHECKPOINT_TIMEOUT_S = 90.0
+"""Longer than the trainer itself waits for a checkpoint before it answers with 504."""
+LEDGER_LIMIT = 1000
+
+router = APIRouter(prefix="/trainer")
+
+
+@router.post("/pause")
+async def pause_trainer(request: Request) -> Response:
+    """Let the training pause before the next step."""
+    return await _asked(parts_of(request), "POST", "/pause")
+
+
+@router.post("/resume")
+async def resume_trainer(request: Request) -> Response:
+    """Continue the training, also after a guard has paused it."""
+    return await _asked(parts_of(request), "POST", "/resume")
+
+
+@router.post("/checkpoint")
+async def checkpoint_trainer(request: Request) -> Response:
+    """Write a checkpoint after the running step. The answer comes when the checkpoint is durable."""
+    return await _asked(parts_of(request), "POST", "/checkpoint", timeout_s=CHECKPOINT_TIMEOUT_S)
+
+
+@router.get("/status")
+async def trainer_status(request: Request) -> Response:
+    """What the trainer itself says of its state."""
+    return await _asked(parts_of(request), "GET", "/status")
+
+
+@router.get("/ledger")
+async def trainer_ledger(
+    request: Request,
+    since: Annotated[int, Query(ge=0)] = 0,
+    limit: Annotated[int, Query(ge=1, le=LEDGER_LIMIT)] = LEDGER_LIMIT,
+) -> Response:
+    """The turns that each durable step after `since` trained."""
+    return await _asked(parts_of(request), "GET", f"/ledger?since={since}&limit={limit}")
+
+
+async def _asked(
+    gateway: GatewayParts, method: str, path: str, timeout_s: float = ANSWER_TIMEOUT_S
+) -> Response:
+    url = await _trainer_url(gateway)
+    try:
+        status, body = await gateway.engine.request(method, f"{url}{path}", timeout_s, gateway.fleet.headers)
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        why = str(error) or type(error).__name__
+        raise _unavailable(f"the trainer at {url} does not answer: {why}") from error
+    return Response(body, status, media_type="application/json")
+
+
+async def _trainer_url(gateway: GatewayParts) -> str:
+    report = TrainerReport.of(await stored(gateway.redis.hgetall(keys.TRAINER)))
+    if report.last_seen is None:
+        raise _unavailable("no trainer has reported yet")
+    if report.url is None:
+        raise _unavailable("the trainer has not reported its URL: it is older than this gateway")
+    silent_s = time.time() - report.last_seen
+    if silent_s > gateway.settings.warnings.trainer_silent_s:
+        raise _unavailable(f"the trainer has been silent for {silent_s:.0f} s")
+    return report.url
+
+
+def _unavailable(message: str) -> ApiError:
+    return ApiError(503, message, type="trainer_unavailable")

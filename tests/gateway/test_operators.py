@@ -1,0 +1,198 @@
+"""What operators reach and see over the gateway: the trainer, probes, default keys, an emptied Redis."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from rollout_queue.http.keys import Keyring
+from rollout_queue.redis import keys
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
+from tests.support.serving import free_port
+from tests.support.waiting import wait_until
+from trainer_service.app import HttpThread, create_app
+from trainer_service.status.shared_state import SharedState, StatusSnapshot
+from trainer_service.storage.policy_store import PolicyStore
+from trainer_service.storage.run_state import LedgerStep
+
+ROWS = [
+    LedgerStep(step=n, version=n, durable=True, turns=[f"t{n}"], sessions=["s"], tokens=n) for n in (1, 2, 3)
+]
+
+
+@pytest.fixture
+def trainer(gateway: RunningGateway, tmp_path: Path) -> Iterator[SharedState]:
+    """A trainer's REST API at an address that only the trainer's report names."""
+    state, port = SharedState(), free_port()
+    state.snapshot = StatusSnapshot(step=3, version=3, url=f"http://127.0.0.1:{port}")
+    store = PolicyStore(tmp_path / "policies", tmp_path, keep=4)
+    app = create_app(
+        state,
+        lambda since, limit: [row for row in ROWS if row.step > since][:limit],
+        store,
+        Keyring([CLIENT_KEY], [ADMIN_KEY]),
+        CollectorRegistry(),
+    )
+    reported: Any = state.snapshot.report().fields()
+    with HttpThread(app, "127.0.0.1", port):
+        gateway.redis.hset(keys.TRAINER, mapping=reported)
+        wait_until(lambda: is_live(f"http://127.0.0.1:{port}"))
+        yield state
+
+
+def is_live(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/live").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_an_operator_pauses_and_resumes_the_trainer_over_the_gateway(
+    gateway: RunningGateway, trainer: SharedState
+) -> None:
+    assert gateway.post("/admin/trainer/pause").status_code == 403
+    assert not trainer.paused
+    assert gateway.post("/admin/trainer/pause", key=ADMIN_KEY).json() == {"paused": True}
+    assert trainer.paused
+    assert gateway.post("/admin/trainer/resume", key=ADMIN_KEY).json() == {"paused": False}
+    assert not trainer.paused
+
+
+def test_an_operator_asks_for_a_checkpoint_over_the_gateway(
+    gateway: RunningGateway, trainer: SharedState
+) -> None:
+    asked = trainer.request_checkpoint  # the trainer's main thread is played here
+
+    def saved_at_once() -> object:
+        request = asked()
+        trainer.answer_checkpoint_requests(lambda: None)
+        return request
+
+    vars(trainer)["request_checkpoint"] = saved_at_once
+    reply = gateway.post("/admin/trainer/checkpoint", key=ADMIN_KEY)
+    assert (reply.status_code, reply.json()) == (200, {"step": 3, "version": 3})
+
+
+@pytest.mark.usefixtures("trainer")
+def test_an_operator_reads_the_trainers_status_and_ledger_over_the_gateway(gateway: RunningGateway) -> None:
+    status = gateway.get("/admin/trainer/status", key=ADMIN_KEY).json()
+    assert (status["state"], status["step"], status["version"]) == ("waiting", 3, 3)
+    page = gateway.get("/admin/trainer/ledger?since=1&limit=1", key=ADMIN_KEY).json()
+    assert ([row["step"] for row in page["data"]], page["next_cursor"]) == ([2], "2")
+    refused = gateway.get("/admin/trainer/ledger?since=-1", key=ADMIN_KEY)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "since")
+
+
+def test_a_trainer_that_cannot_be_reached_is_said(gateway: RunningGateway) -> None:
+    def said() -> str:
+        reply = gateway.post("/admin/trainer/pause", key=ADMIN_KEY)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (503, "trainer_unavailable")
+        assert "retry-after" in reply.headers
+        return str(reply.json()["error"]["message"])
+
+    assert said() == "no trainer has reported yet"
+    gateway.redis.hset(keys.TRAINER, mapping={"last_seen": time.time()})
+    assert "has not reported its URL" in said()
+    url = f"http://127.0.0.1:{free_port()}"
+    gateway.redis.hset(keys.TRAINER, mapping={"url": url})
+    assert f"the trainer at {url} does not answer" in said()
+    gateway.redis.hset(keys.TRAINER, mapping={"last_seen": time.time() - 1000})
+    assert "has been silent for 1000 s" in said()
+
+
+@pytest.mark.parametrize("path", ["/live", "/ready", "/metrics"])
+def test_probes_answer_head(gateway: RunningGateway, path: str) -> None:
+    reply = gateway.call("HEAD", path, key=None)
+    assert (reply.status_code, reply.content) == (200, b"")
+
+
+@pytest.mark.usefixtures("trainer")
+def test_the_trainers_probes_answer_head(gateway: RunningGateway) -> None:
+    url = gateway.redis.hget(keys.TRAINER, "url").decode()  # type: ignore[union-attr]
+    assert httpx.head(f"{url}/live").status_code == 200
+    assert httpx.head(f"{url}/ready").status_code == 503
+
+
+def test_the_default_keys_are_a_warning(backends: Backends) -> None:
+    backends.clear(None)
+    with backends.gateway(client_keys=["dev-client-key"], admin_keys=["dev-admin-key"]) as gateway:
+        warnings = gateway.get("/admin/status", key="dev-admin-key").json()["warnings"]
+    assert (
+        "everybody knows the keys dev-client-key, dev-admin-key: set WEIR_CLIENT_KEYS and WEIR_ADMIN_KEYS"
+        in warnings
+    )
+
+
+def test_a_redis_that_came_back_empty_is_a_warning(backends: Backends) -> None:
+    backends.clear(None)
+    with backends.gateway() as gateway:
+        assert not lost(gateway)
+        backends.redis.flushdb()
+        assert "Redis has lost its data since this gateway started" in lost(gateway)
+    with backends.gateway() as gateway:  # one that starts on the empty Redis
+        assert not lost(gateway)
+        last_seen = time.time()
+        gateway.redis.hset(
+            keys.TRAINER,
+            mapping={"step": 151, "version": 151, "last_seen": last_seen, "rollouts_owed": 4},
+        )
+        assert not lost(gateway), "the first checkpoint is still to come"
+        gateway.redis.hset(keys.TRAINER, mapping={"rollouts_owed": 0})
+        assert "at step 151, but Redis knows of no session that ever ended" in lost(gateway)
+        gateway.redis.hincrby(keys.VERDICTS, "session:trained")
+        assert not lost(gateway)
+
+
+def weir(gateway: RunningGateway, redis_url: str, directory: Path, command: str) -> tuple[int, str]:
+    """Run a command of the command line as in a container: only the services' own variables are set."""
+    environment = os.environ | {
+        "WEIR_REDIS_URL": redis_url,
+        "WEIR_GATEWAY_URL": gateway.url,
+        "WEIR_ADMIN_KEYS": ADMIN_KEY,
+        "COLUMNS": "240",
+    }
+    ended = subprocess.run(
+        [sys.executable, "-m", "weir", command],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def test_weir_status_shows_services_that_it_has_not_started(
+    gateway: RunningGateway, trainer: SharedState, backends: Backends, tmp_path: Path
+) -> None:
+    code, said = weir(gateway, backends.redis_url, tmp_path, "status")
+    assert code == 0, said
+    assert all(name in said for name in ("redis", "gateway", "engine-0", "trainer_service")), said
+    assert f"{trainer.snapshot.url}" in said
+    gateway.redis.hset(keys.TRAINER, mapping={"last_seen": time.time() - 1000})
+    code, said = weir(gateway, backends.redis_url, tmp_path, "status")
+    assert (code, "down" in said) == (1, True)
+
+
+def test_weir_audit_reads_the_redis_and_the_trainer_of_the_services(
+    gateway: RunningGateway, trainer: SharedState, backends: Backends, tmp_path: Path
+) -> None:
+    trainer.ready = True
+    code, said = weir(gateway, backends.redis_url, tmp_path, "audit")
+    assert "ledger: 3 durable steps, 3 turns, 6 tokens" in said
+    assert code == 1
+    assert "Redis has no trace of the steps 1 to 3" in said
+    assert "found 1 unexplained; each was found in 3 readings" in said
+
+
+def lost(gateway: RunningGateway) -> str:
+    warnings = gateway.get("/admin/status", key=ADMIN_KEY).json()["warnings"]
+    return " ".join(warning for warning in warnings if "lost its data" in warning)

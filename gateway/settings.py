@@ -92,8 +92,9 @@ class GatewaySettings(ServiceSettings):
     """Refuse model names other than `model_name`; if false, the policy answers under every name."""
     renderer: str = "auto"
     """Chat-template family, by its name in the library `renderers`; auto: from the model's name or type."""
-    thinking: Literal["template", "all"] = "template"
-    """Earlier reasoning in prompts; `template`: the chat template decides; `all`: kept, so turns extend."""
+    thinking: Literal["auto", "template", "all"] = "auto"
+    """Earlier reasoning in prompts. `template`: the chat template decides; `all`: kept, so turns extend;
+    `auto`: `all` if the template has an option for that, else `template`."""
     context_length: int | None = None
     """Limit on tokens of prompt and answer together; default: the limit in the model's config."""
     sampling: SamplingSettings = SamplingSettings()

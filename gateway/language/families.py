@@ -10,7 +10,7 @@ from typing import Any, Literal
 from renderers import config_from_name
 from renderers.base import MODEL_RENDERER_MAP
 
-Thinking = Literal["template", "all"]
+Thinking = Literal["auto", "template", "all"]
 
 FAMILY_OF_MODEL_TYPE = {
     "qwen3": "qwen3",
@@ -45,6 +45,8 @@ KEEPS_THINKING: dict[str, dict[str, bool]] = {
     "gpt-oss": {"auto_drop_analysis": False},
 }
 """The option of a template that keeps reasoning of earlier turns, where the template has one."""
+DROPS_THINKING = frozenset({"gpt-oss"})
+"""Families whose option is the library's: the model's own template always drops earlier reasoning."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,15 @@ def family_of(name: str, model_path: Path, model_type: str) -> Family:
 
 
 def configuration(family: Family, thinking: Thinking) -> Any:
-    """The configuration for `renderers`: the template's own, or (`all`) one that keeps earlier reasoning."""
+    """The configuration for `renderers`: the template's own, or (`all`) one that keeps earlier reasoning.
+
+    `auto` keeps it if the template itself can, since such a model knows histories with their reasoning.
+    """
     own = config_from_name(family.name)
+    if thinking == "auto":
+        thinking = (
+            "all" if family.name in KEEPS_THINKING and family.name not in DROPS_THINKING else "template"
+        )
     if thinking == "template" or own is None:
         return own
     return type(own)(thinking_retention="all", **KEEPS_THINKING.get(family.name, {}))

@@ -79,12 +79,20 @@ ALL_KEPT = {
     "gemma4": ("extends", "rerendered", "extends"),
 }
 """In Gemma, a call ends with the opening of its result, so that a user's message cannot follow it."""
+KEEPING = (
+    *("qwen3.6", "qwen3.8", "gemma4", "glm-5", "glm-5.1", "glm-5.3", "hy3", "deepseek-v4", "laguna-s-2.1"),
+    *("nemotron-3", "nemotron-3-ultra", "nemotron-3.5"),
+)
+"""Families whose own template has an option that keeps earlier thoughts."""
+AS_FAR_AS_THE_TEMPLATE_KEEPS = {
+    family: (ALL_KEPT if family in KEEPING else AS_THE_TEMPLATE_HAS_IT)[family] for family in EVERY
+}
 
 
 @pytest.mark.parametrize(
     ("thinking", "expected"),
-    [("template", AS_THE_TEMPLATE_HAS_IT), ("all", ALL_KEPT)],
-    ids=["template", "all"],
+    [("template", AS_THE_TEMPLATE_HAS_IT), ("all", ALL_KEPT), ("auto", AS_FAR_AS_THE_TEMPLATE_KEEPS)],
+    ids=["template", "all", "auto"],
 )
 @pytest.mark.parametrize("family", EVERY)
 def test_a_result_after_a_call_then_a_user_after_a_call_then_a_user_after_text(

@@ -11,13 +11,17 @@ from gateway.errors import InvalidRequest
 from gateway.rest.access import client_of
 from gateway.rest.shapes import DeletedSessionRow, SessionPage, SessionRow
 from gateway.rest.views import deleted_row, session_row
+from gateway.sessions.identity import Caller
 from gateway.wiring import GatewayParts
 from rollout_queue.contract.head import SessionHead, SessionState
 from rollout_queue.contract.listing import LIST_START, ListPosition
-from rollout_queue.contract.records import VerdictCode
+from rollout_queue.contract.records import SessionSpec, Verdict, VerdictCode
 from rollout_queue.contract.tombstone import Tombstone
 
 router = APIRouter(tags=["sessions"])
+
+MOST_LOOKED_AT = 5000
+"""How many sessions of all owners one request looks at. Beyond them it returns what it has, and a cursor."""
 
 
 class SessionFilter(NamedTuple):
@@ -42,20 +46,29 @@ async def list_sessions(
     """A page of the caller's sessions, oldest first."""
     gateway, caller = client_of(request)
     wanted = SessionFilter(state, group_id, user, verdict)
-    position = _position(cursor)
+    position, looked_at = _position(cursor), 0
     rows: list[SessionRow | DeletedSessionRow] = []
-    while len(rows) < limit:
-        page = await gateway.writer.sessions(position, limit)
+    while len(rows) < limit and looked_at < MOST_LOOKED_AT:
+        page = await gateway.writer.sessions(position, limit, lambda spec: _may_match(caller, spec, wanted))
         if not page:
             return JSONResponse({"data": rows, "next_cursor": None})
+        looked_at += len(page)
+        heads = [each.found for each in page if isinstance(each.found, SessionHead)]
+        verdicts = dict(zip(map(id, heads), await gateway.sessions.verdicts(heads), strict=True))
         for position, session in page:  # noqa: B007 - the next page begins after the last position
-            if session is None:
-                continue
-            if caller.owns(session if isinstance(session, Tombstone) else session.spec):
-                rows += await _rows(gateway, session, wanted)
+            if isinstance(session, SessionHead):
+                rows += _rows(gateway, session, verdicts[id(session)], wanted)
+            elif session is not None and caller.owns(session):
+                rows += _deleted_rows(session, wanted)
             if len(rows) == limit:
                 break
     return JSONResponse({"data": rows, "next_cursor": _cursor(position)})
+
+
+def _may_match(caller: Caller, spec: SessionSpec, wanted: SessionFilter) -> bool:
+    """Whether the session may be in the list; only such sessions are read."""
+    group_matches = wanted.group_id in (None, spec.group_id)
+    return caller.owns(spec) and group_matches and wanted.user in (None, spec.user)
 
 
 def _cursor(position: ListPosition) -> str:
@@ -79,19 +92,17 @@ def _position(cursor: str | None) -> ListPosition:
     return position
 
 
-async def _rows(
-    gateway: GatewayParts, session: SessionHead | Tombstone, wanted: SessionFilter
-) -> list[SessionRow | DeletedSessionRow]:
-    """The session's row if the filter matches, else none. A deleted session has no state, group or user."""
-    if isinstance(session, Tombstone):
-        others = (wanted.state, wanted.group_id, wanted.user)
-        matches = others == (None, None, None) and wanted.verdict in (None, "deleted")
-        return [deleted_row(session)] if matches else []
-    spec = session.spec
-    matches = wanted.state in (None, session.state) and wanted.group_id in (None, spec.group_id)
-    if not matches or wanted.user not in (None, spec.user):
-        return []
-    verdict = await gateway.sessions.verdict(session)
-    if wanted.verdict not in (None, verdict.code):
+def _rows(
+    gateway: GatewayParts, session: SessionHead, verdict: Verdict, wanted: SessionFilter
+) -> list[SessionRow]:
+    """The session's row if the filter matches, else none."""
+    if wanted.state not in (None, session.state) or wanted.verdict not in (None, verdict.code):
         return []
     return [session_row(session, verdict, gateway.settings.model_name)]
+
+
+def _deleted_rows(tombstone: Tombstone, wanted: SessionFilter) -> list[DeletedSessionRow]:
+    """The row of a deleted session if the filter matches, else none. It has no state, group or user."""
+    others = (wanted.state, wanted.group_id, wanted.user)
+    matches = others == (None, None, None) and wanted.verdict in (None, "deleted")
+    return [deleted_row(tombstone)] if matches else []

@@ -48,7 +48,7 @@ router = APIRouter(tags=["rewards"])
 async def reward_session(session_id: str, body: RewardBody, request: Request) -> Response:
     """Add a reward to a session, or to the one call that `turn_id` names."""
     gateway, caller = client_of(request)
-    head = await gateway.sessions.head(session_id, caller)
+    head = await gateway.sessions.head(session_id, caller, turns=body.turn_id is not None)
     reward = Reward(
         session_id=session_id,
         value=body.value,
@@ -61,7 +61,7 @@ async def reward_session(session_id: str, body: RewardBody, request: Request) ->
         stored = await gateway.writer.append_reward(reward)
     if (stored.value, stored.turn_id) != (reward.value, reward.turn_id):
         raise StateConflict(f"reward {reward.key!r} exists with another value or turn", param="key")
-    head = await gateway.sessions.head(session_id, caller)
+    head = await gateway.sessions.head(session_id, caller, turns=False)
     rewards = [reward_view(each) for each in head.rewards]
     return JSONResponse(
         {"session_id": session_id, "reward": head.reward, "rewards": rewards, "late": stored.late}

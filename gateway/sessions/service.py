@@ -7,7 +7,7 @@ from contextlib import suppress
 from gateway.admission.admission import Admission
 from gateway.errors import ObjectNotFound, StateConflict
 from gateway.sessions.identity import Caller
-from gateway.sessions.verdicts import session_verdict
+from gateway.sessions.verdicts import session_verdict, waits_for_group
 from gateway.settings import GatewaySettings
 from rollout_queue.contract.codec import decode_spec
 from rollout_queue.contract.errors import (
@@ -84,12 +84,12 @@ class SessionService:
 
     # Finding
 
-    async def head(self, session_id: str, caller: Caller) -> SessionHead:
+    async def head(self, session_id: str, caller: Caller, *, turns: bool = True) -> SessionHead:
         """The session's head: everything that is stored of it at this moment, with its turns.
 
         Raises ObjectNotFound for a session that does not exist or is not the caller's, Deleted.
         """
-        head = await self._writer.load(session_id) if ID.fullmatch(session_id) else None
+        head = await self._writer.load(session_id, turns=turns) if ID.fullmatch(session_id) else None
         if head is None:
             raise await self.missing(session_id, caller)
         if not caller.owns(head.spec):
@@ -138,7 +138,7 @@ class SessionService:
 
     async def verdicts(self, heads: Sequence[SessionHead]) -> list[Verdict]:
         """The verdicts of several sessions; each of their groups is read once."""
-        waiting = {head.spec.group_id for head in heads if head.verdict is None and head.spec.group_id}
+        waiting = {head.spec.group_id for head in heads if head.spec.group_id and waits_for_group(head)}
         groups = {group_id: await self._writer.group_progress(group_id) for group_id in sorted(waiting)}
         return [session_verdict(head, groups.get(head.spec.group_id or "")) for head in heads]
 

@@ -10,6 +10,12 @@ from rollout_queue.contract.records import Turn, Verdict
 from rollout_queue.contract.verdicts import OPENED_UNTRAINED, exclusion
 
 
+def waits_for_group(head: SessionHead) -> bool:
+    """Whether the verdict depends on the other sessions of the group."""
+    ended = head.verdict is None and head.outcome is not None
+    return ended and head.spec.train and head.reward is not None
+
+
 def session_verdict(head: SessionHead, group: GroupProgress | None) -> Verdict:
     """The stored verdict, else what the session waits for; `group` is the state of its group, if any."""
     if head.verdict is not None:

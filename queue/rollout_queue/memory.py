@@ -1,7 +1,7 @@
 """The stream in memory, for unit tests. The tests of the stream run over it and over Redis."""
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -10,7 +10,7 @@ from rollout_queue.contract.attempts import related
 from rollout_queue.contract.codec import decode, decode_spec, encode
 from rollout_queue.contract.errors import Conflict, LeaseLost, SessionClosed, SessionDeleted, UserDeleted
 from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.listing import ListedSession, ListPosition, position_of
+from rollout_queue.contract.listing import ListedSession, ListPosition, position_of, without_unwanted
 from rollout_queue.contract.progress import GroupProgress, group_progress, stage_of
 from rollout_queue.contract.records import Deletion, Outcome, Record, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.contract.rewards import check_magnitudes
@@ -62,7 +62,7 @@ class MemoryStream:
         for spec in specs:
             await self.open_session(spec)
 
-    async def load(self, session_id: str) -> SessionHead | None:
+    async def load(self, session_id: str, *, turns: bool = True) -> SessionHead | None:
         return self.heads.get(session_id)
 
     async def spec_of(self, session_id: str) -> bytes | None:
@@ -71,12 +71,13 @@ class MemoryStream:
     async def load_for_call(self, session_id: str) -> SessionHead | None:
         return await self.load(session_id)
 
-    async def sessions(self, after: ListPosition, count: int) -> Sequence[ListedSession]:
+    async def sessions(
+        self, after: ListPosition, count: int, wanted: Callable[[SessionSpec], bool] = lambda _: True
+    ) -> Sequence[ListedSession]:
         known: list[SessionHead | Tombstone] = [*self.heads.values(), *self.tombstones.values()]
-        listed = sorted(
-            (ListedSession(position_of(each), each) for each in known), key=lambda each: each.position
-        )
-        return [each for each in listed if each.position > after][:count]
+        listed = [ListedSession(position_of(each), each) for each in known]
+        listed.sort(key=lambda each: each.position)
+        return [without_unwanted(each, wanted) for each in listed if each.position > after][:count]
 
     async def tombstone(self, session_id: str) -> Tombstone | None:
         return self.tombstones.get(session_id)
@@ -85,6 +86,7 @@ class MemoryStream:
         return user in self.deleted_users
 
     async def forget_deleted(self) -> None: ...
+    async def retract_failed(self) -> None: ...
 
     async def append_turn(
         self, turn: Turn, expires_at: float, owner: str = "", opening: SessionSpec | None = None
@@ -104,8 +106,6 @@ class MemoryStream:
         for digest in turn.continuation_digests:
             self.continuations[owner, digest] = turn.session_id
         return turn
-
-    async def retract_failed(self) -> None: ...
 
     async def find_continuations(self, owner: str, digests: Sequence[str]) -> Sequence[str | None]:
         return [self.continuations.get((owner, digest)) for digest in digests]

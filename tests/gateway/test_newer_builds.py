@@ -10,7 +10,6 @@ from rollout_queue.redis import keys
 from tests.support.gateway.running import ADMIN_KEY, RunningGateway
 from tests.support.waiting import wait_until
 
-TTL_S = 0.2
 POISON = {
     "newer": bytes([SCHEMA + 1]) + b"whatever a newer build writes",
     "broken": bytes([SCHEMA]) + b"\xff",
@@ -24,6 +23,11 @@ def write(gateway: RunningGateway, session_id: str, field: str, value: bytes) ->
     return bytes(former or b"")
 
 
+def overdue(gateway: RunningGateway, session_id: str, since: float = 1.0) -> None:
+    """Let the session be overdue since this time, in seconds since the epoch."""
+    gateway.redis.zadd(keys.DEADLINES, {session_id: since})
+
+
 def code(gateway: RunningGateway, session_id: str) -> str:
     return str(gateway.get(f"/sessions/{session_id}").json()["verdict"]["code"])
 
@@ -33,9 +37,11 @@ def test_an_unreadable_session_stops_neither_expiry_nor_the_pipeline(
     gateway: RunningGateway, poison: bytes
 ) -> None:
     for number in range(120):  # more than one batch of overdue sessions
-        name = gateway.session(session_id=f"poison-{number}", ttl_s=TTL_S)["session_id"]
+        name = gateway.session(session_id=f"poison-{number}")["session_id"]
         write(gateway, name, "spec", poison)
-    other = gateway.session(ttl_s=TTL_S)["session_id"]
+        overdue(gateway, name, 1.0)
+    other = gateway.session()["session_id"]
+    overdue(gateway, other, 2.0)
     wait_until(lambda: code(gateway, other) == "expired")
     report = gateway.get("/admin/pipeline", key=ADMIN_KEY)
     assert report.status_code == 200
@@ -80,20 +86,22 @@ def test_one_version_up_and_down_again(gateway: RunningGateway) -> None:
     """A newer gateway writes sessions, this one runs for a while, and then the newer one runs again."""
     spec_of: dict[str, bytes] = {}
     for name in ("open", "ended"):
-        gateway.session(session_id=name, ttl_s=TTL_S)
+        gateway.session(session_id=name)
     gateway.chat(path="/sessions/ended/v1/chat/completions")
     assert gateway.post("/sessions/ended/finish", {"status": "completed", "reward": 1.0}).status_code == 200
     for name in ("open", "ended"):
         spec_of[name] = write(gateway, name, "spec", POISON["newer"])
+        overdue(gateway, name)
     before = gateway.redis.hgetall(keys.session("ended"))
-    bystander = gateway.session(ttl_s=TTL_S)["session_id"]
+    bystander = gateway.session()["session_id"]
+    overdue(gateway, bystander, 2.0)
     wait_until(lambda: code(gateway, bystander) == "expired")
     assert gateway.redis.hgetall(keys.session("ended")) == before
     for name in ("open", "ended"):
         write(gateway, name, "spec", spec_of[name])
     assert code(gateway, "ended") == "ready"
     assert code(gateway, "open") == "open"
-    gateway.redis.zadd(keys.DEADLINES, {"open": 1.0})  # the newer gateway reads it when it was put off
+    overdue(gateway, "open")  # the newer gateway reads it when it was put off
     wait_until(partial(_expired, gateway))
     assert len(gateway.turns({"session_id": "ended"})) == 1
 

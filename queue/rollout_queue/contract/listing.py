@@ -1,8 +1,10 @@
 """Types of the list of all sessions, which is oldest first: positions in it, and the sessions there."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.records import SessionSpec
 from rollout_queue.contract.tombstone import Tombstone
 
 
@@ -27,3 +29,11 @@ class ListedSession(NamedTuple):
 def position_of(session: SessionHead | Tombstone) -> ListPosition:
     known = session if isinstance(session, Tombstone) else session.spec
     return ListPosition(known.created_at, known.session_id)
+
+
+def without_unwanted(listed: ListedSession, wanted: Callable[[SessionSpec], bool]) -> ListedSession:
+    """The same position, without its session if `wanted` refuses that."""
+    found = listed.found
+    return (
+        listed._replace(found=None) if isinstance(found, SessionHead) and not wanted(found.spec) else listed
+    )

@@ -9,7 +9,7 @@ for unit tests; the same tests run over both. The writer is asynchronous because
 at once; the reader blocks because a trainer has nothing else to do.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -69,7 +69,9 @@ class StreamWriter(Protocol):
         """
         ...
 
-    async def load(self, session_id: str) -> SessionHead | None: ...
+    async def load(self, session_id: str, *, turns: bool = True) -> SessionHead | None:
+        """The session. With `turns` false it is read without turns, and `turns` is empty."""
+        ...
 
     async def spec_of(self, session_id: str) -> bytes | None:
         """The stored bytes of the session's spec, which this build may be unable to decode."""
@@ -80,8 +82,13 @@ class StreamWriter(Protocol):
         then be out of date."""
         ...
 
-    async def sessions(self, after: ListPosition, count: int) -> Sequence[ListedSession]:
-        """Up to `count` sessions after a position, oldest first. Deleted sessions keep their position."""
+    async def sessions(
+        self, after: ListPosition, count: int, wanted: Callable[[SessionSpec], bool] = lambda _: True
+    ) -> Sequence[ListedSession]:
+        """Up to `count` sessions after a position, oldest first. Deleted sessions keep their position.
+
+        A session whose spec `wanted` refuses is not read, and is None in the list.
+        """
         ...
 
     async def tombstone(self, session_id: str) -> Tombstone | None:

@@ -1,7 +1,7 @@
 """StreamWriter on Redis: the gateways' end of the stream. Each append is one script, so it is atomic."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import cast
 
@@ -26,8 +26,8 @@ from rollout_queue.redis.connection.pooled import PooledConnection
 from rollout_queue.redis.connection.writer_connection import ConnectionFactory
 from rollout_queue.redis.expiry import Expiry
 from rollout_queue.redis.heads.cache import HeadCache
-from rollout_queue.redis.heads.listing import positions_after
-from rollout_queue.redis.heads.reading import read_head, readable_head, reading
+from rollout_queue.redis.heads.listing import positions_after, wanted_heads
+from rollout_queue.redis.heads.reading import fields_without_turns, read_head, reading
 from rollout_queue.redis.opening import group_arguments, group_forgotten, open_arguments, opened, refusal
 from rollout_queue.redis.progress import progress_of
 from rollout_queue.redis.scripts import records as record_scripts
@@ -96,9 +96,12 @@ class RedisWriter:
     async def ping(self) -> None:
         await stored(self._connection.command("PING"))
 
-    async def load(self, session_id: str) -> SessionHead | None:
+    async def load(self, session_id: str, *, turns: bool = True) -> SessionHead | None:
         key = keys.session(session_id)
-        fields = await stored(self._redis.hgetall(key))
+        if turns:
+            fields = await stored(self._redis.hgetall(key))
+        else:
+            fields = await fields_without_turns(self._redis, key)
         with reading(session_id):
             return read_head(fields)
 
@@ -121,20 +124,14 @@ class RedisWriter:
                 self._heads.put(len(found), head)
         return head
 
-    async def sessions(self, after: ListPosition, count: int) -> Sequence[ListedSession]:
+    async def sessions(
+        self, after: ListPosition, count: int, wanted: Callable[[SessionSpec], bool] = lambda _: True
+    ) -> Sequence[ListedSession]:
         positions = await positions_after(self._redis, after, count)
-        names = [position.session_id for position in positions]
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for name in names:
-                pipeline.hgetall(keys.session(name))
-            hashes = await stored(pipeline.execute())
-        heads = [readable_head(name, fields) for name, fields in zip(names, hashes, strict=True)]
-        gone = [name for name, head in zip(names, heads, strict=True) if head is None]
+        heads, gone = await wanted_heads(self._redis, [each.session_id for each in positions], wanted)
         tombstones = await self._tombstones(gone)
-        found = zip(positions, heads, strict=True)
-        return [
-            ListedSession(position, head or tombstones.get(position.session_id)) for position, head in found
-        ]
+        found: dict[str, SessionHead | Tombstone] = {**tombstones, **heads}
+        return [ListedSession(position, found.get(position.session_id)) for position in positions]
 
     async def tombstone(self, session_id: str) -> Tombstone | None:
         return (await self._tombstones([session_id])).get(session_id)

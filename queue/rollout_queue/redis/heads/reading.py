@@ -6,11 +6,13 @@ from contextlib import contextmanager
 from typing import cast
 
 import msgspec
+from redis.asyncio import Redis
 
 from rollout_queue.contract.codec import decode, decode_spec
 from rollout_queue.contract.errors import InvalidRecord, StorageUnavailable, UnknownSchema
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Outcome, Reward, Turn, Verdict
+from rollout_queue.redis.availability import stored
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,14 @@ def readable_head(session_id: str, fields: Mapping[bytes, bytes]) -> SessionHead
     except UNREADABLE as error:
         logger.error("session %s cannot be read and is left out of a list: %s", session_id, error)
         return None
+
+
+async def fields_without_turns(redis: Redis, key: str) -> dict[bytes, bytes]:
+    """The fields of a session's hash but for its turns and their verdicts. Raises StorageUnavailable."""
+    names: list[bytes] = await stored(redis.hkeys(key))
+    others = [name for name in names if name[:2] not in (b"t:", b"v:", b"q:")]
+    values: list[bytes | None] = await stored(redis.hmget(key, others)) if others else []
+    return {name: value for name, value in zip(others, values, strict=True) if value is not None}
 
 
 def read_head(fields: Mapping[bytes, bytes]) -> SessionHead | None:

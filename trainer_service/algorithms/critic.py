@@ -11,13 +11,13 @@ from trainer_service.algorithms.ratios import widened
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """The critic's loss of a micro-batch, and what the clip did to each of its T tokens."""
+    """The critic's loss of a micro-batch, and the loss of each of its T tokens."""
 
     loss: Tensor
     """The scalar to differentiate: this micro-batch's share of the step's loss."""
     per_token_T: Tensor
     clipped_T: Tensor
-    """bool: where the clipped term is the larger one, which has no gradient."""
+    """bool: True where the clipped term is the larger one. Such a token has no gradient."""
 
 
 def value_loss(
@@ -32,7 +32,7 @@ def value_loss(
     micro-batch's tokens, divided by the number of tokens in the whole step (PPO2 in OpenAI baselines, verl;
     `critic.value_clip`).
 
-    In units of the reward squared. `old_values_T` are the critic's values before the step, and `returns_T`
+    The unit is the squared reward. `old_values_T` are the critic's values before the step, and `returns_T`
     are `Returns.returns_T`; neither gets a gradient. Without a clip, V_clipped is V."""
     values_T, old_values_T, returns_T = (widened(each) for each in (values_T, old_values_T, returns_T))
     old_values_T, returns_T = old_values_T.detach(), returns_T.detach()

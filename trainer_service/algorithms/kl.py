@@ -61,4 +61,4 @@ KLS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "k3_plus": lambda new, ref, _: k3_plus(new, ref),
     "unbiased": unbiased,
 }
-"""Each takes lp_new_T, lp_ref_T and lp_old_T."""
+"""Each function takes lp_new_T, lp_ref_T and lp_old_T."""

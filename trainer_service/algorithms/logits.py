@@ -1,4 +1,4 @@
-"""From logits to the log-probability of the sampled token and the entropy, at the sampling temperature."""
+"""Computes the log-probability of the sampled token and the entropy from logits, at the sampling temperature."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ def selected_logprobs(logits_TV: Tensor, targets_T: Tensor, temperatures_T: Tens
     """log p [T] of each target, and the entropy [T] without gradient, in nats, at the temperature that the
     target was sampled with (`logits.logp_entropy_T1.0`, `logits.logp_entropy_T0.7`).
 
-    A logit of -inf has probability 0; the others share the probability (`logits.topk3_renormalised_logp`).
+    A token with logit -inf has probability 0; the others sum to 1 (`logits.topk3_renormalised_logp`).
     """
     scaled_TV = _scaled(logits_TV, temperatures_T)
     logprobs_T = _selected(scaled_TV, targets_T)

@@ -1,16 +1,16 @@
-"""From log-probabilities of two policies to bounded ratios and divergences, in float32 or better."""
+"""Computes bounded ratios and divergences from the log-probabilities of two policies, in float32 or better."""
 
 import torch
 from torch import Tensor
 
 LOG_RATIO_BOUND = 20.0
-"""Nats. Log-ratios are clipped to ± this, and have gradient 0 outside."""
+"""Nats. Log-ratios are clipped to ± this value, and have gradient 0 outside."""
 MAX_LOGPROB = -1e-7
-"""Nats. The largest log-probability p for which log(1 - exp(p)) is finite in float32."""
+"""Nats. `bernoulli_kl` clips log-probabilities p to at most this value, so that log(1 - exp(p)) is finite."""
 
 
 def widened(values: Tensor) -> Tensor:
-    """The values in float32, or in float64 if they are already."""
+    """The values in float32; values in float64 stay as they are."""
     return values if values.dtype == torch.float64 else values.float()
 
 
@@ -20,8 +20,8 @@ def bounded(log_ratio: Tensor) -> Tensor:
 
 
 def ratio(lp_upper_T: Tensor, lp_lower_T: Tensor) -> Tensor:
-    """[T] exp(clip(lp_upper - lp_lower, ± 20)): r for the new policy over the old, rho for trainer over
-    engine."""
+    """[T] exp(clip(lp_upper - lp_lower, ± 20)). The ratio of the new policy to the old is called r, that of
+    the trainer to the engine rho."""
     return bounded(lp_upper_T - lp_lower_T).exp()
 
 

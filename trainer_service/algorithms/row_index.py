@@ -1,4 +1,4 @@
-"""Sums, means and maxima over the tokens of each row, and back from rows to tokens."""
+"""Computes sums, means and maxima over the tokens of each row, and copies a row's value to its tokens."""
 
 from dataclasses import dataclass
 

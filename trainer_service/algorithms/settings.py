@@ -1,6 +1,6 @@
-"""Section `trainer.algorithm`: the settings from rewards to a loss, and of the size of a step.
+"""The settings section `trainer.algorithm`: how rewards become a loss, and how large a step is.
 
-preset ─▶ defaults of all other fields ◀── fields that are set, which win
+preset ─▶ defaults of all other fields ◀── fields that the user sets override them
 
 Rollouts ─ shaping ─ advantage ─▶ rows ─ masks, correction, loss, kl, aggregation ─▶ one step
 """
@@ -33,21 +33,22 @@ class AlgorithmSettings(LossSettings):
     """The defaults are for agents, with rollouts that are up to eight versions old."""
 
     preset: str = "default"
-    """The recipe with the defaults of all other fields of this section."""
+    """The name of the recipe that gives the other fields of this section their defaults."""
     advantage: Advantage = Plain()
     """How the rewards of rollouts, or of tokens, become advantages."""
     advantage_bound: float | None = Field(None, gt=0)
-    """Advantages are clipped to ± this."""
+    """Advantages are clipped to ± this value; None does not clip."""
     shaping: ShapingSettings = ShapingSettings()
-    """How rewards change before they are compared. `truncated` is for sessions that their agent ended as
+    """How rewards change before they are compared. `truncated` applies to sessions that their agent ended as
     truncated."""
     zero_variance: float = Field(ZERO_VARIANCE, ge=0)
-    """A group whose rewards differ by at most this is not trained, for estimators that compare group
-    members."""
+    """If the estimator compares group members, a group whose rewards differ by at most this is not
+    trained."""
     prox: Literal["reuse", "recompute", "loglinear"] = "reuse"
-    """The log-probabilities before the step. reuse: those of the learning pass, which are the same if a batch
-    makes one step; recompute: those of an extra forward pass; loglinear: an interpolation between the policy
-    that sampled and the one that learns."""
+    """How the trainer gets the log-probabilities under the weights before the step. reuse: it takes those of
+    the pass that computes the gradient; a batch that makes several steps still gets an extra forward pass.
+    recompute: it always makes an extra forward pass. loglinear: it interpolates between the engine's
+    log-probabilities and those of the pass that computes the gradient."""
     epochs: int = Field(1, ge=1)
     """Optimizer steps over one batch. For more than one, an extra forward pass precedes the first."""
     min_live_rows: int = Field(16, ge=1)
@@ -55,32 +56,33 @@ class AlgorithmSettings(LossSettings):
     many."""
     max_rows: int = Field(256, ge=1)
     max_tokens: int = Field(1024, ge=1)
-    """Tokens of a micro-batch; a longer row is a micro-batch of its own."""
+    """The largest number of tokens in a micro-batch. A longer row is packed alone."""
     max_staleness: int = Field(8, ge=0)
-    """Versions between the weights that sampled a token and those that learn from it. 0 is synchronous
-    training."""
+    """The largest number of versions between the weights that sampled a token and the weights that learn from
+    it. 0 is synchronous training."""
     stale: Literal["drop", "mask", "correct", "wait", "auto"] = "drop"
-    """How older tokens are handled. drop: their rollout is not trained; mask: they are left out of the loss,
-    and newer tokens of the same rollout are not; correct: they are trained, with the weight of the
-    correction; wait: no step is made that would make an unfinished rollout too old, and what is too old all
-    the same is dropped; auto: correct if the last step's metrics are within the two limits below, otherwise
-    mask."""
+    """How tokens older than `max_staleness` are handled. drop: their whole rollout is not trained. mask: the
+    loss leaves these tokens out, and keeps the newer tokens of the rollout. correct: these tokens are trained
+    with the weight of the correction. wait: the trainer delays a step that would make an unfinished rollout
+    too old; a rollout that is too old all the same is dropped. auto: correct if the last step's metrics are
+    within `auto_min_ess` and `auto_max_kl`, otherwise mask."""
     auto_min_ess: float = Field(0.5, ge=0, le=1)
     """For auto: the smallest allowed effective sample size, `mismatch/ess`."""
     auto_max_kl: float = Field(0.1, gt=0)
     """For auto: the largest allowed divergence of trainer and engine in nats, `mismatch/k3`."""
     streaming: bool = True
-    """Learn from whole groups while the step waits for others, if the recipe allows it (`learns_early`)."""
+    """Learn from complete groups while the step waits for others, if the recipe allows it (`learns_early`)."""
     flush_after_s: float | None = Field(None, gt=0)
-    """Make a step with fewer rows if no record arrived for this long; None waits for `min_live_rows`."""
+    """After this time without a new record, make a step with fewer rows. None: always wait for
+    `min_live_rows`."""
     group_wait_s: float = Field(3600.0, gt=0)
     """A group that got no record for this long is scored without its missing members."""
     group_deadline_s: float | None = Field(None, gt=0)
-    """A group is scored without its unfinished members this long after its first member ended with a reward;
-    None waits for all members, or for `group_wait_s` without a record. What arrives later is not trained."""
+    """A group is scored without its unfinished members this long after its first member ended with a reward.
+    Those members are not trained later. None: the group waits for all members, or for `group_wait_s` without
+    a record."""
     group_min_size: int = Field(2, ge=2)
-    """Rewarded members that a group needs for `group_deadline_s` to apply: a single one could not be
-    compared."""
+    """The number of rewarded members that a group needs for `group_deadline_s` to apply."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,21 +1,22 @@
-"""The age of a row in versions, split into the time of sampling and the time of waiting."""
+"""Computes the age of a row in versions, split into the time of sampling and the time of waiting."""
 
 from typing import NamedTuple
 
 
 class Staleness(NamedTuple):
-    """Versions between a row's first token and the step that trains it."""
+    """Numbers of versions between the sampling of a row and the step that trains it."""
 
     total: int
     in_flight: int
-    """Between its first and its last token."""
+    """Between the row's oldest and newest token."""
     in_queue: int
-    """Between its last token and the step."""
+    """Between the row's newest token and the step."""
 
 
 def staleness(version: int, first: int, last: int) -> Staleness:
-    """The staleness of a row that versions `first` to `last` sampled, for a step that begins with `version`
-    (prime-rl, where the step is numbered version + 1; `async.prime_staleness`)."""
+    """The staleness of a row in a step that begins with `version`. `first` and `last` are the oldest and
+    newest version that sampled its tokens (prime-rl, where the step is numbered version + 1;
+    `async.prime_staleness`)."""
     total = max(0, version - first)
     in_flight = min(total, max(0, last - first))
     return Staleness(total, in_flight, total - in_flight)

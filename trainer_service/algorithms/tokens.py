@@ -9,7 +9,8 @@ from torch import Tensor
 from trainer_service.algorithms.ratios import widened
 
 Anchor = Literal["prox", "rollout"]
-"""The policy in the denominator of a ratio: the one that the step begins with, or the one that sampled."""
+"""The policy in the denominator of a ratio: `prox` is the policy before the step, `rollout` the policy that
+sampled."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +19,9 @@ class Tokens:
     gradient. Raises ValueError if the tensors differ in shape."""
 
     lp_new_T: Tensor
-    """Under the policy that learns."""
+    """Under the policy that is trained."""
     lp_prox_T: Tensor
-    """Under the policy that the step begins with."""
+    """Under the policy before the step."""
     lp_roll_T: Tensor
     """As the engine reported it when it sampled the token."""
     advantages_T: Tensor
@@ -45,7 +46,7 @@ class Tokens:
 
     @property
     def finite(self) -> Tensor:
-        """[T] bool: whether all log-probabilities of a token are finite, and so are their ratios."""
+        """[T] bool: whether all log-probabilities of a token are finite. Then its ratios are finite too."""
         known = [values_T for name, values_T in self.given().items() if name.startswith("lp_")]
         return torch.stack([torch.isfinite(values_T) for values_T in known]).all(dim=0)
 

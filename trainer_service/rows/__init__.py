@@ -1,1 +1,1 @@
-"""From a session's turns to rows, and from rows to packed micro-batches."""
+"""Makes rows of a session's turns, and packs rows into micro-batches."""

@@ -1,4 +1,4 @@
-"""From a session's turns to rows, and from rows to packed micro-batches.
+"""Makes rows of a session's turns, and packs rows into micro-batches.
 
     turns ─▶ branches ─▶ Row (ids, mask 1 where a token is trained)
     Row, Row, Row ─▶ MicroBatch: one sequence whose positions start at 0 again for each row
@@ -21,16 +21,16 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence of L tokens as the model sees it, and the data of its trained tokens.
+    """A sequence of L tokens that the model reads, and the data of its trained tokens.
 
-    Raises ValueError if the first token is to be trained: nothing predicts it.
+    Raises ValueError if the mask selects the first token: the model predicts a token from those before it.
     """
 
     session_id: str
     turn_ids: tuple[str, ...]
     """The turns that are trained in this row."""
     advantage: float
-    """Of its rollout; 0 until the rollout is scored."""
+    """The advantage of the row's rollout; 0 until it is computed."""
     ids_L: Ints
     mask_L: Ints
     """1 for tokens that the policy sampled and that this row trains, 0 for others."""
@@ -43,8 +43,9 @@ class Row:
     """The turn of each trained token, numbered from 0 within its branch; -1 for tokens that are not
     trained."""
     rewards_L: Floats
-    """The rewards of single tokens: those of a turn on its last token, those of the session on the last
-    trained token of the row. Only estimators with one advantage per token use them."""
+    """The reward of each token. The last token of a trained turn has the turn's rewards; the last trained
+    token of the row has those of the session too. Only estimators that give each token its own advantage
+    use these rewards."""
     group_id: str = ""
     lp_teacher_L: Floats | None = None
     """The teacher's log-probabilities of the trained tokens, in nats; None without a teacher."""
@@ -71,7 +72,7 @@ class MicroBatch:
     lengths_S: Ints
     """The length of each row, in tokens, in the order of packing."""
     predict_at_T: Ints
-    """The index, in [0, N), at which the model predicts each trained token: that of the token before it."""
+    """The index in [0, N) of the token before each trained token: there the model predicts the token."""
     targets_T: Ints
     """The ids of the trained tokens."""
     logprobs_T: Floats
@@ -86,8 +87,8 @@ class MicroBatch:
     """The row of each trained token, numbered over all rows given to `micro_batches`."""
 
     def cost(self, even_at: float) -> float:
-        """The cost of a pass, in tokens without attention. In a row of `even_at` tokens, attention costs as
-        much as everything else."""
+        """The cost of a pass. The unit is the cost of one token without attention. In a row of `even_at`
+        tokens, attention costs as much as everything else."""
         return float((self.lengths_S + self.lengths_S**2 / even_at).sum())
 
     def single_rows(self) -> tuple["MicroBatch", ...]:
@@ -125,7 +126,7 @@ def rows_of(
 ) -> tuple[Row, ...]:
     """The rows that train each turn of `trainable` (turn ids) exactly once.
 
-    `rewards` gives the sum of the rewards of each turn by its id, and of the session under None.
+    `rewards` maps each turn id to the sum of the turn's rewards, and None to the sum of the session's own.
     """
     left = set(trainable)
     rows = []
@@ -138,7 +139,7 @@ def rows_of(
 
 
 def micro_batches(rows: Sequence[Row], max_tokens: int) -> Iterator[MicroBatch]:
-    """Packs whole rows into few micro-batches of at most `max_tokens` tokens; a longer row is one of its own.
+    """Packs whole rows into few micro-batches of at most `max_tokens` tokens. A longer row is packed alone.
 
     First fit decreasing: each row, the longest first, goes into the first pack with enough room. Rows of
     equal length keep their order, so equal rows always make equal packs."""
@@ -156,12 +157,12 @@ def micro_batches(rows: Sequence[Row], max_tokens: int) -> Iterator[MicroBatch]:
 
 
 def balanced_shares(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """The indices of the micro-batches of each rank, for nearly equal sums of `costs`, the costliest first.
-    The numbers of micro-batches of two ranks differ by at most one."""
+    """Distributes micro-batches so that all ranks have nearly equal sums of `costs`. Returns the indices of
+    each rank's micro-batches, the costliest first. Two ranks' numbers of micro-batches differ by at most 1."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     order = sorted(range(len(costs)), key=lambda index: -costs[index])
     for start in range(0, len(order), ranks):
-        # One for each rank; the costliest goes to the rank with the smallest sum so far.
+        # Each rank gets one of these; the costliest goes to the rank with the smallest sum so far.
         lightest = sorted(shares, key=lambda share: sum(costs[index] for index in share))
         for share, index in zip(lightest, order[start : start + ranks], strict=False):
             share.append(index)
@@ -216,8 +217,8 @@ def _row(
 
 
 def temperature_of(turn: Turn) -> float:
-    """The temperature at which the engine computed the turn's log-probabilities. For a sampling temperature
-    of 0 it takes the most likely token, and reports the log-probabilities at temperature 1."""
+    """The temperature at which the engine computed the turn's log-probabilities. At sampling temperature 0,
+    the engine takes the most likely token and reports log-probabilities at temperature 1."""
     temperature = float(turn.sampling.used.get("temperature", 1.0))
     return temperature if temperature > 0 else 1.0
 

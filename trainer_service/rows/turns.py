@@ -1,4 +1,4 @@
-"""A session's tree of turns: which of them must not be trained, and the branches that hold the others.
+"""Finds the turns of a session that must not be trained, and the branches that contain the others.
 
 root ─ a ─ b          branches(…) ─▶ (root a b), (root c)
      └ c              b and c are the tips: no trainable turn continues them
@@ -11,7 +11,7 @@ from rollout_queue.contract.records import Turn, Verdict
 from rollout_queue.contract.verdicts import exclusion
 
 Branch = tuple[Turn, ...]
-"""The turns from a root to a tip; each holds only the tokens that it adds."""
+"""The turns from a root to a tip. Each turn has only the tokens that it adds to its parent."""
 
 
 def exclusions(turns: Sequence[Turn]) -> Mapping[str, Verdict]:
@@ -22,8 +22,8 @@ def exclusions(turns: Sequence[Turn]) -> Mapping[str, Verdict]:
 
 
 def branches(turns: Sequence[Turn], trainable: Collection[str]) -> list[Branch]:
-    """The branches that together hold every turn of `trainable` (turn ids), oldest tip first. No branch is a
-    part of another."""
+    """The branches that together contain every turn of `trainable` (turn ids), sorted by the age of their
+    tips, oldest first. No branch is a part of another."""
     by_id = {turn.turn_id: turn for turn in turns}
     inner: set[str] = set()
     for turn in turns:
@@ -34,7 +34,7 @@ def branches(turns: Sequence[Turn], trainable: Collection[str]) -> list[Branch]:
 
 
 def contradiction(turns: Sequence[Turn], vocab_size: int) -> str | None:
-    """Why the tree cannot be trained; None if it can."""
+    """The reason why the tree of turns cannot be trained; None if it can."""
     by_id = {turn.turn_id: turn for turn in turns}
     for turn in turns:
         if turn.parent_id is not None and turn.parent_id not in by_id:
@@ -68,6 +68,5 @@ def _circular(turn: Turn, by_id: Mapping[str, Turn]) -> bool:
 
 
 def _age(turn: Turn) -> tuple[float, str]:
-    """A sort key, oldest first. The id breaks ties, so that the order does not depend on that of the
-    stream."""
+    """A sort key, oldest first. The id breaks ties, so that equal times always give the same order."""
     return (turn.started_at, turn.turn_id)

@@ -1,4 +1,4 @@
-"""The metrics of one optimizer step: mismatch of trainer and engine, clipping, staleness, critic."""
+"""Computes the metrics of one optimizer step: mismatch of trainer and engine, clipping, staleness, critic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -15,12 +15,13 @@ from trainer_service.algorithms.tokens import Tokens
 
 @dataclass(frozen=True)
 class TokenDiagnostics:
-    """The T trained tokens of a step, flat and without gradient. Micro-batches are concatenated."""
+    """Values of the T trained tokens of a step, concatenated over its micro-batches, without gradient.
+    `Tokens` and `PolicyLoss` describe the fields that have no text here."""
 
     lp_begin_T: Tensor
-    """Under the weights before the step, in nats."""
+    """Log-probabilities under the weights before the step, in nats."""
     lp_roll_T: Tensor
-    """Of the engine that sampled, in nats."""
+    """Log-probabilities that the engine reported when it sampled, in nats."""
     advantages_T: Tensor
     entropy_T: Tensor
     """In nats."""
@@ -72,7 +73,7 @@ class CriticDiagnostics(NamedTuple):
     """The critic's values and targets for the T trained tokens of a step, flat and without gradient."""
 
     values_T: Tensor
-    """Before the step, in units of the reward."""
+    """The critic's values before the step, in units of the reward."""
     returns_T: Tensor
     per_token_T: Tensor
     clipped_T: Tensor
@@ -88,8 +89,8 @@ class CriticDiagnostics(NamedTuple):
 def critic_metrics(step: CriticDiagnostics) -> dict[str, float]:
     """The metrics of the critic, by name.
 
-    The explained variance is 1 - var(R - V) / var(R): 1 for exact values, 0 for values that are no better
-    than a constant, and 0 if all returns are equal."""
+    The explained variance is 1 - var(R - V) / var(R). It is 1 for exact values, 0 for constant values, and
+    negative for values that are worse than a constant. If all returns are equal, it is 0."""
     total = float(step.returns_T.double().var(correction=0))
     unexplained = float((step.returns_T - step.values_T).double().var(correction=0))
     return {
@@ -102,7 +103,7 @@ def critic_metrics(step: CriticDiagnostics) -> dict[str, float]:
 
 
 def diagnostics(step: TokenDiagnostics, version: int) -> dict[str, float]:
-    """The metrics of the step's tokens, by name. `version` is that of the weights before the step."""
+    """The metrics of the step's tokens, by name. `version` is the version of the weights before the step."""
     finite_T = step.finite_T
     mismatches = (
         mismatch(step.lp_begin_T[finite_T], step.lp_roll_T[finite_T], step.rows_T[finite_T])

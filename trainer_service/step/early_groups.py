@@ -1,4 +1,4 @@
-"""Groups that the policy learns from before their optimizer step is full.
+"""Accumulates gradients of groups before their optimizer step is full.
 
 groups so far ─ remaining ─▶ new groups ─ learn ─▶ accumulated gradient ─▶ … ─▶ step, with the other groups
 """
@@ -27,8 +27,8 @@ class EarlyGroups:
         self._learned: dict[Fingerprint, str] = {}
         """The group id of each fingerprint that is in the accumulated gradient."""
         self._has_changed = False
-        """Whether a group changed after it was learned from. Then nothing is learned early until the next
-        step."""
+        """Whether a group changed after its gradient was accumulated. If so, `fills_a_pass` is false until
+        the next step."""
         self.tokens = 0
         """Trained tokens in the accumulated gradient."""
 
@@ -37,7 +37,7 @@ class EarlyGroups:
         return self._learned.values()
 
     def drop_if_changed(self, groups: Sequence[ScreenedGroup]) -> None:
-        """Discard the accumulated gradient if a group in it was deleted or rewarded again.
+        """Discard the accumulated gradient if one of its groups has other rewards or turns now, or is gone.
 
         `groups` are all groups that can be trained now.
         """
@@ -50,7 +50,8 @@ class EarlyGroups:
         return [judged for judged in groups if _fingerprint(judged) not in self._learned]
 
     def fills_a_pass(self, rows: Sequence[Row], algorithm: AlgorithmSettings) -> bool:
-        """Whether these rows give each rank at least one full micro-batch."""
+        """Whether these rows make a micro-batch for each rank, and have at least `max_tokens` tokens for
+        each rank."""
         ranks, tokens = self._policy.ranks, sum(len(row) for row in rows)
         if self._has_changed or tokens < ranks * algorithm.max_tokens:
             return False

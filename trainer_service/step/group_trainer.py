@@ -43,7 +43,7 @@ class ScoredRows(NamedTuple):
     rows: list[Row]
     """All rows of `groups`, with their advantages."""
     refused: list[ScreenedGroup]
-    """Groups of which the teacher refuses every session."""
+    """Groups that cannot be trained, because the teacher refuses all of their sessions."""
 
 
 class GroupTrainer:
@@ -78,8 +78,8 @@ class GroupTrainer:
     def early_pass(
         self, groups: Sequence[ScreenedGroup], version: int, algorithm: AlgorithmSettings
     ) -> Callable[[], None] | None:
-        """A pass over the groups that the policy has not learned from yet; None if the algorithm does not
-        learn early, or if they do not fill a pass on every rank."""
+        """A function that makes a pass over the groups that the policy has not learned from yet. None if the
+        algorithm does not learn early, or if these groups do not fill a pass on every rank."""
         if not algorithm.learns_early:
             return None
         self._early.drop_if_changed(groups)
@@ -90,8 +90,9 @@ class GroupTrainer:
         return partial(self._early.learn, remaining, self._request(rows, version, algorithm))
 
     def ask_teacher(self, groups: list[ScreenedGroup]) -> ScoredRows:
-        """The rows of a step. Sessions that the teacher refuses end; the others of their group are trained
-        without them. Waits for the teacher; raises Stopped when told to stop meanwhile."""
+        """The rows of a step, with the teacher's scores if there is a teacher. A session that the teacher
+        refuses ends; its group is trained without it. Waits until the teacher answers; raises Stopped if the
+        trainer is told to stop meanwhile."""
         rows, teacher = self._rows(groups), self._teacher
         if teacher is None:
             return ScoredRows(groups, rows, [])
@@ -108,8 +109,8 @@ class GroupTrainer:
     def step(
         self, scored: ScoredRows, version: int, algorithm: AlgorithmSettings
     ) -> dict[str, float] | NotFinite:
-        """Make one optimizer step from the weights of `version`. Returns its metrics. Raises Diverged where
-        the weights were not finite before it."""
+        """Make one optimizer step from the weights of `version`. Returns its metrics. Raises Diverged if
+        the weights were not finite before the step."""
         values = self._early.step(scored.groups, self._request(scored.rows, version, algorithm))
         if not math.isfinite(values["grad_norm"]):
             return self._not_finite(scored.groups, version, values)

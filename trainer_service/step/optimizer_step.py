@@ -1,4 +1,4 @@
-"""One rank's optimizer steps: pre-pass, forward, loss, backward, step, and the step's metrics.
+"""Makes one rank's optimizer steps: pre-pass, forward, loss, backward, step, and the step's metrics.
 
 rows ─ micro_batches ─ own share ─▶ pre_pass ─ step_context ─▶ logprobs ─ policy_loss ─ backward ─▶ … ─▶ step
   └──────────────── accumulate: once for all rows, or for groups as they arrive ────────────────┘
@@ -58,21 +58,21 @@ class TrainablePolicy(PrePassPolicy, Protocol):
 
 
 class OptimizerSteps:
-    """The optimizer steps of one rank. Groups of a step can be learned from before the step is full: their
+    """Makes the optimizer steps of one rank. It can learn from some groups before their step is full: their
     gradients accumulate in the policy, and their diagnostics accumulate here.
 
     Every rank makes the same calls with the same rows, and takes its share of the micro-batches. The loss
     does not depend on the number of ranks, or on the parts in which the rows of a step arrive."""
 
     def __init__(self, policy: TrainablePolicy, value_clip: float | None = None) -> None:
-        """`value_clip` is the critic's, in units of the reward; None does not clip."""
+        """`value_clip` is the `clip` of the critic's `value_loss`, in units of the reward."""
         self._policy, self._value_clip = policy, value_clip
         self._rows: list[Row] = []
-        """The rows accumulated for the next step."""
+        """The rows whose gradients are accumulated for the next step."""
         self._parts: list[_StepPart] = []
 
     def accumulate(self, request: StepRequest) -> None:
-        """Add the gradient of these rows, which are those of whole groups. The weights do not change."""
+        """Add the gradient of these rows of whole groups. The weights do not change."""
         policy, rows, algorithm = self._policy, request.rows, request.algorithm
         share = policy.own_micro_batches(list(micro_batches(rows, algorithm.max_tokens)))
         pre_passes = []
@@ -88,8 +88,8 @@ class OptimizerSteps:
     def step(self, request: StepRequest) -> dict[str, float]:
         """Add the gradient of these last rows and make the step. Returns its metrics by name, on all ranks.
 
-        If the gradient of an epoch is not finite, the weights keep the changes of the epochs before, and the
-        result is only `grad_norm` and the number of those `epochs`. Nothing stays accumulated in either case.
+        If the gradient of an epoch is not finite, the weights keep the changes of the earlier epochs. Then the
+        result has only `grad_norm` and `epochs`, the number of earlier epochs. No gradient stays accumulated.
         """
         if request.rows:
             self.accumulate(request)
@@ -99,7 +99,7 @@ class OptimizerSteps:
             self._rows, self._parts = [], []
 
     def discard_gradients(self) -> None:
-        """Drop what was accumulated, if anything was."""
+        """Drop the accumulated gradients, if there are any."""
         if self._parts:
             self._policy.discard_gradients(self._parts[0].share[0][0])
         self._rows, self._parts = [], []
@@ -122,7 +122,7 @@ class OptimizerSteps:
             if epoch == 0:
                 self._log_masked_sessions(step)
                 metrics = {**measured, "grad_norm": grad_norm}
-            else:  # ratios differ from 1, and clip, only after the first epoch
+            else:  # ratios to the weights before the step are 1 in the first epoch
                 metrics |= {name: value for name, value in measured.items() if name.startswith("ppo/")}
         if algorithm.needs_critic:
             (part,) = self._parts  # returns are computed over the whole step
@@ -169,15 +169,16 @@ class _StepPart:
     context: StepContext
     counts: StepCounts
     rows_before: int
-    """How many rows the earlier parts of the step have."""
+    """The number of rows in the earlier parts of the step."""
     diagnostics: Sequence[TokenDiagnostics] = ()
-    """Of its micro-batches, from the last pass with a gradient."""
+    """The diagnostics of its micro-batches, from the last pass that computed gradients."""
 
     def divisor(self, algorithm: AlgorithmSettings) -> int:
         return divisor(self.counts, algorithm.aggregation)
 
     def in_step(self, whole: int, algorithm: AlgorithmSettings) -> list[TokenDiagnostics]:
-        """The diagnostics with row numbers and loss weights of the whole step, whose divisor is `whole`."""
+        """The diagnostics with the row numbers and loss weights of the whole step. `whole` is the step's
+        divisor."""
         share = self.divisor(algorithm) / whole
         return [
             replace(each, rows_T=each.rows_T + self.rows_before, aggregation_T=each.aggregation_T * share)
@@ -192,7 +193,7 @@ def _critic_step(
     value_clip: float | None,
     beat: Callable[[], None],
 ) -> dict[str, float]:
-    """Make the critic's step, after that of the policy. Returns its metrics by name."""
+    """Make the critic's step, after the policy's step. Returns the critic's metrics by name."""
     own = []
     for (batch, is_ours), before, returns_T in zip(
         part.share, part.pre_passes, part.context.returns, strict=True
@@ -215,8 +216,7 @@ def _critic_step(
 
 
 def counts_of(rows: Sequence[Row]) -> StepCounts:
-    """The counts of a step's rows, or of a part of them. Each session is one rollout, however many rows it
-    has."""
+    """The counts of a step's rows, or of a part of them. All rows of a session are one rollout."""
     return StepCounts(
         tokens_R=torch.tensor([row.trained_tokens for row in rows]),
         rollout_R=_numbered([row.session_id for row in rows]),

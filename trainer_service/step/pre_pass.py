@@ -1,8 +1,8 @@
-"""The forward passes over a batch before its first micro-batch learns, and statistics of the whole step.
+"""Makes the forward passes before the first backward pass of a step, and computes its statistics.
 
     micro-batches ─ pre_pass ─▶ PrePass, … ─ of all ranks ─▶ step_context ─▶ advantages, StepStatistics
 
-Most recipes need none of it: then nothing is computed, and nothing is sent between ranks.
+Most recipes need neither: then no pass is made, and the ranks exchange nothing.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,8 @@ class PrePassPolicy(Protocol):
 
 
 class PrePass(NamedTuple):
-    """The values of a micro-batch's T trained tokens before the step; None where the algorithm needs none."""
+    """Values of a micro-batch's T trained tokens before the step; None for those that the algorithm does not
+    need."""
 
     lp_prox_T: Tensor | None
     """Log-probabilities under the weights before the step, in nats."""
@@ -65,7 +66,7 @@ class PrePass(NamedTuple):
 
 @dataclass(frozen=True)
 class StepContext:
-    """What this rank's micro-batches need to know about the whole step."""
+    """Values for this rank's micro-batches that may depend on the whole step."""
 
     advantages: tuple[Tensor, ...]
     """One float32 tensor [T] for each of this rank's micro-batches."""
@@ -83,7 +84,7 @@ class _PassedBatch(NamedTuple):
 
 @torch.no_grad()
 def pre_pass(policy: PrePassPolicy, batch: MicroBatch, version: int, algorithm: AlgorithmSettings) -> PrePass:
-    """The passes over one micro-batch that the algorithm needs. `version` is that of the present weights."""
+    """Make the passes that the algorithm needs over one micro-batch of the present weights' `version`."""
     return PrePass(
         fresh_T=policy.tensor(fresh(batch.versions_T, version, algorithm)),
         lp_prox_T=policy.logprobs(batch)[0] if algorithm.needs_pre_pass else None,
@@ -101,8 +102,8 @@ def step_context(
 ) -> StepContext:
     """Gather the pre-passes of all ranks, and compute advantages and statistics of the whole step.
 
-    `share` are this rank's micro-batches; False marks one that only keeps the number of passes equal on all
-    ranks, and counts in nothing. Every rank has to call it.
+    `share` holds this rank's micro-batches. False marks a micro-batch that only keeps the number of passes
+    equal on all ranks; the step does not contain it. Every rank must call this function.
     """
     if not (algorithm.credits_tokens or algorithm.whole_step):
         return StepContext(
@@ -129,7 +130,7 @@ def step_context(
 
 @dataclass(frozen=True)
 class _StepTokens:
-    """All T trained tokens of the step, on all ranks, row after row."""
+    """All T trained tokens of the step, from all ranks, row after row."""
 
     rows_T: Tensor
     turns_T: Tensor
@@ -144,7 +145,7 @@ class _StepTokens:
 
 
 def fresh(versions_T: Ints, version: int, algorithm: AlgorithmSettings) -> NDArray[np.bool_]:
-    """[T] bool: which tokens are young enough to be learned from. `version` is that of the present
+    """[T] bool: which tokens are young enough to be learned from. `version` is the version of the present
     weights."""
     return (algorithm.stale != "mask") | (version - versions_T <= algorithm.max_staleness)
 
@@ -177,8 +178,8 @@ def _joined(passed: Sequence[_PassedBatch]) -> _StepTokens:
 
 
 def _credited(step: _StepTokens, algorithm: AlgorithmSettings) -> tuple[_StepTokens, Tensor]:
-    """The step with an advantage for each token, computed from the rewards of this and all later tokens of
-    its row; and the returns [T], float32."""
+    """Compute an advantage for each token, from the rewards of this and all later tokens of its row. Returns
+    the step with these advantages, and the returns [T], float32."""
     shaping = algorithm.shaping
     rewards_T, owners_T = step.rewards_T.double(), step.rows_T
     if shaping.turn_discount is not None:
@@ -222,7 +223,7 @@ def _tokens(step: _StepTokens) -> Tokens:
 
 
 def _within(rows_T: Ints) -> Ints:
-    """The number of each token within its row; the tokens of a row are together."""
+    """The number of each token within its row, from 0. The tokens of a row are consecutive."""
     starts_T = np.flatnonzero(np.diff(rows_T, prepend=-1))
     lengths = np.diff(np.append(starts_T, len(rows_T)))
     return np.arange(len(rows_T)) - np.repeat(starts_T, lengths)

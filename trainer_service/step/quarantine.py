@@ -24,8 +24,8 @@ Group = TypeVar("Group")
 
 
 class GradientProbe(Protocol):
-    """What the search needs of one rank's policy. Every rank makes the same calls; none changes the
-    policy."""
+    """What the search needs of one rank's policy. Every rank makes the same calls. The calls do not change
+    the policy."""
 
     def gradient_norm(self, batch: MicroBatch, loss_of: Callable[[Tensor], Tensor]) -> float: ...
 
@@ -33,9 +33,10 @@ class GradientProbe(Protocol):
 
 
 def non_finite_groups(groups: Sequence[Group], is_finite: Callable[[Sequence[Group]], bool]) -> list[Group]:
-    """The groups whose own gradient is not finite; empty if the gradient of all together is finite.
+    """The groups whose own gradient is not finite; empty if the joint gradient of all groups is finite.
 
-    Returns all groups if their joint gradient is not finite but that of each alone is.
+    If every group has a finite gradient but their joint gradient is not finite, returns a smallest part found
+    by bisection with that property.
     """
     if is_finite(groups):
         return []
@@ -48,7 +49,7 @@ def non_finite_groups(groups: Sequence[Group], is_finite: Callable[[Sequence[Gro
 
 
 def has_finite_gradient(policy: GradientProbe, request: StepRequest) -> bool:
-    """Whether the gradient of this step's loss is finite. Every rank has to ask, and gets the same answer."""
+    """Whether the gradient of this step's loss is finite. All ranks must call it, and get the same result."""
     norm, counts, algorithm = 0.0, counts_of(request.rows), request.algorithm
     for batch in micro_batches(request.rows, algorithm.max_tokens):
         norm += policy.gradient_norm(batch, _loss(policy, batch, counts, algorithm))
@@ -63,8 +64,9 @@ def _loss(
 ) -> Callable[[Tensor], Tensor]:
     """The loss of a micro-batch, as a function of its log-probabilities [T].
 
-    The learning policy's own values stand in for reference and teacher, which have no gradient. Where the
-    advantage of a token depends on the whole step, it is 1.
+    The policy's own detached log-probabilities replace those of the reference, the teacher and the policy
+    before the step. The entropy is 0. If the algorithm gives each token its own advantage, each advantage
+    is 1.
     """
 
     def loss_of(lp_new_T: Tensor) -> Tensor:

@@ -4,7 +4,7 @@
     rank 1 …  follow() ◀───────────────────────────────┴─▶ theirs, on their share of the micro-batches
 
 Only rank 0 speaks to Redis and HTTP. If a rank dies, the next command or collective fails on all others: they
-exit, the launcher ends what is left, and the restart loads the last checkpoint.
+exit, the launcher ends the processes that are left, and the restart loads the last checkpoint.
 """
 
 import os
@@ -28,7 +28,7 @@ trains has a timeout of minutes."""
 
 
 class Train(NamedTuple):
-    """Make one optimizer step, with what was accumulated for it."""
+    """Make one optimizer step from these rows and the accumulated gradients."""
 
     request: StepRequest
 
@@ -40,7 +40,7 @@ class Accumulate(NamedTuple):
 
 
 class DiscardGradients(NamedTuple):
-    """Drop what was accumulated."""
+    """Drop the accumulated gradients."""
 
 
 class Save(NamedTuple):
@@ -73,7 +73,7 @@ class CheckGradient(NamedTuple):
 
 
 Command = Train | Accumulate | DiscardGradients | Save | Load | Export | CheckWeights | CheckGradient | None
-"""None ends the other ranks."""
+"""None tells the other ranks to end."""
 
 
 def own_rank() -> int:
@@ -82,8 +82,8 @@ def own_rank() -> int:
 
 
 class DistributedPolicy:
-    """The policy of all ranks. Only rank 0 has one; each method first sends its command to the other
-    ranks."""
+    """The policy of all ranks. Only rank 0 has an instance. A method that needs the other ranks first sends
+    them its command."""
 
     def __init__(self, policy: DeepSpeedPolicy) -> None:
         self._policy = policy
@@ -93,7 +93,8 @@ class DistributedPolicy:
         self.vocab_size, self.ranks = policy.vocab_size, policy.ranks
 
     def optimise(self, request: StepRequest) -> dict[str, float]:
-        """Make one optimizer step of these rows and those accumulated. Returns its metrics by name."""
+        """Make one optimizer step from these rows and the accumulated gradients. Returns its metrics by
+        name."""
         self._channel.send(Train(request.for_other_ranks()))
         return self._steps.step(request)
 
@@ -103,14 +104,14 @@ class DistributedPolicy:
         self._steps.accumulate(request)
 
     def discard_gradients(self) -> None:
-        """Drop what was accumulated."""
+        """Drop the accumulated gradients."""
         self._channel.send(DiscardGradients())
         self._steps.discard_gradients()
 
     def save(self, directory: Path, tag: str) -> None:
         """Write the shards of every rank below `directory`/`tag`.
 
-        Raises Parted if rank 0 could not write its own while other ranks wait for it: only a restart helps.
+        Raises Parted if rank 0 could not write its shards while other ranks wait for it: only a restart helps.
         """
         self._channel.send(Save(directory, tag))
         try:
@@ -127,10 +128,10 @@ class DistributedPolicy:
 
     def load(self, directory: Path, tag: str, layout: Layout | None) -> None:
         """Read back shards that were saved with `layout`; None stands for this trainer's layout. Shards of
-        another number of ranks or another ZeRO stage are converted first, and the other ranks wait without a
-        limit.
+        another number of ranks or another ZeRO stage are converted first. Meanwhile the other ranks wait for
+        the next command, for at most COMMAND_TIMEOUT.
 
-        Raises LayoutRefused if no conversion helps, and NotConverted if the conversion failed.
+        Raises LayoutRefused if the shards cannot be converted, and NotConverted if the conversion failed.
         """
         if layout is None or layout.loads_into(self.layout):
             self._load(directory, tag)
@@ -158,8 +159,8 @@ class DistributedPolicy:
         return self._policy.weights_are_finite()
 
     def close(self) -> None:
-        """End the other ranks. Not for use after a failure: a rank inside a collective receives no
-        command."""
+        """End the other ranks. Do not call this after a failure: a rank that waits in a collective receives
+        no command."""
         self._channel.send(None)
         self._channel.close()
 
@@ -189,7 +190,7 @@ def follow(policy: DeepSpeedPolicy) -> None:
 
 
 class _CommandChannel:
-    """Broadcasts commands from rank 0 to all others, over Gloo on the CPU, whatever device trains."""
+    """Broadcasts commands from rank 0 to all others, over Gloo on the CPU, even if GPUs train."""
 
     def __init__(self, ranks: int) -> None:
         self._group = (

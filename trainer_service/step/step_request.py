@@ -1,4 +1,4 @@
-"""What is asked of a policy for one optimizer step, or for a part of one."""
+"""The request that a policy make one optimizer step, or compute a part of its gradient."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,11 +12,11 @@ def _no_beat() -> None: ...
 
 @dataclass(frozen=True)
 class StepRequest:
-    """The rows to train, and how."""
+    """The rows to train, and the settings of the algorithm."""
 
     rows: Sequence[Row]
     version: int
-    """The version of the weights before the step. Every part of one step has the same."""
+    """The version of the weights before the step. All parts of one step have the same version."""
     algorithm: AlgorithmSettings
     beat: Callable[[], None] = _no_beat
     """Called between micro-batches, so that a long step still reports that the trainer is alive."""

@@ -2,8 +2,8 @@
 
     rows ─ POST {url}/generate, ids in ─▶ input_token_logprobs ─▶ the same rows, with lp_teacher_L
 
-The teacher samples nothing. It must have the policy's vocabulary. Its log-probabilities are those at
-temperature 1.
+Each request also samples one token, which is ignored. The teacher must have the policy's vocabulary. Its
+log-probabilities are those at temperature 1.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class TeacherClient:
         self._pool = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="teacher")
 
     def score(self, rows: Sequence[Row]) -> TeacherScores:
-        """Score all rows. Raises TeacherUnavailable if one of them got no answer."""
+        """Score all rows. Raises TeacherUnavailable if the teacher does not answer for one of them."""
         answers = list(self._pool.map(self._scored, rows))
         refused = {
             row.session_id: reason

@@ -1,4 +1,4 @@
-"""Computes the log-probability of the sampled token and the entropy from logits, at the sampling temperature."""
+"""Computes the sampled token's log-probability and the entropy from logits, at the sampling temperature."""
 
 import torch
 from torch import Tensor

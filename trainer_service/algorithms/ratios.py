@@ -1,4 +1,4 @@
-"""Computes bounded ratios and divergences from the log-probabilities of two policies, in float32 or better."""
+"""Computes bounded ratios and divergences from log-probabilities of two policies, in float32 or better."""
 
 import torch
 from torch import Tensor

@@ -71,7 +71,7 @@ class AlgorithmSettings(LossSettings):
     auto_max_kl: float = Field(0.1, gt=0)
     """For auto: the largest allowed divergence of trainer and engine in nats, `mismatch/k3`."""
     streaming: bool = True
-    """Learn from complete groups while the step waits for others, if the recipe allows it (`learns_early`)."""
+    """Learn from complete groups while the step waits for others, if the recipe allows it: `learns_early`."""
     flush_after_s: float | None = Field(None, gt=0)
     """After this time without a new record, make a step with fewer rows. None: always wait for
     `min_live_rows`."""

@@ -158,7 +158,7 @@ def micro_batches(rows: Sequence[Row], max_tokens: int) -> Iterator[MicroBatch]:
 
 def balanced_shares(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Distributes micro-batches so that all ranks have nearly equal sums of `costs`. Returns the indices of
-    each rank's micro-batches, the costliest first. Two ranks' numbers of micro-batches differ by at most 1."""
+    each rank's micro-batches, the costliest first. Two ranks' numbers of them differ by at most one."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     order = sorted(range(len(costs)), key=lambda index: -costs[index])
     for start in range(0, len(order), ranks):

@@ -88,8 +88,9 @@ class OptimizerSteps:
     def step(self, request: StepRequest) -> dict[str, float]:
         """Add the gradient of these last rows and make the step. Returns its metrics by name, on all ranks.
 
-        If the gradient of an epoch is not finite, the weights keep the changes of the earlier epochs. Then the
-        result has only `grad_norm` and `epochs`, the number of earlier epochs. No gradient stays accumulated.
+        If the gradient of an epoch is not finite, the weights keep the changes of the earlier epochs. Then
+        the result has only `grad_norm` and `epochs`, the number of earlier epochs. In either case, no
+        gradient stays accumulated.
         """
         if request.rows:
             self.accumulate(request)

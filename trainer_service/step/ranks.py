@@ -111,7 +111,7 @@ class DistributedPolicy:
     def save(self, directory: Path, tag: str) -> None:
         """Write the shards of every rank below `directory`/`tag`.
 
-        Raises Parted if rank 0 could not write its shards while other ranks wait for it: only a restart helps.
+        Raises Parted if rank 0 could not write its shards while other ranks wait: only a restart helps.
         """
         self._channel.send(Save(directory, tag))
         try:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Literal
 
-from gateway.conversations.digests import Digest
+from gateway.conversations.digests import NO_TOOLS, Digest
 from gateway.language.chat_messages import Message
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Turn
@@ -19,6 +19,7 @@ Reason = Literal[
     "sampled_again",
     "history_edited",
     "tools_changed",
+    "main_line",
     "sub_agent",
     "compaction",
     "new_conversation",
@@ -30,8 +31,10 @@ sampled_again              the call equals an earlier one, as in best-of-n sampl
 history_edited             the call begins like an earlier one, and then differs
 tools_changed              the call begins like an earlier one, but has another list of tools
 compaction                 the call has a shorter history in place of the session's
+main_line                  the call begins like no earlier one, and is the first of its session with tools.
+                           The calls before it were the harness's own, such as a request for a title
 sub_agent                  the call begins like no earlier one, and has another system prompt or other tools
-                           than the session's first call
+                           than the session's main line, which is the longest conversation with tools
 new_conversation           the call begins like no earlier one, but has that system prompt and those tools
 """
 
@@ -92,15 +95,30 @@ def why_forked(
             return "tools_changed"
         dropped = shared < len(messages) and messages[shared]["role"] not in ("assistant", "tool")
         return "compaction" if dropped and shorter else "history_edited"
-    if prompts[0].instructions != prefixes[-1].instructions:
+    if prefixes[-1].tools != NO_TOOLS and all(prompt.tools == NO_TOOLS for prompt in prompts):
+        return "main_line"
+    if _main_line(turns).instructions != prefixes[-1].instructions:
         return "sub_agent"
     has_history = any(message["role"] in ("assistant", "tool") for message in messages)
     return "compaction" if has_history and shorter else "new_conversation"
 
 
+def _main_line(turns: Sequence[Turn]) -> Digest:
+    """The prompt of the session's longest conversation; one with tools, if any has tools."""
+    prompts = {turn.turn_id: Digest(bytes.fromhex(turn.prompt_digest)) for turn in turns}
+    lengths = _lengths(turns)
+    longest = max(prompts, key=lambda turn_id: (prompts[turn_id].tools != NO_TOOLS, lengths[turn_id]))
+    return prompts[longest]
+
+
 def _longest(turns: Sequence[Turn]) -> int:
     """Tokens of the longest conversation in the session."""
+    return max(_lengths(turns).values())
+
+
+def _lengths(turns: Sequence[Turn]) -> dict[str | None, int]:
+    """By turn, the tokens of the conversation that ends with it."""
     ends: dict[str | None, int] = {None: 0}
     for turn in turns:
         ends[turn.turn_id] = ends.get(turn.parent_id, 0) + len(turn.context_ids) + len(turn.output_ids)
-    return max(ends.values())
+    return ends

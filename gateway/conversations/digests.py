@@ -98,3 +98,7 @@ def _call(call: Message) -> list[Any]:
         with suppress(msgspec.DecodeError, RecursionError):
             arguments = msgspec.json.decode(arguments)
     return [function.get("name"), arguments]
+
+
+NO_TOOLS = _part(_JSON.encode(()))
+"""The part of a digest for a call without tools."""

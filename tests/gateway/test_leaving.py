@@ -45,7 +45,9 @@ class Reading:
     def _read(self) -> None:
         headers = {"authorization": f"Bearer {CLIENT_KEY}", **self._more.pop("headers", {})}
         path = self._more.pop("path", "/v1/chat/completions")
-        body = {"max_tokens": 90, "messages": [{"role": "user", "content": "hi"}], **self._more}
+        said = [{"role": "user", "content": "hi"}]
+        body = {"input": said} if path == "/v1/responses" else {"max_tokens": 90, "messages": said}
+        body |= self._more
         try:
             with httpx.stream("POST", self._url + path, json=body, headers=headers, timeout=60) as reply:
                 self.status = reply.status_code
@@ -89,13 +91,12 @@ def test_a_gateway_that_leaves_says_so_first_and_takes_calls_for_a_while(
 def test_answers_beyond_the_drain_end_with_an_error(
     processes: Processes, gated_engine: GatedEngine, path: str, last: str
 ) -> None:
-    more = {"input": "hi"} if path == "/v1/responses" else {}
     with processes.gateway(drain_timeout_s=1) as (process, gateway):
-        stream = Reading(gateway, path=path, stream=True, model="policy", **more)
+        stream = Reading(gateway, path=path, stream=True, model="policy")
         wait_until(lambda: stream.lines)
-        retry = Reading(gateway, path=path, stream=True, model="policy", headers={RETRY: "1"}, **more)
+        retry = Reading(gateway, path=path, stream=True, model="policy", headers={RETRY: "1"})
         wait_until(lambda: retry.lines)
-        plain = Reading(gateway, path=path, model="policy", **more)
+        plain = Reading(gateway, path=path, model="policy")
         wait_until(lambda: len(gated_engine.requests) == 2)
         process.terminate()
         for each in (stream.end(), retry.end()):

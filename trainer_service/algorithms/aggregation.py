@@ -1,4 +1,4 @@
-"""The weight of each token's loss in the sum over an optimizer step, independent of its micro-batch."""
+"""Computes the weight of each token's loss in the step's sum. It does not depend on the micro-batch."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,10 @@ from trainer_service.algorithms.losses.settings import Aggregation
 
 @dataclass(frozen=True)
 class StepCounts:
-    """The numbers of trained tokens of an optimizer step's R rows, on all ranks; or of a part of the step
-    that is made of whole groups (see `divisor`).
+    """The numbers of trained tokens of R rows, on all ranks. The rows are those of an optimizer step, or of
+    some whole groups of it (see `divisor`).
 
-    Tokens are counted before masks apply: a denominator of the kept tokens alone would increase their
-    gradient."""
+    Masked tokens count too. Otherwise a mask would increase the weight of the tokens that it keeps."""
 
     tokens_R: Tensor
     """The trained tokens of each row; int64."""
@@ -42,9 +41,9 @@ def row_weights(counts: StepCounts, aggregation: Aggregation) -> Tensor:
 
 
 def divisor(counts: StepCounts, aggregation: Aggregation) -> int:
-    """The number that the whole step divides its sum by. All other factors of a weight depend on a single
-    group. So the weights in a part of a step, made of whole groups, differ from those in the step only by the
-    quotient of the two divisors."""
+    """The number by which the whole step divides its sum. All other factors of a weight depend on a single
+    group. So if a part of a step has only whole groups, its weights and the step's weights differ only by the
+    ratio of the two divisors."""
     match aggregation.mode:
         case "token_mean":
             count = counts.tokens

@@ -1,4 +1,7 @@
-"""The critic's loss: the squared distance of its values from the returns."""
+"""The critic's loss: the squared distance of its values from the returns.
+
+`critic.value_clip` is a case of `algorithms_golden.json` in the tests.
+"""
 
 from dataclasses import dataclass
 

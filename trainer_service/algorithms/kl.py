@@ -2,6 +2,8 @@
 
 All arguments and results are [T], in nats; d = lp_new - lp_ref (Schulman, "Approximating KL Divergence",
 2020).
+
+Names in backticks with a dot, such as `kl.k1`, are cases of `algorithms_golden.json` in the tests.
 """
 
 from collections.abc import Callable, Mapping

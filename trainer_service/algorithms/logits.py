@@ -1,4 +1,7 @@
-"""Computes the sampled token's log-probability and the entropy from logits, at the sampling temperature."""
+"""Computes the sampled token's log-probability and the entropy from logits, at the sampling temperature.
+
+Names such as `logits.logp_entropy_T1.0` are cases of `algorithms_golden.json` in the tests.
+"""
 
 import torch
 from torch import Tensor

@@ -1,10 +1,12 @@
-"""From the log-probabilities of a micro-batch to its share of the step's loss, in a fixed order.
+"""Computes a micro-batch's share of the step's loss from its log-probabilities, in a fixed order.
 
     Tokens ─ finite, fresh? ─ rows kept? ─ tokens kept? ─▶ weights ─▶ weight · loss + KL - entropy ─▶ share
 
 The result does not depend on how rows are packed: the shares of all micro-batches, on all ranks, add up to
 the step's loss, and so do their gradients. A token that is left out enters no term, but still counts in
 denominators.
+
+`loss.composite_default` is a case of `algorithms_golden.json` in the tests.
 """
 
 from dataclasses import dataclass, replace
@@ -100,7 +102,8 @@ def policy_loss(
 
 
 def _weights(usable: Tokens, settings: LossSettings, statistics: StepStatistics) -> TokenWeights:
-    """Masks of rows, masks of tokens, then the correction of what survives both."""
+    """Applies the masks of rows and of tokens, and the correction. A token that one of them drops gets weight
+    0."""
     if statistics.m2_bound is None and any(isinstance(mask, M2po) for mask in settings.masks):
         raise ValueError("m2po needs the statistics of the whole step")
     bound = torch.inf if statistics.m2_bound is None else statistics.m2_bound

@@ -1,4 +1,7 @@
-"""Approximates log-probabilities under the weights before the step, without a forward pass."""
+"""Approximates log-probabilities under the weights before the step, without a forward pass.
+
+`prox.loglinear` is a case of `algorithms_golden.json` in the tests.
+"""
 
 from torch import Tensor
 

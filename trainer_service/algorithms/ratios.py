@@ -1,4 +1,7 @@
-"""Computes bounded ratios and divergences from log-probabilities of two policies, in float32 or better."""
+"""Computes bounded ratios and divergences from log-probabilities of two policies, in float32 or better.
+
+`mask.kpop_binary_kl` is a case of `algorithms_golden.json` in the tests.
+"""
 
 import torch
 from torch import Tensor

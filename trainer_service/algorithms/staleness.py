@@ -1,4 +1,7 @@
-"""Computes the age of a row in versions, split into the time of sampling and the time of waiting."""
+"""Computes the age of a row in versions, split into the time of sampling and the time of waiting.
+
+`async.prime_staleness` is a case of `algorithms_golden.json` in the tests.
+"""
 
 from typing import NamedTuple
 

@@ -1,1 +1,1 @@
-"""From rewards to advantages."""
+"""Computes advantages from rewards."""

@@ -1,12 +1,12 @@
-"""From the rewards of rollouts to one advantage per rollout; `ADVANTAGES` holds the formulas by name.
+"""Computes one advantage per rollout from the rewards of rollouts; `ADVANTAGES` has the formulas by name.
 
     Rollouts ─ ADVANTAGES[name].score ─▶ advantages_B ─ to_tokens ─▶ advantages_T (─ whitened, clipped)
 
 B counts rollouts, never rows. Rewards are finite: `Rollout` refuses others. `groups_B` [B] int64 names the
 group of each rollout. Advantages are float64, in units of the reward unless a formula divides by a standard
 deviation. A formula that compares group members gives exactly 0 to a rollout that is alone in its group, and
-to all rollouts of a group with equal rewards, however large. The order of rollouts and the numbers of groups
-change nothing, except for `rae`.
+to all rollouts of a group with equal rewards. The result does not depend on the order of rollouts, except for
+`rae`, and not on the numbers of groups.
 
 Names in backticks with a dot, such as `adv.rloo`, are cases of `algorithms_golden.json` in the tests.
 """
@@ -43,8 +43,8 @@ def rloo(rewards_B: Tensor, groups_B: Tensor) -> Tensor:
 
 def liteppo(rewards_B: Tensor, groups_B: Tensor, *, eps: float = BATCH_EPS) -> Tensor:
     """(R - mean of the group) / (standard deviation of these differences over the whole step + eps), ddof 1
-    (LitePPO, arXiv:2508.08221; `adv.liteppo_group_mean_batch_std`). All rollouts that are scored together
-    make the step, those that are alone in their group included."""
+    (LitePPO, arXiv:2508.08221; `adv.liteppo_group_mean_batch_std`). The step is all rollouts that are scored
+    together, also those that are alone in their group."""
     centred_B = drgrpo(rewards_B, groups_B)
     if len(centred_B) < 2:
         return centred_B
@@ -52,8 +52,8 @@ def liteppo(rewards_B: Tensor, groups_B: Tensor, *, eps: float = BATCH_EPS) -> T
 
 
 def opo(rewards_B: Tensor, groups_B: Tensor, lengths_B: Tensor) -> Tensor:
-    """R - sum(len · R) / sum(len) of the group, with len [B] in trained tokens, above 0: the baseline of
-    least variance if gradients grow with length (OPO, arXiv:2505.23585; `adv.opo`)."""
+    """R - sum(len · R) / sum(len) of the group. `lengths_B` are numbers of trained tokens, at least 1. This
+    baseline has the least variance if gradients grow with length (OPO, arXiv:2505.23585; `adv.opo`)."""
     groups = Groups(groups_B)
     baseline_B = groups.sum(lengths_B * rewards_B) / groups.sum(lengths_B)
     return _compared(rewards_B.double() - baseline_B, rewards_B, groups)
@@ -67,7 +67,7 @@ def gpg(rewards_B: Tensor, groups_B: Tensor, *, f_norm: float = 1.0) -> Tensor:
 
 
 def maxrl(rewards_B: Tensor, groups_B: Tensor) -> Tensor:
-    """(R - mean) / mean of the group, and 0 if the mean is 0; for rewards of 0 or more (MaxRL,
+    """(R - mean) / mean of the group, and 0 if the mean is 0. Rewards must be at least 0 (MaxRL,
     arXiv:2602.02710; `adv.maxrl`)."""
     mean_B = Groups(groups_B).mean(rewards_B)
     return torch.where(mean_B > 0, drgrpo(rewards_B, groups_B) / mean_B, torch.zeros_like(mean_B))
@@ -85,8 +85,8 @@ def passk(rewards_B: Tensor, groups_B: Tensor, *, eps: float = EPS) -> Tensor:
 
 
 def gdpo(parts_BK: Tensor, groups_B: Tensor, weights_K: Tensor, *, eps: float = EPS) -> Tensor:
-    """The sum of w · GRPO(part) over the K parts of the reward, ddof 1; whitened over the step's tokens
-    afterwards (GDPO, arXiv:2601.05242; `adv.gdpo`)."""
+    """The sum of w · GRPO(part) over the K parts of the reward, ddof 1 (GDPO, arXiv:2601.05242; `adv.gdpo`).
+    Afterwards `to_tokens` whitens it over the step's tokens, if the settings ask for it."""
     scores_KB = [grpo(part_B, groups_B, eps=eps) for part_B in parts_BK.unbind(1)]
     return torch.stack(scores_KB, dim=1) @ weights_K.double()
 
@@ -94,12 +94,12 @@ def gdpo(parts_BK: Tensor, groups_B: Tensor, weights_K: Tensor, *, eps: float = 
 def rae(
     rewards_B: Tensor, agents: Sequence[str], *, baselines: Mapping[str, float], decay: float = DECAY
 ) -> tuple[Tensor, dict[str, float]]:
-    """R - b with the baseline b of the rollout's agent, and the baselines afterwards (role-conditioned
-    advantage estimation, SPIRAL, arXiv:2506.24119; `adv.rae`).
+    """R - b, where b is the baseline of the rollout's agent (role-conditioned advantage estimation, SPIRAL,
+    arXiv:2506.24119; `adv.rae`). Also returns the baselines after all rollouts.
 
     Rollouts are taken in order; after its use, b becomes decay · b + (1 - decay) · R. The baseline of an
-    unknown agent is 0. This estimator needs no group, and is the only one with state: the baselines belong
-    into the checkpoint that contains the step."""
+    unknown agent is 0. This estimator needs no group. It is the only one with a state: the checkpoint that
+    contains the step must contain the baselines."""
     updated, advantages = dict(baselines), []
     for reward, agent in zip(rewards_B.tolist(), agents, strict=True):
         baseline = updated.get(agent, 0.0)
@@ -111,10 +111,10 @@ def rae(
 def to_tokens(
     advantages_B: Tensor, chosen: object, rollout_R: Tensor, rows_T: Tensor, *, bound: float | None = None
 ) -> Tensor:
-    """[T] float64: the advantage of each trained token of the step, which is that of its rollout.
+    """[T] float64: gives each trained token of the step the advantage of its rollout.
 
-    `rollout_R` gives the rollout of each row, and `rows_T` the row of each token. The advantages are whitened
-    over the step's tokens if `chosen` asks for it, then clipped to ± bound."""
+    `rollout_R` gives the rollout of each row, and `rows_T` the row of each token. If the settings `chosen`
+    ask for it, the advantages are whitened over the step's tokens. Then they are clipped to ± bound."""
     advantages_T = advantages_B[rollout_R][rows_T]
     if isinstance(chosen, settings.Gdpo | settings.ReinforcePpBaseline) and chosen.whiten:
         advantages_T = whitened(advantages_T)
@@ -141,8 +141,8 @@ class AdvantageKind:
     compares: bool = True
     """Whether the members of a group are compared, so that a group with equal rewards has no advantages."""
     whole_step: bool = False
-    """Whether all rollouts of the optimizer step must be scored in one call; otherwise single groups can
-    be."""
+    """Whether all rollouts of the optimizer step must be scored in one call. If not, each group can be scored
+    in a call of its own."""
 
 
 def baselines_after(rollouts: Rollouts, chosen: settings.Rae) -> dict[str, float]:

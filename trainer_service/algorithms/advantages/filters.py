@@ -1,6 +1,8 @@
-"""Finds groups without a learning signal, whose rollouts end untrained, and says why.
+"""Finds groups without a learning signal, and says why they have none. Their rollouts are not trained.
 
-Their rewards are still logged: tasks that are too easy are a part of how well the policy does.
+Their rewards are still logged: otherwise tasks that the policy always solves would not count.
+
+`filter.zero_variance_groups` is a case of `algorithms_golden.json` in the tests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +29,8 @@ def groups_without_signal(
     """The groups, by id, that have a single rollout, or whose largest and smallest reward differ by at most
     `tolerance` (`filter.zero_variance_groups`). For estimators that compare the members of a group.
 
-    If `parts` of the reward are named, they are looked at one by one, and none of them may vary.
+    If `parts` of the reward are named, each part is compared by itself: a group has no signal if no part
+    differs by more than `tolerance`.
     """
     if not rollouts.members:
         return {}

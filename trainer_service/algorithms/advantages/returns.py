@@ -1,10 +1,12 @@
-"""From rewards on tokens to one advantage per token, given the rewards that follow it in its row.
+"""Computes one advantage per token from the rewards of this and later tokens of its row.
 
     reward ─ at_ends ─▶ rewards_T ─ kl_in_reward? ─▶ reinforce_pp | gae | turn_gae ─▶ Returns ─ whitened? ─▶ …
 
 T counts the trained tokens of the whole step, row after row, in the order in which they were sampled. Tokens
-of tools and users are left out: they take no time, and no reward is discounted for them. All arithmetic is
-float64. Sums stay inside a row, so the packing of rows changes nothing.
+of tools and users are left out, so discounts do not count them. All arithmetic is float64. Sums stay inside a
+row, so the result does not depend on how rows are packed.
+
+Names such as `reward.kl_in_reward_k1` are cases of `algorithms_golden.json` in the tests.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +26,7 @@ class Returns:
 
     advantages_T: Tensor
     returns_T: Tensor
-    """What a critic learns to predict, in units of the reward; never whitened."""
+    """The values that a critic learns to predict, in units of the reward; never whitened."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ def at_ends(rewards_K: Tensor, owners_T: Tensor) -> Tensor:
 
 def kl_in_reward(rewards_T: Tensor, lp_old_T: Tensor, lp_ref_T: Tensor, *, beta: float) -> Tensor:
     """r - beta · (lp_old - lp_ref), log-probabilities in nats: a penalty on leaving the reference policy
-    (Ouyang et al. 2022; `reward.kl_in_reward_k1`). A difference that is not finite counts as 0: it would make
-    the returns of all earlier tokens infinite."""
+    (Ouyang et al. 2022; `reward.kl_in_reward_k1`). A difference that is not finite counts as 0; otherwise the
+    returns of all earlier tokens would not be finite."""
     difference_T = lp_old_T.double() - lp_ref_T.double()
     return rewards_T.double() - beta * difference_T.where(
         difference_T.isfinite(), torch.zeros_like(difference_T)
@@ -67,7 +69,7 @@ def kl_in_reward(rewards_T: Tensor, lp_old_T: Tensor, lp_ref_T: Tensor, *, beta:
 
 
 def turn_discount(rewards: Sequence[float | None], *, discount: float) -> list[float]:
-    """G_k = R_k + discount · G_(k+1) for each turn k of a session, last turn first (AReaL;
+    """G_k = R_k + discount · G_(k+1) for each turn k of a session, in the order of the turns (AReaL;
     `adv.turn_discount`).
 
     A turn without a reward counts as 0. Raises ValueError for a session without any reward.
@@ -126,7 +128,7 @@ def whitened(values_T: Tensor, *, eps: float = WHITEN_EPS) -> Tensor:
 
 
 def _to_go(values_T: Tensor, decay: float, owners_T: Tensor) -> Tensor:
-    """y_t = x_t + decay · y_(t+1) inside each row, in log2(T) passes: each pass looks ahead twice as far."""
+    """y_t = x_t + decay · y_(t+1) inside each row, in log2(T) passes: each pass sums twice as many tokens."""
     total_T = values_T.clone()
     reach_T = torch.full_like(total_T, decay).masked_fill(_last(owners_T), 0.0)
     ahead = 1

@@ -29,7 +29,7 @@ class Rollout:
     rollout_id: str
     group_id: str
     reward: float
-    """The sum of all its rewards; finite. An episode that waits for a reward is no `Rollout` yet."""
+    """The sum of all its rewards; finite. An episode that still waits for a reward has no `Rollout`."""
     output_tokens: int = 0
     """Trained tokens in all of its rows."""
     input_tokens: int = 0

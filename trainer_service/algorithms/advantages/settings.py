@@ -10,9 +10,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 EPS = 1e-6
 """Added to a standard deviation before a division by it."""
 BATCH_EPS = 1e-5
-"""The same, for the standard deviation of the whole step."""
+"""Added to the standard deviation of the whole step before a division by it."""
 WHITEN_EPS = 1e-8
-"""The same, for a variance."""
+"""Added to a variance before its square root is taken."""
 ZERO_VARIANCE = 1e-6
 """A group whose rewards differ by at most this has no learning signal."""
 GAMMA = 1.0
@@ -78,7 +78,7 @@ class Gdpo(_Frozen):
 class Rae(_Frozen):
     name: Literal["rae"] = "rae"
     decay: float = Field(DECAY, ge=0, lt=1)
-    """The share of an agent's baseline that a new reward leaves."""
+    """The weight of an agent's old baseline in the new one; the new reward has the weight 1 - decay."""
 
 
 class ReinforcePpBaseline(_Frozen):
@@ -119,10 +119,11 @@ TOKEN_LEVEL = frozenset({"reinforce_pp", "gae", "turn_gae"})
 
 class Overlong(_Frozen):
     max_len: int = Field(gt=0)
-    """In trained tokens."""
+    """The length, in trained tokens, at which the penalty is full."""
     cache: int = Field(gt=0)
     """The penalty begins this many tokens before `max_len`."""
     factor: float = Field(OVERLONG_FACTOR, gt=0)
+    """The full penalty, in units of the reward."""
 
     @model_validator(mode="after")
     def _cache_fits(self) -> "Overlong":
@@ -149,17 +150,19 @@ class ShapingSettings(_Frozen):
     """How rewards change before they are compared."""
 
     truncated: Truncated = "mask"
-    """mask: truncated rollouts are neither compared nor trained; zero: their reward is 0; keep: it stays."""
+    """mask: truncated rollouts are neither compared nor trained; zero: their reward becomes 0; keep: their
+    reward does not change."""
     overlong: Overlong | None = None
     length_penalty: LengthPenalty | None = None
     turn_discount: Fraction | None = None
-    """The discount of a turn's reward for the turn before it."""
+    """The factor with which a turn's discounted sum of rewards also counts for the turn before it."""
     kl_in_reward: float = Field(0.0, ge=0)
-    """The penalty per nat of log-probability above the reference policy, taken from each token's reward."""
+    """This times lp - lp_ref, in nats, is subtracted from each token's reward; lp is the token's
+    log-probability before the step, lp_ref that under the reference policy."""
 
 
 def contradiction(advantage: Advantage, shaping: ShapingSettings) -> str | None:
-    """Why the two exclude each other; None if they do not."""
+    """The reason why the two settings exclude each other; None if they do not."""
     name = advantage.name
     if name not in TOKEN_LEVEL and shaping.kl_in_reward:
         return f"kl_in_reward rewards tokens, and {name} compares whole rollouts"

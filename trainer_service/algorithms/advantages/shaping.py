@@ -1,6 +1,8 @@
-"""From rewards as given to rewards as compared: truncation and length penalties.
+"""Changes rewards before they are compared: truncation and length penalties.
 
-Rollout, … ─ untruncated ─▶ those that are compared ─ shaped ─▶ the same, with their shaped rewards
+Rollout, … ─ untruncated ─▶ rollouts to compare ─ shaped ─▶ the same rollouts with their changed rewards
+
+Names such as `adv.overlong_dapo` are cases of `algorithms_golden.json` in the tests.
 """
 
 from collections.abc import Sequence
@@ -29,7 +31,7 @@ def untruncated(
 
 
 def shaped(rollouts: Sequence[Rollout], settings: ShapingSettings) -> tuple[Rollout, ...]:
-    """The same rollouts, with the length penalties of the settings taken from their rewards."""
+    """The same rollouts; the length penalties of the settings are subtracted from their rewards."""
     rewards_B = (batch := Rollouts(tuple(rollouts))).rewards
     if (weights := settings.length_penalty) is not None:
         sizes = [[each.output_tokens, each.input_tokens, each.turns] for each in rollouts]

@@ -1,6 +1,8 @@
-"""Importance weights for tokens that another policy sampled than the one the step begins with.
+"""Computes importance weights for the difference between the policy that sampled and that before the step.
 
 log_rho = lp_prox - lp_roll, in nats. A weight multiplies the loss of its token.
+
+Names in backticks with a dot, such as `is.tis_token_2`, are cases of `algorithms_golden.json` in the tests.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +36,7 @@ class TokenWeights:
 
 
 def uncorrected(log_rho_T: Tensor) -> TokenWeights:
-    """1 for every token."""
+    """Gives every token the weight 1."""
     kept_T = torch.ones_like(log_rho_T, dtype=torch.bool)
     return TokenWeights(torch.ones_like(log_rho_T), kept_T, ~kept_T)
 
@@ -65,8 +67,8 @@ def normalised(weights: TokenWeights, mean: float) -> TokenWeights:
 
 
 def mean_weight(weights: TokenWeights, kept_T: Tensor, rows_T: Tensor | None = None) -> float:
-    """The mean weight over the tokens of the whole step that are left in, or over their rows if `rows_T` is
-    given, for weights that the tokens of a row share. 1 if no token is left in, or all weights are 0."""
+    """The mean weight of the kept tokens of the whole step. If the tokens of a row share one weight, pass
+    `rows_T`: then the mean is over rows. The result is 1 if no token is kept or all weights are 0."""
     weight_T = weights.weight_T[kept_T].double()
     if rows_T is not None:
         weight_T = RowIndex.of(rows_T[kept_T]).mean(weight_T)

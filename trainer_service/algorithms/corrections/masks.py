@@ -1,8 +1,10 @@
-"""Masks that leave tokens or whole rows out of the loss, by the ratios of their log-probabilities.
+"""Chooses the tokens or whole rows that masks leave out of the loss, by ratios of probabilities.
 
 log_rho = lp_prox - lp_roll, in nats. All results are [T] bool; True keeps a token. A mask of rows needs all
-tokens of a row, which are always in one micro-batch, so packing changes nothing. The bound of M2PO is that of
-the whole step.
+tokens of a row, which are always in one micro-batch, so packing changes nothing. The bound of M2PO is
+computed over the whole step.
+
+Names in backticks with a dot, such as `mask.geo_seq`, are cases of `algorithms_golden.json` in the tests.
 """
 
 from collections.abc import Callable, Mapping
@@ -90,9 +92,9 @@ def rejection(
 
 
 def m2po_bound(log_rho_T: Tensor, *, limit: float = M2PO_LIMIT) -> float:
-    """In nats²: the smallest log_rho² that must be masked so that the mean of all smaller ones is below
-    `limit`; infinite if none must be masked. `log_rho_T` are all tokens of the step; all of them are masked
-    if even the smallest is too large (M2PO, arXiv:2510.01161)."""
+    """The smallest log_rho² that is masked, in nats². It is chosen so that the mean of all smaller values is
+    below `limit`; it is infinite if no token must be masked. `log_rho_T` has the tokens of the whole step. If
+    even the smallest value reaches `limit`, all tokens are masked (M2PO, arXiv:2510.01161)."""
     squares_T = (log_rho_T.double() ** 2).sort().values
     means_T = squares_T.cumsum(0) / torch.arange(1, len(squares_T) + 1, device=squares_T.device)
     masked_T = squares_T[means_T >= limit]
@@ -117,7 +119,7 @@ def larger_bernoulli_kl(lp_prox_T: Tensor, lp_roll_T: Tensor) -> Tensor:
 
 
 def opsm(lp_new_T: Tensor, lp_old_T: Tensor, advantages_T: Tensor, rows_T: Tensor, *, delta: float) -> Tensor:
-    """Keeps all tokens but those with A < 0 in rows whose mean of lp_old - lp_new exceeds `delta` nats
+    """Keeps all tokens except those with A < 0 in rows whose mean of lp_old - lp_new exceeds `delta` nats
     (off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556, slime; `loss.ppo_opsm`)."""
     rows = RowIndex.of(rows_T)
     far_T = rows.at_tokens(rows.mean(lp_old_T - lp_new_T.detach()) > delta)

@@ -1,4 +1,7 @@
-"""Metrics of the mismatch between the log-probabilities of trainer and engine, for the same tokens."""
+"""Computes metrics of the mismatch between trainer's and engine's log-probabilities of the same tokens.
+
+`metrics.mismatch` is a case of `algorithms_golden.json` in the tests.
+"""
 
 from torch import Tensor
 

@@ -103,8 +103,8 @@ class Outlier(Within):
 
 
 class Rejection(Frozen):
-    """verl's `rs_*`. k1 is bounded as a ratio of engine to trainer, from `low` to `high`; k2 and k3 have an
-    `upper` bound, in nats."""
+    """The rejection masks of verl (`rs_*`). For k1, `low` and `high` bound the ratio of engine to trainer.
+    For k2 and k3, `upper` is the bound, in nats."""
 
     name: Literal["rejection"] = "rejection"
     level: Literal["token", "seq_sum", "seq_mean", "seq_max"] = "token"

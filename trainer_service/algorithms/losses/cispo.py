@@ -1,6 +1,8 @@
-"""Losses on lp_new, weighed by a ratio without gradient: CISPO and GLM-5's.
+"""CISPO and the loss of GLM-5: both multiply lp_new by a ratio without gradient.
 
 sg() stops the gradient; r is the ratio of lp_new to lp_old.
+
+Names such as `loss.cispo_minimax` are cases of `algorithms_golden.json` in the tests.
 """
 
 import torch
@@ -34,8 +36,8 @@ def glm5(
     low: float = GLM5_LIMIT,
     high: float = GLM5_LIMIT,
 ) -> TokenLosses:
-    """-sg(f) A lp_new, with f = r within (1 - low, 1 + high) and 0 outside; lp_old is that of the policy that
-    sampled (GLM-5; `loss.rollout_is_glm5`)."""
+    """-sg(f) A lp_new, with f = r within (1 - low, 1 + high) and 0 outside. GLM-5 takes lp_old from the
+    policy that sampled (`loss.rollout_is_glm5`)."""
     ratio_T = ratio(lp_new_T, lp_old_T).detach()
     kept_T = (ratio_T > 1 - low) & (ratio_T < 1 + high)
     factor_T = torch.where(kept_T, ratio_T, torch.zeros_like(ratio_T))

@@ -1,4 +1,7 @@
-"""Losses of on-policy distillation: they learn from a teacher's log-probabilities of the sampled tokens."""
+"""Losses of on-policy distillation: they learn from a teacher's log-probabilities of the sampled tokens.
+
+Names such as `opd.reverse_kl_adv` are cases of `algorithms_golden.json` in the tests.
+"""
 
 import torch
 from torch import Tensor
@@ -15,8 +18,8 @@ def teacher_advantage(lp_new_T: Tensor, lp_teacher_T: Tensor) -> Tensor:
 
 
 def reverse_kl(lp_new_T: Tensor, lp_old_T: Tensor, lp_teacher_T: Tensor) -> TokenLosses:
-    """-r · (lp_teacher - lp_new), with r to the policy that sampled (on-policy distillation, Thinking
-    Machines 2025; `opd.reverse_kl_adv`)."""
+    """-r · (lp_teacher - lp_new), with the ratio r of lp_new to lp_old (on-policy distillation, Thinking
+    Machines 2025, with lp_old of the policy that sampled; `opd.reverse_kl_adv`)."""
     ratio_T = ratio(lp_new_T, lp_old_T)
     return TokenLosses.of(-ratio_T * teacher_advantage(lp_new_T, lp_teacher_T), ratio_T)
 

@@ -1,4 +1,7 @@
-"""GMPO: the geometric mean of a row's clipped ratios, one loss for all tokens of the row."""
+"""GMPO: the geometric mean of a row's clipped ratios, one loss for all tokens of the row.
+
+`loss.gmpo` is a case of `algorithms_golden.json` in the tests.
+"""
 
 import torch
 from torch import Tensor

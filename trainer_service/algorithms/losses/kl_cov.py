@@ -1,4 +1,7 @@
-"""KL-Cov: a KL penalty on the few tokens whose update would reduce the entropy most."""
+"""KL-Cov: a KL penalty on the few tokens whose update would reduce the entropy most.
+
+`loss.kl_cov` is a case of `algorithms_golden.json` in the tests.
+"""
 
 from dataclasses import dataclass
 
@@ -12,12 +15,12 @@ from trainer_service.algorithms.ratios import ratio
 
 @dataclass(frozen=True)
 class CovarianceCut:
-    """The covariance above which a token is penalised, over the tokens of the whole step."""
+    """Chooses the tokens to penalise, by a bound on their covariance over the whole step."""
 
     advantage: float
     """The mean advantage of the step's tokens."""
     logprob: float
-    """Their mean log-probability, in nats."""
+    """The mean log-probability of the step's tokens, in nats."""
     bound: float
     """The smallest covariance of a penalised token."""
 

@@ -1,4 +1,7 @@
-"""PPO: the clipped surrogate loss, on the ratios of tokens, or on those of rows (GSPO)."""
+"""PPO: the clipped surrogate loss, on the ratios of tokens, or on those of rows (GSPO).
+
+Names such as `loss.ppo_clip_sym` are cases of `algorithms_golden.json` in the tests.
+"""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,7 @@
-"""SAPO: a sigmoid gate on the ratio in place of a clip."""
+"""SAPO: a sigmoid gate on the ratio in place of a clip.
+
+`loss.sapo` is a case of `algorithms_golden.json` in the tests.
+"""
 
 import torch
 from torch import Tensor

@@ -1,8 +1,8 @@
-"""The settings of the way from log-probabilities to a loss, with the defaults of the preset `default`.
+"""The settings that make a loss of log-probabilities, with the defaults of the preset `default`.
 
     Masks ─▶ Correction ─▶ Loss ─▶ + KL ─▶ Aggregation
 
-Masks, correction and loss are each chosen by `name`; a name alone stands for its choice with the defaults.
+Masks, correction and loss are each chosen by `name`. A name alone selects that choice with its defaults.
 """
 
 from typing import Annotated, Literal
@@ -103,12 +103,12 @@ class Dppo(Frozen):
     name: Literal["dppo"] = "dppo"
     divergence: Divergence = "tv"
     form: Form = "ratio"
-    """Both forms have the same gradient for ratios up to `ratio_cap`. The value of the form `logp` has no
-    meaning."""
+    """Both forms have the same gradient for ratios up to `ratio_cap`. The value of the loss has no meaning in
+    the form `logp`."""
     low: Above0 = DPPO_LIMIT
     high: Above0 = DPPO_LIMIT
     ratio_cap: Above0 = DPPO_RATIO_CAP
-    """For the form `logp`."""
+    """The largest ratio in the form `logp`."""
     kappa: AtLeast0 = 0.0
     anchor: Anchor = "rollout"
 
@@ -206,9 +206,9 @@ class Aggregation(Frozen):
         "fixed_denominator",
     ] = "token_mean"
     horizon: float | None = Field(None, gt=0)
-    """In tokens: the length of every row, for `seq_mean_token_sum_norm`."""
+    """The number of tokens by which `seq_mean_token_sum_norm` divides the sum of each row."""
     denominator: float | None = Field(None, gt=0)
-    """In tokens: the divisor of `fixed_denominator`."""
+    """The number of tokens by which `fixed_denominator` divides the sum of the step."""
 
     @model_validator(mode="after")
     def _length_fits(self) -> "Aggregation":
@@ -241,7 +241,7 @@ class LossSettings(Frozen):
 
     @property
     def whole_step(self) -> bool:
-        """Whether the `StepStatistics` of all micro-batches must be known before the first one learns."""
+        """Whether the `StepStatistics` of the whole step must be known before its first backward pass."""
         normalised = not isinstance(self.correction, NoCorrection) and self.correction.normalise
         return (
             normalised or isinstance(self.loss, KlCov) or any(isinstance(mask, M2po) for mask in self.masks)
@@ -269,6 +269,6 @@ class LossSettings(Frozen):
 
 
 def corrects_twice(loss: Loss, correction: Correction) -> bool:
-    """Whether loss and correction would both weigh the mismatch between trainer and engine."""
+    """Whether loss and correction would both correct the mismatch between trainer and engine."""
     weighed = not isinstance(loss, Reinforce) and loss.anchor == "rollout"
     return weighed and not isinstance(correction, NoCorrection)

@@ -1,4 +1,4 @@
-"""The numbers of a whole optimizer step that must be known before its first micro-batch learns."""
+"""Computes statistics of a whole optimizer step, before the step's first backward pass."""
 
 from dataclasses import dataclass, replace
 
@@ -21,14 +21,14 @@ class StepStatistics:
     mean_weight: float | None = None
     """The divisor of normalised correction weights."""
     covariance: CovarianceCut | None = None
-    """KL-Cov: which tokens get the KL penalty."""
+    """KL-Cov: chooses the tokens that get the KL penalty."""
 
 
 @torch.no_grad()
 def step_statistics(tokens: Tokens, settings: LossSettings) -> StepStatistics:
     """The statistics that the settings need. `tokens` are all trained tokens of the step, gathered from all
-    ranks, in any order. `lp_prox_T` stands in for `lp_new_T`, which is not known yet. Valid for all epochs of
-    the step."""
+    ranks, in any order. `lp_prox_T` is used in place of `lp_new_T`, which is not known yet. The result is
+    valid for all epochs of the step."""
     kept = replace(tokens, lp_new_T=tokens.lp_prox_T)
     kept = kept.at(kept.finite & kept.fresh)
     kept_T = kept_rows(kept, settings.masks)

@@ -1,4 +1,4 @@
-"""The result of a policy loss: one loss for each token, and what clipped it."""
+"""The result of a policy loss: one loss for each token, and whether the token was clipped."""
 
 from dataclasses import dataclass
 

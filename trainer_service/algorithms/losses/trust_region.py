@@ -1,4 +1,7 @@
-"""Losses that drop tokens whose probability has moved too far: DPPO and IPO."""
+"""Losses that drop tokens whose probability has moved too far: DPPO and IPO.
+
+Names such as `loss.dppo_tv_ratio` are cases of `algorithms_golden.json` in the tests.
+"""
 
 import torch
 from torch import Tensor

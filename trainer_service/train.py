@@ -6,8 +6,9 @@
 
 Agents' sessions arrive as entries of a stream: turns, rewards, outcomes. The intake collects them into groups
 of sessions whose rewards are compared, and selects the groups of a step. The entries of a trained session are
-acknowledged once a durable checkpoint contains its step; those of another, once its verdict is final. So
-whenever this process dies, the stream and the checkpoint together tell what is left to do.
+acknowledged once a durable checkpoint contains its step. The entries of a session that is not trained are
+acknowledged once its verdict is final. So whenever this process dies, the stream and the checkpoint together
+tell what is left to do.
 
 Where `checkpoint_every_steps` is above 1, a version may be published before the checkpoint that contains it.
 """
@@ -197,7 +198,7 @@ class Trainer:
 
     def _save(self, always: bool = False) -> None:
         """Write a checkpoint if the last one is outdated, then acknowledge the entries that it contains."""
-        # Sessions that evaluate a version are not trained; a checkpoint stores their results too.
+        # New results of evaluation sessions, which no step trains, also make a checkpoint outdated.
         if always or self._cycle.is_outdated(self._intake.evaluations.state):
             self._checkpoint()
         with self._stopwatch.timed("acknowledge"):

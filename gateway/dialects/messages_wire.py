@@ -51,7 +51,7 @@ class MessagesRequest(msgspec.Struct, forbid_unknown_fields=True):
     user_profile_id: Any = None
     workspace_id: Any = None
 
-    # Refused, unless they ask for nothing: `fields.MESSAGES`.
+    # Refused, except for values that change nothing, such as an empty list: `fields.MESSAGES` lists these.
     compaction: Any = None
     container: Any = None
     context_management: Any = None

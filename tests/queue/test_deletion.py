@@ -133,7 +133,7 @@ async def test_what_the_trainer_had_read_is_not_taken_up_again(stream: Stream) -
     assert stream.read() == [deletion(tombstone)]
 
 
-async def test_a_session_that_is_deleted_after_its_end_counts_as_deleted_alone(stream: Stream) -> None:
+async def test_a_session_that_is_deleted_after_its_end_counts_only_as_deleted(stream: Stream) -> None:
     """The verdicts of its turns stay counted, and the tombstone has the session's former verdict."""
     for name in ("s1", "s2", "open"):
         await stream.writer.open_session(spec(name, group_id="g", group_size=4))
@@ -170,7 +170,7 @@ async def test_nobody_waits_for_a_deleted_member_of_a_group_and_nobody_takes_its
     assert (standing.size, standing.ended, standing.open) == (2, 1, 1)
 
 
-async def test_a_conversation_leads_to_its_other_session_or_to_none(stream: Stream) -> None:
+async def test_a_conversation_of_two_sessions_leads_to_the_one_that_is_not_deleted(stream: Stream) -> None:
     told = {"reply_digest": "d", "request_digest": "q", "finish": "tool_calls"}
     for name in ("a", "b"):
         await stream.writer.open_session(spec(name, owner="me"))
@@ -182,7 +182,7 @@ async def test_a_conversation_leads_to_its_other_session_or_to_none(stream: Stre
     assert await stream.writer.find_continuations("me", digests) == [None] * 4
 
 
-async def test_all_of_a_user_goes_and_nothing_more_is_taken_for_the_name(stream: Stream) -> None:
+async def test_all_sessions_of_a_deleted_user_go_and_new_ones_are_refused(stream: Stream) -> None:
     writer = stream.writer
     await writer.open_session(spec("opened", user="ann"))
     await writer.append_turn(turn("t1", "opened"), 200.0)

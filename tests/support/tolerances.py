@@ -1,9 +1,10 @@
 """Bounds for the difference of two numbers that should be equal except for rounding.
 
-A sum of n terms depends on their order, and so on the processor, by at most n roundings of the sum of their
-absolute values (Higham, Accuracy and Stability of Numerical Algorithms, chapter 4). So a bound here is the
-number of roundings, times the unit in the last place, times the size of the terms. Each test says beside its
-bound which roundings it counts. `pytest.approx` alone allows 1e-6 of the value: eight roundings of float32.
+The order in which n terms are added differs between processors. It changes the sum by at most n roundings of
+the sum of the terms' absolute values (Higham, Accuracy and Stability of Numerical Algorithms, chapter 4). So
+a bound here is the number of roundings, times the unit in the last place, times the size of the terms. Each
+test says beside its bound which roundings it counts. `pytest.approx` alone allows 1e-6 of the value: eight
+roundings of float32.
 """
 
 FLOAT64 = 2.0**-52

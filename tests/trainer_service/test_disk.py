@@ -98,8 +98,8 @@ def test_a_checkpoint_waits_for_room_and_nothing_is_acknowledged_meanwhile(
     assert set(map(repr, seen)) == {repr((before, [before], 6))}
     assert disk.pauses_s == pytest.approx([0.01, 0.02, 0.04, 0.08])  # each is a difference of two times
     assert set(disk.said) == {
-        "room on the disk for a checkpoint, since checkpoint 00000002-step-00000002 could not be written: "
-        f"{os.strerror(number)}"
+        "room on the disk for a checkpoint (checkpoint 00000002-step-00000002 could not be written: "
+        f"{os.strerror(number)})"
     }
     refusals = {"what": "checkpoint"}
     assert harness.registry.get_sample_value("weir_trainer_disk_refusals_total", refusals) == 4
@@ -118,8 +118,7 @@ def test_a_version_waits_for_room_and_is_announced_when_it_is_whole(
     assert harness.trainer.run_once()
     assert (
         disk.said
-        == ["room on the disk for version 1, since version 1 could not be written: No space left on device"]
-        * 3
+        == ["room on the disk for version 1 (version 1 could not be written: No space left on device)"] * 3
     )
     assert harness.registry.get_sample_value("weir_trainer_disk_refusals_total", {"what": "publish"}) == 3
     assert [body["version"] for body in harness.gateway.announced] == [1]
@@ -327,12 +326,12 @@ def test_a_disk_that_is_really_short_stops_deepspeed_and_safetensors_only_until_
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     saving, publishing, end = [json.loads(line) for line in ran.stdout.splitlines() if line[:1] == "{"]
-    assert saving["waiting_for"].startswith("room on the disk for a checkpoint, since checkpoint 0000")
+    assert saving["waiting_for"].startswith("room on the disk for a checkpoint (checkpoint 0000")
     assert saving["checkpoints"] == [saving["current"]] == ["00000001-step-00000001"]
     assert (saving["ledger"], saving["ledger_lines"], saving["pending"]) == (1, 1, 6)
     assert saving["refusals"] == {"checkpoint": 3, "publish": None}
-    assert publishing["waiting_for"].startswith("room on the disk for version 2, since version 2 could")
-    assert publishing["waiting_for"].endswith("File too large")
+    assert publishing["waiting_for"].startswith("room on the disk for version 2 (version 2 could")
+    assert publishing["waiting_for"].endswith("File too large)")
     assert (publishing["state"], publishing["policies"]) == ("publishing", ["v00000001"])
     assert (publishing["announced"], publishing["pending"]) == ([1], 0)
     assert publishing["refusals"] == {"checkpoint": 3, "publish": 3}

@@ -128,7 +128,7 @@ def test_turns_that_redis_forgot_stay_trained_and_the_audit_names_them(system: R
     assert named == set(finding.sentence.partition(": ")[2].split(", "))
 
 
-def test_entries_whose_answer_was_lost_with_its_connection_are_taken_up(
+def test_entries_that_a_broken_connection_lost_on_the_way_are_read_again(
     system: RolledBack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Redis has delivered the entries and does not deliver them again as new."""
@@ -152,10 +152,11 @@ def test_entries_whose_answer_was_lost_with_its_connection_are_taken_up(
     assert system.audit().findings == ()
 
 
-def test_an_acknowledgement_whose_answer_was_lost_is_said_and_made_again(
+def test_an_acknowledgement_whose_reply_was_lost_is_logged_and_repeated(
     system: RolledBack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Redis has run the script. Only the trainer repeats it, and nothing counts twice."""
+    """Redis has run the script. The Redis client does not repeat it; the trainer does, and nothing counts
+    twice."""
     system.agents.group("a", [1.0, 0.0])
     script = sha1(ACKNOWLEDGE.encode()).hexdigest()  # noqa: S324 - Redis names scripts so
     send, read, sent = Connection.send_command, Connection.read_response, list[str]()
@@ -177,9 +178,7 @@ def test_an_acknowledgement_whose_answer_was_lost_is_said_and_made_again(
     assert system.harness.trainer.run_once()
     assert sent.count(script) == 2
     said = [record.getMessage() for record in caplog.records if "the network broke" in record.getMessage()]
-    assert said == [
-        "waiting for the stream to answer, since Redis: the network broke; trying again in 0.01 s"
-    ]
+    assert said == ["waiting for the stream to answer (Redis: the network broke); trying again in 0.01 s"]
     counts: Any = system.redis.client.hgetall(keys.VERDICTS)
     assert counts == {b"session:trained": b"2", b"turn:trained": b"4"}
     assert system.trained() == [["a-0", "a-1"]]

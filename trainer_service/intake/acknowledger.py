@@ -43,8 +43,8 @@ class Acknowledger:
 
     def resume(self, owed: Acknowledgement, pending: set[str]) -> None:
         """Acknowledge the entries that a restored checkpoint contains. `pending` has the ids of all entries
-        that are not acknowledged. If none of them is in `owed`, the former process acknowledged and counted
-        `owed` before it ended. Raises Stopped."""
+        that are not acknowledged. If `owed` has none of the pending entries, the former process acknowledged
+        and counted `owed` before it ended. Raises Stopped."""
         self._recent.append(owed)
         if pending.intersection(owed.entry_ids):
             self._owed = [owed]
@@ -69,7 +69,8 @@ class Acknowledger:
             waiting.insert(0, Acknowledgement(freed, {}, []))
         if late:
             logger.info("%d entries came after their session had ended", len(late))
-            # In one transaction with the owed entries, so that a crash cannot separate entries of a session.
+            # If entries are owed, the late ones are acknowledged in the same transaction: a crash must not
+            # leave some entries of a session acknowledged and others not.
             (self._owed or waiting).append(Acknowledgement(late, {}, []))
             late_ids = set(late)
             waiting += [each for each in self._recent if late_ids.intersection(each.entry_ids)]

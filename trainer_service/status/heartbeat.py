@@ -87,8 +87,8 @@ class Heartbeat:
             try:
                 return call()
             except failure as error:
-                logger.warning("waiting for %s, since %s; trying again in %g s", sentence, error, pause_s)
-                self._wait(pause_s, phase, f"{sentence}, since {error}")
+                logger.warning("waiting for %s (%s); trying again in %g s", sentence, error, pause_s)
+                self._wait(pause_s, phase, f"{sentence} ({error})")
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _wait(self, seconds: float, phase: Phase, sentence: str) -> None:

@@ -43,7 +43,8 @@ class RunState(msgspec.Struct, frozen=True):
     settled: list[str] = []
     """Sessions that have ended, the newest last."""
     gone: dict[str, int] = {}
-    """Groups that went on without some of their members, and with how many."""
+    """Groups that were released without some of their members, and how many members each had; 0 if that is
+    not known."""
     baselines: dict[str, float] = {}
     """The running mean reward of each agent, for the advantage `rae`."""
     evaluations: EvaluationState = EvaluationState()
@@ -53,4 +54,5 @@ class RunState(msgspec.Struct, frozen=True):
     files: dict[str, int] = {}
     """The size in bytes of every file, by its path below the checkpoint."""
     layout: Layout | None = None
-    """How the weights are cut into shards. None, in an old checkpoint, stands for its reader's layout."""
+    """How the weights are cut into shards. None, in an old checkpoint, is read as
+    the layout of the trainer that loads it."""

@@ -55,10 +55,11 @@ class RedisReader:
         with available():
             self._run_id = redis.info("server").get("run_id")
         self._interrupted = False
-        """Whether Redis has failed since `reclaim`. A delivered entry may have been lost with its connection,
-        and a restarted Redis may have lost acknowledgements."""
+        """Whether Redis has failed or restarted since `reclaim`. `read` then refuses until the next one:
+        a delivered entry may not have arrived here, and a restarted Redis may have lost acknowledgements."""
         self._delivered: bytes = b"0-0"
-        """The last delivered entry, as of the last read that found nothing new."""
+        """The id of the last entry that the group was delivered, as of the last read that found nothing. The
+        wait for a new entry begins after it."""
         self._fenced(redis.register_script(consumer_scripts.JOIN), [keys.STREAM], [keys.GROUP])
 
     def confirm(self) -> None:
@@ -208,7 +209,7 @@ class RedisReader:
 
 
 def _code(session_id: str, verdict: bytes) -> str:
-    """The code of a stored verdict; empty if it cannot be read. The session counts as decided then, too."""
+    """The code of a stored verdict; empty if it cannot be read. Such a session counts as decided as well."""
     try:
         return msgspec.json.decode(verdict, type=_VerdictCode).code
     except msgspec.DecodeError as error:

@@ -43,5 +43,5 @@ def calls_of(playing):
 
 
 said = globals()[sys.argv[1]]()
-print()  # a streamed run leaves the cursor behind what it showed
+print()  # the output of a streamed run may not end with a newline
 print(json.dumps(said))

@@ -115,7 +115,7 @@ def test_a_model_that_loses_the_bounds_is_refused(tmp_path: Path, monkeypatch: p
     whole = model.model.forward
     monkeypatch.setattr(model.model, "forward", lambda *a, segments, **rest: whole(*a, **rest))
     (batch,) = micro_batches([row_of(9)], 1000)
-    with pytest.raises(RuntimeError, match="does not hand the bounds of packed rows to its attention"):
+    with pytest.raises(RuntimeError, match="does not pass the bounds of packed rows to its attention"):
         scored(model, batch)
 
 

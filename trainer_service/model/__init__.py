@@ -1,1 +1,1 @@
-"""The model: forward passes over packed rows, the DeepSpeed engine around it, its optimizer and its files."""
+"""The model: its forward passes over packed rows, its DeepSpeed engine, its optimizer and its files."""

@@ -2,7 +2,8 @@
 
     MicroBatch ─ attention row by row ─▶ hidden states ─ those that predict a trained token ─▶ V [T]
 
-It begins as the base model with a head of one output, all 0. Its step follows each step of the policy.
+It begins as the base model with a head that has one output and weights of 0. After each step of the policy,
+the critic makes its own step.
 """
 
 from pathlib import Path
@@ -23,8 +24,7 @@ from trainer_service.rows.rows import MicroBatch
 
 
 class ValueHead(torch.nn.Linear):
-    """A linear head with one output, which is 0 at first: so the first advantages are the returns
-    themselves."""
+    """A linear head with one output. The output is 0 at first, so the first advantages are the returns."""
 
     def __init__(self, like: Any) -> None:
         weight = like.weight
@@ -34,8 +34,8 @@ class ValueHead(torch.nn.Linear):
 
 
 def value_head(model: Any) -> None:
-    """Replace the model's output head by a `ValueHead`, and switch off what the model does to logits after
-    the head.
+    """Replace the model's output head by a `ValueHead`, and switch off the changes that the model makes to
+    logits after the head.
 
     Raises ValueError for a model whose head is not linear.
     """
@@ -48,7 +48,7 @@ def value_head(model: Any) -> None:
 
 
 class Critic:
-    """One rank's part of the critic. All ranks have to make each call together, except `values`."""
+    """One rank's part of the critic. All ranks must make each call together, except `values`."""
 
     def __init__(self, deepspeed: ModuleType, model: Any, settings: ModelSettings) -> None:
         """`model` is a copy of the base model, whose head is replaced; `settings.critic` must be set. Raises
@@ -76,8 +76,8 @@ class Critic:
         return self._engine.module
 
     def values(self, batch: MicroBatch) -> Tensor:
-        """V [T] float32, in units of the reward, with gradient: the expected sum of the rewards of each
-        trained token and of all later ones in its row."""
+        """V [T] float32, in units of the reward, with gradient: for each trained token, the expected sum of
+        its reward and of all later rewards in its row."""
         if self._packing is Packing.ONE_ROW and len(batch.lengths_S) > 1:
             return torch.cat([self.values(row) for row in batch.single_rows()])
         device = self._engine.device

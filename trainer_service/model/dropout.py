@@ -6,7 +6,7 @@ from typing import Any
 def disable_dropout(model: Any) -> None:
     """Set all dropout rates of the model to 0.
 
-    eval() would do the same, but transformers uses activation checkpointing only for a model in train().
+    eval() would also disable dropout, but transformers uses activation checkpointing only in train() mode.
     """
     for module in [*model.modules(), getattr(model, "config", None)]:
         for name, value in vars(module).items() if module is not None else ():
@@ -15,6 +15,6 @@ def disable_dropout(model: Any) -> None:
 
 
 def _is_rate(kind: str, name: str) -> bool:
-    """Whether an attribute is a dropout rate: `p` of torch's layers, and names like attention_dropout,
-    resid_pdrop and layerdrop elsewhere."""
+    """Whether an attribute is a dropout rate. Torch's layers call it `p`; models have names like
+    attention_dropout, resid_pdrop and layerdrop."""
     return name == "p" if "Dropout" in kind else "drop" in name

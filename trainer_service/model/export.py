@@ -1,4 +1,4 @@
-"""Writes weights into a safetensors file, one tensor at a time, so that no second copy of the model exists.
+"""Writes weights into a safetensors file, one tensor at a time, so that memory holds no second copy.
 
 rank 0    ExportTensor ─ gather ─▶ value ─▶ dtype of the base model ─▶ file
 rank 1 …  ExportTensor ─ gather ─▶ nothing
@@ -37,11 +37,11 @@ class ExportTensor:
 
 
 def export_tensors(model: Any) -> Iterator[ExportTensor]:
-    """The tensors of the base model's file: the same names, each tied tensor once. LoRA adapters are added to
-    copies of the weights that they belong to."""
+    """The tensors of the model's file, with the names of the base model's file. Each tied tensor comes once.
+    LoRA adapters are added to copies of the weights that they belong to."""
     adapted = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
     tied = set(getattr(model, "all_tied_weights_keys", {}))
-    # keep_vars gives the parameters themselves: ZeRO marks its own with attributes, which copies lack.
+    # keep_vars gives the parameters themselves: ZeRO marks its parameters with attributes, which copies lack.
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in tied or ".lora_" in name:
             continue
@@ -67,11 +67,11 @@ def _merged(name: str, base: Tensor, layer: Any) -> ExportTensor:
 def write_tensors(
     path: Path | None, tensors: Sequence[ExportTensor], dtypes: Mapping[str, torch.dtype]
 ) -> None:
-    """Write the tensors in their order, in the dtypes given by name. Every rank has to call it; a rank
-    without a path only gathers with the others.
+    """Write the tensors in their order, in the dtypes given by name. Every rank must call it. A rank without
+    a path only takes part in gathering.
 
-    Raises OSError if the disk refuses, but only after the last tensor: the other ranks must not wait for this
-    one."""
+    If a write fails, raises OSError, but only after the last tensor: the other ranks must not wait for this
+    rank."""
     if path is None:
         _gather_only(tensors)
         return

@@ -1,4 +1,4 @@
-"""One forward pass of a model over packed rows: log-probabilities and entropies of the trained tokens.
+"""Makes a forward pass over packed rows: computes log-probabilities and entropies of the trained tokens.
 
 MicroBatch ─ attention row by row ─▶ hidden states ─ those that predict a trained token ─▶ log p, entropy
 """
@@ -17,10 +17,10 @@ from trainer_service.rows.rows import MicroBatch
 def forward(
     model: Any, batch: MicroBatch, packing: Packing, device: torch.device, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """log p [T] of the trained tokens with gradient, and the entropies [T], with gradient if
-    `entropy_gradient`; both in nats.
+    """log p [T] and entropies [T] of the trained tokens, in nats. log p has a gradient, the entropies only if
+    `entropy_gradient`.
 
-    Raises RuntimeError if the model does not hand the bounds of the rows to its attention.
+    Raises RuntimeError if the model does not pass the bounds of the rows to its attention.
     """
     if packing is Packing.ONE_ROW and len(batch.lengths_S) > 1:
         rows = [forward(model, row, packing, device, entropy_gradient) for row in batch.single_rows()]
@@ -39,7 +39,7 @@ def forward(
         ).logits
     segments = attention.get("segments")
     if segments is not None and not segments.reached_attention:
-        raise RuntimeError(f"{type(model).__name__} does not hand the bounds of packed rows to its attention")
+        raise RuntimeError(f"{type(model).__name__} does not pass the bounds of packed rows to its attention")
     if request.head is None:
         lp_T, entropy_T = selected_logprobs(output_1TV[0], targets_T, temperatures_T)
         return lp_T, entropies(output_1TV[0], temperatures_T) if entropy_gradient else entropy_T

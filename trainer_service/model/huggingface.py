@@ -1,4 +1,4 @@
-"""A model's directory in the Hugging Face layout: its weights, and the small files beside them."""
+"""Reads and copies a model's Hugging Face directory: its weights, and the small files beside them."""
 
 import re
 import shutil
@@ -12,12 +12,13 @@ WEIGHTS = "model.safetensors"
 FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 """The allowed names of published files: rollout servers and the trainer's HTTP server accept no others."""
 NOT_COPIED = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".pickle", ".pkl", ".py", ".so")
-"""File name endings of the base model's weights, and of code, which rollout servers refuse."""
+"""File name endings of weights and of code. Published versions have weights of their own, and rollout servers
+refuse code."""
 SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def copy_small_files(source: Path, target: Path) -> None:
-    """Copy configuration, tokenizer and chat template: all files that a server needs beside the weights."""
+    """Copy the files that a server needs besides the weights: configuration, tokenizer and chat template."""
     for path in sorted(source.iterdir()):
         if path.is_file() and FILE_NAME.fullmatch(path.name) and not path.name.endswith(NOT_COPIED):
             shutil.copyfile(path, target / path.name)

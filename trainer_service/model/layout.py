@@ -1,10 +1,10 @@
-"""How a checkpoint is sharded, and whether another trainer can load it."""
+"""Describes how a checkpoint is sharded, and decides whether another trainer can load it."""
 
 import msgspec
 
 
 class LoraLayout(msgspec.Struct, frozen=True):
-    """The adapters of a checkpoint: the fields of `LoraSettings`."""
+    """The LoRA adapters of a checkpoint, with the fields of `LoraSettings`."""
 
     rank: int
     alpha: float
@@ -12,8 +12,8 @@ class LoraLayout(msgspec.Struct, frozen=True):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Ranks and ZeRO stage may differ from the loading trainer's: the checkpoint is converted. The rest may
-    not."""
+    """How a checkpoint is sharded. If the loading trainer has another number of ranks or ZeRO stage, the
+    checkpoint is converted. All other fields must be equal."""
 
     ranks: int
     zero_stage: int
@@ -24,8 +24,8 @@ class Layout(msgspec.Struct, frozen=True):
     """Whether the checkpoint holds a critic."""
 
     def loads_into(self, own: "Layout") -> bool:
-        """Whether the shards can be loaded without a conversion. Raises LayoutRefused if no conversion
-        helps."""
+        """Whether the shards can be loaded without a conversion. Raises LayoutRefused if they cannot be
+        converted either."""
         if self == own:
             return True
         if self.dtype != own.dtype:

@@ -1,10 +1,10 @@
-"""The output head of a policy: log p and entropy of sampled tokens, from a few logits at a time.
+"""The output head of a policy. It computes log p and entropy of sampled tokens, a few logits at a time.
 
     hidden states [T, H] ─ chunk by chunk ─▶ logits ─▶ log p, entropy [T, 2]        logits are dropped
     gradient of [T, 2]   ─ chunk by chunk ─▶ logits again ─▶ gradients of hidden states and weight
 
-It replaces the model's linear head, with the same weight and under the same name. So DeepSpeed gathers the
-weight around it as around any module, and checkpoints and tied embeddings do not change.
+It replaces the model's linear head, with the same weight and under the same name. So DeepSpeed gathers its
+weight like that of any module, and checkpoints and tied embeddings do not change.
 """
 
 import logging
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 LOGITS_AT_ONCE = 2**24
 """The number of logits in a chunk: 64 MiB of float32, and as much again for their probabilities."""
 WEIGHTS_AT_ONCE = 2**22
-"""The number of half-precision weights that are converted at a time, on devices without a product into
-float32."""
+"""The number of half-precision weights that are converted to float32 at a time, on devices that cannot
+multiply half-precision matrices into a float32 result."""
 
 
 @dataclass
 class LogprobRequest:
-    """The tokens that one forward pass is request for, and the head's result."""
+    """The tokens whose log p one forward pass computes, and the head's result."""
 
     targets_T: Tensor
     temperatures_T: Tensor
@@ -60,7 +60,7 @@ def requesting_logprobs(
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What a model does to its logits after the head: `LogprobHead` does it instead."""
+    """The change that a model makes to its logits after the head. `LogprobHead` makes it instead."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -89,7 +89,7 @@ class LogprobHead(torch.nn.Module):
         self.in_features, self.out_features = head.in_features, head.out_features
         self._transform, self._neutral_attributes = logit_transform_of(model)
         self._returns_logits = False
-        """True once the model changed the result, so that it must do something unknown to its logits."""
+        """True after the model has changed the head's result: then it changes logits in an unknown way."""
 
     def forward(self, hidden_1TH: Tensor) -> Tensor:
         request = _current_request.get()
@@ -134,7 +134,8 @@ def set_head(model: Any) -> None:
 
 
 def logit_transform_of(model: Any) -> tuple[LogitTransform, list[tuple[Any, str, float | None]]]:
-    """What the model does to its logits, and the attributes (owner, name, neutral value) that switch it off.
+    """The change that the model makes to its logits, and the attributes (owner, name, neutral value) that
+    switch it off.
 
     Cohere multiplies by `logit_scale`; Granite divides by `logits_scaling`; Gemma 2 caps.
     """
@@ -164,7 +165,8 @@ def sampled_logprobs(
     entropy_gradient: bool = False,
 ) -> Tensor:
     """[T, 2]: log p of each target and the entropy, in nats, at the temperature that the target was sampled
-    with (the golden cases `logits.logp_entropy_T*`). In float32, or in float64 if the hidden states are.
+    with (`logits.logp_entropy_T*` of `algorithms_golden.json` in the tests). The result is float64 if the
+    hidden states are, otherwise float32.
 
     The entropy has a gradient only if `entropy_gradient`: dH/dz = -p (log p + H).
     """
@@ -195,7 +197,7 @@ class _SampledLogprobs(torch.autograd.Function):
             result_T2[some, 0] = logp_CV.gather(1, targets_T[some, None])[:, 0]
             result_T2[some, 1] = -torch.linalg.vecdot(logp_CV.exp(), logp_CV)
             normaliser_T[some] = normaliser_C
-        # The weight itself, as DeepSpeed's own linear layer saves it: ZeRO gathers it again for the backward.
+        # The weight itself is saved, as in DeepSpeed's linear layer: ZeRO gathers it again for the backward.
         ctx.save_for_backward(
             hidden_TH, weight_VH, bias_V, targets_T, temperatures_T, normaliser_T, result_T2[:, 1].clone()
         )

@@ -1,4 +1,4 @@
-"""Low-rank adapters: added to a model, disabled for the reference policy, and written in PEFT's format."""
+"""Adds low-rank adapters to a model, disables them for the reference policy, and writes them for PEFT."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from trainer_service.model.export import ExportTensor, write_tensors
 from trainer_service.model.settings import LoraSettings
 
 ADAPTER = "default"
-"""PEFT's name for a single adapter."""
+"""The name that PEFT gives to a single adapter."""
 
 
 class Adapters:
@@ -35,8 +35,8 @@ class Adapters:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Inside the context, the model is the base model. Adapters are scaled to 0, because PEFT's own way
-        to disable them also disables the gradients of parameters that the optimizer holds."""
+        """Inside the context, the model is the base model. Adapters are scaled by 0. PEFT's own way to
+        disable them would also disable the gradients of parameters that the optimizer holds."""
         for layer in self._layers:
             layer.set_scale(ADAPTER, 0)
         try:
@@ -46,8 +46,8 @@ class Adapters:
                 layer.set_scale(ADAPTER, 1)
 
     def write(self, directory: Path | None) -> None:
-        """Write adapter_config.json and adapter_model.safetensors. Every rank has to call it, one of them
-        with a directory. Raises OSError."""
+        """Write adapter_config.json and adapter_model.safetensors. Every rank must call it; only the rank
+        that writes has a directory. Raises OSError."""
         tensors = [
             ExportTensor.of(f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}", parameter)
             for name, parameter in self._model.named_parameters()

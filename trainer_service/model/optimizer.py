@@ -1,4 +1,4 @@
-"""AdamW for each stage of ZeRO."""
+"""Makes the AdamW optimizer for each stage of ZeRO."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -11,7 +11,7 @@ from trainer_service.model.settings import ModelSettings, OptimizerSettings
 
 
 class AdamWArguments(TypedDict):
-    """The keyword arguments of torch's AdamW that settings determine."""
+    """The keyword arguments of torch's AdamW that come from the settings."""
 
     lr: float
     betas: tuple[float, float]
@@ -35,9 +35,9 @@ def make_optimizer(parameters: Iterable[Tensor], settings: ModelSettings) -> tor
 class ClippingAdamW(torch.optim.AdamW):
     """AdamW that clips the gradient, and skips the step if the gradient's norm is not finite.
 
-    From stage 1 on, ZeRO's optimizers do both. At stage 0 DeepSpeed calls AdamW directly, does not check the
-    norm, and would write a gradient that is not finite into the weights. DeepSpeed reads `_global_grad_norm`
-    and `overflow` after each step, as it does with its own optimizers."""
+    From stage 1 on, ZeRO's optimizers do both. At stage 0, DeepSpeed calls AdamW directly and does not check
+    the norm, so a gradient that is not finite would make the weights not finite. DeepSpeed reads
+    `_global_grad_norm` and `overflow` after each step, as it does with its own optimizers."""
 
     def __init__(self, parameters: Iterable[Tensor], max_norm: float, arguments: AdamWArguments) -> None:
         super().__init__(parameters, **arguments)
@@ -64,8 +64,8 @@ class ClippingAdamW(torch.optim.AdamW):
 
 
 def apply_configured_rates(engine: Any, settings: OptimizerSettings) -> None:
-    """Give a restored optimizer the learning rate, betas and weight decay of the settings: a checkpoint
-    restores those of the run that wrote it."""
+    """Give a restored optimizer the learning rate, betas and weight decay of the settings. The checkpoint
+    restored the values of the run that wrote it."""
     schedule = engine.lr_scheduler
     schedule.base_lrs = [settings.lr for _ in schedule.base_lrs]
     rates = [settings.lr * factor(schedule.last_epoch) for factor in schedule.lr_lambdas]

@@ -1,9 +1,9 @@
-"""Attention over packed rows: each row attends to itself only, without a mask of the whole pack.
+"""Computes attention over packed rows. Each row attends only to itself, without a mask over the whole pack.
 
     queries, keys, values of a pack ─ split at row bounds ─▶ causal attention of each ─▶ joined again
 
-Transformers calls it by its registered name. The bounds of the rows travel with the forward pass, as keyword
-arguments that a model hands to its attention.
+Transformers calls `packed_attention` by its registered name. The forward pass gets the bounds of the rows as
+keyword arguments, and the model passes them to its attention.
 """
 
 import inspect
@@ -38,16 +38,17 @@ class Packing(Enum):
 
 @dataclass
 class Segments:
-    """The rows of one pack, on their way through a model to its attention."""
+    """The bounds of one pack's rows, which a model passes to its attention."""
 
     lengths: Sequence[int]
     """The length of each row, in tokens."""
     reached_attention: bool = False
-    """False after a pass of a model that lost this argument, so that rows attended to each other."""
+    """Set by `packed_attention`. If it is False after a pass, the model did not pass this argument on, and
+    rows attended to each other."""
 
 
 def packing_of(model: Any) -> Packing:
-    """How the model keeps packed rows apart, as it is set up now."""
+    """How the model keeps packed rows apart with its present attention."""
     if not _only_attention_mixes_tokens(model):
         return Packing.ONE_ROW
     chosen = model.config._attn_implementation
@@ -57,13 +58,13 @@ def packing_of(model: Any) -> Packing:
 
 
 def set_attention(model: Any, flash: bool = False) -> None:
-    """Make the model attend row by row, if its attention can be replaced. `flash`: with flash attention, if
-    it is installed and the model supports it."""
+    """Make the model attend row by row, if its attention can be replaced. With `flash`, it uses flash
+    attention if that is installed and the model supports it."""
     from transformers import AttentionInterface
     from transformers.utils import is_flash_attn_2_available
 
     AttentionInterface.register(PACKED, packed_attention)
-    # Only models with support for flash attention hand sliding windows to their attention.
+    # Only models with support for flash attention pass sliding windows to their attention.
     if (
         _only_attention_mixes_tokens(model)
         and model._supports_attention_backend
@@ -83,14 +84,14 @@ class AttentionArguments(TypedDict, total=False):
     segments: Segments
     """For `packed_attention`."""
     cu_seq_lens_q: Tensor
-    """For flash attention, as the next three: the bounds of the rows, [S + 1] int32."""
+    """This and the next three are for flash attention. The bounds of the rows, [S + 1] int32."""
     cu_seq_lens_k: Tensor
     max_length_q: int
     max_length_k: int
 
 
 def attention_arguments(packing: Packing, lengths: Sequence[int], device: torch.device) -> AttentionArguments:
-    """The arguments of a forward pass for its attention. `lengths` are in tokens."""
+    """The arguments that a forward pass gets for its attention. `lengths` are in tokens."""
     if packing is Packing.SEGMENTS:
         return {"segments": Segments(lengths)}
     if packing is not Packing.FLASH:
@@ -118,8 +119,8 @@ def packed_attention(
     segments: Segments | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of each row of a pack: query, key and value [B, heads, N, D] to [B, N, heads, D], in
-    the signature of transformers. Without `segments`, the pack is one row.
+    """Causal attention of each row of a pack, with the signature that transformers expects. Query, key and
+    value are [B, heads, N, D], the result is [B, N, heads, D]. Without `segments`, the pack is one row.
 
     Raises ValueError for attention that is not causal, and for a mask, a cache or a position bias.
     """
@@ -192,15 +193,15 @@ def _attend_by_scores(
 
 
 def _causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """[L, L] bool: True where a token (row) attends to another (column), which is itself or one before it;
-    with a window, one of the last `window` tokens."""
+    """[L, L] bool: True where the token of the row attends to the token of the column. A token attends to
+    itself and to all tokens before it; with a window, only to the last `window` tokens, itself included."""
     mask_LL = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return mask_LL if window is None else mask_LL.triu(1 - window)
 
 
 def _only_attention_mixes_tokens(model: Any) -> bool:
-    """Whether information passes between tokens only through attention that can be split at row bounds. State
-    spaces, linear attention, convolutions and attention in fixed chunks pass it in other ways."""
+    """Whether tokens exchange information only through attention that can be split at row bounds. In state
+    spaces, linear attention, convolutions and attention in fixed chunks, they exchange it in other ways."""
     types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     convolves = any(isinstance(each, torch.nn.Conv1d) for each in model.modules())
     return types <= SPLITTABLE_LAYERS and not model._is_stateful and not convolves

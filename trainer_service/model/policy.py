@@ -1,4 +1,4 @@
-"""The model that learns: a DeepSpeed engine around a Hugging Face model.
+"""The model that is trained: a DeepSpeed engine around a Hugging Face model.
 
 MicroBatch ─ logprobs ─▶ loss ─ backward ─▶ (more of them) ─ step ─▶ new weights ─ export ─▶ safetensors
 """
@@ -36,15 +36,15 @@ from trainer_service.rows.rows import MicroBatch, balanced_shares
 Value = TypeVar("Value")
 
 CRITIC = "critic"
-"""The directory of the critic's shards, inside the checkpoint's."""
+"""The directory of the critic's shards, inside the checkpoint's directory."""
 EQUAL_COST_WIDTHS = 12
 """In a row of 12 times the width of a layer, attention costs about as much as everything else."""
 
 
 class DeepSpeedPolicy:
-    """One rank's part of the weights, their optimizer and schedule. A process has one.
+    """One rank's part of the weights, their optimizer and schedule. A process has one policy.
 
-    All ranks have to make each call together, except `logprobs` and `tensor`.
+    All ranks must make each call together, except `logprobs` and `tensor`.
     """
 
     def __init__(self, settings: ModelSettings) -> None:
@@ -79,7 +79,7 @@ class DeepSpeedPolicy:
         if missing := {tensor.name for tensor in export_tensors(model)} - set(self._published_dtypes):
             raise SystemExit(
                 f"trainer.model_path: {self._settings.model_path} has no tensor {sorted(missing)[0]}, as the "
-                "loaded model names it; such a model, of fused experts for instance, cannot be published"
+                "loaded model names it; such a model, for instance with fused experts, cannot be published"
             )
 
     @property
@@ -102,8 +102,8 @@ class DeepSpeedPolicy:
         return model
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """log p [T] of the trained tokens under the present weights, with gradient, and the entropies [T],
-        with gradient if the algorithm has an entropy bonus; both in nats."""
+        """log p [T] and entropies [T] of the trained tokens under the present weights, in nats. log p has a
+        gradient, the entropies only if the algorithm has an entropy bonus."""
         return self._forward(self._engine, batch)
 
     def _forward(self, model: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -112,7 +112,7 @@ class DeepSpeedPolicy:
     @torch.no_grad()
     def reference(self, batch: MicroBatch) -> Tensor:
         """log p [T] in nats of the trained tokens under the base model, as it was before any training. Every
-        rank has to call it, with its own micro-batch."""
+        rank must call it, each with its own micro-batch."""
         if self._adapters is not None:
             with self._adapters.disabled():
                 return self._forward(self._engine, batch)[0]
@@ -140,15 +140,15 @@ class DeepSpeedPolicy:
             self._engine.step()
             self._engine.optimizer.override_loss_scale(1.0)  # losses are multiplied by it, too
         if getattr(self._engine.optimizer, "overflow", False):
-            return float("inf")  # ZeRO 3 still has the norm of the step before
+            return float("inf")  # ZeRO 3 would still report the norm of the previous step
         return float(self._engine.get_global_grad_norm())
 
     def discard_gradients(self, batch: MicroBatch) -> None:
         """Drop the gradient that was added since the last step.
 
-        It is made NaN, so that the step drops it: no stage of ZeRO has another way to drop all of it. `batch`
-        is any micro-batch. Every rank has to call it. Raises RuntimeError if DeepSpeed made a step all the
-        same."""
+        The gradient is made NaN, so that the step drops it: no stage of ZeRO has another way to drop all of
+        it. `batch` can be any micro-batch. Every rank must call it. Raises RuntimeError if DeepSpeed made a
+        step all the same."""
         self.backward(math.nan * self.logprobs(batch)[0].sum())
         if math.isfinite(norm := self.step()):
             raise RuntimeError(
@@ -156,9 +156,9 @@ class DeepSpeedPolicy:
             )
 
     def gradient_norm(self, batch: MicroBatch, loss_of: Callable[[Tensor], Tensor]) -> float:
-        """The norm of the gradient of `loss_of(logprobs)`, without adding the gradient to the step's. Every
-        rank has to call it with the same batch, and gets the same norm: at stage 3 they compute it
-        together."""
+        """The norm of the gradient of `loss_of(logprobs)`. The gradient is not added to that of the step.
+        Every rank must call it with the same batch, because at stage 3 they compute it together. All get the
+        same norm."""
         logprobs_T, _ = self._forward(self.module, batch)
         parameters = [each for each in self.module.parameters() if each.requires_grad]
         gradients = torch.autograd.grad(loss_of(logprobs_T), parameters, allow_unused=True)
@@ -167,7 +167,7 @@ class DeepSpeedPolicy:
         return float(self._mean_over_ranks(torch.linalg.vector_norm(torch.stack(norms))))
 
     def weights_are_finite(self) -> bool:
-        """Whether every weight of every rank is finite, the critic's too. Every rank has to call it."""
+        """Whether every weight of every rank is finite, also those of the critic. Every rank must call it."""
         modules = [self.module, *([self._critic.module] if self._critic else [])]
         parts = [local_part(each) for module in modules for each in module.parameters()]
         non_finite = torch.tensor([not part.isfinite().all() for part in parts], dtype=torch.float32).any()
@@ -181,7 +181,7 @@ class DeepSpeedPolicy:
 
     def own_micro_batches(self, batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, bool]]:
         """This rank's share of the micro-batches, the costliest first. Ranks reduce their gradients together,
-        so all need the same number of passes: False marks a micro-batch that only fills up the number."""
+        so all need the same number of passes. False marks a micro-batch that is added only for this."""
         if self._packing is Packing.ONE_ROW:
             batches = [row for batch in batches for row in batch.single_rows()]
         shares = balanced_shares([batch.cost(self._equal_cost_length) for batch in batches], self.ranks)
@@ -202,8 +202,9 @@ class DeepSpeedPolicy:
         return torch.from_numpy(values).to(self._engine.device)
 
     def export(self, path: Path | None) -> None:
-        """Write the weights as the base model's file has them: same names, same dtypes, each tied tensor
-        once, adapters merged. Every rank has to call it, one of them with a path. Raises OSError."""
+        """Write the weights with the names and dtypes of the base model's file. Each tied tensor is written
+        once; adapters are merged. Every rank must call it; only the rank that writes has a path. Raises
+        OSError."""
         self._write(path)
 
     def _write(self, path: Path | None) -> None:
@@ -248,7 +249,7 @@ class DeepSpeedPolicy:
             self._critic.load(directory, f"{tag}/{CRITIC}")
         restore_random_states(client_state["random"])
         self.module.train(self._settings.activation_checkpointing)
-        torch.distributed.barrier()  # rank 0 removes what was converted
+        torch.distributed.barrier()  # after it, rank 0 removes a converted checkpoint
 
 
 def _subdirectory(directory: Path | None, name: str) -> Path | None:
@@ -260,8 +261,8 @@ def _subdirectory(directory: Path | None, name: str) -> Path | None:
 
 
 def load_model(path: Path, dtype: torch.dtype, on_cuda: bool = False) -> Any:
-    """The base model, set up to keep packed rows apart, with a head for log-probabilities of sampled
-    tokens."""
+    """Load the base model. Its attention keeps packed rows apart, and its head computes log-probabilities of
+    sampled tokens."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

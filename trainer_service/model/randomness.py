@@ -1,4 +1,4 @@
-"""The random generators of a process: seeding, saving and restoring them together."""
+"""Seeds, saves and restores all random generators of a process together."""
 
 import random
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ def seed_everything(seed: int) -> None:
 
 
 def random_states() -> dict[str, object]:
-    """The states of all generators, by library, as a checkpoint holds them."""
+    """The states of all generators, by library, in the form that a checkpoint stores."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -26,7 +26,7 @@ def random_states() -> dict[str, object]:
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Restore what `random_states` returned. A state of CUDA is ignored without CUDA."""
+    """Restore the states that `random_states` returned. Without CUDA, the state of CUDA is ignored."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])

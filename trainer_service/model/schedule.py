@@ -1,4 +1,4 @@
-"""The learning rate over the steps of a run, as pure functions from a step to a factor of the full rate.
+"""Computes the learning rate of each step of a run, as a factor of the full rate.
 
 step ─▶ warm-up: 0 … 1 ─▶ constant, linear or cosine: 1 … min_lr_ratio, at total_steps ─▶ factor of `lr`
 """
@@ -30,7 +30,7 @@ def warmed_up(step: int, warmup_steps: int) -> float:
 
 
 def linear(progress: float) -> float:
-    """From 1 at progress 0 to 0 at 1."""
+    """Falls linearly from 1 at progress 0 to 0 at progress 1."""
     return 1.0 - progress
 
 

@@ -1,4 +1,4 @@
-"""The settings of the model, its optimizer and its critic, and of DeepSpeed: a part of section `trainer`."""
+"""The settings of the model, its optimizer, its critic and DeepSpeed, as a part of section `trainer`."""
 
 from pathlib import Path
 from typing import Literal
@@ -20,9 +20,9 @@ class OptimizerSettings(BaseModel):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate decreases after the warm-up: not at all, linearly, or by half a cosine."""
     warmup_steps: int = Field(5, ge=0)
-    """The steps in which the rate increases linearly from 0 to `lr`."""
+    """The number of steps in which the rate increases linearly to `lr`."""
     total_steps: int | None = Field(None, ge=1)
-    """The step, warm-up included, at which the rate reaches its minimum; it stays there."""
+    """The number of steps, warm-up included, after which the rate stays at its minimum."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """The minimum of the rate, as a factor of `lr`."""
     max_grad_norm: float = Field(1.0, gt=0)
@@ -45,13 +45,13 @@ class CriticSettings(BaseModel):
 
     optimizer: OptimizerSettings = OptimizerSettings(lr=1e-5)
     value_clip: float | None = Field(VALUE_CLIP, gt=0)
-    """In units of the reward: a value that has moved further than this from its value before the step gets no
-    gradient that moves it on. None does not clip."""
+    """The largest change of a value in one step, in units of the reward. A value that has changed more gets
+    no gradient that changes it further. None does not clip."""
 
 
 class LoraSettings(BaseModel):
-    """Low-rank adapters (LoRA, arXiv:2106.09685). The base weights stay fixed; published weights are the sum
-    of both."""
+    """Low-rank adapters (LoRA, arXiv:2106.09685). The base weights are not trained. Published weights are the
+    sum of base weights and adapters."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -59,7 +59,7 @@ class LoraSettings(BaseModel):
     alpha: float = Field(32.0, gt=0)
     """The adapter's product is scaled by alpha / rank."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
-    """The layers with an adapter, by the last part of their names; all-linear: all linear layers but the
+    """The layers with an adapter, by the last part of their names. all-linear: all linear layers except the
     head."""
 
 
@@ -76,8 +76,8 @@ class ModelSettings(BaseModel):
     """The type of the forward and backward pass; the optimizer always keeps float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     zero_stage: int = Field(1, ge=0, le=3)
-    """What is partitioned over ranks: nothing (0), the optimizer's state (1), gradients too (2), weights too
-    (3)."""
+    """The data that ZeRO partitions over ranks. 0: nothing; 1: the optimizer's state; 2: also gradients; 3:
+    also weights."""
     offload_optimizer: bool = False
     """Keep the optimizer's state in host memory, and make its steps there."""
     activation_checkpointing: bool = False
@@ -90,7 +90,7 @@ class ModelSettings(BaseModel):
     checkpoint_hf: bool = True
     """Whether each checkpoint also holds its weights as a Hugging Face directory, `model/`."""
     threads: int | None = Field(None, ge=1)
-    """CPU threads of torch; None leaves the choice to torch."""
+    """The number of CPU threads of torch; None leaves the choice to torch."""
 
     @property
     def learns_entropy(self) -> bool:

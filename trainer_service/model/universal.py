@@ -1,4 +1,4 @@
-"""Converts a checkpoint of other ranks or another ZeRO stage with DeepSpeed's universal format, for one load.
+"""Converts a checkpoint of another number of ranks or ZeRO stage, by DeepSpeed's universal format.
 
 {tag}/ ─ ds_to_universal ─▶ {tag}.universal/ ─ load on all ranks ─▶ removed
 """
@@ -29,8 +29,8 @@ class NotConverted(Exception):
 
 @contextmanager
 def converted(directory: Path, tag: str) -> Iterator[str]:
-    """Inside the context, the converted checkpoint exists under the tag that is returned. The original is
-    only read.
+    """Inside the context, the converted checkpoint exists under the returned tag. The original does not
+    change.
 
     Raises NotConverted.
     """
@@ -47,7 +47,7 @@ def converted(directory: Path, tag: str) -> Iterator[str]:
 
 
 def remove_converted(directory: Path) -> None:
-    """Remove converted checkpoints, finished or not."""
+    """Remove converted checkpoints, also those whose conversion did not end."""
     for leftover in directory.glob(f"*{SUFFIX}"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -74,7 +74,7 @@ def _link_for_every_stage(target: Path) -> None:
 
 
 def _complete_for_every_stage(zero: Path) -> None:
-    """Add what the loading stage expects: the converter only writes what the saving stage had.
+    """Add data that the loading stage expects, and that the converter did not find at the saving stage.
 
     Stages 1 and 2 need DeepSpeed's version, and for each weight a dict with its steps. Stage 3 needs the
     number of steps once, for all weights."""

@@ -1,4 +1,4 @@
-"""DeepSpeed: its import, process group and configuration, and weights that ZeRO partitions over ranks."""
+"""Imports and configures DeepSpeed, joins its process group, and gathers weights that ZeRO partitions."""
 
 import os
 import sys
@@ -35,8 +35,8 @@ def deepspeed_config(settings: ModelSettings) -> dict[str, object]:
 
 
 def prepare_deepspeed(settings: ModelSettings) -> ModuleType:
-    """Import DeepSpeed for the chosen device and join the process group, of one process without a
-    launcher."""
+    """Import DeepSpeed for the chosen device and join the process group. Without a launcher, the group has
+    one process."""
     cpu = settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available())
     if cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -62,8 +62,8 @@ def prepare_deepspeed(settings: ModelSettings) -> ModuleType:
 
 @contextmanager
 def gathered(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Inside the context, every rank has these weights in full: at stage 3, each rank keeps only a part of
-    them. Every rank has to enter it, in the same order."""
+    """Inside the context, every rank has these weights in full. Outside it, each rank has only a part of them
+    at stage 3. All ranks must enter such contexts in the same order."""
     partitioned = [each for each in parameters if hasattr(each, "ds_id")]
     if not partitioned:
         yield
@@ -75,7 +75,7 @@ def gathered(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 def full_shape(parameter: Tensor) -> tuple[int, ...]:
-    """The shape of the full parameter, whatever part of it this rank has."""
+    """The shape of the full parameter, even if this rank has only a part of it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 

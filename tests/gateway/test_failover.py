@@ -332,7 +332,7 @@ async def test_a_silent_engine_is_left_for_another_and_told_to_stop(
         first.stall_after = 4
         await scene.hear()
         assert scene.ids == scene.whole
-        assert first.aborted == ["rid"]
+        await wait_until_async(lambda: first.aborted == ["rid"])
         assert scene.faults("stalled") == 1
 
 

@@ -5,7 +5,7 @@ position. So a position still says how far a reader has come after sessions were
 """
 
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
 from redis.asyncio import Redis
@@ -16,14 +16,14 @@ from rollout_queue.contract.tombstone import Tombstone, decode_tombstone
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.heads.listing import positions_after
-from rollout_queue.redis.heads.reading import UNREADABLE, read_head
+from rollout_queue.redis.heads.reading import UNREADABLE, batches, read_head
 
 logger = logging.getLogger(__name__)
 
 PAGE = 100
 """Sessions whose sizes are read at once."""
 FIELDS_AT_ONCE = 100
-"""Fields of sessions, mostly turns, that are read at once. A session with more fields is read alone."""
+"""See `batches`."""
 
 
 class ArchivedSession(NamedTuple):
@@ -50,7 +50,7 @@ async def sessions_from(
     first = [] if start is None else [start]
     while places := first + await positions_after(redis, start or LIST_START, PAGE):
         names = [name for at, name in places if until is None or at < until]
-        for batch in _batches(await _sizes(redis, names)):
+        for batch in batches(await _sizes(redis, names), FIELDS_AT_ONCE):
             yield await _read(redis, batch)
         if len(names) < len(places):
             return
@@ -62,19 +62,6 @@ async def _sizes(redis: Redis, names: Sequence[str]) -> list[tuple[str, int]]:
         for name in names:
             pipeline.hlen(keys.session(name))
         return list(zip(names, await stored(pipeline.execute()), strict=True))
-
-
-def _batches(sizes: Sequence[tuple[str, int]]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    fields = 0
-    for name, size in sizes:
-        if batch and fields + size > FIELDS_AT_ONCE:
-            yield batch
-            batch, fields = [], 0
-        batch.append(name)
-        fields += size
-    if batch:
-        yield batch
 
 
 async def _read(redis: Redis, names: Sequence[str]) -> list[ArchivedSession]:

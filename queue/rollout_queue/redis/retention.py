@@ -8,7 +8,7 @@ A session is settled when it has a verdict.
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from redis.asyncio import Redis
@@ -17,13 +17,13 @@ from rollout_queue.contract.head import SessionHead
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.deletion import traces_of
-from rollout_queue.redis.heads.reading import UNREADABLE, read_head
+from rollout_queue.redis.heads.reading import UNREADABLE, batches, read_head
 from rollout_queue.redis.scripts import retention as retention_scripts
 
 logger = logging.getLogger(__name__)
 
 FIELDS_AT_ONCE = 500
-"""How many fields of sessions, mostly turns, are read at once. A session with more is read alone."""
+"""See `batches`."""
 ADOPTED_AT_ONCE = 500
 ADOPTED_EVERY_S = 3600.0
 IDS_KEPT = 250_000
@@ -65,7 +65,7 @@ class RedisForgetter:
         reply: list[Any] = await stored(self._due(named, [keys.GROUP, age_ms, most, keys.session("")]))
         before, held_by, *found = reply
         names = [name.decode() for name in found[::2]]
-        for batch in _batches(names, found[1::2]):
+        for batch in batches(zip(names, found[1::2], strict=True), FIELDS_AT_ONCE):
             for name, fields in zip(batch, await self._heads(batch), strict=True):
                 if (verdict := await self._forget_one(name, fields, before)) is not None:
                     verdicts[verdict] += 1
@@ -118,19 +118,6 @@ class RedisForgetter:
 def forgotten_sessions(counts: Mapping[bytes, bytes]) -> int:
     """How many sessions were forgotten, from the counters of `weir:forgotten`."""
     return sum(int(number) for name, number in counts.items() if name.startswith(b"session:"))
-
-
-def _batches(names: Sequence[str], sizes: Sequence[int]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    fields = 0
-    for name, size in zip(names, sizes, strict=True):
-        if batch and fields + size > FIELDS_AT_ONCE:
-            yield batch
-            batch, fields = [], 0
-        batch.append(name)
-        fields += size
-    if batch:
-        yield batch
 
 
 def _forgetting(

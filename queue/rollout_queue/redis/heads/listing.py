@@ -1,7 +1,7 @@
 """Reads the list of all sessions page by page, and whole only those sessions that the caller wants."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from redis.asyncio import Redis
 
@@ -11,13 +11,13 @@ from rollout_queue.contract.listing import ListPosition
 from rollout_queue.contract.records import SessionSpec
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.heads.reading import UNREADABLE, readable_head
+from rollout_queue.redis.heads.reading import UNREADABLE, batches, readable_head
 from rollout_queue.redis.scripts import sessions as session_scripts
 
 logger = logging.getLogger(__name__)
 
 FIELDS_AT_ONCE = 100
-"""How many fields of sessions, mostly turns, are read at once. A session with more is read alone."""
+"""See `batches`."""
 
 
 async def positions_after(redis: Redis, position: ListPosition, count: int) -> list[ListPosition]:
@@ -43,7 +43,7 @@ async def wanted_heads(
     sizes = dict(zip(names, replies[1::2], strict=True))
     chosen = [name for name, spec in specs.items() if spec is not None and _chosen(name, spec, wanted)]
     heads: dict[str, SessionHead] = {}
-    for batch in _batches([(name, sizes[name]) for name in chosen]):
+    for batch in batches([(name, sizes[name]) for name in chosen], FIELDS_AT_ONCE):
         async with redis.pipeline(transaction=False) as pipeline:
             for name in batch:
                 pipeline.hgetall(keys.session(name))
@@ -60,16 +60,3 @@ def _chosen(name: str, spec: bytes, wanted: Callable[[SessionSpec], bool]) -> bo
     except UNREADABLE as error:
         logger.error("session %s cannot be read and is left out of a list: %s", name, error)
         return False
-
-
-def _batches(sizes: Sequence[tuple[str, int]]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    fields = 0
-    for name, size in sizes:
-        if batch and fields + size > FIELDS_AT_ONCE:
-            yield batch
-            batch, fields = [], 0
-        batch.append(name)
-        fields += size
-    if batch:
-        yield batch

@@ -1,7 +1,7 @@
 """Reads sessions from their hashes."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import cast
 
@@ -28,6 +28,23 @@ def reading(session_id: str) -> Iterator[None]:
         yield
     except UNREADABLE as error:
         raise StorageUnavailable(f"this build cannot read session {session_id}: {error}") from error
+
+
+def batches(sizes: Iterable[tuple[str, int]], fields_at_once: int) -> Iterator[list[str]]:
+    """The ids of sessions in batches to read at once, from each id and its number of fields, mostly turns.
+
+    A batch has at most `fields_at_once` fields, unless it is a single session with more.
+    """
+    batch: list[str] = []
+    fields = 0
+    for session_id, size in sizes:
+        if batch and fields + size > fields_at_once:
+            yield batch
+            batch, fields = [], 0
+        batch.append(session_id)
+        fields += size
+    if batch:
+        yield batch
 
 
 def readable_head(session_id: str, fields: Mapping[bytes, bytes]) -> SessionHead | None:

@@ -54,7 +54,7 @@ def school(demo_model: Path, out: Path) -> None:
 
     torch.manual_seed(0)
     draw = Random(0)
-    renderer = ChatRenderer(demo_model)
+    renderer = ChatRenderer(demo_model, context_length=CONTEXT_LENGTH)
     short, long = (Teacher(renderer, draw, prose) for prose in (SHORT, LONG))
     rows = [short.row() for _ in range(ROWS)]
     probe = [short.row() for _ in range(PROBES)] + [long.row() for _ in range(PROBES)]

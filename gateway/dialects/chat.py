@@ -17,7 +17,7 @@ from gateway.dialects.chat_wire import (
     message_of,
     tool_call_of,
 )
-from gateway.dialects.fields import CHAT, check_keys, check_metadata, refuse_unserved
+from gateway.dialects.fields import CHAT, check_keys, check_metadata, refuse_unserved, verbosity_of
 from gateway.dialects.wire import (
     HEARTBEAT,
     check_messages,
@@ -114,6 +114,7 @@ def thinking_of(request: ChatRequest) -> tuple[ThinkingWish, str]:
 def call_of(renderer: ChatRenderer, request: ChatRequest) -> Call:
     """The call that the request asks for. Raises InvalidRequest for an unenforceable constraint."""
     asked = sampling_of(request, renderer.config.vocab_size)
+    asked |= verbosity_of(request.verbosity, "verbosity")
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     if limit is not None:
         asked["max_tokens"] = limit

@@ -22,7 +22,6 @@ CHAT: Refusals = {
     "function_call": ((), "use tool_choice"),
     "audio": ((), "this model writes text only"),
     "modalities": ((["text"],), "this model writes text only"),
-    "verbosity": (("medium",), "this model has no levels of verbosity"),
     "web_search_options": ((), "this gateway does not search"),
     "moderation": ((), "this gateway does not moderate"),
     "continue_final_message": ((False,), "every answer begins a new message"),
@@ -49,6 +48,19 @@ MESSAGES: Refusals = {
     "fallbacks": (([],), "there is one policy, and no other model to fall back to"),
     "speed": (("standard",), "this gateway has one speed"),
 }
+
+
+VERBOSITIES = ("low", "medium", "high")
+
+
+def verbosity_of(value: Any, param: str) -> Mapping[str, str]:
+    """The verbosity that a call asks for, as its turn records it. The model has one level, which serves all
+    three: SDKs send one by default. Raises InvalidRequest for any other value."""
+    if value is None:
+        return {}
+    if value not in VERBOSITIES:
+        raise InvalidRequest(f"{param}: one of {', '.join(VERBOSITIES)}", param=param)
+    return {"verbosity": value}
 
 
 def refuse_unserved(body: msgspec.Struct, refusals: Refusals) -> None:

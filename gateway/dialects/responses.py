@@ -6,7 +6,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
-from gateway.dialects.fields import RESPONSES, check_keys, check_metadata, refuse_unserved
+from gateway.dialects.fields import RESPONSES, check_keys, check_metadata, refuse_unserved, verbosity_of
 from gateway.dialects.responses_events import ResponsesEvents
 from gateway.dialects.responses_input import functions_of, kind_of, messages_of
 from gateway.dialects.responses_output import final_state, head_of, output_of
@@ -108,9 +108,6 @@ def check(request: ResponsesRequest) -> None:
         if value not in INCLUDED:
             raise InvalidRequest(f"include: {value!r} does not exist here", param="include")
     check_keys(request.text, ("format", "verbosity"), "text")
-    if (request.text or {}).get("verbosity") not in (None, "medium"):
-        message = "text.verbosity: this model has no levels of verbosity"
-        raise InvalidRequest(message, param="text.verbosity")
     if not isinstance((request.text or {}).get("format"), dict | None):
         raise InvalidRequest(f"{FORMAT}: not an object", param=FORMAT)
     if not request.input and not request.previous_response_id:
@@ -149,6 +146,7 @@ def call_of(renderer: ChatRenderer, request: ResponsesRequest, messages: Sequenc
     """The call that the request asks for. Raises InvalidRequest for a malformed tool, and for a constraint
     that no engine can enforce."""
     asked = given_fields(request, ("temperature", "top_p"))
+    asked |= verbosity_of((request.text or {}).get("verbosity"), "text.verbosity")
     if request.max_output_tokens is not None:
         asked["max_tokens"] = request.max_output_tokens
     thinking = thinking_of(request)

@@ -51,8 +51,9 @@ def effort_of(effort: Any, param: str) -> ThinkingWish:
 def options_of(family: str, configuration: Any, wish: ThinkingWish, param: str) -> Options:
     """The options of the family's template that fulfil the wish.
 
-    Raises InvalidRequest for a wish that the model cannot fulfil, such as thinking of a model without it. An
-    effort without a level of its own gets the nearest level; without levels it only turns thinking on.
+    An effort without a level of its own gets the nearest level; without levels it only turns thinking on. A
+    model that never thinks has one level, none. It serves any effort, and any budget: that is an upper limit.
+    Raises InvalidRequest for a switch that the model does not have, such as thinking of a model without it.
     """
     if wish.on is None:
         return ()
@@ -62,7 +63,7 @@ def options_of(family: str, configuration: Any, wish: ThinkingWish, param: str) 
     if switch is not None:
         options[switch] = wish.on
     elif family in NEVER_THINK:
-        if wish.on:
+        if wish.on and wish.effort is None and wish.budget is None:
             raise InvalidRequest(f"{param}: this model does not think", param=param)
         return ()
     elif not wish.on and (off := next((level for level in levels if level in ("no_think", "none")), None)):

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from gateway.errors import InvalidRequest
 from gateway.language import render
 from gateway.language.chat_messages import Message
 from gateway.language.families import FAMILIES, Thinking, family_of
 from gateway.language.render import ChatRenderer
+from gateway.language.thinking import ThinkingWish, effort_of
 from rollout_queue.contract.tokens import TokenIds
 from tests.support.gateway.families_agent import (
     TOOL,
@@ -267,3 +269,17 @@ def test_a_tokenizer_of_another_family_ends_the_start(tmp_path: Path) -> None:
 
 def test_the_stand_ins_cover_more_than_twelve_families() -> None:
     assert len(CONTROL_TOKENS) > 12
+
+
+@pytest.mark.parametrize(
+    "wish", [effort_of("low", "effort"), ThinkingWish(on=True, budget=1024), ThinkingWish(on=False)]
+)
+def test_a_model_that_never_thinks_serves_any_effort_and_budget(tmp_path: Path, wish: ThinkingWish) -> None:
+    renderer = ChatRenderer(make_model(tmp_path, "llama-3"), "llama-3")
+    assert renderer.thinking(wish, "thinking") == (renderer, ())
+
+
+def test_a_model_that_never_thinks_refuses_the_switch_that_turns_thinking_on(tmp_path: Path) -> None:
+    renderer = ChatRenderer(make_model(tmp_path, "llama-3"), "llama-3")
+    with pytest.raises(InvalidRequest, match="this model does not think"):
+        renderer.thinking(ThinkingWish(on=True), "chat_template_kwargs.enable_thinking")

@@ -38,7 +38,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"continue_final_message": True}, "continue_final_message"),
     ("chat/completions", {"add_generation_prompt": False}, "add_generation_prompt"),
     ("chat/completions", {"modalities": ["text", "audio"]}, "modalities"),
-    ("chat/completions", {"verbosity": "low"}, "verbosity"),
+    ("chat/completions", {"verbosity": "loud"}, "verbosity"),
     ("chat/completions", {"web_search_options": {}}, "web_search_options"),
     ("chat/completions", {"stream_options": {"tokens": True}}, "stream_options.tokens"),
     ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content"),
@@ -70,7 +70,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("responses", {"background": True}, "background"),
     ("responses", {"truncation": "middle"}, "truncation"),
-    ("responses", {"text": {"verbosity": "high"}}, "text.verbosity"),
+    ("responses", {"text": {"verbosity": 3}}, "text.verbosity"),
     ("responses", {"text": {"size": 7}}, "text.size"),
     ("responses", {"reasoning": {"effort": "much"}}, "reasoning.effort"),
     ("responses", {"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
@@ -182,6 +182,19 @@ def test_a_call_turns_thinking_on_or_off_in_its_dialects_words(
     assert turn["sampling"]["used"]["thinking"] == {"enable_thinking": on}
     assert turn["sampling"]["asked"]["thinking"] == ("on" if on else "off")
     assert "thinking" not in gateway.engine.requests[0]["sampling_params"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [("chat/completions", {"verbosity": "low"}), ("responses", {"text": {"verbosity": "high"}})],
+)
+def test_the_models_one_verbosity_serves_all_and_the_turn_records_the_one_asked(
+    gateway: RunningGateway, path: str, fields: dict[str, Any]
+) -> None:
+    reply = gateway.post(f"/v1/{path}", BODIES[path] | fields)
+    assert reply.status_code == 200, reply.text
+    (turn,) = gateway.turns({"session_id": reply.headers["x-weir-session-id"]})
+    assert turn["sampling"]["asked"]["verbosity"] == fields.get("text", fields)["verbosity"]
 
 
 def test_a_conversation_without_thinking_extends_and_is_counted_as_it_is_sampled(

@@ -12,7 +12,7 @@ python -m tests.support.clients.school --out MODEL_DIR
 import argparse
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -93,24 +93,34 @@ class Row:
     tools: list[Tool] | None
     ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
+    said: int = 0
+    """How many of the last ids are the model's last answer."""
 
     def hear(self, *messages: Message) -> None:
+        """Read messages as the gateway does: bridged, or else rendered anew to the same tokens."""
+        added = self._bridged(messages) if self.ids else None
         self.messages += messages
-        self._read(self.renderer.render(self.messages, self.tools))
+        new = self._rendered() if added is None else added.tolist()
+        self.ids += new
+        self.mask += [0] * len(new)
 
     def say(self, text: str, calls: list[Message] | None = None) -> None:
         said = self.renderer.tokenizer.encode(f"{text}<|im_end|>")
         self.ids += said
         self.mask += [1] * len(said)
+        self.said = len(said)
         spoken: Message = {"role": "assistant", "content": None if calls else text}
         self.messages.append(spoken | ({"tool_calls": calls} if calls else {}))
 
-    def _read(self, whole: TokenIds) -> None:
-        if whole[: len(self.ids)] != TokenIds(self.ids):
+    def _rendered(self) -> list[int]:
+        whole = self.renderer.render(self.messages, self.tools).tolist()
+        if whole[: len(self.ids)] != self.ids:
             raise RuntimeError("the chat template renders the history differently than before")
-        added = whole[len(self.ids) :]
-        self.ids += added
-        self.mask += [0] * len(added)
+        return whole[len(self.ids) :]
+
+    def _bridged(self, messages: Sequence[Message]) -> TokenIds | None:
+        prompt, answer = TokenIds(self.ids[: -self.said]), TokenIds(self.ids[-self.said :])
+        return self.renderer.bridge(prompt, answer, messages, self.tools, self.messages)
 
 
 class Teacher:
@@ -171,7 +181,10 @@ class Teacher:
         row.say(" ".join(task.value for task in tasks))
 
     def _row(self, tools: list[Tool] | None) -> Row:
-        return Row(self._renderer, list(self._system()), tools)
+        """A third of the conversations turn thinking off, as the OpenAI Agents SDK does by default."""
+        off = self._random.random() < 1 / 3
+        renderer = self._renderer.variant((("enable_thinking", False),)) if off else self._renderer
+        return Row(renderer, list(self._system()), tools)
 
     def _task(self) -> Task:
         return Task(self._random.choice(KEYS), self._random.choice(VALUES))

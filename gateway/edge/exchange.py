@@ -5,22 +5,20 @@ request ──▶ caller ──▶ parsed request ──▶ session ──▶ ge
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import msgspec
 
 from gateway.dialects.base import Dialect, ParsedRequest, RecordedAnswer
 from gateway.edge.choices import for_each, sample_each
 from gateway.edge.errors import ANSWERABLE, api_error
 from gateway.edge.reply import Reply
 from gateway.edge.request import AgentRequest
+from gateway.edge.retelling import ToldStream
 from gateway.edge.retries import InFlightCall, InFlightCalls, attempt_of, request_digest
+from gateway.edge.streaming import answer_stream, opening_headers, reply_headers
 from gateway.engines.event_stream import OutputChunk
 from gateway.generations.generation import Generation, tokens_of
 from gateway.generations.pinning import pinned_version
-from gateway.language.deltas import AnswerStream, RawTextStream
 from gateway.sessions.identity import Caller
 from gateway.sessions.resolution import HEADERS, SessionClues
 from gateway.wiring import GatewayParts
@@ -28,9 +26,6 @@ from rollout_queue.contract.head import SessionHead
 from rollout_queue.http.errors import ApiError
 
 logger = logging.getLogger(__name__)
-
-MAX_HEADER_CHARS = 2048
-"""aiohttp refuses a header over 8 KiB, Node headers over 16 KiB in total."""
 
 
 @dataclass(frozen=True)
@@ -140,12 +135,10 @@ async def _stream(
     """
     events = parsed.responder.events(generations)
 
-    def opening_headers() -> dict[str, str] | None:
-        return reply_headers(generations) if any(each.at_engine for each in generations) else None
-
-    reply.keep_alive(events.heartbeat, gateway.settings.heartbeat_s, opening_headers)
-    answers = [_answer_stream(gateway, generation) for generation in generations]
-    recorded: dict[int, RecordedAnswer] = {}
+    reply.keep_alive(events.heartbeat, gateway.settings.heartbeat_s, lambda: opening_headers(generations))
+    answers = [answer_stream(gateway, generation) for generation in generations]
+    call.stream = told = ToldStream(gateway, parsed, generations)
+    recorded = told.recorded
     unsent = events.opening()
     starts = [0] * len(generations)
     """By choice, how many tokens were passed to `piece`: a generation may be ahead of the chunk in hand."""
@@ -174,7 +167,8 @@ async def _stream(
     except ANSWERABLE as error:
         if not reply.begun:
             raise
-        await reply.close(events.failing(api_error(error)))
+        told.failure = api_error(error)
+        await reply.close(events.failing(told.failure))
     except asyncio.CancelledError:
         if reply.begun and call.ending is not None:
             await reply.close(events.failing(call.ending))
@@ -183,34 +177,5 @@ async def _stream(
         if not reply.begun:
             raise
         logger.exception("a stream failed")
-        await reply.close(events.failing(ApiError(500, "internal error")))
-
-
-def _answer_stream(gateway: GatewayParts, generation: Generation) -> AnswerStream | RawTextStream:
-    call = generation.call
-    if call.prompt_ids is not None:
-        return RawTextStream(gateway.renderer, call.stop)
-    prompt_ids = generation.prompt.prompt_ids
-    return AnswerStream(
-        gateway.renderer.variant(call.thinking), call.tools, generation.turn_id, call.stop, prompt_ids
-    )
-
-
-def reply_headers(generations: Sequence[Generation]) -> dict[str, str]:
-    """Headers that name the session, the turns, the policy version and the sampling of the answers."""
-    first = generations[0]
-    return {
-        "x-weir-session-id": first.head.spec.session_id,
-        "x-weir-turn-id": ",".join([generation.turn_id for generation in generations]),
-        "x-weir-policy-version": str(first.versions[0].version) if first.versions else "",
-        "x-weir-sampling": _header_json(first.sampling.used),
-        "x-weir-sampling-asked": _header_json(first.sampling.asked),
-    }
-
-
-def _header_json(parameters: Mapping[str, Any]) -> str:
-    """The parameters as JSON. A long `logit_bias` becomes null, because clients refuse long headers."""
-    text = msgspec.json.encode(parameters).decode()
-    if len(text) <= MAX_HEADER_CHARS:
-        return text
-    return msgspec.json.encode({**parameters, "logit_bias": None}).decode()
+        told.failure = ApiError(500, "internal error")
+        await reply.close(events.failing(told.failure))

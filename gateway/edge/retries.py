@@ -3,7 +3,7 @@
 Both attempts then read one answer, which is sampled and recorded once.
 
 first ──begin──▶ InFlightCall ──▶ first client      no client left for `retry_grace_s` ──▶ stopped
-retry ──join─────────┴──────────▶ second client: every message from the beginning
+retry ──join─────────┴──────────▶ second client: the whole answer, from its beginning
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from starlette.types import Message, Send
 
 from gateway.edge.disconnect import DisconnectWatch
 from gateway.edge.reply import Reply
+from gateway.edge.retelling import ToldStream
 from rollout_queue.http.errors import ApiError
 
 RETRY_HEADER = "x-stainless-retry-count"
@@ -33,7 +34,7 @@ def request_digest(dialect: str, body: bytes) -> str:
 
 
 class InFlightCall:
-    """One call in flight: the messages sent so far, and the number of clients that read them.
+    """One call in flight, and the number of clients that read its answer.
 
     `Exchange` writes the reply within its `with` block.
     """
@@ -59,10 +60,14 @@ class InFlightCall:
         self._calls, self._key = calls, key
         self._client = client
         self._send: Send | None = reply.redirect(self._record)
+        self.stream: ToldStream | None = None
+        """Set once the call answers with a stream; `_messages` then stays empty."""
+        self.changes = 0
+        """Grows whenever there is more to tell a client that joined."""
+        self.ended = False
+        self.failure: Exception | None = None
         self._messages: list[Message] = []
-        self._ended = False
         self._followed = False
-        self._failure: Exception | None = None
         self._changed: asyncio.Event | None = None
         self._stop_timer: asyncio.TimerHandle | None = None
         client.on_disconnect(self._first_left)
@@ -76,10 +81,10 @@ class InFlightCall:
         if not self._followed:
             pass  # nobody will be told; an error that is kept would keep its call's memory until a collection
         elif isinstance(error, Exception):
-            self._failure = error
+            self.failure = error
         elif error is not None:
-            self._failure = self.ending or ApiError(503, "the call that this one repeats was stopped")
-        self._ended = True
+            self.failure = self.ending or ApiError(503, "the call that this one repeats was stopped")
+        self.ended = True
         self._cancel_stop()
         self._calls.remove(self._key, self)
         self._wake_readers()
@@ -108,26 +113,28 @@ class InFlightCall:
         self._client.stop(why)
 
     async def follow(self, reply: Reply) -> None:
-        """Send all messages of the call to a client that joined, from the first to the last.
-
-        Raises the error that ended the call, if one did.
-        """
-        sent = 0
+        """Send the whole answer to a client that joined. Raises the error that ended the call, if one did."""
         try:
-            while True:
-                while sent < len(self._messages):
-                    sent += 1
-                    await reply.repeat(self._messages[sent - 1])
-                if self._ended:
-                    break
+            while self.stream is None and not self.ended:
                 await self._change()
+            if self.stream is not None:
+                await self.stream.tell(reply, self)
+                return
+            if self.failure is not None:
+                raise self.failure
+            for message in self._messages:
+                await reply.repeat(message)
         finally:
             self._leave()
-        if self._failure is not None:
-            raise self._failure
+
+    async def change(self, seen: int) -> None:
+        """Wait until `changes` is no longer `seen`."""
+        while self.changes == seen:
+            await self._change()
 
     async def _record(self, message: Message) -> None:
-        self._messages.append(message)
+        if self.stream is None:
+            self._messages.append(message)
         self._wake_readers()
         if self._send is not None:
             await self._send(message)
@@ -138,7 +145,7 @@ class InFlightCall:
 
     def _leave(self) -> None:
         self.readers -= 1
-        if not self.readers and not self._ended:
+        if not self.readers and not self.ended:
             self._stop_timer = asyncio.get_running_loop().call_later(self._calls.grace_s, self._stop)
 
     def _stop(self) -> None:
@@ -151,6 +158,7 @@ class InFlightCall:
             self._stop_timer = None
 
     def _wake_readers(self) -> None:
+        self.changes += 1
         if self._changed is not None:
             self._changed.set()
             self._changed = None

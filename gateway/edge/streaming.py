@@ -1,0 +1,48 @@
+"""What all streams of one call have in common: their headers, and the text of their tokens."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.generations.generation import Generation
+from gateway.language.deltas import AnswerStream, RawTextStream
+from gateway.wiring import GatewayParts
+
+MAX_HEADER_CHARS = 2048
+"""aiohttp refuses a header over 8 KiB, Node headers over 16 KiB in total."""
+
+
+def answer_stream(gateway: GatewayParts, generation: Generation) -> AnswerStream | RawTextStream:
+    call = generation.call
+    if call.prompt_ids is not None:
+        return RawTextStream(gateway.renderer, call.stop)
+    prompt_ids = generation.prompt.prompt_ids
+    return AnswerStream(
+        gateway.renderer.variant(call.thinking), call.tools, generation.turn_id, call.stop, prompt_ids
+    )
+
+
+def opening_headers(generations: Sequence[Generation]) -> dict[str, str] | None:
+    """The headers of a stream that begins with a heartbeat; None until an engine works on an answer."""
+    return reply_headers(generations) if any(each.at_engine for each in generations) else None
+
+
+def reply_headers(generations: Sequence[Generation]) -> dict[str, str]:
+    """Headers that name the session, the turns, the policy version and the sampling of the answers."""
+    first = generations[0]
+    return {
+        "x-weir-session-id": first.head.spec.session_id,
+        "x-weir-turn-id": ",".join([generation.turn_id for generation in generations]),
+        "x-weir-policy-version": str(first.versions[0].version) if first.versions else "",
+        "x-weir-sampling": _header_json(first.sampling.used),
+        "x-weir-sampling-asked": _header_json(first.sampling.asked),
+    }
+
+
+def _header_json(parameters: Mapping[str, Any]) -> str:
+    """The parameters as JSON. A long `logit_bias` becomes null, because clients refuse long headers."""
+    text = msgspec.json.encode(parameters).decode()
+    if len(text) <= MAX_HEADER_CHARS:
+        return text
+    return msgspec.json.encode({**parameters, "logit_bias": None}).decode()

@@ -34,8 +34,8 @@ class Events(Protocol):
         """The events before the first token of any choice, in the order of choices."""
         ...
 
-    def piece(self, index: int, deltas: Sequence[Delta], start: int) -> bytes:
-        """The events for new `deltas` of choice `index`, whose tokens from `start` on are new."""
+    def piece(self, index: int, deltas: Sequence[Delta], tokens: range) -> bytes:
+        """The events for new `deltas` of choice `index`, and for its new tokens, given by their places."""
         ...
 
     def closing(self, index: int, recorded: RecordedAnswer) -> bytes:

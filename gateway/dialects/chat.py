@@ -18,6 +18,7 @@ from gateway.dialects.chat_wire import (
     tool_call_of,
 )
 from gateway.dialects.fields import CHAT, check_keys, check_metadata, refuse_unserved, verbosity_of
+from gateway.dialects.logprobs import logprobs_of
 from gateway.dialects.wire import (
     HEARTBEAT,
     check_messages,
@@ -25,7 +26,6 @@ from gateway.dialects.wire import (
     decode_body,
     encode,
     event,
-    logprobs_of,
     sampling_of,
     stop_strings,
     usage_of,
@@ -161,7 +161,7 @@ class ChatResponder:
         generation, turn, answer = recorded
         logprobs = None
         if self._request.logprobs:
-            logprobs = ChatLogprobs(logprobs_of(self._renderer, generation, 0))
+            logprobs = ChatLogprobs(logprobs_of(self._renderer, generation, range(len(generation.ids))))
         return ChatChoice(
             index=index,
             message=message_of(answer),
@@ -205,10 +205,10 @@ class ChatEvents:
         choices = [ChunkChoice(index=index, delta=delta) for index in range(len(self._generations))]
         return b"".join([self._chunk(choice) for choice in choices])
 
-    def piece(self, index: int, deltas: Sequence[Delta], start: int) -> bytes:
+    def piece(self, index: int, deltas: Sequence[Delta], tokens: range) -> bytes:
         events = b"".join([self._delta(index, delta) for delta in deltas])
-        if self._with_logprobs and start < len(self._generations[index].ids):
-            logprobs = ChatLogprobs(logprobs_of(self._renderer, self._generations[index], start))
+        if self._with_logprobs and tokens:
+            logprobs = ChatLogprobs(logprobs_of(self._renderer, self._generations[index], tokens))
             events += self._chunk(ChunkChoice(index=index, logprobs=logprobs))
         return events
 

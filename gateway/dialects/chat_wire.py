@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 
-from gateway.dialects.wire import JsonObject, SamplingFields, StreamOptions, TokenLogprob, Usage
+from gateway.dialects.wire import JsonObject, SamplingFields, StreamOptions, Usage
 from gateway.language.chat_messages import Message, Tool
 from gateway.language.render import ParsedAnswer, ToolCall
 
@@ -89,7 +89,8 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 class ChatLogprobs(msgspec.Struct, frozen=True):
     """`choices[].logprobs`."""
 
-    content: list[TokenLogprob]
+    content: list[Raw]
+    """Each a `TokenLogprob`."""
     refusal: None = None
 
 

@@ -9,11 +9,11 @@ from msgspec import UNSET, UnsetType
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
 from gateway.dialects.completions_wire import (
     CompletionChoice,
-    CompletionLogprobs,
     CompletionRequest,
     TextCompletion,
 )
 from gateway.dialects.fields import check_metadata
+from gateway.dialects.logprobs import CompletionLogprobs, completion_logprobs
 from gateway.dialects.wire import (
     HEARTBEAT,
     Usage,
@@ -166,22 +166,12 @@ class CompletionsResponder:
         return self.renderer.text_of(generation.prompt.prompt_ids) if self.request.echo else ""
 
     def logprobs(
-        self, generation: Generation, start: int, offset: int
+        self, generation: Generation, tokens: range, offset: int
     ) -> tuple[CompletionLogprobs | None, int]:
-        """The logprobs of the output tokens from `start` on, and the offset at which their text ends.
-
-        `offset` is where their text begins. Both offsets count characters of the choice's whole text.
-        """
+        """The logprobs of these output tokens, if the request asks for them, and where their text ends."""
         if self.request.logprobs is None:
             return None, offset
-        text_of = self.renderer.text_of
-        tokens = [text_of([token_id]) for token_id in generation.ids[start:]]
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        tops = [{text_of([token]): lp for lp, token in top} for top in generation.top_logprobs[start:]]
-        return CompletionLogprobs(tokens, generation.logprobs[start:], tops or None, offsets), offset
+        return completion_logprobs(self.renderer, generation, tokens, offset)
 
     def prompt_ids(self, generation: Generation) -> list[int] | UnsetType:
         return generation.prompt.prompt_ids.tolist() if self.request.return_token_ids else UNSET
@@ -192,7 +182,7 @@ class CompletionsResponder:
     def _choice(self, index: int, recorded: RecordedAnswer) -> CompletionChoice:
         generation, turn, answer = recorded
         echo = self.echo(generation)
-        logprobs, _ = self.logprobs(generation, 0, len(echo))
+        logprobs, _ = self.logprobs(generation, range(len(generation.ids)), len(echo))
         return CompletionChoice(
             index=index,
             text=echo + answer.content,
@@ -222,12 +212,13 @@ class CompletionsEvents:
             for index, generation in enumerate(self._generations)
         )
 
-    def piece(self, index: int, deltas: Sequence[Delta], start: int) -> bytes:
+    def piece(self, index: int, deltas: Sequence[Delta], tokens: range) -> bytes:
         text = "".join([delta.content for delta in deltas])
         generation = self._generations[index]
         logprobs = None
-        if start < len(generation.ids):
-            logprobs, self._offsets[index] = self._responder.logprobs(generation, start, self._offsets[index])
+        if tokens:
+            offset = self._offsets[index]
+            logprobs, self._offsets[index] = self._responder.logprobs(generation, tokens, offset)
         if not (text or logprobs):
             return b""
         return self._chunk(CompletionChoice(index=index, text=text, logprobs=logprobs))

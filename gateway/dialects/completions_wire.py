@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from gateway.dialects.logprobs import CompletionLogprobs
 from gateway.dialects.wire import JsonObject, SamplingFields, StreamOptions, Usage
 
 
@@ -29,15 +30,6 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     metadata: JsonObject | None = None
     user: str | None = None
     return_token_ids: bool | None = False
-
-
-class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """OpenAI's four parallel lists, with one entry for each token."""
-
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
-    text_offset: list[int]
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):

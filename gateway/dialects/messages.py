@@ -187,7 +187,7 @@ class MessagesEvents:
         )
         return _event(MessageStart(message)) + self.heartbeat
 
-    def piece(self, index: int, deltas: Sequence[Delta], start: int) -> bytes:
+    def piece(self, index: int, deltas: Sequence[Delta], tokens: range) -> bytes:
         return b"".join([self._delta(delta) for delta in deltas])
 
     def _delta(self, delta: Delta) -> bytes:

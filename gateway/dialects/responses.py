@@ -3,16 +3,18 @@
 from collections.abc import Sequence
 
 import msgspec
+from msgspec import Raw
 from redis.asyncio import Redis
 
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
 from gateway.dialects.fields import RESPONSES, check_keys, check_metadata, refuse_unserved, verbosity_of
+from gateway.dialects.logprobs import logprobs_of
 from gateway.dialects.responses_events import ResponsesEvents
 from gateway.dialects.responses_input import functions_of, kind_of, messages_of
 from gateway.dialects.responses_output import final_state, head_of, output_of
 from gateway.dialects.responses_store import ResponseStore, StoredConversation
 from gateway.dialects.responses_wire import LOGPROBS, PREFIX, Item, ResponsesRequest
-from gateway.dialects.wire import check_sampling, decode_body, encode, given_fields, logprobs_of
+from gateway.dialects.wire import check_sampling, decode_body, encode, given_fields
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
 from gateway.language.chat_messages import Message, in_call_order
@@ -88,7 +90,9 @@ class ResponsesResponder:
 
     def body(self, recorded: Sequence[RecordedAnswer]) -> bytes:
         (only,) = recorded
-        logprobs = logprobs_of(self._renderer, only.generation, 0) if self._request.with_logprobs else ()
+        logprobs: Sequence[Raw] = ()
+        if self._request.with_logprobs:
+            logprobs = logprobs_of(self._renderer, only.generation, range(len(only.generation.ids)))
         with_ids = bool(self._request.return_token_ids)
         state = final_state(self._renderer, only, output_of(only, logprobs), with_ids)
         head = head_of(self._request, self._model, only.generation)

@@ -8,8 +8,10 @@ The message item stays open until the end, since a model may continue its text a
 from collections.abc import Sequence
 
 import msgspec
+from msgspec import Raw
 
 from gateway.dialects.base import RecordedAnswer
+from gateway.dialects.logprobs import logprobs_of
 from gateway.dialects.responses_output import call_item, final_state, head_of, message_item, reasoning_item
 from gateway.dialects.responses_wire import (
     ArgumentsDelta,
@@ -31,7 +33,7 @@ from gateway.dialects.responses_wire import (
     ResponsesRequest,
     ResponseState,
 )
-from gateway.dialects.wire import HEARTBEAT, TokenLogprob, encode, event, logprobs_of
+from gateway.dialects.wire import HEARTBEAT, encode, event
 from gateway.generations.generation import Generation
 from gateway.language.deltas import Delta
 from gateway.language.render import ChatRenderer, ToolCall
@@ -57,15 +59,17 @@ class ResponsesEvents:
         """The items so far. An item whose text is still streamed has its first state, without text."""
         self._reasoning: _OpenText | None = None
         self._message: _OpenText | None = None
-        self._logprobs_sent = 0
-        """The number of output tokens whose logprobs were sent."""
+        self._unsent = range(0)
+        """The output tokens whose logprobs were not sent yet, by their place."""
         self._recorded: RecordedAnswer | None = None
 
     def opening(self) -> bytes:
         state = ResponseState()
         return self._response("response.created", state) + self._response("response.in_progress", state)
 
-    def piece(self, index: int, deltas: Sequence[Delta], start: int) -> bytes:
+    def piece(self, index: int, deltas: Sequence[Delta], tokens: range) -> bytes:
+        if tokens:
+            self._unsent = range(self._unsent.start, tokens.stop)
         return b"".join([self._delta(delta) for delta in deltas])
 
     def closing(self, index: int, recorded: RecordedAnswer) -> bytes:
@@ -101,10 +105,10 @@ class ResponsesEvents:
             return self._add_reasoning(delta.reasoning)
         events = self._end_reasoning("completed")
         message, begun = self._open_message()
-        logprobs: list[TokenLogprob] = []
+        logprobs: list[Raw] = []
         if self._with_logprobs:
-            logprobs = logprobs_of(self._renderer, self._generation, self._logprobs_sent)
-            self._logprobs_sent = len(self._generation.ids)
+            logprobs = logprobs_of(self._renderer, self._generation, self._unsent)
+            self._unsent = range(self._unsent.stop, self._unsent.stop)
         return events + begun + self._add(message, delta.content, logprobs)
 
     def _add_reasoning(self, text: str) -> bytes:
@@ -138,9 +142,9 @@ class ResponsesEvents:
     def _end_message(self, text: str, status: str) -> bytes:
         """End the message with the recorded text, which the client then sends back in its next call."""
         message, begun = self._open_message()
-        logprobs: list[TokenLogprob] = []
+        logprobs: list[Raw] = []
         if self._with_logprobs:
-            logprobs = logprobs_of(self._renderer, self._generation, 0)
+            logprobs = logprobs_of(self._renderer, self._generation, range(len(self._generation.ids)))
         item = message_item(self._generation, text, status, logprobs)
         done = OutputTextDone(
             sequence_number=self._number,
@@ -182,7 +186,7 @@ class ResponsesEvents:
         )
         return opened, self._event(added) + self._event(begun)
 
-    def _add(self, opened: "_OpenText", text: str, logprobs: Sequence[TokenLogprob] | None = None) -> bytes:
+    def _add(self, opened: "_OpenText", text: str, logprobs: Sequence[Raw] | None = None) -> bytes:
         opened.parts.append(text)
         self._number += 1
         delta = opened.head + b'"sequence_number":%d,"delta":' % (self._number - 1) + encode(text)

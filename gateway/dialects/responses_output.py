@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from msgspec import UNSET
+from msgspec import UNSET, Raw
 
 from gateway.dialects.base import RecordedAnswer
 from gateway.dialects.responses_wire import (
@@ -21,12 +21,11 @@ from gateway.dialects.responses_wire import (
     ResponseState,
     ResponseUsage,
 )
-from gateway.dialects.wire import TokenLogprob
 from gateway.generations.generation import Generation
 from gateway.language.render import ChatRenderer, ToolCall
 
 
-def output_of(recorded: RecordedAnswer, logprobs: Sequence[TokenLogprob] = ()) -> list[OutputItem]:
+def output_of(recorded: RecordedAnswer, logprobs: Sequence[Raw] = ()) -> list[OutputItem]:
     """The items of an answer. An empty answer becomes an empty message, so the client can send it back."""
     generation, turn, answer = recorded
     cut = turn.finish == "length"
@@ -64,7 +63,7 @@ def reasoning_item(generation: Generation, text: str | None, status: str) -> Rea
 
 
 def message_item(
-    generation: Generation, text: str | None, status: str, logprobs: Sequence[TokenLogprob] = ()
+    generation: Generation, text: str | None, status: str, logprobs: Sequence[Raw] = ()
 ) -> MessageItem:
     """The item of the model's answer. `text` is None for the item at its beginning."""
     content = () if text is None else (OutputText(text, logprobs=logprobs),)

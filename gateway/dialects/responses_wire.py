@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 
-from gateway.dialects.wire import JsonObject, StreamOptions, TokenLogprob
+from gateway.dialects.wire import JsonObject, StreamOptions
 from gateway.language.chat_messages import Tool
 
 Item = JsonObject
@@ -79,7 +79,8 @@ class OutputText(msgspec.Struct, frozen=True, tag="output_text"):
     text: str
     annotations: Sequence[str] = ()
     """Always empty: the model cites no files or pages."""
-    logprobs: Sequence[TokenLogprob] = ()
+    logprobs: Sequence[Raw] = ()
+    """Each a `TokenLogprob`."""
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -240,7 +241,7 @@ class OutputTextDone(NumberedEvent, frozen=True, kw_only=True, tag="response.out
     output_index: int
     content_index: int = 0
     text: str
-    logprobs: Sequence[TokenLogprob]
+    logprobs: Sequence[Raw]
 
 
 class ArgumentsDelta(NumberedEvent, frozen=True, kw_only=True, tag="response.function_call_arguments.delta"):

@@ -1,4 +1,4 @@
-"""Functions that the dialects share: they decode and check requests, and write usage, logprobs and events."""
+"""Functions that the dialects share: they decode and check requests, and write usage and events."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,6 @@ from gateway.errors import InvalidRequest
 from gateway.generations.generation import Generation, tokens_of
 from gateway.language.chat_messages import Message
 from gateway.language.constraint import biases_of
-from gateway.language.render import ChatRenderer
 
 T = TypeVar("T")
 
@@ -69,23 +68,6 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-
-
-class TopLogprob(msgspec.Struct, frozen=True):
-    """One token with its log-probability, in OpenAI's shape; `bytes` are those of its UTF-8 text."""
-
-    token: str
-    bytes: list[int]
-    logprob: float
-
-
-class TokenLogprob(msgspec.Struct, frozen=True):
-    """One sampled token, with the most probable tokens at its position."""
-
-    token: str
-    bytes: list[int]
-    logprob: float
-    top_logprobs: list[TopLogprob]
 
 
 # Requests
@@ -215,22 +197,6 @@ def usage_of(generations: Sequence[Generation], n: int) -> Usage:
     """OpenAI's `usage`: a prompt counts once, for all of its `n` answers."""
     prompt, completion = tokens_of(generations, n)
     return Usage(prompt, completion, prompt + completion)
-
-
-def logprobs_of(renderer: ChatRenderer, generation: Generation, start: int) -> list[TokenLogprob]:
-    """The logprobs of the output tokens from `start` on, as the engine returned them."""
-    logprobs = []
-    for index in range(start, len(generation.ids)):
-        text = renderer.text_of([generation.ids[index]])
-        tops = generation.top_logprobs[index] if generation.top_logprobs else []
-        top_logprobs = [_top_logprob(renderer, token_id, logprob) for logprob, token_id in tops]
-        logprobs.append(TokenLogprob(text, list(text.encode()), generation.logprobs[index], top_logprobs))
-    return logprobs
-
-
-def _top_logprob(renderer: ChatRenderer, token_id: int, logprob: float) -> TopLogprob:
-    text = renderer.text_of([token_id])
-    return TopLogprob(text, list(text.encode()), logprob)
 
 
 def event(data: bytes, name: bytes | None = None) -> bytes:

@@ -16,6 +16,7 @@ from gateway.edge.request import AgentRequest
 from gateway.edge.retelling import ToldStream
 from gateway.edge.retries import InFlightCall, InFlightCalls, attempt_of, request_digest
 from gateway.edge.streaming import answer_stream, opening_headers, reply_headers
+from gateway.edge.writing import written
 from gateway.engines.event_stream import OutputChunk
 from gateway.generations.generation import Generation, tokens_of
 from gateway.generations.pinning import pinned_version
@@ -118,7 +119,8 @@ async def _whole(
     recorded = [RecordedAnswer(made, *turn) for made, turn in zip(generations, turns, strict=True)]
     if parsed.store is not None:
         await parsed.store(recorded)
-    await reply.send_json(200, parsed.responder.body(recorded), reply_headers(generations))
+    body = await written(generations, parsed.responder.body, recorded)
+    await reply.send_json(200, body, reply_headers(generations))
 
 
 async def _stream(
@@ -140,19 +142,20 @@ async def _stream(
     call.stream = told = ToldStream(gateway, parsed, generations)
     recorded = told.recorded
     unsent = events.opening()
-    starts = [0] * len(generations)
+    passed = [0] * len(generations)
     """By choice, how many tokens were passed to `piece`: a generation may be ahead of the chunk in hand."""
 
     async def on_chunk(index: int, chunk: OutputChunk | None) -> None:
         nonlocal unsent
         generation = generations[index]
         if chunk is not None:
-            start, starts[index] = starts[index], len(generation.ids)
-            unsent += events.piece(index, answers[index].feed(chunk.ids), start)
+            new, passed[index] = range(passed[index], len(generation.ids)), len(generation.ids)
+            unsent += events.piece(index, answers[index].feed(chunk.ids), new)
         else:
             recorded[index] = done = RecordedAnswer(generation, *await gateway.recorder.record(generation))
-            unsent += events.piece(index, answers[index].finish(done.answer), len(generation.ids))
-            unsent += events.closing(index, done)
+            unsent += events.piece(index, answers[index].finish(done.answer), range(0))
+            closing = await written([generation], events.closing, index, done)
+            unsent += closing
         if not reply.begun:
             await reply.open_stream(reply_headers(generations))
         if unsent:

@@ -4,6 +4,7 @@ The events are written again from the tokens that are kept for the record, so a 
 a retry that may never come.
 """
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,9 +13,13 @@ from gateway.dialects.base import ParsedRequest, RecordedAnswer
 from gateway.edge.errors import ANSWERABLE, api_error
 from gateway.edge.reply import Reply
 from gateway.edge.streaming import answer_stream, opening_headers, reply_headers
+from gateway.edge.writing import written
 from gateway.generations.generation import Generation
 from gateway.wiring import GatewayParts
 from rollout_queue.http.errors import ApiError
+
+MAX_PIECE = 256
+"""Tokens that are told at once: other calls run between two pieces."""
 
 
 class Progress(Protocol):
@@ -50,25 +55,30 @@ class ToldStream:
         reply.keep_alive(events.heartbeat, every_s, lambda: opening_headers(self.generations))
         answers = [answer_stream(self.gateway, generation) for generation in self.generations]
         told, closed = [0] * len(self.generations), set[int]()
-        unsent, ended = events.opening(), False
-        while not ended:
-            seen, ended = call.changes, call.ended
+        unsent, ended, behind = events.opening(), False, False
+        while not ended or behind:
+            seen, ended, behind = call.changes, call.ended, False
             for index, generation in enumerate(self.generations):
                 if (start := told[index]) < len(generation.ids):
-                    told[index] = len(generation.ids)
-                    unsent += events.piece(index, answers[index].feed(generation.ids[start:]), start)
-                if index in self.recorded and index not in closed:
+                    told[index] = end = min(start + MAX_PIECE, len(generation.ids))
+                    deltas = answers[index].feed(generation.ids[start:end])
+                    unsent += events.piece(index, deltas, range(start, end))
+                    behind |= end < len(generation.ids)
+                if index in self.recorded and index not in closed and told[index] == len(generation.ids):
                     closed.add(index)
                     done = self.recorded[index]
-                    unsent += events.piece(index, answers[index].finish(done.answer), told[index])
-                    unsent += events.closing(index, done)
+                    unsent += events.piece(index, answers[index].finish(done.answer), range(0))
+                    closing = await written([generation], events.closing, index, done)
+                    unsent += closing
             if any(told) or closed:
                 if not reply.begun:
                     await reply.open_stream(reply_headers(self.generations))
                 if unsent:
                     now, unsent = unsent, b""
                     await reply.write(now)
-            if not ended:
+            if behind:
+                await asyncio.sleep(0)
+            elif not ended:
                 await call.change(seen)
         failure = self.failure or call.failure
         if failure is None:

@@ -21,6 +21,8 @@ PHRASE_CHARS = 512
 PASSAGE_CHARS = 65536
 """The longest phrase and the longest passage, in characters. The ids of 8192 phrases and 64 passages are
 cached: every call repeats the short texts of the template and the agent's list of tools."""
+TOKEN_TEXTS = 32768
+"""How many texts of single tokens are cached: 10 MB at most."""
 PROBE = (
     "We met 12 people at 10 am; it was cold outside and 3 of them said 'we are here' to us.\n"
     "  def add(left, right):  # adds 2 numbers\n        return left + right if left else None\n\n"
@@ -53,6 +55,7 @@ class BareTokenizer:
         """No token stands for more bytes of text than this; infinite if that is not known."""
         self._phrases = lru_cache(8192)(self._ids)
         self._passages = lru_cache(64)(self._ids)
+        self.token_text = lru_cache(TOKEN_TEXTS)(self._token_text)
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
         if self._recording:
@@ -68,6 +71,11 @@ class BareTokenizer:
     def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False, **_: Any) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def _token_text(self, token_id: int) -> tuple[str, tuple[int, ...]]:
+        """The text of one token, and the bytes of its UTF-8."""
+        text = self.decode(token_id)
+        return text, tuple(text.encode())
 
     def clear_caches(self) -> None:
         """Empty the caches, because the sessions with the cached texts may have been deleted."""

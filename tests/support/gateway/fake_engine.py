@@ -123,8 +123,11 @@ class FakeEngine:
                 "weight_version": self.version,
                 "output_token_logprobs": [[logprobs[index], ids[index], None] for index in range(start, end)],
             }
-            if body["top_logprobs_num"]:
-                meta["output_top_logprobs"] = [[[-0.1, ids[index], None]] for index in range(start, end)]
+            if tops := body["top_logprobs_num"]:
+                meta["output_top_logprobs"] = [
+                    [[-0.1 - rank, max(0, ids[index] - rank), None] for rank in range(tops)]
+                    for index in range(start, end)
+                ]
             if end == len(ids):
                 meta["finish_reason"] = reason
                 meta["weight_versions"] = self.spans or [

@@ -59,7 +59,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
     include_usage: bool | None = False
     include_obfuscation: bool | None = None
-    """Accepted: the gateway pads no events."""
+    """Accepted without effect: it asks to pad events or not to, and the gateway pads none."""
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -119,7 +119,10 @@ def check_messages(messages: list[Message]) -> None:
 
 
 def _lacks_content(message: Message) -> bool:
-    """Whether a message has nothing to read. An answer may be only a call, or (with null) nothing at all."""
+    """Whether a message has nothing to read.
+
+    An assistant's message may have calls or other ANSWER_FIELDS in place of content, or the content null.
+    """
     if message["role"] != "assistant":
         return message.get("content") is None or message["content"] == []
     return "content" not in message and not any(map(message.get, ("tool_calls", *ANSWER_FIELDS)))
@@ -133,7 +136,7 @@ def _check_part(part: Any, where: str) -> None:
     if part.get("type", "text") not in TEXT_PARTS:
         raise InvalidRequest(f"{where}.content: this model reads text, not {part.get('type')}", param=where)
     if not isinstance(part.get("text", part.get("refusal")), str):
-        raise InvalidRequest(f"{where}.content: the text of a part is not text", param=where)
+        raise InvalidRequest(f"{where}.content: the text of a part is not a string", param=where)
 
 
 BOUNDS: dict[str, tuple[float, float]] = {

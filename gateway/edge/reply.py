@@ -78,7 +78,8 @@ class Reply:
     def keep_alive(self, heartbeat: bytes, every_s: float, headers: Callable[[], Headers | None]) -> None:
         """Write a heartbeat whenever nothing was written for `every_s` seconds, until `stop_heartbeat`.
 
-        A stream that has not begun by then is opened with `headers`; while these are None, it stays closed.
+        If a heartbeat is due and the stream has not begun, it is opened with the headers that `headers`
+        returns. While `headers` returns None, nothing is written.
         """
         loop = asyncio.get_running_loop()
         self._written_at = loop.time()

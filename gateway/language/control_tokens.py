@@ -10,9 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 CUT = "\ufdd0"
-"""Where text is split before it is encoded: a Unicode noncharacter, doubled in text that contains it."""
+"""Marks where text is split before it is encoded. If the text itself contains this Unicode noncharacter, it
+is doubled there, so that it is not taken for a mark."""
 PREFIX_LENGTH = 4
-"""How many characters of a token are searched first: enough to skip the tags of a web page quickly."""
+"""The search looks for this many first characters of each token, and compares whole tokens where it finds
+them. Four tell `<|im` from `<div`, so a web page is searched quickly."""
 WINDOW = 64 * 2**10
 """Characters that one search covers: it holds the interpreter's lock until it ends."""
 _CUTS = re.compile(f"(?<!{CUT}){CUT}(?!{CUT})")

@@ -1,4 +1,4 @@
-"""Reads answers that have no markup. The renderer's parser would take most of the time for a short answer."""
+"""Reads answers that have no markup, in a small part of the time that the renderer's parser takes."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,8 @@ class FastParser:
         self._stop_ids = frozenset(renderer.stop_ids)
         self._content_first: dict[tuple[int, ...], bool] = {}
         """For each end of a prompt: whether the answer begins with content, and not inside reasoning. A
-        template has few ends. More than MAX_KNOWN_ENDS contain text of users, and are not kept."""
+        template has few ends. If there are more than MAX_KNOWN_ENDS, they contain text of users: the first
+        ones are kept, and prompts with another end are parsed each time."""
 
     def read(self, ids: Sequence[int], prompt_ids: TokenIds) -> ParsedAnswer | None:
         """The answer; None if the renderer's parser has to read it."""

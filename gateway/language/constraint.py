@@ -19,7 +19,7 @@ from gateway.errors import InvalidRequest
 from gateway.language.call_syntax import SYNTAX_OF_FAMILY, CallSyntax, id_of
 from gateway.language.chat_messages import Tool
 from gateway.language.render import ChatRenderer
-from gateway.language.schema import check_schema, check_size
+from gateway.language.schema import check_patterns, check_schema, check_size
 from gateway.language.structural_tag import (
     AnyTokens,
     Format,
@@ -201,4 +201,5 @@ def _reasoning_state(renderer: ChatRenderer) -> ReasoningState:
 def _constrained_to(kind: ConstraintKind, param: str, form: Format) -> Constraint:
     tag = msgspec.json.encode(StructuralTag(format=form))
     check_size(tag, param)
+    check_patterns(tag, param)
     return Constraint(kind, tag.decode())

@@ -1,6 +1,5 @@
 """Checks that an engine can compile a JSON schema in bounded time, and enforce it if it is `strict`."""
 
-import math
 import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -20,10 +19,16 @@ MAX_PARTS = 1000
 """Schemas inside one schema; each property is one."""
 MAX_PATTERN = 512
 MAX_QUANTIFIERS = 64
-MAX_REPEATS = 10_000
-"""Limits of a pattern: its characters, its quantifiers, and the product of its counts. A compiler that
-unrolls `(.{0,1000}){0,1000}` cannot be stopped: it occupies a core until the engine restarts."""
-QUANTIFIER = re.compile(r"[*+?]|\{(\d*)(?:,(\d*))?\}")
+MAX_STATES = 10_000
+"""Limits of a pattern: its characters, its quantifiers, and the states of its automaton once the counts are
+unrolled; the last one also limits all patterns of a grammar together. A compiler that unrolls
+`(.{0,1000}){0,1000}` cannot be stopped: it occupies a core until the engine restarts."""
+PATTERN_PART = re.compile(
+    r"(?P<quantifier>[*+?]|\{(?P<low>\d*)(?:,(?P<high>\d*))?\})|(?P<begin>\()|(?P<end>\))"
+    r"|(?P<empty>[|^$])|\\.|\[(?:\\.|[^\]\\])*\]|.",
+    re.DOTALL,
+)
+"""A quantifier, a bracket, a sign that matches no character, or else an atom: what matches one character."""
 UNENFORCED = frozenset(
     {
         *("contains", "minContains", "maxContains", "dependentRequired", "dependentSchemas"),
@@ -75,6 +80,13 @@ def check_size(encoded: bytes, param: str) -> None:
         raise InvalidRequest(message, param=param)
 
 
+def check_patterns(grammar: bytes, param: str) -> None:
+    """Raises InvalidRequest if the patterns of a grammar, which is JSON, have too many states together."""
+    patterns = (each for part in _parts(msgspec.json.decode(grammar)) for each in _patterns(part))
+    if sum(map(_states, patterns)) > MAX_STATES:
+        raise InvalidRequest(f"{param}: together, the patterns are too complex to compile", param=param)
+
+
 def _deeper_than(value: Any, levels: int) -> bool:
     layer = [value]
     for _ in range(levels + 1):
@@ -112,13 +124,30 @@ def _patterns(part: JsonSchema) -> Iterator[str]:
 
 
 def _check_pattern(pattern: str, param: str) -> None:
-    counts = [
-        max(low, high, key=lambda count: int(count or 0))
-        for low, high in QUANTIFIER.findall(pattern[:MAX_PATTERN])
-    ]
-    product = math.prod(max(1, int(count or 1)) for count in counts)
-    if len(pattern) > MAX_PATTERN or len(counts) > MAX_QUANTIFIERS or product > MAX_REPEATS:
+    short = pattern[:MAX_PATTERN]
+    quantifiers = sum(part["quantifier"] is not None for part in PATTERN_PART.finditer(short))
+    if len(pattern) > MAX_PATTERN or quantifiers > MAX_QUANTIFIERS or _states(short) > MAX_STATES:
         raise InvalidRequest(f"{param}: the pattern {pattern[:80]!r} is too complex to compile", param=param)
+
+
+def _states(pattern: str) -> int:
+    """How many characters the pattern matches in a row, once all its counts are unrolled."""
+    groups, last = [0], 0
+    for part in PATTERN_PART.finditer(pattern):
+        if part["quantifier"]:
+            added = last * (max(1, int(part["low"] or 1), int(part["high"] or 1)) - 1)
+            groups[-1] += added
+            last += added
+        elif part["begin"]:
+            groups.append(0)
+            last = 0
+        elif part["end"] and len(groups) > 1:
+            last = groups.pop()
+            groups[-1] += last
+        else:
+            last = 0 if part["empty"] or part["end"] else 1
+            groups[-1] += last
+    return sum(groups)
 
 
 def _unenforced(part: JsonSchema) -> list[str]:

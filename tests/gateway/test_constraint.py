@@ -199,6 +199,34 @@ def nested(levels: int) -> Any:
     return schema
 
 
+def in_format(schema: Any) -> Any:
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
+MANY_STATES = "([a-z]{1,60}|x){1,60}"
+
+
+def test_a_schema_may_have_many_simple_patterns(gateway: RunningGateway) -> None:
+    names = {f"name{number}": {"pattern": "^[a-z]{1,64}(-[0-9]{1,32})?$"} for number in range(80)}
+    assert gateway.chat(response_format=in_format({"properties": names})).status_code == 200
+
+
+@pytest.mark.parametrize("pattern", [MANY_STATES, r"[)(]{1,9}\({9}", "(((", ")a{2}", "a{2}{3}", "{3}"])
+def test_the_gateway_reads_any_pattern(gateway: RunningGateway, pattern: str) -> None:
+    assert gateway.chat(response_format=in_format({"pattern": pattern})).status_code == 200
+
+
+def test_the_patterns_of_all_tools_count_together(gateway: RunningGateway) -> None:
+    parameters = {"properties": {"a": {"pattern": MANY_STATES}}}
+    tools = [
+        {"type": "function", "function": {"name": f"t{number}", "parameters": parameters}}
+        for number in range(4)
+    ]
+    reply = gateway.chat(tools=tools, tool_choice="required")
+    assert reply.status_code == 400
+    assert "too complex" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("schema", "why"),
     [
@@ -220,6 +248,10 @@ def nested(levels: int) -> Any:
         ({"patternProperties": {"(a|b|ab)*" * 65: {}}}, "too complex to compile"),
         ({"type": "string", "pattern": "a{" + "9" * 5000 + "}"}, "too complex to compile"),
         ({"items": [{"pattern": "a?" * 70}]}, "too complex to compile"),
+        (
+            {"properties": {key: {"pattern": f"{key}{MANY_STATES}"} for key in "abcd"}},
+            "too complex to compile",
+        ),
         ({"properties": {"a": {"type": "integer", "multipleOf": 3}}}, "multipleOf"),
         ({"allOf": [{"type": "object"}, {"required": ["a"]}]}, "allOf"),
     ],

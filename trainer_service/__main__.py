@@ -1,4 +1,4 @@
-"""`python -m trainer_service [--config weir.yaml]`: the trainer, until SIGTERM.
+"""Runs the trainer until SIGTERM: python -m trainer_service [--config weir.yaml].
 
 On several GPUs: deepspeed --num_gpus N --module trainer_service [--config weir.yaml]
 """
@@ -45,13 +45,13 @@ from trainer_service.train import Trainer
 logger = logging.getLogger("trainer_service")
 
 REDIS_TIMEOUT_S = 30.0
-"""Far longer than any read waits for entries, and than any transaction takes."""
+"""How long a call to Redis may take. No read waits so long for entries, and no transaction takes so long."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="trainer_service", description=__doc__)
     parser.add_argument("--config", help="weir.yaml; its section `trainer` is read")
-    parser.add_argument("--local_rank", help="added by the DeepSpeed launcher; ignored, LOCAL_RANK is read")
+    parser.add_argument("--local_rank", help="added by the DeepSpeed launcher; LOCAL_RANK is read instead")
     given = parser.parse_args(arguments)
     if given.config:
         os.environ[CONFIG_VARIABLE] = given.config
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     settings = TrainerSettings()
     if own_rank() > 0:
-        policy = DeepSpeedPolicy(settings)  # signals are ignored only after this: until then they may end us
+        policy = DeepSpeedPolicy(settings)  # a signal still ends a rank that is loading the model
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 gets the signal too, and ends this rank
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         follow(policy)
@@ -87,7 +87,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
     app = create_app(shared_state, checkpoints.ledger, store, keyring, registry)
     logger.info("algorithm %s", settings.algorithm.model_dump_json())
     redis = connect(settings.redis_url)
-    # The lease has its own connection: after a timeout there is time to renew it before it expires.
+    # The lease has its own connection: when a call on it times out, the lease is still valid for a retry.
     lease_redis = connect(settings.redis_url, settings.lease_s / 3)
     lease = Lease(lease_redis, settings.lease_s)
     headers = {"authorization": f"Bearer {settings.admin_keys[0]}"} if settings.admin_keys else {}
@@ -126,13 +126,14 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
             ).run()
             if teacher is not None:
                 teacher.close()
-            policy.close()  # not after a failure: ranks that wait in a collective receive no command
+            policy.close()  # not after an exception: ranks that wait in a collective receive no command
             metrics.close()
     logger.info("ended")
 
 
 def own_url(settings: TrainerSettings) -> str:
-    """Where gateways reach this trainer. They reach Redis too, so the way to Redis shows the address."""
+    """The URL at which gateways reach this trainer. A trainer that listens on all addresses gives the address
+    from which it reaches Redis, because the gateways use the same Redis."""
     if settings.public_url:
         return settings.public_url.rstrip("/")
     wildcard = LOOPBACK_ADDRESS
@@ -145,15 +146,15 @@ def own_url(settings: TrainerSettings) -> str:
 def connect(redis_url: str, timeout_s: float = REDIS_TIMEOUT_S) -> Redis:
     """A client whose calls time out if Redis does not answer. The trainer then reports this, and tries again.
 
-    The client repeats no call by itself, whatever the URL says: entries of a lost answer count as delivered,
-    and a repeated read would skip them.
+    The client repeats no call by itself, even if the URL asks for that. When the answer of a read is lost,
+    Redis counts the entries in it as delivered, and a repeated read would skip them.
     """
     once = Retry(NoBackoff(), 0)
     return Redis.from_url(redis_url, socket_connect_timeout=2, socket_timeout=timeout_s, retry=once)
 
 
 def _open_stream(redis: Redis, lease: Lease, shared_state: SharedState, retry_s: float) -> RedisReader | None:
-    """Wait until Redis answers, and return the reader; None if the trainer is told to stop before."""
+    """Wait until Redis answers, and return the reader; None if the trainer is told to stop first."""
     while not shared_state.stopping:
         try:
             return RedisReader(redis, lease.token)

@@ -53,8 +53,9 @@ class Guards:
         return alarm
 
     def check_rewards(self, rewards: Iterable[float]) -> Alarm | None:
-        """The alarm that the mean rewards of new groups raise, the newest last; None if they raise none. The
-        check does not wait for a step: when all rewards are 0, no step is made."""
+        """The alarm that new groups raise; None if they raise none. `rewards` has the mean reward of each
+        group, the newest last. The check does not wait for a step, because no step is made while all rewards
+        are 0."""
         new = list(rewards)
         self._rewards += new
         reason = reward(list(self._rewards), self._settings) if new else None

@@ -71,8 +71,8 @@ class TrainerSettings(ServiceSettings, ModelSettings):
     host: str = "127.0.0.1"
     port: int = 8200
     public_url: str | None = None
-    """Where gateways reach the trainer; null means http://host:port. If `host` is 0.0.0.0, it is replaced by
-    this machine's address towards Redis."""
+    """Where gateways reach the trainer; null means http://host:port. If `host` is 0.0.0.0, the URL has
+    the address from which this machine reaches Redis."""
     redis_url: str = "redis://127.0.0.1:6379/0"
     gateway_url: str = "http://127.0.0.1:8000"
     client_keys: CommaSeparated = []

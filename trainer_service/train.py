@@ -1,4 +1,4 @@
-"""The training loop: turns in, weights out.
+"""Runs the training loop: reads turns, trains the policy on them, and publishes its weights.
 
     read ─▶ select ─▶ train ─▶ checkpoint ─▶ acknowledge ─▶ publish
      ▲        │ not full yet                                  │
@@ -10,7 +10,7 @@ acknowledged once a durable checkpoint contains its step. The entries of a sessi
 acknowledged once its verdict is final. So whenever this process dies, the stream and the checkpoint together
 tell what is left to do.
 
-Where `checkpoint_every_steps` is above 1, a version may be published before the checkpoint that contains it.
+If `checkpoint_every_steps` is above 1, a version may be published before the checkpoint that contains it.
 """
 
 import logging
@@ -82,7 +82,7 @@ class Trainer:
                 self.run_once()
             self._save()
         except Stopped:
-            logger.info("stopped while waiting; the next start takes up what is left")
+            logger.info("stopped while waiting; the next start continues from here")
             with suppress(Stopped):
                 if not self._cycle.durable:
                     self._checkpoint()

@@ -1,5 +1,5 @@
 """Trains a first policy by supervised learning: on clean examples until it masters them, then on examples of
-a habit, which reinforcement learning is to improve.
+a bad habit, so that reinforcement learning has something to improve.
 
     PLAN_DIR/{config.json, tokenizer …, clean.jsonl, habit.jsonl, probe.jsonl, plan.json} ─▶ MODEL_DIR
 

@@ -1,4 +1,4 @@
-"""Computes the weight of each token's loss in the step's sum. It does not depend on the micro-batch."""
+"""Computes the weight of each token's loss in the step's sum, whatever micro-batch the token is in."""
 
 from dataclasses import dataclass
 

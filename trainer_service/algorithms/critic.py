@@ -31,8 +31,8 @@ def value_loss(
     tokens_in_step: int,
     clip: float | None = VALUE_CLIP,
 ) -> ValueLoss:
-    """½ · max((V - R)², (V_clipped - R)²), with V_clipped within ± clip of V_old: the sum over the
-    micro-batch's tokens, divided by the number of tokens in the whole step (PPO2 in OpenAI baselines, verl;
+    """The sum of ½ · max((V - R)², (V_clipped - R)²) over the micro-batch's tokens, divided by the number of
+    tokens in the whole step. V_clipped is V, clipped to V_old ± clip (PPO2 in OpenAI baselines, verl;
     `critic.value_clip`).
 
     The unit is the squared reward. `old_values_T` are the critic's values before the step, and `returns_T`

@@ -49,7 +49,7 @@ def k3_plus(lp_new_T: Tensor, lp_ref_T: Tensor) -> Tensor:
 
 
 def unbiased(lp_new_T: Tensor, lp_ref_T: Tensor, lp_old_T: Tensor) -> Tensor:
-    """r · k3, with the ratio r of new to old, which has a gradient (DeepSeek-V3.2, arXiv:2512.02556;
+    """r · k3. The ratio r of new to old probability has a gradient as well (DeepSeek-V3.2, arXiv:2512.02556;
     `kl.unbiased_is_k3`)."""
     return ratio(lp_new_T, lp_old_T) * k3(lp_new_T, lp_ref_T)
 

@@ -13,7 +13,8 @@ def selected_logprobs(logits_TV: Tensor, targets_T: Tensor, temperatures_T: Tens
     """log p [T] of each target, and the entropy [T] without gradient, in nats, at the temperature that the
     target was sampled with (`logits.logp_entropy_T1.0`, `logits.logp_entropy_T0.7`).
 
-    A token with logit -inf has probability 0; the others sum to 1 (`logits.topk3_renormalised_logp`).
+    A token with logit -inf has probability 0; the probabilities of the others sum to 1
+    (`logits.topk3_renormalised_logp`).
     """
     scaled_TV = _scaled(logits_TV, temperatures_T)
     logprobs_T = _selected(scaled_TV, targets_T)

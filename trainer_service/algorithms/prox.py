@@ -8,7 +8,7 @@ from torch import Tensor
 
 def loglinear(lp_new_T: Tensor, lp_roll_T: Tensor, versions_T: Tensor, *, version: int) -> Tensor:
     """[T] in nats, without gradient: lp_roll + alpha (lp_new - lp_roll), with alpha from
-    `interpolation_weight` (AReaL's `loglinear`; `prox.loglinear`). The step makes weights of `version`."""
+    `interpolation_weight` (AReaL's `loglinear`; `prox.loglinear`). `version` is what the step makes."""
     alpha_T = interpolation_weight(versions_T, version=version).to(lp_new_T.dtype)
     return (lp_roll_T + alpha_T * (lp_new_T - lp_roll_T)).detach()
 

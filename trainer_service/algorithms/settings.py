@@ -50,10 +50,10 @@ class AlgorithmSettings(LossSettings):
     recompute: it always makes an extra forward pass. loglinear: it interpolates between the engine's
     log-probabilities and those of the pass that computes the gradient."""
     epochs: int = Field(1, ge=1)
-    """Optimizer steps over one batch. For more than one, an extra forward pass precedes the first."""
+    """How many optimizer steps use one batch. If several do, an extra forward pass precedes the first."""
     min_live_rows: int = Field(16, ge=1)
-    """A step waits for this many rows with an advantage: Adam's steps are as large for one noisy group as for
-    many."""
+    """A step waits for this many rows with an advantage. A step on one noisy group would be as large as a
+    step on many groups, because Adam scales gradients."""
     max_rows: int = Field(256, ge=1)
     max_tokens: int = Field(1024, ge=1)
     """The largest number of tokens in a micro-batch. A longer row is packed alone."""
@@ -71,7 +71,7 @@ class AlgorithmSettings(LossSettings):
     auto_max_kl: float = Field(0.1, gt=0)
     """For auto: the largest allowed divergence of trainer and engine in nats, `mismatch/k3`."""
     streaming: bool = True
-    """Learn from complete groups while the step waits for others, if the recipe allows it: `learns_early`."""
+    """Learn from complete groups while the step waits for others, if `learns_early` allows it."""
     flush_after_s: float | None = Field(None, gt=0)
     """After this time without a new record, make a step with fewer rows. None: always wait for
     `min_live_rows`."""

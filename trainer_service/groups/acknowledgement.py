@@ -22,8 +22,8 @@ class AcknowledgedTurn(msgspec.Struct, frozen=True):
 
 
 class Acknowledgement(msgspec.Struct, frozen=True):
-    """Entries to remove from the stream, and verdicts of sessions and turns. Checkpoints store those that are
-    owed: trained, and not yet sent to the stream."""
+    """Entries to remove from the stream, and verdicts of sessions and turns. Checkpoints store the
+    acknowledgements of trained groups that have not been sent to the stream yet."""
 
     entry_ids: list[str]
     sessions: dict[str, Verdict]

@@ -4,9 +4,9 @@
                           └─▶ take_late_entries: entries of sessions that have been released, or deleted
 
 A session keeps its entries until its group is released. The entries stay unacknowledged until then, so that a
-restarted trainer reads them again. A group is complete when all its members have ended. It goes without its
-missing members in two cases: its deadline has passed, or it has had no record for `group_wait_s` and every
-member that has sent a record has ended. A member that comes later ends untrained.
+restarted trainer reads them again. A group is complete when all its members have ended. It is released
+without its missing members in two cases: its deadline has passed, or it has had no record for `group_wait_s`
+and every member with a record has ended. A member that ends later is not trained.
 """
 
 import time
@@ -23,7 +23,7 @@ __all__ = ["Assembler", "Group", "Member", "Rules"]
 SETTLED_KEPT = 100_000
 """How many released sessions are remembered, so that their late entries are recognised."""
 GONE_KEPT = 20_000
-"""How many groups that went without some of their members are remembered."""
+"""How many groups are remembered that were released without some of their members."""
 
 
 class SessionCounts(NamedTuple):
@@ -42,7 +42,7 @@ class Group:
 
     group_id: str
     size: int
-    """How many members it was opened for."""
+    """The number of members that the group was opened for."""
     members: tuple[Member, ...]
 
     @property
@@ -61,7 +61,8 @@ class Assembler:
         self._held: set[str] = set()
         self._settled: dict[str, None] = dict.fromkeys(settled)
         self._gone: dict[str, int] = dict(gone or {})
-        """Groups released while members were missing: the number that were present, 0 if not known."""
+        """The groups that were released while members were missing, and how many members each had; 0 if not
+        known."""
         self._late: list[str] = []
         self._freed: list[str] = []
         self._groups: dict[str, set[str]] = {}
@@ -94,21 +95,21 @@ class Assembler:
 
     def take_new_ids(self) -> tuple[Collection[str], Collection[str]]:
         """The sessions and groups whose first entry has come since the last call. The caller asks which of
-        them an earlier trainer process has finished with."""
+        them an earlier trainer process has released."""
         sessions, self._new_sessions = self._new_sessions, set()
         groups, self._new_groups = self._new_groups, set()
         return sessions, [group_id for group_id in groups - self._gone.keys() if not _alone(group_id)]
 
     def mark_finished(self, settled: Iterable[str], gone: Iterable[str]) -> None:
-        """Forget what an earlier trainer process has finished with: the `settled` sessions, and the groups
-        `gone`, which it released without some of their members."""
+        """Forget the `settled` sessions, which an earlier trainer process has released, and remember that it
+        released the groups `gone` without some of their members."""
         for session_id in settled:
             self._late += self._forget(session_id)
         for group_id in gone:
             self._gone[group_id] = 0
 
     def complete(self, caught_up: bool) -> list[Group]:
-        """Every group that needs to wait no longer, the one with the oldest last record first.
+        """The groups that no longer wait. The group whose last record is the oldest comes first.
 
         `caught_up` says that the whole stream was read. Until then, every group waits for its missing
         members, because their records may still be in the stream.
@@ -131,7 +132,7 @@ class Assembler:
     def release(self, group: Group) -> None:
         """Forget a group that was trained or got its verdicts. Entries that arrive for it later are late."""
         for member in group.members:
-            # The group has the entries that are acknowledged; the session may have received others since.
+            # The caller acknowledges the entries in `group`. The session may have received others since then.
             acknowledged = frozenset(member.entry_ids)
             self._late += [each for each in self._forget(member.session_id) if each not in acknowledged]
         if len(group.members) < group.size:
@@ -242,7 +243,7 @@ class Assembler:
 
 
 def _size(group_id: str, sessions: Sequence[Session]) -> int | None:
-    """How many members the group was opened for; None while no session has told it."""
+    """How many members the group was opened for; None while no record has said it."""
     if _alone(group_id):
         return 1
     return max((session.group_size for session in sessions if session.group_size), default=None)

@@ -18,7 +18,7 @@ from trainer_service.groups.episode import Member
 from trainer_service.rows.rows import Row
 
 Baselines = Mapping[str, float]
-"""The running mean reward of each agent. The advantage `rae` compares a rollout with it."""
+"""The running mean reward of each agent. The estimator `rae` compares rewards with this baseline."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class Member:
     truncated: bool = False
     """The agent finished it with the status `truncated`."""
     evaluation: Evaluation | None = None
-    """The session as an evaluation of a version, where it is not to be trained."""
+    """What the session shows about a version; None if it is not an evaluation session."""
 
     @property
     def rewarded(self) -> bool:
@@ -63,7 +63,7 @@ class Session:
     _named: str | None = None
     _ended: Member | None = None
     _ended_is_current: bool = False
-    """`_ended` includes all records so far. The result is kept because it takes a check of every token."""
+    """Whether `_ended` includes all records so far. It is kept because computing it checks every token."""
 
     @property
     def group_id(self) -> str:
@@ -101,8 +101,8 @@ class Session:
 
     def take(self, entry: Entry) -> list[str]:
         """Add the entry, and its record unless the session has that record already. Returns the entries that
-        are not needed any more: a deleted session keeps only the entry of its deletion, so that a restarted
-        trainer counts it as a member of its group."""
+        are not needed any more. A deleted session needs only the entry of its deletion, from which a
+        restarted trainer knows that the group has this member."""
         if self.deletion is not None:
             return [entry.entry_id]
         freed: list[str] = []

@@ -1,5 +1,5 @@
-"""Scores versions by their evaluation sessions. These are never trained: sessions that were opened with
-`train: false`, and sessions in which every call named a version.
+"""Scores versions by their evaluation sessions: those opened with `train: false`, and those in which every
+call named a version. Evaluation sessions are never trained.
 
     a session that ended ─ evaluation_of ─▶ Evaluation ─ Evaluations.add ─▶ EvaluationScore of its version
 """
@@ -14,10 +14,10 @@ from rollout_queue.contract.records import Outcome, Reward, Turn
 
 ENDS = ("rewarded", "unrewarded", "failed")
 VERSIONS_KEPT = 16
-"""How many scores are kept: those of the versions that were evaluated last."""
+"""How many scores are kept. The versions that were evaluated last keep theirs."""
 
 STEPS_KEPT = 1000
-"""For how many versions the step that made them is kept."""
+"""How many versions are remembered with the step that made them."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Collects the rewards of complete groups: guards check them, and they show which version does best."""
+"""Collects the rewards of complete groups, for the guards and for the comparison of versions."""
 
 from collections.abc import Collection
 from statistics import fmean
@@ -32,7 +32,7 @@ class GroupRewards:
             self._means.append(fmean(rewards))
 
     def keep(self, group_ids: Collection[str]) -> None:
-        """Forget all counted groups except these: the others have ended."""
+        """Forget all counted groups except these: the other groups have ended."""
         self._counted.intersection_update(group_ids)
 
     def take_means(self) -> list[float]:

@@ -37,8 +37,8 @@ def screen(group: Group, version: int, algorithm: AlgorithmSettings) -> Screened
     untrained: list[tuple[Member, Verdict | None]] = []
     able: dict[str, Member] = {}
     trainable: dict[str, frozenset[str]] = {}
-    # Not the group's id: a session without a group makes a group under its own id, which may also be the id
-    # of a real group. A session is in one group only, so its id is unique here.
+    # The group's own id is not unique: a session without a group makes a group under its own id, which may
+    # also be the id of a real group. A session is in one group only, so its id is unique here.
     name = group.members[0].session_id
     for member in group.members:
         if not member.rewarded:
@@ -92,8 +92,8 @@ def with_verdict(screened: ScreenedGroup, verdict: Verdict) -> ScreenedGroup:
 
 
 def without_sessions(screened: ScreenedGroup, reasons: Mapping[str, str]) -> ScreenedGroup:
-    """The same group without the sessions that a teacher refuses. `reasons` are by session id; the sessions
-    end as invalid."""
+    """The same group without the sessions that a teacher refuses. `reasons` has the refused ids, and why
+    each was refused. These sessions end as invalid."""
     leaving = [member for member in screened.group.members if member.session_id in reasons]
     rows = tuple(row for row in screened.rows if row.session_id not in reasons)
     ended = ((m, Verdict(code="invalid", detail=f"the teacher: {reasons[m.session_id]}")) for m in leaving)
@@ -137,8 +137,8 @@ def _rows(member: Member, trainable: frozenset[str], group_id: str, reward: floa
 
 
 def _credit(member: Member, trainable: frozenset[str], reward: float) -> dict[str | None, float]:
-    """Rewards by the id of the turn that they name. None is the key of the sum of all others: rewards of the
-    whole session, rewards of turns that are not trained, and the difference that shaping makes."""
+    """The sum of the rewards that name a turn, by turn id. The key None has the sum of the rest: rewards of
+    the whole session, rewards of turns that are not trained, and the difference that shaping makes."""
     if member.truncated and reward == 0:  # shaping took the session's reward, so no turn keeps its own
         return {}
     assert member.reward is not None  # noqa: S101 - the member is rewarded

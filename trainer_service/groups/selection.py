@@ -32,8 +32,8 @@ def select(complete: Iterable[Group], version: int, algorithm: AlgorithmSettings
     `flush`, one such row is enough.
 
     When they have enough, further groups are added as long as the step has at most `max_rows` rows. A group
-    is never split. Screening ends at the first group that does not fit: after an outage thousands of groups
-    may wait, and every step has to screen them again, because its version is newer.
+    is never split. Screening ends at the first group that does not fit. After an outage thousands of groups
+    may wait, and otherwise each step would screen all of them again, with its own version.
     """
     batch = Batch([], False, [], [], 0)
     rows = selected = live_rows = 0

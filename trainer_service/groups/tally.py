@@ -1,5 +1,5 @@
-"""Counts all groups that ended since the last step. It includes groups that no step trains, for example those
-in which all rollouts have the same reward."""
+"""Counts all groups that ended since the last step, also those that no step trains (for example because all
+rollouts have the same reward)."""
 
 from collections import Counter, deque
 from collections.abc import Sequence

@@ -35,8 +35,9 @@ class VersionScores:
         self._squares += (reward - before) * (reward - self._mean)
 
     def best(self, servable: Collection[int]) -> VersionScore | None:
-        """The version with the highest mean reward, less STANDARD_ERRORS standard errors; the newest of equal
-        ones. None if no servable version has a session. Forgets the versions that are not `servable`."""
+        """The version whose mean reward, minus STANDARD_ERRORS standard errors, is the highest. Among equal
+        ones, the newest; None if no servable version has a session. Forgets the versions that are not
+        `servable`."""
         self._known = {version: each for version, each in self._known.items() if version in servable}
         spread = sqrt(self._squares / self._sessions) if self._sessions else 0.0
         return max(

@@ -29,8 +29,8 @@ class Acknowledger:
         self._stream, self._heartbeat, self._metrics = stream, heartbeat, metrics
         self._owed: list[Acknowledgement] = []
         self._recent: deque[Acknowledgement] = deque(maxlen=RECENT)
-        """The acknowledgements that were sent last. A Redis that lost its last writes in a power cut delivers
-        their entries again; then their verdicts are stored again."""
+        """The acknowledgements that were sent last. If Redis loses its last writes in a power cut, it
+        delivers the entries of these acknowledgements again. The trainer then repeats the acknowledgement."""
 
     @property
     def owed(self) -> Acknowledgement:
@@ -65,7 +65,7 @@ class Acknowledger:
         """Acknowledge groups that no step will use. `freed` has the ids of entries that a deletion made
         useless, `late` the ids of entries that came after their session had ended. Raises Stopped."""
         waiting = list(ended)
-        if freed:  # must come before the deletion's own entry, which may be in one of these groups
+        if freed:  # acknowledged before the deletion's own entry, which may be in one of these groups
             waiting.insert(0, Acknowledgement(freed, {}, []))
         if late:
             logger.info("%d entries came after their session had ended", len(late))

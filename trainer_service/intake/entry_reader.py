@@ -41,7 +41,7 @@ class EntryReader:
             self.caught_up = len(entries) < READ_COUNT
         except StorageUnavailable as error:
             logger.warning("%s", error)
-            # The entries of a lost answer count as delivered: only a reclaim returns them.
+            # If only the answer was lost, its entries count as delivered, and only a reclaim returns them.
             entries = self.reclaim()
             self.caught_up = False
         self.add(entries, assembler)
@@ -50,7 +50,7 @@ class EntryReader:
 
     def add(self, entries: Iterable[Entry], assembler: Assembler) -> None:
         """Add entries to the assembler, and tell it which of their sessions and groups an earlier process has
-        finished: that process may have finished some after its last checkpoint. Raises Stopped."""
+        finished. That process may have finished some after its last checkpoint. Raises Stopped."""
         assembler.add(entries)
         sessions, groups = assembler.take_new_ids()
         if sessions or groups:

@@ -44,9 +44,9 @@ def _is_settled(code: str | None) -> bool:
 
 
 def _is_gone(group: GroupMembers, codes: Mapping[str, str]) -> bool:
-    """Whether the group has ended. It has if one member has a verdict of the trainer, because the trainer
-    ends a group as a whole; if all members have verdicts; or if Redis has removed members some time after
-    their verdicts (`forgotten`). A group without a size is never gone: it ends when it gets no record for
+    """Whether the group has ended. There are three cases: one member has a verdict of the trainer, which ends
+    groups as a whole; all members have verdicts; or Redis has removed members some time after their verdicts
+    (`forgotten`). A group without a size is never gone: it ends when it gets no record for
     long, and begins again with its next record."""
     if group.size is None:
         return False

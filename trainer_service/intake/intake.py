@@ -140,7 +140,7 @@ class Intake:
 
     @property
     def backlog(self) -> Backlog:
-        """The work that is done before a rollout that begins now is trained."""
+        """What the trainer has to do before it trains a rollout that begins now."""
         return Backlog(
             waiting=self._assembler.counts().ended,
             owed=self._acknowledger.owed_sessions,

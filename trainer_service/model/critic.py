@@ -51,7 +51,7 @@ class Critic:
     """One rank's part of the critic. All ranks must make each call together, except `values`."""
 
     def __init__(self, deepspeed: ModuleType, model: Any, settings: ModelSettings) -> None:
-        """`model` is a copy of the base model, whose head is replaced; `settings.critic` must be set. Raises
+        """`model` is a copy of the base model; its head is replaced. `settings.critic` must be set. Raises
         ValueError for a model whose head is not linear."""
         assert settings.critic is not None  # noqa: S101 - the caller checks
         own = settings.model_copy(update={"optimizer": settings.critic.optimizer})

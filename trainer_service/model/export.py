@@ -67,11 +67,11 @@ def _merged(name: str, base: Tensor, layer: Any) -> ExportTensor:
 def write_tensors(
     path: Path | None, tensors: Sequence[ExportTensor], dtypes: Mapping[str, torch.dtype]
 ) -> None:
-    """Write the tensors in their order, in the dtypes given by name. Every rank must call it. A rank without
-    a path only takes part in gathering.
+    """Write the tensors in order. `dtypes` gives the dtype of each name. Every rank must call this. A rank
+    without a path only takes part in gathering.
 
-    If a write fails, raises OSError, but only after the last tensor: the other ranks must not wait for this
-    rank."""
+    If a write fails, raises OSError, but only after the last tensor is gathered, because the other ranks wait
+    for this rank in every gathering."""
     if path is None:
         _gather_only(tensors)
         return

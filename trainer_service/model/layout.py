@@ -37,8 +37,8 @@ class Layout(msgspec.Struct, frozen=True):
             raise LayoutRefused(f"it was trained with{'' if self.critic else 'out'} trainer.critic")
         if self.critic:
             raise LayoutRefused(
-                f"it has a critic, of {self.ranks} ranks at trainer.zero_stage {self.zero_stage}: those of a "
-                "critic are not converted"
+                f"its critic was saved by {self.ranks} ranks at trainer.zero_stage {self.zero_stage}, and a "
+                "critic's shards are not converted"
             )
         if self.zero_stage == own.zero_stage == 0:
             return True  # every rank has all weights

@@ -89,7 +89,7 @@ class LogprobHead(torch.nn.Module):
         self.in_features, self.out_features = head.in_features, head.out_features
         self._transform, self._neutral_attributes = logit_transform_of(model)
         self._returns_logits = False
-        """True after the model has changed the head's result: then it changes logits in an unknown way."""
+        """Whether the model has changed the head's result. Such a model changes logits in an unknown way."""
 
     def forward(self, hidden_1TH: Tensor) -> Tensor:
         request = _current_request.get()

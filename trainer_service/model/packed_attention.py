@@ -84,7 +84,7 @@ class AttentionArguments(TypedDict, total=False):
     segments: Segments
     """For `packed_attention`."""
     cu_seq_lens_q: Tensor
-    """This and the next three are for flash attention. The bounds of the rows, [S + 1] int32."""
+    """The bounds of the rows, [S + 1] int32. Flash attention takes this and the next three arguments."""
     cu_seq_lens_k: Tensor
     max_length_q: int
     max_length_k: int

@@ -138,7 +138,7 @@ class DeepSpeedPolicy:
         else:
             self._engine.optimizer.override_loss_scale(1 / scale)
             self._engine.step()
-            self._engine.optimizer.override_loss_scale(1.0)  # losses are multiplied by it, too
+            self._engine.optimizer.override_loss_scale(1.0)  # DeepSpeed multiplies losses by this, too
         if getattr(self._engine.optimizer, "overflow", False):
             return float("inf")  # ZeRO 3 would still report the norm of the previous step
         return float(self._engine.get_global_grad_norm())
@@ -157,12 +157,12 @@ class DeepSpeedPolicy:
 
     def gradient_norm(self, batch: MicroBatch, loss_of: Callable[[Tensor], Tensor]) -> float:
         """The norm of the gradient of `loss_of(logprobs)`. The gradient is not added to that of the step.
-        Every rank must call it with the same batch, because at stage 3 they compute it together. All get the
-        same norm."""
+        Every rank must call this with the same batch, because at stage 3 the ranks compute the gradient
+        together. All get the same norm."""
         logprobs_T, _ = self._forward(self.module, batch)
         parameters = [each for each in self.module.parameters() if each.requires_grad]
         gradients = torch.autograd.grad(loss_of(logprobs_T), parameters, allow_unused=True)
-        self._engine.empty_partition_cache()  # at stage 3 DeepSpeed would wait for a backward pass
+        self._engine.empty_partition_cache()  # else DeepSpeed keeps what stage 3 gathered
         norms = [torch.linalg.vector_norm(each.float()) for each in gradients if each is not None]
         return float(self._mean_over_ranks(torch.linalg.vector_norm(torch.stack(norms))))
 

@@ -86,7 +86,7 @@ class GatewayClient:
 
 
 def _read(message: type[Reply], reply: httpx.Response) -> Reply:
-    """The answer as a message. Raises GatewayUnavailable if it is not one: most likely a proxy sent it."""
+    """The answer as a message. Raises GatewayUnavailable if it has another form: a proxy may have sent it."""
     try:
         return message.read(reply.content)
     except MalformedMessage as error:

@@ -51,7 +51,7 @@ class Publisher:
         """The highest version number that the trainer (`own`), its disk or the gateway knows.
 
         The first call waits for the gateway, because the disk may have lost versions; it may raise Stopped.
-        Later calls do not wait: if the number is taken, `reserve` tells.
+        Later calls do not wait, because `reserve` shows whether a number is taken.
         """
         if self._known is None:
             self._known = self._heartbeat.retry(
@@ -83,7 +83,8 @@ class Publisher:
         """Write a version and have the fleet serve it. Then remove old versions except `best`. Waits for room
         on the disk and for the gateway; raises Stopped when told to stop meanwhile.
 
-        If servers fail, or the number is taken, this is only logged: the next version replaces this one.
+        If servers fail, or the number is taken, this is only logged, because the next version will replace
+        this one.
         """
         path = self._heartbeat.retry(
             lambda: self._write(version, step, export),
@@ -121,8 +122,8 @@ class Publisher:
         return any(result.ok for result in results)
 
     def resume(self, version: int, step: int, export: Callable[[Path], None]) -> None:
-        """Publish the newest version after a restart, unless the gateway knows it or a newer one: an operator
-        may have rolled back from it."""
+        """Publish the newest version after a restart, unless the gateway knows it or a newer one. A known
+        version is not pushed again, because an operator may have rolled back from it."""
         newest = self._heartbeat.retry(self._gateway.newest_version, GatewayUnavailable, "publishing")
         if newest < version:
             self.publish(version, step, export)
@@ -142,7 +143,7 @@ class Publisher:
             raise
 
     def _prune(self, best: int | None) -> None:
-        """Remove old versions, but keep those that the gateway may still have a rollout server load."""
+        """Remove old versions, but keep those that a rollout server may still have to load."""
         try:
             self._store.prune(self._gateway.oldest_needed(), best)
         except GatewayUnavailable as error:

@@ -158,11 +158,11 @@ def micro_batches(rows: Sequence[Row], max_tokens: int) -> Iterator[MicroBatch]:
 
 def balanced_shares(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Distributes micro-batches so that all ranks have nearly equal sums of `costs`. Returns the indices of
-    each rank's micro-batches, the costliest first. Two ranks' numbers of them differ by at most one."""
+    each rank's micro-batches, the costliest first. No rank has two micro-batches more than another."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     order = sorted(range(len(costs)), key=lambda index: -costs[index])
     for start in range(0, len(order), ranks):
-        # Each rank gets one of these; the costliest goes to the rank with the smallest sum so far.
+        # Each rank gets one micro-batch of this slice. The rank with the smallest sum gets the costliest.
         lightest = sorted(shares, key=lambda share: sum(costs[index] for index in share))
         for share, index in zip(lightest, order[start : start + ranks], strict=False):
             share.append(index)

@@ -22,8 +22,8 @@ PLACE = ("step", "time")
 
 class TensorBoard:
     """Writes one file per process, and a new file after a failed write. The first file begins with a start
-    event: TensorBoard then drops points of earlier files from its step on. So steps that a restarted trainer
-    repeats replace those of the process that crashed."""
+    event. From the step of this event on, TensorBoard drops the points of earlier files. So steps that a
+    restarted trainer repeats replace those of the process that crashed."""
 
     name = "tensorboard"
 

@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 
 ASK_EVERY_S = 0.5
 ROUNDING_S = 0.05
-"""By how much Redis' answer, the remaining time of the lease, may be wrong. A renewal adds far more."""
+"""The largest error of the remaining time that Redis tells. A renewal adds far more to it."""
 
 
 @contextmanager
 def keep_lease(lease: Lease, shared_state: SharedState, retry_s: float) -> Iterator[bool]:
-    """Hold the lease inside the block; a thread renews it. Yields whether this process has the lease: False
-    if the trainer was told to stop before.
+    """Hold the lease inside the block; a thread renews it. Yields True if this process has the lease,
+    and False if the trainer was told to stop first.
 
     Raises SystemExit if another trainer holds the lease and renews it.
     """
@@ -47,7 +47,7 @@ def keep_lease(lease: Lease, shared_state: SharedState, retry_s: float) -> Itera
 
 
 def _claimed(lease: Lease, shared_state: SharedState, retry_s: float) -> bool:
-    """Claim the lease; returns False if the trainer is told to stop before. A lease that its holder does not
+    """Claim the lease; returns False if the trainer is told to stop first. A lease that its holder does not
     renew belongs to a trainer that crashed. Raises SystemExit if the holder renews it."""
     expires_at_s: float | None = None
     while not shared_state.stopping:
@@ -75,7 +75,7 @@ def _claimed(lease: Lease, shared_state: SharedState, retry_s: float) -> bool:
 
 
 def _keep(lease: Lease, ended: threading.Event) -> None:
-    """Renew the lease three times before it would expire. If another trainer has claimed it, this thread
+    """Renew the lease after every third of its duration. If another trainer has claimed it, this thread
     ends, and the main thread's next use of the stream raises LeaseLost."""
     while not ended.wait(lease.lease_s / 3):
         try:

@@ -18,8 +18,8 @@ Phase = Literal["waiting", "training", "publishing", "paused"]
 
 @dataclass(frozen=True)
 class Backlog:
-    """The work that is done before a rollout that begins now is trained. From it, gateways compute how many
-    sessions they may admit."""
+    """What the trainer has to do before it trains a rollout that begins now. From this, gateways compute how
+    many sessions they may admit."""
 
     waiting: int = 0
     """Sessions that have ended, and that no step has used yet."""
@@ -94,7 +94,7 @@ class SharedState:
         self._paused.clear()
 
     def stop(self) -> None:
-        """Finish the step, then end. Safe in a signal handler."""
+        """Let the main thread finish the step, then end. Safe in a signal handler."""
         self._stopping.set()
 
     def sleep(self, seconds: float) -> None:

@@ -23,7 +23,8 @@ from trainer_service.step.teacher import TeacherClient, TeacherUnavailable
 
 
 class Diverged(Exception):
-    """The weights are not finite, and nothing of the step was saved. A restart loads the last checkpoint."""
+    """The weights cannot be used: they are not finite, or an earlier epoch of a failed step changed them.
+    Nothing of the step was saved, and a restart loads the last checkpoint."""
 
 
 class NotFinite(NamedTuple):
@@ -67,7 +68,7 @@ class GroupTrainer:
 
     @property
     def early_group_ids(self) -> Collection[str]:
-        """The groups that the policy has learned from and no step contains yet."""
+        """The groups from which the policy has learned, and which no step contains yet."""
         return self._early.group_ids
 
     @property

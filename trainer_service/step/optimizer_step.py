@@ -107,7 +107,7 @@ class OptimizerSteps:
 
     def _step(self, request: StepRequest) -> dict[str, float]:
         policy, algorithm, counts = self._policy, request.algorithm, counts_of(self._rows)
-        # Gradients were accumulated as if the first part were the whole step: the step scales them.
+        # Gradients were accumulated with the divisor of the first part; the step scales them to its own.
         of_step, of_first = (divisor(each, algorithm.aggregation) for each in (counts, self._parts[0].counts))
         metrics: dict[str, float] = {}
         for epoch in range(algorithm.epochs):
@@ -123,10 +123,10 @@ class OptimizerSteps:
             if epoch == 0:
                 self._log_masked_sessions(step)
                 metrics = {**measured, "grad_norm": grad_norm}
-            else:  # ratios to the weights before the step are 1 in the first epoch
+            else:  # in the first epoch, the ratios to the weights before the step are 1
                 metrics |= {name: value for name, value in measured.items() if name.startswith("ppo/")}
         if algorithm.needs_critic:
-            (part,) = self._parts  # returns are computed over the whole step
+            (part,) = self._parts  # only one, because returns are computed over the whole step
             metrics |= _critic_step(policy, part, counts.tokens, self._value_clip, request.beat)
         return metrics
 

@@ -2,7 +2,7 @@
 
     micro-batches ─ pre_pass ─▶ PrePass, … ─ of all ranks ─▶ step_context ─▶ advantages, StepStatistics
 
-Most recipes need neither: then no pass is made, and the ranks exchange nothing.
+Most recipes need no such pass and no statistics. Then the ranks compute and exchange nothing here.
 """
 
 from collections.abc import Sequence
@@ -84,7 +84,8 @@ class _PassedBatch(NamedTuple):
 
 @torch.no_grad()
 def pre_pass(policy: PrePassPolicy, batch: MicroBatch, version: int, algorithm: AlgorithmSettings) -> PrePass:
-    """Make the passes that the algorithm needs over one micro-batch of the present weights' `version`."""
+    """Make the forward passes over one micro-batch that the algorithm needs, if any. `version` is the version
+    of the present weights."""
     return PrePass(
         fresh_T=policy.tensor(fresh(batch.versions_T, version, algorithm)),
         lp_prox_T=policy.logprobs(batch)[0] if algorithm.needs_pre_pass else None,

@@ -35,8 +35,8 @@ class GradientProbe(Protocol):
 def non_finite_groups(groups: Sequence[Group], is_finite: Callable[[Sequence[Group]], bool]) -> list[Group]:
     """The groups whose own gradient is not finite; empty if the joint gradient of all groups is finite.
 
-    If every group has a finite gradient but their joint gradient is not finite, returns a smallest part found
-    by bisection with that property.
+    If every group has a finite gradient but their joint gradient is not finite, returns the smallest part of
+    the groups with that property that bisection finds.
     """
     if is_finite(groups):
         return []

@@ -207,7 +207,7 @@ class _CommandChannel:
         return commands[0]
 
     def close(self) -> None:
-        """Destroy the groups: a process that exits while Gloo's threads still run is aborted."""
+        """Destroy the groups. A process that exits while Gloo's threads still run is aborted."""
         if self._group is not None:
             torch.distributed.barrier(group=self._group)
             torch.distributed.destroy_process_group()

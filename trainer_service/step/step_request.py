@@ -1,4 +1,4 @@
-"""The request that a policy make one optimizer step, or compute a part of its gradient."""
+"""Asks for one optimizer step of a policy, or for a part of that step's gradient."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,5 +25,5 @@ class StepRequest:
         return replace(self, rows=rows)
 
     def for_other_ranks(self) -> "StepRequest":
-        """The same request as it is sent to another process: only rank 0 reports progress."""
+        """The same request without `beat`, because only rank 0 reports progress."""
         return replace(self, beat=_no_beat)

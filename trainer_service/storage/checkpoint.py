@@ -91,7 +91,8 @@ class Checkpoints:
 
     def _undo(self, tag: str) -> None:
         """Remove the files of a failed attempt. Raises CheckpointBroken if CURRENT was replaced and only its
-        sync failed: a power cut might then leave either CURRENT, so a restart has to read it."""
+        sync failed. After a power cut, CURRENT might then name the old or the new checkpoint. So both are
+        kept, and a restart loads the one that it names."""
         current = self._directory / CURRENT
         if current.exists() and current.read_text(encoding="utf-8").strip() == tag:
             raise CheckpointBroken(f"checkpoint {tag} may not be durable: {CURRENT} could not be synced")
@@ -100,7 +101,7 @@ class Checkpoints:
             os.truncate(self._directory / LEDGER, self._ledger_bytes)
 
     def _sweep(self) -> None:
-        """Remove checkpoints without STATE: their process died while it saved, for STATE is written last."""
+        """Remove checkpoints without STATE. STATE is written last, so these checkpoints are not complete."""
         universal.remove_converted(self._directory)
         for tag in self._tags():
             if not (self._directory / tag / STATE).exists():

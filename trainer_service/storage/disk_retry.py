@@ -12,7 +12,7 @@ Written = TypeVar("Written")
 
 
 class DiskRetry:
-    """Repeats writes on the main thread: while it waits, nothing is trained, acknowledged or published."""
+    """Repeats writes on the main thread. So nothing is trained, acknowledged or published while it waits."""
 
     def __init__(
         self,

@@ -54,5 +54,5 @@ class RunState(msgspec.Struct, frozen=True):
     files: dict[str, int] = {}
     """The size in bytes of every file, by its path below the checkpoint."""
     layout: Layout | None = None
-    """How the weights are cut into shards. None, in an old checkpoint, is read as
-    the layout of the trainer that loads it."""
+    """How the weights are cut into shards. Old checkpoints have None, which stands for the layout of the
+    trainer that loads them."""

@@ -5,8 +5,8 @@
 B counts rollouts, never rows. Rewards are finite: `Rollout` refuses others. `groups_B` [B] int64 names the
 group of each rollout. Advantages are float64, in units of the reward unless a formula divides by a standard
 deviation. A formula that compares group members gives exactly 0 to a rollout that is alone in its group, and
-to all rollouts of a group with equal rewards. The result does not depend on the order of rollouts, except for
-`rae`, and not on the numbers of groups.
+to all rollouts of a group with equal rewards. The result does not depend on the numbers that name the groups.
+Only `rae` depends on the order of the rollouts.
 
 Names in backticks with a dot, such as `adv.rloo`, are cases of `algorithms_golden.json` in the tests.
 """
@@ -52,8 +52,9 @@ def liteppo(rewards_B: Tensor, groups_B: Tensor, *, eps: float = BATCH_EPS) -> T
 
 
 def opo(rewards_B: Tensor, groups_B: Tensor, lengths_B: Tensor) -> Tensor:
-    """R - sum(len · R) / sum(len) of the group. `lengths_B` are numbers of trained tokens, at least 1. This
-    baseline has the least variance if gradients grow with length (OPO, arXiv:2505.23585; `adv.opo`)."""
+    """R - sum(len · R) / sum(len) of the group. `lengths_B` has the trained tokens of each rollout,
+    at least 1. This baseline has the least variance if gradients grow with length (OPO, arXiv:2505.23585;
+    `adv.opo`)."""
     groups = Groups(groups_B)
     baseline_B = groups.sum(lengths_B * rewards_B) / groups.sum(lengths_B)
     return _compared(rewards_B.double() - baseline_B, rewards_B, groups)
@@ -97,9 +98,9 @@ def rae(
     """R - b, where b is the baseline of the rollout's agent (role-conditioned advantage estimation, SPIRAL,
     arXiv:2506.24119; `adv.rae`). Also returns the baselines after all rollouts.
 
-    Rollouts are taken in order; after its use, b becomes decay · b + (1 - decay) · R. The baseline of an
-    unknown agent is 0. This estimator needs no group. It is the only one with a state: the checkpoint that
-    contains the step must contain the baselines."""
+    Rollouts are scored in order. After each rollout, the baseline of its agent becomes
+    decay · b + (1 - decay) · R. The baseline of an unknown agent is 0. This estimator needs no group. It is
+    the only one with a state: the checkpoint that contains the step must contain the baselines."""
     updated, advantages = dict(baselines), []
     for reward, agent in zip(rewards_B.tolist(), agents, strict=True):
         baseline = updated.get(agent, 0.0)
@@ -122,8 +123,8 @@ def to_tokens(
 
 
 def _compared(advantages_B: Tensor, rewards_B: Tensor, groups: Groups) -> Tensor:
-    """The advantages, exactly 0 where all rewards of a group are equal: the rounding error of the mean,
-    divided by a deviation of 0, would be large."""
+    """The advantages, but exactly 0 where all rewards of a group are equal. There, R - mean is only a
+    rounding error, which a division by the deviation of about 0 would make large."""
     return torch.where(groups.spread(rewards_B) > 0, advantages_B, torch.zeros_like(advantages_B))
 
 
@@ -166,7 +167,7 @@ def _maxrl(rollouts: Rollouts, _: settings.Plain) -> Tensor:
     for member in rollouts.members:
         if member.reward < 0:
             raise RefusedRollout(
-                member.rollout_id, f"maxrl takes no reward below 0, and its is {member.reward}"
+                member.rollout_id, f"maxrl takes no reward below 0, but it got {member.reward}"
             )
     return maxrl(rollouts.rewards, rollouts.groups)
 

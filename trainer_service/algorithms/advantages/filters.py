@@ -1,6 +1,6 @@
 """Finds groups without a learning signal, and says why they have none. Their rollouts are not trained.
 
-Their rewards are still logged: otherwise tasks that the policy always solves would not count.
+Their rewards are still logged. Otherwise the logged mean would leave out tasks that the policy always solves.
 
 `filter.zero_variance_groups` is a case of `algorithms_golden.json` in the tests.
 """
@@ -27,10 +27,11 @@ def groups_without_signal(
     rollouts: Rollouts, *, tolerance: float = ZERO_VARIANCE, parts: Sequence[str] = ()
 ) -> Mapping[str, NoSignal]:
     """The groups, by id, that have a single rollout, or whose largest and smallest reward differ by at most
-    `tolerance` (`filter.zero_variance_groups`). For estimators that compare the members of a group.
+    `tolerance` (`filter.zero_variance_groups`). Only estimators that compare the members of a group need this
+    filter.
 
-    If `parts` of the reward are named, each part is compared by itself: a group has no signal if no part
-    differs by more than `tolerance`.
+    If `parts` of the reward are named, each part is compared by itself, in place of the whole reward. A group
+    then has no signal if no part differs by more than `tolerance`.
     """
     if not rollouts.members:
         return {}

@@ -128,7 +128,7 @@ def whitened(values_T: Tensor, *, eps: float = WHITEN_EPS) -> Tensor:
 
 
 def _to_go(values_T: Tensor, decay: float, owners_T: Tensor) -> Tensor:
-    """y_t = x_t + decay · y_(t+1) inside each row, in log2(T) passes: each pass sums twice as many tokens."""
+    """y_t = x_t + decay · y_(t+1) inside each row, in log2(T) passes. Each pass sums twice as many tokens."""
     total_T = values_T.clone()
     reach_T = torch.full_like(total_T, decay).masked_fill(_last(owners_T), 0.0)
     ahead = 1

@@ -155,10 +155,10 @@ class ShapingSettings(_Frozen):
     overlong: Overlong | None = None
     length_penalty: LengthPenalty | None = None
     turn_discount: Fraction | None = None
-    """The factor with which a turn's discounted sum of rewards also counts for the turn before it."""
+    """A turn's return is its own reward plus this factor times the return of the next turn."""
     kl_in_reward: float = Field(0.0, ge=0)
-    """This times lp - lp_ref, in nats, is subtracted from each token's reward; lp is the token's
-    log-probability before the step, lp_ref that under the reference policy."""
+    """Each token's reward is reduced by this factor times lp - lp_ref, in nats. lp is the token's
+    log-probability before the step, and lp_ref its log-probability under the reference policy."""
 
 
 def contradiction(advantage: Advantage, shaping: ShapingSettings) -> str | None:

@@ -63,8 +63,8 @@ def length_penalty_linear(
     """[B] float64: R - mean(R) · sum over the Q measures of length of w · q / max(q), with mean and max of
     the group (`adv.length_penalty_linear`).
 
-    The factor mean(R) makes the penalty small for groups that rarely succeed. A negative mean would reward
-    length, and counts as 0. A measure that is 0 for the whole group adds no penalty."""
+    The factor mean(R) makes the penalty small for groups that rarely succeed. A negative mean counts as
+    0, because it would reward length. A measure that is 0 for the whole group adds no penalty."""
     groups = Groups(groups_B)
     longest_BQ = torch.stack([groups.high(lengths_B) for lengths_B in lengths_BQ.unbind(1)], dim=1)
     shares_BQ = lengths_BQ.double() / longest_BQ.clamp(min=1)

@@ -1,6 +1,7 @@
-"""Computes importance weights for the difference between the policy that sampled and that before the step.
+"""Computes importance weights: they correct for the policy before the step not being the one that sampled.
 
-log_rho = lp_prox - lp_roll, in nats. A weight multiplies the loss of its token.
+rho = exp(log_rho) with log_rho = lp_prox - lp_roll, in nats: a token's log-probability before the step, minus
+that with which the engine sampled it. A weight multiplies the loss of its token.
 
 Names in backticks with a dot, such as `is.tis_token_2`, are cases of `algorithms_golden.json` in the tests.
 """

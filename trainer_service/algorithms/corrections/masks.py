@@ -1,8 +1,8 @@
 """Chooses the tokens or whole rows that masks leave out of the loss, by ratios of probabilities.
 
 log_rho = lp_prox - lp_roll, in nats. All results are [T] bool; True keeps a token. A mask of rows needs all
-tokens of a row, which are always in one micro-batch, so packing changes nothing. The bound of M2PO is
-computed over the whole step.
+tokens of a row. They are always in one micro-batch, so the result does not depend on how rows are packed. The
+bound of M2PO is computed over the whole step.
 
 Names in backticks with a dot, such as `mask.geo_seq`, are cases of `algorithms_golden.json` in the tests.
 """
@@ -65,10 +65,11 @@ def rejection(
     high: float | None = None,
     upper: float | None = None,
 ) -> Tensor:
-    """Keeps tokens, or rows by the sum, mean or maximum of their tokens, with log low <= k1 <= log high, or
-    with k2 or k3 <= upper; k1 = -log_rho, k2 = log_rho² / 2, k3 = rho - 1 - log_rho (verl's rollout
-    rejection; `mask.rs_token_k1`, `mask.rs_token_k2`, `mask.rs_token_k3`, `mask.rs_seq_mean_k1`,
-    `mask.rs_seq_mean_k3`, `mask.rs_seq_max_k2`). Raises ValueError for a missing bound."""
+    """Keeps a token if its score is within the bounds: log low <= k1 <= log high, or k2 or k3 <= upper. At
+    the `seq_` levels, the sum, mean or maximum of a row's scores decides for the whole row. The scores are
+    k1 = -log_rho, k2 = log_rho² / 2 and k3 = rho - 1 - log_rho (verl's rollout rejection; `mask.rs_token_k1`,
+    `mask.rs_token_k2`, `mask.rs_token_k3`, `mask.rs_seq_mean_k1`, `mask.rs_seq_mean_k3`,
+    `mask.rs_seq_max_k2`). Raises ValueError for a missing bound."""
     log_rho_T = bounded(log_rho_T)
     match estimator:
         case "k1":
@@ -108,7 +109,7 @@ def m2po(log_rho_T: Tensor, *, bound: float) -> Tensor:
 
 
 def kpop(lp_prox_T: Tensor, lp_roll_T: Tensor, *, upper: float) -> Tensor:
-    """Keeps tokens for which both Bernoulli KLs are at most `upper` nats (`mask.kpop_binary_kl`)."""
+    """Keeps tokens whose `larger_bernoulli_kl` is at most `upper` nats (`mask.kpop_binary_kl`)."""
     kept_T: Tensor = larger_bernoulli_kl(lp_prox_T, lp_roll_T) <= upper
     return kept_T
 

@@ -1,4 +1,4 @@
-"""Computes metrics of the mismatch between trainer's and engine's log-probabilities of the same tokens.
+"""Computes metrics of the mismatch between the trainer's and the engine's log-probabilities of tokens.
 
 `metrics.mismatch` is a case of `algorithms_golden.json` in the tests.
 """

@@ -1,4 +1,4 @@
-"""The settings of corrections and masks, for tokens that another policy sampled, with their defaults."""
+"""The settings, with defaults, of corrections and masks for tokens that another policy sampled."""
 
 from typing import Annotated, Literal
 

@@ -15,14 +15,14 @@ from trainer_service.algorithms.ratios import ratio
 
 @dataclass(frozen=True)
 class CovarianceCut:
-    """Chooses the tokens to penalise, by a bound on their covariance over the whole step."""
+    """Chooses the tokens to penalise: those with the largest part in the step's covariance of A and lp."""
 
     advantage: float
     """The mean advantage of the step's tokens."""
     logprob: float
     """The mean log-probability of the step's tokens, in nats."""
     bound: float
-    """The smallest covariance of a penalised token."""
+    """The smallest (A - mean A)(lp - mean lp) of a penalised token."""
 
     @classmethod
     def of(cls, lp_T: Tensor, advantages_T: Tensor, *, fraction: float = KL_COV_FRACTION) -> "CovarianceCut":

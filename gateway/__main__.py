@@ -18,7 +18,7 @@ logger = logging.getLogger("gateway")
 
 
 M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 2**20
-"""glibc's number of the option, and the size from which it takes memory that it returns when it is freed."""
+"""glibc's number of the option, and its value: each larger block goes back to the system when it is freed."""
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def return_large_memory() -> None:
-    """Let glibc return the memory of large bodies. By default it begins to keep it once one was freed."""
+    """Let glibc always return the memory of large bodies. By default, it does so once only."""
     with suppress(OSError, AttributeError):  # another C library, which has no such option
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
 

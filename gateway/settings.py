@@ -16,7 +16,8 @@ class SamplingSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: SamplingMode = "enforce"
-    """Whose parameters are used; `enforce`: these; `default`: the call's, else these; `allow`: the call's."""
+    """Whose parameters count. `enforce`: these; `default`: the call's, and these for what it leaves
+    out; `allow`: as `default`, and the call's penalties as well."""
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
 

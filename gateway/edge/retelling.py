@@ -19,7 +19,7 @@ from gateway.wiring import GatewayParts
 from rollout_queue.http.errors import ApiError
 
 MAX_PIECE = 256
-"""Tokens that are told at once: other calls run between two pieces."""
+"""The most tokens that are written in one piece. Other calls run between two pieces."""
 
 
 class Progress(Protocol):

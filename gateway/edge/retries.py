@@ -36,7 +36,7 @@ def request_digest(dialect: str, body: bytes) -> str:
 class InFlightCall:
     """One call in flight, and the number of clients that read its answer.
 
-    `Exchange` writes the reply within its `with` block.
+    `with call:` surrounds the writing of the reply.
     """
 
     def __init__(

@@ -127,7 +127,7 @@ class PartialAnswer:
 
     @property
     def resumable(self) -> bool:
-        """Whether another engine can continue the answer, or start it again, as nobody has read of it."""
+        """Whether another engine can continue the answer, or repeat it while no client has read of it."""
         return not (self._delivered and self._constrained)
 
     def check_resumable(self, fault: EngineFault) -> None:

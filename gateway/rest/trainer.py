@@ -1,6 +1,6 @@
 """The operators' way to the trainer: the gateway passes on what they ask, and what the trainer answers.
 
-operator ── POST /admin/trainer/pause ──▶ gateway ── POST /pause, at the URL that it reports ──▶ trainer
+operator ── POST /admin/trainer/pause ──▶ gateway ── POST /pause, at the URL in its report ──▶ trainer
 """
 
 import time

@@ -65,7 +65,7 @@ class Quota(NamedTuple):
     key: str
     bound: int
     until: Literal["outcome", "verdict"]
-    """A session stops counting once it has this, or a verdict."""
+    """`outcome`: a session counts until it has an outcome or a verdict; `verdict`: until it has a verdict."""
     counts: bool = True
     """Whether admitted sessions are added to the set. If false, the quota is only checked."""
 

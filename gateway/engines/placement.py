@@ -8,8 +8,8 @@ from collections.abc import Collection
 from typing import Protocol, TypeVar
 
 SLACK = 4
-"""A session keeps its own server while this has at most so many more calls in flight than the least busy
-server, or half of the least busy server's calls more, whichever is greater."""
+"""A session keeps its own server while that has few calls in flight more than the least busy server: at most
+SLACK, or half of the least busy server's calls if that is more."""
 
 
 class Loaded(Protocol):

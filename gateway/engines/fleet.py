@@ -104,7 +104,7 @@ class Fleet:
         return self._drop(server_id) or bool(removed)
 
     async def set_drained(self, server_id: str, drained: bool) -> FleetServer | None:
-        """Take a server out of rotation, or put it back, for every gateway. Returns None for an unknown server."""
+        """Take a server out of rotation, or put it back, for every gateway. Returns None if it is unknown."""
         server = self.servers.get(server_id)
         if server is not None:
             change = self.redis.sadd if drained else self.redis.srem

@@ -69,7 +69,7 @@ class FleetServer:
         return self.state == "ready" and not self.loads and self.breaker.allows_call
 
     def is_forgotten(self, now: float) -> bool:
-        """Whether the fleet removes it: it is dead, and did not register again within its `forget_after_s`."""
+        """Whether the fleet removes it: it is dead, and did not register for `forget_after_s`."""
         limit_s = self.registration.forget_after_s
         return (
             limit_s is not None and self.state == "dead" and now - self.registration.registered_at > limit_s

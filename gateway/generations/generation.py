@@ -24,7 +24,7 @@ class ClientCall(Protocol):
     attempt: int
     """How often the client had made this call before, when the generation began."""
     latest_attempt: int
-    """The number of the last attempt that joined the call: a retry joins the call in flight that it repeats."""
+    """The last attempt, by number, that joined the call. A retry joins the call in flight that it repeats."""
     joined_at: float
     """When that attempt joined, in seconds since the epoch; 0 if none did."""
 

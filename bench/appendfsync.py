@@ -22,7 +22,8 @@ POLICIES = ("everysec", "always")
 
 
 async def appended(url: str, given: list[Turn], agents: int) -> list[float]:
-    """The sorted seconds of each append, with so many agents at once; the last value is the total time."""
+    """Append all turns, with so many agents at once. Returns the seconds of each append, sorted, and then the
+    total seconds."""
     redis = Redis.from_url(url)
     while not await _answers(redis):  # noqa: ASYNC110 - another process has to come up
         await asyncio.sleep(0.02)
@@ -54,7 +55,7 @@ async def _answers(redis: Redis) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--turns", type=int, default=2000, help="4 KB each")
+    parser.add_argument("--turns", type=int, default=2000, help="number of turns, of 4 KB each")
     parser.add_argument("--agents", type=int, nargs="+", default=[1, 32])
     asked = parser.parse_args()
     given = turns(0, asked.turns)

@@ -4,8 +4,8 @@ python -m bench.asynchrony [--staleness 0 4] [--seeds 0 1 2] [--minutes 30] [--r
 
 Tool times are log-normal, one second in the mean and ten at most, and the same at every staleness. Staleness
 0 is synchronous: the agents play the episodes of the next step, and the trainer waits for all of them. A run
-ends at the target, so that all runs have learned equally much. Rates are over the whole run. Results are kept
-as in `bench.learning`."""
+ends when its reward reaches the target, so that all runs have learned equally much. Rates are over the whole
+run. Results are kept as in `bench.learning`."""
 
 import argparse
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Different implementations of one optimizer step on the same rollouts: forward, loss, backward, clip, AdamW.
 
-python -m bench.contenders ours|packed|padded|padded-globally MODEL ROLLOUTS     one step, after a small one
+python -m bench.contenders ours|packed|padded|padded-globally MODEL ROLLOUTS     a step after a small one
 
 All but `ours` are plain torch with the loss of the trainer's default preset. All have the same gradient, and
 print its norm."""
@@ -75,7 +75,7 @@ class PlainTorch(ABC):
 
 
 class Packed(PlainTorch):
-    """The trainer's attention and log-probabilities without DeepSpeed: the upper limit of its speed."""
+    """The trainer's attention and log-probabilities without DeepSpeed: the trainer cannot be faster."""
 
     def __init__(self, model: Path) -> None:
         super().__init__(load_model(model, torch.float32))

@@ -57,8 +57,8 @@ def _summary(results: Sequence[Result]) -> str:
 
 
 def draw(path: Path, results: Sequence[Result], target: float) -> None:
-    """Plot the mean reward of the last episodes over episodes: a panel for each bound of staleness, a line
-    for each seed."""
+    """Plot the moving average of the reward (of the last 128 rewarded episodes) against the number of
+    episodes played. Each task and bound of staleness has a panel, and each seed a line."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,4 +1,4 @@
-"""The peak memory of the log-probabilities of sampled tokens, without hidden states and weight.
+"""Measures the peak memory that the log-probabilities of tokens need beyond hidden states and weight.
 
 python -m bench.logprob ours|naive TOKENS VOCABULARY WIDTH     forward and backward
 """

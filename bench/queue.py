@@ -167,7 +167,7 @@ def read_ours(server: MeasuredRedis, count: int, name: str) -> None:
 
 
 def read_raw(server: MeasuredRedis, count: int, name: str) -> None:
-    """Read the bytes without decoding them and without a fence; nothing is kept."""
+    """Read the bytes without decoding them and without a check of the lease. Nothing is kept."""
     server.redis.xgroup_create(keys.STREAM, "raw", "0")
     left = count
     with server.measured(name, count):

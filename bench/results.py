@@ -19,7 +19,7 @@ class Trial(msgspec.Struct, frozen=True):
     task: str
     """One of `bench.tasks.TASKS`."""
     max_staleness: int
-    """The bound in trainer and gateway; 0 waits for every rollout, and so is synchronous."""
+    """The bound in trainer and gateway. 0 is synchronous training, which waits for every rollout."""
     seed: int
     """The seed of warm start, tasks, sampling and trainer."""
 

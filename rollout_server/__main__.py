@@ -1,4 +1,4 @@
-"""`python -m rollout_server [--config weir.yaml]`: one rollout server, until SIGTERM."""
+"""Runs one rollout server until SIGTERM: python -m rollout_server [--config weir.yaml]."""
 
 import argparse
 import logging
@@ -19,8 +19,8 @@ from rollout_server.weights.safetensors_file import BrokenWeights
 from rollout_server.weights.verify import ExpectedModel
 
 LAST_ANSWERS_S = 3.0
-"""How long requests to this server may still take after the engine has drained. A reload has no use by then,
-so the time is short."""
+"""How long requests to this server may still take after the engine has drained. The time is short, because a
+reload has no use by then."""
 
 
 def main() -> None:

@@ -1,6 +1,8 @@
 """The URLs at which the gateway reaches this server and its engine.
 
-public_url, if it is set ─▶ else the host that is bound ─▶ else (0.0.0.0) the address towards the gateway
+If `public_url` or `engine_public_url` is set, it is the URL. Otherwise the URL has the host on which the port
+is bound. For a port that is bound on all addresses (0.0.0.0), it has the address from which this machine
+reaches the gateway.
 """
 
 from typing import NamedTuple
@@ -17,7 +19,7 @@ class Addresses(NamedTuple):
 
 
 def addresses(settings: RolloutServerSettings) -> Addresses:
-    """Looks up the gateway's name if need be, so it may take seconds. Raises OSError if that fails."""
+    """May look up the gateway's name, which can take seconds. Raises OSError if that fails."""
     wildcard = LOOPBACK_ADDRESS
     bound = [(settings.public_url, settings.host), (settings.engine_public_url, settings.engine_host)]
     if settings.gateway_url and any(url is None and host in WILDCARDS for url, host in bound):

@@ -5,9 +5,9 @@ ReloadError
 ├─ VersionRefused       409  the version is lower than the one served, or the same with other content
 ├─ WeightsRefused       422  the files are not a sound set of weights for this model
 ├─ WeightsUnavailable   503  the files cannot be fetched or read now
-└─ EngineUnavailable    503  the engine does not serve, or did not load the version
+└─ EngineUnavailable    503  the engine is not ready, or did not load the version
 
-After each of these errors the engine serves the version that it served before, if need be after a restart.
+After each of these errors the engine serves the version that it served before. It may restart first.
 """
 
 from typing import ClassVar
@@ -31,7 +31,7 @@ class LocationRefused(ReloadError):
 
 
 class VersionRefused(ReloadError):
-    """The version is lower than the one served, or the same with other content; `force` overrides it."""
+    """The version is lower than the one served, or the same with other content. `force` loads it anyway."""
 
     status = 409
 
@@ -51,6 +51,6 @@ class WeightsUnavailable(ReloadError):
 
 
 class EngineUnavailable(ReloadError):
-    """The engine does not serve, or did not load the version."""
+    """The engine is not ready, or did not load the version."""
 
     status = 503

@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 10.0
 FORGET_AFTER_S = 600.0
-"""A new container has another host name, and so another id; the gateway forgets the former one."""
+"""How long the gateway remembers a dead server whose id comes from its host name. A new container has another
+host name, so the former id would otherwise stay for ever."""
 
 
 class RegistrationRefused(Exception):
@@ -40,7 +41,7 @@ class RegistrationClient:
         self.refusal: str | None = None
         """Why the gateway refused the last registration; None if it did not."""
         self.addresses = addresses(settings.model_copy(update={"gateway_url": None}))
-        """Those of the last registration; before it, those that this machine reaches."""
+        """The URLs of the last registration. Before the first one, the URLs for callers on this machine."""
 
     async def announce(self) -> WantedPolicy | None:
         """Register once. Returns the policy that the fleet serves; None if the gateway does not answer, or

@@ -1,4 +1,4 @@
-"""Loads a version into the engine as a transaction: it is served whole, or the former version stays.
+"""Loads a version as a transaction: the engine serves the whole version, or the former one stays.
 
 The files are verified before the engine pauses. Before it resumes, the engine is asked for the version and
 the checksum of what it loaded (*prove*).

@@ -116,8 +116,8 @@ class RolloutServer:
         return f"the engine is {engine.state}"
 
     async def _choose(self, last: LocalPolicy) -> LocalPolicy:
-        """The policy of the next start: the fleet's; if that is unknown or cannot be loaded, the last one; if
-        the last one's files have changed, the initial one."""
+        """The policy of the next start. It is the fleet's policy, or the last one if the fleet's is unknown
+        or cannot be loaded. If the files of the last one have changed, it is the initial one."""
         announced = await self._registration.announce()
         self.engine.awaited_version = None
         if announced is not None and not _names(announced, last):

@@ -13,7 +13,7 @@ from rollout_queue.settings import CommaSeparated, ServiceSettings
 
 Device = Literal["cpu", "cuda"]
 UNNAMEABLE = re.compile(r"[^A-Za-z0-9._-]+")
-"""What a host's name may hold and an id may not."""
+"""The characters that an id may not have. Host names may have them."""
 
 
 class RolloutServerSettings(ServiceSettings):
@@ -27,8 +27,8 @@ class RolloutServerSettings(ServiceSettings):
     host: str = "127.0.0.1"
     port: int = 8100
     public_url: str | None = None
-    """Where the gateway reaches this server; null means http://host:port. If `host` is 0.0.0.0, it is
-    replaced by this machine's address towards the gateway."""
+    """Where the gateway reaches this server; null means http://host:port. If `host` is 0.0.0.0, the
+    URL has the address from which this machine reaches the gateway."""
     admin_keys: CommaSeparated = []
     gateway_url: str | None = None
     """Where to register; null for a server without a gateway."""
@@ -54,12 +54,13 @@ class RolloutServerSettings(ServiceSettings):
     """SGLang asks for no key here, so bind another address only in a closed network."""
     engine_port: int = 30000
     engine_public_url: str | None = None
-    """Where the gateway reaches the engine; null means http://engine_host:engine_port, as above."""
+    """Where the gateway reaches the engine; null means http://engine_host:engine_port. For 0.0.0.0 see
+    `public_url`."""
     engine_device: Literal["auto", "cpu", "cuda"] = "auto"
     engine_args: list[str] = []
     """Appended to SGLang's command line, so they override the arguments of this service."""
     engine_log: Path | None = None
-    """Null means run/logs/<name>-engine.log; the log before the last start is kept beside it, as `.1`."""
+    """Null means run/logs/<name>-engine.log. The log of the former run is kept beside it, as `.1`."""
     dtype: str | None = None
     """Null means float32 on CPU (exact logprobs) and the checkpoint's own type on CUDA."""
     context_length: int | None = None

@@ -10,7 +10,7 @@ from typing import Literal
 from rollout_server.settings import Device, RolloutServerSettings
 
 SHIM = Path(__file__).parent / "shim"
-"""Stand-ins for modules that need CUDA: on the engine's path on CPU only, since a GPU needs the real ones."""
+"""Stand-ins for modules that need CUDA. Only an engine on CPU has them on its path."""
 CPU_MAX_TOTAL_TOKENS = 65536
 CPU_MAX_RUNNING_REQUESTS = 64
 
@@ -34,7 +34,7 @@ def engine_command(
     command += ["--model-path", str(model_path), "--weight-version", str(version)]
     command += ["--host", settings.engine_host, "--port", str(settings.engine_port)]
     command += ["--random-seed", str(settings.random_seed)]
-    # Each chunk carries only the new tokens: an answer costs O(tokens) on the wire, not O(tokens²).
+    # Each chunk of a stream has only the new tokens, so an answer costs O(tokens) bytes, not O(tokens²).
     command += ["--incremental-streaming-output", "--sleep-on-idle", "--log-level-http", "warning"]
     command += _cpu(settings) if device == "cpu" else _cuda(settings)
     if settings.context_length is not None:

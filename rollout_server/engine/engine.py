@@ -3,7 +3,7 @@
 choose policy ─▶ start ─▶ ready? ─▶ prove ─▶ serve … dies ─▶ kill its process group, wait ─┐
       └────────────────────────────────────────────────────────────────────────────────────┘
 
-To *prove* a policy is to ask the engine for its version and the checksum of its weights, and to compare both.
+To *prove* a policy is to ask the engine for the version and the checksum of its weights, and to check both.
 """
 
 import asyncio
@@ -168,8 +168,8 @@ class Engine:
     async def drain(self) -> None:
         """Leave rotation for good, and wait for the requests that run, at most `drain_timeout_s`.
 
-        The engine has to be idle for POLLED_WITHIN_S, because gateways that have not polled `/status` since
-        may still send requests.
+        The engine has to be idle for POLLED_WITHIN_S, because a gateway may still send requests until it
+        has polled `/status` again.
         """
         self._closing = True
         busy_at = monotonic()

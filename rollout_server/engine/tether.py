@@ -3,8 +3,8 @@
 rollout server ── starts ──▶ tether ── becomes ──▶ SGLang
       └── killed, even with SIGKILL: the kernel kills SGLang, and SGLang's children end with it
 
-It asks the kernel for a SIGKILL when its parent dies (`prctl(2)`), and replaces itself by the command.
-The rollout server runs it by its path, so it imports nothing of Weir.
+The tether asks the kernel for a SIGKILL when its parent dies (`prctl(2)`), and replaces itself by the
+command. The rollout server runs this file by its path, so it imports nothing of Weir.
 """
 
 import ctypes

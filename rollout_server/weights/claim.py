@@ -1,4 +1,4 @@
-"""Gives each rollout server a directory of weights that no other server uses, also where they share a disk.
+"""Gives each rollout server a directory of weights that no other server uses, even if they share a disk.
 
 The operating system keeps the claim until the process ends, however it ends.
 """

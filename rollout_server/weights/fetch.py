@@ -46,7 +46,7 @@ class WeightsStore:
         return self._directory / f"v{version:08d}-{manifest_sha256[:12]}"
 
     def begin(self, version: int) -> Path:
-        """An empty directory for the files; what a killed server left there is removed."""
+        """An empty directory for the files. Files that a killed server left there are removed."""
         part = self._directory / f"v{version:08d}.part"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
@@ -149,7 +149,7 @@ def _read_manifest_file(location: FileLocation) -> bytes:
 
 
 def _link_or_copy(location: FileLocation, spec: FileSpec, target: Path) -> None:
-    """A hard link costs neither time nor space; across file systems it has to be a copy."""
+    """Make a hard link, which costs neither time nor space. On another file system, make a copy."""
     source = location.resolve(spec.name)
     if not source.is_file():
         raise BrokenWeights("is missing", file=spec.name)

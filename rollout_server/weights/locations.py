@@ -14,7 +14,7 @@ from rollout_server.errors import LocationRefused
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 PLAIN_URL_PATH = re.compile(r"[A-Za-z0-9._~/@=+-]*")
-"""Paths without percent escapes, `;` and backslashes, which this service and the other server read alike."""
+"""Paths without percent escapes, `;` and backslashes: this service and the other server read them alike."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ SHAPING_KEYS = (
     "tie_word_embeddings",
     "vocab_size",
 )
-"""Keys that a config must not change: a reload keeps the engine's config, and a restart reads the new one."""
+"""Keys that a published config must not change. A reload keeps the engine's config, but a restart reads the
+new one, so the model would change at the restart."""
 
 
 @dataclass(frozen=True)

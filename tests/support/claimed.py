@@ -8,7 +8,7 @@ from rollout_queue.redis.reader import RedisReader
 
 
 def claimed_reader(redis: Redis) -> RedisReader:
-    """Any earlier holder must have released the lease."""
+    """Takes the lease away from any other holder."""
     redis.delete(keys.LEASE)
     lease = Lease(redis, 1000.0)
     assert lease.claim() is None

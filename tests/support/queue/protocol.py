@@ -1,7 +1,7 @@
-"""The system of `test_protocol`: a gateway and a trainer on a real Redis, which can be killed anywhere.
+"""The system of `test_protocol`: a gateway and a trainer on a real Redis, and the places of a kill.
 
-Everything is real except for the gateway's HTTP and the weights, which are the list of the turns that trained
-them. A process that is killed leaves Redis and the disk as they are at that moment.
+Everything is real except the gateway's HTTP and the weights. The weights are a list of the turns on which
+they were trained. A process that is killed leaves Redis and the disk as they are at that moment.
 """
 
 import asyncio
@@ -196,7 +196,7 @@ class System:
         self.writer = RedisWriter(self.async_redis)
 
     def start_trainer(self, group_wait_s: float = 1e12) -> None:
-        """A new process on the same disk. The lease's former holder is dead, or slept until it expired."""
+        """Start a new process on the same disk. The former holder of the lease is dead, or slept too long."""
         algorithm = AlgorithmSettings(min_live_rows=2, max_tokens=8, group_wait_s=group_wait_s)
         self.redis.delete(keys.LEASE)
         lease = Lease(self.redis, 1000.0)

@@ -1,4 +1,4 @@
-"""A fake SGLang for the reload tests: it holds weights, keeps the calls, and fails where a test says so."""
+"""A fake SGLang for the reload tests: it has weights, lists its calls, and fails where a test says so."""
 
 import asyncio
 import hashlib

@@ -52,7 +52,7 @@ RATIO_MASKS: list[Any] = [
     {"name": "m2po", "limit": 0.2},
     {"name": "kpop", "upper": 0.05},
 ]
-"""The corrections that compare the trainer's log-probabilities with the engine's."""
+"""The masks that compare the trainer's log-probabilities with the engine's."""
 MASKS: list[Any] = [*RATIO_MASKS, {"name": "opsm", "delta": 0.1}]
 KLS = ["abs", "k2", "k3", "low_var", "k3_plus", "unbiased"]
 AGGREGATIONS: list[dict[str, Any]] = [
@@ -88,7 +88,7 @@ def named(value: Any) -> str:
 
 @st.composite
 def steps(draw: st.DrawFn, spread: float = 0.5) -> Step:
-    """Up to six rows of up to five tokens, some without any. Log-probabilities differ by `spread` nats."""
+    """Up to six rows of up to five tokens; rows may be empty. Log-probabilities differ by about `spread` nats."""
     lengths = draw(st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any))
     rows = len(lengths)
     rollouts = sorted(draw(st.lists(st.integers(0, 3), min_size=rows, max_size=rows)))

@@ -4,7 +4,7 @@ A test puts tasks into the folder, one after the other, and at the end a file th
 Each task has its own policy and process group. With --forks it also has its own process, forked from one that
 has imported everything. A task trains the steps that the last checkpoint of its run lacks, and saves a
 checkpoint after each. With `in_parts` it first accumulates and discards gradients, and then learns each step
-in two parts. At the end rank 0 sends no orders to rank 1 as long as the file `rest` exists.
+in two parts. At the end rank 0 sends no command to rank 1 as long as the file `rest` exists.
 """
 
 import gc
@@ -28,7 +28,7 @@ LOOKS_EVERY_S = 0.02
 
 
 def main(folder: Path, forks: bool) -> None:
-    gc.freeze()  # DeepSpeed runs the collector; so it skips the imported modules
+    gc.freeze()  # the garbage collector, which DeepSpeed calls, then skips the imported modules
     number = 0
     while (task := next_task(folder, number)) is not None:
         if not forks:

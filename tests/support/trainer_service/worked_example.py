@@ -1,6 +1,6 @@
-"""The worked example of docs/training.md: reads its tables, and computes its step by the trainer's own code.
+"""The worked example of docs/training.md: reads its tables, and computes its step with the trainer's code.
 
-tables ─▶ records ─▶ Assembler ─▶ judge ─▶ scored ─▶ micro_batches ─▶ OptimizerSteps of a table model
+tables ─▶ records ─▶ Assembler ─▶ screen ─▶ scored ─▶ micro_batches ─▶ OptimizerSteps with a `Listed`
 """
 
 import math
@@ -73,7 +73,7 @@ class Listed:
     steps: int = 0
     losses: list[list[float]] = field(default_factory=lambda: [[]])
     leaves: list[tuple[MicroBatch, Tensor]] = field(default_factory=list)
-    """The gradients of the last epoch, by row."""
+    """The log-probabilities of the last epoch, which get the gradient, by micro-batch."""
 
     def own_micro_batches(self, batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, bool]]:
         return [(batch, True) for batch in batches]

@@ -1,4 +1,4 @@
-"""How SGLang is started on each device, and what its environment holds."""
+"""Checks SGLang's command line and environment on each device, and the settings that they come from."""
 
 from pathlib import Path
 from typing import Any

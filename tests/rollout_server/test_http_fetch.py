@@ -1,4 +1,4 @@
-"""Weights over HTTP from the trainer: sizes are bounded, redirects refused, the key goes to it alone."""
+"""Weights are fetched over HTTP: sizes are checked, redirects refused, and only the trainer gets the key."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""POST /reload is a transaction: the engine proves the new version, or continues to serve the old one."""
+"""POST /reload is a transaction. The new version is served only after the server has checked that the engine
+loaded it. Otherwise the engine keeps the old version, or restarts on it."""
 
 import asyncio
 from collections.abc import Callable

@@ -20,7 +20,7 @@ from trainer_service.sinks.sink import Sink
 from trainer_service.step.ranks import DistributedPolicy
 from trainer_service.step.step_request import StepRequest
 
-torch.set_num_threads(1)  # the models are too small for more, and another worker uses the other core
+torch.set_num_threads(1)  # the models are too small for more, and other test processes use the other cores
 
 
 @pytest.fixture(scope="session")

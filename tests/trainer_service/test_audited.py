@@ -1,4 +1,4 @@
-"""`weir audit` of a real trainer on a real Redis finds nothing wrong, or names the ids of the fault."""
+"""`weir audit` of a real trainer on a real Redis finds no fault in sound runs, and the ids of each fault."""
 
 import asyncio
 import json

@@ -38,12 +38,12 @@ def test_a_critic_learns_what_is_to_come(name: str, make_harness: MakeHarness) -
     assert said[0]["critic/value_mean"] == 0.0  # before training, all values are 0
     assert said[-1]["critic/loss"] < 0.5 * said[0]["critic/loss"]
     assert all(math.isfinite(value) for metrics in said for value in metrics.values())
-    if name == "gae":  # in the other, a turn has the value of its first token, before any token is known
+    if name == "gae":  # with turn_gae, a turn has the value that was computed before its first token
         assert said[-1]["critic/explained_variance"] > 0.3 > said[0]["critic/explained_variance"]
 
 
 def test_a_restart_goes_on_with_the_same_critic(make_harness: MakeHarness) -> None:
-    """The result is bitwise that of a run without a restart."""
+    """The result is bitwise equal to that of a run without a restart."""
     through, cut = criticised(make_harness, name="through"), criticised(make_harness, name="cut")
     for harness in (through, cut):
         lesson(harness, "a")

@@ -31,8 +31,9 @@ def episode(session_id: str, first: int, value: float) -> list[Entry]:
 
 
 def turns_in_memory(session_id: str) -> int:
-    """Count the turns of a session in memory. The garbage collector tracks no turns, and not all of their
-    holders. So the search follows untracked referents, and begins with the frozen globals of modules, too."""
+    """Count the turns of a session in memory. The garbage collector tracks neither turns nor all objects that
+    refer to them. So the search also follows untracked objects. It also begins at the globals of Weir's
+    modules, because frozen objects are not listed."""
     gc.collect()
     ours = [vars(module) for name, module in sys.modules.items() if name.startswith(OUR_PACKAGES)]
     holders = [*gc.get_objects(), *(value for names in ours for value in names.values())]

@@ -27,7 +27,7 @@ def full(number: int = errno.ENOSPC) -> OSError:
 
 
 class Disk:
-    """A disk that refuses a write, after a half of it, as long as it has no room."""
+    """A disk that may have no room. Then it takes half of each write and refuses the rest."""
 
     def __init__(self, harness: Harness, error: Exception | None = None) -> None:
         self.harness, self.error = harness, error or full()
@@ -47,7 +47,7 @@ class Disk:
         return writing
 
     def wait(self, patch: pytest.MonkeyPatch, pauses: int) -> None:
-        """Let the trainer wait without real time, and make room at the last of so many pauses."""
+        """Let pauses of the trainer take no real time, and make room at pause number `pauses`."""
 
         def paused(seconds: float) -> None:
             self.harness.clock.pass_by(seconds)

@@ -47,7 +47,7 @@ def grouped(seed: int, count: int = 12, **fields: Any) -> list[Row]:
 
 
 def learn(learner: OneRankLearner, rows: Sequence[Row], *parts: int) -> dict[str, float]:
-    """One step of all rows; before it, parts of `parts` rows are accumulated one after the other."""
+    """Make one step of all rows. Before it, accumulate parts of them, of as many rows as `parts` says."""
     algorithm, done = learner.settings.algorithm, 0
     for count in parts:
         learner.leader.accumulate(StepRequest(rows[done : done + count], 0, algorithm))
@@ -60,7 +60,7 @@ def test_a_step_in_parts_is_the_step_at_once(
     make_learner: MakeLearner, untrained: Weights, stage: int
 ) -> None:
     whole, parted = (make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED) for _ in range(2))
-    for seed, parts in enumerate([(4,), (4, 4), (4, 8), ()]):  # the third had all of it when it was made
+    for seed, parts in enumerate([(4,), (4, 4), (4, 8), ()]):  # the third step has no rows left to add
         rows = grouped(seed)
         assert learn(parted, rows, *parts) == same_metrics(learn(whole, rows))
     assert_moved_alike(whole.exported(), parted.exported(), untrained)

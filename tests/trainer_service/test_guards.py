@@ -99,7 +99,7 @@ def held(make_harness: MakeHarness) -> Harness:
     harness.agents.group("g", [1.0, 0.0])
     assert harness.trainer.run_once()
     harness.agents.group("h", [1.0, 0.0])
-    harness.shared_state.stop()  # so that a paused turn does not sleep
+    harness.shared_state.stop()  # so that the paused loop does not sleep
     assert not harness.trainer.run_once()
     return harness
 
@@ -274,7 +274,7 @@ def served_by(make_harness: MakeHarness, *rewards: tuple[float, float], **settin
     assert [body["version"] for body in harness.gateway.announced] == [*range(1, len(rewards) + 1)]
     harness.agents.group("strange", [1.0, 0.0], version=len(rewards), logprobs=[-400.0] * 3)
     assert harness.trainer.run_once()
-    harness.shared_state.stop()  # so that a paused turn does not sleep
+    harness.shared_state.stop()  # so that the paused loop does not sleep
     assert not harness.trainer.run_once()
     return harness
 

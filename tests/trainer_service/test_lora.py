@@ -1,4 +1,4 @@
-"""LoRA: adapters learn, the base model stays unchanged, and the published weights are both merged."""
+"""LoRA: adapters learn, the base model stays unchanged, and the published weights are the sum of both."""
 
 from pathlib import Path
 
@@ -114,7 +114,7 @@ def test_the_reference_is_the_base_model_also_after_training_and_a_restore(
     Checkpoints(tmp_path / "c", 2).restore(again.leader)
     for each in (learner, again):
         reference = each.policy.reference(a_batch())
-        # The same weights in the same passes; at stage 3 they may lie elsewhere in memory: one rounding each.
+        # At stage 3 the same weights may lie elsewhere in memory, which may change a value by one rounding.
         torch.testing.assert_close(
             reference, untrained, atol=ulps(1, of=float(untrained.abs().max())), rtol=0
         )

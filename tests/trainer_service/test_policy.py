@@ -186,7 +186,7 @@ def test_a_half_written_version_is_written_again(harness: Harness) -> None:
 
 
 def test_a_checkpoint_brings_back_the_random_generators(harness: Harness) -> None:
-    torch.rand(5)  # away from the seed, which a restart sets too
+    torch.rand(5)  # a restart sets the seed too, so the state must differ from it
     harness.agents.group("g", [1.0, 0.0])
     harness.trainer.run_once()
     expected = torch.rand(3)

@@ -30,7 +30,7 @@ def test_a_trainer_told_to_stop_while_the_gateway_is_away_publishes_after_its_re
 
 
 def test_an_answer_in_a_proxys_words_is_asked_for_again(harness: Harness) -> None:
-    harness.gateway.nonsense = 2  # to the question for the newest version, and to the announcement
+    harness.gateway.nonsense = 2  # for the request for the newest version, and for the announcement
     harness.agents.group("g", [1.0, 0.0])
     assert harness.trainer.run_once()
     assert [body["version"] for body in harness.gateway.announced] == [1]

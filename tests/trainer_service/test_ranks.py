@@ -1,4 +1,4 @@
-"""Two real ranks learn what one learns, and end when one of them does."""
+"""Two real ranks learn the same as a single rank, and both end if one of them dies."""
 
 import signal
 import time

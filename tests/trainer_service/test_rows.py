@@ -24,7 +24,7 @@ def all_ids(turns: list[Turn]) -> list[str]:
 
 @st.composite
 def trees(draw: st.DrawFn) -> list[Turn]:
-    """Sessions of up to eight turns, each continuing any earlier one or none; every output id is its own."""
+    """A session of up to eight turns. Each continues any earlier turn or none. No two outputs share an id."""
     turns: list[Turn] = []
     for number in range(draw(st.integers(1, 8))):
         parent = draw(st.sampled_from([None, *all_ids(turns)]))

@@ -88,7 +88,7 @@ def test_a_rollout_that_stays_young_enough_delays_no_step(make_harness: MakeHarn
 
 
 def test_nothing_waits_for_what_no_waiting_saves(make_harness: MakeHarness) -> None:
-    """Too old already, an evaluation, or without a reward that may never come."""
+    """One session is too old already, one is an evaluation, and one has no reward and may never get one."""
     harness = aged(make_harness, "wait")
     for name, version, policy in (("old", 2, "policy"), ("exam", 3, "policy@3"), ("poor", 3, "policy")):
         harness.agents.open(name, name, 2)

@@ -282,7 +282,7 @@ def test_a_trainer_says_where_it_stands_after_a_step(harness: Harness) -> None:
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
 def test_a_restart_goes_on_at_the_rate_that_is_set_now(make_harness: MakeHarness, zero_stage: int) -> None:
-    """An operator may lower it after an alarm; a rate of 0 leaves every weight as it is."""
+    """An operator may lower the rate after an alarm. A rate of 0 leaves every weight as it is."""
     harness = make_harness(zero_stage=zero_stage).start()
     harness.agents.group("g", [1.0, 0.0])
     assert harness.trainer.run_once()

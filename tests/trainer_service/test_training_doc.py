@@ -1,5 +1,5 @@
-"""docs/training.md says what the trainer does: its worked example by the trainer's own code, its tables by
-the settings, and nothing else."""
+"""Compares docs/training.md with the trainer: its worked example with results of the trainer's code, and its
+tables with the settings."""
 
 import json
 import re
@@ -37,7 +37,7 @@ from trainer_service.settings import TrainerSettings
 pytestmark = pytest.mark.numeric
 
 EXACT = 0.5e-4 + ulps(16)
-"""What four decimals leave open, and float32: no number of the example is larger than 2, or a longer sum."""
+"""Half a unit of the fourth decimal, and a few roundings of float32. No number in the example is above 2."""
 BARE: dict[str, Any] = {"correction": "none", "masks": []}
 GOLDEN = Path(__file__).with_name("algorithms_golden.json")
 FAMILIES: dict[str, Any] = {
@@ -255,7 +255,7 @@ def test_the_parameters_of_the_document_are_all_and_their_values_the_defaults(fa
         values = parameters(line)
         assert set(values) == set(model.model_fields) - {"name"}, line[family]
         model(**chosen(line, family))
-        if line[family] == "rejection":  # has no bounds of its own
+        if line[family] == "rejection":  # it has no default bounds
             continue
         for name, value in values.items():
             field = model.model_fields[name]
@@ -274,7 +274,7 @@ def test_the_presets_are_what_the_document_says() -> None:
 
 
 def options(model: type[BaseModel]) -> set[str]:
-    """What may be said where a field takes one of a few words."""
+    """The words that fields accept, if a field accepts certain words only."""
     found: set[str] = set()
     for field in model.model_fields.values():
         if get_origin(field.annotation) is Literal:

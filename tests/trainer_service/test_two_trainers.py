@@ -131,7 +131,7 @@ def test_of_two_trainers_one_refuses_and_one_that_slept_ends(
     third = start("third")
     third.takes_up_the_stream()
     assert holder(redis) == third.pid
-    third.signal(signal.SIGSTOP)  # so that whatever is taken from here on, the first has taken
+    third.signal(signal.SIGSTOP)  # from here on, only the first could take entries
     entries_before = redis.xrange(keys.STREAM)
     append(redis, "after")
     first.signal(signal.SIGCONT)

@@ -9,7 +9,7 @@ from trainer_service.groups.version_scores import VersionScores
 
 
 def version_scores(**rewards: list[float]) -> VersionScores:
-    """By version, as `v1`."""
+    """Scores with these rewards. The name `v1` stands for version 1."""
     made = VersionScores()
     for name, values in rewards.items():
         for value in values:
@@ -18,7 +18,7 @@ def version_scores(**rewards: list[float]) -> VersionScores:
 
 
 def best(known: VersionScores, servable: list[int]) -> tuple[int, int, float] | None:
-    """With a mean that can be written down."""
+    """The best version, its sessions and its rounded mean reward."""
     found = known.best(servable)
     return None if found is None else (found.version, found.sessions, round(found.reward, 9))
 

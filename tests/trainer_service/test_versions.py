@@ -33,7 +33,7 @@ def test_a_number_whose_weights_were_lost_in_a_crash_is_not_used_again(make_harn
 def test_a_number_that_was_published_before_its_checkpoint_is_not_used_again(
     make_harness: MakeHarness,
 ) -> None:
-    """Even when the directory of versions is lost, and the gateway with its Redis."""
+    """This holds even if the directory of versions is lost, and the gateway with its Redis as well."""
     harness = make_harness(checkpoint_every_steps=10).start()
     assert train(harness, "g") == 1
     forget_policies(harness)
@@ -92,7 +92,7 @@ def test_the_first_number_of_a_process_waits_for_the_gateway_and_nothing_is_trai
 def test_a_number_that_was_given_away_since_the_gateway_was_asked_is_passed_over(
     harness: Harness,
 ) -> None:
-    """By a gateway that is away now, or to a trainer whose disk is lost."""
+    """For example, a trainer whose disk is lost now may have reserved it."""
     assert train(harness, "g") == 1
     harness.stream.reserve(7, "file:///elsewhere")
     assert [train(harness, "h"), train(harness, "i")] == [8, 9]

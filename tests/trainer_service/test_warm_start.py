@@ -12,7 +12,7 @@ from trainer_service.warm_start import Example, by_length, main, warm_start
 
 
 def make_plan(directory: Path, model_path: Path, **plan: Any) -> Path:
-    """Copy the token after 5: few rows, learnt in seconds."""
+    """Make a plan that teaches to copy the token after 5. Its few rows are learnt in seconds."""
     directory.mkdir()
     draw = random.Random(0)
     for name in ("config.json", "tokenizer.json"):

@@ -88,7 +88,7 @@ def named(value: Any) -> str:
 
 @st.composite
 def steps(draw: st.DrawFn, spread: float = 0.5) -> Step:
-    """Up to six rows of up to five tokens; rows may be empty. Log-probabilities differ by about `spread` nats."""
+    """Up to six rows of up to five tokens; rows may be empty. Policies differ by about `spread` nats."""
     lengths = draw(st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any))
     rows = len(lengths)
     rollouts = sorted(draw(st.lists(st.integers(0, 3), min_size=rows, max_size=rows)))

@@ -148,7 +148,7 @@ def test_logits(case: str) -> None:
 
 @pytest.mark.parametrize("case", cases("logits.topk"))
 def test_top_k(case: str) -> None:
-    """A sampler's top-k mask on the logits renormalises; a target outside the mask has probability 0."""
+    """A sampler's top-k mask sets other logits to -inf. A target outside the mask has probability 0."""
     kept_TV = LOGITS_TV.topk(CASES[case]["params"]["k"], dim=-1).values[:, -1:] <= LOGITS_TV
     logprobs_T, _ = selected_logprobs(
         LOGITS_TV.masked_fill(~kept_TV, -torch.inf), TARGETS_T, torch.ones(6, dtype=torch.float64)

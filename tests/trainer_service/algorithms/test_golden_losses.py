@@ -124,7 +124,7 @@ LOSSES: dict[str, Callable[[Params], Made]] = {
     },
 }
 BY_HAND = {"loss.kl_cov"}
-"""Cases with a test of their own: they choose tokens by lp_new, which the step's statistics do not know."""
+"""Cases with a test of their own. They choose tokens by lp_new, but a step's statistics choose by lp_prox."""
 
 
 def settings_of(case: str) -> LossSettings:

@@ -44,8 +44,8 @@ LENGTHS = MASK.sum(1).tolist()
 FAMILIES = ("adv.", "filter.", "reward.", "critic.", "async.", "trajectory.", "mini.group_")
 
 LONE = 8
-"""The row that is alone in its group. The spec gives it an advantage of 0. verl, and so two of the cases, use
-its raw reward."""
+"""The row that is alone in its group. The trainer gives it an advantage of 0. verl gives it its raw reward,
+and two of the cases follow verl."""
 RAW_WHERE_ALONE = {"adv.opo", "adv.gpg"}
 
 settings_of = TypeAdapter(Advantage).validate_python
@@ -289,7 +289,8 @@ def test_capacity(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["async.verl_rollout_num"])
 def test_rollout_number(case: str) -> None:
-    """verl's share of stale rollouts, with a push every `sync_steps`, is converted to versions."""
+    """verl limits the share of stale rollouts, and pushes every `sync_steps` steps. The test converts this
+    limit to versions."""
     got = []
     for share, sync_steps, batches, mini_batch, stale in CASES[case]["params"]["rows"]:
         versions = (1 + share) * sync_steps - 1
@@ -308,7 +309,7 @@ def test_staleness(case: str) -> None:
 @pytest.mark.parametrize("case", ["mini.group_1001"])
 def test_group(case: str) -> None:
     for name, wanted in CASES[case]["expected"].items():
-        # With two best of four, pass@k gives no advantage. The case has the spec's values, for [1, 0, 0, .5].
+        # The case's values of pass@k are for [1, 0, 0, .5]. Its own rewards have two best, so nobody leads.
         rewards = [1.0, 0.0, 0.0, 0.5] if name == "passk" else CASES[case]["params"]["reward"]
         members = tuple(Rollout(str(number), "g", reward) for number, reward in enumerate(rewards))
         assert close(score(name, Rollouts(members)), wanted), name

@@ -42,7 +42,7 @@ def made(**parts: Any) -> LossSettings:
 
 
 def row(**differing: Sequence[float]) -> tuple[Tokens, StepCounts]:
-    """Tokens of row 0 whose log-probabilities are all -1 and advantages 1, but for those that differ."""
+    """Tokens of row 0. Log-probabilities are -1 and advantages 1, unless `differing` has other values."""
     length = len(next(iter(differing.values())))
     fields: dict[str, Sequence[float]] = dict.fromkeys(
         ("lp_new_T", "lp_prox_T", "lp_roll_T"), [-1.0] * length

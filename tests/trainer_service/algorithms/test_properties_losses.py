@@ -1,4 +1,4 @@
-"""Properties of every loss with every correction, for any batch (P1 to P4 and P6 in §0 of the spec)."""
+"""Properties of every loss with every correction, for any batch. P1 to P4 and P6 number them."""
 
 import math
 from typing import Any
@@ -54,7 +54,8 @@ def parts(tokens: Tokens, chosen_T: Tensor) -> Tokens:
 @quick
 @given(steps(), ways(), st.data())
 def test_micro_batches_add_up_to_the_step(step: Step, way: LossSettings, data: st.DataObject) -> None:
-    """P2, also for whole-step corrections: tokens in any order, rows in any micro-batch, some empty."""
+    """P2: micro-batches add up to the step, also with corrections that depend on the whole step. Tokens come
+    in any order, rows are in any micro-batch, and micro-batches may be empty."""
     rows, tokens = len(step.counts.tokens_R), len(step.tokens.rows_T)
     order_T = torch.tensor(data.draw(st.permutations(range(tokens))))
     home_R = torch.tensor(data.draw(st.lists(st.integers(0, 2), min_size=rows, max_size=rows)))

@@ -1,4 +1,4 @@
-"""Properties of every advantage, for any rewards: P1, P2 and P5 of the spec, and where advantages are 0."""
+"""Properties of every advantage, for any rewards. P1, P2 and P5 number those that losses may share."""
 
 import math
 from collections.abc import Sequence

@@ -2,8 +2,8 @@
 # Starts Redis with a bound on its memory:   start-redis.sh redis-server redis.conf [arguments of Redis]
 #
 # WEIR_REDIS_MEMORY (for example 8gb) is the bound. Without it, Redis gets two thirds of what the container or
-# control group may use, because rewriting the append-only file needs room as well; without such a limit a
-# quarter of the machine, which it shares with other services.
+# control group may use, because rewriting the append-only file needs room as well. If neither has a limit, Redis
+# gets a quarter of the machine, which it shares with other services.
 set -eu
 
 meminfo=${WEIR_MEMINFO:-/proc/meminfo}

@@ -33,7 +33,7 @@ class MemoryStream:
     deleted_users: set[str] = field(default_factory=set)
     reserved: int = -1
     taken_over: bool = False
-    """A test sets it, as if another trainer had claimed the lease."""
+    """A test sets this. The trainer's end then behaves as if another trainer had claimed the lease."""
     _waiting: list[Entry] = field(default_factory=list)
     _pending: dict[str, Entry] = field(default_factory=dict)
     _written: int = 0

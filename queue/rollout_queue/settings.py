@@ -23,7 +23,7 @@ CONFIG_VARIABLE = "WEIR_CONFIG"
 SHORT_NAMES = frozenset(
     {"redis_url", "model_path", "model_name", "engines", "gateway_url", "client_keys", "admin_keys"}
 )
-"""Fields that deployments set for several services at once, by WEIR_ and the field's name."""
+"""Fields that deployments set for several services at once, by variables such as WEIR_REDIS_URL."""
 
 
 def _split(value: object) -> object:
@@ -54,14 +54,14 @@ class ServiceSettings(BaseSettings):
 
 class _ShortNames(EnvSettingsSource):
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        # Only these fields: Kubernetes sets WEIR_PORT itself where a service is named "weir".
+        # Other fields have no short name: Kubernetes sets WEIR_PORT itself if a service is named "weir".
         if field_name not in SHORT_NAMES:
             return None, field_name, False
         return super().get_field_value(field, field_name)
 
 
 def _given(section: dict[str, Any], settings_cls: type[BaseSettings]) -> dict[str, Any]:
-    """`section` without null values of required fields: `weir config` prints them so, for the user to set."""
+    """`section` without required fields that are null. `weir config` prints these for the user to set."""
     required = {name for name, field in settings_cls.model_fields.items() if field.is_required()}
     return {name: value for name, value in section.items() if value is not None or name not in required}
 

@@ -34,10 +34,13 @@ def turn(turn_id: str, **fields: Any) -> Turn:
     [
         ({}, None),
         ({"orphan_of": "later"}, "orphan_retry: turn later asked the same again"),
-        ({"finish": "abort"}, "aborted: the call ended before its answer did"),
+        ({"finish": "abort"}, "aborted: the call ended before its answer was complete"),
         ({"train": False, **HELD}, "not_for_training: sampled under a constraint"),
         ({"train": True, **HELD}, None),
-        ({"train": False, "finish": "abort", **HELD}, "aborted: the call ended before its answer did"),
+        (
+            {"train": False, "finish": "abort", **HELD},
+            "aborted: the call ended before its answer was complete",
+        ),
     ],
 )
 def test_the_trainer_excludes_a_turn_with_the_gateways_words(fields: Any, expected: str | None) -> None:

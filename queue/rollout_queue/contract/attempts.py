@@ -3,7 +3,7 @@
 A retry R and the turn X that it replaces answer the same request; X began first. Two orders are possible:
 
 X is recorded before R    R replaces X                                    R.retry_of = X
-R is recorded before X    R has replaced X, which another gateway made    X.orphan_of = R
+R is recorded before X    X is an orphan of R from the start              X.orphan_of = R
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ def orphans_of(turns: Iterable[Turn]) -> Mapping[str, str]:
 
 
 def retraction_id(turn_id: str) -> str:
-    """The id of the turn that retracts this one, after its client was told that the call failed."""
+    """The id of the turn that retracts `turn_id`, whose client was told that the call failed."""
     return f"{turn_id}-retracted"
 
 
@@ -51,8 +51,8 @@ def related(turn: Turn, recorded: Sequence[Turn]) -> Turn:
 def _comes_after(later: Turn, turn: Turn) -> bool:
     """Whether `later` answers a later attempt than `turn` does, and was asked later.
 
-    A turn answers all attempts from `attempt` to `last_attempt`, because a retry may join a call. Those of
-    `turn` lie before those of `later`, or strictly between their first and their last.
+    A turn answers all attempts from `attempt` to `last_attempt`, because a retry may join a running call. The
+    attempts of `turn` lie before those of `later`, or strictly between the first and the last of `later`.
     """
     before = turn.last_attempt < later.attempt
     between = later.attempt < turn.attempt and turn.last_attempt < later.last_attempt

@@ -1,4 +1,4 @@
-"""Types of the list of all sessions, which is oldest first: positions in it, and the sessions there."""
+"""Types for the list of all sessions, oldest first: a position in the list, and the session at a position."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -32,7 +32,7 @@ def position_of(session: SessionHead | Tombstone) -> ListPosition:
 
 
 def without_unwanted(listed: ListedSession, wanted: Callable[[SessionSpec], bool]) -> ListedSession:
-    """The same position, without its session if `wanted` refuses that."""
+    """The same position, without its session if `wanted` refuses the session's spec."""
     found = listed.found
     return (
         listed._replace(found=None) if isinstance(found, SessionHead) and not wanted(found.spec) else listed

@@ -29,7 +29,7 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     start: int
     end: int
     engine: str | None = None
-    """The engine that sampled them, where several engines made the answer; None for the turn's engine."""
+    """The engine that sampled them, if several engines made the answer; None means the turn's `engine`."""
 
 
 class Sampling(msgspec.Struct, frozen=True, gc=False):
@@ -50,7 +50,7 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=
     task_id: str | None = None
     policy: str = "policy"
     attempt: int = 0
-    """How often the client had made this call before, as it says; 0 for the first attempt."""
+    """How often the client had made this call before, as its header says; 0 for the first attempt."""
     joined_attempt: int = 0
     """The last retry that joined this call while it ran and got the same answer; 0 if none did."""
     joined_at: float = 0.0
@@ -83,8 +83,8 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=
     prompt_digest: str = ""
     """Chained digest of the canonical messages of the call."""
     reply_digest: str = ""
-    """The same with the answer included. By it, a later call that begins with these messages finds its
-    parent."""
+    """Chained digest of the messages and the answer. A later call that begins with all of them finds its
+    parent by this digest."""
     request_digest: str = ""
     """Digest of the bytes of the call; a retry finds earlier attempts by it."""
     retry_of: str | None = None
@@ -109,7 +109,7 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=
 
     @property
     def request(self) -> tuple[str, str]:
-        """Identifies one prompt of a request, which may hold several."""
+        """Identifies one prompt. A request may hold several."""
         return self.request_digest, self.prompt_digest
 
     @property
@@ -171,8 +171,8 @@ class Outcome(msgspec.Struct, frozen=True, tag="outcome", kw_only=True, omit_def
 
 
 class Deletion(msgspec.Struct, frozen=True, tag="deletion", kw_only=True, omit_defaults=True):
-    """The session and its entries in the stream were deleted. It names the group, so that the session counts
-    there as a member that ended without a rollout."""
+    """The session and its entries in the stream were deleted. The record names the group, where the session
+    counts as a member that ended without a rollout."""
 
     session_id: str
     created_at: float
@@ -188,7 +188,7 @@ class SamplingPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     mode: SamplingMode = "enforce"
     """`enforce`: always. `default`: unless the call gives its own. `allow`: as `default`, and the call may
-    give penalties, too. The smaller `max_tokens` applies in every mode."""
+    give penalties, too. In every mode, the smaller `max_tokens` of the session and the call applies."""
     temperature: float = 1.0
     top_p: float = 1.0
     max_tokens: int | None = None

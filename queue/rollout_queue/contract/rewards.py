@@ -13,7 +13,8 @@ of any of them is finite, in any order."""
 def total(rewards: Iterable[Reward]) -> float | None:
     """The sum of the rewards; None if there is none.
 
-    Older builds stored rewards whose sum is infinite. The bound replaces it, because JSON has no infinity.
+    Rewards that older builds stored may have an infinite sum. JSON has no infinity, so the result is at most
+    LARGEST_SUM in magnitude.
     """
     values = [reward.value for reward in rewards]
     return max(-LARGEST_SUM, min(LARGEST_SUM, sum(values))) if values else None

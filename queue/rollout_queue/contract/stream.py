@@ -78,8 +78,8 @@ class StreamWriter(Protocol):
         ...
 
     async def load_for_call(self, session_id: str) -> SessionHead | None:
-        """The same as `load`, but from memory if no record was added to the session since. Its verdicts may
-        then be out of date."""
+        """The same as `load`, but from memory if this process has seen every record of the session. The
+        verdicts may then be out of date."""
         ...
 
     async def sessions(
@@ -98,13 +98,13 @@ class StreamWriter(Protocol):
     async def user_deleted(self, user: str) -> bool: ...
 
     async def forget_deleted(self) -> None:
-        """Drop sessions from memory that any gateway deleted since the last call."""
+        """Drop from memory the sessions that any gateway has deleted since the last call."""
         ...
 
     async def append_turn(
         self, turn: Turn, expires_at: float, owner: str = "", opening: SessionSpec | None = None
     ) -> Turn:
-        """Store the turn in stream and head, once. `opening` creates its session if that does not exist.
+        """Store the turn in stream and head, once. If its session does not exist, `opening` creates it.
 
         Later calls of `owner` find the session (`find_continuations`) by the turn's reply digest, by its id
         if it called tools, and by its request digest if it has no parent.
@@ -115,7 +115,7 @@ class StreamWriter(Protocol):
         ...
 
     async def retract_failed(self) -> None:
-        """Retract the turns whose append failed without an answer, and which may be stored all the same."""
+        """Retract the turns that Redis may have stored although it did not answer their append."""
         ...
 
     async def find_continuations(self, owner: str, digests: Sequence[str]) -> Sequence[str | None]:

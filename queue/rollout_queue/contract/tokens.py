@@ -44,7 +44,8 @@ class Logprobs(_Floats):
 
     @property
     def finite(self) -> bool:
-        """Whether no value is infinite or NaN. Only values with the highest exponent byte are looked at."""
+        """Whether no value is infinite or NaN. The values are looked at only if a highest byte is 0x7F or
+        0xFF, which all such values have."""
         highest = self.tobytes()[_HIGHEST::4]
         return not (0x7F in highest or 0xFF in highest) or all(map(math.isfinite, self))
 

@@ -16,7 +16,7 @@ class Tombstone(msgspec.Struct, frozen=True, kw_only=True):
     turns: int
     rewards: int
     verdict: str | None = None
-    """The code of the verdict that the session had. A trainer that does not know the session reads it."""
+    """The code of the session's verdict. A trainer that does not know the session reads it here."""
 
 
 class DeletionTotals(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ OPENED_UNTRAINED = Verdict(
 
 RETRACTED = Verdict(
     code="orphan_retry",
-    detail="its client was told that the call failed: Redis stored the turn, and its answer came too late",
+    detail="its client was told that the call failed: Redis stored the turn, but replied too late",
 )
 
 DELETED = Verdict(code="deleted", detail="the session was deleted, with everything in it")
@@ -24,7 +24,7 @@ def exclusion(turn: Turn, orphans: Mapping[str, str]) -> Verdict | None:
             return RETRACTED
         return Verdict(code="orphan_retry", detail=f"turn {retry} asked the same again")
     if turn.finish == "abort":
-        return Verdict(code="aborted", detail="the call ended before its answer did")
+        return Verdict(code="aborted", detail="the call ended before its answer was complete")
     if turn.train and not turn.pinned:
         return None
     if "constraint" in turn.sampling.used and not turn.pinned:

@@ -9,13 +9,13 @@ ANY_PORT = 80
 
 
 def http_url(host: str, port: int, wildcard: str = LOOPBACK_ADDRESS) -> str:
-    """The URL of a port that is bound on `host`; `wildcard` is its address if it is bound on all of them."""
+    """The URL of a port that is bound on `host`. If that means all addresses, the URL has `wildcard`."""
     host = wildcard if host in WILDCARDS else host
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def address_towards(url: str) -> str:
-    """This machine's own address on the way to a URL. Nothing is sent to it, but its name may be looked up.
+    """This machine's own address on the way to a URL. Nothing is sent; the URL's host may be looked up.
 
     Raises OSError.
     """

@@ -1,7 +1,7 @@
 """uvicorn's HTTP protocol with bounds on what a peer sends, and on how long it may stall.
 
-A connection is closed when the peer sends no whole head in time, stops sending a body, or stops reading. A
-peer that makes progress is never closed, however slow its line is.
+A connection is closed when the peer sends no whole head in time, stops sending a body, or stops reading. It
+stays open while a body or an answer makes progress, however slow that is.
 """
 
 import json
@@ -16,7 +16,7 @@ from rollout_queue.http.connections import ConnectionCount
 from rollout_queue.http.errors import ApiError
 
 PROGRESS_BYTES = 1024
-"""A peer makes progress if it sends or reads so many bytes within the timeout."""
+"""A peer makes progress if it sends or reads this many bytes within the timeout."""
 MAX_PIPELINED = 16
 """Requests that a client may send on one connection before it has read the first one's answer."""
 MAX_REFUSED = 256
@@ -35,7 +35,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._count, self._bounds = count, count.bounds
         self._address = ""
         self._refusal: ApiError | None = None
-        """Why the connection is refused. Nothing more is read from a connection that has one."""
+        """Why the connection is refused; None while it is not. Once this is set, nothing more is read."""
         self._phase: Phase = "between"
         self._requests = 0
         self._head_bytes = 0
@@ -150,11 +150,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _idle(self) -> bool:
-        """Whether bytes arrived that began no request, while none is served."""
+        """Whether no request is being served."""
         return self.cycle is None or self.cycle.response_complete
 
     def _time_reading(self) -> None:
-        """Let the rest of the head, or the next part of the body, arrive in time."""
+        """Start the timer for the rest of the head, or for the next part of the body, unless it runs."""
         bounded = (self._requests, self._phase)
         if self._read_timer is not None:
             if bounded == self._timed:
@@ -207,7 +207,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._time_writing()
 
     def _time_writing(self) -> None:
-        """Let the client read a part of what waits for it in time."""
+        """Start the timer within which the client has to read a part of what waits for it, unless it runs."""
         if self._write_timer is None:
             self._unwritten_then = self.transport.get_write_buffer_size()
             self._write_timer = self.loop.call_later(self._bounds.write_timeout_s, self._check_writing)

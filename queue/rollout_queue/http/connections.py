@@ -11,7 +11,7 @@ from rollout_queue.http.errors import ApiError
 logger = logging.getLogger(__name__)
 
 OTHER_FILES = 256
-"""Files that a service opens besides one connection to an engine for each client's connection."""
+"""Files that a service may open besides its clients' connections and as many connections to engines."""
 
 
 class ConnectionBounds(BaseModel):
@@ -26,7 +26,8 @@ class ConnectionBounds(BaseModel):
     head_bytes: int = Field(64 * 2**10, ge=1024)
     """Largest request line and headers together; a larger head gets a 431."""
     head_timeout_s: float = Field(10.0, gt=0)
-    """A new connection is closed if no whole head arrives within this time; a head that began gets a 408."""
+    """A request's head has to arrive within this time. If only a part arrives, the client gets a 408; if no
+    byte arrives on a new connection, the connection is just closed."""
     body_timeout_s: float = Field(30.0, gt=0)
     """A body of which not even 1 KiB arrives within this time gets a 408."""
     write_timeout_s: float = Field(30.0, gt=0)

@@ -36,8 +36,8 @@ def serve(
 ) -> None:
     """Listen until SIGTERM; then call `leave`, finish requests in flight, and exit with 0.
 
-    Requests that are still in flight after `drain_s` are ended: by `end_requests`, if it is given, so that
-    they can write last words; then by their cancellation.
+    If requests are still in flight after `drain_s`, `end_requests` is called (if given), so that they can
+    write last words. Then uvicorn cancels the requests that are left.
 
     uvicorn ignores proxy headers here; an application that needs its own public address reads them itself.
     """

@@ -21,7 +21,7 @@ class ErrorReply(ServiceMessage):
 
 
 def error_message(body: bytes) -> str:
-    """The message of an error reply; the beginning of the body if it is not one, but a proxy's page."""
+    """The message of an error reply. Of any other body, such as a proxy's page, the beginning."""
     try:
         return ErrorReply.read(body).error.message
     except MalformedMessage:

@@ -15,7 +15,8 @@ LARGEST = 2**53
 class PolicyBody(ServiceMessage):
     """A version to publish. If `version` is null, the gateway gives it the next free number."""
 
-    # A bound makes pydantic read strings; then it refuses half a surrogate pair, which UTF-8 cannot encode.
+    # With a bound on their length, pydantic reads strings whole, and refuses half a surrogate pair, which
+    # UTF-8 cannot encode.
     model_config = ConfigDict(extra="forbid", str_min_length=0)
 
     version: int | None = Field(None, ge=0, lt=LARGEST)
@@ -23,7 +24,7 @@ class PolicyBody(ServiceMessage):
     """A URL under which each file of the version has its name."""
     manifest_sha256: str | None = None
     step: int | None = Field(None, ge=0, lt=LARGEST)
-    """The optimizer step that made it."""
+    """The optimizer step that made the weights."""
 
 
 class RollbackBody(ServiceMessage):

@@ -16,7 +16,7 @@ class ServerBody(ServiceMessage):
     process: str | None = Field(None, min_length=1, max_length=128)
     """What `ServerStatus.process` says; null for a server that an operator registers."""
     forget_after_s: float | None = Field(None, gt=0)
-    """The gateway removes a dead server that has not registered for so long; null means that it stays."""
+    """The gateway removes a dead server that has not registered for this time; null means that it stays."""
 
 
 class Registered(ServiceMessage):

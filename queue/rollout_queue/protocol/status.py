@@ -60,8 +60,9 @@ class QueueReport(ServiceMessage):
     verdicts: Mapping[str, int]
     dead_letters: int
     used_bytes: int | None = None
-    """Redis' memory, and its `maxmemory`; 0 for none."""
+    """The memory that Redis uses."""
     max_bytes: int | None = None
+    """Redis' `maxmemory`; 0 if it has none."""
 
 
 class PolicyStatus(ServiceMessage):

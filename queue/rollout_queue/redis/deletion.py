@@ -28,7 +28,7 @@ from rollout_queue.redis.turns.appending import continuations_of
 logger = logging.getLogger(__name__)
 
 PAGE = 100
-"""Entries per script: Redis serves nobody else while a script runs."""
+"""Entries per script. Redis serves nobody else while a script runs."""
 OVERDUE_S = 30.0
 """A deletion that is unfinished after this time is finished by any gateway."""
 SESSIONS_AT_ONCE = 1000
@@ -71,7 +71,7 @@ class RedisDeleter:
         return len(overdue)
 
     async def _replace_by_tombstone(self, session_id: str) -> Tombstone | None:
-        """Delete all of the session but its entries in the streams. None if it does not exist any more."""
+        """Delete everything of the session except its entries in the streams. None if there is no session."""
         key = keys.session(session_id)
         while True:
             fields: dict[bytes, bytes] = await stored(self._redis.hgetall(key))

@@ -1,4 +1,4 @@
-"""Closes sessions whose deadline has passed. A session that this build cannot read is put off, and named."""
+"""Closes sessions whose deadline has passed. Puts off sessions that this build cannot read, and logs them."""
 
 import logging
 
@@ -15,7 +15,7 @@ from rollout_queue.redis.scripts import sessions as session_scripts
 logger = logging.getLogger(__name__)
 
 PUT_OFF_S = 60.0
-"""How long a session that cannot be read is put off: a newer build, which can read it, may run by then."""
+"""A session that cannot be read is tried again after this time: by then, a newer build may run."""
 
 
 class Expiry:

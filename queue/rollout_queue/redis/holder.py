@@ -15,7 +15,7 @@ class Holder(msgspec.Struct, frozen=True):
     """A process that holds or held the lease. Stored in Redis as JSON under these names."""
 
     token: str
-    """Random, new with each claim: the fence that every script of the trainer compares."""
+    """Random. A claim makes it the fence, and every script of the trainer compares it with the fence."""
     host: str
     pid: int
     born: str
@@ -24,7 +24,7 @@ class Holder(msgspec.Struct, frozen=True):
     place: str
     """The boot id and the process namespace that `pid` belongs to; empty if the system has no /proc."""
     since: float
-    """When it claimed the lease, seconds since the epoch."""
+    """When the process prepared its claim, seconds since the epoch."""
 
     @classmethod
     def here(cls) -> "Holder":

@@ -19,7 +19,8 @@ VERDICTS = "weir:verdicts"
 SETTLED = "weir:settled"
 """Sorted set: session with a verdict, by the time of the verdict, in ms by the stream's clock (SETTLE)."""
 FORGOTTEN = "weir:forgotten"
-"""Hash: how many sessions and turns in `weir:verdicts` retention has removed; and their "tokens:trained"."""
+"""Hash: how many of the sessions and turns that VERDICTS counts were removed by retention ("session:trained",
+"turn:stale", …); and how many trained tokens they had ("tokens:trained")."""
 FORGOTTEN_IDS = "weir:forgotten_ids"
 """Sorted set: the last sessions ("s:…") and groups ("g:…") that retention has removed, by time."""
 TRAINER = "weir:trainer"
@@ -43,7 +44,7 @@ SECRET = "weir:secret"  # noqa: S105 - the name of a key, not a secret
 OPEN = "weir:open"
 """Sorted set: open sessions, by time. Kept while the number of open sessions is limited."""
 UNTRAINED = "weir:untrained"
-"""Sorted set: sessions for training without a verdict, by time. Kept while a staleness budget is set."""
+"""Sorted set: sessions for training that have no verdict, by time. Kept while a staleness budget is set."""
 
 DELETED = "weir:deleted"
 """Hash: deleted session id → tombstone, JSON."""
@@ -76,8 +77,8 @@ def user_sessions(user: str) -> str:
 
 
 def continuation(owner: str, digest: str) -> str:
-    """String: the session of `owner` in which the conversation or first call with this digest was answered
-    last, or that holds the turn with this id."""
+    """String: the session of `owner` that answered the conversation or the first call with this digest last.
+    If `digest` is the id of a turn, the session that holds the turn."""
     return f"weir:c:{owner}:{digest}"
 
 

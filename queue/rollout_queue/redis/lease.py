@@ -4,8 +4,8 @@
          └──▶ weir:trainer_fence   the token of the last claim; does not expire; decides who may *read*
 
 A process that was suspended while its lease expired continues if no other process has claimed the lease
-since. If another process has, the fence excludes the suspended one, even if the other has ended: the
-suspended process holds data in memory that is out of date.
+since. If another process has claimed it, the fence excludes the suspended process, even after the other one
+has ended, because the data that the suspended process holds in memory is out of date.
 """
 
 from typing import Any, NamedTuple
@@ -56,7 +56,7 @@ class Lease:
         return HeldLease(holder, max(0, found[1]) / 1000) if found else None
 
     def renew(self) -> None:
-        """Raises LeaseLost when another process has claimed it since."""
+        """Raises LeaseLost when another process has claimed the lease since."""
         with available():
             held: Any = self._renew([keys.LEASE, keys.FENCE], [self._packed, self.token, self._lease_ms])
         if not held:

@@ -4,7 +4,7 @@
     MULTI, XREADGROUP, EXEC ─▶ a page; or nothing, if the fence was set in between: start again
 
 In a script, Redis would build each page a second time as a Lua value, which takes more than twice as long.
-But a full Redis refuses MULTI and still runs scripts, so the reader falls back to one there.
+But a full Redis refuses MULTI and still runs scripts, so the reader then uses a script.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ class Pages:
         self._pool, self._token = redis.connection_pool, token.encode()
 
     def page(self, count: int, what: bytes) -> list[RawEntry] | None:
-        """Up to `count` entries: new ones for `what` b">", else pending ones after the id `what`.
+        """Up to `count` entries: if `what` is b">", new ones; else the pending ones after the id `what`.
 
         None if Redis is full: then the caller reads by a script. Raises RedisError, and LeaseLost when
         another trainer has claimed the lease since.

@@ -20,7 +20,7 @@ SESSIONS_PER_SCRIPT = 100
 async def progress_of(redis: Redis, session_ids: Sequence[str]) -> list[SessionProgress]:
     """The progress of each session, in the order of `session_ids`. Raises StorageUnavailable.
 
-    A session that does not exist is `decided`: nobody waits for it.
+    A session that does not exist is `decided`, because nobody waits for it.
     """
     script = redis.register_script(session_scripts.PROGRESS)
     found: list[SessionProgress] = []

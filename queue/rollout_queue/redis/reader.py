@@ -35,7 +35,7 @@ class _VerdictCode(msgspec.Struct):
 
 
 PAGE = 200
-"""How many entries or heads are read at once: Redis serves nobody else meanwhile."""
+"""How many entries, verdicts or groups are read at once. Redis serves nobody else meanwhile."""
 NO_VERDICTS = Verdicts(sessions={}, turns={})
 
 
@@ -55,8 +55,9 @@ class RedisReader:
         with available():
             self._run_id = redis.info("server").get("run_id")
         self._interrupted = False
-        """Whether Redis has failed or restarted since `reclaim`. `read` then refuses until the next one:
-        a delivered entry may not have arrived here, and a restarted Redis may have lost acknowledgements."""
+        """Whether Redis has failed or restarted since the last `reclaim`. Then `read` refuses until the next
+        `reclaim`: some delivered entries may not have arrived here, and a restarted Redis may have lost
+        acknowledgements."""
         self._delivered: bytes = b"0-0"
         """The id of the last entry that the group was delivered, as of the last read that found nothing. The
         wait for a new entry begins after it."""
@@ -139,8 +140,8 @@ class RedisReader:
         return entries
 
     def _wait_for_entry(self, block_s: float) -> bool:
-        """Wait for a new entry, without taking it: a blocking read of the consumer group could not check
-        the fence."""
+        """Wait for a new entry, but do not take it, because a blocking read of the consumer group could not
+        check the fence."""
         with self._noticed():
             # redis-py replaces a closed connection silently, so only the run id shows a restarted Redis.
             before, self._run_id = self._run_id, self._redis.info("server").get("run_id")

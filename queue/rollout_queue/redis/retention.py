@@ -72,9 +72,10 @@ class RedisForgetter:
         return Forgotten(verdicts, len(names), held_by.decode())
 
     async def adopt(self) -> None:
-        """Note as settled now the sessions that got their verdict from an older build, which noted no time.
+        """Note the present time for sessions that got their verdict from an older build, which noted no time.
 
-        Each call looks at some sessions. All are looked at once an hour, because such a build may still run.
+        Each call looks at some sessions. After the last session, the next round begins an hour later, because
+        such a build may still run.
         """
         now = time.monotonic()
         if self._adopted_at is not None and now - self._adopted_at < ADOPTED_EVERY_S:

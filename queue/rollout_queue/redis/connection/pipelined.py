@@ -106,7 +106,8 @@ class PipelinedConnection:
                 writer.write(unsent)
 
     async def _connected(self) -> None:
-        """Wait for the one attempt to connect that all callers share; a cancelled caller does not end it."""
+        """Wait until the connection is open. All callers share one attempt, which goes on if one of them is
+        cancelled."""
         if self._connecting is None or self._connecting.done():
             self._connecting = asyncio.create_task(self._connect())
             self._connecting.add_done_callback(_retrieved)

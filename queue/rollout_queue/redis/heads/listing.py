@@ -1,4 +1,4 @@
-"""Reads the list of all sessions page by page, and whole only those sessions that the caller wants."""
+"""Reads the list of all sessions page by page. Only the sessions that the caller wants are read whole."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence

@@ -31,9 +31,9 @@ def reading(session_id: str) -> Iterator[None]:
 
 
 def batches(sizes: Iterable[tuple[str, int]], fields_at_once: int) -> Iterator[list[str]]:
-    """The ids of sessions in batches to read at once, from each id and its number of fields, mostly turns.
+    """Groups the ids of sessions into batches to read at once. `sizes` has each id and its number of fields.
 
-    A batch has at most `fields_at_once` fields, unless it is a single session with more.
+    A batch has at most `fields_at_once` fields (most are turns), unless it is a single session with more.
     """
     batch: list[str] = []
     fields = 0
@@ -48,7 +48,7 @@ def batches(sizes: Iterable[tuple[str, int]], fields_at_once: int) -> Iterator[l
 
 
 def readable_head(session_id: str, fields: Mapping[bytes, bytes]) -> SessionHead | None:
-    """The head. If it cannot be read, this logs the reason and returns None: the list goes on without it."""
+    """The head. None if it cannot be read: this logs the reason, and the list goes on without the session."""
     try:
         return read_head(fields)
     except UNREADABLE as error:

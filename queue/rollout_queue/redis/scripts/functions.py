@@ -28,8 +28,8 @@ end
 
 REMOVE_REFERENCES = """
 local function remove_references(first, sorted_sets, users, responses)
-    -- Removes the session ARGV[1] from the KEYS from `first` on. They are: as many sorted sets, sets of users
-    -- and texts of responses as the last arguments say, and then continuations.
+    -- Removes the session ARGV[1] from the KEYS from `first` on. These are sorted sets, sets of users and
+    -- texts of responses, as many of each as the last arguments say; the rest are continuations.
     sorted_sets = first - 1 + sorted_sets
     users, responses = sorted_sets + users, sorted_sets + users + responses
     for at = first, sorted_sets do redis.call('ZREM', KEYS[at], ARGV[1]) end

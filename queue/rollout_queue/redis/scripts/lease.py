@@ -5,8 +5,8 @@ CLAIM = """
 -- Returns false if the caller holds the lease now, else its holder and the ms until it expires.
 local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= ARGV[4] and holder ~= ARGV[1] then return {holder, redis.call('PTTL', KEYS[1])} end
--- Only a trainer can free the memory of a full Redis, which accepts no SET until the script has written, and
--- always accepts DEL.
+-- A full Redis has to accept a trainer, which frees memory. It refuses a script whose first write is SET, and
+-- accepts DEL, so DEL comes first.
 redis.call('DEL', KEYS[1])
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[3])
 redis.call('SET', KEYS[2], ARGV[2])

@@ -13,7 +13,8 @@ APPEND_TURN = """
 -- `spec` opens a session that does not exist; empty if the session must exist.
 -- `request` names a field that exists once a retry of the turn's request was recorded. `seen` is how many
 -- fields the session had when the turn's relation to other attempts was computed; empty if it was not
--- computed. After `deadline`, in ms by Redis' clock, nothing is stored: the client may have been told so.
+-- computed. After `deadline`, in ms by Redis' clock, nothing is stored, because the client may have been told
+-- that the call failed.
 -- Returns how many fields the session had before and has now; or a word that says why nothing was appended.
 local known = redis.call('HMGET', KEYS[1], ARGV[2], 'spec', 'outcome', ARGV[6])
 local stored, spec, outcome, retried = unpack(known)
@@ -49,7 +50,8 @@ return {before, redis.call('HLEN', KEYS[1])}
 
 RETRACT = """
 -- KEYS: session, stream   ARGV: field, field of the retraction, retraction, deadline
--- Appends the retraction of a turn that is stored, after the last moment to store it.
+-- Appends the retraction of the turn if the turn is stored. Until `deadline` it does nothing, because Redis
+-- may still store the turn.
 -- Returns a word that says what became of the turn.
 local time = redis.call('TIME')
 if time[1] * 1000 + time[2] / 1000 <= tonumber(ARGV[4]) then return 'early' end

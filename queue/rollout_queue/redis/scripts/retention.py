@@ -6,10 +6,11 @@ DUE = (
     LAST_DELIVERED
     + """
 -- KEYS: settled, stream   ARGV: group, settled for how many ms, count, prefix of session keys
--- Returns: the time in ms before which a session must have been settled; the oldest unread or unacknowledged
--- entry, if that entry decides the time, else ''; then id and number of fields of up to `count` such
--- sessions, the oldest first. A session is settled after its entries were appended, so a session that was
--- settled before the oldest of these entries has none of them. Both times are by the stream's clock.
+-- Returns a list: first, the time in ms by the stream's clock until which a session must have been settled to
+-- be forgotten; second, the oldest unread or unacknowledged entry, if it decides that time, else ''; then the
+-- id and the number of fields of each of up to `count` such sessions, the oldest first.
+-- A session is settled after all its entries were appended. So a session that was settled before the oldest
+-- unread or unacknowledged entry was appended has no unread or unacknowledged entry.
 local time = redis.call('TIME')
 local before = time[1] * 1000 + math.floor(time[2] / 1000) - ARGV[2]
 local oldest = ''
@@ -40,7 +41,8 @@ FORGET = (
 -- ARGV: id, seen, before, prefix of session keys, group, ids kept, how many sorted sets, users and responses,
 --       (turn, tokens)…
 -- `seen` is how many fields the session had when its head was read.
--- Returns its verdict; nothing if another gateway has forgotten it, or it has changed since.
+-- Returns the verdict; nothing if another gateway has forgotten the session, or the session has changed
+-- since then.
 local session, id = KEYS[1], ARGV[1]
 local function code(verdict) return verdict and string.match(verdict, '"code":%s*"([^"]*)"') end
 local since, verdict = redis.call('ZSCORE', KEYS[2], id), code(redis.call('HGET', session, 'verdict'))
@@ -95,7 +97,7 @@ ADOPT = (
     SETTLE
     + """
 -- KEYS: settled, stream, session…   ARGV: id…
--- Notes as settled now each session that has a verdict and no time when it was settled.
+-- Notes the present time for each session that has a verdict and no time of its verdict.
 redis.call('ZREM', KEYS[1], '') -- a full Redis accepts this, and then refuses no later write
 for at = 3, #KEYS do
     local id = ARGV[at - 2]

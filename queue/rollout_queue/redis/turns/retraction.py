@@ -25,7 +25,7 @@ from rollout_queue.redis.scripts import records as record_scripts
 logger = logging.getLogger(__name__)
 
 MOST_PENDING = 10_000
-"""Turns that may be pending at once: as many as calls that end while Redis does not answer."""
+"""Turns that may be pending at once. Each call that ends while Redis does not answer may add one."""
 
 
 class PendingRetraction(NamedTuple):

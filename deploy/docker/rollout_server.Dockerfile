@@ -1,4 +1,4 @@
-# The rollout server, and SGLang in an environment of its own (its pins differ from ours).
+# The rollout server, and SGLang in an environment of its own, because SGLang pins other versions than Weir.
 FROM python:3.11-slim-bookworm AS wheel
 ENV PIP_NO_CACHE_DIR=1
 WORKDIR /src
@@ -12,7 +12,7 @@ ENV PIP_NO_CACHE_DIR=1
 WORKDIR /src
 # "cpu" or "cuda": which build of torch, and which of the engine's locks.
 ARG TORCH=cpu
-# The index with the CPU build of torch; empty: only the indexes that pip is configured for.
+# The index with the CPU build of torch. If it is empty, pip uses only the indexes that it is configured for.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 COPY deploy/requirements deploy/requirements
 RUN python -m venv /engine && cd deploy/requirements \
@@ -27,7 +27,7 @@ COPY --from=wheel /dist /dist
 RUN /venv/bin/pip install --no-deps /dist/*.whl
 
 FROM python:3.11-slim-bookworm
-# A new named volume gets the owner of the directory at its mount point: these belong to the service.
+# A new named volume gets the owner of the directory at its mount point, so the service's user owns these.
 RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin weir \
     && install -d -o 10001 -g 10001 /model /var/lib/weir/policies /var/lib/weir/weights
 COPY --from=build /engine /engine

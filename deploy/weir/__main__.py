@@ -80,7 +80,7 @@ def down(config: Config = None, run_dir: RunDir = None) -> None:
 def show_status(config: Config = None, run_dir: RunDir = None) -> None:
     """Show each service, its address and its state; exits with 1 when one is not ready.
 
-    Without a run of `weir up`, the services are those of the gateway at WEIR_GATEWAY_URL.
+    If `weir up` has started nothing, this shows the services of the gateway at WEIR_GATEWAY_URL.
     """
     settings = _settings(config, run_dir=run_dir)
     found = state.read(settings.run_dir)
@@ -129,7 +129,7 @@ def show_audit(
     run_dir: RunDir = None,
     answers: Annotated[
         Path | None,
-        typer.Option("--answers", help="JSONL of answers to clients: the audit looks for what they promise"),
+        typer.Option("--answers", help="JSONL of what clients were told is stored; the audit looks for it"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
     redis_url: Annotated[
@@ -179,7 +179,7 @@ def import_sessions(
         str | None, typer.Option("--redis-url", help="Redis to write to, instead of the run's")
     ] = None,
 ) -> None:
-    """Write exported sessions back to the queue, to be trained as if agents had just ended them."""
+    """Write exported sessions back to the queue, to be trained as if agents had just finished them."""
     from redis import Redis
 
     from weir.audit.sources import sources_of

@@ -12,7 +12,7 @@ from weir.stack.process import Readiness
 from weir.stack.state import ProcessState, StackState
 
 TRAINER_SILENT_S = 60.0
-"""A trainer that has not reported for so long counts as down."""
+"""A trainer that has not reported for this time counts as down."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def rows_of(found: StackState, admin_key: str | None) -> list[ServiceStatus]:
 
 
 def rows_elsewhere(gateway_url: str, redis_url: str, admin_key: str | None) -> list[ServiceStatus]:
-    """The state of services that something else has started, such as compose: as the gateway reports them."""
+    """The state of services that something other than `weir up` started (compose, say), from the gateway."""
     rows = [
         _probed("redis", redis_url, redis_ready(redis_url)),
         _probed("gateway", gateway_url, http_ready(gateway_url)),
@@ -109,7 +109,7 @@ def _details(found: StackState, admin_key: str | None) -> dict[str, str]:
 
 
 def details_from(status: SystemStatus) -> dict[str, str]:
-    """The few facts of GET /admin/status that fit on a line each."""
+    """For each service, the few facts of GET /admin/status that fit on one line."""
     policy, trainer, queue = status.policy, status.trainer, status.queue
     return {
         "gateway": _facts(serving=policy.serving, target=policy.target)

@@ -58,7 +58,7 @@ class StreamFact(msgspec.Struct, frozen=True, kw_only=True):
     """The entries of the stream that are not acknowledged."""
 
     entries: Mapping[str, Mapping[str, tuple[str, ...]]]
-    """Entry ids by session, and by the field of its head that holds the same record."""
+    """Entry ids, by session and by the field of the session's head that holds the same record."""
     unreadable: Mapping[str, bytes]
     """Entries that this build cannot decode, with the digest of their bytes."""
     pending: int
@@ -101,7 +101,7 @@ class GroupFact(msgspec.Struct, frozen=True):
 
 
 class ClientAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An answer to a client, which says what was stored: a line of the `--answers` file."""
+    """What an answer told its client is stored; one line of the `--answers` file."""
 
     session_id: str
     turn_id: str | None = None
@@ -152,7 +152,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def may_be_forgotten(self) -> bool:
-        """Whether enough sessions were forgotten that all vanished answers may be about these."""
+        """Whether all `vanished_answers` may be forgotten sessions: at least as many were forgotten."""
         return len(self.vanished_answers) <= self.forgotten_sessions
 
     @cached_property

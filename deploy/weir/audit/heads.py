@@ -1,4 +1,4 @@
-"""Converts the hash of a session to a SessionFact, which has the number of tokens instead of the tokens."""
+"""Converts the Redis hash with a session's head to a SessionFact, which has counts of tokens, not tokens."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ UNREADABLE = (InvalidRecord, UnknownSchema)
 
 
 def digest(record: bytes) -> bytes:
-    """Identifies a record: its entry in the stream and its field in the head have the same bytes."""
+    """A digest of a record's bytes, which are the same in the stream, in the head and in the dead letters."""
     return hashlib.blake2b(record, digest_size=16).digest()
 
 
@@ -44,7 +44,8 @@ def session_fact(
 def _records(
     fields: Mapping[bytes, bytes], dead_letters: Mapping[bytes, str]
 ) -> tuple[dict[str, Record], dict[str, bytes], set[str]]:
-    """The records by field, the digests of undecodable ones by field, and the fields in the dead letters."""
+    """The records by field; the digests of undecodable records by field; and the fields of those records that
+    are also in the dead letters."""
     records: dict[str, Record] = {}
     unreadable: dict[str, bytes] = {}
     set_aside: set[str] = set()
@@ -84,7 +85,7 @@ def _late(record: Record) -> bool:
 
 
 def field_of(record: Record) -> str:
-    """The field of its session's head that a record of the stream fills."""
+    """The field of the session's head in which this record of the stream is stored, too."""
     match record:
         case Turn():
             return f"t:{record.turn_id}"
@@ -100,7 +101,7 @@ def _terms(spec: bytes, outcome: Record | None) -> tuple[str | None, bool]:
     """The session's group, and whether it may be trained."""
     try:
         known = decode_spec(spec)
-    except UNREADABLE:  # a newer build opened it; its outcome has the same fields
+    except UNREADABLE:  # a newer build opened the session; the session's outcome repeats both values
         return (outcome.group_id, outcome.train) if isinstance(outcome, Outcome) else (None, True)
     return known.group_id, known.train
 
@@ -116,7 +117,7 @@ def _barred(turn: Turn, session_trains: bool, orphan: bool) -> str | None:
 
 
 def _generation(turn: Turn) -> int:
-    if turn.completion_id:  # the choices of one completion start one after the other
+    if turn.completion_id:  # it is the same in all choices of a completion, but they start at different times
         return hash((turn.completion_id, turn.started_at))
     content = (turn.context_ids.tobytes(), turn.output_ids.tobytes(), turn.logprobs.tobytes())
     return hash((turn.session_id, turn.parent_id, turn.started_at, turn.finished_at, *content))

@@ -1,4 +1,4 @@
-"""Reads the trainer's ledger: from the trainer, or from its checkpoints if it does not run.
+"""Reads the trainer's ledger from the trainer, or from the checkpoints if the trainer does not answer.
 
 {directory}/CURRENT ─▶ {directory}/{tag}/state.json ─▶ `ledger_bytes` of {directory}/ledger.jsonl
 

@@ -17,7 +17,7 @@ def ledger_findings(evidence: Evidence) -> Iterator[Finding]:
     if len(vanished) > 1 and not evidence.forgotten_after.get("turn:trained"):
         said = (
             f"Redis has no trace of the steps {vanished[0].step} to {vanished[-1].step}, which the ledger "
-            "has: it came back empty, or from an older state"
+            "has: Redis came back empty, or with an older state"
         )
         yield Finding(kind="unexplained", rule="redis_emptied", subject="Redis", sentence=said)
     else:
@@ -39,7 +39,7 @@ def _of_step(row: LedgerRow, kind: Kind, rule: str, said: str) -> Finding:
 
 
 def _order(rows: tuple[LedgerRow, ...]) -> Iterator[Finding]:
-    """Steps are 1, 2, 3 …, one row each, and versions grow: a version names one set of weights."""
+    """Steps are 1, 2, 3 …, one row each. Versions grow, because a version names one set of weights."""
     if rows and rows[0].step != 1:
         yield _of_step(rows[0], "lost", "step_missing", "is the first of the ledger")
     for before, row in pairwise(rows):

@@ -76,7 +76,7 @@ def _facts(report: Report) -> list[str]:
             f"with {trained.turns} turns and {trained.tokens} tokens"
         )
     if report.answers:
-        lines.append(f"answers: {report.answers} that clients got were looked for")
+        lines.append(f"answers: what {report.answers} answers told their clients was looked for")
     return lines + [f"note: {note}" for note in report.notes]
 
 

@@ -13,7 +13,7 @@ from weir.audit.ledger_rules import TOKENS, ledger_findings
 
 GIVEN_BY_GATEWAYS = frozenset({"failed", "abandoned", "expired", "deleted"})
 """Verdicts that a gateway gives to a session, and so to all of its turns. In sessions with other verdicts,
-the trainer gives every turn a verdict of its own: a turn without one never reached the trainer."""
+the trainer gives every turn a verdict of its own, so a turn without one never reached the trainer."""
 
 
 def findings_of(evidence: Evidence) -> list[Finding]:
@@ -91,7 +91,7 @@ def _against_the_ledger(
             yield _Fault("unexplained", "verdict_denies", said)
     elif not rows:
         row = evidence.rows_by_step.get(verdict.step or 0)
-        lacks = "has no such step" if row is None else "has that step without it"
+        lacks = "has no such step" if row is None else "has that step without this turn"
         said = f"was acknowledged as trained by step {verdict.step}, but the durable ledger {lacks}"
         yield _Fault("lost", "acknowledged_before_the_checkpoint", said)
     elif not any((row.step, row.version) == (verdict.step, verdict.version) for row in rows):
@@ -148,7 +148,8 @@ def _sessions(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _session(session: SessionFact, evidence: Evidence) -> Iterator[Finding]:
-    """Finds rewards and outcomes that the trainer never gets: the session's group would wait for ever."""
+    """Finds rewards and outcomes that the trainer will never get, so that the session's group would wait for
+    ever."""
     session_id = session.session_id
     if session.verdict is None:
         for field in sorted(session.ends - evidence.stream.entries.get(session_id, {}).keys()):

@@ -35,10 +35,10 @@ def sources_of(
     trainer_url: str | None = None,
     checkpoint_dir: Path | None = None,
 ) -> Sources:
-    """The sources that the arguments name; else those of the services that run in the run directory; else
-    those of the services' own settings (as in a container); else those that `weir up` would start there.
+    """Each source is the first of these that is known: the argument; that of the service that runs in the run
+    directory; that of the services' own settings (as in a container); the one that `weir up` would use.
 
-    Without an address of the trainer, the one that it reports in Redis is taken.
+    The trainer's address is in no setting of a service. Instead, the trainer reports it in Redis.
     """
     found = state.read(settings.run_dir)
     running = {} if found is None else {name: service.url for name, service in found.services.items()}

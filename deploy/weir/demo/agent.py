@@ -15,7 +15,7 @@ MAX_TOKENS = 40
 async def solve(client: AsyncOpenAI, task: Task, takes_s: Sequence[float] = (0.0,) * MAX_CALLS) -> str:
     """Ask the question, run the tools that the model calls, and return its answer; empty if it gave none.
 
-    `takes_s` has one item for each call to the model: how long the tools of its answer take, seconds.
+    `takes_s` has one item for each call to the model: how many seconds the tools take that its answer calls.
     """
     messages: list[Any] = [{"role": "user", "content": task.question}]
     for seconds in takes_s:

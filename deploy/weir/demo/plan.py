@@ -1,4 +1,4 @@
-"""Writes the training rows of the demo's warm start, in exactly the ids that the gateway renders.
+"""Writes the training rows of the demo's warm start, as the token ids that the gateway renders.
 
 A warm start is supervised training that makes the first model, for reinforcement learning to improve.
 

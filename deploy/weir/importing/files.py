@@ -27,7 +27,7 @@ class LocatedRow(NamedTuple):
 
 
 def rows_of(files: Sequence[Path]) -> Iterator[LocatedRow]:
-    """Every row of all files in order: a session may begin in one file and end in the next."""
+    """Every row of all files in order, because a session may begin in one file and end in the next."""
     for path in files:
         yield from _of_parquet(path) if _is_parquet(path) else _of_lines(path)
 

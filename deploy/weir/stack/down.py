@@ -11,7 +11,7 @@ from weir.stack.state import StackState
 
 
 def stop(run_dir: Path, timeout_s: float) -> list[str]:
-    """Tell the parent to stop its services, and stop those that it leaves. Returns a sentence per action."""
+    """Tell the parent to stop its services, then stop those that still run. Returns a sentence per action."""
     found = state.read(run_dir)
     if found is None or found.phase == "failed":
         state.path_in(run_dir).unlink(missing_ok=True)

@@ -69,7 +69,7 @@ class ServiceProcess:
         return self._popen.poll() if self._popen else 0
 
     def check(self) -> None:
-        """Note its descendants. Raises ServiceDied, with the end of its log, when it has ended."""
+        """Note the process' descendants. Raises ServiceDied, with the end of the log, when it has ended."""
         if self.exit_code is None:
             self._note_family()
             return
@@ -85,7 +85,7 @@ class ServiceProcess:
         return "\n".join(f"    {line}" for line in lines) or "    (it logged nothing)"
 
     def stop(self, timeout_s: float) -> None:
-        """Send SIGTERM, wait up to `timeout_s`, then kill it and its descendants."""
+        """Send SIGTERM to the process, wait up to `timeout_s`, then kill it and its descendants."""
         if self._popen is None:
             return
         self._note_family()
@@ -97,8 +97,8 @@ class ServiceProcess:
         self.sweep()
 
     def sweep(self) -> None:
-        """Kill descendants of a service that has ended: an engine without parent would still hold its
-        port."""
+        """Kill the descendants of a service that has ended, because an engine without a parent would still
+        hold its port."""
         for member in self._family:
             with suppress(psutil.NoSuchProcess):
                 member.kill()  # psutil compares start times, so a reused pid is safe

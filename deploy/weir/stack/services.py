@@ -91,8 +91,8 @@ def determined_sections(settings: StackSettings) -> Sections:
 
 
 def effective_sections(settings: StackSettings) -> Sections:
-    """The user's weir.yaml, overwritten by `determined_sections`. It has the keys that the user wrote into
-    it; the keys in `settings` are passed in the environment."""
+    """The user's weir.yaml, overwritten by `determined_sections`. API keys are in it only if the user wrote
+    them into weir.yaml; the keys in `settings` are passed in the environment."""
     return merged(file_document(), determined_sections(settings))
 
 

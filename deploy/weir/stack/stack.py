@@ -96,7 +96,7 @@ class Stack:
     ) -> None:
         """Return when every service is ready. Raises StackError when a service ends, or after `timeout_s`.
 
-        `on_wait` gets the names of the services that are not ready and why, each time that this changes.
+        `on_wait` gets the names of the services that are not ready, with the reasons, whenever these change.
         """
         limit_s = self.settings.start_timeout_s if timeout_s is None else timeout_s
         deadline, reported = time.monotonic() + limit_s, ""

@@ -142,6 +142,8 @@ class staged:  # noqa: N801 - reads as a function
         )
         (end,) = tokenizer.encode("<|im_end|>").ids
         self.scene = Scene([actor.part for actor in endpoints], fleet, self.sampler, metrics, end)
+        for engine in self.scene.engines:
+            engine.received = lambda: len(self.scene.ids)
 
     async def __aenter__(self) -> Scene:
         fleet = self.scene.fleet

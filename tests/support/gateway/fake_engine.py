@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -56,6 +56,8 @@ class FakeEngine:
     """How long each event takes."""
     raw: bytes | None = None
     """The bytes of the next answer; then the connection breaks."""
+    received: Callable[[], int] = lambda: 2**32
+    """How many tokens of the answer the client has. An interruption waits until they have arrived."""
     last_words: dict[str, Any] = field(default_factory=dict)
     """Fields that replace those of the last event's `meta_info`."""
 
@@ -137,7 +139,7 @@ class FakeEngine:
             event = {"output_ids": ids[start:end], "meta_info": meta}
             yield f"data: {json.dumps(event)}\n\n".encode()
             if interruption is not None and end >= interruption.after:
-                await asyncio.sleep(0.01)  # lets the tokens arrive before the interruption
+                await self._arrival_of(said + end)
                 yield self._last_words(interruption, end, ids)
                 return
             if self.stop_after is not None and end >= self.stop_after:
@@ -166,6 +168,14 @@ class FakeEngine:
             # In incremental streaming, SGLang's abort event repeats the last token.
             event = {"output_ids": ids[:end][-1:], "meta_info": meta}
         return f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode()
+
+    async def _arrival_of(self, tokens: int) -> None:
+        """Wait until the client has received the tokens, but not long, because it may hold them back."""
+        await asyncio.sleep(0.01)  # lets the tokens arrive where nothing tells that they have
+        for _ in range(200):
+            if self.received() >= tokens:
+                return
+            await asyncio.sleep(0.005)  # the client reads in another thread or process
 
     async def _cut_off(self, raw: bytes) -> AsyncIterator[bytes]:
         yield raw

@@ -10,7 +10,7 @@ LONG ?= numerics properties clients presets
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
 # Which build of torch: "cuda" with a GPU, else "cpu", a tenth of the size.
 TORCH ?= $(if $(GPU),cuda,cpu)
-# The index with the CPU build of torch; empty: only the indexes that pip is configured for.
+# The index with the CPU build of torch. If it is empty, pip uses only the indexes that it is configured for.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := .venv/bin
@@ -32,7 +32,7 @@ demo: install  ## the whole loop on this machine: a tiny model learns to use its
 test: check  ## the checks, then all tests but the long ones, the real engine included
 	@$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder -m "not long"
 
-test-fast: .venv/installed  ## the tests that need no engine and no minutes
+test-fast: .venv/installed  ## the short tests that need no engine
 	@$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder -m "not system and not long"
 
 test-long: install $(LONG:%=test-%)  ## the long tests (minutes to hours): the crash matrix and the parts in LONG="numerics …"
@@ -82,7 +82,7 @@ check: install  ## format, lint, types, imports, layout
 	@$(BIN)/lint-imports
 	@$(BIN)/pytest tests/house
 
-map:  ## the rooms of the system and the files in them, each with the sentence that says what it is for
+map:  ## the packages of the system and their files, each with the sentence that says what it is for
 	@$(PYTHON) docs/map.py
 
 lock: .venv/installed  ## renew the locks of all environments (UPGRADE=--upgrade takes newer versions)
@@ -96,13 +96,13 @@ licences: install  ## the licence of every installed package, also in the engine
 up: install  ## start everything in the background; WEIR_MODEL_PATH names the model
 	@$(BIN)/weir up
 
-status: .venv/installed  ## what runs, and how it is
+status: .venv/installed  ## which services run, and whether they are ready
 	@$(BIN)/weir status
 
 down: .venv/installed  ## stop what `up` started
 	@$(BIN)/weir down
 
-clean:  ## remove the environments, caches and runs; stop them first
+clean:  ## remove the environments, caches and runs; stop the services first
 	rm -rf .venv .venv-engine run build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Each of these targets is a file that is touched after an installation. So a second run does nothing, and a

@@ -1,6 +1,6 @@
 """Prints every room (folder) of the system and every file in it, with the first line of its docstring.
 
-python docs/map.py [ROOM …]     all rooms, or those whose path begins so: gateway, gateway/edge
+python docs/map.py [ROOM …]     all rooms, or the named ones with the rooms in them: gateway, gateway/edge
 """
 
 import ast

@@ -12,7 +12,7 @@ def test_a_run_ends_by_its_final_answer_and_its_rewritten_history_is_a_branch_ea
     stack: RunningStack, scene: str
 ) -> None:
     session = stack.session()
-    # So small a model understands its rewritten history badly; the test does not check its answer.
+    # The small model understands its rewritten history badly, so the test does not check its answer.
     assert stack.play(CLIENT, scene, session)["calls"] == ["get", "final_answer"]
     assert session.story() == [("root", "tool_calls"), ("forks", "tool_calls")]
     assert session.turns()[1]["reason"] == "history_edited"

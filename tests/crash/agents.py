@@ -1,4 +1,4 @@
-"""Agents that call, reward and finish without pause, and write down every success that they are told of."""
+"""Agents that play one episode after another, and write down each success that the gateway tells them of."""
 
 import json
 import random

@@ -14,7 +14,8 @@ class Kill(msgspec.Struct, frozen=True):
     """Whether the kill hit the window. A miss counts as a kill at any time."""
     healed_s: float
     answers: int
-    """How many successes agents were told of between the recoveries from the former kill and this one."""
+    """How many successes agents were told of after the recovery from the previous kill, until that from this
+    one."""
 
 
 class Result(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Windows: which part is killed at which moment. At each, a careless system would lose or repeat something.
+"""Windows: each is a part and a moment to kill it, when a careless system would lose or repeat something.
 
 A window recognises its moment by what is visible from outside: files, Redis, a status page. Right after the
 kill, it checks what the dead process left to tell whether the kill hit; a miss counts as a kill at any time.
@@ -78,7 +78,7 @@ def in_checkpoint(system: CrashSystem) -> None:
 
 
 def before_acknowledge(system: CrashSystem) -> None:
-    """Redis takes no writes from the middle of the checkpoint on, so the trainer waits to acknowledge."""
+    """Pause Redis' writes during a checkpoint; return when it is complete, and not yet acknowledged."""
     in_checkpoint(system)
     before = current(system)
     system.redis.client_pause(5000, all=False)

@@ -40,7 +40,8 @@ EPISODES, LONGEST_S = 6000, 600.0
 
 @dataclass
 class TrialCourse:
-    """Ends a run when the trainer holds, the reward has collapsed and may do so, or the run is too long."""
+    """Ends a run when a guard holds the training, when the run is too long, or, if `may_collapse`, when the
+    reward has collapsed."""
 
     snapshot: Observation
     ends_at: float

@@ -171,7 +171,8 @@ def test_wherever_a_power_cut_ends_the_file_heads_and_stream_tell_one_story(
 def test_after_a_power_cut_both_ends_go_on_by_themselves(
     redis: RedisProcess, tmp_path: Path, connection: str
 ) -> None:
-    """Neither is restarted. The gateway's cache has a lost turn, and the next turn must not extend it."""
+    """Gateway and trainer are not restarted. The gateway's cache has a turn that Redis lost, and the next
+    turn must not extend that turn."""
 
     async def gateway() -> None:
         client = AsyncRedis.from_url(redis.url)
@@ -233,7 +234,8 @@ def limit(redis: Redis, room: int) -> None:
 
 @pytest.mark.parametrize("trainer_was_there", [False, True])
 def test_a_trainer_frees_a_redis_that_is_full(redis: RedisProcess, trainer_was_there: bool) -> None:
-    """A new trainer frees it, too. All that a trainer does writes to Redis, and no such write is refused."""
+    """A trainer that never read the stream before frees Redis, too. Every action of a trainer writes to
+    Redis, and a full Redis must refuse none of these writes."""
     client = redis.client
     if trainer_was_there:
         first = Lease(client, 1000.0)

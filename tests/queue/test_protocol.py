@@ -66,7 +66,8 @@ SHORT_LIVED_S, AFTER_THEM, AFTER_ALL = 10.0, 1e5, 1e13
 
 @dataclass
 class Known:
-    """Every success that the agents of a session were told."""
+    """What the agents of one session were told: which turns are stored, and whether it ended or was
+    deleted."""
 
     spec: SessionSpec
     turns: dict[str, Turn] = field(default_factory=dict)
@@ -87,7 +88,7 @@ class Protocol(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.known: dict[str, Known] = {}
         self.buried: Counter[str] = Counter()
-        """The counted verdicts of turns whose sessions have been deleted since."""
+        """Verdicts that were counted for turns of sessions that were deleted later."""
         self.clock = 100.0
         self.system = System(self.url, self.knife, Path(self.folder.name), checkpoint_every_steps)
 

@@ -40,7 +40,7 @@ class Stream:
         self.reader: RedisReader = claimed_reader(self.sync)
 
     async def episode(self, name: str = "s1", turns: int = 1, **terms: Any) -> None:
-        """A session that has ended with a reward and has no verdict."""
+        """Write a session that has ended with a reward and has no verdict."""
         await self.writer.open_session(spec(name, **terms))
         for number in range(turns):
             await self.writer.append_turn(turn(f"{name}-t{number}", name), 200.0)

@@ -102,7 +102,8 @@ async def test_sessions_are_listed_by_age_page_by_page(ends: Ends) -> None:
 
 
 async def test_the_place_of_a_session_is_between_those_of_its_age(ends: Ends) -> None:
-    """Also the place of a session that is gone, and independent of the locale's order of ids."""
+    """The bytes of the ids decide among sessions of one age, not the locale. A position without a session is
+    valid, too."""
     names = ["B", "a", "a-", "a0", "b", "ab"]
     for name in names:
         await ends.writer.open_session(SessionSpec(session_id=name, created_at=1.0))

@@ -372,7 +372,7 @@ def test_clocks_that_jump_lose_nothing_and_keep_nobody_waiting(
 
     for offset_s in (-HOUR_S, +HOUR_S):  # by Redis' own clock, keys expire and rate limits refill
         redis_clock.jump(offset_s)
-        time.sleep(0.3)  # a process needs so long to notice the jump, and no event tells it
+        time.sleep(0.3)  # a process needs this time to notice the jump, and there is no event
         reply = gateway.chat("who waits?", path=path_of(gateway.session()))
         assert reply.status_code == 200 or int(reply.headers["retry-after"]) <= 60, reply.headers
     fresh = gateway.session()

@@ -52,7 +52,7 @@ def test_a_rewarded_group_becomes_the_next_version_that_answers(system: System) 
 
 
 def converse(system: System, ticket: dict[str, Any], turns: int, max_tokens: int) -> None:
-    """Play a conversation of so many turns."""
+    """Play a conversation with this number of turns."""
     messages: list[Any] = []
     for number in range(turns):
         messages.append({"role": "user", "content": f"go on {number}"})
@@ -63,7 +63,8 @@ def converse(system: System, ticket: dict[str, Any], turns: int, max_tokens: int
 
 
 def test_trainer_and_engine_agree_on_the_logprobs_of_a_fresh_policy(system: System) -> None:
-    """Over 1,000 tokens of several turns, and again once the weights have changed."""
+    """The trainer compares more than 1,000 tokens of several turns, and does so again with the new
+    weights."""
     for _ in range(2):
         before, step = system.serving(), system.trainer("/status")["step"]
         tickets = system.post("/groups", {"size": 16})["sessions"]
@@ -76,7 +77,7 @@ def test_trainer_and_engine_agree_on_the_logprobs_of_a_fresh_policy(system: Syst
         assert status["step"] == step + 1
         metrics = status["metrics"]
         assert metrics["tokens"] >= 1000
-        # Means of log-probabilities around -ln 1024, each from sums of at most 128 products in float32.
+        # The log-probabilities are near -ln 1024, and each comes from float32 sums of at most 128 products.
         assert metrics["mismatch/abs_logp"] <= ulps(128, of=math.log(1024))
         assert metrics["staleness/total_max"] == 0
 

@@ -35,7 +35,7 @@ def test_the_demo_learns_and_cleans_up(tmp_path: Path) -> None:
     assert len(summary["versions_served"]) >= 10
     assert sum(summary["sessions_by_verdict"].values()) == summary["episodes"]
     assert summary["sessions_by_verdict"]["trained"] > 0
-    # A mean of log-probabilities of at least -ln 512, each from float32 sums of at most 256 products.
+    # The log-probabilities are at least -ln 512, and each comes from float32 sums of at most 256 products.
     assert summary["abs_logp"][0] <= ulps(256, of=math.log(512))
     assert (tmp_path / "reward.png").stat().st_size > 10_000
     commands = [str(process.info["cmdline"]) for process in psutil.process_iter(["cmdline"])]

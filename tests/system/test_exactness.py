@@ -146,7 +146,8 @@ def test_the_engine_scores_the_recorded_tokens_as_recorded(watched: Watched, sys
         len(turn["context_ids"]) :
     ]
     differences = [abs(a - b) for a, b in zip(rescored, turn["logprobs"], strict=True)]
-    # Each is near -ln 1024, in float32, from sums of up to 128 products and one over a vocabulary of 1,024.
+    # The log-probabilities are near -ln 1024. Each comes from float32 sums: some of up to 128 products, and
+    # one over a vocabulary of 1,024.
     assert max(differences) <= ulps(1024, of=math.log(1024))
     assert sum(differences) / len(differences) <= ulps(128, of=math.log(1024))
 

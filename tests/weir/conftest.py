@@ -31,7 +31,8 @@ def notes(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def fake_service(notes: Path) -> FakeService:
-    """Builds a fake service: it is unready until the file `gate` exists, and notes its child in `child`."""
+    """Builds a fake service: it is unready until the file `gate` exists, and writes its child's pid to
+    `child`."""
 
     def build(name: str, *, gate: Path | str = "-", child: Path | str = "-", port: int = 0) -> Service:
         port = port or free_port()

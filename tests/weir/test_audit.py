@@ -52,7 +52,7 @@ def row(step: int = 1, version: int = 4, **fields: Any) -> LedgerRow:
 
 
 def evidence(*sessions: SessionFact, **fields: Any) -> Evidence:
-    """By default, a trained session `s1` and a session `s2` that waits."""
+    """Evidence about these sessions; by default, about a trained one, `s1`, and one that waits, `s2`."""
     sessions = sessions or (
         session("s1", turn("t1", verdict=TRAINED), verdict=TRAINED, group_id="g"),
         session("s2", turn("t2"), group_id="g"),

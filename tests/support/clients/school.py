@@ -29,13 +29,14 @@ ROOT = Path(__file__).parents[3]
 CONTEXT_LENGTH = 8192
 """The longest default prompt of a client library has under 3,000 tokens."""
 STEPS, LONG_FROM = 750, 500
-"""Long conversations come late: they cost ten times as much, and only teach the model to ignore more text."""
+"""Long conversations come late, because each costs ten times as much as a short one, and they teach the model
+only to ignore more text."""
 ROWS, PROBES, BATCH = 3000, 32, 16
 SHORT, LONG = range(1, 160), range(300, 5000)
 """How many characters of prose stand before the question."""
 GATE = 0.9
 PROSE = (ROOT / "LICENSE").read_text(encoding="utf-8")
-"""Any English text will do: the model learns to ignore it."""
+"""Any English text will do, because the model learns to ignore it."""
 MENTIONS = (
     'an action blob with "name": "final_answer" tool',
     '"name": "final_answer",\n  "arguments": {"answer": "insert your final answer here"}',
@@ -97,7 +98,8 @@ class Row:
     """How many of the last ids are the model's last answer."""
 
     def hear(self, *messages: Message) -> None:
-        """Read messages as the gateway does: bridged, or else rendered anew to the same tokens."""
+        """Add the tokens of new messages as the gateway does: by a bridge; without one, by rendering the
+        whole conversation, which must begin with the tokens so far."""
         added = self._bridged(messages) if self.ids else None
         self.messages += messages
         new = self._rendered() if added is None else added.tolist()

@@ -24,7 +24,8 @@ SCENE_TIMEOUT_S = 120.0
 
 
 SHARP = 0.2
-"""At temperature 1 the small model errs now and then, which would look like an answer that got mixed up."""
+"""The sampling temperature. At 1, the small model errs now and then. A test could not tell such an answer
+from one that the gateway gave to the wrong client."""
 
 
 HERMETIC = {
@@ -97,7 +98,7 @@ class RunningStack:
     def play(
         self, client: str, scene: str, session: Session | None = None, *, url: str = "", **more: str
     ) -> Any:
-        """Run a scene of the client, which knows only a base URL and a key; return what it printed last.
+        """Run a scene of a client; return what it printed last. The client knows only a base URL and a key.
 
         `url` replaces the gateway's own URL, e.g. by that of a proxy.
         """

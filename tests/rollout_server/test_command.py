@@ -23,7 +23,7 @@ def options(command: list[str]) -> dict[str, str | None]:
     }
 
 
-def test_the_cpu_engine_runs_torch_native_and_exact() -> None:
+def test_the_cpu_engine_uses_torch_native_attention_and_float32() -> None:
     given = options(engine_command(settings(engine_python="/e/python"), "cpu", Path("/w/v7"), 7))
     assert given["--model-path"] == "/w/v7"
     assert given["--weight-version"] == "7"
@@ -42,7 +42,7 @@ def test_the_cuda_engine_warms_up_and_uses_the_checkpoints_dtype() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_a_deployment_sets_reaches_the_command_line(device: Any) -> None:
+def test_settings_reach_the_command_line(device: Any) -> None:
     chosen = settings(
         dtype="bfloat16",
         context_length=2048,
@@ -59,7 +59,7 @@ def test_what_a_deployment_sets_reaches_the_command_line(device: Any) -> None:
     assert command[-2:] == ["--tp", "2"]
 
 
-def test_the_engine_sees_no_key_of_ours_and_the_stand_in_on_cpu_only() -> None:
+def test_the_engine_gets_no_keys_and_only_on_cpu_the_stand_ins() -> None:
     inherited = {"PATH": "/bin", "WEIR_ADMIN_KEYS": "secret", "PYTHONPATH": "/service"}
     cpu = engine_environment(settings(), "cpu", inherited)
     assert cpu["PYTHONPATH"] == str(SHIM)
@@ -91,7 +91,7 @@ def test_the_default_locations_are_the_weights_the_policies_and_the_trainer(tmp_
     assert settings(locations="/srv/p,http://t:1").allowed_locations == ["file:///srv/p", "http://t:1"]
 
 
-def test_addresses_follow_from_host_and_port_unless_said() -> None:
+def test_addresses_follow_from_host_and_port_unless_urls_are_set() -> None:
     plain = settings(host="0.0.0.0", port=8101, engine_port=30001)
     assert addresses(plain) == ("http://127.0.0.1:8101", "http://127.0.0.1:30001")
     public = settings(public_url="http://pod:8100/", engine_public_url="http://pod:30000/")

@@ -35,7 +35,7 @@ async def test_a_version_is_fetched_from_the_trainer_with_the_first_admin_key(ha
     assert (await harness.status())["version"] == 1
 
 
-async def test_nobody_but_the_trainer_sees_our_key(harness: Harness) -> None:
+async def test_only_the_trainer_gets_the_admin_key(harness: Harness) -> None:
     offer(harness, f"{OTHER}/1", harness.policy(1))
     assert (await harness.reload(1, f"{OTHER}/1")).status_code == 200
     assert all("authorization" not in request.headers for request in harness.network.requests)
@@ -49,7 +49,7 @@ async def test_a_redirect_is_not_followed(harness: Harness) -> None:
     assert len(harness.network.requests) == 1
 
 
-async def test_a_file_that_is_not_there_is_422(harness: Harness) -> None:
+async def test_a_missing_file_is_422(harness: Harness) -> None:
     offer(harness, f"{TRAINER}/weights/1", harness.policy(1))
     harness.network.answers[f"{TRAINER}/weights/1/model.safetensors"] = httpx.Response(404)
     answer = await harness.reload(1, f"{TRAINER}/weights/1")

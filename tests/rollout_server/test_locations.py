@@ -41,13 +41,13 @@ ALLOWED = ["file:///srv/policies", "http://trainer:8200/weights"]
         "",
     ],
 )
-def test_what_lies_under_no_prefix_is_refused(location: str) -> None:
+def test_a_location_under_no_prefix_is_refused(location: str) -> None:
     with pytest.raises(LocationRefused) as refused:
         parse_location(location, ALLOWED)
     assert "secret" not in str(refused.value)
 
 
-def test_what_lies_under_a_prefix_is_allowed() -> None:
+def test_a_location_under_a_prefix_is_allowed() -> None:
     file = parse_location("file:///srv/policies/v00000001/", ALLOWED)
     assert isinstance(file, FileLocation)
     assert file.directory == Path("/srv/policies/v00000001")
@@ -56,7 +56,7 @@ def test_what_lies_under_a_prefix_is_allowed() -> None:
     )
 
 
-def test_a_default_port_is_the_same_as_none() -> None:
+def test_a_default_port_may_be_left_out() -> None:
     assert is_under("http://trainer:80/weights/1", "http://trainer/weights")
     assert not is_under("http://trainer/weights/1", "https://trainer/weights")
 

@@ -26,14 +26,14 @@ def test_a_server_without_a_model_says_so(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stderr) == (1, "rollout_server.model_path: Field required\n")
 
 
-def test_a_directory_that_is_no_model_is_said(tmp_path: Path) -> None:
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     ended = start(tmp_path, WEIR_MODEL_PATH=str(tmp_path))
     assert ended.returncode == 1
     assert "model_path is not a model that can be served" in ended.stderr
 
 
 @pytest.mark.parametrize("field", ["port", "engine_port"])
-def test_a_port_in_use_is_said(tmp_path: Path, field: str) -> None:
+def test_a_port_in_use_is_refused(tmp_path: Path, field: str) -> None:
     model = write_model(tmp_path / "model")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

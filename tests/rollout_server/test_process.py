@@ -55,7 +55,7 @@ async def test_children_that_outlive_a_dead_engine_are_ended_too(tmp_path: Path)
     assert all(until_gone(pid) for pid in pids)
 
 
-async def test_stop_is_patient_and_then_kills(tmp_path: Path) -> None:
+async def test_stop_waits_for_a_while_and_then_kills(tmp_path: Path) -> None:
     # The engine sleeps until the test ends it.
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
     process = await start(tmp_path, stubborn)
@@ -93,7 +93,7 @@ def test_an_engine_dies_with_a_server_that_is_killed(tmp_path: Path) -> None:
     assert until_gone(pid)
 
 
-def test_a_port_in_use_is_seen() -> None:
+def test_a_port_in_use_is_detected() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -35,7 +35,7 @@ async def until_status(harness: Harness, **wanted: Any) -> None:
             await asyncio.sleep(0.01)  # lets the server's tasks run
 
 
-async def test_the_engine_boots_right_into_the_fleets_policy(tmp_path: Path) -> None:
+async def test_the_first_start_loads_the_fleets_policy(tmp_path: Path) -> None:
     harness = joining(tmp_path, None, admin_keys=["key"])
     harness.http.headers["x-api-key"] = "key"
     say(harness, named(7, harness.policy(7)))
@@ -71,7 +71,7 @@ async def test_a_server_that_cannot_fetch_the_policy_is_not_ready_until_it_can(t
     await harness.server.close()
 
 
-async def test_a_gateway_that_is_down_is_tolerated_and_heard_later(tmp_path: Path) -> None:
+async def test_a_server_starts_without_its_gateway_and_follows_it_later(tmp_path: Path) -> None:
     harness = joining(tmp_path, None)
     answer = harness.network.answers.pop(REGISTER)
     await harness.server.open()
@@ -82,7 +82,7 @@ async def test_a_gateway_that_is_down_is_tolerated_and_heard_later(tmp_path: Pat
     await harness.server.close()
 
 
-async def test_a_missed_push_is_made_up_for_at_a_restart(tmp_path: Path) -> None:
+async def test_a_restarted_engine_loads_a_version_whose_push_it_missed(tmp_path: Path) -> None:
     harness = joining(tmp_path, None, register_every_s=60)
     await harness.server.open()
     await harness.until_ready()
@@ -105,7 +105,7 @@ async def test_the_gateways_old_version_does_not_undo_a_push_that_still_runs(tmp
     await harness.server.close()
 
 
-async def test_a_missed_rollback_is_made_up_for_once_things_have_settled(tmp_path: Path) -> None:
+async def test_a_server_follows_a_rollback_that_it_missed(tmp_path: Path) -> None:
     harness = joining(tmp_path, None, settle_s=0.0)
     say(harness, named(2, harness.policy(2)))
     await harness.server.open()
@@ -115,7 +115,7 @@ async def test_a_missed_rollback_is_made_up_for_once_things_have_settled(tmp_pat
     await harness.server.close()
 
 
-async def test_draining_is_said_and_taken_back(tmp_path: Path) -> None:
+async def test_a_drained_server_says_so_and_can_resume(tmp_path: Path) -> None:
     harness = make_harness(tmp_path)
     await harness.server.open()
     await harness.until_ready()
@@ -133,7 +133,7 @@ async def test_a_server_that_is_told_to_end_tells_the_gateway_and_lets_its_calls
     told = len(harness.network.requests)
     leaving = asyncio.create_task(harness.server.leave())
     await wait_until_async(lambda: len(harness.network.requests) > told)
-    assert (await harness.status())["state"] == "draining", "when the gateway asks"
+    assert (await harness.status())["state"] == "draining", "while it still answers the gateway"
     assert (await harness.http.post("/resume")).json()["state"] == "draining", (
         "a server that ends cannot resume"
     )

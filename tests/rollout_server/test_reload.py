@@ -160,7 +160,7 @@ async def test_a_load_that_the_engine_refuses_restarts_it_on_the_old_version(har
     assert (await harness.status())["restarts"] == 1
 
 
-async def test_an_engine_that_kept_the_old_weights_is_not_believed(harness: Harness) -> None:
+async def test_an_engine_that_kept_the_old_weights_fails_the_reload(harness: Harness) -> None:
     harness.engine.keeps_old_weights = True
     answer = await harness.reload(1, harness.policy(1))
     assert answer.status_code == 503
@@ -168,7 +168,7 @@ async def test_an_engine_that_kept_the_old_weights_is_not_believed(harness: Harn
     assert not harness.engine.calls[-1].startswith("/continue"), "its tokens must reach no client"
 
 
-async def test_weights_that_are_the_same_by_value_pass_the_proof(harness: Harness) -> None:
+async def test_a_new_version_with_equal_weights_is_loaded(harness: Harness) -> None:
     assert (await harness.reload(1, harness.policy(1, fill=1.0))).status_code == 200
 
 
@@ -194,7 +194,7 @@ async def test_an_idle_engine_that_is_killed_boots_into_the_current_policy(harne
     assert (await harness.status())["restarts"] == 1
 
 
-async def test_weights_that_rot_on_disk_are_not_booted(harness: Harness) -> None:
+async def test_an_engine_does_not_start_with_weights_that_changed_on_disk(harness: Harness) -> None:
     await harness.reload(1, harness.policy(1))
     flip(harness.server.engine.policy.directory)
     await harness.kill_engine()
@@ -213,7 +213,7 @@ async def test_a_reload_waits_for_an_engine_that_is_starting(harness: Harness) -
     assert (await harness.status())["version"] == 1
 
 
-async def test_a_reload_gives_up_on_an_engine_that_does_not_come(harness: Harness) -> None:
+async def test_a_reload_fails_if_the_engine_does_not_start_in_time(harness: Harness) -> None:
     harness.engine.boot_gate.clear()
     await harness.kill_engine()
     answer = await harness.reload(1, harness.policy(1))
@@ -233,7 +233,7 @@ async def test_reloads_run_one_at_a_time(harness: Harness) -> None:
     assert (await harness.status())["version"] == 2
 
 
-async def test_an_engine_that_names_another_version_is_not_believed(harness: Harness) -> None:
+async def test_an_engine_that_reports_another_version_fails_the_reload(harness: Harness) -> None:
     harness.engine.says_version = "7"
     answer = await harness.reload(1, harness.policy(1))
     assert (answer.status_code, error_of(answer)["message"].count("serves version 7")) == (503, 1)

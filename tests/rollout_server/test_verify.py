@@ -74,7 +74,7 @@ def test_a_flipped_bit_is_refused(model: Path, pushed: Path) -> None:
         verify(model, pushed)
 
 
-def test_a_file_that_is_not_there_is_refused(model: Path, pushed: Path) -> None:
+def test_a_missing_file_is_refused(model: Path, pushed: Path) -> None:
     publish(pushed, 3)
     (pushed / "tokenizer.json").unlink()
     with pytest.raises(BrokenWeights, match=r"tokenizer.json: is missing"):
@@ -153,7 +153,7 @@ def test_a_tied_head_may_be_there_or_not(tmp_path: Path) -> None:
     verify(tied, rewritten(pushed, float32_tensors(shapes=without)))
 
 
-def test_a_head_of_its_own_must_be_there(model: Path, pushed: Path) -> None:
+def test_an_untied_head_must_be_there(model: Path, pushed: Path) -> None:
     tensors = float32_tensors()
     del tensors["lm_head.weight"]
     with pytest.raises(BrokenWeights, match=r"'lm_head.weight': is missing"):
@@ -204,7 +204,7 @@ def _offsets(change: Callable[[dict[str, dict[str, object]]], object]) -> bytes:
         (60000).to_bytes(8, "little") + b"[" * 60000,
     ],
 )
-def test_a_header_that_lies_is_refused(tmp_path: Path, raw: bytes) -> None:
+def test_a_header_that_contradicts_the_file_is_refused(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / WEIGHTS).write_bytes(raw)
     with pytest.raises(BrokenWeights):
         read_header(tmp_path / WEIGHTS)
@@ -238,7 +238,7 @@ def test_a_manifest_names_plain_files_only(name: str) -> None:
         b'{"version": 4, "step": 1, "files": [{"name": "model.safetensors", "size": 1, "sha256": "0"}]}',
     ],
 )
-def test_a_manifest_that_says_nothing_usable_is_refused(text: bytes) -> None:
+def test_an_unusable_manifest_is_refused(text: bytes) -> None:
     with pytest.raises(BrokenWeights):
         read_manifest(text, 3)
 
@@ -249,5 +249,5 @@ def test_weights_differ_by_value_not_by_layout(model: Path, pushed: Path) -> Non
     assert not weights_differ(model, pushed, float32_engine=True)
 
 
-def test_an_engine_that_rounds_need_not_show_a_difference(model: Path, pushed: Path) -> None:
+def test_an_engine_that_rounds_may_hold_equal_weights_for_both(model: Path, pushed: Path) -> None:
     assert not weights_differ(model, pushed, float32_engine=False)

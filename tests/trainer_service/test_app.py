@@ -53,7 +53,9 @@ def test_every_path_but_the_probes_needs_the_admin_key(client: TestClient, path:
         assert client.post(f"/{name}").status_code == 401
 
 
-def test_ready_means_that_the_stream_is_taken_up(client: TestClient, shared_state: SharedState) -> None:
+def test_the_trainer_is_ready_when_the_main_thread_says_so(
+    client: TestClient, shared_state: SharedState
+) -> None:
     assert client.get("/ready").status_code == 503
     shared_state.ready = True
     assert client.get("/ready").status_code == 200

@@ -38,7 +38,7 @@ def agents(redis: Redis, redis_url: str) -> RedisAgents:
 
 
 class Audited:
-    """A trainer on this Redis, and the command that audits both."""
+    """A trainer on a Redis, and the command that audits both."""
 
     def __init__(self, make_harness: MakeHarness, redis: Redis, redis_url: str) -> None:
         self._make_harness, self._redis, self._url = make_harness, redis, redis_url
@@ -85,7 +85,7 @@ def entry_of(redis: Redis, turn_id: str) -> tuple[bytes, bytes]:
     raise LookupError(turn_id)
 
 
-def test_a_healthy_run_adds_up(audited: Audited, agents: RedisAgents, tmp_path: Path) -> None:
+def test_an_audit_of_a_sound_run_finds_nothing(audited: Audited, agents: RedisAgents, tmp_path: Path) -> None:
     agents.group("a", [1.0, 0.0])
     assert audited.harness.trainer.run_once()
     agents.group("b", [0.0, 1.0, 0.5])
@@ -121,7 +121,7 @@ def test_a_healthy_run_adds_up(audited: Audited, agents: RedisAgents, tmp_path: 
     assert "the ledger was read from its checkpoints" in report["notes"][0]
 
 
-def test_what_is_forgotten_still_adds_up(
+def test_an_audit_counts_forgotten_sessions(
     audited: Audited, agents: RedisAgents, redis: Redis, redis_url: str
 ) -> None:
     agents.group("a", [1.0, 0.0])
@@ -154,7 +154,9 @@ async def forget(redis_url: str) -> Mapping[str, int]:
         return (await RedisForgetter(redis).forget(0, 100)).verdicts
 
 
-def test_what_is_durable_and_not_yet_acknowledged_is_trained(audited: Audited, agents: RedisAgents) -> None:
+def test_an_audit_counts_a_durable_step_as_trained_before_it_is_acknowledged(
+    audited: Audited, agents: RedisAgents
+) -> None:
     agents.group("a", [1.0, 0.0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(audited.harness.stream, "acknowledge", crash)
@@ -213,7 +215,7 @@ def test_a_duplicate_append_is_caught(audited: Audited, agents: RedisAgents, red
     code, report = audited.audit()
     assert (code, found(report)) == (1, {("duplicated", "appended_twice", "turn a-0-t2")})
     assert audited.harness.trainer.run_once()
-    assert audited.audit()[0] == 0, "the trainer knows an entry of the same turn again"
+    assert audited.audit()[0] == 0, "the trainer recognises a second entry of the same turn"
     redis.xadd(keys.STREAM, {keys.STREAM_FIELD: packed})
     code, report = audited.audit()
     assert (code, found(report)) == (1, {("unexplained", "verdict_and_entry", "turn a-0-t2")})
@@ -245,7 +247,9 @@ def test_a_dropped_turn_is_caught(audited: Audited, agents: RedisAgents, redis: 
     assert "its session already has the verdict trained" in report["findings"][0]["sentence"]
 
 
-def test_an_answer_that_nobody_kept_is_caught(audited: Audited, agents: RedisAgents, tmp_path: Path) -> None:
+def test_an_answer_that_was_not_recorded_is_caught(
+    audited: Audited, agents: RedisAgents, tmp_path: Path
+) -> None:
     agents.episode("a", None)
     heard = tmp_path / "heard.jsonl"
     heard.write_text('{"session_id": "a", "turn_id": "t9"}\n{"session_id": "b", "reward_key": "k"}\n')

@@ -1,4 +1,4 @@
-"""The trainer's report of its backlog, by which gateways admit only as many sessions as it trains in time."""
+"""The trainer reports its backlog. Gateways admit only as many sessions as the trainer can train in time."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def said(harness: Harness, *names: str) -> list[float]:
     return [float(harness.stream.trainer[f"rollouts_{name}"]) for name in names]
 
 
-def test_before_the_first_step_one_is_expected_to_take_what_it_needs_at_least(
+def test_the_first_estimate_of_rollouts_per_step_is_min_live_rows(
     make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(algorithm={"min_live_rows": 6}).start()
@@ -23,7 +23,7 @@ def test_before_the_first_step_one_is_expected_to_take_what_it_needs_at_least(
     assert said(harness, "waiting", "owed", "per_step") == [0, 0, 6]
 
 
-def test_what_has_ended_waits_until_a_step_takes_it(make_harness: MakeHarness) -> None:
+def test_ended_sessions_wait_until_a_step_trains_them(make_harness: MakeHarness) -> None:
     harness = make_harness(algorithm={"min_live_rows": 4}).start()
     harness.agents.group("g", [1.0, 0.0])
     harness.agents.open("running")
@@ -34,7 +34,7 @@ def test_what_has_ended_waits_until_a_step_takes_it(make_harness: MakeHarness) -
     assert said(harness, "waiting", "owed") == [0, 0]
 
 
-def test_the_use_of_a_step_counts_what_taught_nothing(harness: Harness) -> None:
+def test_rollouts_per_step_counts_groups_without_advantages(harness: Harness) -> None:
     harness.agents.group("equal", [1.0, 1.0, 1.0])
     harness.agents.group("live", [1.0, 0.0])
     assert harness.trainer.run_once()
@@ -43,7 +43,7 @@ def test_the_use_of_a_step_counts_what_taught_nothing(harness: Harness) -> None:
     ]  # the mean of the first estimate and of what the step used
 
 
-def test_what_no_checkpoint_contains_yet_is_owed(make_harness: MakeHarness) -> None:
+def test_trained_sessions_that_no_checkpoint_contains_are_owed(make_harness: MakeHarness) -> None:
     harness = make_harness(checkpoint_every_steps=2).start()
     harness.agents.group("g", [1.0, 0.0])
     assert harness.trainer.run_once()

@@ -32,7 +32,7 @@ def lesson(harness: Harness, name: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", ["gae", "turn_gae"])
-def test_a_critic_learns_what_is_to_come(name: str, make_harness: MakeHarness) -> None:
+def test_a_critic_learns_to_predict_rewards(name: str, make_harness: MakeHarness) -> None:
     harness = criticised(make_harness, name)
     said = [lesson(harness, f"l{step}") for step in range(12)]
     assert said[0]["critic/value_mean"] == 0.0  # before training, all values are 0
@@ -59,7 +59,7 @@ def test_a_restart_goes_on_with_the_same_critic(make_harness: MakeHarness) -> No
     assert torch.equal(*weights)
 
 
-def test_a_checkpoint_without_a_critic_is_not_taken_for_one_with(make_harness: MakeHarness) -> None:
+def test_a_trainer_with_a_critic_refuses_a_checkpoint_without_one(make_harness: MakeHarness) -> None:
     harness = make_harness().start()
     harness.agents.group("g", [1.0, 0.0])
     assert harness.trainer.run_once()
@@ -67,7 +67,7 @@ def test_a_checkpoint_without_a_critic_is_not_taken_for_one_with(make_harness: M
         criticised(make_harness)
 
 
-def test_micro_batches_change_nothing_of_what_a_critic_learns(make_harness: MakeHarness) -> None:
+def test_a_critic_learns_the_same_from_any_micro_batches(make_harness: MakeHarness) -> None:
     ends = []
     for max_tokens in (1, 10_000):
         harness = criticised(make_harness, name=f"run-{max_tokens}", algorithm={"max_tokens": max_tokens})

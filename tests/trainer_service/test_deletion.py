@@ -73,7 +73,7 @@ def test_a_member_that_was_deleted_before_its_group_trains_is_not_trained(harnes
     assert not list(harness.stream.reclaim())
 
 
-def test_a_batch_that_waits_for_more_rows_loses_what_was_deleted(make_harness: MakeHarness) -> None:
+def test_a_batch_that_waits_for_more_rows_loses_a_deleted_session(make_harness: MakeHarness) -> None:
     harness = make_harness(algorithm={"min_live_rows": 4}).start()
     harness.agents.group("g", [1.0, 0.0, 0.5])
     assert not harness.trainer.run_once()
@@ -104,7 +104,7 @@ def test_a_deleted_member_still_counts_after_a_restart(harness: Harness) -> None
 
 
 @pytest.mark.parametrize("group_id", [None, "g"])
-def test_a_deleted_session_that_compares_with_nobody_is_acknowledged(
+def test_a_deleted_session_without_other_members_is_acknowledged(
     harness: Harness, group_id: str | None
 ) -> None:
     harness.agents.open("alone", group_id, 1 if group_id else None)
@@ -121,7 +121,7 @@ def test_the_deletion_of_an_unknown_session_is_acknowledged(harness: Harness) ->
     assert not list(harness.stream.reclaim())
 
 
-def test_the_deletion_of_what_was_trained_changes_nothing_and_is_acknowledged(
+def test_the_deletion_of_a_trained_session_changes_nothing_and_is_acknowledged(
     make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(checkpoint_every_steps=10).start()
@@ -136,7 +136,7 @@ def test_the_deletion_of_what_was_trained_changes_nothing_and_is_acknowledged(
     assert not harness.restart().trainer.run_once()
 
 
-def test_a_step_that_died_with_a_deleted_member_is_made_again_without_it(make_harness: MakeHarness) -> None:
+def test_a_lost_step_is_repeated_without_a_member_that_was_deleted(make_harness: MakeHarness) -> None:
     harness = make_harness(checkpoint_every_steps=10).start()
     harness.agents.group("g", [1.0, 0.0, 0.5])
     assert harness.trainer.run_once()
@@ -149,7 +149,7 @@ def test_a_step_that_died_with_a_deleted_member_is_made_again_without_it(make_ha
     assert not list(harness.stream.reclaim())
 
 
-def test_a_deletion_that_arrives_while_its_rows_are_in_a_step_changes_nothing_of_it() -> None:
+def test_a_deletion_that_arrives_during_a_step_does_not_change_the_step() -> None:
     assembler = Assembler(RULES)
     assembler.add([*episode("a", 1, 1.0), *episode("b", 4, 0.0), *episode("c", 7, 0.5)])
     (group,) = assembler.complete(caught_up=True)
@@ -161,7 +161,7 @@ def test_a_deletion_that_arrives_while_its_rows_are_in_a_step_changes_nothing_of
 
 
 @pytest.mark.parametrize("first", ["deletion", "turns"])
-def test_the_order_of_a_deletion_and_what_it_deletes_does_not_matter(first: str) -> None:
+def test_a_deletion_may_come_before_or_after_the_records_that_it_deletes(first: str) -> None:
     deleted = [Entry("20-0", deletion("c"))]
     parts = [deleted, episode("c", 7, 9.0)] if first == "deletion" else [episode("c", 7, 9.0), deleted]
     assembler = Assembler(RULES)

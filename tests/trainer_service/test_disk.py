@@ -126,7 +126,7 @@ def test_a_version_waits_for_room_and_is_announced_when_it_is_whole(
     assert set(harness.session_codes().values()) == {"trained"}
 
 
-def test_while_a_version_waits_for_room_nothing_of_it_is_seen(
+def test_a_version_that_waits_for_room_leaves_no_files(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(harness.policy, "export", Disk(harness).short(harness.policy.export, half_an_export))
@@ -162,7 +162,7 @@ def test_a_trainer_told_to_stop_while_its_disk_is_full_ends_in_order_and_loses_n
     assert [row.turns for row in again.checkpoints.ledger(0, 10)] == [["g-0-t", "g-1-t"]]
 
 
-def test_no_number_is_given_out_that_could_not_be_written_down(
+def test_a_step_waits_until_its_version_number_is_on_disk(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number is reserved before the step. Otherwise the weights would change, and be trained again."""
@@ -195,7 +195,7 @@ def test_a_file_that_cannot_be_written_leaves_no_temporary_file(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_error_that_is_not_the_disks_passes(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_another_kind_is_not_retried(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(harness, RuntimeError("CUDA error: an illegal memory access was encountered"))
     monkeypatch.setattr(harness.policy, "save", disk.short(harness.policy.save, half_a_shard))
     harness.agents.group("g", [1.0, 0.0])
@@ -203,7 +203,7 @@ def test_an_error_that_is_not_the_disks_passes(harness: Harness, monkeypatch: py
         harness.trainer.run_once()
 
 
-def test_a_rank_that_could_not_write_is_not_waited_for(
+def test_a_write_that_failed_on_one_of_several_ranks_is_not_retried(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other ranks wait at a barrier of the first attempt and would not take part in a second."""
@@ -259,7 +259,7 @@ def row(step: int) -> LedgerStep:
 
 
 @pytest.mark.parametrize("at", ["os.fsync", "sync_tree", "write_atomically"])
-def test_whichever_write_of_a_checkpoint_fails_the_one_before_stands(
+def test_a_checkpoint_that_fails_at_any_write_leaves_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     checkpoints = Checkpoints(tmp_path, 2)
@@ -281,7 +281,7 @@ def test_whichever_write_of_a_checkpoint_fails_the_one_before_stands(
     assert restored.step == 2
 
 
-def test_a_checkpoint_that_moved_and_could_not_be_synced_is_neither_undone_nor_trusted(
+def test_if_only_the_sync_of_current_fails_the_save_fails_and_its_files_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = Checkpoints(tmp_path, 2)
@@ -300,7 +300,7 @@ def test_a_checkpoint_that_moved_and_could_not_be_synced_is_neither_undone_nor_t
     assert restored.step == 2
 
 
-def test_what_dead_processes_left_half_written_makes_room_for_the_next(make_harness: MakeHarness) -> None:
+def test_incomplete_files_of_dead_processes_are_removed(make_harness: MakeHarness) -> None:
     harness = make_harness()
     for serial in (1, 2, 3):
         half_a_shard(harness.settings.checkpoint_dir, f"{serial:08d}-step-00000001")
@@ -312,7 +312,7 @@ def test_what_dead_processes_left_half_written_makes_room_for_the_next(make_harn
     assert [path.name for path in harness.store.directory.iterdir()] == ["v00000001"]
 
 
-def test_a_disk_that_is_really_short_stops_deepspeed_and_safetensors_only_until_there_is_room(
+def test_a_real_size_limit_stops_deepspeed_and_safetensors_until_it_is_lifted(
     tmp_path: Path, model_path: Path
 ) -> None:
     command = [

@@ -1,4 +1,4 @@
-"""A step that accumulates gradients of its groups as they come equals a step that has all groups at once."""
+"""A step that accumulates the gradients of groups as they arrive equals a step of all groups at once."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -56,7 +56,7 @@ def learn(learner: OneRankLearner, rows: Sequence[Row], *parts: int) -> dict[str
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_step_in_parts_is_the_step_at_once(
+def test_a_step_in_parts_equals_the_step_at_once(
     make_learner: MakeLearner, untrained: Weights, stage: int
 ) -> None:
     whole, parted = (make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED) for _ in range(2))
@@ -68,7 +68,7 @@ def test_a_step_in_parts_is_the_step_at_once(
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda given: given["mode"])
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_whatever_its_tokens_count(
+def test_a_step_in_parts_equals_the_step_at_once_with_every_aggregation(
     make_learner: MakeLearner, untrained: Weights, aggregation: dict[str, Any], epochs: int
 ) -> None:
     algorithm = {"max_tokens": 64, "aggregation": aggregation, "epochs": epochs}
@@ -97,7 +97,7 @@ def test_discarded_gradients_change_nothing(make_learner: MakeLearner, stage: in
     [{"dtype": "bfloat16"}, {"offload_optimizer": True}, {"lora": {"rank": 2}}],
     ids=lambda given: next(iter(given)),
 )
-def test_parts_and_discarded_gradients_change_nothing_with(
+def test_parts_and_discarded_gradients_change_nothing_with_other_settings(
     make_learner: MakeLearner, untrained: Weights, given: dict[str, Any], stage: int
 ) -> None:
     whole, parted = (make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED, **given) for _ in range(2))
@@ -112,7 +112,7 @@ def test_parts_and_discarded_gradients_change_nothing_with(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_part_that_is_not_finite_spoils_its_step_alone(make_learner: MakeLearner, stage: int) -> None:
+def test_a_part_that_is_not_finite_spoils_only_its_own_step(make_learner: MakeLearner, stage: int) -> None:
     spared, struck = (make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED) for _ in range(2))
     struck.leader.accumulate(StepRequest(grouped(2, temperature=POISON), 0, struck.settings.algorithm))
     told = struck.learn(4)
@@ -123,7 +123,7 @@ def test_a_part_that_is_not_finite_spoils_its_step_alone(make_learner: MakeLearn
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_checkpoint_amid_a_step_leaves_it_alone(make_learner: MakeLearner, stage: int) -> None:
+def test_a_checkpoint_during_a_step_does_not_change_the_step(make_learner: MakeLearner, stage: int) -> None:
     straight, saved = (make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED) for _ in range(2))
     rows = grouped(1)
     saved.leader.accumulate(StepRequest(rows[:4], 0, saved.settings.algorithm))
@@ -182,7 +182,7 @@ def test_a_group_that_fills_no_pass_waits_for_others(make_harness: MakeHarness) 
     assert "learned" not in said
 
 
-def test_what_is_deleted_is_not_learned_though_it_was_learned_early(
+def test_an_early_group_that_is_deleted_is_not_in_the_step(
     make_harness: MakeHarness, untrained: Weights
 ) -> None:
     harness, spared = early(make_harness), early(make_harness, "spared", streaming=False)
@@ -200,7 +200,7 @@ def test_what_is_deleted_is_not_learned_though_it_was_learned_early(
     assert {harness.session_codes()[session_id] for session_id in ("b-0", "b-1", "c-0", "c-1")} == {"trained"}
 
 
-def test_a_second_reward_is_learned_though_its_group_was_learned_early(
+def test_a_second_reward_of_an_early_group_is_in_the_step(
     make_harness: MakeHarness, untrained: Weights
 ) -> None:
     harness, patient = early(make_harness), early(make_harness, "patient", streaming=False)
@@ -211,7 +211,7 @@ def test_a_second_reward_is_learned_though_its_group_was_learned_early(
         assert not each.trainer.run_once()
     said = harness.shared_state.snapshot.waiting_for
     assert said is not None
-    assert "learned" not in said, "one change is enough"
+    assert "learned" not in said, "after a change, nothing is learned early until the next step"
     for each in (harness, patient):
         each.agents.group("b", [0.0, 1.0], context_ids=OTHER)
         assert each.trainer.run_once()
@@ -222,7 +222,7 @@ def test_a_second_reward_is_learned_though_its_group_was_learned_early(
     for group in ("c", "d"):
         harness.agents.group(group, [1.0, 0.0])
         harness.trainer.run_once()
-    assert harness.shared_state.snapshot.metrics["early_frac"] == 0.5, "the next step begins early again"
+    assert harness.shared_state.snapshot.metrics["early_frac"] == 0.5, "the next step learns early again"
 
 
 def timings(harness: Harness) -> dict[str, float]:
@@ -232,7 +232,7 @@ def timings(harness: Harness) -> dict[str, float]:
     }
 
 
-def test_what_was_learned_early_is_in_the_step_though_older_groups_come(make_harness: MakeHarness) -> None:
+def test_an_early_group_is_in_the_step_although_older_groups_come(make_harness: MakeHarness) -> None:
     harness = early(make_harness, max_rows=4)
     harness.agents.group("a", [1.0, 0.0], at=300.0)
     assert not harness.trainer.run_once()
@@ -244,7 +244,7 @@ def test_what_was_learned_early_is_in_the_step_though_older_groups_come(make_har
     assert (codes["a-0"], codes["b-0"], codes["c-0"]) == ("trained", "trained", None)
 
 
-def test_a_group_that_was_learned_early_and_has_no_finite_gradient_is_found(
+def test_an_early_group_without_a_finite_gradient_is_found(
     make_harness: MakeHarness,
 ) -> None:
     harness = early(make_harness)
@@ -259,7 +259,9 @@ def test_a_group_that_was_learned_early_and_has_no_finite_gradient_is_found(
     assert {harness.session_codes()[each] for each in ("b-0", "b-1", "c-0", "c-1")} == {"trained"}
 
 
-def test_a_crash_amid_a_step_loses_and_repeats_nothing(make_harness: MakeHarness, untrained: Weights) -> None:
+def test_a_crash_during_a_step_loses_and_repeats_nothing(
+    make_harness: MakeHarness, untrained: Weights
+) -> None:
     harness, spared = early(make_harness), early(make_harness, "spared", streaming=False)
     for each in (harness, spared):
         each.agents.group("a", [1.0, 0.0])
@@ -287,5 +289,5 @@ def test_a_crash_amid_a_step_loses_and_repeats_nothing(make_harness: MakeHarness
         ({"advantage": "gae"}, False),
     ],
 )
-def test_a_recipe_that_looks_at_the_whole_step_waits_for_it(recipe: dict[str, Any], early: bool) -> None:
+def test_recipes_that_need_the_whole_step_do_not_learn_early(recipe: dict[str, Any], early: bool) -> None:
     assert AlgorithmSettings(**recipe).learns_early == early

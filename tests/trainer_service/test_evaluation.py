@@ -23,7 +23,7 @@ def told(harness: Harness) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.startswith("eval/")}
 
 
-def test_what_sessions_say_of_a_version_is_told_at_the_step_that_made_it(make_harness: MakeHarness) -> None:
+def test_a_score_is_reported_at_the_step_that_made_its_version(make_harness: MakeHarness) -> None:
     harness = make_harness(initial_version=7).start()
     harness.step("g", version=7)
     harness.step("h", version=8)
@@ -49,7 +49,7 @@ def test_what_sessions_say_of_a_version_is_told_at_the_step_that_made_it(make_ha
     assert {harness.session_codes()[name] for name in ("e0", "e1", "e2", "first")} == {"not_for_training"}
 
 
-def test_no_reward_is_not_0_and_a_failure_is_not_a_reward(harness: Harness) -> None:
+def test_missing_rewards_and_failures_do_not_change_the_mean_reward(harness: Harness) -> None:
     harness.agents.evaluate("a", 0.75)
     harness.agents.evaluate("b", None)
     harness.agents.evaluate("c", -1.0, status="failed")
@@ -65,14 +65,14 @@ def test_no_reward_is_not_0_and_a_failure_is_not_a_reward(harness: Harness) -> N
     assert counts == {"rewarded": 2, "unrewarded": 1, "failed": 1}
 
 
-def test_a_version_that_nobody_rewarded_has_no_reward(harness: Harness) -> None:
+def test_a_version_without_rewards_has_no_mean_reward(harness: Harness) -> None:
     harness.agents.evaluate("a", None)
     harness.trainer.run_once()
     assert told(harness) == {"eval/0/rewarded": 0, "eval/0/unrewarded": 1, "eval/0/failed": 0}
     assert sample(harness, "eval_reward", version="0") is None
 
 
-def test_evaluation_is_in_no_figure_of_the_training(harness: Harness) -> None:
+def test_evaluations_do_not_change_metrics_of_the_training(harness: Harness) -> None:
     harness.agents.evaluate("a", 100.0)
     harness.agents.evaluate("b", 100.0, status="truncated")
     harness.step("g")
@@ -81,7 +81,7 @@ def test_evaluation_is_in_no_figure_of_the_training(harness: Harness) -> None:
     assert (values["group/live"], values["group/singleton"], values["group/dropped"]) == (1, 0, 0)
 
 
-def test_a_turn_that_asked_for_a_version_is_not_trained_and_its_session_is_evaluation(
+def test_a_session_whose_calls_named_a_version_is_an_evaluation(
     harness: Harness,
 ) -> None:
     """Only the call was pinned to a version; the session was opened as an ordinary one."""
@@ -109,7 +109,7 @@ def test_a_session_that_two_versions_sampled_counts_for_the_one_that_sampled_mor
     assert "eval/4/rewarded" not in told(harness)
 
 
-def test_of_many_versions_the_last_ones_are_kept(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_last_versions_keep_their_scores(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer_service.groups.evaluation.VERSIONS_KEPT", 2)
     for version in range(4):
         harness.agents.evaluate(f"e{version}", float(version) or None, version=version)
@@ -135,7 +135,7 @@ def _places(path: Path) -> list[tuple[int, int]]:
     return [(line["step"], line["version"]) for line in lines(path)]
 
 
-def test_how_trained_turns_stand_to_their_conversation_is_counted(harness: Harness) -> None:
+def test_relations_of_trained_turns_are_counted(harness: Harness) -> None:
     relations = [
         ("t1", "root", None),
         ("t2", "extends", "t1"),

@@ -1,5 +1,5 @@
-"""A new trainer knows which sessions a dead one has settled, even if no checkpoint says so, and leaves none
-of their entries pending."""
+"""A new trainer knows which sessions a dead one has given verdicts, even if no checkpoint says so, and leaves
+none of their entries pending."""
 
 import asyncio
 import json
@@ -155,7 +155,7 @@ def test_a_reward_that_came_too_late_for_its_verdict_is_acknowledged_by_the_next
     assert system.findings() == ()
 
 
-def test_a_verdict_that_only_a_newer_build_knows_is_one_all_the_same(system: System) -> None:
+def test_an_unknown_verdict_of_a_newer_build_counts_as_a_verdict(system: System) -> None:
     settled_in_silence(system, "killed before a checkpoint", late="flat-0")
     system.redis.hset(keys.session("flat-0"), "verdict", json.dumps({"code": "enlightened", "from": 2030}))
     system.redis.hset(keys.session("flat-1"), "verdict", b"\xff?")
@@ -166,7 +166,7 @@ def test_a_verdict_that_only_a_newer_build_knows_is_one_all_the_same(system: Sys
 
 
 @pytest.mark.parametrize("how", ENDINGS)
-def test_what_is_delivered_again_of_a_settled_session_is_acknowledged_and_not_trained(
+def test_repeated_entries_of_a_settled_session_are_acknowledged_and_not_trained(
     system: System, how: str
 ) -> None:
     system.agents.group("live", [1.0, 0.0])
@@ -181,9 +181,7 @@ def test_what_is_delivered_again_of_a_settled_session_is_acknowledged_and_not_tr
 
 
 @pytest.mark.parametrize("how", ENDINGS)
-def test_nobody_waits_for_the_group_of_a_session_that_was_deleted_after_its_end(
-    system: System, how: str
-) -> None:
+def test_members_that_are_deleted_after_their_groups_end_leave_no_entries(system: System, how: str) -> None:
     settled_in_silence(system, how)
     for member in ("flat-0", "flat-1"):  # after the second, nothing is left of the group
         system.agents.delete(member)
@@ -233,7 +231,7 @@ def test_a_straggler_is_late_too_if_the_other_members_are_forgotten(system: Syst
     assert system.pending() == 0
 
 
-def test_what_a_gateway_closed_still_counts_in_its_group(system: System) -> None:
+def test_a_member_with_a_gateways_verdict_counts_in_its_group(system: System) -> None:
     """The gateway gives the verdict before the trainer has read the session's records."""
     system.agents.episode("a", 1.0, ("g", 3))
     system.agents.episode("b", 0.0, ("g", 3))
@@ -258,14 +256,14 @@ def test_a_group_without_a_size_begins_anew_when_members_come_later(system: Syst
     assert [row.sessions for row in system.harness.checkpoints.ledger(0, 9)] == [["a", "b"], ["c", "d"]]
 
 
-def test_an_entry_of_a_session_of_which_nothing_is_left_waits_like_a_new_sessions(system: System) -> None:
+def test_an_entry_of_a_session_that_redis_lost_waits_like_one_of_a_new_session(system: System) -> None:
     settled_in_silence(system, "killed before a checkpoint", late="flat-0")
     system.redis.delete(keys.session("flat-0"))
     assert not system.harness.trainer.run_once()
     assert system.pending() == 1
 
 
-def test_a_redis_that_is_away_when_it_is_asked_is_waited_for(system: System) -> None:
+def test_the_search_for_finished_sessions_waits_for_redis(system: System) -> None:
     settled_in_silence(system, "killed before a checkpoint", late="flat-0")
     reader = cast(RedisReader, system.harness.stream)
     calls: list[int] = []

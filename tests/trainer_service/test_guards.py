@@ -1,4 +1,4 @@
-"""Guards: which measurements pause the training, what is then reported and served, and how it resumes."""
+"""Guards pause the training. Checks which values do so, what is reported and served, and how to resume."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -30,7 +30,7 @@ def told(guards: Guards, rewards: Iterable[float]) -> list[tuple[int, Alarm]]:
     return [(at, alarm) for at, alarm in heard if alarm is not None]
 
 
-def test_a_run_that_learns_sets_nothing_off() -> None:
+def test_a_run_that_learns_raises_no_alarm() -> None:
     """The rewards are noisy and rise slowly. In the end gradients vanish, except for single large ones."""
     rising = [STEADY | {"grad_norm": 0.1 + at % 7} for at in range(200)]
     learned = [STEADY | {"grad_norm": 50.0 if at % 40 == 39 else 1e-6} for at in range(200)]
@@ -39,7 +39,7 @@ def test_a_run_that_learns_sets_nothing_off() -> None:
     assert not told(guards, [at / 1000 + 0.1 * (-1) ** at for at in range(1000)] + [1.0] * 200)
 
 
-def test_a_reward_that_never_was_more_than_noise_is_no_collapse() -> None:
+def test_rewards_that_are_only_noise_raise_no_alarm() -> None:
     noise = [[1.0, 0.0, -1.0, 0.1, -0.2][at * at % 5] for at in range(1000)]
     assert not told(Guards(GuardSettings()), noise)
 
@@ -53,7 +53,7 @@ def test_a_reward_that_never_was_more_than_noise_is_no_collapse() -> None:
         ("max_kl", {"mismatch/kl": -2.0}, "the KL between engine and trainer is -2 in step 31, beyond 0"),
     ],
 )
-def test_one_step_far_off_sets_off_its_guard_in_words_and_a_null_one_sets_off_nothing(
+def test_one_extreme_step_raises_an_alarm_unless_its_guard_is_off(
     guard: str, value: dict[str, float], said: str
 ) -> None:
     steps = [*[STEADY] * 30, STEADY | value, STEADY, STEADY]
@@ -64,11 +64,11 @@ def test_one_step_far_off_sets_off_its_guard_in_words_and_a_null_one_sets_off_no
     assert not watched(Guards(GuardSettings(**{guard: None})), steps)
 
 
-def test_a_gradient_is_not_called_large_before_anybody_knows_what_is_usual() -> None:
+def test_a_large_gradient_raises_no_alarm_in_the_first_steps() -> None:
     assert not watched(Guards(GuardSettings()), [STEADY] * 19 + [STEADY | {"grad_norm": 1e6}])
 
 
-def test_a_reward_that_collapses_is_seen_and_not_told_twice() -> None:
+def test_a_collapse_of_the_reward_raises_one_alarm() -> None:
     guards = Guards(GuardSettings())
     ((at, alarm),) = told(guards, [0.8] * 300 + [0.1] * 300)
     assert 300 + WINDOW // 2 < at <= 300 + WINDOW
@@ -80,14 +80,14 @@ def test_a_reward_that_collapses_is_seen_and_not_told_twice() -> None:
     assert again.guard == "reward_drop"
 
 
-def test_a_collapse_that_is_heard_at_once_is_seen_and_a_null_guard_sees_none() -> None:
+def test_a_collapse_in_one_call_raises_an_alarm_unless_the_guard_is_off() -> None:
     collapse = [0.8] * WINDOW + [0.0] * WINDOW
     assert Guards(GuardSettings()).check_rewards(collapse) is not None
     assert Guards(GuardSettings(reward_drop=None)).check_rewards(collapse) is None
     assert Guards(GuardSettings()).check_rewards(collapse[1:]) is None, "too little to compare"
 
 
-def test_a_value_that_is_seen_again_is_told_again() -> None:
+def test_an_extreme_value_that_comes_again_raises_a_second_alarm() -> None:
     off = STEADY | {"mismatch/kl": 2.0}
     assert [at for at, _ in watched(Guards(GuardSettings()), [off, STEADY, off])] == [1, 3]
 
@@ -117,7 +117,7 @@ def sample(harness: Harness, name: str, **labels: str) -> float | None:
     return value
 
 
-def test_a_guard_pauses_behind_the_checkpoint_and_before_the_version_is_served(held: Harness) -> None:
+def test_a_guard_pauses_after_the_checkpoint_and_before_the_version_is_served(held: Harness) -> None:
     assert not held.gateway.announced
     assert held.session_codes()["g-0"] == "trained"
     assert [row.step for row in held.checkpoints.ledger(0, 10)] == [1]
@@ -133,7 +133,7 @@ def test_a_guard_pauses_behind_the_checkpoint_and_before_the_version_is_served(h
     assert json.loads((held.root / "metrics.jsonl").read_text())["step"] == 1
 
 
-def test_a_resume_serves_what_was_held_and_goes_on(held: Harness) -> None:
+def test_a_resume_serves_the_held_version_and_continues(held: Harness) -> None:
     door(held).post("/resume")
     held.trainer.run_once()
     assert [body["version"] for body in held.gateway.announced] == [1]
@@ -147,7 +147,7 @@ def test_a_resume_serves_what_was_held_and_goes_on(held: Harness) -> None:
     assert sample(held, "paused") == 0
 
 
-def test_a_reward_that_falls_to_nothing_pauses_though_no_group_makes_a_step(
+def test_a_reward_that_falls_to_0_pauses_the_training_although_no_step_is_made(
     make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(guards={"reward_groups": 2}).start()
@@ -186,7 +186,7 @@ def collapsed(make_harness: MakeHarness, **settings: Any) -> Harness:
 
 
 @pytest.mark.parametrize("publish_every_steps", [1, 2])
-def test_a_resume_serves_the_newest_version_though_it_was_served_before(
+def test_a_resume_serves_the_newest_version_although_it_was_served_before(
     make_harness: MakeHarness, publish_every_steps: int
 ) -> None:
     """Otherwise all rollouts would come from an old version and be stale, so that no step could be made."""
@@ -197,7 +197,7 @@ def test_a_resume_serves_the_newest_version_though_it_was_served_before(
     assert harness.gateway.served == harness.trainer.version == 1
 
 
-def test_what_a_guard_held_stays_held_over_a_restart(make_harness: MakeHarness) -> None:
+def test_a_held_training_stays_held_after_a_restart(make_harness: MakeHarness) -> None:
     harness = collapsed(make_harness).restart()
     harness.shared_state.stop()
     assert not harness.trainer.run_once()
@@ -246,7 +246,7 @@ def test_the_rewards_of_a_group_without_its_stragglers_are_checked_once_despite_
     assert " in 8 sessions, and is served" in str(harness.trainer.hold.reason)
 
 
-def test_evaluations_say_nothing_of_the_training(make_harness: MakeHarness) -> None:
+def test_guards_ignore_evaluations(make_harness: MakeHarness) -> None:
     """This also holds for sessions whose calls were pinned to a version."""
     harness = make_harness(guards={"reward_groups": 2}).start()
     for number, reward in enumerate([1.0, 1.0, 0.0, 0.0]):
@@ -279,7 +279,7 @@ def served_by(make_harness: MakeHarness, *rewards: tuple[float, float], **settin
     return harness
 
 
-def test_an_alarm_has_the_fleet_serve_the_version_that_did_best_whose_files_were_kept(
+def test_an_alarm_makes_the_fleet_serve_the_best_version_whose_files_are_kept(
     make_harness: MakeHarness,
 ) -> None:
     harness = served_by(make_harness, (0.3, 0.1), (1.0, 0.8), (0.5, 0.3), (0.4, 0.2), (0.2, 0.0))
@@ -302,7 +302,7 @@ def test_a_setting_turns_the_rollback_off(make_harness: MakeHarness) -> None:
     assert "is served" not in door(harness).get("/status").json()["waiting_for"]
 
 
-def test_a_version_that_the_gateway_does_not_know_stops_nothing(
+def test_a_rollback_to_a_version_unknown_to_the_gateway_is_only_logged(
     make_harness: MakeHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     harness = make_harness(guards={"max_abs_logp": 1e-3}, initial_version=7).start()
@@ -323,7 +323,7 @@ def test_a_rollback_that_no_server_made_is_not_reported(make_harness: MakeHarnes
     assert "is served" not in str(harness.trainer.hold.reason)
 
 
-def test_a_gateway_that_is_away_is_waited_for(make_harness: MakeHarness) -> None:
+def test_a_rollback_waits_for_a_gateway_that_is_away(make_harness: MakeHarness) -> None:
     harness = make_harness(guards={"max_abs_logp": 1e-3}).start()
     harness.agents.group("g", [1.0, 0.0])
     harness.gateway.versions.append(3)  # so that version 0 is not already served
@@ -344,7 +344,7 @@ def test_an_operators_pause_says_so_and_holds_no_version_back(make_harness: Make
     assert [body["version"] for body in harness.gateway.announced] == [1]
 
 
-def test_a_restart_serves_nothing_that_a_guard_withheld(held: Harness) -> None:
+def test_a_restart_does_not_serve_a_held_version(held: Harness) -> None:
     again = held.restart()
     assert again.shared_state.paused
     assert not again.gateway.announced
@@ -354,7 +354,7 @@ def test_a_restart_serves_nothing_that_a_guard_withheld(held: Harness) -> None:
     assert again.trainer.step == 2
 
 
-def test_a_restart_is_a_resume_of_what_an_operator_paused(make_harness: MakeHarness) -> None:
+def test_a_restart_ends_an_operators_pause(make_harness: MakeHarness) -> None:
     harness = make_harness().start()
     harness.shared_state.pause()
     assert not harness.restart().shared_state.paused

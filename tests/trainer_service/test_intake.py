@@ -22,9 +22,7 @@ from trainer_service.intake.entry_reader import BLOCK_S
 
 
 @pytest.mark.parametrize("huge", [1e308, -1e39, 1e25])
-def test_a_reward_beyond_all_measure_ends_its_session_and_not_the_trainer(
-    harness: Harness, huge: float
-) -> None:
+def test_a_huge_reward_ends_its_session_and_not_the_trainer(harness: Harness, huge: float) -> None:
     for index, value in enumerate([huge, huge, 1.0, 0.0]):
         harness.agents.episode(f"g-{index}", value, group_id="g", size=4, output_ids=[10 + index, 1])
     assert harness.trainer.run_once()
@@ -41,7 +39,7 @@ def test_rewards_that_add_up_to_infinity_end_their_session(harness: Harness) -> 
     assert harness.session_codes() == {"s": "invalid"}
 
 
-def test_a_reason_in_an_agents_words_does_not_expire_its_session(harness: Harness) -> None:
+def test_an_agent_that_gives_the_reason_expired_does_not_expire_its_session(harness: Harness) -> None:
     for session_id, value in (("a", 1.0), ("b", 0.0)):
         harness.agents.episode(session_id, value, group_id="g", size=2, reason="expired")
     assert harness.trainer.run_once()
@@ -56,7 +54,7 @@ def test_an_overdue_group_goes_on_without_the_members_that_never_came(make_harne
     assert harness.session_codes() == {"a": "trained", "b": "trained"}
 
 
-def test_a_backlog_parts_no_group(make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backlog_does_not_split_a_group(make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer_service.intake.entry_reader.READ_COUNT", 3)
     harness = make_harness(algorithm={"group_wait_s": 1.0}).start()
     harness.agents.episode("a", 1.0, group_id="g", size=2)
@@ -67,7 +65,7 @@ def test_a_backlog_parts_no_group(make_harness: MakeHarness, monkeypatch: pytest
     assert harness.session_codes() == {"a": "trained", "b": "trained"}
 
 
-def test_after_an_outage_groups_are_judged_when_their_turn_comes(
+def test_after_an_outage_a_step_screens_only_the_groups_that_it_may_take(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judged: list[str] = []
@@ -83,10 +81,10 @@ def test_after_an_outage_groups_are_judged_when_their_turn_comes(
     assert [harness.trainer.run_once() for _ in range(3)] == [True, True, False]
     assert list(harness.session_codes().values()) == ["trained"] * 8 + ["stale"] * 16
     steps = [judged[:3], judged[3:6], judged[6:]]
-    assert [len(step) for step in steps] == [3, 3, 8], "what a step takes, and one that it does not"
+    assert [len(step) for step in steps] == [3, 3, 8], "a step screens the groups that it takes, and one more"
 
 
-def test_many_groups_that_end_at_once_are_acknowledged_so_many_at_a_time(
+def test_many_groups_are_acknowledged_in_several_transactions(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer_service.intake.acknowledger.GROUPS_AT_ONCE", 2)
@@ -114,7 +112,7 @@ def test_a_group_that_is_too_old_is_not_counted_as_one_of_equal_rewards(make_har
     assert (values["group/live"], values["group/zero_var"], values["group/dropped"]) == (1, 0, 2)
 
 
-def test_a_silent_redis_is_not_waited_for_without_end() -> None:
+def test_calls_to_redis_time_out() -> None:
     timeouts = connect("redis://127.0.0.1:6379/0").get_connection_kwargs()
     assert BLOCK_S < timeouts["socket_timeout"] <= REDIS_TIMEOUT_S
 
@@ -137,14 +135,14 @@ def test_a_read_whose_answer_was_lost_is_noticed_and_not_repeated(wish: str) -> 
 
         Thread(target=redis, daemon=True).start()
         client = connect(f"redis://127.0.0.1:{server.getsockname()[1]}/0?protocol=2{wish}")
-        reader = RedisReader(client, "OK")  # the token that this fake Redis gives for the fence
+        reader = RedisReader(client, "OK")  # this Redis gives OK as the lease's token
         with pytest.raises(StorageUnavailable):
             reader.read(10, 0.01)
         client.close()
     assert [reading in said for said in heard] == [True]
 
 
-def test_what_redis_delivered_into_a_broken_connection_is_taken_up(harness: Harness) -> None:
+def test_entries_of_a_lost_answer_are_reclaimed(harness: Harness) -> None:
     harness.agents.group("g", [1.0, 0.0])
     read = harness.stream.read
 
@@ -172,7 +170,7 @@ def test_a_sessions_rewards_add_up_and_a_repeated_turn_counts_once(harness: Harn
     assert not list(harness.stream.reclaim())
 
 
-def test_a_session_made_not_for_training_ends_so(harness: Harness) -> None:
+def test_a_session_that_was_opened_without_training_ends_as_not_for_training(harness: Harness) -> None:
     asyncio.run(harness.stream.open_session(SessionSpec(session_id="s", train=False, created_at=100.0)))
     harness.agents.call(turn("s"))
     harness.agents.finish("s", train=False)
@@ -198,7 +196,7 @@ def test_a_session_that_expires_waiting_for_its_reward_is_closed(harness: Harnes
     assert not list(harness.stream.reclaim())
 
 
-def test_what_comes_after_a_session_was_settled_is_acknowledged_and_trains_nothing(
+def test_later_entries_of_a_settled_session_are_acknowledged_and_not_trained(
     harness: Harness,
 ) -> None:
     harness.agents.group("g", [1.0, 0.0])
@@ -231,7 +229,7 @@ def test_turns_that_are_not_trained_say_why(harness: Harness) -> None:
 
 @pytest.mark.parametrize("order", [("first", "again"), ("again", "first")])
 @pytest.mark.parametrize("restarted", [False, True])
-def test_an_orphan_is_not_trained_though_it_was_read_before_its_retry(
+def test_an_orphan_is_not_trained_although_it_was_read_before_its_retry(
     harness: Harness, order: tuple[str, str], restarted: bool
 ) -> None:
     for session_id in ("a", "b"):

@@ -46,7 +46,7 @@ def leave_a_lease(redis: Redis, lease_s: float) -> None:
     redis.set(keys.LEASE, msgspec.json.encode(holder), px=int(lease_s * 1000))
 
 
-def test_a_lease_is_renewed_as_long_as_it_is_held_and_then_let_go(redis: Redis) -> None:
+def test_a_lease_is_renewed_as_long_as_it_is_held_and_then_released(redis: Redis) -> None:
     lease = Watched(redis, 1.5)
     with keep_lease(lease, SharedState(), RETRY_S) as held:
         assert held
@@ -56,19 +56,19 @@ def test_a_lease_is_renewed_as_long_as_it_is_held_and_then_let_go(redis: Redis) 
     assert not redis.exists(keys.LEASE)
 
 
-def test_who_succeeds_a_trainer_that_crashed_elsewhere_waits_until_its_lease_runs_out(
+def test_a_trainer_waits_until_the_lease_of_a_crashed_one_expires(
     redis: Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
     leave_a_lease(redis, 1.0)
     started = time.monotonic()
     with keep_lease(Lease(redis, 0.3), SharedState(), RETRY_S) as held:
         assert held
-        assert 0.9 < time.monotonic() - started < 60, "it has run out, and somebody noticed"
+        assert 0.9 < time.monotonic() - started < 60, "the lease expired, and the trainer noticed"
     assert f"{keys.LEASE} belongs to far:7, since 20" in caplog.text
     assert re.search(r"unless renewed, it expires in (1\.0|0\.\d) s", caplog.text)
 
 
-def test_who_finds_a_trainer_that_lives_refuses(redis: Redis) -> None:
+def test_a_trainer_ends_if_another_one_renews_the_lease(redis: Redis) -> None:
     leave_a_lease(redis, 1.2)
     ended = Event()
 
@@ -88,7 +88,7 @@ def test_who_finds_a_trainer_that_lives_refuses(redis: Redis) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_of_two_who_wait_for_one_lease_one_refuses(redis: Redis) -> None:
+def test_of_two_trainers_that_wait_for_a_lease_one_ends(redis: Redis) -> None:
     leave_a_lease(redis, 0.5)
     ends: list[object] = []
     refused = Event()
@@ -115,7 +115,7 @@ def test_of_two_who_wait_for_one_lease_one_refuses(redis: Redis) -> None:
     assert sorted(map(str, ends)) == ["True", "refused"]
 
 
-def test_who_is_told_to_stop_waits_no_longer(redis: Redis) -> None:
+def test_a_trainer_that_waits_for_a_lease_can_be_stopped(redis: Redis) -> None:
     leave_a_lease(redis, 1000.0)
     shared_state = SharedState()
     waiting = Timer(0.2, shared_state.stop)
@@ -126,7 +126,7 @@ def test_who_is_told_to_stop_waits_no_longer(redis: Redis) -> None:
     assert redis.exists(keys.LEASE)
 
 
-def test_a_redis_that_is_away_is_waited_for() -> None:
+def test_a_trainer_waits_for_a_redis_that_is_away() -> None:
     shared_state = SharedState()
     waiting = Timer(0.2, shared_state.stop)
     waiting.start()
@@ -139,7 +139,7 @@ def test_a_redis_that_is_away_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("moment", ["checkpoint", "publish"])
-def test_who_has_lost_the_stream_writes_no_checkpoint_and_publishes_nothing(
+def test_a_trainer_that_lost_its_lease_neither_saves_nor_publishes(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """Another trainer claims the lease during the step."""
@@ -160,7 +160,7 @@ def test_who_has_lost_the_stream_writes_no_checkpoint_and_publishes_nothing(
     assert set(harness.session_codes().values()) == {"trained" if durable else None}
 
 
-def test_a_paused_trainer_hears_too_that_it_is_none_any_more(make_harness: MakeHarness) -> None:
+def test_a_paused_trainer_notices_that_it_lost_its_lease(make_harness: MakeHarness) -> None:
     harness = make_harness().start()
     harness.shared_state.pause()
     harness.stream.taken_over = True

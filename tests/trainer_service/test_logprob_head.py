@@ -119,7 +119,7 @@ def test_half_precision_is_multiplied_into_float32() -> None:
         assert (mine - other).abs().max() < ulps(1, of=float(other.abs().max()), unit=BFLOAT16)
 
 
-def test_a_frozen_head_gets_no_gradient_and_the_hidden_states_theirs() -> None:
+def test_a_frozen_head_gets_no_gradient_but_the_hidden_states_do() -> None:
     hidden, weight, bias, targets_T, temperatures_T = given(torch.float32)
     free = sampled_logprobs(hidden, weight, bias, targets_T, temperatures_T)
     (expected,) = torch.autograd.grad(free[:, 0].sum(), [hidden])
@@ -176,7 +176,7 @@ def most_bytes(way: Callable[..., Tensor], tokens: int, vocabulary: int) -> int:
     return int(live.most)
 
 
-def test_it_takes_a_fraction_of_the_memory_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head_takes_a_fraction_of_the_memory_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A vocabulary of 152k and 4k tokens, both divided by 32: so the logits are 32 · 32 times smaller."""
     tokens, vocabulary = 4096 // 32, 151_936 // 32
     monkeypatch.setattr(head_module, "LOGITS_AT_ONCE", 2**24 // 32**2)
@@ -199,7 +199,7 @@ def changed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "forward", halved)
 
 
-def test_a_model_that_changes_its_logits_unheard_of_is_scored_from_all_of_them(
+def test_a_model_that_changes_its_logits_in_an_unknown_way_is_scored_from_all_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made(FAMILIES[0], tmp_path)

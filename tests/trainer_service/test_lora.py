@@ -34,7 +34,7 @@ def base_weights(learner: OneRankLearner) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_only_adapters_learn_and_the_merged_model_says_what_the_policy_says(
+def test_only_adapters_learn_and_the_merged_model_agrees_with_the_policy(
     make_learner: MakeLearner, model_path: Path, tmp_path: Path, stage: int
 ) -> None:
     learner = make_learner(zero_stage=stage, lora=LORA)
@@ -123,6 +123,6 @@ def test_the_reference_is_the_base_model_also_after_training_and_a_restore(
     assert again.learn(2) == learner.learn(2)
 
 
-def test_a_layer_that_is_not_there_is_told(make_learner: MakeLearner) -> None:
+def test_an_unknown_target_module_is_named(make_learner: MakeLearner) -> None:
     with pytest.raises(ValueError, match="nowhere"):
         make_learner(lora={**LORA, "target_modules": ["nowhere"]})

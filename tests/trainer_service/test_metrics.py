@@ -1,4 +1,4 @@
-"""docs/metrics.md names what the trainer measures, and nothing else."""
+"""docs/metrics.md names all metrics of the trainer, and no others."""
 
 import re
 from pathlib import Path

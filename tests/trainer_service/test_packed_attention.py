@@ -56,10 +56,10 @@ def test_packed_rows_are_scored_as_transformers_scores_each_alone(
     torch.testing.assert_close(
         scored(model, batch), expected, atol=ulps(SMALL["intermediate_size"], of=largest(expected)), rtol=0
     )
-    assert "computed at once" not in caplog.text, "the head is ours in every family"
+    assert "computed at once" not in caplog.text, "every family gets the trainer's own head"
 
 
-def test_no_token_of_a_row_changes_a_bit_of_another(family: Family, tmp_path: Path) -> None:
+def test_no_row_changes_a_bit_of_another(family: Family, tmp_path: Path) -> None:
     made(family, tmp_path)
     model = load_model(tmp_path, torch.float32).eval()
     rows = [row_of(length, seed) for seed, length in enumerate([23, 9, 9, 17])]

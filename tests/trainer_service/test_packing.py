@@ -89,7 +89,7 @@ def policy_gradient(make_harness: MakeHarness) -> "Gradient":
 
 
 class Gradient:
-    """A weighted sum of logprobs and entropies over all rows, and its gradient by plain autograd."""
+    """The mean of -logprob · advantage over the trained tokens, and its gradient by plain autograd."""
 
     def __init__(self, harness: Harness) -> None:
         self._policy = harness.policy

@@ -103,7 +103,7 @@ def test_a_step_does_not_depend_on_how_its_rows_are_packed(
     assert_moved_alike(made[0], made[1], untrained)
 
 
-def test_a_published_version_is_whole_and_proves_itself(harness: Harness, model_path: Path) -> None:
+def test_a_published_version_is_complete_and_matches_its_manifest(harness: Harness, model_path: Path) -> None:
     harness.agents.group("g", [1.0, 0.0])
     harness.trainer.run_once()
     (announced,) = harness.gateway.announced

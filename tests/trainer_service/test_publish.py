@@ -29,7 +29,7 @@ def test_a_trainer_told_to_stop_while_the_gateway_is_away_publishes_after_its_re
     assert not again.trainer.run_once()
 
 
-def test_an_answer_in_a_proxys_words_is_asked_for_again(harness: Harness) -> None:
+def test_a_request_that_a_proxy_answered_is_repeated(harness: Harness) -> None:
     harness.gateway.nonsense = 2  # for the request for the newest version, and for the announcement
     harness.agents.group("g", [1.0, 0.0])
     assert harness.trainer.run_once()
@@ -53,7 +53,7 @@ def test_a_version_that_no_server_took_does_not_stop_the_next(harness: Harness) 
     assert set(harness.session_codes().values()) == {"trained"}
 
 
-def test_a_number_that_somebody_took_stays_unpublished(harness: Harness) -> None:
+def test_a_version_whose_number_is_taken_is_not_published(harness: Harness) -> None:
     harness.gateway.conflict = True
     harness.agents.group("g", [1.0, 0.0])
     assert harness.trainer.run_once()
@@ -75,15 +75,17 @@ def test_old_versions_are_removed_when_newer_ones_are_served(make_harness: MakeH
     assert published(make_harness) == [4, 5]
 
 
-def test_what_is_served_is_kept_and_all_that_is_newer(make_harness: MakeHarness) -> None:
+def test_the_served_version_and_all_newer_ones_are_kept(make_harness: MakeHarness) -> None:
     assert published(make_harness, serving=2) == [2, 3, 4, 5]
 
 
-def test_what_is_to_be_served_is_kept_though_another_is_served_yet(make_harness: MakeHarness) -> None:
+def test_the_version_that_is_served_next_is_kept(make_harness: MakeHarness) -> None:
     assert published(make_harness, serving=4, target=3) == [3, 4, 5]
 
 
-def test_nothing_is_removed_while_nobody_says_what_is_served(make_harness: MakeHarness) -> None:
+def test_no_version_is_removed_while_the_gateway_does_not_say_which_is_served(
+    make_harness: MakeHarness,
+) -> None:
     assert published(make_harness, speechless=True) == [1, 2, 3, 4, 5]
 
 

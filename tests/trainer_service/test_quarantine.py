@@ -42,7 +42,9 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_the_group_to_blame_ends_invalid_and_the_others_train(make_harness: MakeHarness) -> None:
+def test_a_group_without_a_finite_gradient_ends_invalid_and_the_others_train(
+    make_harness: MakeHarness,
+) -> None:
     harness = make_harness(algorithm={"min_live_rows": 6}).start()
     harness.agents.group("a", [1.0, 0.0])
     harness.agents.group("poison", [1.0, 0.0], temperature=POISON)
@@ -84,7 +86,7 @@ def test_weights_and_optimizer_are_bitwise_what_they_are_without_that_group(
     assert same(optimizer_state(spared), optimizer_state(struck))
 
 
-def test_a_restart_does_not_meet_the_batch_again(harness: Harness) -> None:
+def test_a_restart_does_not_train_the_batch_again(harness: Harness) -> None:
     harness.agents.group("poison", [1.0, 0.0], temperature=POISON)
     assert not harness.trainer.run_once()
     harness = harness.restart()
@@ -109,7 +111,7 @@ def test_a_later_epoch_that_fails_ends_the_run_and_the_group(make_harness: MakeH
     assert harness.session_codes()["h-0"] == "trained"
 
 
-def test_weights_that_are_spoilt_already_blame_no_group(harness: Harness) -> None:
+def test_weights_that_were_not_finite_before_the_step_end_no_group(harness: Harness) -> None:
     with torch.no_grad():
         next(harness.policy.module.parameters()).fill_(float("nan"))
     harness.agents.group("g", [1.0, 0.0])
@@ -129,7 +131,7 @@ def test_weights_that_are_spoilt_already_blame_no_group(harness: Harness) -> Non
         ([{0, 6}], [0, 1, 2, 3, 4, 5, 6]),
     ],
 )
-def test_blame_is_found_by_halves(bad: Sequence[set[int]], expected: list[int]) -> None:
+def test_non_finite_groups_are_found_by_bisection(bad: Sequence[set[int]], expected: list[int]) -> None:
     """If two groups spoil a batch only together, the groups between them are blamed, too."""
 
     def sound(groups: Sequence[int]) -> bool:

@@ -52,7 +52,7 @@ def test_two_ranks_learn_in_parts_what_one_learns_at_once(
     of_two = pair.learn(Task(tmp_path / "two", settings, steps, probes, in_parts=True))
     assert_moved_alike(weights_of(tmp_path / "two"), one.exported(), untrained)
     for told_alone, told in zip(of_one, of_two.metrics, strict=True):
-        assert told == same_metrics(told_alone), "rank 0 tells of all rows"
+        assert told == same_metrics(told_alone), "rank 0 reports the metrics of all rows"
     assert of_two.metrics[-1]["grad_norm"] == float("inf")
     assert of_two.sound == [True, False, True]
 
@@ -112,7 +112,7 @@ def test_when_one_rank_dies_all_end_and_the_next_start_goes_on_bitwise(
     assert differs_by(weights_of(killed), weights_of(straight)) == 0
 
 
-def test_a_rank_without_orders_takes_no_time(
+def test_a_rank_without_commands_takes_no_cpu_time(
     pair: RankPair, make_learner: MakeLearner, tmp_path: Path
 ) -> None:
     """A rollout takes minutes. A rank that waits busily would take a core from the engine."""

@@ -171,7 +171,7 @@ def test_distillation_moves_towards_the_teacher(make_harness: MakeHarness) -> No
     assert teacher.asked[0]["logprob_start_len"] == 2  # one before the first sampled token
 
 
-def test_a_teacher_that_is_away_is_waited_for(make_harness: MakeHarness) -> None:
+def test_the_trainer_waits_for_a_teacher_that_is_away(make_harness: MakeHarness) -> None:
     harness = with_teacher(make_harness, FakeTeacher(away=3))
     harness.agents.group("g", [0.0, 0.0])
     assert harness.trainer.run_once()
@@ -210,7 +210,7 @@ def test_a_teacher_that_talks_nonsense_stops_no_trainer(nonsense: Any, make_harn
     assert harness.session_codes()["a"] == ("invalid" if isinstance(nonsense, list) else "trained")
 
 
-def test_a_reward_that_a_formula_cannot_take_costs_its_session_alone(make_harness: MakeHarness) -> None:
+def test_a_reward_that_a_formula_does_not_allow_ends_only_its_session(make_harness: MakeHarness) -> None:
     harness = make_harness(algorithm={"advantage": "maxrl"}).start()
     harness.agents.group("g", [1.0, -1.0, 0.0])
     assert harness.trainer.run_once()
@@ -220,7 +220,7 @@ def test_a_reward_that_a_formula_cannot_take_costs_its_session_alone(make_harnes
     assert "maxrl takes no reward below 0" in verdict.detail
 
 
-def test_rewards_that_only_their_sum_tames_stop_no_trainer(make_harness: MakeHarness) -> None:
+def test_huge_rewards_with_a_sum_of_0_stop_no_trainer(make_harness: MakeHarness) -> None:
     harness = make_harness(algorithm={"advantage": {"name": "gdpo", "weights": {"x": 1.0}}}).start()
     harness.agents.open("bad")
     harness.agents.call(turn("bad", "bad-t"))
@@ -244,7 +244,7 @@ def test_a_group_in_which_nobody_has_an_advantage_ends_at_once(make_harness: Mak
     assert set(harness.session_codes().values()) == {"zero_advantage"}
 
 
-def test_what_shapes_a_reward_shapes_what_its_tokens_are_worth(
+def test_shaping_changes_the_rewards_of_tokens(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     algorithm = {
@@ -258,7 +258,7 @@ def test_what_shapes_a_reward_shapes_what_its_tokens_are_worth(
     assert seen == pytest.approx(sorted(whitened([1.0, 0.5, 0.5, 0.5])), abs=ROUNDED)
 
 
-def test_turns_that_cancel_each_other_keep_their_credit(
+def test_turns_whose_rewards_cancel_keep_their_own_credit(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = make_harness(
@@ -268,7 +268,7 @@ def test_turns_that_cancel_each_other_keep_their_credit(
     assert advantages_of(harness, monkeypatch) == pytest.approx(whitened([0.0, 0.0, -1.0, -1.0]), abs=ROUNDED)
 
 
-def test_the_reference_stays_what_the_model_was_before_any_training(make_harness: MakeHarness) -> None:
+def test_the_reference_stays_the_untrained_model(make_harness: MakeHarness) -> None:
     """The same holds after a restart."""
     harness = make_harness(
         algorithm={"kl": {"estimator": "k2", "coefficient": 1e-3}}, optimizer=GENTLE
@@ -283,7 +283,7 @@ def test_the_reference_stays_what_the_model_was_before_any_training(make_harness
     assert 0.0 < said[1] < said[2]
 
 
-def test_a_guess_of_what_the_step_begins_with_hides_no_mismatch(make_harness: MakeHarness) -> None:
+def test_interpolated_logprobs_do_not_hide_a_mismatch(make_harness: MakeHarness) -> None:
     said = []
     for preset in ("default", "areal"):
         harness = make_harness(preset, algorithm={"preset": preset, "masks": []}).start()
@@ -294,7 +294,7 @@ def test_a_guess_of_what_the_step_begins_with_hides_no_mismatch(make_harness: Ma
     assert said[0] > 0.01
 
 
-def test_a_lone_session_is_worth_its_reward_above_its_agents_average(make_harness: MakeHarness) -> None:
+def test_rae_compares_a_lone_session_with_its_agents_average(make_harness: MakeHarness) -> None:
     """The checkpoint holds the average, so that a restart continues with it."""
     harness = make_harness(algorithm={"advantage": {"name": "rae", "decay": 0.5}, "min_live_rows": 1}).start()
     harness.agents.episode("a", 1.0)
@@ -306,7 +306,7 @@ def test_a_lone_session_is_worth_its_reward_above_its_agents_average(make_harnes
     assert again.shared_state.snapshot.metrics["adv/mean"] == pytest.approx(0.5)
 
 
-def test_a_lone_session_is_compared_with_nobody(harness: Harness) -> None:
+def test_a_lone_session_has_no_advantage(harness: Harness) -> None:
     harness.agents.episode("a", 1.0)
     assert not harness.trainer.run_once()
     assert harness.session_codes() == {"a": "zero_advantage"}
@@ -343,7 +343,7 @@ def whitened(values: list[float]) -> list[float]:
     return ((values_T - values_T.mean()) / values_T.std()).tolist()
 
 
-def test_a_turns_own_reward_is_credited_to_it_and_what_came_before(
+def test_a_turns_reward_is_credited_to_the_turn_and_to_earlier_turns(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = make_harness(
@@ -353,7 +353,7 @@ def test_a_turns_own_reward_is_credited_to_it_and_what_came_before(
     assert advantages_of(harness, monkeypatch) == pytest.approx(whitened([3.0, 3.0, 1.0, 1.0]), abs=ROUNDED)
 
 
-def test_a_turn_gets_a_part_of_what_the_turns_after_it_earned(
+def test_turn_discount_credits_a_turn_with_a_part_of_later_rewards(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     algorithm = {
@@ -401,7 +401,7 @@ def test_micro_batches_change_nothing(
     assert {name: said[name] for name in names} == same_metrics({name: also_said[name] for name in names})
 
 
-def test_a_penalty_for_length_makes_equal_rewards_worth_comparing(make_harness: MakeHarness) -> None:
+def test_a_length_penalty_gives_equal_rewards_an_advantage(make_harness: MakeHarness) -> None:
     shaping = {"length_penalty": {"output_tokens": 0.5}}
     harness = make_harness(algorithm={"shaping": shaping}).start()
     for index in range(2):
@@ -438,12 +438,12 @@ def test_truncated_sessions_train_only_if_configured(make_harness: MakeHarness) 
     ],
     ids=str,
 )
-def test_what_cannot_be_meant_is_refused_in_a_sentence(algorithm: dict[str, Any], sentence: str) -> None:
+def test_contradictory_settings_are_refused_with_a_sentence(algorithm: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         AlgorithmSettings.model_validate(algorithm)
 
 
-def test_what_stands_beside_a_preset_wins() -> None:
+def test_given_fields_override_a_preset() -> None:
     settings = AlgorithmSettings.model_validate({"preset": "dapo", "advantage": "rloo"})
     assert (settings.advantage.name, settings.shaping.truncated) == ("rloo", "keep")
     nested = {"preset": "grpo_classic", "loss": {"clip_low": 0.1}, "correction": "none"}

@@ -1,4 +1,4 @@
-"""A power cut takes the last second from Redis and nothing from the trainer, whose state is then newer."""
+"""A power cut takes the last second of Redis' data and none of the trainer's, which is newer afterwards."""
 
 import json
 from collections.abc import Iterator
@@ -78,7 +78,7 @@ def system(make_harness: MakeHarness, tmp_path: Path) -> Iterator[RolledBack]:
 
 @pytest.mark.parametrize("restarted", [True, False])
 @pytest.mark.parametrize("forgotten", ["the acknowledgement", "the delivery as well"])
-def test_what_a_durable_step_contains_is_not_trained_again(
+def test_sessions_of_a_durable_step_are_not_trained_again(
     system: RolledBack, forgotten: str, restarted: bool
 ) -> None:
     system.agents.group("a", [1.0, 0.0])

@@ -24,7 +24,7 @@ from trainer_service.model.settings import OptimizerSettings
         ),
     ],
 )
-def test_every_step_has_its_part_of_the_rate(given: dict[str, object], expected: list[float]) -> None:
+def test_every_step_has_its_factor_of_the_rate(given: dict[str, object], expected: list[float]) -> None:
     factor = schedule_of(OptimizerSettings.model_validate(given))
     assert [factor(step) for step in range(7)] == pytest.approx(expected)
 

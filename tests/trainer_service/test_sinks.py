@@ -53,7 +53,7 @@ def test_steps_that_a_restart_makes_again_replace_those_that_were_lost(make_harn
 
 
 @pytest.mark.parametrize("path", [None, "elsewhere"])
-def test_tensorboard_goes_where_it_is_told(
+def test_tensorboard_dir_sets_the_directory_or_turns_the_sink_off(
     make_harness: MakeHarness, tmp_path: Path, path: str | None
 ) -> None:
     where = None if path is None else tmp_path / path
@@ -63,7 +63,7 @@ def test_tensorboard_goes_where_it_is_told(
     assert where is None or curve(where, "reward_mean") == [(1, 0.5)]
 
 
-def test_without_a_file_of_metrics_there_is_none_beside_it(model_path: Path) -> None:
+def test_without_metrics_path_there_are_no_sinks(model_path: Path) -> None:
     settings = TrainerSettings(model_path=model_path, metrics_path=None)
     assert settings.tensorboard_dir is None
     assert not chosen_sinks(settings)
@@ -138,7 +138,7 @@ def history(directory: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.timeout(60)
-def test_weights_and_biases_has_every_step_also_one_that_is_made_again(
+def test_weights_and_biases_has_every_step_also_a_repeated_one(
     make_harness: MakeHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real package, offline."""
@@ -172,7 +172,7 @@ def test_weights_and_biases_that_is_away_stops_no_training(
     assert [row["step"] for row in history(tmp_path)] == [1]
 
 
-def test_a_package_that_is_missing_is_one_sentence_and_is_asked_for_only_where_it_is_configured(
+def test_a_missing_wandb_package_is_an_error_only_if_the_settings_ask_for_it(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)

@@ -34,7 +34,7 @@ def test_one_old_token_drops_its_rollout(make_harness: MakeHarness) -> None:
     assert harness.session_codes() == {"a": "stale", "b": "zero_advantage"}
 
 
-def test_masked_tokens_teach_nothing_and_the_newer_ones_do(make_harness: MakeHarness) -> None:
+def test_masked_tokens_are_not_trained_and_newer_ones_are(make_harness: MakeHarness) -> None:
     harness = aged(make_harness, "mask")
     episode(harness, "a", 1.0, [2, 2, 5])
     episode(harness, "b", 0.0, [5, 5, 5])
@@ -87,7 +87,7 @@ def test_a_rollout_that_stays_young_enough_delays_no_step(make_harness: MakeHarn
     assert harness.trainer.run_once()
 
 
-def test_nothing_waits_for_what_no_waiting_saves(make_harness: MakeHarness) -> None:
+def test_a_step_does_not_wait_if_waiting_cannot_help(make_harness: MakeHarness) -> None:
     """One session is too old already, one is an evaluation, and one has no reward and may never get one."""
     harness = aged(make_harness, "wait")
     for name, version, policy in (("old", 2, "policy"), ("exam", 3, "policy@3"), ("poor", 3, "policy")):
@@ -99,7 +99,7 @@ def test_nothing_waits_for_what_no_waiting_saves(make_harness: MakeHarness) -> N
     assert harness.trainer.run_once()
 
 
-def test_a_masked_token_condemns_no_newer_one(make_harness: MakeHarness) -> None:
+def test_a_masked_outlier_does_not_drop_newer_tokens_of_its_row(make_harness: MakeHarness) -> None:
     """The masked token is an outlier, for which the mask of outliers would drop the whole row."""
     harness = aged(make_harness, "mask", masks=[{"name": "outlier", "low": 1e-4, "high": 100.0}])
     harness.agents.open("a", "g", 2)

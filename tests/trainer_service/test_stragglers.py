@@ -1,4 +1,4 @@
-"""A group need not wait for its last member: after a deadline it is trained, and late members are told so."""
+"""A group need not wait for its last member. It is trained at a deadline, and late members get a verdict."""
 
 import time
 from typing import Any
@@ -25,7 +25,7 @@ def straggler(harness: Harness, session_id: str = "late", size: int = 4) -> None
     harness.agents.call(turn(session_id, f"{session_id}-t", group_id="g"))
 
 
-def test_a_group_goes_at_its_deadline_without_its_stragglers(make_harness: MakeHarness) -> None:
+def test_a_group_is_trained_at_its_deadline_without_its_stragglers(make_harness: MakeHarness) -> None:
     harness = harness_with_deadline(make_harness)
     straggler(harness)
     pair(harness)
@@ -80,7 +80,7 @@ def test_members_that_failed_at_once_do_not_start_the_clock(make_harness: MakeHa
     assert not harness.trainer.run_once()
 
 
-def test_rewards_that_go_on_coming_do_not_put_the_deadline_off(make_harness: MakeHarness) -> None:
+def test_further_rewards_do_not_delay_the_deadline(make_harness: MakeHarness) -> None:
     harness = harness_with_deadline(make_harness)
     pair(harness)
     for session_id in ("a", "b"):
@@ -106,7 +106,7 @@ def test_a_member_that_comes_after_a_restart_is_still_late(make_harness: MakeHar
     assert harness.trainer.step == 1
 
 
-def test_a_straggler_that_is_restarted_upon_is_trained_in_no_other_step(make_harness: MakeHarness) -> None:
+def test_a_straggler_that_ends_before_a_restart_is_not_trained_after_it(make_harness: MakeHarness) -> None:
     harness = harness_with_deadline(make_harness)
     for session_id in ("late", "later"):
         straggler(harness, session_id)
@@ -119,7 +119,7 @@ def test_a_straggler_that_is_restarted_upon_is_trained_in_no_other_step(make_har
     assert harness.session_codes()["late"] == harness.session_codes()["later"] == "group_incomplete"
 
 
-def test_a_straggler_that_finishes_without_a_reward_waits_for_none(make_harness: MakeHarness) -> None:
+def test_a_straggler_that_finishes_without_a_reward_ends_at_once(make_harness: MakeHarness) -> None:
     harness = harness_with_deadline(make_harness)
     straggler(harness)
     pair(harness)
@@ -155,7 +155,7 @@ def test_a_stuck_straggler_does_not_keep_other_groups_waiting(make_harness: Make
     assert len(list(harness.stream.reclaim())) == 1  # the turn of the straggler, which may still end
 
 
-def test_a_deadline_is_not_told_before_everything_was_read(
+def test_a_deadline_does_not_apply_before_the_whole_stream_is_read(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer_service.intake.entry_reader.READ_COUNT", 3)
@@ -167,7 +167,7 @@ def test_a_deadline_is_not_told_before_everything_was_read(
     assert len(harness.checkpoints.ledger(0, 10)[0].sessions) == 3
 
 
-def test_a_member_that_a_silent_group_went_without_is_late_too(make_harness: MakeHarness) -> None:
+def test_a_member_of_an_overdue_group_is_late_too(make_harness: MakeHarness) -> None:
     harness = make_harness(algorithm={"group_wait_s": 1.0}).start()
     pair(harness)
     assert harness.trainer.run_once()

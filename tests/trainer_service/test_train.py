@@ -204,7 +204,7 @@ def test_sessions_wait_until_enough_rows_have_an_advantage(
     assert set(harness.session_codes().values()) == {"trained"}
 
 
-def test_a_silent_stream_lets_the_last_rows_go(make_harness: MakeHarness) -> None:
+def test_the_last_rows_are_trained_when_the_stream_is_silent(make_harness: MakeHarness) -> None:
     harness = make_harness(algorithm={"min_live_rows": 100, "flush_after_s": 60.0}).start()
     harness.clock.pass_by(0)
     harness.agents.group("g", [1.0, 0.0])
@@ -222,7 +222,7 @@ def test_a_paused_trainer_makes_no_step(harness: Harness) -> None:
     assert harness.trainer.run_once()
 
 
-def test_a_wished_checkpoint_makes_undurable_steps_durable(make_harness: MakeHarness) -> None:
+def test_a_requested_checkpoint_makes_steps_durable(make_harness: MakeHarness) -> None:
     harness = make_harness(checkpoint_every_steps=10).start()
     harness.agents.group("g", [1.0, 0.0])
     assert harness.trainer.run_once()
@@ -234,7 +234,9 @@ def test_a_wished_checkpoint_makes_undurable_steps_durable(make_harness: MakeHar
     assert [row.step for row in harness.checkpoints.ledger(0, 10)] == [1]
 
 
-def test_a_wish_that_nobody_waits_for_any_more_is_granted_all_the_same(make_harness: MakeHarness) -> None:
+def test_a_requested_checkpoint_is_written_even_if_the_caller_no_longer_waits(
+    make_harness: MakeHarness,
+) -> None:
     harness = make_harness(checkpoint_every_steps=10).start()
     harness.agents.group("g", [1.0, 0.0])
     assert harness.trainer.run_once()
@@ -270,7 +272,7 @@ def test_the_end_of_a_run_leaves_a_checkpoint_of_every_step(make_harness: MakeHa
     assert harness.restart().trainer.step == 1
 
 
-def test_a_trainer_says_where_it_stands_after_a_step(harness: Harness) -> None:
+def test_a_trainer_reports_its_status_after_a_step(harness: Harness) -> None:
     harness.agents.group("g", [1.0, 0.0])
     harness.trainer.run_once()
     said = harness.stream.trainer
@@ -281,7 +283,7 @@ def test_a_trainer_says_where_it_stands_after_a_step(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
-def test_a_restart_goes_on_at_the_rate_that_is_set_now(make_harness: MakeHarness, zero_stage: int) -> None:
+def test_a_restart_uses_the_present_learning_rate(make_harness: MakeHarness, zero_stage: int) -> None:
     """An operator may lower the rate after an alarm. A rate of 0 leaves every weight as it is."""
     harness = make_harness(zero_stage=zero_stage).start()
     harness.agents.group("g", [1.0, 0.0])
@@ -303,7 +305,7 @@ def published(harness: Harness) -> bytes:
     return path.read_bytes()
 
 
-def test_a_step_is_told_though_its_version_waits_for_a_gateway(make_harness: MakeHarness) -> None:
+def test_a_step_is_reported_although_its_version_waits_for_a_gateway(make_harness: MakeHarness) -> None:
     harness = make_harness().start()
     harness.agents.group("g", [1.0, 0.0])
     assert harness.trainer.run_once()

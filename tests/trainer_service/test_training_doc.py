@@ -160,7 +160,7 @@ def test_the_step_of_the_example_has_its_losses_and_gradients_whatever_its_packs
     assert close([float(line["gradient"]) for line in table("token")], in_order)
 
 
-def test_the_step_of_the_example_says_of_itself_what_the_document_says(example: Example) -> None:
+def test_the_metrics_of_the_example_are_those_of_the_document(example: Example) -> None:
     metrics, _ = example.step()
     told = {line["metric"]: float(line["value"]) for line in table("metric")}
     assert close(told.values(), [metrics[name] for name in told])
@@ -237,7 +237,7 @@ def told(of: str) -> set[str]:
         *((family, set(kinds)) for family, kinds in FAMILIES.items()),
     ],
 )
-def test_whatever_can_be_set_has_its_row_and_nothing_else_has_one(of: str, names: set[str]) -> None:
+def test_the_tables_have_exactly_the_names_that_can_be_set(of: str, names: set[str]) -> None:
     assert told(of) == names
 
 
@@ -249,7 +249,7 @@ def test_the_defaults_of_the_document_are_the_defaults(of: str, model: type[Base
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_parameters_of_the_document_are_all_and_their_values_the_defaults(family: str) -> None:
+def test_the_document_has_all_parameters_with_their_defaults(family: str) -> None:
     for line in table(family):
         model = FAMILIES[family][line[family]].settings
         values = parameters(line)
@@ -291,7 +291,7 @@ def test_every_word_that_a_setting_takes_is_in_the_document() -> None:
     assert not {word for word in words if not re.search(rf"(`|: |`{word}|form: ){word}\b", text)}
 
 
-def test_every_golden_case_of_the_document_is_one_and_every_formula_names_one() -> None:
+def test_the_golden_cases_of_the_document_exist_and_every_formula_has_one() -> None:
     golden = {case["id"] for case in json.loads(GOLDEN.read_text(encoding="utf-8"))["cases"]}
     tables: list[Table] = [
         table(of) for of in ("advantage", "loss", "correction", "mask", "kl", "aggregation")

@@ -1,4 +1,4 @@
-"""Two trainer processes on one Redis, by mistake or after a sleep: only one of them reads the stream."""
+"""Two trainer processes use one Redis, by mistake or after a sleep. Only one of them reads the stream."""
 
 import os
 import signal

@@ -23,16 +23,16 @@ def best(known: VersionScores, servable: list[int]) -> tuple[int, int, float] | 
     return None if found is None else (found.version, found.sessions, round(found.reward, 9))
 
 
-def test_the_best_is_the_highest_mean_that_enough_sessions_prove() -> None:
+def test_the_best_version_has_a_high_mean_over_enough_sessions() -> None:
     known = version_scores(v1=[0.0, 1.0] * 50, v2=[1.0] * 90 + [0.0] * 10, v3=[1.0] * 4, v4=[0.0] * 100)
     assert best(known, [1, 2, 3, 4, 5]) == (2, 100, 0.9)
-    assert best(known, [1, 3, 4, 5]) == (3, 4, 1.0), "less proof, but nothing else comes near"
+    assert best(known, [1, 3, 4, 5]) == (3, 4, 1.0), "fewer sessions, but a much higher mean"
     assert best(known, [1, 4]) == (1, 100, 0.5)
     assert known.best([5]) is None
     assert VersionScores().best([1]) is None
 
 
-def test_of_equals_the_newest_is_the_best() -> None:
+def test_of_equal_versions_the_newest_is_the_best() -> None:
     assert best(version_scores(v1=[1.0] * 8, v2=[1.0] * 8), [2, 1]) == (2, 8, 1.0)
 
 
@@ -45,7 +45,7 @@ def test_means_are_right_far_from_zero() -> None:
     assert best(version_scores(v1=values, v2=[1e6 + 0.9] * 500), [1, 2]) == (2, 500, 1e6 + 0.9)
 
 
-def test_what_can_be_served_no_more_is_forgotten() -> None:
+def test_versions_that_cannot_be_served_are_forgotten() -> None:
     known = version_scores(v1=[1.0], v2=[0.5], v3=[0.1])
     assert best(known, [2, 3]) == (2, 1, 0.5)
     assert best(known, [1, 3]) == (3, 1, 0.1)

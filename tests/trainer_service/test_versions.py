@@ -89,7 +89,7 @@ def test_the_first_number_of_a_process_waits_for_the_gateway_and_nothing_is_trai
     assert [body["version"] for body in harness.gateway.announced] == [1, 2]
 
 
-def test_a_number_that_was_given_away_since_the_gateway_was_asked_is_passed_over(
+def test_a_number_that_was_reserved_meanwhile_is_skipped(
     harness: Harness,
 ) -> None:
     """For example, a trainer whose disk is lost now may have reserved it."""

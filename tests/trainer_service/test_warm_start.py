@@ -53,13 +53,13 @@ def test_the_same_seed_makes_the_same_model(tmp_path: Path, model_path: Path) ->
     assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
 
 
-def test_a_skill_that_does_not_come_ends_with_a_sentence(tmp_path: Path, model_path: Path) -> None:
+def test_a_skill_that_is_not_learnt_ends_the_run_with_a_sentence(tmp_path: Path, model_path: Path) -> None:
     plan = make_plan(tmp_path / "plan", model_path, max_steps=20, lr=1e-9)
     with pytest.raises(SystemExit, match="of the probe is exact after 20 steps"):
         warm_start(plan, tmp_path / "out", seed=1)
     assert not (tmp_path / "out").exists()
 
 
-def test_buckets_hold_every_example_once() -> None:
+def test_by_length_keeps_every_example_once() -> None:
     examples = [Example([0] * length, [1] * length) for length in (9, 2, 5, 7, 3, 1, 8, 4, 6, 10, 11)]
     assert sorted(len(e.ids) for part in by_length(examples) for e in part) == list(range(1, 12))

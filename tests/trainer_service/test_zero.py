@@ -52,14 +52,14 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_its_rows_are_found(
     assert not struck.leader.gradient_is_finite(StepRequest(random_rows(2, 3, POISON), 0, algorithm))
     assert struck.leader.gradient_is_finite(StepRequest(random_rows(2, 3), 0, algorithm))
     assert struck.leader.weights_are_finite()
-    assert struck.exported(), "the policy is between two passes and can be exported"
+    assert struck.exported(), "the policy can be exported after a gradient that is not finite"
     for learner in (struck, spared):
         learner.learn(3)
     assert differs_by(struck.exported(), spared.exported()) == 0
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_weights_that_are_spoilt_are_told(make_learner: MakeLearner, stage: int) -> None:
+def test_weights_that_are_not_finite_are_detected(make_learner: MakeLearner, stage: int) -> None:
     learner = make_learner(zero_stage=stage, optimizer={"lr": float("inf"), "warmup_steps": 0})
     learner.learn(1)
     assert not learner.leader.weights_are_finite()
@@ -78,7 +78,7 @@ def test_bfloat16_learns_at_every_stage_that_keeps_float32_beside_it(
     assert differs_by(full.exported(), half.exported()) > 0
 
 
-def test_what_stage_zero_cannot_do_is_refused(make_learner: MakeLearner) -> None:
+def test_settings_that_stage_zero_does_not_support_are_refused(make_learner: MakeLearner) -> None:
     with pytest.raises(ValidationError, match="bfloat16 needs zero_stage 1, 2 or 3"):
         make_learner(zero_stage=0, dtype="bfloat16")
     with pytest.raises(ValidationError, match="offload_optimizer: needs zero_stage"):
@@ -87,7 +87,7 @@ def test_what_stage_zero_cannot_do_is_refused(make_learner: MakeLearner) -> None
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("setting", ["offload_optimizer", "activation_checkpointing"])
-def test_what_saves_memory_changes_no_weight(
+def test_settings_that_save_memory_change_no_weight(
     make_learner: MakeLearner, untrained: Weights, stage: int, setting: str
 ) -> None:
     plain = make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED)

@@ -88,7 +88,7 @@ def test_a_log_probability_that_is_not_finite_costs_its_token_alone(
 
 
 @pytest.mark.parametrize("lost", [[0], [0, 1, 2]])
-def test_a_micro_batch_of_which_nothing_is_left_has_a_loss_of_0(lost: list[int]) -> None:
+def test_a_micro_batch_without_kept_tokens_has_a_loss_of_0(lost: list[int]) -> None:
     tokens, counts = row(lp_roll_T=[-30.0 if place in lost else -1.0 for place in range(3)])
     found, gradient_T = learned(tokens, LossSettings(), counts)
     assert found.loss == 0
@@ -110,7 +110,7 @@ def test_log_probabilities_of_half_precision_are_computed_in_float32() -> None:
 @pytest.mark.parametrize(
     "left_out", [{"masks": ["outlier"]}, {"correction": "icepop"}], ids=["mask", "icepop"]
 )
-def test_what_is_left_out_is_left_out_of_the_kl_too(left_out: dict[str, Any]) -> None:
+def test_tokens_that_are_left_out_have_no_kl_term(left_out: dict[str, Any]) -> None:
     tokens, counts = row(lp_new_T=[-1.0, -1.0], lp_roll_T=[-1.0, -30.0], rows_T=[0, 1])
     tokens = replace(tokens, lp_ref_T=torch.tensor([-2.0, -2.0], dtype=torch.float64))
     found, gradient_T = learned(tokens, made(kl={"coefficient": 1.0}, **left_out), counts)
@@ -119,7 +119,7 @@ def test_what_is_left_out_is_left_out_of_the_kl_too(left_out: dict[str, Any]) ->
     assert gradient_T[1] == 0
 
 
-def test_rows_go_before_the_step_is_measured_and_tokens_before_weights_are() -> None:
+def test_step_statistics_leave_out_rows_that_a_mask_drops() -> None:
     """Rows that a mask drops affect neither M2PO's bound nor the mean weight."""
     lp_roll_T = [-1.0, -1.2, -1.4] + [-1.0] * 6 + [-30.0]
     tokens, counts = row(lp_roll_T=lp_roll_T, rows_T=[0] * 3 + [1] * 7)
@@ -138,7 +138,7 @@ def test_rows_go_before_the_step_is_measured_and_tokens_before_weights_are() -> 
     assert found.weight_T[:2].tolist() == sorted(found.weight_T[:2].tolist())
 
 
-def test_kl_cov_holds_no_token_that_is_left_out() -> None:
+def test_kl_cov_penalises_no_token_that_is_left_out() -> None:
     """KL-Cov chooses among the trained tokens only."""
     lp_prox_T = [-1.0, -2.0, -1.0, -0.1]
     fields: dict[str, Any] = {
@@ -159,7 +159,7 @@ def test_weights_of_rows_are_normalised_over_rows() -> None:
     assert close((found.weight_T[0] + found.weight_T[1]) / 2, 1)
 
 
-def test_a_long_row_may_drift_as_far_by_token_as_a_short_one() -> None:
+def test_the_geometric_mask_measures_drift_by_token_and_the_product_mask_by_row() -> None:
     tokens, counts = row(lp_roll_T=[-1.05] * 4)
     kept = {
         name: policy_loss(tokens, made(masks=[{"name": name, "low": 0.9, "high": 1.1}]), counts).kept_T.all()
@@ -168,7 +168,7 @@ def test_a_long_row_may_drift_as_far_by_token_as_a_short_one() -> None:
     assert kept == {"geometric": True, "product": False}
 
 
-def test_a_token_of_the_version_that_the_step_begins_with_is_its_own_anchor() -> None:
+def test_tokens_of_the_version_before_the_step_have_interpolation_weight_0() -> None:
     assert interpolation_weight(torch.tensor([6, 7, 8, 9]), version=8).tolist() == [0.5, 0.0, 0.0, 0.0]
 
 
@@ -199,7 +199,7 @@ def test_each_side_has_its_own_bound(loss: dict[str, Any], narrow: float, wide: 
     assert held_T.tolist() == [up, not up]
 
 
-def test_m2po_drops_all_where_even_the_smallest_square_is_too_large() -> None:
+def test_m2po_drops_all_tokens_if_even_the_smallest_square_is_too_large() -> None:
     tokens, counts = row(lp_roll_T=[-2.0, -3.0])
     way = made(masks=["m2po"])
     assert not policy_loss(tokens, way, counts, step_statistics(tokens, way)).kept_T.any()
@@ -248,7 +248,7 @@ def test_every_preset_learns(preset: str) -> None:
     assert AlgorithmSettings.model_validate(way.model_dump(mode="json")) == way
 
 
-def test_the_preset_default_is_what_the_arithmetic_defaults_to() -> None:
+def test_the_preset_default_equals_the_defaults_of_the_loss_settings() -> None:
     written = AlgorithmSettings(preset="default")
     assert (
         LossSettings(**{name: getattr(written, name) for name in LossSettings.model_fields}) == LossSettings()
@@ -267,7 +267,7 @@ def test_the_preset_default_is_what_the_arithmetic_defaults_to() -> None:
         ({"correction": {"name": "tis_token", "normalise": True}}, None, "normalised weights need"),
     ],
 )
-def test_what_is_needed_is_asked_for(parts: dict[str, Any], without: str | None, sentence: str) -> None:
+def test_a_missing_input_is_named(parts: dict[str, Any], without: str | None, sentence: str) -> None:
     way = made(**parts)
     tokens = canonical_tokens()
     if without:
@@ -277,12 +277,12 @@ def test_what_is_needed_is_asked_for(parts: dict[str, Any], without: str | None,
         policy_loss(tokens, way, canonical_counts())
 
 
-def test_tokens_are_as_many_everywhere() -> None:
+def test_tensors_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match=r"lp_roll_T has shape \[35\], but lp_new_T has \[36\]"):
         replace(canonical_tokens(), lp_roll_T=torch.zeros(35))
 
 
-def test_rows_are_as_many_everywhere() -> None:
+def test_counts_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="tokens_R has 2 rows, rollout_R 1 and group_R 1"):
         counts_of(torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([0]))
 

@@ -142,7 +142,7 @@ PULLED = ("dro", "ipo", "kl_cov", "reverse_kl", "ref_kl")
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if kind(loss) not in PULLED], ids=named)
 @few
 @given(steps(), st.sampled_from(KLS), st.data())
-def test_a_row_without_advantage_feels_the_kl_alone(
+def test_a_row_without_advantage_has_only_the_gradient_of_the_kl(
     loss: Any, step: Step, kl: str, data: st.DataObject
 ) -> None:
     """P6: the gradient is exactly 0 without a KL, and the KL's own gradient with one."""

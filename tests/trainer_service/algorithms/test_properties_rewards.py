@@ -91,9 +91,7 @@ def test_order_changes_nothing(name: str, batch: list[Rollout], data: st.DataObj
 @pytest.mark.parametrize("name", COMPARING)
 @quick
 @given(batch=batches(), reward=rewards)
-def test_one_that_is_alone_gets_nothing_and_never_its_raw_reward(
-    name: str, batch: list[Rollout], reward: float
-) -> None:
+def test_a_rollout_alone_in_its_group_has_advantage_0(name: str, batch: list[Rollout], reward: float) -> None:
     assert score(name, [*batch, rollout("lone", "alone", reward)])[-1] == 0
     assert score(name, [rollout("lone", "alone", reward)]).tolist() == [0.0]
 
@@ -101,7 +99,7 @@ def test_one_that_is_alone_gets_nothing_and_never_its_raw_reward(
 @pytest.mark.parametrize("name", COMPARING)
 @quick
 @given(batch=batches(), reward=st.floats(0, 1e9), size=st.integers(2, 7))
-def test_equal_rewards_are_exactly_no_advantage(
+def test_equal_rewards_give_an_advantage_of_exactly_0(
     name: str, batch: list[Rollout], reward: float, size: int
 ) -> None:
     equal = [rollout(f"e{number}", "equal", reward, output_tokens=number + 1) for number in range(size)]
@@ -109,7 +107,7 @@ def test_equal_rewards_are_exactly_no_advantage(
 
 
 @pytest.mark.parametrize("name", COMPARING)
-def test_the_better_one_gets_more(name: str) -> None:
+def test_the_better_rollout_gets_the_larger_advantage(name: str) -> None:
     parts = [{"first": value, "second": 0.0} for value in (0.25, 1.0)]
     worse, better = score(
         name, [rollout("w", reward=0.25, parts=parts[0]), rollout("b", reward=1.0, parts=parts[1])]
@@ -142,7 +140,7 @@ def test_the_same_rollout_is_not_taken_twice() -> None:
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), -float("inf")])
-def test_a_reward_that_is_not_finite_is_refused_by_the_rollouts_name(reward: float) -> None:
+def test_a_reward_that_is_not_finite_is_refused_with_the_rollouts_id(reward: float) -> None:
     with pytest.raises(RefusedRollout, match=f"rollout r7: its reward is {reward}") as refusal:
         Rollout("r7", "g", reward)
     assert refusal.value.rollout_id == "r7"
@@ -157,7 +155,7 @@ def test_a_reward_that_is_null_is_not_zero() -> None:
         score("gdpo", [rollout("r1"), rollout("r7", parts={"first": 1.0})])
 
 
-def test_what_a_formula_cannot_take_is_refused_by_the_rollouts_name() -> None:
+def test_a_rollout_that_a_formula_does_not_allow_is_refused_with_its_id() -> None:
     with pytest.raises(RefusedRollout, match="rollout r2: maxrl takes no reward below 0"):
         score("maxrl", [rollout("r1"), rollout("r2", reward=-1.0)])
     with pytest.raises(RefusedRollout, match="rollout r2: opo weighs it by its trained tokens"):
@@ -166,7 +164,7 @@ def test_what_a_formula_cannot_take_is_refused_by_the_rollouts_name() -> None:
 
 @quick
 @given(name=st.sampled_from(GROUPWISE), batch=batches())
-def test_scoring_group_by_group_is_scoring_at_once_where_the_entry_says_so(
+def test_estimators_without_whole_step_score_a_group_alone_as_with_others(
     name: str, batch: list[Rollout]
 ) -> None:
     by_group = [[each for each in batch if each.group_id == group] for group in {m.group_id for m in batch}]
@@ -176,7 +174,7 @@ def test_scoring_group_by_group_is_scoring_at_once_where_the_entry_says_so(
 
 
 @pytest.mark.parametrize("name", ["liteppo", "gpg"])
-def test_what_needs_the_whole_step_says_so(name: str) -> None:
+def test_estimators_that_need_the_whole_step_say_so(name: str) -> None:
     first = [rollout("a", "1", 0.0), rollout("b", "1", 1.0)]
     second = [rollout("c", "2", 1.0), rollout("d", "2", 5.0)]
     assert ADVANTAGES[name].whole_step
@@ -185,7 +183,9 @@ def test_what_needs_the_whole_step_says_so(name: str) -> None:
 
 @quick
 @given(batch=batches(), data=st.data())
-def test_a_baseline_knows_the_order_of_its_own_agent_alone(batch: list[Rollout], data: st.DataObject) -> None:
+def test_a_baseline_depends_only_on_the_order_of_its_agents_rollouts(
+    batch: list[Rollout], data: st.DataObject
+) -> None:
     """P5 holds between agents: another interleaving of their rollouts changes nothing."""
     whose = data.draw(st.permutations([each.agent for each in batch]))
     left = {agent: [each for each in batch if each.agent == agent] for agent in "ab"}
@@ -196,7 +196,7 @@ def test_a_baseline_knows_the_order_of_its_own_agent_alone(batch: list[Rollout],
     assert after[0] == after[1]
 
 
-def test_a_lone_rollout_of_an_agent_with_a_past_gets_what_it_earned_beyond_it() -> None:
+def test_a_lone_rollout_gets_its_reward_minus_its_agents_baseline() -> None:
     lone = Rollouts((rollout("r1", reward=1.0, agent="a"),), baselines={"a": 0.75})
     assert ADVANTAGES["rae"].score(lone, Rae()).tolist() == [0.25]
     assert lone.baselines == {"a": 0.75}
@@ -259,7 +259,7 @@ def test_holes_change_nothing(
 
 @quick
 @given(rows=dense())
-def test_returns_are_those_of_a_walk_back_over_each_row_that_skips_the_holes(
+def test_returns_equal_those_of_a_backward_loop_over_trained_tokens(
     rows: list[list[tuple[int, float, float]]],
 ) -> None:
     gamma, lam = 0.9, 0.8
@@ -299,7 +299,7 @@ def test_the_order_of_rows_changes_nothing(
     same(again.returns_T, found.returns_T[at_T])
 
 
-def test_tokens_of_a_row_that_are_apart_are_refused() -> None:
+def test_rows_and_turns_with_scattered_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="the tokens of some rows are not contiguous"):
         TokenRewards(torch.zeros(3), torch.tensor([0, 1, 0]))
     with pytest.raises(ValueError, match="the tokens of some turns are not contiguous"):
@@ -309,7 +309,7 @@ def test_tokens_of_a_row_that_are_apart_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "lacks"), [("gae", "values"), ("turn_gae", "values"), ("turn_gae", "turns")]
 )
-def test_what_an_estimator_needs_must_be_there(name: str, lacks: str) -> None:
+def test_a_missing_input_of_an_estimator_is_named(name: str, lacks: str) -> None:
     assert lacks in RETURNS[name].needs
     given = {f"{need}_T": torch.zeros(2) for need in RETURNS[name].needs - {lacks}}
     tokens = TokenRewards(torch.zeros(2), torch.tensor([0, 0]), **given)
@@ -322,13 +322,13 @@ def test_the_reward_of_a_row_is_on_its_last_trained_token() -> None:
     assert got.tolist() == [0.0, 0.0, 1.0, 2.0, 0.0, 3.0]
 
 
-def test_equal_tokens_are_white_without_any_noise() -> None:
+def test_equal_values_are_whitened_to_exactly_0() -> None:
     assert whitened(torch.full((7,), 0.1)).tolist() == [0.0] * 7
     assert whitened(torch.tensor([3.0])).tolist() == [0.0]
     assert whitened(torch.tensor([])).tolist() == []
 
 
-def test_one_logprob_that_is_not_finite_costs_no_other_token_its_return() -> None:
+def test_a_logprob_that_is_not_finite_changes_no_other_tokens_reward() -> None:
     lp_old_T = torch.tensor([-1.0, -torch.inf, -1.0])
     got = kl_in_reward(torch.ones(3), lp_old_T, torch.tensor([-2.0, -2.0, torch.nan]), beta=0.5)
     assert got.tolist() == [0.5, 1.0, 1.0]
@@ -343,7 +343,7 @@ def test_half_precision_is_cast_up() -> None:
     assert value_loss(narrow, narrow, narrow, tokens_in_step=3).loss.dtype == torch.float32
 
 
-def test_advantages_keep_within_the_bound_that_is_set() -> None:
+def test_advantages_are_clipped_to_the_bound() -> None:
     rows_T = torch.arange(3)
     wild_B = torch.tensor([-50.0, 0.5, 50.0], dtype=torch.float64)
     assert to_tokens(wild_B, chosen_by("drgrpo"), rows_T, rows_T, bound=10.0).tolist() == [-10.0, 0.5, 10.0]
@@ -352,7 +352,7 @@ def test_advantages_keep_within_the_bound_that_is_set() -> None:
 
 @quick
 @given(values=st.lists(st.tuples(*[st.floats(-4, 4, width=32)] * 3), min_size=2, max_size=12), data=st.data())
-def test_the_critics_loss_is_that_of_its_micro_batches(
+def test_the_critics_loss_is_the_sum_over_micro_batches(
     values: list[tuple[float, float, float]], data: st.DataObject
 ) -> None:
     cut = data.draw(st.integers(1, len(values) - 1))
@@ -375,7 +375,7 @@ def test_a_critic_without_a_clip_learns_its_error() -> None:
 
 @quick
 @given(batch=batches())
-def test_a_silent_group_has_no_advantage_and_every_other_has_one(batch: list[Rollout]) -> None:
+def test_only_groups_without_signal_have_no_advantage(batch: list[Rollout]) -> None:
     silent = groups_without_signal(Rollouts(tuple(batch)), tolerance=0.0)
     advantages = dict(zip([each.rollout_id for each in batch], score("drgrpo", batch).tolist(), strict=True))
     for group in {each.group_id for each in batch}:

@@ -29,19 +29,19 @@ def rewards_of(rollouts: tuple[Rollout, ...]) -> list[float]:
     return [each.reward for each in rollouts]
 
 
-def test_what_is_longer_than_allowed_is_as_bad_as_what_is_just_too_long() -> None:
+def test_the_overlong_penalty_does_not_grow_beyond_max_len() -> None:
     limit = ShapingSettings(overlong=Overlong(max_len=100, cache=20, factor=0.5))
     rollouts = [Rollout(str(n), "g", 1.0, output_tokens=n) for n in (10, 80, 90, 100, 5000)]
     assert rewards_of(shaped(rollouts, limit)) == [1.0, 1.0, 0.75, 0.5, 0.5]
 
 
-def test_a_group_that_fails_is_not_taught_to_be_long() -> None:
+def test_a_negative_mean_reward_does_not_reward_length() -> None:
     penalty = ShapingSettings(length_penalty=LengthPenalty(output_tokens=0.5))
     rollouts = [Rollout("short", "g", -1.0, output_tokens=1), Rollout("long", "g", -1.0, output_tokens=9)]
     assert rewards_of(shaped(rollouts, penalty)) == [-1.0, -1.0]
 
 
-def test_lengths_are_compared_inside_a_group_and_a_length_of_nothing_costs_nothing() -> None:
+def test_lengths_are_compared_inside_a_group_and_a_length_of_0_costs_nothing() -> None:
     penalty = ShapingSettings(length_penalty=LengthPenalty(output_tokens=0.5, turns=0.25))
     rollouts = [
         Rollout("a", "g", 1.0, output_tokens=10),
@@ -58,7 +58,7 @@ def test_without_shaping_rewards_stay_as_they_are() -> None:
     assert shaped((), ShapingSettings()) == ()
 
 
-def test_a_truncated_rollout_is_left_out_or_worthless_or_kept() -> None:
+def test_a_truncated_rollout_is_left_out_or_gets_0_or_is_kept() -> None:
     whole = Rollout("a", "g", 1.0, parts={"style": 1.0})
     cut = Rollout("b", "g", 0.5, truncated=True, parts={"style": 0.5})
     assert untruncated([whole, cut]) == ((whole,), (cut,))
@@ -68,7 +68,7 @@ def test_a_truncated_rollout_is_left_out_or_worthless_or_kept() -> None:
     assert (compared[1].reward, compared[1].parts) == (0.0, {"style": 0.0})
 
 
-def test_a_silent_group_says_why() -> None:
+def test_a_group_without_signal_has_a_reason() -> None:
     rollouts = Rollouts(
         (
             Rollout("a", "lone", 0.7),
@@ -88,7 +88,7 @@ def test_a_silent_group_says_why() -> None:
     assert groups_without_signal(Rollouts(())) == {}
 
 
-def test_a_group_whose_parts_differ_is_not_silent_though_their_sums_are_equal() -> None:
+def test_a_group_whose_parts_differ_has_a_signal_although_their_sums_are_equal() -> None:
     parts = ({"first": 1.0, "second": 0.0}, {"first": 0.0, "second": 1.0})
     rollouts = Rollouts(tuple(Rollout(str(at), "g", 1.0, parts=each) for at, each in enumerate(parts)))
     assert groups_without_signal(rollouts).keys() == {"g"}
@@ -101,7 +101,7 @@ def test_a_session_without_any_reward_has_no_return() -> None:
         turn_discount([None, None], discount=0.5)
 
 
-def test_a_row_of_a_version_yet_to_come_is_not_stale() -> None:
+def test_a_row_of_a_later_version_is_not_stale() -> None:
     assert staleness(3, 4, 5) == (0, 0, 0)
     found = staleness(9, 4, 7)
     assert (found.total, found.in_flight, found.in_queue) == (5, 3, 2)
@@ -160,7 +160,7 @@ def test_shaping_refuses_nonsense(given: dict[str, Any], said: str) -> None:
 
 
 @pytest.mark.parametrize("setting", ["kl_in_reward", "turn_discount"])
-def test_rewards_on_tokens_mean_nothing_where_whole_rollouts_are_compared(setting: str) -> None:
+def test_rewards_of_tokens_contradict_estimators_that_compare_rollouts(setting: str) -> None:
     shaping = ShapingSettings(**{setting: 0.5})
     for name in ADVANTAGES.keys() - {"gdpo"}:
         assert f"{name} compares whole rollouts" in (contradiction(settings_of(name), shaping) or "")
@@ -169,7 +169,7 @@ def test_rewards_on_tokens_mean_nothing_where_whole_rollouts_are_compared(settin
     assert contradiction(settings_of("drgrpo"), ShapingSettings()) is None
 
 
-def test_a_length_penalty_does_not_reach_the_parts_of_a_reward() -> None:
+def test_a_length_penalty_contradicts_gdpo() -> None:
     gdpo = settings_of({"name": "gdpo", "weights": {"style": 1.0}})
     shaping = ShapingSettings(length_penalty=LengthPenalty(turns=0.1))
     assert "changes only their sum" in (contradiction(gdpo, shaping) or "")

@@ -1,4 +1,4 @@
-"""Runs once in compose: writes weir.yaml for the services, and makes the demo's model if no other is named.
+"""Runs once in compose: writes weir.yaml for the services; makes the demo's model unless another is named.
 
 WEIR_MODEL_DIR ─┬─ empty ─▶ /model/tool-…-seed0 is made once ─▶ its path and the demo's settings ─┐
                 └─ named ─▶ /model is that directory ─────────▶ its path, and the defaults ───────┴▶ weir.yaml

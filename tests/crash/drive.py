@@ -15,7 +15,7 @@ from tests.crash.windows import WINDOWS, NeverCame, Window
 logger = logging.getLogger(__name__)
 
 TRIES = 5
-"""How often to wait for a window. After that the kill happens anyway, and counts as one at any time."""
+"""How often to wait for a window. After that the kill happens anyway, and counts as a miss."""
 SETTLES_WITHIN_S = 180.0
 
 

@@ -11,11 +11,11 @@ class Kill(msgspec.Struct, frozen=True):
     title: str
     """The title of the window."""
     hit: bool
-    """Whether the kill hit the window. A miss counts as a kill at any time."""
+    """Whether the kill hit the window. False if the moment did not come, or had passed."""
     healed_s: float
     answers: int
-    """How many successes agents were told of after the recovery from the previous kill, until that from this
-    one."""
+    """How many successes agents were told of after the recovery from the previous kill, and until the
+    recovery from this one."""
 
 
 class Result(msgspec.Struct, frozen=True):

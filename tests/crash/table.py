@@ -15,7 +15,7 @@ HEAD = (
 
 
 def table(results: Sequence[Result]) -> str:
-    """A Markdown table. An audit judges a whole run, so that only the last row has findings."""
+    """A Markdown table. Only the last row has findings, because an audit covers a whole run."""
     done = {kill.title for result in results for kill in result.kills}
     ours = [window.title for window in WINDOWS]
     titles = [*(title for title in ours if title in done), *sorted(done.difference(ours))]

@@ -1,7 +1,7 @@
-"""Windows: each is a part and a moment to kill it, when a careless system would lose or repeat something.
+"""Windows: each names a part, and a moment at which killing it makes a careless system lose or repeat data.
 
 A window recognises its moment by what is visible from outside: files, Redis, a status page. Right after the
-kill, it checks what the dead process left to tell whether the kill hit; a miss counts as a kill at any time.
+kill, it looks at the files of the dead process, and so finds out whether the kill hit the moment.
 """
 
 import time
@@ -26,7 +26,8 @@ class NeverCame(Exception):
 
 @dataclass(frozen=True)
 class Window:
-    """`wait` returns at the moment; `hit` is called when the victim is dead."""
+    """`wait` returns at the moment. `hit` is called after the kill, and says whether the kill hit the
+    moment."""
 
     victim: Victim
     name: str

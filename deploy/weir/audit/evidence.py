@@ -21,7 +21,7 @@ from weir.audit.ledger import EvidenceMissing, read_ledger
 from weir.audit.sources import Sources
 
 CHUNK = 100
-"""How many heads or stream entries are read at once; each holds all of its tokens."""
+"""How many heads or stream entries are read at once. They contain all tokens of their turns."""
 NAMES = 10_000
 """How many ids are read at once."""
 TIMEOUT_S = 60.0

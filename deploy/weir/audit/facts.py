@@ -23,7 +23,8 @@ class TurnFact(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tokens: int
     """The number of output tokens, which are the tokens that a step trains."""
     generation: int
-    """A hash that is equal for two records of one generation, and differs for two equal samples."""
+    """A hash that is the same in two records of one generation, and differs between two generations, even if
+    they sampled the same tokens."""
     versions: tuple[int, ...]
     verdict: Verdict | None = None
     """The turn's own verdict; None if only its session has one, or neither has."""
@@ -40,9 +41,10 @@ class SessionFact(msgspec.Struct, frozen=True, kw_only=True):
     group_id: str | None
     turns: tuple[TurnFact, ...]
     ends: frozenset[str]
-    """The fields of its outcome and of those rewards that the trainer gets."""
+    """The fields of the session's outcome and of those rewards that the trainer gets."""
     unheard: frozenset[str]
-    """The fields that the trainer does not get: late rewards, and entries in the dead letters."""
+    """The fields that the trainer does not get: late rewards, and fields whose entry is in the dead
+    letters."""
     verdict: Verdict | None
     unreadable: Mapping[str, bytes]
     """Fields that this build cannot decode, with the digest of their bytes."""

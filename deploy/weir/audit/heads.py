@@ -117,7 +117,7 @@ def _barred(turn: Turn, session_trains: bool, orphan: bool) -> str | None:
 
 
 def _generation(turn: Turn) -> int:
-    if turn.completion_id:  # it is the same in all choices of a completion, but they start at different times
+    if turn.completion_id:  # all choices of a completion have this id, but start at different times
         return hash((turn.completion_id, turn.started_at))
     content = (turn.context_ids.tobytes(), turn.output_ids.tobytes(), turn.logprobs.tobytes())
     return hash((turn.session_id, turn.parent_id, turn.started_at, turn.finished_at, *content))

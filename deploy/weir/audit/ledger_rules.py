@@ -7,7 +7,7 @@ from itertools import pairwise, takewhile
 from weir.audit.facts import Evidence, Finding, Kind, LedgerRow
 
 TOKENS = "tokens:trained"
-"""The counter of the trained tokens of forgotten sessions, beside the counters of their verdicts."""
+"""The name of the counter of forgotten sessions' trained tokens. The other such counters count verdicts."""
 TRAINED = {"session:trained": "sessions", "turn:trained": "turns", TOKENS: "tokens"}
 
 

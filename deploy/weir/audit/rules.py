@@ -123,7 +123,8 @@ def _against_the_stream(
 
 
 def _copies(evidence: Evidence) -> Iterator[Finding]:
-    """Finds a generation that is recorded under several ids, and an id in several sessions."""
+    """Finds a generation that is recorded under several turn ids, and a turn id that several sessions
+    have."""
     owners: dict[str, SessionFact] = {}
     for session in evidence.sessions.values():
         generations: dict[int, TurnFact] = {}

@@ -35,10 +35,10 @@ def sources_of(
     trainer_url: str | None = None,
     checkpoint_dir: Path | None = None,
 ) -> Sources:
-    """Each source is the first of these that is known: the argument; that of the service that runs in the run
-    directory; that of the services' own settings (as in a container); the one that `weir up` would use.
+    """Each source comes from the first of these that names it: the arguments; the services that run in the
+    run directory; the services' own settings (as in a container); the settings that `weir up` would use.
 
-    The trainer's address is in no setting of a service. Instead, the trainer reports it in Redis.
+    No setting of a service has the trainer's address. Instead, the trainer reports it in Redis.
     """
     found = state.read(settings.run_dir)
     running = {} if found is None else {name: service.url for name, service in found.services.items()}

@@ -21,8 +21,8 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     """The counts of one reading."""
 
     fates: Mapping[str, FateCount]
-    """By `trained`, `waiting`, a verdict, `set aside` (in the dead letters) or `unaccounted`. A session is
-    counted by its verdict."""
+    """The keys are `trained`, `waiting`, other verdicts, `set aside` (in the dead letters) and `unaccounted`.
+    A session is counted under its verdict."""
     ledger_steps: int
     ledger_turns: int
     ledger_tokens: int

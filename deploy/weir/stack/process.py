@@ -34,7 +34,7 @@ class Service:
 
 
 class ServiceProcess:
-    """The process of a `Service`. It leads a session of its own, so that Ctrl-C reaches only the parent."""
+    """The process of a `Service`, in a Unix session of its own, so that Ctrl-C reaches only the parent."""
 
     def __init__(self, service: Service, log_path: Path) -> None:
         self.service = service

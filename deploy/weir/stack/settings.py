@@ -47,7 +47,8 @@ class StackSettings(ServiceSettings):
     engine_port: int = 30000
     trainer_port: int = 8200
     engine_python: Path = Path(sys.prefix).with_name(".venv-engine") / "bin" / "python"
-    """The Python interpreter that has SGLang, in an environment of its own because its pins differ."""
+    """The Python interpreter of SGLang's own environment. SGLang needs other versions of packages than
+    Weir."""
     trainer_ranks: int = Field(1, ge=1)
     """How many processes train together, each on its share of a batch, and each on a GPU of its own if there
     are GPUs."""

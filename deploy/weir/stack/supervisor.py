@@ -86,7 +86,7 @@ def run(settings: StackSettings) -> int:
 
 
 def start_detached(settings: StackSettings) -> subprocess.Popen[bytes]:
-    """Start the supervisor in a session of its own, so that it outlives the terminal."""
+    """Start the supervisor in a Unix session of its own, so that it outlives the terminal."""
     settings.logs_dir.mkdir(parents=True, exist_ok=True)
     state.path_in(settings.run_dir).unlink(missing_ok=True)
     with (settings.logs_dir / "supervisor.log").open("ab") as log:

@@ -49,7 +49,7 @@ def related(turn: Turn, recorded: Sequence[Turn]) -> Turn:
 
 
 def _comes_after(later: Turn, turn: Turn) -> bool:
-    """Whether `later` answers a later attempt than `turn` does, and was asked later.
+    """Whether `later` answers later attempts than `turn` does, and the last of these attempts began later.
 
     A turn answers all attempts from `attempt` to `last_attempt`, because a retry may join a running call. The
     attempts of `turn` lie before those of `later`, or strictly between the first and the last of `later`.

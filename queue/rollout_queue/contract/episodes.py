@@ -19,7 +19,7 @@ CLOSING = ("failed", "abandoned", "expired")
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole session to be restored. `verdict` is set if the session's end decided it (CLOSING)."""
+    """A whole session to be restored. `verdict` is None, or one of CLOSING."""
 
     spec: SessionSpec
     turns: tuple[Turn, ...] = ()
@@ -82,7 +82,7 @@ def session_part(head: SessionHead, verdict: Verdict) -> SessionPart:
 def row_of(
     head: SessionHead, session: SessionPart, turn: Turn | None, verdict: Verdict, cursor: str
 ) -> ExportRow:
-    """The row of one turn; for `turn` None, the row of a session without turns."""
+    """The row of one turn. If `turn` is None, the row of a session without turns."""
     named = _fields(head.spec, ("session_id", "group_id", "task_id", "user"))
     named["rewards"] = tuple(RewardPart(**_fields(reward, _REWARD_FIELDS)) for reward in head.rewards)
     if turn is None:
@@ -157,7 +157,7 @@ def _turn(row: ExportRow) -> Turn:
 
 
 def _reward(session_id: str, part: RewardPart) -> Reward:
-    """The reward with `late` cleared: a restored session has not been trained yet."""
+    """The reward with `late` false, because a restored session has not been trained yet."""
     fields = _fields(part, _REWARD_FIELDS) | {"late": False}
     return Reward(session_id=session_id, **fields)
 

@@ -3,7 +3,7 @@
 QueueError
 ├─ InvalidRecord          a record that contradicts itself, when it is made or decoded
 ├─ UnknownSchema          bytes written by a newer build
-├─ RewardsTooLarge        with the reward, the rewards of the session could add up to infinity
+├─ RewardsTooLarge        with this reward, the session's rewards could add up to infinity
 ├─ StorageUnavailable     Redis cannot be reached or refuses to store
 ├─ SessionClosed          the session ended; nothing can be added to it
 │  └─ SessionUnknown      no such session exists: none was opened, or it was forgotten
@@ -12,7 +12,7 @@ QueueError
 │  └─ UserDeleted         the user's data was deleted, and no more data is accepted for that name
 ├─ LeaseLost              another trainer has claimed the lease, which admits one trainer at a time
 └─ Conflict               the id exists with other content, or the group is full
-   └─ SessionForgotten    the id was a forgotten session's, and cannot be used again yet
+   └─ SessionForgotten    the id belonged to a forgotten session, and cannot be used again yet
 """
 
 
@@ -29,7 +29,7 @@ class UnknownSchema(QueueError):
 
 
 class RewardsTooLarge(QueueError):
-    """With the reward, the rewards of its session could add up to infinity."""
+    """With this reward, the session's rewards could add up to infinity."""
 
     def __init__(self, session_id: str) -> None:
         super().__init__(f"the rewards of session {session_id} would add up to infinity")
@@ -77,7 +77,7 @@ class Conflict(QueueError):
 
 
 class SessionForgotten(Conflict):
-    """The session of this id was forgotten. A trainer may still remember the id, and would mistake a new
+    """A session with this id was forgotten. A trainer may still remember the id, and would mistake a new
     session for the old one."""
 
     def __init__(self, session_id: str) -> None:

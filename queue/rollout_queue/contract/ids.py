@@ -1,6 +1,6 @@
 """New ids: 128 random bits from a generator that the operating system seeds once.
 
-Ids give no access (keys do), so they may be predictable. That saves a system call for each id.
+Ids give no access (keys do), so they may be predictable, and a new id needs no system call.
 """
 
 from random import Random

@@ -158,7 +158,7 @@ class Reward(msgspec.Struct, frozen=True, tag="reward", kw_only=True, omit_defau
 
 
 class Outcome(msgspec.Struct, frozen=True, tag="outcome", kw_only=True, omit_defaults=True):
-    """How a session ended. It names the group, so that a session without turns counts as a member, too."""
+    """How a session ended. The record names the group, so that a session without turns is a member, too."""
 
     session_id: str
     status: Status

@@ -43,7 +43,7 @@ class GroupMembers(NamedTuple):
     size: int | None
     members: frozenset[str]
     forgotten: int = 0
-    """How many members were forgotten: they had a verdict for so long that they were removed."""
+    """How many members were forgotten, that is, removed some time after their verdict."""
 
 
 class StreamWriter(Protocol):
@@ -106,11 +106,11 @@ class StreamWriter(Protocol):
     ) -> Turn:
         """Store the turn in stream and head, once. If its session does not exist, `opening` creates it.
 
-        Later calls of `owner` find the session (`find_continuations`) by the turn's reply digest, by its id
-        if it called tools, and by its request digest if it has no parent.
+        Later calls of `owner` find the session (`find_continuations`) by the turn's reply digest; if the turn
+        called tools, also by its id; if it has no parent, also by its request digest.
         Returns the turn as stored, with its relation to other attempts at the same call (`attempts`).
-        Raises SessionClosed when the session has ended; SessionDeleted, UserDeleted. A turn for which it
-        raises StorageUnavailable is not trained, even if it is stored (`retract_failed`).
+        Raises SessionClosed when the session has ended; SessionDeleted, UserDeleted. When this raises
+        StorageUnavailable, the turn is not trained, even if Redis has stored it (`retract_failed`).
         """
         ...
 
@@ -124,8 +124,8 @@ class StreamWriter(Protocol):
         ...
 
     async def append_reward(self, reward: Reward) -> Reward:
-        """Store the reward. Returns the reward that is stored under its key. `late` is true in it if the
-        session had a verdict already.
+        """Store the reward. Returns the reward that is stored under its key. The returned reward is `late` if
+        the session had a verdict already.
 
         Raises SessionUnknown, SessionDeleted.
         """
@@ -152,7 +152,7 @@ class StreamWriter(Protocol):
 
     async def heartbeat(self, session_id: str, now: float, at_least_s: float = 0.0) -> float:
         """Note that the agent of an open session is alive: the session expires as if a call had ended at
-        `now`. It is kept open for `at_least_s`, even if its time to live is shorter.
+        `now`, and stays open for at least `at_least_s`, even if its time to live is shorter.
 
         Returns when it expires, seconds since the epoch. Raises SessionClosed when the session has ended or
         has expired.

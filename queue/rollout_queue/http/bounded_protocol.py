@@ -20,7 +20,7 @@ PROGRESS_BYTES = 1024
 MAX_PIPELINED = 16
 """Requests that a client may send on one connection before it has read the first one's answer."""
 MAX_REFUSED = 256
-"""Connections over the limit that get an error before they are closed. More than these are just closed."""
+"""Connections over the limit that get an error before they are closed. Further ones are just closed."""
 REFUSED_S = 1.0
 """How long a refused connection stays open, so that the error reaches the client before the end does."""
 
@@ -41,7 +41,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._received = 0
         self._unparsed = 0
-        """Bytes that arrived since the parser last passed on anything but headers."""
+        """Bytes that arrived since the parser last reported the end of a head, a part of a body, or the end
+        of a message."""
         self._read_timer: TimerHandle | None = None
         self._timed: tuple[int, Phase] | None = None
         """What the read timer bounds: the number of a request, and its phase."""

@@ -21,7 +21,7 @@ class PolicyBody(ServiceMessage):
 
     version: int | None = Field(None, ge=0, lt=LARGEST)
     location: str
-    """A URL under which each file of the version has its name."""
+    """The URL of the directory that has the version's files."""
     manifest_sha256: str | None = None
     step: int | None = Field(None, ge=0, lt=LARGEST)
     """The optimizer step that made the weights."""

@@ -6,7 +6,8 @@ from rollout_queue.protocol.message import ServiceMessage
 
 
 class ReloadBody(ServiceMessage):
-    """Which version to serve, and where its files are; null for the version that the engine started with."""
+    """Which version to serve, and where its files are. `location` is null for the version that the engine
+    started with."""
 
     model_config = ConfigDict(extra="forbid", strict=False)
 
@@ -14,7 +15,8 @@ class ReloadBody(ServiceMessage):
     location: str | None = Field(None, max_length=4096)
     manifest_sha256: str | None = Field(None, pattern="^[0-9a-fA-F]{64}$")
     force: bool = False
-    """Serve the version even if its number is lower than the served one, or equal with other content."""
+    """Serve the version even if its number is lower than the served one, or is the same and the files
+    differ."""
 
 
 class ReloadSeconds(ServiceMessage):

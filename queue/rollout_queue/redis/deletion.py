@@ -102,7 +102,7 @@ class RedisDeleter:
             )
 
     async def _remove_entries(self, session_ids: Collection[str]) -> None:
-        """Remove the entries of deleted sessions from both streams. No new entries of them are appended.
+        """Remove the entries of deleted sessions from both streams. These sessions get no new entries.
 
         The dead letters come last, because the trainer moves entries there from the stream.
         """

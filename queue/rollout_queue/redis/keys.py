@@ -72,7 +72,7 @@ def group_members(group_id: str) -> str:
 
 
 def user_sessions(user: str) -> str:
-    """Set: the sessions that were opened for a user, or that hold a call made for it."""
+    """Set: the sessions that were opened for a user, or that hold a call that names the user."""
     return f"weir:u:{user}"
 
 

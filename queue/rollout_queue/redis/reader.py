@@ -59,8 +59,8 @@ class RedisReader:
         `reclaim`: some delivered entries may not have arrived here, and a restarted Redis may have lost
         acknowledgements."""
         self._delivered: bytes = b"0-0"
-        """The id of the last entry that the group was delivered, as of the last read that found nothing. The
-        wait for a new entry begins after it."""
+        """The id of the last delivered entry, noted by the last read that found nothing. The wait for a new
+        entry begins after this id."""
         self._fenced(redis.register_script(consumer_scripts.JOIN), [keys.STREAM], [keys.GROUP])
 
     def confirm(self) -> None:

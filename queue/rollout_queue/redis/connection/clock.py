@@ -1,4 +1,4 @@
-"""Estimates the time by Redis' clock, so that a script can refuse a command that Redis gets to too late."""
+"""Estimates the time by Redis' clock, so that Redis stores nothing for a script that it runs too late."""
 
 import time
 

@@ -30,7 +30,7 @@ async def positions_after(redis: Redis, position: ListPosition, count: int) -> l
 async def wanted_heads(
     redis: Redis, names: Sequence[str], wanted: Callable[[SessionSpec], bool]
 ) -> tuple[Mapping[str, SessionHead], list[str]]:
-    """The readable sessions of which `wanted` accepts the spec, by id, and the ids that have no session.
+    """The readable sessions whose spec `wanted` accepts, by id; and the ids that have no session.
 
     Raises StorageUnavailable.
     """

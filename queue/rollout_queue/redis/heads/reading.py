@@ -57,7 +57,7 @@ def readable_head(session_id: str, fields: Mapping[bytes, bytes]) -> SessionHead
 
 
 async def fields_without_turns(redis: Redis, key: str) -> dict[bytes, bytes]:
-    """The fields of a session's hash but for its turns and their verdicts. Raises StorageUnavailable."""
+    """The fields of a session's hash, except its turns and their verdicts. Raises StorageUnavailable."""
     names: list[bytes] = await stored(redis.hkeys(key))
     others = [name for name in names if name[:2] not in (b"t:", b"v:", b"q:")]
     values: list[bytes | None] = await stored(redis.hmget(key, others)) if others else []

@@ -13,7 +13,8 @@ machine_bytes() {
     awk '/^MemTotal:/ {printf "%.0f", $2 * 1024}' "$meminfo"
 }
 
-# The lowest limit of this process's control group and of those above it, in version 2 and 1; empty if none.
+# Prints the lowest memory limit of this process's control group and the groups above it; nothing if there is none.
+# The files are those of control groups version 2, and of version 1.
 limit_bytes() {
     path=$(sed -n 's/^0:://p' /proc/self/cgroup 2>/dev/null || true)
     while :; do
@@ -29,7 +30,7 @@ if [ -n "${WEIR_REDIS_MEMORY:-}" ]; then
 else
     machine=$(machine_bytes)
     limit=$(limit_bytes)
-    # Without a limit, version 1 names a number larger than any memory.
+    # Without a limit, control groups version 1 name a number larger than any memory.
     if [ -n "$limit" ] && [ "${#limit}" -lt 19 ] && [ "$limit" -lt "$machine" ]; then
         bound=$((limit / 3 * 2))
         why="two thirds of the $((limit / 1048576)) MiB that this container may use"

@@ -1,6 +1,6 @@
-"""Records of earlier builds stay readable for ever: reads bytes of every record as they were first written.
+"""Reads bytes of every kind of record as earlier builds wrote them, because they must stay readable for ever.
 
-A new schema or record adds a file, and no file is ever changed, because data in Redis outlives builds.
+A new schema or kind of record adds a file. No file is ever changed, because data in Redis outlives builds.
 """
 
 import json

@@ -395,7 +395,8 @@ def test_a_trim_that_fails_repeats_nothing(redis: Redis, caplog: pytest.LogCaptu
 
 
 def test_a_full_redis_lets_the_trainer_make_room(redis: Redis, full: None) -> None:
-    """Only the trainer frees memory. So it must be able to claim, read, reserve a version and acknowledge."""
+    """The trainer frees the stream's memory, so it must be able to claim, read, reserve a version and
+    acknowledge."""
     redis.hset(keys.session("a"), "spec", b"")
     claimed_reader(redis)
     entry_ids = append(redis, "a", "b")

@@ -199,7 +199,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(target=sessions, place=st.sampled_from(CUTS), busy=st.booleans())
     def kill(self, place: str, busy: bool) -> Any:
-        """The trainer dies at `place`, or after the turn of its loop if it does not reach the place."""
+        """The trainer dies at `place`, or at the end of this pass of its loop if it does not get there."""
         names = self._play() if busy else []
         with suppress(Killed), self.knife.ready(place, _die):
             self.system.trainer.run_once()

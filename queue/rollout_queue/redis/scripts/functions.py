@@ -15,7 +15,8 @@ trainer's lease last. ARGV[1] is the caller's token."""
 SETTLE = """
 local settled_at
 local function settle(settled, stream, id)
-    -- In ms, and not before the stream's newest entry, so that no entry of the session is younger than this.
+    -- Notes the time of the session's verdict, in ms. It is never before the newest entry of the stream, so
+    -- that no entry of the session is younger.
     if not settled_at then
         local time = redis.call('TIME')
         local newest = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]

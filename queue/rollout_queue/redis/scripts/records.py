@@ -66,8 +66,8 @@ return 'retracted'
 
 WITHIN = f"""
 local function within(session, value)
-    -- Whether the magnitudes of the session's rewards and of `value` add up to a finite sum, which is then
-    -- noted. The sum of rewards that an older build stored is computed once, from the rewards.
+    -- Returns the sum of the magnitudes of the session's rewards and of `value`, as text; false if it is too
+    -- large. A session of an older build has no field `magnitude`, so its rewards are added up here.
     local sum = tonumber(redis.call('HGET', session, 'magnitude') or '')
     if not sum then
         sum = 0

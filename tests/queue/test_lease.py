@@ -42,7 +42,7 @@ def redis(redis_url: str) -> Iterator[Redis]:
 
 @pytest.fixture
 def full(redis: Redis) -> Iterator[None]:
-    """Redis is full from the moment the test asks for this fixture."""
+    """After a test that bounds Redis' memory, removes the bound."""
     yield
     redis.config_set("maxmemory", 0)
 

@@ -22,7 +22,7 @@ POLICIES = ("everysec", "always")
 
 
 async def appended(url: str, given: list[Turn], agents: int) -> list[float]:
-    """Append all turns, with so many agents at once. Returns the seconds of each append, sorted, and then the
+    """Append all turns, `agents` of them at a time. Returns the seconds of each append, sorted, and then the
     total seconds."""
     redis = Redis.from_url(url)
     while not await _answers(redis):  # noqa: ASYNC110 - another process has to come up

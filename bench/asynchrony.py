@@ -22,7 +22,7 @@ HEAD = (
 
 
 def table(results: Sequence[Result]) -> str:
-    """A Markdown table with a line for each run, then the gain for each seed that was run both ways."""
+    """A Markdown table with a line for each run, then the gain of each seed over its synchronous run."""
     rows = [HEAD, ("---",) * len(HEAD), *map(_row, results)]
     return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", *_gains(results)])
 

@@ -75,7 +75,7 @@ class PlainTorch(ABC):
 
 
 class Packed(PlainTorch):
-    """The trainer's attention and log-probabilities without DeepSpeed: the trainer cannot be faster."""
+    """The trainer's attention and log-probabilities without DeepSpeed. The trainer cannot be faster."""
 
     def __init__(self, model: Path) -> None:
         super().__init__(load_model(model, torch.float32))
@@ -87,8 +87,8 @@ class Packed(PlainTorch):
 
 
 class Padded(PlainTorch):
-    """Rows sorted by length, padded to the longest of their micro-batch, or (`globally`) to the longest of
-    the step."""
+    """Rows sorted by length, padded to the longest row of their micro-batch. With `globally`, they are
+    padded to the longest row of the step."""
 
     def __init__(self, model: Path, globally: bool) -> None:
         from transformers import AutoModelForCausalLM

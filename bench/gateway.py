@@ -65,7 +65,7 @@ def running_rig(
 
 
 def load(port: int, concurrency: int, calls: int, tokens: int, kind: str) -> dict[str, float]:
-    """The figures of a load in its own process. Raises SystemExit if a call failed."""
+    """Run a load in its own process. Returns its figures. Raises SystemExit if a call failed."""
     command = module("bench.load", port, concurrency, calls, tokens, kind)
     report: dict[str, float] = json.loads(
         subprocess.run(command, check=True, capture_output=True, text=True).stdout

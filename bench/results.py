@@ -99,7 +99,7 @@ class ResultFolder:
         return [trial for trial in trials if not self._path(trial).exists()]
 
     def put(self, result: Result) -> None:
-        """Write beside the final file first, then rename, so that the file is always complete."""
+        """Write another file first and then rename it, so that a result is always complete."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self._path(result.trial)
         draft = path.with_suffix(f".{os.getpid()}.draft")

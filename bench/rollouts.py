@@ -1,6 +1,6 @@
 """Rollouts of random tokens to train on: most are short, and a few are very long.
 
-Needs only the standard library, so that environments without Weir can read them.
+This module needs only the standard library, so that environments without Weir can read rollouts.
 """
 
 import json

@@ -28,7 +28,7 @@ class TrainingTask:
     """A game, and the warm start of the model that plays it."""
 
     model: str
-    """The name of its models in the cache."""
+    """The name under which its warm-started models are cached."""
     plan: Callable[[Path], None]
     game: Game[Any]
     measured: Game[Any]

@@ -33,7 +33,7 @@ GROUP_SIZE = 8
 GROUPS_PER_STEP = 4
 """The number of groups that gives the demo's `min_live_rows` rows."""
 MIN_GROUPS = 8
-"""How many groups are in flight at least. They are more than a step takes, because a group with equal rewards
+"""The smallest number of groups in flight. It is more than a step takes, because a group with equal rewards
 gives no learning signal. The gateway admits only as many sessions as the next step takes."""
 EVALUATED, EVALUATION_SEED, EVALUATION_GROUPS = 256, 1000, 8
 RETRY_EVERY_S = 0.2

@@ -75,7 +75,7 @@ class RolloutServer:
             task.add_done_callback(_report)
 
     async def leave(self) -> None:
-        """Drain the engine, while `/status` still answers and shows it to the gateways."""
+        """Drain the engine, while `/status` still tells the gateways that this server drains."""
         await asyncio.gather(self.engine.drain(), self._registration.announce())
 
     async def close(self) -> None:

@@ -40,9 +40,9 @@ class RolloutServerSettings(ServiceSettings):
     """The Hugging Face directory that the engine starts with, known as `initial_version`."""
     initial_version: int = Field(0, ge=0)
     weights_dir: Path = Path("run/weights")
-    """On a disk of this machine; servers may share it. Each keeps the files of the current and the former
-    version in a directory of its own: `<weights_dir>/<id>`; for a server without an id, the first free one of
-    `server-0`, `server-1` …"""
+    """A directory on a disk of this machine. Several servers may share it. Each keeps the files of the
+    current and the former version in a directory inside, which has its `id` as name. A server without an id
+    takes the first free one of `server-0`, `server-1` …"""
     policies_dir: Path = Path("run/policies")
     trainer_url: str = "http://127.0.0.1:8200"
     locations: CommaSeparated = []

@@ -17,13 +17,13 @@ class GuardSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_grad_norm_ratio: float | None = Field(100.0, gt=1)
-    """Limit of `grad_norm`, before clipping, divided by its median over the last 100 steps, or by 1 if that
-    is greater."""
+    """The largest `grad_norm` (before clipping), as a multiple of its median over the last 100 steps. A
+    median below 1 counts as 1."""
     max_abs_logp: float | None = Field(0.2, gt=0)
-    """Limit of `mismatch/abs_logp`, in nats per token: the mean |difference| between trainer and engine,
+    """The largest `mismatch/abs_logp`, in nats per token: the mean |difference| between trainer and engine,
     staleness included."""
     max_kl: float | None = Field(0.2, gt=0)
-    """Limit of |`mismatch/kl`|, in nats per token."""
+    """The largest |`mismatch/kl`|, in nats per token."""
     reward_drop: float | None = Field(0.5, gt=0)
     """How far the mean reward of the last `reward_groups` groups may fall below the best earlier mean of as
     many groups, as a share of that mean's absolute value. A fall that noise explains does not count."""

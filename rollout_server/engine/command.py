@@ -49,7 +49,7 @@ def engine_dtype(settings: RolloutServerSettings, device: Device) -> str:
 def engine_environment(
     settings: RolloutServerSettings, device: Device, inherited: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """This process's environment without Weir's keys, with SGLang offline, and with the stand-ins on CPU."""
+    """This process's environment without Weir's variables, with SGLang offline, and on CPU with `SHIM`."""
     environment = {name: value for name, value in inherited.items() if not name.startswith("WEIR_")}
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     # PYTHONPATH names this service's packages; the engine has other versions of them.

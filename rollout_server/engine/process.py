@@ -56,7 +56,7 @@ class EngineProcess:
         return await self._process.wait()
 
     async def kill(self) -> None:
-        """End the whole group at once. SGLang's scheduler would otherwise go on holding port and memory."""
+        """End the whole group at once. Otherwise SGLang's scheduler would keep the port and the memory."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         await self._process.wait()

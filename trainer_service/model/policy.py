@@ -162,7 +162,7 @@ class DeepSpeedPolicy:
         logprobs_T, _ = self._forward(self.module, batch)
         parameters = [each for each in self.module.parameters() if each.requires_grad]
         gradients = torch.autograd.grad(loss_of(logprobs_T), parameters, allow_unused=True)
-        self._engine.empty_partition_cache()  # else DeepSpeed keeps what stage 3 gathered
+        self._engine.empty_partition_cache()  # without this, stage 3 keeps gathered weights
         norms = [torch.linalg.vector_norm(each.float()) for each in gradients if each is not None]
         return float(self._mean_over_ranks(torch.linalg.vector_norm(torch.stack(norms))))
 

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 ASK_EVERY_S = 0.5
 ROUNDING_S = 0.05
-"""The largest error of the remaining time that Redis tells. A renewal adds far more to it."""
+"""The largest error of the time that Redis reports to be left. A renewal changes it by far more."""
 
 
 @contextmanager

@@ -31,7 +31,8 @@ class NotFinite(NamedTuple):
     """The gradient of a step is not finite, and the step was not made."""
 
     refused: list[ScreenedGroup]
-    """The groups whose gradient is not finite, each with its verdict."""
+    """The groups whose gradient is not finite, each with its verdict. If the search finds none, all groups of
+    the step."""
     diverged: str | None
     """Why the weights cannot be used any more: an earlier epoch of the step has changed them. None if they
     are unchanged."""

@@ -23,7 +23,7 @@ from trainer_service.step.step_request import StepRequest
 from trainer_service.storage.disk import Parted
 
 COMMAND_TIMEOUT = timedelta(days=365)
-"""The longest time between two commands: a trainer may wait for agents for days. The process group that
+"""The longest time between two commands. A trainer may wait for agents for days, but the process group that
 trains has a timeout of minutes."""
 
 

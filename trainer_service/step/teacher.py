@@ -26,7 +26,7 @@ class TeacherScores(NamedTuple):
     """The rows of a step after the teacher has scored them."""
 
     rows: list[Row]
-    """With `lp_teacher_L`. Rows of refused sessions are left out."""
+    """The rows with `lp_teacher_L`, without those of refused sessions."""
     refused: dict[str, str]
     """The sessions that the teacher will never score, by id, and why."""
 

@@ -1,7 +1,7 @@
 """Saves weights, optimizer, random generators, version and trained entries together, or not at all.
 
     {directory}/00000007-step-00000003/   DeepSpeed's shards, model/ in the Hugging Face layout, adapter/ of a
-                                          LoRA, and state.json with the sizes of all of them
+                                          LoRA, and state.json with the sizes of all these files
     {directory}/ledger.jsonl              one line per trained step; state.json says how much of it counts
     {directory}/CURRENT                   the tag that a restart loads; replaced last, atomically
 

@@ -12,7 +12,7 @@ Written = TypeVar("Written")
 
 
 class DiskRetry:
-    """Repeats writes on the main thread. So nothing is trained, acknowledged or published while it waits."""
+    """Repeats writes on the main thread. Meanwhile nothing is trained, acknowledged or published."""
 
     def __init__(
         self,

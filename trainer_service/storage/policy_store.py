@@ -41,7 +41,7 @@ class PolicyStore:
         return sorted(int(match[1]) for match in found if match)
 
     def write(self, version: int, step: int, export: Callable[[Path], None]) -> Path:
-        """Write a version. If it exists already, these weights were written before a crash, and it is kept.
+        """Write a version. If it exists already, it is kept: a crashed process wrote the same weights.
 
         Raises DiskTrouble if the disk refuses; no file of the version is left then.
         """

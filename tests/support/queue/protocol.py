@@ -1,4 +1,4 @@
-"""The system of `test_protocol`: a gateway and a trainer on a real Redis, and the places of a kill.
+"""The system of `test_protocol`: a gateway and a trainer on a real Redis. The trainer can be killed.
 
 Everything is real except the gateway's HTTP and the weights. The weights are a list of the turns on which
 they were trained. A process that is killed leaves Redis and the disk as they are at that moment.

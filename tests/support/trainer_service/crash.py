@@ -1,4 +1,4 @@
-"""An exception that stands for the death of a process; tests patch `crash` in where it should die."""
+"""An exception that stands for the death of a process; tests put `crash` in place of a function."""
 
 
 class Crash(Exception):

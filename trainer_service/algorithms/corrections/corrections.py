@@ -1,4 +1,4 @@
-"""Computes importance weights: they correct for the policy before the step not being the one that sampled.
+"""Computes importance weights for tokens to which trainer and engine give different probabilities.
 
 rho = exp(log_rho) with log_rho = lp_prox - lp_roll, in nats: a token's log-probability before the step, minus
 that with which the engine sampled it. A weight multiplies the loss of its token.

@@ -36,8 +36,8 @@ def gspo(
     clip_low: float = GSPO_LOW,
     clip_high: float = GSPO_HIGH,
 ) -> TokenLosses:
-    """PPO on s = exp(mean over the row of (lp_new - lp_old)). Each token has the gradient -As with its own
-    advantage (GSPO-token, arXiv:2507.18071; `loss.gspo`, `loss.gspo_wide`)."""
+    """PPO on s = exp(mean over the row of (lp_new - lp_old)). The gradient of a token's loss is -As, with the
+    token's own advantage A (GSPO-token, arXiv:2507.18071; `loss.gspo`, `loss.gspo_wide`)."""
     rows = RowIndex.of(rows_T)
     log_s_T = rows.at_tokens(rows.mean((lp_new_T - lp_old_T).detach()))
     s_T = bounded(log_s_T + lp_new_T - lp_new_T.detach()).exp()

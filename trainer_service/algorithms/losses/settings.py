@@ -227,7 +227,7 @@ class LossSettings(Frozen):
     """Masks leave rows or tokens out of the loss. Masks of rows apply before masks of tokens."""
     kl: Kl = Kl()
     entropy_bonus: AtLeast0 = 0.0
-    """The coefficient of the entropy, per nat; it is subtracted from the loss."""
+    """This factor times the entropy, in nats, is subtracted from the loss."""
     aggregation: Aggregation = Aggregation()
 
     @model_validator(mode="after")

@@ -83,7 +83,7 @@ def test_trainer_and_engine_agree_on_the_logprobs_of_a_fresh_policy(system: Syst
 
 
 def test_a_teacher_judges_the_tokens_that_were_sampled(system: System) -> None:
-    """The engine plays its own teacher: it gives each token the logprob with which it sampled the token."""
+    """The engine is its own teacher, so it gives each token the logprob with which it sampled the token."""
     ticket = system.post("/sessions", {})
     converse(system, ticket, turns=1, max_tokens=40)
     shown = system.get(f"/sessions/{ticket['session_id']}?tokens=true")["turns"]

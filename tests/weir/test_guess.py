@@ -106,7 +106,7 @@ def test_an_agent_that_never_finds_the_number_gets_no_reward(engine: FakeEngine,
 
 
 def test_a_refused_agent_comes_again_after_the_retry_after() -> None:
-    """The agent then plays the same task: refusals do not change which tasks a seed gives."""
+    """The agent then plays the same task, because refusals do not change which tasks a seed gives."""
     asked: list[str] = []
 
     async def groups(request: Request) -> JSONResponse:

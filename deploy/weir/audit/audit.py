@@ -1,4 +1,4 @@
-"""The audit: it reads the evidence up to three times, and reports the faults that it finds in every reading.
+"""Audits a run: reads the evidence up to three times, and reports the faults that are in every reading.
 
 On a live system, turns are appended and steps acknowledged while the audit reads, so parts of one reading may
 contradict each other. A real fault is found in every reading.

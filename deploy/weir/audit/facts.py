@@ -154,7 +154,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def may_be_forgotten(self) -> bool:
-        """Whether all `vanished_answers` may be forgotten sessions: at least as many were forgotten."""
+        """Whether at least as many sessions were forgotten as there are `vanished_answers`."""
         return len(self.vanished_answers) <= self.forgotten_sessions
 
     @cached_property

@@ -137,7 +137,7 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write the file atomically, and readable by its owner alone: a user may have written keys into it."""
+    """Write the file atomically, and readable by its owner alone, because it may have keys of the user."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.draft")
     draft.touch(mode=0o600)

@@ -23,7 +23,7 @@ WATCH_EVERY_S = 0.5
 FIRST_BACKOFF_S = 1.0
 LONGEST_BACKOFF_S = 30.0
 STEADY_AFTER_S = 60.0
-"""A service that ran this long has recovered: the pause before its next restart is short again."""
+"""A service that ran this long has recovered, so the pause before its next restart is short again."""
 
 
 @dataclass

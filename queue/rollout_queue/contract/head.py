@@ -1,4 +1,4 @@
-"""The head of a session: everything that is stored of it at one moment."""
+"""The head of a session: everything that is stored of the session at one moment."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -26,7 +26,7 @@ class SessionHead(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     beaten_at: float = 0.0
     """The time of the last heartbeat, seconds since the epoch; 0 if there was none."""
     stored: bool = True
-    """False for a session that does not exist yet: its first turn will open it."""
+    """False for a session that does not exist yet, because its first turn will open it."""
 
     @property
     def state(self) -> SessionState:

@@ -12,7 +12,7 @@ import msgspec
 
 MANIFEST = "manifest.json"
 STABLE = "STABLE"
-"""An empty file that is written last: a directory without it is not a published policy."""
+"""An empty file that is written last, so a directory without it is not a published policy."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from rollout_queue.redis.scripts import sessions as session_scripts
 logger = logging.getLogger(__name__)
 
 PUT_OFF_S = 60.0
-"""A session that cannot be read is tried again after this time: by then, a newer build may run."""
+"""A session that cannot be read is tried again after this time, because a newer build may run by then."""
 
 
 class Expiry:

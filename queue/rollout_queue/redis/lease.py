@@ -81,7 +81,7 @@ class Lease:
 
 
 def _holder(packed: bytes) -> Holder:
-    """The holder. Undecodable bytes give a holder that is never `dead`: its lease has to expire."""
+    """The holder. Undecodable bytes give a holder that is never `dead`, so its lease has to expire."""
     try:
         return msgspec.json.decode(packed, type=Holder)
     except msgspec.DecodeError:

@@ -59,7 +59,8 @@ class Pages:
 
 
 def _asked(connection: Any, *commands: tuple[str | bytes | int, ...]) -> list[Any]:
-    """The answers to `commands`. A lost connection is not opened again: a new one would watch no key."""
+    """The answers to `commands`. A lost connection is not opened again, because a new one would watch no
+    key."""
     connection.send_packed_command(connection.pack_commands(commands), check_health=False)
     return [connection.read_response() for _ in commands]
 

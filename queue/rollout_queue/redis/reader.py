@@ -56,8 +56,8 @@ class RedisReader:
             self._run_id = redis.info("server").get("run_id")
         self._interrupted = False
         """Whether Redis has failed or restarted since the last `reclaim`. Then `read` refuses until the next
-        `reclaim`: some delivered entries may not have arrived here, and a restarted Redis may have lost
-        acknowledgements."""
+        `reclaim`, because some delivered entries may not have arrived here, and a restarted Redis may have
+        lost acknowledgements."""
         self._delivered: bytes = b"0-0"
         """The id of the last delivered entry, noted by the last read that found nothing. The wait for a new
         entry begins after this id."""

@@ -67,8 +67,8 @@ def _names(episode: Episode) -> list[str]:
 def _fields(episode: Episode) -> list[str | bytes | float]:
     """Three items for each field of the session's hash: its name, its value, and the record for the stream.
 
-    The record of the outcome gets the present time: a trainer waits `group_wait_s` from then for further
-    members of the group. With the old time it would not wait at all.
+    The record of the outcome gets the present time, because a trainer waits `group_wait_s` from that time for
+    further members of the group. With the old time it would not wait at all.
     """
     fields: list[str | bytes | float] = []
     for turn in episode.turns:

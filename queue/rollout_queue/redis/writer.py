@@ -45,8 +45,8 @@ CONNECTIONS: Mapping[str, ConnectionFactory] = {
 UNANSWERED = (RedisConnectionError, RedisTimeoutError)
 """After these errors, Redis may have stored the record, or may still store it."""
 NOT_YET = (b"retried", b"late")
-"""After these replies the turn is appended again: its relation to other attempts, or its deadline, was out of
-date."""
+"""After these replies the turn is appended again, because its relation to other attempts, or its deadline,
+was out of date."""
 
 
 class RedisWriter:

@@ -28,6 +28,6 @@ class RedisClock:
     async def read(self) -> None:
         """Read the clock now. Raises StorageUnavailable."""
         seconds, microseconds = await stored(self._connection.command("TIME"))
-        # Redis read its clock before this moment: an answer that took long makes the estimate too low.
+        # Redis read its clock before this moment, so an answer that took long makes the estimate too low.
         self._read_at = time.monotonic()
         self._ahead_s = int(seconds) + int(microseconds) / 1e6 - self._read_at

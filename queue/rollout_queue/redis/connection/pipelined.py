@@ -130,7 +130,8 @@ class PipelinedConnection:
     async def _read(self) -> None:
         """Give each answer to its caller until the connection ends; then fail the calls that still wait."""
         error: Exception = RedisConnectionError("the connection to Redis was closed")
-        # This bypasses redis-py's `read_response`: its timeout and error handling suit a single caller only.
+        # This bypasses redis-py's `read_response`, whose timeout and error handling suit a single caller
+        # only.
         stream, parser = cast(Any, self._connection._reader), cast(Any, self._connection._parser)._reader
         try:
             while arrived := await stream.read(READ_BYTES):

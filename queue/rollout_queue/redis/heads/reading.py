@@ -48,7 +48,7 @@ def batches(sizes: Iterable[tuple[str, int]], fields_at_once: int) -> Iterator[l
 
 
 def readable_head(session_id: str, fields: Mapping[bytes, bytes]) -> SessionHead | None:
-    """The head. None if it cannot be read: this logs the reason, and the list goes on without the session."""
+    """The head; None if it cannot be read, so that a list goes on without it. The log has the reason."""
     try:
         return read_head(fields)
     except UNREADABLE as error:

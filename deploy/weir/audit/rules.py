@@ -154,14 +154,12 @@ def _session(session: SessionFact, evidence: Evidence) -> Iterator[Finding]:
     session_id = session.session_id
     if session.verdict is None:
         for field in sorted(session.ends - evidence.stream.entries.get(session_id, {}).keys()):
-            said = (
-                f"would wait for ever: its {_named(field)} has no unacknowledged entry, and it has no verdict"
-            )
+            said = f"has no verdict and would wait for ever: its {_named(field)} has no unacknowledged entry"
             yield _of_session(session_id, "lost", "end_dropped", said, field)
     waiting = evidence.stream.unreadable.values()
     for field, record in session.unreadable.items():
         if session.verdict is None and record not in evidence.dead_letters and record not in waiting:
-            said = f"has a {_named(field)} that this build cannot read, and no entry of it in the stream"
+            said = f"has a {_named(field)} that this build cannot read, and that has no entry in the stream"
             yield _of_session(session_id, "unexplained", "unreadable", said, field)
 
 

@@ -47,7 +47,7 @@ def ticket(system: System) -> Any:
 
 @pytest.fixture
 def thoughtless(system: System, tiny_model: Path, ticket: Any) -> Iterator[Any]:
-    """Calls with thinking turned off, because a random model would never end its thought."""
+    """Makes calls in which the model cannot begin a thought, because a random model would never end it."""
     tokens = json.loads((tiny_model / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
     think = next(str(token["id"]) for token in tokens if token["content"] == "<think>")
     client = system.client(ticket)
@@ -152,7 +152,8 @@ def test_the_largest_schemas_that_are_taken_leave_the_engine_alive(system: Syste
 
 
 def test_the_grammar_lets_through_what_each_template_writes(tmp_path: Path) -> None:
-    """Each grammar accepts the tokens of a thought and of one or two calls, as the family writes them."""
+    """Each grammar accepts the tokens of a thought and of one or two calls, as its family's template writes
+    them."""
     cases: list[dict[str, Any]] = []
     for family, syntax in SYNTAX_OF_FAMILY.items():
         renderer = renderer_of(tmp_path, family)
@@ -194,4 +195,4 @@ for case in json.load(open(sys.argv[1])):
         refused[case["family"]] = tokenizer.decode(case["ids"][:taken + 1])
 print(json.dumps(refused))
 """
-"""A script for the engine's Python, which has the grammar library."""
+"""A script for the Python of SGLang's environment, which has the grammar library."""

@@ -153,7 +153,8 @@ def test_the_engine_scores_the_recorded_tokens_as_recorded(watched: Watched, sys
 
 
 def test_the_fake_engine_speaks_as_the_real_one(system: System, tokenizer: Any) -> None:
-    """For the same requests, events have the same keys and types, and increments add up in the same way."""
+    """For the same request, the fake's events have no key or type that the real engine's events lack, and as
+    many output tokens in all."""
     ids = tokenizer.encode("hello there").ids
     fake = FakeEngine(tokenizer, version=str(system.serving()))
     bodies: list[dict[str, Any]] = [
@@ -218,7 +219,7 @@ def events_of(url: str, body: dict[str, Any], *, abort: bool = False) -> list[di
 
 
 def shape(event: dict[str, Any]) -> set[str]:
-    """The names and types of an event's fields. For a null, the type is unknown."""
+    """The names and types of an event's fields, without fields of `meta_info` that are null."""
     top = {f"{name}:{type(value).__name__}" for name, value in event.items()}
     meta = event["meta_info"].items()
     return top | {f"meta_info.{name}:{type(value).__name__}" for name, value in meta if value is not None}

@@ -22,7 +22,7 @@ STREAMS = 32
 
 
 def stream(system: System, ticket: dict[str, Any], max_tokens: int) -> Iterator[str]:
-    """One call of an agent, chunk by chunk; raises whatever the client raises."""
+    """The text of one streamed call of an agent, chunk by chunk. Raises what the client raises."""
     messages: list[Any] = [{"role": "user", "content": "tell me everything"}]
     with system.client(ticket) as client:
         chunks = client.chat.completions.create(

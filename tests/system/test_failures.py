@@ -27,7 +27,7 @@ def engine_processes(system: System) -> list[psutil.Process]:
 
 
 def published(system: System, tmp_path: Path) -> Path:
-    """A copy of the newest policy under a new number; a test then damages it."""
+    """The directory of a copy of the newest policy, for a test to damage."""
     policies = sorted((system.settings.run_dir / "policies").glob("v*"))
     copy: Path = system.settings.run_dir / "policies" / tmp_path.name
     shutil.copytree(policies[-1], copy)

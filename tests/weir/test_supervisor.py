@@ -73,7 +73,7 @@ def test_down_stops_what_a_killed_parent_left(
     stack.start()
     stack.wait_ready()
     found = written(settings)
-    found.parent.started_at -= 100  # as if another process had got the pid since
+    found.parent.started_at -= 100  # as if another process now had the parent's pid
     found.write(settings.run_dir)
     with pytest.raises(
         StackError, match="services of an earlier run still run: redis, gateway; stop them with `weir down"

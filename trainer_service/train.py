@@ -211,7 +211,7 @@ class Trainer:
     def _report(self, phase: Phase) -> None:
         sentence = self._intake.waiting_for() if phase == "waiting" else None
         if sentence and self._groups.early_tokens:
-            sentence = f"{sentence}; {self._groups.early_tokens} tokens are learned from already"
+            sentence = f"{sentence}; {self._groups.early_tokens} tokens are already learned"
         if phase == "paused" and self.hold.reason:
             sentence = f"POST /resume, since {self.hold.reason}"
         if self._shared_state.ready:

@@ -101,4 +101,4 @@ def _require_plain_path(parts: SplitResult) -> None:
     if not parts.hostname or not PLAIN_URL_PATH.fullmatch(parts.path):
         raise LocationRefused("the location is not a plain URL")
     if any(segment in (".", "..") for segment in parts.path.split("/")):
-        raise LocationRefused("the location walks upwards")
+        raise LocationRefused("the location has a segment . or ..")

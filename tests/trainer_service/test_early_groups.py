@@ -155,7 +155,7 @@ def test_the_trainer_learns_from_a_group_while_it_waits_for_another(
         assert not each.trainer.run_once()
     said = harness.shared_state.snapshot.waiting_for
     assert said is not None
-    assert said.endswith("; 6 tokens are learned from already")
+    assert said.endswith("; 6 tokens are already learned")
     for each in (harness, patient):
         each.agents.group("b", [0.0, 1.0], context_ids=OTHER)
         assert each.trainer.run_once()

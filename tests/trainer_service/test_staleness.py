@@ -70,7 +70,7 @@ def test_a_step_waits_for_the_rollouts_that_it_would_make_too_old(make_harness: 
     episode(harness, "b", 0.0, [5])
     assert not harness.trainer.run_once()
     assert harness.shared_state.snapshot.waiting_for.startswith(
-        "1 sessions under way, which the next step would make"
+        "1 unfinished sessions, which the next step would make"
     )
     harness.agents.finish("late", 1.0)
     harness.agents.episode("later", 0.0, group_id="late", size=2, version=5, output_ids=[12, 1])

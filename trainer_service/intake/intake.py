@@ -150,12 +150,12 @@ class Intake:
     def waiting_for(self) -> str:
         """What the next step waits for, in a sentence."""
         if self._too_old_after_step:
-            return f"{self._too_old_after_step} sessions under way, which the next step would make too old"
+            return f"{self._too_old_after_step} unfinished sessions, which the next step would make too old"
         counts = self._assembler.counts()
         sentence = (
             f"{self._algorithm.min_live_rows} rows with an advantage, of which {self._live_rows} are here; "
-            f"of the sessions read, {counts.unfinished} go on, {counts.unrewarded} wait for a reward, "
-            f"{counts.ended} have ended"
+            f"of the sessions read, {counts.unfinished} are unfinished, {counts.unrewarded} wait for a "
+            f"reward, {counts.ended} have ended"
         )
         waits = describe_waits(self._assembler.waits(), time.time())
         return sentence if waits is None else f"{sentence}; {waits}"

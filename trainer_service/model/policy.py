@@ -78,8 +78,9 @@ class DeepSpeedPolicy:
         """Raises SystemExit for a model whose weights have other names in memory than in its files."""
         if missing := {tensor.name for tensor in export_tensors(model)} - set(self._published_dtypes):
             raise SystemExit(
-                f"trainer.model_path: {self._settings.model_path} has no tensor {sorted(missing)[0]}, as the "
-                "loaded model names it; such a model, for instance with fused experts, cannot be published"
+                f"trainer.model_path: {self._settings.model_path} has no tensor {sorted(missing)[0]}, but "
+                "the loaded model has; a model whose tensors change when it is loaded (for instance, fused "
+                "experts) cannot be published"
             )
 
     @property

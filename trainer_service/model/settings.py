@@ -101,7 +101,8 @@ class ModelSettings(BaseModel):
     def _stage_zero_is_possible(self) -> "ModelSettings":
         if self.zero_stage == 0 and self.dtype == "bfloat16":
             raise ValueError(
-                "trainer.dtype: bfloat16 needs zero_stage 1, 2 or 3; DeepSpeed's stage 0 is ten times coarser"
+                "trainer.dtype: bfloat16 needs zero_stage 1, 2 or 3; at stage 0 its rounding errors are ten "
+                "times larger"
             )
         if self.zero_stage == 0 and self.offload_optimizer:
             raise ValueError("trainer.offload_optimizer: needs zero_stage 1, 2 or 3")

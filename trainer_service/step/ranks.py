@@ -119,7 +119,7 @@ class DistributedPolicy:
         except Exception as error:
             if self._policy.ranks == 1:
                 raise
-            raise Parted("rank 0 could not write its shards; the others wait for them") from error
+            raise Parted("rank 0 could not write its shards, and the other ranks wait for it") from error
 
     @property
     def layout(self) -> Layout:

@@ -56,7 +56,7 @@ test-clients:  ## the SDKs that agents use, each as it is published, against the
 test-presets: install  ## each preset of the trainer on the demo's task, five steps, on the real stack
 	@$(BIN)/pytest tests/presets
 
-bench: install  ## the cost of gateway and queue: CPU per turn, its parts, and the delay by a long prompt
+bench: install  ## the cost of gateway and queue: CPU per turn, its parts, and how a long prompt delays other streams
 	@$(BIN)/python -m bench.gateway
 	@$(BIN)/python -m bench.profile
 	@$(BIN)/python -m bench.stall

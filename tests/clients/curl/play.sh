@@ -1,4 +1,4 @@
-# What somebody types who has nothing but curl. Base URL and key come from the environment, as for the SDKs.
+# The calls of a user who has only curl. Base URL and key come from the environment, as for the SDKs.
 set -eu
 
 hello='"messages": [{"role": "user", "content": "value of c?"}]'

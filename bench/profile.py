@@ -1,4 +1,4 @@
-"""The parts of the CPU time of a plain turn, and the lower bound that the HTTP server sets (`bench.floor`).
+"""Measures which parts of the gateway use the CPU time of a plain turn, and the lower bound (`bench.floor`).
 
 python -m bench.profile [--calls N] [--concurrency N]
 
@@ -39,7 +39,7 @@ PARTS = {
     "rollout_queue/": "recording",
     "rollout_queue/http/": "edge",
 }
-"""The part of the work that a frame belongs to, by the longest of these strings in its file's path."""
+"""The parts of the work, by strings in file paths. If a path has several, the longest one decides."""
 LARGEST = 6
 """The number of functions that the table names for a part."""
 

@@ -50,7 +50,7 @@ def _operations(server: RolloutServer) -> APIRouter:
 
     @router.post("/drain")
     async def drain() -> JSONResponse:
-        """Leave rotation: gateways send no new requests to this server, and those that run go on."""
+        """Leave rotation: gateways send this server no new requests, and running requests continue."""
         server.engine.draining = True
         return await _status(server)
 

@@ -26,7 +26,7 @@ class WeightsClaim:
 
 
 def claim_weights(settings: RolloutServerSettings) -> WeightsClaim:
-    """The directory of the server's id; without one, the first that no other process uses.
+    """Claim the directory of the server's id. A server without an id gets the first free directory.
 
     Raises DirectoryTaken, OSError.
     """

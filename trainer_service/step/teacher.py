@@ -2,8 +2,8 @@
 
     rows ─ POST {url}/generate, ids in ─▶ input_token_logprobs ─▶ the same rows, with lp_teacher_L
 
-Each request also samples one token, which is ignored. The teacher must have the policy's vocabulary. Its
-log-probabilities are those at temperature 1.
+Each request also samples one token, which is ignored. The teacher must have the policy's vocabulary. The
+log-probabilities are at temperature 1.
 """
 
 from collections.abc import Sequence

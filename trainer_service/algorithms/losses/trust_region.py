@@ -34,9 +34,9 @@ def dppo(
     kappa · d² on every token, with d = lp_new - lp_old in nats (DPPO, arXiv:2602.04879; `loss.dppo_tv_ratio`,
     `loss.dppo_kl_ratio`, `loss.dppo_tv_logp`, `loss.dppo_kl_logp`, `loss.dppo_tv_plus_kl2`).
 
-    With p the new and q the old probability, `tv` bounds p - q in the direction of A, as a probability. `kl`
-    bounds KL(q ‖ p) of the outcomes "this token" and "any other token", in nats, for tokens that moved in the
-    direction of A."""
+    Let p be the new and q the old probability. `tv` keeps a token if p - q <= high for A > 0, and if
+    p - q >= -low otherwise. `kl` drops a token that moved in the direction of A if KL(q ‖ p) of the outcomes
+    "this token" and "any other token" exceeds `high` for A > 0, and `low` otherwise, in nats."""
     kept_T = _may_move(lp_new_T.detach(), lp_old_T, advantages_T, divergence, low, high)
     ratio_T = ratio(lp_new_T, lp_old_T)
     if form == "ratio":

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
+from gateway.dialects.chat_input import conversation, thinking_of, tools_of
 from gateway.dialects.chat_wire import (
     ChatChoice,
     ChatCompletion,
@@ -17,11 +18,10 @@ from gateway.dialects.chat_wire import (
     message_of,
     tool_call_of,
 )
-from gateway.dialects.fields import CHAT, check_keys, check_metadata, refuse_unserved, verbosity_of
+from gateway.dialects.fields import CHAT, check_metadata, refuse_unserved, verbosity_of
 from gateway.dialects.logprobs import logprobs_of
 from gateway.dialects.wire import (
     HEARTBEAT,
-    check_messages,
     check_sampling,
     decode_body,
     encode,
@@ -32,11 +32,9 @@ from gateway.dialects.wire import (
 )
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
-from gateway.language.chat_messages import Tool, in_call_order
 from gateway.language.constraint import constraint_of
 from gateway.language.deltas import Delta
 from gateway.language.render import ChatRenderer
-from gateway.language.thinking import SWITCHES, ThinkingWish, effort_of
 from gateway.sessions.identity import Caller
 from gateway.sessions.user_names import user_named
 from rollout_queue.http.errors import ApiError
@@ -69,46 +67,11 @@ class Chat:
 
 def check(request: ChatRequest) -> None:
     """Raises InvalidRequest for a value that the contract forbids or that this gateway does not support."""
-    check_messages(request.messages)
     check_sampling(request)
     check_metadata(request.metadata)
     refuse_unserved(request, CHAT)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    check_tools(request.tools or ())
-
-
-def check_tools(tools: Sequence[Tool]) -> None:
-    """Raises InvalidRequest for a tool that is not a function with a name."""
-    for index, tool in enumerate(tools):
-        function, where = tool.get("function"), f"tools[{index}].function"
-        if tool.get("type") != "function" or not isinstance(function, dict):
-            raise InvalidRequest("tools: each is a function", param="tools")
-        if not isinstance(function.get("name"), str) or not function["name"]:
-            raise InvalidRequest(f"{where}.name: not a name", param=f"{where}.name")
-        if not isinstance(function.get("description"), str | None):
-            raise InvalidRequest(f"{where}.description: not text", param=f"{where}.description")
-        if not isinstance(function.get("parameters"), dict | None):
-            raise InvalidRequest(f"{where}.parameters: not a JSON schema", param=f"{where}.parameters")
-
-
-def thinking_of(request: ChatRequest) -> tuple[ThinkingWish, str]:
-    """What the request asks of the model's thinking, and the field that asks. Raises InvalidRequest."""
-    kwargs, param = request.chat_template_kwargs, "chat_template_kwargs"
-    if kwargs is None:
-        return effort_of(request.reasoning_effort, "reasoning_effort"), "reasoning_effort"
-    check_keys(kwargs, (*SWITCHES, "reasoning_effort"), param)
-    effort = request.reasoning_effort or kwargs.get("reasoning_effort")
-    wish = effort_of(effort, f"{param}.reasoning_effort")
-    for name in SWITCHES:
-        switch = kwargs.get(name)
-        if not isinstance(switch, bool | None):
-            raise InvalidRequest(f"{param}.{name}: neither true nor false", param=f"{param}.{name}")
-        if switch is not None and wish.on not in (None, switch):
-            raise InvalidRequest(f"{param}.{name}: contradicts the effort {effort}", param=f"{param}.{name}")
-        if switch is not None:
-            wish = ThinkingWish(switch, wish.effort)
-    return wish, param
 
 
 def call_of(renderer: ChatRenderer, request: ChatRequest) -> Call:
@@ -120,12 +83,13 @@ def call_of(renderer: ChatRenderer, request: ChatRequest) -> Call:
         asked["max_tokens"] = limit
     thinking, param = thinking_of(request)
     renderer, options = renderer.thinking(thinking, param)
+    messages, tools = conversation(request.messages), tools_of(request)
     constraint = constraint_of(
-        renderer, request.tools, request.tool_choice, request.response_format, request.parallel_tool_calls
+        renderer, tools, request.tool_choice, request.response_format, request.parallel_tool_calls
     )
     return Call(
-        messages=in_call_order(request.messages),
-        tools=None if request.tool_choice == "none" else request.tools,
+        messages=messages,
+        tools=None if request.tool_choice == "none" else tools,
         asked=asked | constraint.asked | thinking.asked,
         thinking=options,
         stop=stop_strings(request.stop),

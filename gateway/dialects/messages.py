@@ -11,6 +11,7 @@ from gateway.dialects.messages_input import (
     choice_of,
     conversation,
     format_of,
+    left_out_of,
     thinking_of,
     tools_of,
 )
@@ -39,7 +40,15 @@ from gateway.dialects.messages_wire import (
     ToolUseBlock,
     input_of,
 )
-from gateway.dialects.wire import check_sampling, decode_body, encode, event, given_fields, stop_strings
+from gateway.dialects.wire import (
+    check_sampling,
+    decode_body,
+    encode,
+    event,
+    given_fields,
+    left_out,
+    stop_strings,
+)
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
 from gateway.language.chat_messages import Message, in_call_order
@@ -120,7 +129,10 @@ def call_of(renderer: ChatRenderer, request: MessagesRequest, messages: Sequence
     return Call(
         messages=messages,
         tools=None if choice == "none" else tools,
-        asked=given_fields(request, SAMPLING_FIELDS) | constraint.asked | thinking.asked,
+        asked=given_fields(request, SAMPLING_FIELDS)
+        | constraint.asked
+        | thinking.asked
+        | left_out(left_out_of(request)),
         thinking=options,
         stop=stop_strings(request.stop_sequences),
         stream=bool(request.stream),

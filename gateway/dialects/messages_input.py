@@ -1,10 +1,23 @@
-"""Converts messages, tools, tool choice and output format of Anthropic's requests to OpenAI's chat shapes."""
+"""Converts messages, tools, tool choice and output format of Anthropic's requests to OpenAI's chat shapes.
+
+What the model cannot read is refused, or left out and named in the turn's record (`left_out`).
+"""
 
 import hmac
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from gateway.dialects.fields import check_keys
+from gateway.dialects.inner_fields import (
+    BLOCKS,
+    MESSAGE,
+    MESSAGES_TOOL,
+    SOURCE,
+    check_choice,
+    check_fields,
+    check_format,
+)
 from gateway.dialects.messages_wire import RAW_ARGUMENTS, MessagesRequest, Sign
 from gateway.dialects.wire import JsonObject
 from gateway.errors import InvalidRequest
@@ -12,8 +25,12 @@ from gateway.language.chat_messages import Message, Tool
 from gateway.language.render import arguments_text
 from gateway.language.thinking import ThinkingWish, effort_of
 
-NOT_TEXT = ("image", "document", "file", "container_upload")
-"""Kinds of blocks that a text model can read only if their source is text."""
+HOSTED = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool_(?:bm25|regex)|advisor)_\d{8}")
+"""The types of tools that Anthropic's servers run, with their dates."""
+IN_ANSWER = frozenset({"text", "thinking", "redacted_thinking", "tool_use"})
+IN_QUESTION = frozenset({"text", "tool_result", "document"})
+IN_TEXT = frozenset({"text", "document"})
+"""The blocks of an answer, of a user's message, and of a system prompt or a tool's result."""
 
 
 def format_of(request: MessagesRequest) -> tuple[JsonObject | None, str]:
@@ -24,6 +41,7 @@ def format_of(request: MessagesRequest) -> tuple[JsonObject | None, str]:
         form, param = request.output_format, "output_format"
     if form is not None and not (isinstance(form, dict) and form.get("type") == "json_schema"):
         raise InvalidRequest(f"{param}: its type is json_schema", param=param)
+    check_format(form, param)
     return form, param
 
 
@@ -56,6 +74,7 @@ def thinking_of(request: MessagesRequest) -> tuple[ThinkingWish, str]:
 
 def choice_of(tool_choice: Mapping[str, Any] | None) -> str | JsonObject:
     """Anthropic's `tool_choice` in OpenAI's shape. Raises InvalidRequest for an unknown type."""
+    check_choice(tool_choice)
     kind = "auto" if tool_choice is None else tool_choice.get("type")
     if kind == "tool" and tool_choice is not None:
         return {"type": "function", "name": tool_choice.get("name")}
@@ -65,23 +84,50 @@ def choice_of(tool_choice: Mapping[str, Any] | None) -> str | JsonObject:
 
 
 def tools_of(request: MessagesRequest) -> list[Tool] | None:
-    """The tools that the agent runs, in OpenAI's shape. Tools that Anthropic's servers run are left out.
+    """The tools that the agent runs, in OpenAI's shape.
 
-    Raises InvalidRequest that names a malformed tool.
+    Tools that Anthropic's servers run are left out if there are others. Raises InvalidRequest that names a
+    malformed tool, one of another type, or a server's tool where there is no other.
     """
     tools: list[Tool] = []
     for index, tool in enumerate(request.tools or ()):
-        if not isinstance(tool.get("name"), str) or not tool["name"]:
-            raise InvalidRequest(f"tools[{index}].name: not a name", param=f"tools[{index}].name")
-        schema = tool.get("input_schema")
-        if tool.get("type") not in (None, "custom") and schema is None:
+        where, kind = f"tools[{index}]", tool.get("type")
+        if _hosted(tool) is not None:
             continue
+        if not isinstance(tool.get("name"), str) or not tool["name"]:
+            raise _invalid(f"{where}.name", "not a name")
+        schema = tool.get("input_schema")
+        if kind not in (None, "custom") and schema is None:
+            raise _invalid(f"{where}.type", f"{str(kind)[:80]!r} is not known; give an input_schema")
         if not isinstance(schema, dict):
-            where = f"tools[{index}].input_schema"
-            raise InvalidRequest(f"{where}: not a JSON schema", param=where)
+            raise _invalid(f"{where}.input_schema", "not a JSON schema")
+        check_fields(tool, MESSAGES_TOOL, where)
         function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": schema}
+        if isinstance(tool.get("strict"), bool):
+            function["strict"] = tool["strict"]
         tools.append({"type": "function", "function": function})
+    if request.tools and not tools:
+        raise _invalid(
+            "tools[0].type", f"this gateway runs no {request.tools[0]['type']!r}; give other tools"
+        )
     return tools or None
+
+
+def left_out_of(request: MessagesRequest) -> list[str]:
+    """What `tools_of` and `conversation` leave out: types of tools, and thoughts that are not readable."""
+    kinds = {hosted for tool in request.tools or () if (hosted := _hosted(tool)) is not None}
+    contents = [message.get("content") for message in request.messages]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    if any(block.get("type") == "redacted_thinking" for block in blocks if isinstance(block, dict)):
+        kinds.add("redacted_thinking")
+    return sorted(kinds)
+
+
+def _hosted(tool: JsonObject) -> str | None:
+    """The type of a tool that Anthropic's servers run, without its date; None for another tool."""
+    kind = tool.get("type")
+    found = HOSTED.fullmatch(kind) if isinstance(kind, str) and "input_schema" not in tool else None
+    return None if found is None else found[1]
 
 
 def check_thoughts(request: MessagesRequest, sign: Sign) -> None:
@@ -112,42 +158,50 @@ def conversation(request: MessagesRequest) -> list[Message]:
         where = f"messages[{index}]"
         role, content = message.get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
-            raise InvalidRequest(f"{where}.role: {role!r} is no role", param=f"{where}.role")
+            raise _invalid(f"{where}.role", f"{role!r} is no role")
+        check_fields(message, MESSAGE, where)
         if isinstance(content, str):
             messages.append({"role": role, "content": content})
-        elif not (isinstance(content, list) and all(isinstance(block, dict) for block in content)):
-            raise InvalidRequest(f"{where}.content: neither text nor a list of blocks", param=where)
+        elif not isinstance(content, list):
+            raise _invalid(f"{where}.content", "neither text nor a list of blocks")
         elif not content:
-            raise InvalidRequest(f"{where}.content: no block", param=f"{where}.content")
+            raise _invalid(f"{where}.content", "no block")
         elif role == "assistant":
-            messages.append(_assistant_message(content, where))
+            messages.append(_assistant_message(content, f"{where}.content"))
         else:
-            messages += _user_messages(role, content, where)
+            messages += _user_messages(role, content, f"{where}.content")
     return messages
 
 
-def _user_messages(role: str, blocks: list[JsonObject], where: str) -> list[Message]:
+def _user_messages(role: str, blocks: list[Any], where: str) -> list[Message]:
     """The messages of a user or system message: first one for each tool result, then one with its text."""
-    results, text = [], []
-    for block in blocks:
-        if block.get("type") in ("tool_result", "mcp_tool_result"):
-            given = _text(block.get("content") or "", where)
+    results: list[Message] = []
+    texts: list[str] = []
+    for at, block in enumerate(blocks):
+        if _kind(block, IN_QUESTION, f"{where}[{at}]") == "tool_result":
+            given = _text(block.get("content") or "", f"{where}[{at}].content")
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": given})
         else:
-            text.append(block)
-    if not text and results:
+            texts.append(_text_of(block, f"{where}[{at}]"))
+    if not texts and results:
         return results
-    return [*results, {"role": role, "content": _text(text, where)}]
+    return [*results, {"role": role, "content": "".join(texts)}]
 
 
-def _assistant_message(blocks: list[JsonObject], where: str) -> Message:
+def _assistant_message(blocks: list[Any], where: str) -> Message:
     """An earlier answer that the client sends back."""
-    thoughts = [str(block.get("thinking", "")) for block in blocks if block.get("type") == "thinking"]
-    calls = [_call(block, where) for block in blocks if block.get("type") == "tool_use"]
-    text = [
-        block for block in blocks if block.get("type") not in ("thinking", "redacted_thinking", "tool_use")
-    ]
-    message: Message = {"role": "assistant", "content": _text(text, where)}
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[Message] = []
+    for at, block in enumerate(blocks):
+        match _kind(block, IN_ANSWER, f"{where}[{at}]"):
+            case "text":
+                texts.append(_text_of(block, f"{where}[{at}]"))
+            case "thinking":
+                thoughts.append(str(block.get("thinking", "")))
+            case "tool_use":
+                calls.append(_call(block, f"{where}[{at}]"))
+    message: Message = {"role": "assistant", "content": "".join(texts)}
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
     if calls:
@@ -158,29 +212,46 @@ def _assistant_message(blocks: list[JsonObject], where: str) -> Message:
 def _call(block: JsonObject, where: str) -> JsonObject:
     name, given = block.get("name"), block.get("input")
     if not isinstance(name, str):
-        raise InvalidRequest(f"{where}.content: a tool_use without a name", param=where)
+        raise _invalid(f"{where}.name", "a tool_use without a name")
     raw = given.get(RAW_ARGUMENTS) if isinstance(given, dict) and len(given) == 1 else None
     function = {"name": name, "arguments": raw if isinstance(raw, str) else arguments_text(given)}
     return {"id": str(block.get("id", "")), "type": "function", "function": function}
 
 
-def _text(content: str | list[JsonObject], where: str) -> str:
+def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidRequest(f"{where}.content: neither text nor a list of blocks", param=where)
-    return "".join(_text_of(block, where) for block in content)
+        raise _invalid(where, "neither text nor a list of blocks")
+    for at, block in enumerate(content):
+        _kind(block, IN_TEXT, f"{where}[{at}]")
+    return "".join([_text_of(block, f"{where}[{at}]") for at, block in enumerate(content)])
 
 
-def _text_of(block: Any, where: str) -> str:
-    kind = block.get("type") if isinstance(block, dict) else None
-    if kind in NOT_TEXT:
-        source = block.get("source")
-        if isinstance(source, dict) and source.get("type") == "text" and isinstance(source.get("data"), str):
-            return str(source["data"])
-        raise InvalidRequest(f"{where}.content: this model reads text, not {kind}", param=where)
-    if kind == "text" and isinstance(block.get("text"), str):
+def _kind(block: Any, kinds: frozenset[str], where: str) -> str:
+    """The type of a block, which is one of `kinds`. Raises InvalidRequest for any other, and for a field of
+    the block that is not served."""
+    if not isinstance(block, dict):
+        raise _invalid(where, "a block is an object")
+    kind = block.get("type")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise _invalid(f"{where}.type", f"this model does not read {str(kind)[:80]!r} here")
+    check_fields(block, BLOCKS[kind], where)
+    return kind
+
+
+def _text_of(block: JsonObject, where: str) -> str:
+    """The text of a block of text, or of a document whose source is text."""
+    if block["type"] == "text":
+        if not isinstance(block.get("text"), str):
+            raise _invalid(f"{where}.text", "not text")
         return str(block["text"])
-    if kind is None or kind == "text":
-        raise InvalidRequest(f"{where}.content: a block without text", param=where)
-    return ""  # the result of a tool that Anthropic's own servers ran, such as web search
+    source = block.get("source")
+    if isinstance(source, dict) and source.get("type") == "text" and isinstance(source.get("data"), str):
+        check_fields(source, SOURCE, f"{where}.source")
+        return str(source["data"])
+    raise _invalid(f"{where}.source", "this model reads text only")
+
+
+def _invalid(where: str, message: str) -> InvalidRequest:
+    return InvalidRequest(f"{where}: {message}", param=where)

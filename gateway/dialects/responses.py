@@ -8,13 +8,14 @@ from redis.asyncio import Redis
 
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
 from gateway.dialects.fields import RESPONSES, check_keys, check_metadata, refuse_unserved, verbosity_of
+from gateway.dialects.inner_fields import check_choice, check_format
 from gateway.dialects.logprobs import logprobs_of
 from gateway.dialects.responses_events import ResponsesEvents
-from gateway.dialects.responses_input import functions_of, kind_of, messages_of
+from gateway.dialects.responses_input import functions_of, kind_of, left_out_of, messages_of
 from gateway.dialects.responses_output import final_state, head_of, output_of
 from gateway.dialects.responses_store import ResponseStore, StoredConversation
 from gateway.dialects.responses_wire import LOGPROBS, PREFIX, Item, ResponsesRequest
-from gateway.dialects.wire import check_sampling, decode_body, encode, given_fields
+from gateway.dialects.wire import check_sampling, decode_body, encode, given_fields, left_out
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
 from gateway.language.chat_messages import Message, in_call_order
@@ -57,7 +58,8 @@ class Responses:
         check(request)
         store, previous_id = ResponseStore(self._redis, caller), request.previous_response_id
         past = await store.conversation(previous_id) if previous_id else StoredConversation()
-        added = messages_of(await _resolved(store, items_of(request.input)))
+        items = await _resolved(store, items_of(request.input))
+        added = messages_of(items)
         instructions: list[Message] = (
             [{"role": "system", "content": request.instructions}] if request.instructions else []
         )
@@ -67,7 +69,7 @@ class Responses:
             await store.keep(past, bool(instructions), recorded[0], output)
 
         return ParsedRequest(
-            calls=[call_of(self._renderer, request, [*instructions, *past.messages, *added])],
+            calls=[call_of(self._renderer, request, [*instructions, *past.messages, *added], items)],
             responder=ResponsesResponder(self._renderer, request, request.model or self._model_name),
             stream=bool(request.stream),
             model=request.model,
@@ -112,6 +114,8 @@ def check(request: ResponsesRequest) -> None:
         if value not in INCLUDED:
             raise InvalidRequest(f"include: {value!r} does not exist here", param="include")
     check_keys(request.text, ("format", "verbosity"), "text")
+    check_format((request.text or {}).get("format"), FORMAT)
+    check_choice(request.tool_choice)
     if not isinstance((request.text or {}).get("format"), dict | None):
         raise InvalidRequest(f"{FORMAT}: not an object", param=FORMAT)
     if not request.input and not request.previous_response_id:
@@ -146,9 +150,13 @@ async def _resolved(store: ResponseStore, items: list[Item]) -> list[Item]:
     return [stored[str(wanted[index])] if index in wanted else item for index, item in enumerate(items)]
 
 
-def call_of(renderer: ChatRenderer, request: ResponsesRequest, messages: Sequence[Message]) -> Call:
-    """The call that the request asks for. Raises InvalidRequest for a malformed tool, and for a constraint
-    that no engine can enforce."""
+def call_of(
+    renderer: ChatRenderer, request: ResponsesRequest, messages: Sequence[Message], items: Sequence[Item]
+) -> Call:
+    """The call that the request asks for; the last of its messages are those of `items`.
+
+    Raises InvalidRequest for a malformed tool, and for a constraint that no engine can enforce.
+    """
     asked = given_fields(request, ("temperature", "top_p"))
     asked |= verbosity_of((request.text or {}).get("verbosity"), "text.verbosity")
     if request.max_output_tokens is not None:
@@ -167,7 +175,7 @@ def call_of(renderer: ChatRenderer, request: ResponsesRequest, messages: Sequenc
     return Call(
         messages=in_call_order(messages),
         tools=None if request.tool_choice == "none" else tools,
-        asked=asked | constraint.asked | thinking.asked,
+        asked=asked | constraint.asked | thinking.asked | left_out(left_out_of(request.tools, items)),
         thinking=options,
         stream=bool(request.stream),
         top_logprobs=request.top_logprobs or 0,

@@ -1,5 +1,7 @@
 """Converts items and tools of OpenAI's Responses contract to messages and tools of its chat contract.
 
+What the model cannot read is refused, or left out and named in the turn's record (`left_out`).
+
 reasoning, message, function_call, …  ──▶ one assistant message: the answer that these items came from
 function_call_output                  ──▶ a tool's message
 """
@@ -7,6 +9,13 @@ function_call_output                  ──▶ a tool's message
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gateway.dialects.inner_fields import (
+    ITEMS,
+    REFUSAL_PART,
+    RESPONSES_TOOL,
+    TEXT_PART,
+    check_fields,
+)
 from gateway.dialects.responses_wire import Item
 from gateway.dialects.wire import TEXT_PARTS
 from gateway.errors import InvalidRequest
@@ -14,6 +23,16 @@ from gateway.language.chat_messages import Message, Tool
 
 ROLES = ("system", "developer", "user", "assistant")
 REASONING_PARTS = ("reasoning_text", "summary_text")
+HOSTED = frozenset(
+    {
+        *("web_search", "web_search_preview", "web_search_2025_08_26", "web_search_preview_2025_03_11"),
+        *("file_search", "code_interpreter", "image_generation", "mcp", "tool_search"),
+        "programmatic_tool_calling",
+    }
+)
+"""Tools that OpenAI's servers run. Some harnesses offer them with every call."""
+UNSERVED = frozenset({"custom", "namespace"})
+"""Tools in other forms than a function; Codex offers them for some models' names."""
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:
@@ -23,6 +42,8 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
     """The assistant message to which the next items are added."""
     for index, item in enumerate(items):
         where, kind = f"input[{index}]", kind_of(item)
+        if isinstance(kind, str) and kind in ITEMS:
+            check_fields(item, ITEMS[kind], where)
         match kind:
             case "message" if item.get("role") == "assistant":
                 if answer is None or "content" in answer:
@@ -60,25 +81,40 @@ def kind_of(item: Mapping[str, Any]) -> Any:
 
 
 def functions_of(tools: Sequence[Tool] | None) -> list[Tool] | None:
-    """The functions among the tools, in OpenAI's chat shape. Tools that OpenAI's servers run are left out.
+    """The functions among the tools, in OpenAI's chat shape.
 
-    Raises InvalidRequest that names a malformed tool.
+    Tools in `HOSTED` and `UNSERVED` are left out if there are functions. Raises InvalidRequest that names a
+    malformed tool, one of another type, or one that is left out where there is no function.
     """
     functions: list[Tool] = []
     for index, tool in enumerate(tools or ()):
         where = f"tools[{index}]"
-        if not isinstance(tool.get("type"), str):
+        kind = tool.get("type")
+        if not isinstance(kind, str):
             raise _invalid(f"{where}.type", "a tool says its type")
-        if tool["type"] != "function":
+        if kind in HOSTED or kind in UNSERVED:
             continue
+        if kind != "function":
+            raise _invalid(f"{where}.type", f"this gateway serves functions, not {kind[:80]!r}")
         if not isinstance(tool.get("name"), str) or not tool["name"]:
             raise _invalid(f"{where}.name", "a function says its name, beside its type")
         if not isinstance(tool.get("parameters"), dict | None):
             raise _invalid(f"{where}.parameters", "the parameters of a function are a JSON schema")
+        check_fields(tool, RESPONSES_TOOL, where)
         fields = ("name", "description", "parameters", "strict")
         function = {name: tool[name] for name in fields if tool.get(name) is not None}
         functions.append({"type": "function", "function": function})
+    if tools and not functions:
+        raise _invalid("tools[0].type", f"this gateway runs no {tools[0]['type']!r}; give functions")
     return functions or None
+
+
+def left_out_of(tools: Sequence[Tool] | None, items: Sequence[Item]) -> list[str]:
+    """What `functions_of` and `messages_of` leave out: types of tools, and `reasoning` without its text."""
+    kinds = {str(tool.get("type")) for tool in tools or () if tool.get("type") != "function"}
+    if any(kind_of(item) == "reasoning" and not _reasoning(item, "input") for item in items):
+        kinds.add("reasoning")
+    return sorted(kinds)
 
 
 def _message(item: Item, where: str) -> Message:
@@ -123,6 +159,7 @@ def _part(part: Any, where: str) -> str:
     text = part.get("refusal" if kind == "refusal" else "text")
     if not isinstance(text, str):
         raise _invalid(where, "the text of a part is not text")
+    check_fields(part, REFUSAL_PART if kind == "refusal" else TEXT_PART, where)
     return text
 
 

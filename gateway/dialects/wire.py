@@ -9,7 +9,6 @@ import msgspec
 
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Generation, tokens_of
-from gateway.language.chat_messages import Message
 from gateway.language.constraint import biases_of
 
 T = TypeVar("T")
@@ -17,10 +16,7 @@ T = TypeVar("T")
 JsonObject = dict[str, Any]
 """A JSON object of a client's request, without a struct that describes its fields."""
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-ANSWER_FIELDS = ("function_call", "reasoning_content", "reasoning", "refusal", "audio")
-"""Fields of an earlier answer that may stand in place of its content."""
 MAX_STOPS = 32
 """SGLang's limit on the number of stop strings."""
 HEARTBEAT = b": still here\n\n"
@@ -91,54 +87,6 @@ def decode_body(body: bytes, kind: type[T]) -> T:
         raise InvalidRequest(f"the body is not JSON: {error}") from error
 
 
-def check_messages(messages: list[Message]) -> None:
-    """Raises InvalidRequest for no messages, a malformed one, or one that a text model cannot read."""
-    if not messages:
-        raise InvalidRequest("messages: give at least one", param="messages")
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        if message.get("role") not in ROLES:
-            raise InvalidRequest(f"{where}.role: {message.get('role')!r} is no role", param=f"{where}.role")
-        content = message.get("content")
-        if isinstance(content, list):
-            for part in content:
-                _check_part(part, where)
-        elif not (content is None or isinstance(content, str)):
-            raise InvalidRequest(f"{where}.content: neither text nor a list of parts", param=where)
-        if _lacks_content(message):
-            raise InvalidRequest(f"{where}.content: missing", param=f"{where}.content")
-        if message.get("function_call") is not None:
-            param = f"{where}.function_call"
-            raise InvalidRequest(f"{param}: use tool_calls", param=param)
-        calls = message.get("tool_calls")
-        if calls is not None and not (
-            isinstance(calls, list)
-            and all(isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls)
-        ):
-            raise InvalidRequest(f"{where}.tool_calls: not a list of function calls", param=where)
-
-
-def _lacks_content(message: Message) -> bool:
-    """Whether a message has nothing to read.
-
-    An assistant's message may have calls or other ANSWER_FIELDS in place of content, or the content null.
-    """
-    if message["role"] != "assistant":
-        return message.get("content") is None or message["content"] == []
-    return "content" not in message and not any(map(message.get, ("tool_calls", *ANSWER_FIELDS)))
-
-
-def _check_part(part: Any, where: str) -> None:
-    if isinstance(part, str):
-        return
-    if not isinstance(part, dict):
-        raise InvalidRequest(f"{where}.content: a part is neither text nor an object", param=where)
-    if part.get("type", "text") not in TEXT_PARTS:
-        raise InvalidRequest(f"{where}.content: this model reads text, not {part.get('type')}", param=where)
-    if not isinstance(part.get("text", part.get("refusal")), str):
-        raise InvalidRequest(f"{where}.content: the text of a part is not a string", param=where)
-
-
 BOUNDS: dict[str, tuple[float, float]] = {
     "n": (1, 128),
     "temperature": (0, 2),
@@ -183,6 +131,11 @@ def sampling_of(body: SamplingFields, vocab_size: int) -> JsonObject:
     if biases := asked.pop("logit_bias", None):
         asked["logit_bias"] = biases_of(biases, vocab_size)
     return asked
+
+
+def left_out(kinds: Sequence[str]) -> JsonObject:
+    """The entry in the turn's `sampling.asked` for parts of the request that the model does not get."""
+    return {"left_out": list(kinds)} if kinds else {}
 
 
 def stop_strings(stop: str | list[str] | None) -> list[str]:

@@ -238,9 +238,12 @@ def test_token_ids_come_on_request(gateway: RunningGateway) -> None:
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": 7}]}, "messages[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages[0].content[0].type",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema"),
         ({"temperature": 9}, "temperature"),
         ({"system": 4}, "system"),
@@ -267,6 +270,7 @@ def test_tools_that_anthropics_servers_run_are_left_out(gateway: RunningGateway)
     prompt = gateway.engine.tokenizer.decode(turn["context_ids"])
     assert "weather" in prompt
     assert "web_search" not in prompt
+    assert turn["sampling"]["asked"]["left_out"] == ["web_search"]
 
 
 THOUGHT = "<think>\nhm, 7\n</think>\n\nseven"

@@ -364,6 +364,9 @@ def test_tools_that_others_run_are_told_back_and_nothing_more(gateway: RunningGa
     assert [tool.type for tool in response.tools] == [tool["type"] for tool in tools]
     alone = gateway.post(PATH, {"input": "a?", "tools": [TOOL]})
     assert alone.status_code == 200
+    sessions = gateway.get("/sessions").json()["data"]
+    kinds = [turn["sampling"]["asked"].get("left_out") for each in sessions for turn in gateway.turns(each)]
+    assert kinds == [["code_interpreter", "custom", "mcp", "web_search"], None]
     assert gateway.engine.requests[0]["input_ids"] == gateway.engine.requests[1]["input_ids"]
 
 

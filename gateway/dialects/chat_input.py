@@ -1,0 +1,151 @@
+"""Reads the messages, tools and thinking of OpenAI's chat requests, and refuses what is not served."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from gateway.dialects.chat_wire import ChatRequest
+from gateway.dialects.fields import check_keys
+from gateway.dialects.inner_fields import (
+    CALLED,
+    CHAT_CALL,
+    CHAT_MESSAGES,
+    CHAT_TOOL,
+    FUNCTION,
+    REFUSAL_PART,
+    TEXT_PART,
+    check_choice,
+    check_fields,
+    check_format,
+)
+from gateway.dialects.wire import TEXT_PARTS
+from gateway.errors import InvalidRequest
+from gateway.language.chat_messages import Message, Tool, in_call_order
+from gateway.language.thinking import SWITCHES, ThinkingWish, effort_of
+
+PLAIN = frozenset({"role", "content"})
+TEXTS = frozenset({"name", "tool_call_id", "reasoning_content", "reasoning", "refusal"})
+"""Fields of a message that are text, or null."""
+ANSWER_FIELDS = ("reasoning_content", "reasoning", "refusal")
+"""Fields of an earlier answer that may stand in place of its content."""
+
+
+def conversation(messages: Sequence[Message]) -> list[Message]:
+    """The messages as the template reads them. Raises InvalidRequest that names a malformed field."""
+    check_messages(messages)
+    return in_call_order([_with_refusal(each) if each.get("refusal") else each for each in messages])
+
+
+def tools_of(request: ChatRequest) -> list[Tool] | None:
+    """The tools as the template reads them. Raises InvalidRequest that names a malformed field, also of
+    `tool_choice` and `response_format`."""
+    check_choice(request.tool_choice)
+    check_format(request.response_format, "response_format")
+    check_tools(request.tools or ())
+    return request.tools and [{"type": "function", "function": tool["function"]} for tool in request.tools]
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raises InvalidRequest for no messages, a malformed one, or one that a text model cannot read."""
+    if not messages:
+        raise InvalidRequest("messages: give at least one", param="messages")
+    for index, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        known = isinstance(role, str) and role in CHAT_MESSAGES
+        if known and isinstance(content, str) and message.keys() <= PLAIN:
+            continue
+        where = f"messages[{index}]"
+        if not (isinstance(role, str) and known):
+            raise _invalid(f"{where}.role", f"{role!r} is no role")
+        if isinstance(content, list):
+            for at, part in enumerate(content):
+                _check_part(part, f"{where}.content[{at}]")
+        elif not (content is None or isinstance(content, str)):
+            raise _invalid(f"{where}.content", "neither text nor a list of parts")
+        check_fields(message, CHAT_MESSAGES[role], where)
+        if _lacks_content(message):
+            raise _invalid(f"{where}.content", "missing")
+        for name in TEXTS & message.keys():
+            if not isinstance(message[name], str | None):
+                raise _invalid(f"{where}.{name}", "not text")
+        if (calls := message.get("tool_calls")) is not None:
+            _check_calls(calls, f"{where}.tool_calls")
+
+
+def check_tools(tools: Sequence[Tool]) -> None:
+    """Raises InvalidRequest for a tool that is not a function with a name."""
+    for index, tool in enumerate(tools):
+        function, where = tool.get("function"), f"tools[{index}].function"
+        if tool.get("type") != "function" or not isinstance(function, dict):
+            raise InvalidRequest("tools: each is a function", param="tools")
+        check_function(function, where)
+        check_fields(tool, CHAT_TOOL, f"tools[{index}]")
+
+
+def check_function(function: Tool, where: str) -> None:
+    """Raises InvalidRequest for a malformed definition of a function."""
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise _invalid(f"{where}.name", "not a name")
+    if not isinstance(function.get("description"), str | None):
+        raise _invalid(f"{where}.description", "not text")
+    if not isinstance(function.get("parameters"), dict | None):
+        raise _invalid(f"{where}.parameters", "not a JSON schema")
+    check_fields(function, FUNCTION, where)
+
+
+def thinking_of(request: ChatRequest) -> tuple[ThinkingWish, str]:
+    """What the request asks of the model's thinking, and the field that asks. Raises InvalidRequest."""
+    kwargs, param = request.chat_template_kwargs, "chat_template_kwargs"
+    if kwargs is None:
+        return effort_of(request.reasoning_effort, "reasoning_effort"), "reasoning_effort"
+    check_keys(kwargs, (*SWITCHES, "reasoning_effort"), param)
+    effort = request.reasoning_effort or kwargs.get("reasoning_effort")
+    wish = effort_of(effort, f"{param}.reasoning_effort")
+    for name in SWITCHES:
+        switch = kwargs.get(name)
+        if not isinstance(switch, bool | None):
+            raise InvalidRequest(f"{param}.{name}: neither true nor false", param=f"{param}.{name}")
+        if switch is not None and wish.on not in (None, switch):
+            raise InvalidRequest(f"{param}.{name}: contradicts the effort {effort}", param=f"{param}.{name}")
+        if switch is not None:
+            wish = ThinkingWish(switch, wish.effort)
+    return wish, param
+
+
+def _with_refusal(message: Message) -> Message:
+    """The message, with its refusal as content if it has no content: the model wrote it as its answer."""
+    return message if message.get("content") else {**message, "content": message["refusal"]}
+
+
+def _lacks_content(message: Message) -> bool:
+    """Whether a message has nothing to read. An answer may be only a call, or (with null) nothing at all."""
+    if message["role"] != "assistant":
+        return message.get("content") is None or message["content"] == []
+    return "content" not in message and not any(map(message.get, ("tool_calls", *ANSWER_FIELDS)))
+
+
+def _check_part(part: Any, where: str) -> None:
+    if isinstance(part, str):
+        return
+    if not isinstance(part, dict):
+        raise _invalid(where, "a part is neither text nor an object")
+    kind = part.get("type", "text")
+    if kind not in TEXT_PARTS:
+        raise _invalid(where, f"this model reads text, not {kind}")
+    name = "refusal" if kind == "refusal" else "text"
+    if not isinstance(part.get(name), str):
+        raise _invalid(where, "the text of a part is not a string")
+    check_fields(part, REFUSAL_PART if kind == "refusal" else TEXT_PART, where)
+
+
+def _check_calls(calls: Any, where: str) -> None:
+    if not isinstance(calls, list):
+        raise _invalid(where, "not a list of function calls")
+    for at, call in enumerate(calls):
+        if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+            raise _invalid(f"{where}[{at}]", "not a function call")
+        check_fields(call, CHAT_CALL, f"{where}[{at}]")
+        check_fields(call["function"], CALLED, f"{where}[{at}].function")
+
+
+def _invalid(where: str, message: str) -> InvalidRequest:
+    return InvalidRequest(f"{where}: {message}", param=where)

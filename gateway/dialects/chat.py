@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
-from gateway.dialects.chat_input import conversation, thinking_of, tools_of
+from gateway.dialects.chat_input import conversation, form_of, thinking_of, tools_of
 from gateway.dialects.chat_wire import (
     ChatChoice,
     ChatCompletion,
@@ -84,8 +84,9 @@ def call_of(renderer: ChatRenderer, request: ChatRequest) -> Call:
     thinking, param = thinking_of(request)
     renderer, options = renderer.thinking(thinking, param)
     messages, tools = conversation(request.messages), tools_of(request)
+    form, form_param = form_of(request)
     constraint = constraint_of(
-        renderer, tools, request.tool_choice, request.response_format, request.parallel_tool_calls
+        renderer, tools, request.tool_choice, form, request.parallel_tool_calls, format_param=form_param
     )
     return Call(
         messages=messages,

@@ -17,9 +17,10 @@ from gateway.dialects.inner_fields import (
     check_fields,
     check_format,
 )
-from gateway.dialects.wire import TEXT_PARTS
+from gateway.dialects.wire import TEXT_PARTS, JsonObject, guided_form
 from gateway.errors import InvalidRequest
 from gateway.language.chat_messages import Message, Tool, in_call_order
+from gateway.language.constraint import AnswerForm
 from gateway.language.thinking import SWITCHES, ThinkingWish, effort_of
 
 PLAIN = frozenset({"role", "content"})
@@ -42,6 +43,16 @@ def tools_of(request: ChatRequest) -> list[Tool] | None:
     check_format(request.response_format, "response_format")
     check_tools(request.tools or ())
     return request.tools and [{"type": "function", "function": tool["function"]} for tool in request.tools]
+
+
+def form_of(request: ChatRequest) -> tuple[JsonObject | AnswerForm | None, str]:
+    """What the answer's text must be, and the field that says so. Raises InvalidRequest for two of them."""
+    form, param = guided_form(request)
+    if form is None:
+        return request.response_format, "response_format"
+    if request.response_format is not None and request.response_format.get("type") != "text":
+        raise InvalidRequest(f"{param}: response_format is given already", param=param)
+    return form, param
 
 
 def check_messages(messages: Sequence[Message]) -> None:

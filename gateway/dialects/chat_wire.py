@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from gateway.dialects.wire import JsonObject, SamplingFields, StreamOptions, Usage
+from gateway.dialects.wire import GuidedFields, JsonObject, StreamOptions, Usage
 from gateway.language.chat_messages import Message, Tool
 from gateway.language.render import ParsedAnswer, ToolCall
 
 
-class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """All fields of OpenAI's request, and `top_k`, `min_p`, `repetition_penalty`, `return_token_ids` and
-    `chat_template_kwargs`. A request with another field is refused."""
+class ChatRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True):
+    """All fields of OpenAI's request, and `top_k`, `min_p`, `repetition_penalty`, `return_token_ids`,
+    `chat_template_kwargs` and `GuidedFields`. A request with another field is refused."""
 
     messages: list[Message]
     model: str | None = None

@@ -21,12 +21,14 @@ from gateway.dialects.wire import (
     decode_body,
     encode,
     event,
+    guided_form,
     sampling_of,
     stop_strings,
     usage_of,
 )
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
+from gateway.language.constraint import Constraint, constraint_of_text
 from gateway.language.deltas import Delta
 from gateway.language.render import ChatRenderer
 from gateway.sessions.identity import Caller
@@ -53,6 +55,8 @@ class Completions:
         asked = sampling_of(request, self._renderer.config.vocab_size)
         if request.max_tokens is not None:
             asked["max_tokens"] = request.max_tokens
+        form, param = guided_form(request)
+        constraint = Constraint() if form is None else constraint_of_text(form, param)
         prompts = prompts_of(request)
         if heavy:
             ids = await asyncio.to_thread(_ids_of, self._renderer, prompts)
@@ -61,7 +65,8 @@ class Completions:
         calls = [
             Call(
                 messages=(),
-                asked=asked,
+                asked=asked | constraint.asked,
+                structural_tag=constraint.structural_tag,
                 stop=stop_strings(request.stop),
                 stream=bool(request.stream),
                 top_logprobs=request.logprobs or 0,

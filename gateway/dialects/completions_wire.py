@@ -9,12 +9,12 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway.dialects.logprobs import CompletionLogprobs
-from gateway.dialects.wire import JsonObject, SamplingFields, StreamOptions, Usage
+from gateway.dialects.wire import GuidedFields, JsonObject, StreamOptions, Usage
 
 
-class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """All fields of OpenAI's request, and `top_k`, `min_p`, `repetition_penalty`, `metadata` and
-    `return_token_ids`. A request with another field is refused."""
+class CompletionRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True):
+    """All fields of OpenAI's request, and `top_k`, `min_p`, `repetition_penalty`, `metadata`,
+    `return_token_ids` and `GuidedFields`. A request with another field is refused."""
 
     prompt: str | list[str | int | list[int]] | None = None
     model: str | None = None

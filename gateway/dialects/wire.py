@@ -9,7 +9,7 @@ import msgspec
 
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Generation, tokens_of
-from gateway.language.constraint import biases_of
+from gateway.language.constraint import AnswerForm, biases_of, choice_form, pattern_form, schema_form
 
 T = TypeVar("T")
 
@@ -24,15 +24,17 @@ HEARTBEAT = b": still here\n\n"
 
 UNKNOWN_FIELD = re.compile("Object contains unknown field `(.*)`", re.DOTALL)
 HINTS = {
-    **dict.fromkeys(("guided_json", "json_schema"), "; use response_format"),
+    "json_schema": "; use guided_json",
     **dict.fromkeys(
-        ("guided_choice", "guided_regex", "regex", "ebnf"), "; use response_format with a schema"
+        ("ebnf", "guided_grammar", "structured_outputs", "structural_tag"),
+        "; use guided_json, guided_regex or guided_choice",
     ),
     "enable_thinking": "; use reasoning_effort or chat_template_kwargs",
     "contents": "; use messages",
 }
 """What replaces a field of other servers."""
 
+GUIDED = ("guided_json", "guided_regex", "regex", "guided_choice")
 encode = msgspec.json.Encoder().encode
 
 
@@ -48,6 +50,16 @@ class SamplingFields(msgspec.Struct):
     presence_penalty: float | None = None
     seed: int | None = None
     logit_bias: dict[str, float] | None = None
+
+
+class GuidedFields(SamplingFields):
+    """The same, and what the answer's text must be, in the words of vLLM, and `regex` of SGLang."""
+
+    guided_json: JsonObject | str | None = None
+    """A schema, as an object or as text."""
+    guided_regex: str | None = None
+    regex: str | None = None
+    guided_choice: list[str] | None = None
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -131,6 +143,30 @@ def sampling_of(body: SamplingFields, vocab_size: int) -> JsonObject:
     if biases := asked.pop("logit_bias", None):
         asked["logit_bias"] = biases_of(biases, vocab_size)
     return asked
+
+
+def guided_form(body: GuidedFields) -> tuple[AnswerForm | None, str]:
+    """The form that a field of `GuidedFields` asks for, and that field; None if none asks.
+
+    Raises InvalidRequest for two such fields, and for one that cannot be enforced.
+    """
+    given = [name for name in GUIDED if getattr(body, name) is not None]
+    if not given:
+        return None, ""
+    param = given[0]
+    if len(given) > 1:
+        raise InvalidRequest(f"{given[1]}: {param} is given already", param=given[1])
+    if body.guided_choice is not None:
+        return choice_form(body.guided_choice, param), param
+    if body.guided_json is None:
+        return pattern_form(body.guided_regex or body.regex or "", param), param
+    schema: Any = body.guided_json
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise InvalidRequest(f"{param}: not JSON: {error}", param=param) from error
+    return schema_form(schema, param), param
 
 
 def left_out(kinds: Sequence[str]) -> JsonObject:

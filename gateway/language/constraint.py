@@ -1,6 +1,6 @@
 """Builds the grammar to which an answer is constrained, from the fields of a request.
 
-tool_choice, parallel_tool_calls, response_format ──constraint_of──▶ SGLang's parameter `structural_tag`
+tool_choice, parallel_tool_calls, response_format, guided_json, … ──▶ SGLang's parameter `structural_tag`
 
 The engine masks the tokens that the grammar forbids *before* the softmax. So the recorded logprobs are those
 of the masked distribution from which the tokens were sampled, not of the unconstrained policy. A token
@@ -19,9 +19,10 @@ from gateway.errors import InvalidRequest
 from gateway.language.call_syntax import SYNTAX_OF_FAMILY, CallSyntax, id_of
 from gateway.language.chat_messages import Tool
 from gateway.language.render import ChatRenderer
-from gateway.language.schema import check_patterns, check_schema, check_size
+from gateway.language.schema import check_pattern, check_patterns, check_schema, check_size
 from gateway.language.structural_tag import (
     AnyTokens,
+    FixedText,
     Format,
     JsonFormat,
     OptionalFormat,
@@ -39,7 +40,19 @@ GAP = Pattern(pattern=r"\n{0,3}")
 
 ReasoningState = Literal["open", "possible", "over"]
 """Whether a prompt ends inside reasoning, before possible reasoning, or after it."""
-ConstraintKind = Literal["", "tool_choice", "json_object", "json_schema", "parallel_tool_calls"]
+ConstraintKind = Literal[
+    "", "tool_choice", "json_object", "json_schema", "regex", "choice", "parallel_tool_calls"
+]
+MAX_CHOICES = 1000
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """What the text of an answer must be."""
+
+    kind: ConstraintKind = ""
+    content: Format | None = None
+    """None: any text."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +73,7 @@ def constraint_of(
     renderer: ChatRenderer,
     tools: Sequence[Tool] | None,
     tool_choice: str | Mapping[str, Any] | None = None,
-    response_format: Mapping[str, Any] | None = None,
+    response_format: Mapping[str, Any] | AnswerForm | None = None,
     parallel_tool_calls: bool | None = True,
     *,
     format_param: str = "response_format",
@@ -68,23 +81,28 @@ def constraint_of(
     """The constraint of the answer to a call.
 
     `tool_choice` and `response_format` are as in Chat Completions or as in Responses; `format_param` is the
-    dialect's name of `response_format`. If the template permits reasoning, the model may still reason first.
+    field that says what `response_format` says. If the template permits reasoning, the model may still reason
+    first.
+
     Raises InvalidRequest for a request that contradicts itself, that no engine can enforce, or that the
     model's family (its chat template) does not support.
     """
     must_call = tool_choice not in (None, "auto", "none")
     callable_tools = _callable(tools or (), tool_choice)
-    kind, schema = _format_of(response_format, format_param)
+    form = response_format
+    if not isinstance(form, AnswerForm):
+        form = _form_of(form, format_param)
+    kind, content = form.kind, form.content
     single = parallel_tool_calls is False
     if must_call:
-        kind, schema = "tool_choice", None
+        kind, content = "tool_choice", None
     elif not kind and single and callable_tools:
         kind = "parallel_tool_calls"
     if not kind or (kind == "parallel_tool_calls" and renderer.family.name not in SYNTAX_OF_FAMILY):
         return (
             Constraint()
         )  # one call at a time is best effort: no error if the family's grammar is not known
-    param = kind if schema is None else format_param
+    param = kind if content is None else format_param
     syntax = _syntax_of(renderer, param)
     for tool in callable_tools:
         _check_tool(tool)
@@ -94,9 +112,37 @@ def constraint_of(
         return _constrained_to(kind, param, syntax.at_most_one(renderer, callable_tools))
     single = single or isinstance(tool_choice, Mapping)
     answers = [syntax.calls(renderer, callable_tools, parallel=not single)] if callable_tools else []
-    if schema is not None:
-        answers.append(JsonFormat(json_schema=schema))
+    if content is not None:
+        answers.append(content)
     return _constrained_to(kind, param, sequence([*_reasoning(renderer), GAP, either(answers)]))
+
+
+def constraint_of_text(form: AnswerForm, param: str) -> Constraint:
+    """The constraint of an answer without a chat template: all of its text."""
+    return Constraint() if form.content is None else _constrained_to(form.kind, param, form.content)
+
+
+def schema_form(schema: Any, param: str, *, strict: bool = False) -> AnswerForm:
+    """JSON of the schema. Raises InvalidRequest for one that cannot be enforced, or is none."""
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{param}: not a JSON schema", param=param)
+    check_schema(schema, param, strict=strict)
+    return AnswerForm("json_schema", JsonFormat(json_schema=schema))
+
+
+def pattern_form(pattern: str, param: str) -> AnswerForm:
+    """Text that a regular expression matches as a whole. Raises InvalidRequest for an empty or long one."""
+    if not pattern:
+        raise InvalidRequest(f"{param}: an empty pattern", param=param)
+    check_pattern(pattern, param)
+    return AnswerForm("regex", Pattern(pattern=pattern))
+
+
+def choice_form(choices: Sequence[str], param: str) -> AnswerForm:
+    """One of the texts. Raises InvalidRequest for no text, an empty one, or too many."""
+    if not (0 < len(choices) <= MAX_CHOICES and all(choices)):
+        raise InvalidRequest(f"{param}: 1 to {MAX_CHOICES} texts that are not empty", param=param)
+    return AnswerForm("choice", either([FixedText(value=choice) for choice in choices]))
 
 
 def biases_of(logit_bias: Mapping[str, float], vocab_size: int) -> dict[str, float]:
@@ -140,21 +186,20 @@ def _name_of(tool_choice: str | Mapping[str, Any] | None) -> str:
     raise InvalidRequest("tool_choice: auto, none, required, or a function by its name", param="tool_choice")
 
 
-def _format_of(response_format: Mapping[str, Any] | None, param: str) -> tuple[ConstraintKind, Any]:
-    """What kind of JSON a format asks for, and its schema. Raises InvalidRequest for an unknown format."""
+def _form_of(response_format: Mapping[str, Any] | None, param: str) -> AnswerForm:
+    """What kind of JSON a format asks for. Raises InvalidRequest for an unknown format."""
     kind = "text" if response_format is None else response_format.get("type")
     if response_format is None or kind == "text":
-        return "", None
+        return AnswerForm()
     if kind == "json_object":
-        return "json_object", {"type": "object"}
+        return AnswerForm("json_object", JsonFormat(json_schema={"type": "object"}))
     if kind != "json_schema":
         raise InvalidRequest(f"{param}: its type is text, json_object or json_schema", param=param)
     inner = response_format.get("json_schema", response_format)
     schema = inner.get("schema") if isinstance(inner, Mapping) else None
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{param}: json_schema needs a schema", param=param)
-    check_schema(schema, param, strict=inner.get("strict") is True)
-    return "json_schema", schema
+    return schema_form(schema, param, strict=inner.get("strict") is True)
 
 
 def _syntax_of(renderer: ChatRenderer, param: str) -> CallSyntax:

@@ -59,7 +59,7 @@ def check_schema(schema: JsonSchema, param: str, *, strict: bool) -> None:
         raise InvalidRequest(f"{param}: a JSON schema may not have more than {MAX_PARTS} parts", param=param)
     for part in parts:
         for pattern in _patterns(part):
-            _check_pattern(pattern, param)
+            check_pattern(pattern, param)
         if strict and (ignored := _unenforced(part)):
             raise InvalidRequest(
                 f"{param}: {', '.join(ignored)} cannot be enforced, as strict requires", param=param
@@ -123,7 +123,8 @@ def _patterns(part: JsonSchema) -> Iterator[str]:
         yield from named
 
 
-def _check_pattern(pattern: str, param: str) -> None:
+def check_pattern(pattern: str, param: str) -> None:
+    """Raises InvalidRequest for a regular expression that an engine does not compile in bounded time."""
     short = pattern[:MAX_PATTERN]
     quantifiers = sum(part["quantifier"] is not None for part in PATTERN_PART.finditer(short))
     if len(pattern) > MAX_PATTERN or quantifiers > MAX_QUANTIFIERS or _states(short) > MAX_STATES:

@@ -83,6 +83,48 @@ def test_an_answer_is_held_to_what_was_asked_and_the_record_says_so(
     assert json.loads(reply.headers["x-weir-sampling"])["constraint"] == kind
 
 
+PATTERN = {"type": "regex", "pattern": "[a-c]{2,4}"}
+CHOICE = {"type": "or", "elements": [{"type": "const_string", "value": word} for word in ("yes", "no")]}
+GUIDED: Any = [
+    ({"guided_regex": "[a-c]{2,4}"}, "regex", PATTERN),
+    ({"regex": "[a-c]{2,4}"}, "regex", PATTERN),
+    ({"guided_choice": ["yes", "no"]}, "choice", CHOICE),
+]
+
+
+def elements_of(format_: Any) -> list[Any]:
+    """The parts of a sequence; the format itself if it is none."""
+    return list(format_["elements"]) if format_["type"] == "sequence" else [format_]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize(("wish", "kind", "form"), GUIDED)
+def test_a_guided_answer_is_held_to_its_pattern_or_choices(
+    gateway: RunningGateway, path: str, wish: Any, kind: str, form: Any
+) -> None:
+    said = (
+        {"prompt": "hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    )
+    reply = gateway.post(path, said | wish)
+    assert reply.status_code == 200, reply.text
+    sent = gateway.engine.requests[0]["sampling_params"]
+    assert GRAMMARS & sent.keys() == {"structural_tag"}
+    assert elements_of(json.loads(sent["structural_tag"])["format"])[-1] == form
+    (turn,) = gateway.turns({"session_id": reply.headers["x-weir-session-id"]})
+    assert turn["sampling"]["asked"]["constraint"] == turn["sampling"]["used"]["constraint"] == kind
+
+
+def test_guided_json_is_a_response_format_with_that_schema(gateway: RunningGateway) -> None:
+    gateway.chat(response_format=FORMAT)
+    gateway.chat(guided_json=SCHEMA)
+    gateway.chat(guided_json=json.dumps(SCHEMA))
+    gateway.chat(guided_json=SCHEMA, response_format={"type": "text"})
+    tags = {request["sampling_params"]["structural_tag"] for request in gateway.engine.requests}
+    assert (len(gateway.engine.requests), len(tags)) == (4, 1)
+    gateway.post("/v1/completions", {"prompt": "hi", "guided_json": SCHEMA})
+    assert held(gateway.engine.requests[-1]["sampling_params"]["structural_tag"]) == [SCHEMA]
+
+
 @pytest.mark.parametrize(
     "wish",
     [

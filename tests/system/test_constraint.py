@@ -1,6 +1,7 @@
 """The real engine constrains answers to a grammar: even a random model's answers must follow it."""
 
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,6 +76,16 @@ def test_a_required_call_is_made_with_arguments_that_fit(thoughtless: Any) -> No
                 assert keeps(arguments)
             else:
                 assert (made.function.name, arguments["v"] in (True, False)) == ("put", True)
+
+
+def test_a_guided_answer_matches_its_pattern_or_is_one_of_its_choices(thoughtless: Any) -> None:
+    for wish, fits in (
+        ({"guided_regex": "[a-c]{2,4}-[0-9]"}, lambda text: re.fullmatch("[a-c]{2,4}-[0-9]", text)),
+        ({"guided_choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
+        ({"guided_json": SCHEMA}, lambda text: keeps(json.loads(text))),
+    ):
+        (choice,) = thoughtless(extra_body=wish).choices
+        assert fits(choice.message.content), (wish, choice)
 
 
 def test_a_named_function_is_called_once(thoughtless: Any) -> None:

@@ -15,6 +15,8 @@ from gateway.dialects.chat_wire import (
     ChunkChoice,
     ChunkEnvelope,
     ChunkFields,
+    FunctionCall,
+    finish_of,
     message_of,
     tool_call_of,
 )
@@ -34,7 +36,7 @@ from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
 from gateway.language.constraint import constraint_of
 from gateway.language.deltas import Delta
-from gateway.language.render import ChatRenderer
+from gateway.language.render import ChatRenderer, ToolCall
 from gateway.sessions.identity import Caller
 from gateway.sessions.user_names import user_named
 from rollout_queue.http.errors import ApiError
@@ -83,14 +85,12 @@ def call_of(renderer: ChatRenderer, request: ChatRequest) -> Call:
         asked["max_tokens"] = limit
     thinking, param = thinking_of(request)
     renderer, options = renderer.thinking(thinking, param)
-    messages, tools = conversation(request.messages), tools_of(request)
+    messages, (tools, choice, parallel) = conversation(request.messages), tools_of(request, renderer.family)
     form, form_param = form_of(request)
-    constraint = constraint_of(
-        renderer, tools, request.tool_choice, form, request.parallel_tool_calls, format_param=form_param
-    )
+    constraint = constraint_of(renderer, tools, choice, form, parallel, format_param=form_param)
     return Call(
         messages=messages,
-        tools=None if request.tool_choice == "none" else tools,
+        tools=None if choice == "none" else tools,
         asked=asked | constraint.asked | thinking.asked,
         thinking=options,
         stop=stop_strings(request.stop),
@@ -129,9 +129,9 @@ class ChatResponder:
             logprobs = ChatLogprobs(logprobs_of(self._renderer, generation, range(len(generation.ids))))
         return ChatChoice(
             index=index,
-            message=message_of(answer),
+            message=message_of(answer, bool(self._request.functions)),
             logprobs=logprobs,
-            finish_reason=turn.finish,
+            finish_reason=finish_of(turn.finish, bool(self._request.functions)),
             token_ids=generation.ids if self._request.return_token_ids else UNSET,
         )
 
@@ -154,6 +154,7 @@ class ChatEvents:
         self._generations = generations
         self._with_ids = bool(request.return_token_ids)
         self._with_logprobs = bool(request.logprobs)
+        self._with_functions = bool(request.functions)
         self._with_usage = bool(request.stream_options and request.stream_options.include_usage)
         first = generations[0]
         envelope = ChunkEnvelope(id=first.completion_id, created=int(first.started_at), model=model)
@@ -179,14 +180,18 @@ class ChatEvents:
 
     def _delta(self, index: int, delta: Delta) -> bytes:
         if delta.tool_call is not None:
-            calls = [tool_call_of(delta.tool_call, delta.index)]
-            return self._chunk(ChunkChoice(index=index, delta=ChatDelta(tool_calls=calls)))
+            return self._chunk(ChunkChoice(index=index, delta=self._call(delta.tool_call, delta.index)))
         content, reasoning = self._text[index]
         head = reasoning + encode(delta.reasoning) if delta.reasoning else content + encode(delta.content)
         return head + b'},"logprobs":null,"finish_reason":null}]}\n\n'
 
+    def _call(self, call: ToolCall, number: int) -> ChatDelta:
+        if self._with_functions:
+            return ChatDelta(function_call=FunctionCall(call.name, call.arguments))
+        return ChatDelta(tool_calls=[tool_call_of(call, number)])
+
     def closing(self, index: int, recorded: RecordedAnswer) -> bytes:
-        generation, finish = recorded.generation, recorded.turn.finish
+        generation, finish = recorded.generation, finish_of(recorded.turn.finish, self._with_functions)
         if not self._with_ids:
             return self._chunk(ChunkChoice(index=index, finish_reason=finish))
         choice = ChunkChoice(index=index, finish_reason=finish, token_ids=generation.ids)

@@ -1,7 +1,7 @@
 """Reads the messages, tools and thinking of OpenAI's chat requests, and refuses what is not served."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from gateway.dialects.chat_wire import ChatRequest
 from gateway.dialects.fields import check_keys
@@ -11,6 +11,7 @@ from gateway.dialects.inner_fields import (
     CHAT_MESSAGES,
     CHAT_TOOL,
     FUNCTION,
+    NAMED,
     REFUSAL_PART,
     TEXT_PART,
     check_choice,
@@ -19,30 +20,67 @@ from gateway.dialects.inner_fields import (
 )
 from gateway.dialects.wire import TEXT_PARTS, JsonObject, guided_form
 from gateway.errors import InvalidRequest
+from gateway.language.call_syntax import SYNTAX_OF_FAMILY
 from gateway.language.chat_messages import Message, Tool, in_call_order
 from gateway.language.constraint import AnswerForm
+from gateway.language.families import Family
 from gateway.language.thinking import SWITCHES, ThinkingWish, effort_of
 
+OLDER = frozenset({"refusal", "function_call"})
+"""Fields that are read as other fields."""
 PLAIN = frozenset({"role", "content"})
 TEXTS = frozenset({"name", "tool_call_id", "reasoning_content", "reasoning", "refusal"})
 """Fields of a message that are text, or null."""
-ANSWER_FIELDS = ("reasoning_content", "reasoning", "refusal")
+ANSWER_FIELDS = ("function_call", "reasoning_content", "reasoning", "refusal")
 """Fields of an earlier answer that may stand in place of its content."""
 
 
 def conversation(messages: Sequence[Message]) -> list[Message]:
     """The messages as the template reads them. Raises InvalidRequest that names a malformed field."""
     check_messages(messages)
-    return in_call_order([_with_refusal(each) if each.get("refusal") else each for each in messages])
+    return in_call_order([each if each.keys().isdisjoint(OLDER) else _modern(each) for each in messages])
 
 
-def tools_of(request: ChatRequest) -> list[Tool] | None:
-    """The tools as the template reads them. Raises InvalidRequest that names a malformed field, also of
+class ChatTools(NamedTuple):
+    """The tools of a request as the template reads them, and how they may be called."""
+
+    tools: list[Tool] | None
+    choice: str | JsonObject | None
+    parallel: bool | None
+
+
+def tools_of(request: ChatRequest, family: Family) -> ChatTools:
+    """The tools of the request, in either form. Raises InvalidRequest that names a malformed field, also of
     `tool_choice` and `response_format`."""
+    if request.functions or request.function_call is not None:
+        return _functions_of(request, family)
     check_choice(request.tool_choice)
     check_format(request.response_format, "response_format")
     check_tools(request.tools or ())
-    return request.tools and [{"type": "function", "function": tool["function"]} for tool in request.tools]
+    tools = request.tools and [{"type": "function", "function": tool["function"]} for tool in request.tools]
+    return ChatTools(tools, request.tool_choice, request.parallel_tool_calls)
+
+
+def _functions_of(request: ChatRequest, family: Family) -> ChatTools:
+    """The functions of the request as tools of which an answer calls at most one."""
+    functions, choice = request.functions or [], request.function_call
+    if not functions:
+        raise _invalid("function_call", "there are no functions to choose from")
+    for name in ("tools", "tool_choice"):
+        if getattr(request, name):
+            raise _invalid(name, "functions are given already")
+    if family.name not in SYNTAX_OF_FAMILY or family.call_ids:
+        raise _invalid("functions", f"use tools: {family.name} cannot be held to one call without an id")
+    for index, function in enumerate(functions):
+        check_function(function, f"functions[{index}]")
+    if isinstance(choice, dict):
+        check_fields(choice, NAMED, "function_call")
+        if choice.get("name") not in [function["name"] for function in functions]:
+            raise _invalid("function_call", "there is no function of this name")
+        choice = {"type": "function", "function": choice}
+    elif choice not in (None, "auto", "none"):
+        raise _invalid("function_call", "auto, none, or a function by its name")
+    return ChatTools([{"type": "function", "function": each} for each in functions], choice, False)
 
 
 def form_of(request: ChatRequest) -> tuple[JsonObject | AnswerForm | None, str]:
@@ -80,6 +118,10 @@ def check_messages(messages: Sequence[Message]) -> None:
                 raise _invalid(f"{where}.{name}", "not text")
         if (calls := message.get("tool_calls")) is not None:
             _check_calls(calls, f"{where}.tool_calls")
+        if (call := message.get("function_call")) is not None:
+            if not isinstance(call, dict) or calls:
+                raise _invalid(f"{where}.function_call", "not a call, or beside tool_calls")
+            check_fields(call, CALLED, f"{where}.function_call")
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
@@ -122,9 +164,14 @@ def thinking_of(request: ChatRequest) -> tuple[ThinkingWish, str]:
     return wish, param
 
 
-def _with_refusal(message: Message) -> Message:
-    """The message, with its refusal as content if it has no content: the model wrote it as its answer."""
-    return message if message.get("content") else {**message, "content": message["refusal"]}
+def _modern(message: Message) -> Message:
+    """The message with `function_call` as a tool call, and with a refusal as its content if it has none."""
+    made = {name: value for name, value in message.items() if name not in OLDER}
+    if (call := message.get("function_call")) is not None:
+        made["tool_calls"] = [{"type": "function", "function": call}]
+    if message.get("refusal") and not message.get("content"):
+        made["content"] = message["refusal"]
+    return made
 
 
 def _lacks_content(message: Message) -> bool:

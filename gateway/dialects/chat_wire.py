@@ -25,6 +25,10 @@ class ChatRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True):
     tools: list[Tool] | None = None
     tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = True
+    functions: list[JsonObject] | None = None
+    """The older form of `tools`; the answer then has at most one `function_call`."""
+    function_call: str | JsonObject | None = None
+    """The older form of `tool_choice`."""
     response_format: JsonObject | None = None
     n: int | None = 1
     max_tokens: int | None = None
@@ -50,8 +54,6 @@ class ChatRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True):
 
     # Refused, unless they ask for nothing: `fields.CHAT`.
     audio: Any = None
-    functions: Any = None
-    function_call: Any = None
     modalities: Any = None
     moderation: Any = None
     verbosity: Any = None
@@ -84,6 +86,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     refusal: str | None = None
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ChatToolCall] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
@@ -131,6 +134,7 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[ChatToolCall] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,14 +155,25 @@ class ChunkFields(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-def message_of(answer: ParsedAnswer) -> ChatMessage:
-    """The answer as OpenAI's message."""
+def message_of(answer: ParsedAnswer, with_functions: bool) -> ChatMessage:
+    """The answer as OpenAI's message; `with_functions` if the request has `functions` in place of `tools`."""
     calls = [tool_call_of(call) for call in answer.tool_calls]
+    if calls and with_functions:  # a grammar permits one call only
+        return ChatMessage(
+            content=answer.content or None,
+            reasoning_content=UNSET if answer.reasoning is None else answer.reasoning,
+            function_call=calls[0].function,
+        )
     return ChatMessage(
         content=(answer.content or None) if calls else answer.content,
         reasoning_content=UNSET if answer.reasoning is None else answer.reasoning,
         tool_calls=calls or UNSET,
     )
+
+
+def finish_of(finish: str, with_functions: bool) -> str:
+    """Why the answer ended, in OpenAI's words."""
+    return "function_call" if with_functions and finish == "tool_calls" else finish
 
 
 def tool_call_of(call: ToolCall, index: int | UnsetType = UNSET) -> ChatToolCall:

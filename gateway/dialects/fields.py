@@ -18,8 +18,6 @@ Refusals = Mapping[str, tuple[Sequence[Any], str]]
 """By field: the values that ask for nothing, beside null; and why any other value is refused."""
 
 CHAT: Refusals = {
-    "functions": ((), "use tools"),
-    "function_call": ((), "use tool_choice"),
     "audio": ((), "this model writes text only"),
     "modalities": ((["text"],), "this model writes text only"),
     "web_search_options": ((), "this gateway does not search"),

@@ -79,11 +79,10 @@ NAMED = _fields("name")
 
 SAID = _fields(f"role content name {MARKS}", {"tool_calls": (([],), "only an answer has calls")})
 ANSWERED = _fields(
-    f"role content name tool_calls reasoning_content reasoning refusal annotations parsed {MARKS}"
-    " provider_specific_fields",
+    f"role content name tool_calls function_call reasoning_content reasoning refusal {MARKS}"
+    " annotations parsed provider_specific_fields",
     {
         "audio": NO_SOUND,
-        "function_call": ((), "use tool_calls"),
         "reasoning_details": (([],), "send reasoning_content"),
         "thinking_blocks": (([],), "send reasoning_content"),
         "images": (([],), "this model writes text only"),

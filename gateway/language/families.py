@@ -60,6 +60,8 @@ class Family:
     """When the template refuses a conversation that does not begin with a user message."""
     parallel_calls: bool = True
     """The template renders a message with several calls, and one with text beside its calls."""
+    call_ids: bool = False
+    """The template writes the ids of calls and of their results."""
     raw_arguments: bool = False
     """The template renders any text as a call's arguments. Others drop a text that is no JSON object."""
     loose_results: bool = True
@@ -71,7 +73,8 @@ class Family:
 FAMILIES = {
     family.name: family
     for family in (
-        *(Family(name, raw_arguments=True) for name in ("qwen3", "kimi-k2", "kimi-k2.5")),
+        Family("qwen3", raw_arguments=True),
+        *(Family(name, raw_arguments=True, call_ids=True) for name in ("kimi-k2", "kimi-k2.5")),
         *(Family(name, raw_arguments=True) for name in ("deepseek-v3", "deepseek-r1")),
         Family("qwen3-vl", late_system=False, raw_arguments=True),
         *(Family(name, late_system=False) for name in ("qwen3.5", "qwen3.6", "minimax-m2", "deepseek-v4")),

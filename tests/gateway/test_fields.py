@@ -19,8 +19,12 @@ SCHEMA = {"type": "object", "properties": {}}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *((path, {"misspelled": 1}, "misspelled") for path in BODIES),
     *((path, {"metadata": {"a": "x" * 20_000}}, "metadata") for path in BODIES),
-    ("chat/completions", {"functions": [GET]}, "functions"),
     ("chat/completions", {"function_call": "auto"}, "function_call"),
+    ("chat/completions", {"functions": [GET], "function_call": {"name": "put"}}, "function_call"),
+    ("chat/completions", {"functions": [GET], "function_call": "required"}, "function_call"),
+    ("chat/completions", {"functions": [GET], "tool_choice": "auto"}, "tool_choice"),
+    ("chat/completions", {"functions": [{"name": ""}]}, "functions[0].name"),
+    ("chat/completions", {"functions": [GET | {"returns": {}}]}, "functions[0].returns"),
     ("chat/completions", {"chat_template_kwargs": {"date": "x"}}, "chat_template_kwargs.date"),
     (
         "chat/completions",
@@ -62,7 +66,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"messages": [*HI, {"role": "assistant"}]}, "messages[1].content"),
     (
         "chat/completions",
-        {"messages": [*HI, {"role": "assistant", "content": None, "function_call": GET}]},
+        {"messages": [*HI, {"role": "assistant", "content": None, "function_call": "get"}]},
         "messages[1].function_call",
     ),
     ("chat/completions", {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),

@@ -39,6 +39,17 @@ class Prompt(msgspec.Struct, frozen=True):
     """The whole prompt, as the engine receives it."""
     digest: bytes
     """Identifies the prompt: the digest of its messages, or that of its ids if it has no messages."""
+    begun: int = 0
+    """How many of the last ids are the beginning of the answer, which the call gives."""
+
+    def begin_answer(self, ids: TokenIds) -> "Prompt":
+        """The prompt with the beginning of the answer."""
+        return msgspec.structs.replace(
+            self,
+            context_ids=TokenIds([*self.context_ids, *ids]),
+            prompt_ids=TokenIds([*self.prompt_ids, *ids]),
+            begun=len(ids),
+        )
 
 
 def reply_message(answer: ParsedAnswer) -> Message:

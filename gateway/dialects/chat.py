@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
-from gateway.dialects.chat_input import conversation, form_of, thinking_of, tools_of
+from gateway.dialects.chat_input import begun_of, conversation, form_of, thinking_of, tools_of
 from gateway.dialects.chat_wire import (
     ChatChoice,
     ChatCompletion,
@@ -28,6 +28,7 @@ from gateway.dialects.wire import (
     decode_body,
     encode,
     event,
+    refuse_constrained,
     sampling_of,
     stop_strings,
     usage_of,
@@ -85,11 +86,15 @@ def call_of(renderer: ChatRenderer, request: ChatRequest) -> Call:
         asked["max_tokens"] = limit
     thinking, param = thinking_of(request)
     renderer, options = renderer.thinking(thinking, param)
-    messages, (tools, choice, parallel) = conversation(request.messages), tools_of(request, renderer.family)
+    messages, begun = begun_of(request, conversation(request.messages))
+    tools, choice, parallel = tools_of(request, renderer.family)
     form, form_param = form_of(request)
     constraint = constraint_of(renderer, tools, choice, form, parallel, format_param=form_param)
+    if begun:
+        refuse_constrained(constraint, "continue_final_message")
     return Call(
         messages=messages,
+        begun=begun,
         tools=None if choice == "none" else tools,
         asked=asked | constraint.asked | thinking.asked,
         thinking=options,

@@ -18,7 +18,7 @@ from gateway.dialects.inner_fields import (
     check_fields,
     check_format,
 )
-from gateway.dialects.wire import TEXT_PARTS, JsonObject, guided_form
+from gateway.dialects.wire import TEXT_PARTS, JsonObject, guided_form, split_begun
 from gateway.errors import InvalidRequest
 from gateway.language.call_syntax import SYNTAX_OF_FAMILY
 from gateway.language.chat_messages import Message, Tool, in_call_order
@@ -39,6 +39,18 @@ def conversation(messages: Sequence[Message]) -> list[Message]:
     """The messages as the template reads them. Raises InvalidRequest that names a malformed field."""
     check_messages(messages)
     return in_call_order([each if each.keys().isdisjoint(OLDER) else _modern(each) for each in messages])
+
+
+def begun_of(request: ChatRequest, messages: list[Message]) -> tuple[list[Message], str]:
+    """The messages, and the text with which the answer begins. Raises InvalidRequest for a contradiction."""
+    continues, param = bool(request.continue_final_message), "continue_final_message"
+    if request.add_generation_prompt is not None and request.add_generation_prompt is continues:
+        raise _invalid("add_generation_prompt", f"contradicts {param}")
+    if not continues:
+        return messages, ""
+    if messages[-1]["role"] != "assistant":
+        raise _invalid(param, "the last message is not the assistant's")
+    return split_begun(messages, param)
 
 
 class ChatTools(NamedTuple):

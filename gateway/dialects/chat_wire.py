@@ -39,6 +39,10 @@ class ChatRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True):
     metadata: JsonObject | None = None
     user: str | None = None
     return_token_ids: bool | None = False
+    continue_final_message: bool | None = False
+    """The answer continues the last message, which is the assistant's."""
+    add_generation_prompt: bool | None = None
+    """The opposite of `continue_final_message`; a contradiction is refused."""
     reasoning_effort: str | None = None
     chat_template_kwargs: JsonObject | None = None
     """`enable_thinking` (or `thinking`) and `reasoning_effort`; others are refused."""
@@ -58,8 +62,6 @@ class ChatRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True):
     moderation: Any = None
     verbosity: Any = None
     web_search_options: Any = None
-    continue_final_message: Any = None
-    add_generation_prompt: Any = None
 
 
 class FunctionCall(msgspec.Struct, frozen=True):

@@ -22,8 +22,6 @@ CHAT: Refusals = {
     "modalities": ((["text"],), "this model writes text only"),
     "web_search_options": ((), "this gateway does not search"),
     "moderation": ((), "this gateway does not moderate"),
-    "continue_final_message": ((False,), "every answer begins a new message"),
-    "add_generation_prompt": ((True,), "every answer begins a new message"),
 }
 RESPONSES: Refusals = {
     "background": ((False,), "this gateway does not serve it"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
@@ -47,11 +48,13 @@ from gateway.dialects.wire import (
     event,
     given_fields,
     left_out,
+    refuse_constrained,
+    split_begun,
     stop_strings,
 )
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
-from gateway.language.chat_messages import Message, in_call_order
+from gateway.language.chat_messages import in_call_order
 from gateway.language.constraint import constraint_of
 from gateway.language.deltas import Delta
 from gateway.language.render import ChatRenderer, ToolCall
@@ -75,24 +78,21 @@ class Messages:
         self._model_name = model_name
         self._sign = sign
 
-    def conversation(self, request: MessagesRequest) -> list[Message]:
-        """The messages in OpenAI's shape. Raises InvalidRequest, also for a wrongly signed thought."""
+    def prompt_of(self, request: MessagesRequest) -> Call:
+        """The call with its prompt only. Raises InvalidRequest, also for a wrongly signed thought."""
         check_thoughts(request, self._sign)
-        return in_call_order(conversation(request))
+        messages, begun = split_begun(conversation(request), f"messages[{len(request.messages) - 1}]")
+        _, options = self._renderer.thinking(*thinking_of(request))
+        return Call(messages=in_call_order(messages), tools=tools_of(request), thinking=options, begun=begun)
 
     async def read(self, caller: Caller, body: bytes, heavy: bool) -> ParsedRequest:
         request = request_of(body)
         if request.max_tokens is None:
             raise InvalidRequest("max_tokens: give a limit for the answer", param="max_tokens")
         check_sampling(request)
-        if request.messages[-1:] and request.messages[-1].get("role") == "assistant":
-            where = f"messages[{len(request.messages) - 1}]"
-            raise InvalidRequest(
-                f"{where}: the last message is the user's; no prefill is served", param=where
-            )
         model = request.model or self._model_name
         return ParsedRequest(
-            calls=[call_of(self._renderer, request, self.conversation(request))],
+            calls=[call_of(self._renderer, request, self.prompt_of(request))],
             responder=MessagesResponder(model, bool(request.return_token_ids), self._sign),
             stream=bool(request.stream),
             model=request.model,
@@ -116,24 +116,25 @@ def request_of(body: bytes) -> MessagesRequest:
     return request
 
 
-def call_of(renderer: ChatRenderer, request: MessagesRequest, messages: Sequence[Message]) -> Call:
-    """The call that the request asks for. Raises InvalidRequest that names the wrong field."""
-    thinking, field = thinking_of(request)
-    renderer, options = renderer.thinking(thinking, field)
-    tools, choice = tools_of(request), choice_of(request.tool_choice)
+def call_of(renderer: ChatRenderer, request: MessagesRequest, prompt: Call) -> Call:
+    """The call that the request asks for, with its `prompt`. Raises InvalidRequest."""
+    thinking, _ = thinking_of(request)
+    renderer = renderer.variant(prompt.thinking)
+    tools, choice = prompt.tools, choice_of(request.tool_choice)
     output_format, param = format_of(request)
     single = bool((request.tool_choice or {}).get("disable_parallel_tool_use"))
     constraint = constraint_of(
         renderer, tools, choice, output_format, parallel_tool_calls=not single, format_param=param
     )
-    return Call(
-        messages=messages,
+    if prompt.begun:
+        refuse_constrained(constraint, "messages")
+    return msgspec.structs.replace(
+        prompt,
         tools=None if choice == "none" else tools,
         asked=given_fields(request, SAMPLING_FIELDS)
         | constraint.asked
         | thinking.asked
         | left_out(left_out_of(request)),
-        thinking=options,
         stop=stop_strings(request.stop_sequences),
         stream=bool(request.stream),
         structural_tag=constraint.structural_tag,

@@ -9,7 +9,15 @@ import msgspec
 
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Generation, tokens_of
-from gateway.language.constraint import AnswerForm, biases_of, choice_form, pattern_form, schema_form
+from gateway.language.chat_messages import Message, text_of
+from gateway.language.constraint import (
+    AnswerForm,
+    Constraint,
+    biases_of,
+    choice_form,
+    pattern_form,
+    schema_form,
+)
 
 T = TypeVar("T")
 
@@ -167,6 +175,31 @@ def guided_form(body: GuidedFields) -> tuple[AnswerForm | None, str]:
         except (msgspec.DecodeError, RecursionError) as error:
             raise InvalidRequest(f"{param}: not JSON: {error}", param=param) from error
     return schema_form(schema, param), param
+
+
+def split_begun(messages: list[Message], param: str) -> tuple[list[Message], str]:
+    """The messages before a last one of the assistant, and its text: the beginning of the answer.
+
+    Raises InvalidRequest for a last message that no answer can continue.
+    """
+    if not messages or messages[-1]["role"] != "assistant":
+        return messages, ""
+    last = messages[-1]
+    text = text_of(last.get("content"))
+    if last.get("tool_calls") or last.get("reasoning_content") or last.get("reasoning"):
+        raise InvalidRequest(f"{param}: an answer continues text, not calls or thoughts", param=param)
+    if not text.strip() or text != text.rstrip():
+        raise InvalidRequest(f"{param}: the continued text is empty or ends with a space", param=param)
+    if len(messages) == 1:
+        raise InvalidRequest(f"{param}: there is nothing before the text that is continued", param=param)
+    return messages[:-1], text
+
+
+def refuse_constrained(constraint: Constraint, param: str) -> None:
+    """Raises InvalidRequest for a grammar of the whole answer, of which a part is given."""
+    if constraint.kind not in ("", "parallel_tool_calls"):
+        message = f"{param}: a grammar ({constraint.kind}) holds for a whole answer, not for its rest"
+        raise InvalidRequest(message, param=param)
 
 
 def left_out(kinds: Sequence[str]) -> JsonObject:

@@ -6,21 +6,26 @@ from typing import Any
 import msgspec
 
 from gateway.generations.generation import Generation
+from gateway.language.begun_answer import BegunAnswerStream
 from gateway.language.deltas import AnswerStream, RawTextStream
 from gateway.wiring import GatewayParts
+from rollout_queue.contract.tokens import TokenIds
 
 MAX_HEADER_CHARS = 2048
 """aiohttp refuses a header over 8 KiB, Node headers over 16 KiB in total."""
 
 
-def answer_stream(gateway: GatewayParts, generation: Generation) -> AnswerStream | RawTextStream:
+def answer_stream(
+    gateway: GatewayParts, generation: Generation
+) -> AnswerStream | RawTextStream | BegunAnswerStream:
     call = generation.call
     if call.prompt_ids is not None:
         return RawTextStream(gateway.renderer, call.stop)
-    prompt_ids = generation.prompt.prompt_ids
-    return AnswerStream(
-        gateway.renderer.variant(call.thinking), call.tools, generation.turn_id, call.stop, prompt_ids
-    )
+    prompt_ids, begun = generation.prompt.prompt_ids, generation.prompt.begun
+    asked = TokenIds(prompt_ids[:-begun]) if begun else prompt_ids
+    renderer = gateway.renderer.variant(call.thinking)
+    whole = AnswerStream(renderer, call.tools, generation.turn_id, call.stop, asked)
+    return BegunAnswerStream(whole, prompt_ids[-begun:], call.begun) if begun else whole
 
 
 def opening_headers(generations: Sequence[Generation]) -> dict[str, str] | None:

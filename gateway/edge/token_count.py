@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from gateway.dialects.messages import Messages, request_of
-from gateway.dialects.messages_input import thinking_of, tools_of
 from gateway.dialects.messages_wire import InputTokens
 from gateway.dialects.wire import encode
 from gateway.edge.reply import Reply
@@ -22,9 +21,8 @@ class TokenCount:
     async def serve(self, request: AgentRequest, reply: Reply) -> None:
         gateway, body = self.gateway, request_of(request.body)
         gateway.admission.check_call(await gateway.sessions.owner_of(request.caller))
-        _, options = gateway.renderer.thinking(*thinking_of(body))
-        ids = await gateway.generator.prompt_ids(self.messages.conversation(body), tools_of(body), options)
-        await reply.send_json(200, encode(InputTokens(len(ids))), {})
+        count = await gateway.generator.count(self.messages.prompt_of(body))
+        await reply.send_json(200, encode(InputTokens(count)), {})
 
     def error(self, error: ApiError) -> bytes:
         return self.messages.error(error)

@@ -51,6 +51,8 @@ class Call(msgspec.Struct, frozen=True):
     """The end user whom the caller names."""
     thinking: Options = ()
     """The template's options that this call sets."""
+    begun: str = ""
+    """The text with which the answer begins. It is no part of what is sampled, nor of the reply."""
 
 
 class Generation(msgspec.Struct):

@@ -18,13 +18,11 @@ from gateway.errors import GatewayError, InvalidRequest
 from gateway.generations.generation import Call, ClientCall, Generation
 from gateway.generations.recorder import Recorder
 from gateway.generations.sampling import decide, engine_parameters
-from gateway.language.chat_messages import Message, Tool
+from gateway.language.begun_answer import beginning
 from gateway.language.render import UNREADABLE, ChatRenderer
-from gateway.language.thinking import Options
 from gateway.settings import GatewaySettings
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
-from rollout_queue.contract.tokens import TokenIds
 
 T = TypeVar("T")
 ENCODERS = 2
@@ -78,16 +76,19 @@ class Generator:
                 )
         return generations
 
-    async def prompt_ids(
-        self, messages: Sequence[Message], tools: list[Tool] | None, thinking: Options = ()
-    ) -> TokenIds:
-        """The prompt of a conversation without a session.
+    async def count(self, call: Call) -> int:
+        """How many tokens the prompt of a call has, outside of any session.
 
         Raises InvalidRequest if it cannot be rendered, or has more tokens than twice the context.
         """
-        self._renderer.refuse_too_long(messages)
+        self._renderer.refuse_too_long(call.messages)
+        renderer, (messages, tools) = self._renderer.variant(call.thinking), (call.messages, call.tools)
         try:
-            return await self._in_thread(partial(self._renderer.variant(thinking).render, messages, tools))
+            ids = await self._in_thread(partial(renderer.render, messages, tools))
+            if not call.begun:
+                return len(ids)
+            begun = await self._in_thread(partial(beginning, renderer, messages, tools, call.begun))
+            return len(ids) + len(begun)
         except UNREADABLE as error:
             raise _unreadable(error) from error
 
@@ -132,7 +133,11 @@ class Generator:
             if call.prompt_ids is not None:
                 prompt = locate_raw(head, call.prompt_ids)
             else:
-                prompt = locate(self._renderer.variant(call.thinking), head, call.messages, call.tools)
+                renderer = self._renderer.variant(call.thinking)
+                prompt = locate(renderer, head, call.messages, call.tools)
+                if call.begun:
+                    begun = beginning(renderer, call.messages, call.tools, call.begun)
+                    prompt = prompt.begin_answer(begun)
         except UNREADABLE as error:
             raise _unreadable(error) from error
         ids, context, vocabulary = prompt.prompt_ids, self._context_length, self._renderer.config.vocab_size

@@ -13,6 +13,7 @@ from gateway.conversations.conversation import reply_message
 from gateway.conversations.digests import extend
 from gateway.errors import EngineFault, StateConflict
 from gateway.generations.generation import Generation
+from gateway.language.begun_answer import rest_of
 from gateway.language.fast_parse import FastParser
 from gateway.language.render import ChatRenderer, ParsedAnswer
 from gateway.metrics import Metrics
@@ -21,6 +22,7 @@ from rollout_queue.contract.errors import InvalidRecord, QueueError, SessionClos
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Finish, Turn
 from rollout_queue.contract.stream import StreamWriter
+from rollout_queue.contract.tokens import TokenIds
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,8 @@ class Recorder:
         if answer.tool_calls and finish == "stop":
             finish = "tool_calls"
         reply_digest = extend(generation.prompt.digest, reply_message(answer)).hex()
+        if begun := generation.call.begun:
+            answer = rest_of(answer, begun)
         try:
             turn = generation.turn(self._settings.model_name, finish, reply_digest)
             await self._append_shielded(turn, generation.head)
@@ -120,13 +124,16 @@ class Recorder:
             answer = ParsedAnswer(self._renderer.text_of(ids[:-1] if ended else ids))
         else:
             prompt_ids = generation.prompt.prompt_ids
+            if begun := generation.prompt.begun:
+                ids, prompt_ids = [*prompt_ids[-begun:], *ids], TokenIds(prompt_ids[:-begun])
             renderer = self._renderer.variant(call.thinking)
             answer = self._fast_parser.read(ids, prompt_ids) or renderer.parse(
                 ids, call.tools, generation.turn_id, prompt_ids=prompt_ids
             )
         if generation.matched is None:
             return answer
-        content = answer.content.partition(generation.matched)[0]
+        begun = len(call.begun.lstrip())
+        content = answer.content[:begun] + answer.content[begun:].partition(generation.matched)[0]
         if call.prompt_ids is None:
             content = content.rstrip()
         return ParsedAnswer(content, answer.reasoning, answer.tool_calls)

@@ -131,6 +131,12 @@ class ChatRenderer:
                 self.template.render_ids(normalized, tools=_listed(tools), add_generation_prompt=True)
             )
 
+    def render_answered(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> TokenIds:
+        """The ids of a conversation that ends with an answer."""
+        normalized = self.normalizer.conversation(messages, tools)
+        with self.bounded():
+            return TokenIds(self.template.render_ids(normalized, tools=_listed(tools)))
+
     def bounded(self, param: str = "messages") -> AbstractContextManager[None]:
         """A block that encodes one prompt, and raises InvalidRequest if it has far too many tokens."""
         return at_most(COUNTED_CONTEXTS * self.context_length, self.context_length, param)

@@ -50,6 +50,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"ebnf": "root ::= [a]"}, "ebnf"),
     ("chat/completions", {"continue_final_message": True}, "continue_final_message"),
     ("chat/completions", {"add_generation_prompt": False}, "add_generation_prompt"),
+    (
+        "chat/completions",
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "add_generation_prompt",
+    ),
     ("chat/completions", {"modalities": ["text", "audio"]}, "modalities"),
     ("chat/completions", {"verbosity": "loud"}, "verbosity"),
     ("chat/completions", {"web_search_options": {}}, "web_search_options"),
@@ -93,7 +98,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("responses", {"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
     ("responses", {"include": ["everything"]}, "include"),
     ("responses", {"tools": [{"type": "function", "name": ""}]}, "tools[0].name"),
-    ("messages", {"messages": [*HI, {"role": "assistant", "content": "I"}]}, "messages[1]"),
+    *(
+        ("messages", {"messages": [*HI, {"role": "assistant", "content": content}], **more}, param)
+        for content, more, param in (
+            ("I ", {}, "messages[1]"),
+            ([{"type": "tool_use", "id": "c", "name": "get", "input": {}}], {}, "messages[1]"),
+            ([{"type": "thinking", "thinking": "x"}, {"type": "text", "text": "I"}], {}, "messages[1]"),
+            ("{", {"output_format": {"type": "json_schema", "schema": SCHEMA}}, "messages"),
+        )
+    ),
     ("messages", {"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     ("messages", {"messages": [{"role": "user", "contents": "hi"}]}, "messages[0].contents"),
     ("messages", {"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),

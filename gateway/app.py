@@ -31,7 +31,8 @@ from gateway.edge.retries import InFlightCalls
 from gateway.edge.token_count import TokenCount
 from gateway.language.render import ChatRenderer
 from gateway.metrics import Metrics
-from gateway.rest import admin, heartbeat, listing, models, rewards, sessions, users
+from gateway.rest import admin, heartbeat, listing, rewards, sessions, users
+from gateway.rest.agent import models
 from gateway.rest.json_bodies import JsonBodies
 from gateway.rest.openapi import openapi_document
 from gateway.settings import GatewaySettings

@@ -30,7 +30,6 @@ from gateway.dialects.messages_wire import (
     MessageStart,
     MessageStop,
     MessageUsage,
-    OutputUsage,
     Sign,
     SignatureDelta,
     StopDelta,
@@ -166,7 +165,7 @@ class MessagesResponder:
             content=content,
             stop_reason=stopped.stop_reason,
             stop_sequence=stopped.stop_sequence,
-            usage=MessageUsage(len(generation.prompt.prompt_ids), len(generation.ids)),
+            usage=_usage(generation),
             prompt_token_ids=prompt_ids,
             token_ids=output_ids,
         )
@@ -196,7 +195,7 @@ class MessagesEvents:
         message = AnthropicMessage(
             id=self._generation.completion_id,
             model=self._model,
-            usage=MessageUsage(len(self._generation.prompt.prompt_ids), 0),
+            usage=_usage(self._generation),
         )
         return _event(MessageStart(message)) + self.heartbeat
 
@@ -242,7 +241,7 @@ class MessagesEvents:
         prompt_ids, output_ids = _ids(recorded.generation, self._with_ids)
         delta = MessageDelta(
             delta=_stopped(recorded),
-            usage=OutputUsage(len(recorded.generation.ids)),
+            usage=_usage(recorded.generation),
             prompt_token_ids=prompt_ids,
             token_ids=output_ids,
         )
@@ -260,6 +259,13 @@ def _stopped(recorded: RecordedAnswer) -> StopDelta:
     if generation.matched is not None:
         return StopDelta("stop_sequence", generation.matched)
     return StopDelta(STOP_REASONS[turn.finish], None)
+
+
+def _usage(generation: Generation) -> MessageUsage:
+    """The tokens so far."""
+    cached = generation.cached_tokens
+    uncached = len(generation.prompt.prompt_ids) - cached
+    return MessageUsage(uncached, len(generation.ids), cache_read_input_tokens=cached)
 
 
 def _ids(generation: Generation, wanted: bool) -> tuple[list[int] | UnsetType, list[int] | UnsetType]:

@@ -91,7 +91,7 @@ ContentBlock = ThinkingBlock | TextBlock | ToolUseBlock
 
 
 class MessageUsage(msgspec.Struct, frozen=True):
-    """Anthropic's `usage`, in tokens."""
+    """Anthropic's `usage`, in tokens. The prompt has the input tokens and those that a cache had."""
 
     input_tokens: int
     output_tokens: int
@@ -160,13 +160,9 @@ class StopDelta(msgspec.Struct, frozen=True):
     stop_sequence: str | None
 
 
-class OutputUsage(msgspec.Struct, frozen=True):
-    output_tokens: int
-
-
 class MessageDelta(msgspec.Struct, frozen=True, kw_only=True, tag="message_delta"):
     delta: StopDelta
-    usage: OutputUsage
+    usage: MessageUsage
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 

@@ -118,7 +118,7 @@ def _usage(renderer: ChatRenderer, recorded: RecordedAnswer) -> ResponseUsage:
     reasoned = len(renderer.tokenizer.encode(reasoning)) if reasoning else 0
     return ResponseUsage(
         input_tokens=prompt,
-        input_tokens_details=CachedTokens(),
+        input_tokens_details=CachedTokens(generation.cached_tokens),
         output_tokens=completion,
         output_tokens_details=ReasoningTokens(min(reasoned, completion)),
         total_tokens=prompt + completion,

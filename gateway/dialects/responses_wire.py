@@ -153,7 +153,7 @@ class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
-    cached_tokens: int = 0
+    cached_tokens: int
     cache_write_tokens: int = 0
 
 

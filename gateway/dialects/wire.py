@@ -78,12 +78,19 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """Accepted without effect: it asks to pad events or not to, and the gateway pads none."""
 
 
+class PromptDetails(msgspec.Struct, frozen=True):
+    """What the engine says of the prompt."""
+
+    cached_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """OpenAI's `usage`, in tokens."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails
 
 
 # Requests
@@ -221,7 +228,8 @@ def stop_strings(stop: str | list[str] | None) -> list[str]:
 def usage_of(generations: Sequence[Generation], n: int) -> Usage:
     """OpenAI's `usage`: a prompt counts once, for all of its `n` answers."""
     prompt, completion = tokens_of(generations, n)
-    return Usage(prompt, completion, prompt + completion)
+    cached = sum(each.cached_tokens for each in generations[::n])
+    return Usage(prompt, completion, prompt + completion, PromptDetails(cached))
 
 
 def event(data: bytes, name: bytes | None = None) -> bytes:

@@ -29,6 +29,8 @@ class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
     """The policy version that the engine served when it sent the tokens."""
     server: str = ""
     """The id of the server that sampled the tokens."""
+    cached_tokens: int = 0
+    """How many tokens of its prompt the server had in its cache."""
     finish: str | None = None
     """`stop`, `length` or `abort`, in the last chunk only."""
     matched: str | None = None
@@ -53,6 +55,7 @@ class _VersionSpan(msgspec.Struct):
 
 class _Meta(msgspec.Struct):
     completion_tokens: int = 0
+    cached_tokens: int | None = 0
     finish_reason: _Reason | None = None
     output_token_logprobs: list[tuple[float, int, str | None]] = []
     output_top_logprobs: list[list[tuple[float, int, str | None]] | None] | None = None
@@ -80,6 +83,7 @@ class EventStream:
         """Output tokens so far."""
         self._version = "0"
         self._number = 0
+        self._cached = 0
         self.finished = False
 
     def feed(self, data: bytes) -> list[OutputChunk]:
@@ -112,6 +116,7 @@ class EventStream:
             meta = event.meta_info
             if meta is None:
                 raise engine_error(200, data[6:])
+            self._cached = meta.cached_tokens or self._cached
             reason = meta.finish_reason
             if reason is not None and reason.status_code == 400:
                 # The grammar did not compile. The event has one random id, which was not sampled.
@@ -158,6 +163,7 @@ class EventStream:
             top_logprobs=[[(logprob, token) for logprob, token, _ in top or ()] for top in tops],
             version=self._number,
             server=self._server,
+            cached_tokens=self._cached,
         )
 
     def _last_chunk(self, chunk: OutputChunk, meta: _Meta, reason: _Reason) -> OutputChunk:

@@ -78,6 +78,8 @@ class Generation(msgspec.Struct):
     ids: list[int] = []
     logprobs: list[float] = []
     top_logprobs: list[list[tuple[float, int]]] = []
+    cached_tokens: int = 0
+    """How many tokens of the prompt were in the cache of the engine that began the answer."""
     finish: str | None = None
     matched: str | None = None
     """The stop string that ended the answer, if one did."""
@@ -91,6 +93,8 @@ class Generation(msgspec.Struct):
     def take(self, chunk: OutputChunk) -> None:
         """Append a chunk."""
         start = len(self.ids)
+        if not start:  # an engine that continues the answer counts the answer's tokens too
+            self.cached_tokens = max(0, min(chunk.cached_tokens, len(self.prompt.prompt_ids)))
         self.ids += chunk.ids
         self.logprobs += chunk.logprobs
         self.top_logprobs += chunk.top_logprobs

@@ -7,6 +7,16 @@ from gateway.sessions.identity import Caller
 from gateway.wiring import GatewayParts, parts_of
 
 
+def agent_of(request: Request) -> tuple[GatewayParts, Caller]:
+    """The gateway's parts and the caller on an agent's path. Raises UnknownCaller; NotPermitted for a session
+    key on another session's path."""
+    gateway = parts_of(request)
+    caller = gateway.identities.caller(request.headers)
+    if caller.session_id not in (None, request.path_params.get("session_id", caller.session_id)):
+        raise NotPermitted("the session key belongs to another session than the path")
+    return gateway, caller
+
+
 def client_of(request: Request) -> tuple[GatewayParts, Caller]:
     """The gateway's parts and the caller. Raises NotPermitted for a session key, UnknownCaller."""
     gateway = parts_of(request)

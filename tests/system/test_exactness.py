@@ -128,6 +128,21 @@ def test_the_record_is_what_the_engine_returned_and_turn_two_begins_with_it(
     assert watched.tee.asked[first_call + 1]["input_ids"] == whole
 
 
+def test_usage_tells_what_the_engine_had_cached(watched: Watched) -> None:
+    ticket = watched.session()
+    client = openai.OpenAI(base_url=ticket["base_url"], api_key=ticket["api_key"], max_retries=0)
+    cached = []
+    for _ in range(2):
+        messages: Any = [{"role": "user", "content": "is this prompt cached? " * 20}]
+        reply = client.chat.completions.create(model="m", messages=messages, max_tokens=4)
+        assert reply.usage is not None
+        assert reply.usage.prompt_tokens_details is not None
+        cached.append(reply.usage.prompt_tokens_details.cached_tokens)
+        assert cached[-1] == watched.tee.answered[-1][-1]["meta_info"]["cached_tokens"]
+    assert cached[1] is not None
+    assert cached[1] > 20
+
+
 def test_the_engine_scores_the_recorded_tokens_as_recorded(watched: Watched, system: System) -> None:
     ticket = watched.session()
     client = openai.OpenAI(base_url=ticket["base_url"], api_key=ticket["api_key"], max_retries=0)

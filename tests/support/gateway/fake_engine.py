@@ -41,6 +41,7 @@ class FakeEngine:
     refusals: deque[Response | None] = field(default_factory=deque)
     """The responses to the next requests; None stands for an answer."""
     version: str = "0"
+    cached_tokens: int | None = 0
     spans: list[dict[str, Any]] | None = None
     cumulative: bool = False
     stop_after: int | None = None
@@ -121,6 +122,7 @@ class FakeEngine:
             )
             meta: dict[str, Any] = {
                 "completion_tokens": end,
+                "cached_tokens": self.cached_tokens,
                 "finish_reason": None,
                 "weight_version": self.version,
                 "output_token_logprobs": [[logprobs[index], ids[index], None] for index in range(start, end)],

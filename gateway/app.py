@@ -32,7 +32,7 @@ from gateway.edge.token_count import TokenCount
 from gateway.language.render import ChatRenderer
 from gateway.metrics import Metrics
 from gateway.rest import admin, heartbeat, listing, rewards, sessions, users
-from gateway.rest.agent import models
+from gateway.rest.agent import models, responses
 from gateway.rest.json_bodies import JsonBodies
 from gateway.rest.openapi import openapi_document
 from gateway.settings import GatewaySettings
@@ -66,7 +66,7 @@ def create_app(settings: GatewaySettings) -> EdgeApp:
     bodies = BodyBudget(settings.max_body_bytes, settings.max_bodies_bytes, settings.max_bodies_bytes_per_key)
     app.add_middleware(JsonBodies, bodies=bodies)
     app.add_middleware(RequestIds)
-    for routes in (models, sessions, listing, heartbeat, rewards, admin, users):
+    for routes in (models, responses, sessions, listing, heartbeat, rewards, admin, users):
         app.include_router(routes.router)
     app.include_router(probes(lambda: _why_not_ready(app, edge), metrics.registry))
     vars(app)["openapi"] = lambda: openapi_document(app)

@@ -58,7 +58,7 @@ class Responses:
         check(request)
         store, previous_id = ResponseStore(self._redis, caller), request.previous_response_id
         past = await store.conversation(previous_id) if previous_id else StoredConversation()
-        items = await _resolved(store, items_of(request.input))
+        items = await _resolved(store, _given_items(request.input))
         added = messages_of(items)
         instructions: list[Message] = (
             [{"role": "system", "content": request.instructions}] if request.instructions else []
@@ -66,7 +66,10 @@ class Responses:
 
         async def keep(recorded: Sequence[RecordedAnswer]) -> None:
             output: list[Item] = msgspec.to_builtins(output_of(recorded[0]))
-            await store.keep(past, bool(instructions), recorded[0], output)
+            head = head_of(request, request.model or self._model_name, recorded[0].generation)
+            state = final_state(self._renderer, recorded[0], (), with_ids=False)
+            told = msgspec.to_builtins(head) | msgspec.to_builtins(state)
+            await store.keep(past, bool(instructions), recorded[0].generation, output, told)
 
         return ParsedRequest(
             calls=[call_of(self._renderer, request, [*instructions, *past.messages, *added], items)],
@@ -133,7 +136,7 @@ def thinking_of(request: ResponsesRequest) -> ThinkingWish:
     return effort_of(reasoning.get("effort"), EFFORT)
 
 
-def items_of(given: str | list[Item] | None) -> list[Item]:
+def _given_items(given: str | list[Item] | None) -> list[Item]:
     return [{"role": "user", "content": given}] if isinstance(given, str) else given or []
 
 

@@ -72,6 +72,33 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
     return messages
 
 
+def items_of(messages: Sequence[Message], name: str) -> list[Item]:
+    """The items of messages that `messages_of` made; their ids begin with `name`, that of the response."""
+    items: list[Item] = []
+
+    def add(prefix: str, kind: str, **fields: Any) -> None:
+        made = {"id": f"{prefix}_{name}_in{len(items)}", "type": kind, "status": "completed", **fields}
+        items.append(made)
+
+    for message in messages:
+        text = str(message.get("content") or "")
+        if message["role"] == "tool":
+            add("fco", "function_call_output", call_id=message.get("tool_call_id"), output=text)
+            continue
+        if message["role"] != "assistant":
+            add("msg", "message", role=message["role"], content=[{"type": "input_text", "text": text}])
+            continue
+        if reasoning := message.get("reasoning_content"):
+            content = [{"type": "reasoning_text", "text": reasoning}]
+            add("rs", "reasoning", summary=[], content=content)
+        if text or not message.get("tool_calls"):
+            content = [{"type": "output_text", "text": text, "annotations": []}]
+            add("msg", "message", role="assistant", content=content)
+        for call in message.get("tool_calls") or ():
+            add("fc", "function_call", call_id=call["id"], **call["function"])
+    return items
+
+
 def kind_of(item: Mapping[str, Any]) -> Any:
     """The type of an item; a message or a reference may lack its type field."""
     kind = item.get("type")

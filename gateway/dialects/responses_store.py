@@ -1,22 +1,24 @@
-"""Stores responses for `previous_response_id` and for references to their items.
+"""Stores responses, for `GET /v1/responses/{id}`, `previous_response_id` and references to their items.
 
 A turn's record has tokens; this store has the messages, until `ttl_s` after the last response. A response is
-stored without the messages of the responses that it continues, even if the client sends all messages again.
+stored without what the responses that it continues have already: their messages, even if the client sends all
+messages again, and instructions and tools if they are the same.
 
-response ──▶ {messages of its call, items of its answer, ids of the responses before it} ──▶ Redis
+response ──▶ {messages of its call, items of its answer, other fields, ids of earlier responses} ──▶ Redis
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 import msgspec
 from redis.asyncio import Redis
 
 from gateway.conversations.digests import chain
-from gateway.dialects.base import RecordedAnswer
-from gateway.dialects.responses_input import messages_of
+from gateway.dialects.responses_input import items_of, messages_of
 from gateway.dialects.responses_wire import PREFIX, Item
+from gateway.dialects.wire import JsonObject, encode
 from gateway.errors import ObjectNotFound
 from gateway.generations.generation import Generation
 from gateway.language.chat_messages import Message
@@ -26,12 +28,15 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 
 RESPONSE_ID = re.compile(PREFIX + "[0-9a-f]{32}")
-ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})(?:_[0-9]+)?")
+ITEM_ID = re.compile(r"(?:rs|msg|fc|fco)_([0-9a-f]{32})(?:_(?:in)?[0-9]+)?")
 """The id of an item contains that of its response."""
 MAX_PREVIOUS = 64
 """A call reads at most this many earlier responses. After them, a response stores its whole conversation."""
 MAX_TTL_S = 30 * 86400.0
 """Limit on a key's time to live: Redis' 64-bit number of milliseconds would overflow."""
+
+SHARED = ("instructions", "tools", "text", "tool_choice", "reasoning", "metadata")
+"""Fields that most responses of a conversation repeat."""
 
 KEEP = """
 -- KEYS: session, response, earlier responses…   ARGV: record, time to live in ms
@@ -56,6 +61,12 @@ class StoredResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     instructed: bool = False
     before: list[str] = []
     """Ids of the responses that it continues, oldest first."""
+    told: JsonObject = {}
+    """The response's other fields, as the client got them; without token ids, which the turn's record has."""
+    shared_digest: bytes = b""
+    """Identifies the values of the fields in `SHARED`."""
+    shared_from: str = ""
+    """The id of the earlier response that stores these fields; empty if `told` has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +79,7 @@ class StoredConversation:
     """Number of its messages."""
     messages: Sequence[Message] = ()
     session_id: str | None = None
+    last: StoredResponse | None = None
 
 
 class ResponseStore:
@@ -82,39 +94,85 @@ class ResponseStore:
 
         Raises ObjectNotFound when it is not stored, or belongs to another caller.
         """
+        missing = ObjectNotFound(
+            f"no response {response_id!r} is stored",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
         last = (await self._load([response_id])).get(response_id)
-        earlier = {} if last is None else await self._load(last.before)
-        if last is None or len(earlier) < len(last.before):
-            raise ObjectNotFound(
-                f"no response {response_id!r} is stored",
-                param="previous_response_id",
-                code="previous_response_not_found",
-            )
+        if last is None:
+            raise missing
         messages: list[Message] = []
-        for each in [*(earlier[name] for name in last.before), last]:
+        for each in [*await self._earlier(last, missing), last]:
             messages += [*each.messages, *messages_of(each.output)]
-        return StoredConversation([*last.before, response_id], len(messages), messages, last.session_id)
+        responses = [*last.before, response_id]
+        return StoredConversation(responses, len(messages), messages, last.session_id, last)
+
+    async def find(self, response_id: str, session_id: str | None) -> StoredResponse:
+        """The stored response, of this session if one is given. Raises ObjectNotFound."""
+        found = (await self._load([response_id])).get(response_id)
+        if found is None or not found.told or session_id not in (None, found.session_id):
+            raise _not_found(response_id)
+        return found
+
+    async def body(self, response_id: str, found: StoredResponse) -> JsonObject:
+        """The response as the client got it. Raises ObjectNotFound if one that it continues was deleted."""
+        told = dict(found.told)
+        if found.shared_from:
+            shared = (await self._load([found.shared_from])).get(found.shared_from)
+            if shared is None:
+                raise _not_found(found.shared_from)
+            told |= {name: shared.told[name] for name in SHARED}
+        return {**told, "output": found.output}
+
+    async def input_items(self, response_id: str, found: StoredResponse) -> list[Item]:
+        """All items before the answer, those of earlier responses included, oldest first.
+
+        Raises ObjectNotFound if one of these was deleted.
+        """
+        earlier = await self._earlier(found, _not_found(response_id))
+        items: list[Item] = []
+        for name, each in zip(found.before, earlier, strict=True):
+            items += [*_input_of(name, each), *each.output]
+        return [*items, *_input_of(response_id, found)]
+
+    async def delete(self, response_id: str) -> None:
+        """Delete a stored response. The record of its turn stays."""
+        await stored(self._redis.delete(keys.response(response_id)))
 
     async def items(self, item_ids: Iterable[str]) -> dict[str, Item]:
         """The stored items among `item_ids`, by id."""
         responses = {PREFIX + found[1] for name in item_ids if (found := ITEM_ID.fullmatch(name))}
         loaded = await self._load(sorted(responses))
-        return {item["id"]: item for each in loaded.values() for item in each.output}
+        return {
+            item["id"]: item
+            for name, each in loaded.items()
+            for item in [*_input_of(name, each), *each.output]
+        }
 
     async def keep(
-        self, past: StoredConversation, instructed: bool, recorded: RecordedAnswer, output: list[Item]
+        self,
+        past: StoredConversation,
+        instructed: bool,
+        generation: Generation,
+        output: list[Item],
+        told: JsonObject,
     ) -> None:
-        """Store one response; `instructed` says whether its call begins with `instructions`.
+        """Store one response; `instructed` says whether its call begins with `instructions`, `told` has the
+        fields of the response beside its output.
 
         Raises StorageUnavailable; SessionDeleted when the session was deleted after its answer was recorded.
         """
-        generation = recorded.generation
         spec = generation.head.spec
         messages = generation.call.messages[1:] if instructed else generation.call.messages
         if not past.responses:
             past = await self._repeated(generation, instructed)
         if len(past.responses) >= MAX_PREVIOUS:
             past = StoredConversation()
+        shared_from, digest = "", _digest_of(told)
+        if past.last is not None and past.last.shared_digest == digest:
+            shared_from = past.last.shared_from or past.responses[-1]
+        dropped = ("output", *SHARED) if shared_from else ("output",)
         response = StoredResponse(
             owner=spec.owner,
             session_id=spec.session_id,
@@ -123,6 +181,9 @@ class ResponseStore:
             length=len(messages) + 1,
             instructed=instructed,
             before=list(past.responses),
+            told={name: value for name, value in told.items() if name not in dropped},
+            shared_digest=digest,
+            shared_from=shared_from,
         )
         ttl_ms = int(min(spec.ttl_s, MAX_TTL_S) * 1000) or 1
         names = [keys.session(spec.session_id), keys.response(generation.completion_id)]
@@ -141,7 +202,14 @@ class ResponseStore:
         repeated = chain(call.tools, call.messages[: response.length + instructed])[-1]
         if repeated.hex() != parent.reply_digest:
             return StoredConversation()
-        return StoredConversation([*response.before, name], response.length)
+        return StoredConversation([*response.before, name], response.length, last=response)
+
+    async def _earlier(self, last: StoredResponse, missing: ObjectNotFound) -> list[StoredResponse]:
+        """The responses that this one continues, oldest first. Raises `missing` if not all are stored."""
+        earlier = await self._load(last.before)
+        if len(earlier) < len(last.before):
+            raise missing
+        return [earlier[name] for name in last.before]
 
     async def _load(self, response_ids: Sequence[str]) -> Mapping[str, StoredResponse]:
         """The stored responses among `response_ids` that the caller may read, by id."""
@@ -160,3 +228,15 @@ class ResponseStore:
         if self._caller.session_id is not None:
             return response.session_id == self._caller.session_id
         return self._caller.role == "admin" or response.owner == self._caller.owner
+
+
+def _input_of(response_id: str, response: StoredResponse) -> list[Item]:
+    return items_of(response.messages, response_id.removeprefix(PREFIX))
+
+
+def _digest_of(told: JsonObject) -> bytes:
+    return sha256(encode([told[name] for name in SHARED])).digest()[:16]
+
+
+def _not_found(response_id: str) -> ObjectNotFound:
+    return ObjectNotFound(f"no response {response_id[:80]!r} is stored", code="response_not_found")

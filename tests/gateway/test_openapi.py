@@ -36,7 +36,9 @@ def test_every_endpoint_for_agents_is_published(backends: Backends) -> None:
     with serving(app) as url:
         paths = httpx.get(f"{url}/openapi.json").json()["paths"]
         agents = {
-            path for path, operations in paths.items() if path.startswith("/v1/") and "post" in operations
+            path
+            for path, operations in paths.items()
+            if path.startswith("/v1/") and "post" in operations and "{" not in path
         }
         assert set(app.endpoints) == agents != set()
 

@@ -21,6 +21,8 @@ MESSAGES_BYTES, PART_BYTES = 16, 8
 """A digest has 16 bytes for the messages, 8 for the system prompt, and 8 for the tools."""
 SYSTEM = frozenset({"system", "developer"})
 _JSON = msgspec.json.Encoder(order="deterministic")
+LARGEST_EXACT = 2**53
+"""Below it, JavaScript writes a number that is whole as an integer."""
 
 
 class Digest(bytes):
@@ -96,9 +98,17 @@ def _call(call: Message) -> list[Any]:
     if isinstance(arguments, str):
         # Invalid JSON stays a text: the client sends it back as the model wrote it.
         with suppress(msgspec.DecodeError, RecursionError):
-            arguments = msgspec.json.decode(arguments)
+            arguments = _ARGUMENTS.decode(arguments)
     return [function.get("name"), arguments]
 
+
+def _number(digits: str) -> float:
+    """The number; an integer if it is whole, because many clients read 5.0 and write 5."""
+    number = float(digits)
+    return int(number) if number.is_integer() and abs(number) < LARGEST_EXACT else number
+
+
+_ARGUMENTS = msgspec.json.Decoder(float_hook=_number)
 
 NO_TOOLS = _part(_JSON.encode(()))
 """The part of a digest for a call without tools."""

@@ -21,8 +21,7 @@ from gateway.dialects.inner_fields import (
 from gateway.dialects.messages_wire import RAW_ARGUMENTS, MessagesRequest, Sign
 from gateway.dialects.wire import JsonObject
 from gateway.errors import InvalidRequest
-from gateway.language.chat_messages import Message, Tool
-from gateway.language.render import arguments_text
+from gateway.language.chat_messages import Message, Tool, arguments_text
 from gateway.language.thinking import ThinkingWish, effort_of
 
 HOSTED = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool_(?:bm25|regex)|advisor)_\d{8}")

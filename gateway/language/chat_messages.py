@@ -5,6 +5,7 @@ No text is lost. When a conversation grows, its earlier messages are normalized 
 developer, function            ──▶ system, tool
 system after the first place   ──▶ user, if the template refuses it
 a tool's result without a call ──▶ user, if the template refuses it
+arguments as an object's JSON  ──▶ with the spaces that templates write: clients rewrite them without
 arguments that are no object   ──▶ {"arguments": "their text"}, if the template would drop them
 several calls in one message   ──▶ one message each, if the template accepts only one call and no text
 a conversation without a user  ──▶ begins with an empty user message, if the template requires one
@@ -15,6 +16,8 @@ content null                   ──▶ ""
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from gateway.language.families import Family
 
@@ -174,8 +177,7 @@ def _calls_of(message: Message) -> list[Message]:
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
         arguments = function.get("arguments")
-        if not isinstance(arguments, str):
-            arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+        arguments = _rewritten(arguments) if isinstance(arguments, str) else arguments_text(arguments)
         made: Message = {
             "type": "function",
             "function": {"name": str(function.get("name") or ""), "arguments": arguments},
@@ -186,8 +188,39 @@ def _calls_of(message: Message) -> list[Message]:
     return calls
 
 
+def _rewritten(arguments: str) -> str:
+    """The JSON of an object as the answer had it; any other text as it is."""
+    parsed = _object_of(arguments)
+    return arguments if parsed is None else arguments_text(parsed)
+
+
 def _is_object(arguments: str) -> bool:
+    return _object_of(arguments) is not None
+
+
+def _object_of(arguments: str) -> dict[str, Any] | None:
     try:
-        return isinstance(json.loads(arguments), dict)
+        parsed = json.loads(arguments)
     except (ValueError, RecursionError):
-        return False
+        return None
+    return parsed if isinstance(parsed, dict) else None
+
+
+def arguments_text(arguments: dict[str, Any] | str | None) -> str:
+    """The arguments as templates write them, so that rendering the history again gives the sampled tokens."""
+    if isinstance(arguments, str):
+        return encodable(arguments)
+    try:
+        parsed = {} if arguments is None else arguments
+        text = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return json.dumps(arguments)
+    except (ValueError, RecursionError):  # infinity, which JSON cannot express
+        return msgspec.json.encode(arguments).decode()
+    return text
+
+
+def encodable(text: str) -> str:
+    """The text with unpaired surrogates escaped, which UTF-8 cannot encode."""
+    return text.encode(errors="backslashreplace").decode()

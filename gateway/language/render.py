@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from renderers import ToolCallParseStatus, create_renderer
 
-from gateway.language.chat_messages import Message, MessageNormalizer, Tool
+from gateway.language.chat_messages import Message, MessageNormalizer, Tool, arguments_text, encodable
 from gateway.language.example_conversation import EXAMPLE_MESSAGES, EXAMPLE_TOOL
 from gateway.language.families import Thinking, configuration, family_of
 from gateway.language.thinking import Options, ThinkingWish, options_of
@@ -202,7 +202,7 @@ class ChatRenderer:
         for call in parsed.tool_calls:
             if call.status is ToolCallParseStatus.OK and call.name and isinstance(call.name, str):
                 call_id = call.id or f"call_{turn_id}_{len(calls)}"
-                calls.append(ToolCall(call_id, _encodable(call.name), arguments_text(call.arguments)))
+                calls.append(ToolCall(call_id, encodable(call.name), arguments_text(call.arguments)))
             elif not partial:
                 broken.append(call.raw)
         # Parsers differ in the outer whitespace that they keep, and streams do not send it: drop it.
@@ -212,25 +212,6 @@ class ChatRenderer:
 
     def text_of(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids))
-
-
-def arguments_text(arguments: dict[str, Any] | str | None) -> str:
-    """The arguments as templates write them, so that rendering the history again gives the sampled tokens."""
-    if isinstance(arguments, str):
-        return _encodable(arguments)
-    try:
-        text = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
-        text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return json.dumps(arguments)
-    except (ValueError, RecursionError):  # infinity, which JSON cannot express
-        return msgspec.json.encode(arguments).decode()
-    return text
-
-
-def _encodable(text: str) -> str:
-    """The text with unpaired surrogates escaped, which UTF-8 cannot encode."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def _listed(tools: Sequence[Tool] | None) -> list[Tool] | None:

@@ -48,6 +48,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True):
     return_token_ids: bool | None = False
 
     # Accepted: they change no token of the answer.
+    client_metadata: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     service_tier: Any = None

@@ -76,7 +76,7 @@ class EdgeApp:
         try:
             caller = self.identities.caller(headers)  # first: nothing is read of a caller without a key
             if scope["method"] != "POST":
-                raise ApiError(405, f"{scope['method']}: this path takes POST", headers={"allow": "POST"})
+                raise wrong_method(scope["method"], headers)
             with self._bodies.hold(caller) as held:
                 body = await read_body(headers, receive, held)
                 with DisconnectWatch(receive) as client:
@@ -92,6 +92,19 @@ class EdgeApp:
             await _refuse(endpoint, reply, bug)
         finally:
             reply.stop_heartbeat()
+
+
+def wrong_method(method: str, headers: Mapping[str, str]) -> ApiError:
+    """The refusal of a request that is no POST.
+
+    Codex asks for a WebSocket first. It goes on with POST at once after a 426, and after six tries else.
+    """
+    allowed = {"allow": "POST"}
+    if headers.get("upgrade", "").lower() == "websocket":
+        return ApiError(
+            426, "this path takes POST and no WebSocket", headers=allowed | {"upgrade": "HTTP/1.1"}
+        )
+    return ApiError(405, f"{method}: this path takes POST", headers=allowed)
 
 
 async def _refuse(endpoint: Endpoint, reply: Reply, error: ApiError) -> None:

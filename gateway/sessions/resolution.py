@@ -27,16 +27,12 @@ from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.stream import StreamWriter
 from rollout_queue.protocol.ids import ID
 
-NAME_HEADERS = (
-    "x-session-id",
-    "x-weir-session-id",
-    "x-litellm-session-id",
-    "session-id",
-    "session_id",
-)
+CODEX, CODEX_HEADERS = "originator", ("session-id", "session_id")
+"""A header that Codex sends, and those of its own conversation's id. Other clients name a session in these."""
+NAME_HEADERS = ("x-session-id", "x-weir-session-id", "x-litellm-session-id", *CODEX_HEADERS)
 HARNESS_HEADERS = ("x-claude-code-session-id", "x-opencode-session", "x-litellm-trace-id")
 """Agents' harnesses send the id of their own conversation in these, even when a session was given to them."""
-HEADERS = (*NAME_HEADERS, *HARNESS_HEADERS)
+HEADERS = (*NAME_HEADERS, *HARNESS_HEADERS, CODEX)
 TOOL_CALL_ID = re.compile(r"call_([0-9a-f]{32})_\d+")
 """The id of a tool call contains the id of the turn that made it."""
 
@@ -170,7 +166,8 @@ class SessionResolver:
 def _names(clues: SessionClues) -> list[str]:
     """Every session that the request names, by precedence. Raises InvalidRequest for a malformed id."""
     metadata = clues.metadata or {}
-    given = [clues.path_id, *map(clues.headers.get, NAME_HEADERS)]
+    headers = [name for name in NAME_HEADERS if name not in _harness_headers(clues)]
+    given = [clues.path_id, *map(clues.headers.get, headers)]
     given += [metadata.get("session_id"), clues.previous_id]
     names = [name for name in given if name not in (None, "")]
     for name in names:
@@ -181,8 +178,12 @@ def _names(clues: SessionClues) -> list[str]:
 
 def _harness_id(clues: SessionClues) -> str | None:
     """The id of the harness's own conversation, if any. It counts only if the request names no session."""
-    given = [_claude_code_session(clues.metadata or {}), *map(clues.headers.get, HARNESS_HEADERS)]
+    given = [_claude_code_session(clues.metadata or {}), *map(clues.headers.get, _harness_headers(clues))]
     return next((each for each in given if each and ID.fullmatch(each)), None)
+
+
+def _harness_headers(clues: SessionClues) -> tuple[str, ...]:
+    return HARNESS_HEADERS + CODEX_HEADERS if CODEX in clues.headers else HARNESS_HEADERS
 
 
 def _claude_code_session(metadata: Mapping[str, Any]) -> str | None:

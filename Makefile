@@ -20,6 +20,7 @@ PIP := -m pip --disable-pip-version-check install -q --no-deps
 LOCKED := $(PIP) --no-build-isolation --require-hashes
 FROM_INDEX := $(if $(filter cpu,$(TORCH)),$(addprefix --extra-index-url ,$(TORCH_INDEX)))
 CLIENTS := $(patsubst tests/clients/%/requirements.txt,%,$(wildcard tests/clients/*/requirements.txt))
+AGENTS := $(notdir $(patsubst %/,%,$(dir $(wildcard tests/agents/*/requirements.txt tests/agents/*/package-lock.json))))
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -49,9 +50,9 @@ test-numerics: .venv/installed  ## the tests of arithmetic, limited to the instr
 		echo "with $$setting"; env $$setting $(BIN)/pytest -n $(WORKERS) -m numeric tests/trainer_service || exit 1; done
 
 test-clients: install run/models/clients/config.json $(CLIENTS:%=run/clients/%/installed) \
-	run/clients/openai_npm/installed
-test-clients:  ## the SDKs that agents use, each as it is published, against the real engine
-	@$(BIN)/pytest tests/clients
+	run/clients/openai_npm/installed $(AGENTS:%=run/agents/%/installed)
+test-clients:  ## the SDKs that agents use against the real engine, and whole agents against a scripted one
+	@$(BIN)/pytest tests/clients tests/agents
 
 test-presets: install  ## each preset of the trainer on the demo's task, five steps, on the real stack
 	@$(BIN)/pytest tests/presets
@@ -132,11 +133,18 @@ run/clients/%/installed: tests/clients/%/requirements.txt
 	@touch $@
 
 run/clients/openai_npm/installed: $(wildcard tests/clients/openai_npm/package*.json)
-	@mkdir -p $(@D)
-	@cp $^ $(@D)
 	@echo "installing the client openai_npm into $(@D)"
-	@cd $(@D) && npm ci --silent --no-audit --no-fund
+	@$(npm_install)
+
+run/agents/%/installed: tests/agents/%/requirements.txt
+	@$(call new_environment,run/agents/$*)
+	@echo "installing the agent $* into run/agents/$*"
+	@run/agents/$*/bin/python $(LOCKED) -r $<
 	@touch $@
+
+run/agents/%/installed: tests/agents/%/package-lock.json tests/agents/%/package.json
+	@echo "installing the agent $* into run/agents/$*"
+	@$(npm_install)
 
 run/bench/trl/installed: bench/trl/requirements.txt $(LOCKS)/torch-$(TORCH).txt
 	@$(call new_environment,$(@D))
@@ -148,6 +156,10 @@ run/bench/trl/installed: bench/trl/requirements.txt $(LOCKS)/torch-$(TORCH).txt
 run/models/clients/config.json: tests/support/clients/school.py $(wildcard deploy/weir/demo/*.py) | .venv/installed
 	@echo "training the demo's model for the clients (minutes, once)"
 	@$(BIN)/python -m tests.support.clients.school --out $(@D)
+
+define npm_install
+mkdir -p $(@D) && cp $^ $(@D) && cd $(@D) && npm ci --silent --no-audit --no-fund && touch $(notdir $@)
+endef
 
 define new_environment
 $(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null \

@@ -5,13 +5,11 @@ parent's ids + new messages ──bridge──▶ ids that the messages add    e
 output ids ──parse──▶ content, reasoning, tool calls
 """
 
-import json
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from renderers import ToolCallParseStatus, create_renderer

@@ -1,4 +1,4 @@
-"""One gateway in its own process, on a real Redis, in front of an engine that plays the model of each test."""
+"""One gateway in its own process, on a real Redis; its engine plays the model of each test."""
 
 from collections.abc import Iterator
 from pathlib import Path

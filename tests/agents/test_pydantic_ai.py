@@ -1,4 +1,4 @@
-"""`pydantic-ai` on Chat, Responses and Messages: tool loops, plain and streamed, with and without thoughts."""
+"""`pydantic-ai` on Chat, Responses and Messages: tool loops, plain and streamed."""
 
 import pytest
 

@@ -10,8 +10,6 @@ from starlette.responses import Response
 from tests.support.gateway.fake_engine import FakeEngine, logprob_of
 
 FAMILY = "qwen3"
-SIDE_ANSWER = "Words and files"
-"""The answer to a call without tools, such as a harness's request for a title."""
 TOOLS = "# Tools\n\nYou may call one or more functions"
 """How the template begins the list of the tools."""
 BEGIN, SPEAKS = "<|im_start|>", "assistant\n"
@@ -40,6 +38,8 @@ class ActingEngine(FakeEngine):
 
     answers: dict[str, str] = field(default_factory=dict)
     """By cue: a text in a question or in a tool's result."""
+    side_answer: str = "Words and files"
+    """The answer to a call without tools, such as a harness's request for a title."""
     exchanges: list[Exchange] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     """What calls with tools said that has no cue in it."""
@@ -54,7 +54,7 @@ class ActingEngine(FakeEngine):
 
     def _answer(self, prompt: str) -> str:
         if TOOLS not in prompt:
-            return SIDE_ANSWER
+            return self.side_answer
         said = new_in(prompt)
         for cue, answer in self.answers.items():
             if cue in said:

@@ -1,4 +1,4 @@
-"""Agents as they are published, each in its own environment, that call one gateway before a scripted engine."""
+"""Agents as they are published, each in its own environment, that call one gateway and a scripted engine."""
 
 import json
 import os

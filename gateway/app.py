@@ -30,7 +30,7 @@ from gateway.edge.request import BodyBudget
 from gateway.edge.retries import InFlightCalls
 from gateway.edge.token_count import TokenCount
 from gateway.language.render import ChatRenderer
-from gateway.metrics import Metrics
+from gateway.metrics.metrics import Metrics
 from gateway.rest import admin, heartbeat, listing, rewards, sessions, users
 from gateway.rest.agent import models, responses
 from gateway.rest.json_bodies import JsonBodies
@@ -70,20 +70,22 @@ def create_app(settings: GatewaySettings) -> EdgeApp:
         app.include_router(routes.router)
     app.include_router(probes(lambda: _why_not_ready(app, edge), metrics.registry))
     vars(app)["openapi"] = lambda: openapi_document(app)
-    edge = EdgeApp(app, bodies, calls, settings.leave_s)
+    edge = EdgeApp(app, bodies, calls, settings.leave_s, metrics.of("rest"))
     return edge
 
 
 def endpoints_of(gateway: GatewayParts, calls: InFlightCalls) -> Mapping[str, Endpoint]:
     """The endpoint of each agents' path. `EdgeApp` also serves each path under `/sessions/{id}`."""
-    renderer, model_name = gateway.renderer, gateway.settings.model_name
+    renderer, model_name, of = gateway.renderer, gateway.settings.model_name, gateway.metrics.of
     messages = Messages(renderer, model_name, gateway.identities.thought_signature)
     return {
-        "/v1/chat/completions": Exchange(Chat(renderer, model_name), gateway, calls),
-        "/v1/completions": Exchange(Completions(renderer, model_name), gateway, calls),
-        "/v1/responses": Exchange(Responses(renderer, model_name, gateway.redis), gateway, calls),
-        "/v1/messages": Exchange(messages, gateway, calls),
-        "/v1/messages/count_tokens": TokenCount(messages, gateway),
+        "/v1/chat/completions": Exchange(Chat(renderer, model_name), gateway, calls, of("chat")),
+        "/v1/completions": Exchange(Completions(renderer, model_name), gateway, calls, of("completions")),
+        "/v1/responses": Exchange(
+            Responses(renderer, model_name, gateway.redis), gateway, calls, of("responses")
+        ),
+        "/v1/messages": Exchange(messages, gateway, calls, of("messages")),
+        "/v1/messages/count_tokens": TokenCount(messages, gateway, of("count_tokens")),
     }
 
 

@@ -19,6 +19,9 @@ EXPIRE_BATCH = 100
 TEXT_CACHES_S = 60.0
 """How often cached texts of conversations are dropped, because their sessions may have been deleted."""
 
+LAG_EVERY_S = 0.1
+"""How often the lag of the event loop is measured."""
+
 Task = Callable[[GatewayParts], Awaitable[None]]
 
 
@@ -35,6 +38,13 @@ async def refresh_fleet(gateway: GatewayParts) -> None:
 async def watch_silence(gateway: GatewayParts) -> None:
     """Move the answers of engines that give no sign of life."""
     gateway.silence.check()
+
+
+async def measure_lag(gateway: GatewayParts) -> None:
+    """Sleep, and note by how much the event loop was late."""
+    due = time.perf_counter() + LAG_EVERY_S
+    await asyncio.sleep(LAG_EVERY_S)
+    gateway.metrics.loop_lag.add(max(0.0, time.perf_counter() - due))
 
 
 async def keep_sessions_open(gateway: GatewayParts) -> None:
@@ -109,6 +119,7 @@ async def background_tasks(gateway: GatewayParts) -> AsyncIterator[None]:
     """Run the periodic tasks while the block runs."""
     poll_every_s = gateway.settings.poll_every_s
     running = [asyncio.create_task(_repeat(task, gateway, poll_every_s)) for task in POLLED]
+    running.append(asyncio.create_task(_repeat(measure_lag, gateway, 0)))
     running.append(asyncio.create_task(_repeat(watch_silence, gateway, WATCH_EVERY_S)))
     running.append(asyncio.create_task(_repeat(drop_text_caches, gateway, TEXT_CACHES_S)))
     yield

@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 from gateway.admission.admission import Admission
 from gateway.admission.backpressure import memory_bound, read_backpressure
+from gateway.conversations.conversation import FIRST_PROMPTS
 from gateway.engines.client import EngineClient, transport_of
 from gateway.engines.failover import Sampler
 from gateway.engines.fleet import Fleet
@@ -22,7 +23,8 @@ from gateway.engines.silence import SilenceWatch
 from gateway.generations.generator import Generator
 from gateway.generations.recorder import Recorder
 from gateway.language.render import ChatRenderer
-from gateway.metrics import Metrics
+from gateway.metrics.counted_cache import CacheLookups
+from gateway.metrics.metrics import Metrics
 from gateway.operators.pipeline import PipelineMonitor
 from gateway.operators.warnings import WarningMonitor
 from gateway.sessions.identity import Identities
@@ -107,6 +109,12 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
     admission = Admission(settings.limits, redis, fleet, metrics, settings.poll_every_s)
     sessions = SessionService(settings, writer, admission)
     recorder = Recorder(settings, renderer, writer, metrics)
+    metrics.caches |= {
+        "heads": lambda: CacheLookups(*writer.head_lookups),
+        "phrases": renderer.tokenizer.phrases.lookups,
+        "passages": renderer.tokenizer.passages.lookups,
+        "first_prompts": FIRST_PROMPTS.lookups,
+    }
     sampler = Sampler(
         engine,
         fleet,

@@ -22,7 +22,7 @@ from gateway.admission.rate_limiter import RateLimiter
 from gateway.admission.staleness import StalenessBudget
 from gateway.engines.fleet import Fleet
 from gateway.errors import InvalidRequest, LimitReached
-from gateway.metrics import Metrics
+from gateway.metrics.metrics import Metrics
 from gateway.settings import LimitSettings
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.records import SessionSpec

@@ -9,7 +9,6 @@ the whole conversation again.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import msgspec
 
@@ -17,6 +16,7 @@ from gateway.conversations.branches import Reason, deepest_match, live_turns, wh
 from gateway.conversations.digests import chain
 from gateway.language.chat_messages import Message, Tool
 from gateway.language.render import ChatRenderer, ParsedAnswer
+from gateway.metrics.counted_cache import CountedCache
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Relation, Turn
 from rollout_queue.contract.tokens import TokenIds
@@ -70,7 +70,7 @@ def locate(
         encoded = msgspec.json.encode((messages, tools))
         if len(encoded) > MAX_CACHED_BYTES:
             return _root(renderer, messages, tools)
-        return _first_prompt(renderer, encoded, renderer.today())
+        return FIRST_PROMPTS.lookup(renderer, encoded, renderer.today())
     digests = chain(tools, messages)
     continued, end = _continued(turns, messages, digests)
     if continued is not None:
@@ -96,10 +96,9 @@ def locate(
 
 def clear_prompt_cache() -> None:
     """Empty the cache of first prompts, because their sessions may have been deleted."""
-    _first_prompt.cache_clear()
+    FIRST_PROMPTS.clear()
 
 
-@lru_cache(CACHED_PROMPTS)
 def _first_prompt(renderer: ChatRenderer, encoded: bytes, today: str) -> Prompt:
     """The prompt of a session's first call; `encoded` is its messages and tools as JSON.
 
@@ -107,6 +106,9 @@ def _first_prompt(renderer: ChatRenderer, encoded: bytes, today: str) -> Prompt:
     cache's key: templates may write the date.
     """
     return _root(renderer, *msgspec.json.decode(encoded))
+
+
+FIRST_PROMPTS = CountedCache(_first_prompt, CACHED_PROMPTS)
 
 
 def _root(renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[Tool] | None) -> Prompt:

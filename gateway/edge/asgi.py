@@ -11,13 +11,14 @@ import logging
 from collections.abc import Mapping
 from typing import Protocol
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.edge.disconnect import DisconnectWatch
 from gateway.edge.errors import ANSWERABLE, api_error
 from gateway.edge.reply import Reply
 from gateway.edge.request import AgentRequest, BodyBudget, ClientDisconnected, headers_of, read_body
 from gateway.edge.retries import InFlightCalls
+from gateway.metrics.calls import CLIENT_LEFT, CallFigures
 from gateway.sessions.identity import Identities
 from rollout_queue.http.errors import ApiError, request_id_of
 
@@ -26,6 +27,11 @@ logger = logging.getLogger(__name__)
 
 class Endpoint(Protocol):
     """Serves one of the agents' paths, and writes errors in that path's wire shape."""
+
+    @property
+    def figures(self) -> CallFigures:
+        """What is measured of the path's calls."""
+        ...
 
     async def serve(self, request: AgentRequest, reply: Reply) -> None:
         """Write the reply to the request. To answer with an error, raise one of `ANSWERABLE`."""
@@ -39,8 +45,12 @@ class Endpoint(Protocol):
 class EdgeApp:
     """The ASGI application that uvicorn runs; `app` is FastAPI's."""
 
-    def __init__(self, app: ASGIApp, bodies: BodyBudget, calls: InFlightCalls, leave_s: float) -> None:
+    def __init__(
+        self, app: ASGIApp, bodies: BodyBudget, calls: InFlightCalls, leave_s: float, rest: CallFigures
+    ) -> None:
+        """`rest`: what is measured of the requests that `app` serves."""
         self._app = app
+        self._rest = rest
         self._bodies = bodies
         self._calls = calls
         self._leave_s = leave_s
@@ -64,15 +74,31 @@ class EdgeApp:
             session_id, path = _split(scope["path"])
             if (endpoint := self.endpoints.get(path)) is not None:
                 await self._serve(endpoint, session_id, scope, receive, send)
-                return
+            else:
+                await self._serve_rest(scope, receive, send)
+            return
         await self._app(scope, receive, send)
+
+    async def _serve_rest(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._rest.statuses[message["status"]] += 1
+            await send(message)
+
+        self._rest.in_flight += 1
+        try:
+            await self._app(scope, receive, counted)
+        finally:
+            self._rest.in_flight -= 1
 
     async def _serve(
         self, endpoint: Endpoint, session_id: str | None, scope: Scope, receive: Receive, send: Send
     ) -> None:
         headers = headers_of(scope)
         request_id = request_id_of(headers.get("x-request-id", ""))
-        reply = Reply(send, request_id, last=self.leaving)
+        figures = endpoint.figures
+        reply = Reply(send, request_id, figures, last=self.leaving)
+        figures.in_flight += 1
         try:
             caller = self.identities.caller(headers)  # first: nothing is read of a caller without a key
             if scope["method"] != "POST":
@@ -92,6 +118,9 @@ class EdgeApp:
             await _refuse(endpoint, reply, bug)
         finally:
             reply.stop_heartbeat()
+            figures.in_flight -= 1
+            if not reply.begun:
+                figures.statuses[CLIENT_LEFT] += 1
 
 
 def wrong_method(method: str, headers: Mapping[str, str]) -> ApiError:

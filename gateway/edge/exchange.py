@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 from gateway.dialects.base import Dialect, ParsedRequest, RecordedAnswer
 from gateway.edge.choices import for_each, sample_each
@@ -20,6 +21,7 @@ from gateway.edge.writing import written
 from gateway.engines.event_stream import OutputChunk
 from gateway.generations.generation import Generation, tokens_of
 from gateway.generations.pinning import pinned_version
+from gateway.metrics.calls import CallFigures
 from gateway.sessions.identity import Caller
 from gateway.sessions.resolution import HEADERS, SessionClues
 from gateway.wiring import GatewayParts
@@ -36,6 +38,7 @@ class Exchange:
     dialect: Dialect
     gateway: GatewayParts
     calls: InFlightCalls
+    figures: CallFigures
 
     def error(self, error: ApiError) -> bytes:
         return self.dialect.error(error)
@@ -53,11 +56,13 @@ class Exchange:
             await self._answer(caller, request, reply, call)
 
     async def _answer(self, caller: Caller, request: AgentRequest, reply: Reply, call: InFlightCall) -> None:
-        gateway = self.gateway
+        gateway, figures, began = self.gateway, self.figures, perf_counter()
         parsed = await self.dialect.read(caller, request.body, request.heavy)
         for each in parsed.calls:
             gateway.renderer.refuse_too_long(each.messages)
+        was_read = figures.read.since(began)
         head = await gateway.resolver.resolve(_clues(request, parsed, call), caller)
+        figures.session.since(was_read)
         async with gateway.in_flight.call(head):
             await self._answer_in(head, caller, request, parsed, reply, call)
 

@@ -4,9 +4,12 @@ A heartbeat here is an event that clients ignore: it keeps proxies from closing 
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 
 from starlette.types import Message, Send
+
+from gateway.metrics.calls import CallFigures
 
 Headers = Mapping[str, str]
 
@@ -20,9 +23,10 @@ STREAM_HEADERS = (
 class Reply:
     """The reply to one call."""
 
-    def __init__(self, send: Send, request_id: str, *, last: bool = False) -> None:
+    def __init__(self, send: Send, request_id: str, figures: CallFigures, *, last: bool = False) -> None:
         """`last`: the connection closes after the reply."""
         self._send = send
+        self.figures = figures
         self._own_headers = [
             (b"x-request-id", request_id.encode()),
             (b"request-id", request_id.encode()),  # read by Anthropic's clients
@@ -33,7 +37,9 @@ class Reply:
         """Whether a status was sent. An error after that can only be an event of the stream."""
         self._timer: asyncio.TimerHandle | None = None
         self._heartbeat: asyncio.Task[None] | None = None
-        self._written_at = 0.0
+        self._made_at = time.monotonic()
+        self._written_at = self._answered_at = 0.0
+        """When anything was written last, and when an event of the answer was."""
 
     async def send_json(self, status: int, body: bytes, headers: Headers) -> None:
         """Answer with one JSON body."""
@@ -49,8 +55,13 @@ class Reply:
         await self._start(200, [*STREAM_HEADERS, *_encoded(headers), *self._own_headers])
 
     async def write(self, events: bytes) -> None:
-        """Write whole events to an open stream."""
-        self._written_at = asyncio.get_running_loop().time()
+        """Write whole events of the answer to an open stream."""
+        now = time.monotonic()
+        if self._answered_at:
+            self.figures.gaps.add(now - self._answered_at)
+        else:
+            self.figures.first_token.add(now - self._made_at)
+        self._written_at = self._answered_at = now
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def close(self, events: bytes = b"") -> None:
@@ -70,6 +81,7 @@ class Reply:
         """Send a message that was recorded from another reply, with this reply's request id."""
         if message["type"] == "http.response.start":
             self.begun = True
+            self.figures.statuses[message["status"]] += 1
             own = {name for name, _ in self._own_headers}
             headers = [header for header in message["headers"] if header[0] not in own]
             message = {**message, "headers": [*headers, *self._own_headers]}
@@ -82,10 +94,10 @@ class Reply:
         returns. While `headers` returns None, nothing is written.
         """
         loop = asyncio.get_running_loop()
-        self._written_at = loop.time()
+        self._written_at = time.monotonic()
 
         def check() -> None:
-            if loop.time() - self._written_at >= every_s and (
+            if time.monotonic() - self._written_at >= every_s and (
                 self._heartbeat is None or self._heartbeat.done()
             ):
                 self._heartbeat = loop.create_task(write_heartbeat())
@@ -96,7 +108,8 @@ class Reply:
                 if (own := headers()) is None:
                     return
                 await self.open_stream(own)
-            await self.write(heartbeat)
+            self._written_at = time.monotonic()
+            await self._send({"type": "http.response.body", "body": heartbeat, "more_body": True})
 
         self._timer = loop.call_later(every_s / 2, check)
 
@@ -107,6 +120,7 @@ class Reply:
             self._heartbeat.cancel()
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.figures.statuses[status] += 1
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
 

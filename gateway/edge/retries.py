@@ -49,6 +49,7 @@ class InFlightCall:
         client: DisconnectWatch,
     ) -> None:
         self.digest = digest
+        self.figures = reply.figures
         self.attempt = attempt
         self.latest_attempt = attempt
         """The number of the last attempt that joined. A client makes its attempts one after another."""

@@ -7,6 +7,7 @@ from gateway.dialects.messages_wire import InputTokens
 from gateway.dialects.wire import encode
 from gateway.edge.reply import Reply
 from gateway.edge.request import AgentRequest
+from gateway.metrics.calls import CallFigures
 from gateway.wiring import GatewayParts
 from rollout_queue.http.errors import ApiError
 
@@ -17,11 +18,12 @@ class TokenCount:
 
     messages: Messages
     gateway: GatewayParts
+    figures: CallFigures
 
     async def serve(self, request: AgentRequest, reply: Reply) -> None:
         gateway, body = self.gateway, request_of(request.body)
         gateway.admission.check_call(await gateway.sessions.owner_of(request.caller))
-        count = await gateway.generator.count(self.messages.prompt_of(body))
+        count = await gateway.generator.count(self.messages.prompt_of(body), self.figures)
         await reply.send_json(200, encode(InputTokens(count)), {})
 
     def error(self, error: ApiError) -> bytes:

@@ -21,7 +21,7 @@ from gateway.engines.event_stream import OutputChunk
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer
 from gateway.errors import EngineFault, RequestRefused
-from gateway.metrics import Metrics
+from gateway.metrics.metrics import Metrics
 
 OnChunk = Callable[[OutputChunk], Awaitable[None]]
 OnEngine = Callable[[bool], None]

@@ -13,7 +13,7 @@ from gateway.engines.client import EngineClient
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer
 from gateway.errors import EngineFault
-from gateway.metrics import Metrics
+from gateway.metrics.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 

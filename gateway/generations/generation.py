@@ -10,6 +10,7 @@ from gateway.conversations.conversation import Prompt
 from gateway.engines.event_stream import OutputChunk
 from gateway.language.chat_messages import Message, Tool
 from gateway.language.thinking import Options
+from gateway.metrics.calls import CallFigures
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import Finish, Sampling, Span, Turn
@@ -27,6 +28,8 @@ class ClientCall(Protocol):
     """The last attempt, by number, that joined the call. A retry joins the call in flight that it repeats."""
     joined_at: float
     """When that attempt joined, in seconds since the epoch; 0 if none did."""
+    figures: CallFigures
+    """What is measured of the calls of the client's dialect."""
 
     async def wait_for_reader(self) -> None:
         """Wait until a client reads the answer. If none comes, the whole call is cancelled."""

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from time import perf_counter
 from typing import TypeVar
 
 from gateway.conversations.conversation import Prompt, locate
@@ -20,6 +21,8 @@ from gateway.generations.recorder import Recorder
 from gateway.generations.sampling import decide, engine_parameters
 from gateway.language.begun_answer import beginning
 from gateway.language.render import UNREADABLE, ChatRenderer
+from gateway.metrics.calls import CallFigures
+from gateway.metrics.prompt_time import PromptTime
 from gateway.settings import GatewaySettings
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
@@ -63,10 +66,7 @@ class Generator:
         completion_id = f"{prefix}{new_id()}"
         generations: list[Generation] = []
         for call in calls:
-            if heavy:
-                prompt = await self._in_thread(partial(self._locate, head, call))
-            else:
-                prompt = self._locate(head, call)
+            prompt = await self._rendered(partial(self._locate, head, call), heavy, client.figures)
             room = self._context_length - len(prompt.prompt_ids)
             train = head.spec.train and (self._train_constrained or call.structural_tag is None)
             for index in range(len(generations), len(generations) + n):
@@ -76,7 +76,7 @@ class Generator:
                 )
         return generations
 
-    async def count(self, call: Call) -> int:
+    async def count(self, call: Call, figures: CallFigures) -> int:
         """How many tokens the prompt of a call has, outside of any session.
 
         Raises InvalidRequest if it cannot be rendered, or has more tokens than twice the context.
@@ -84,17 +84,28 @@ class Generator:
         self._renderer.refuse_too_long(call.messages)
         renderer, (messages, tools) = self._renderer.variant(call.thinking), (call.messages, call.tools)
         try:
-            ids = await self._in_thread(partial(renderer.render, messages, tools))
+            ids = await self._rendered(partial(renderer.render, messages, tools), True, figures)
             if not call.begun:
                 return len(ids)
-            begun = await self._in_thread(partial(beginning, renderer, messages, tools, call.begun))
+            work = partial(beginning, renderer, messages, tools, call.begun)
+            begun = await self._rendered(work, True, figures)
             return len(ids) + len(begun)
         except UNREADABLE as error:
             raise _unreadable(error) from error
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Run work on a long prompt in one of a few threads, so that calls wait in place of taking memory."""
-        return await asyncio.get_running_loop().run_in_executor(self._encoders, work)
+    async def _rendered(self, work: Callable[[], T], heavy: bool, figures: CallFigures) -> T:
+        """Render a prompt, and count the time.
+
+        Long prompts are rendered in one of a few threads, so that calls wait in place of taking memory.
+        """
+        time_of = PromptTime(self._renderer.tokenizer.spent)
+        try:
+            if heavy:
+                run = partial(time_of.run, work)
+                return await asyncio.get_running_loop().run_in_executor(self._encoders, run)
+            return time_of.run(work)
+        finally:
+            figures.rendered(time_of.seconds, time_of.tokenizer_s)
 
     async def sample(self, generation: Generation, on_chunk: OnChunk | None = None) -> None:
         """Sample the whole answer. Append each chunk to the generation, then call `on_chunk` with it.
@@ -108,13 +119,23 @@ class Generator:
             if on_chunk is not None:
                 await on_chunk(chunk)
 
+        began, accepted = perf_counter(), None
+
+        def note(works: bool) -> None:
+            nonlocal accepted
+            if works and accepted is None:
+                accepted = perf_counter()
+            generation.note_engine(works)
+
         try:
-            await self._sampler.sample(self._sample_request(generation), take, generation.note_engine)
+            await self._sampler.sample(self._sample_request(generation), take, note)
         except GatewayError:
             raise
         except BaseException:
             await self._recorder.record_aborted(generation)
             raise
+        finally:
+            generation.client.figures.sampled(began, accepted, perf_counter())
 
     def _sample_request(self, generation: Generation) -> SampleRequest:
         call, interval = generation.call, 1 if generation.call.stream else WHOLE_ANSWER_INTERVAL

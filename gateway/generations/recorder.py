@@ -5,8 +5,8 @@ generation ──parse──▶ answer ──▶ turn ──append──▶ Redi
 
 import asyncio
 import logging
-import time
 from collections.abc import Coroutine, Sequence
+from time import perf_counter
 from typing import Any
 
 from gateway.conversations.conversation import reply_message
@@ -16,7 +16,7 @@ from gateway.generations.generation import Generation
 from gateway.language.begun_answer import rest_of
 from gateway.language.fast_parse import FastParser
 from gateway.language.render import ChatRenderer, ParsedAnswer
-from gateway.metrics import Metrics
+from gateway.metrics.metrics import Metrics
 from gateway.settings import GatewaySettings
 from rollout_queue.contract.errors import InvalidRecord, QueueError, SessionClosed
 from rollout_queue.contract.head import SessionHead
@@ -52,6 +52,7 @@ class Recorder:
             await self.record_aborted(generation)
             raise
         generation.recorded = True
+        figures, began = generation.client.figures, perf_counter()
         answer = self._answer(generation)
         finish: Finish = "length" if generation.finish == "length" else "stop"
         if answer.tool_calls and finish == "stop":
@@ -59,6 +60,7 @@ class Recorder:
         reply_digest = extend(generation.prompt.digest, reply_message(answer)).hex()
         if begun := generation.call.begun:
             answer = rest_of(answer, begun)
+        was_parsed = figures.parse.since(began)
         try:
             turn = generation.turn(self._settings.model_name, finish, reply_digest)
             await self._append_shielded(turn, generation.head)
@@ -66,6 +68,8 @@ class Recorder:
             raise EngineFault("nonsense", f"the engine's answer is broken: {error}") from error
         except SessionClosed as error:
             raise StateConflict(str(error), code="session_finished") from error
+        finally:
+            figures.record.since(was_parsed)
         return turn, answer
 
     async def record_aborted(self, generation: Generation) -> None:
@@ -105,10 +109,10 @@ class Recorder:
             logger.warning("aborted turn %s is not recorded: %s", generation.turn_id, error)
 
     async def _append(self, turn: Turn, head: SessionHead) -> None:
-        started = time.monotonic()
+        started = perf_counter()
         spec, opening = head.spec, None if head.stored else head.spec
         turn = await self._writer.append_turn(turn, turn.finished_at + spec.ttl_s, spec.owner, opening)
-        self._metrics.turn_recorded(turn, time.monotonic() - started)
+        self._metrics.turn_recorded(turn, perf_counter() - started)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start work for which `close` waits; its caller need not wait."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from tokenizers import Encoding, Tokenizer
@@ -14,6 +15,8 @@ from tokenizers.normalizers import NFC, NFD, NFKD
 
 from gateway.language.control_tokens import ControlTokenEscaper, split_at_cuts
 from gateway.language.token_budget import BOUNDARY, BUDGET, PIECE_CHARS, SPLIT_SLACK, TokenBudget, runs
+from gateway.metrics.counted_cache import CountedCache
+from gateway.metrics.prompt_time import ThreadSeconds
 
 REASONING_TAGS = ("<think>", "</think>")
 """These are treated as control tokens even if the template uses neither."""
@@ -53,8 +56,9 @@ class BareTokenizer:
         self._cuts_at_words = self._may_cut_at_words()
         self.max_token_bytes = self._max_token_bytes()
         """No token stands for more bytes of text than this; infinite if that is not known."""
-        self._phrases = lru_cache(8192)(self._ids)
-        self._passages = lru_cache(64)(self._ids)
+        self.spent = ThreadSeconds()
+        self.phrases = CountedCache(self._ids, 8192)
+        self.passages = CountedCache(self._ids, 64)
         self.token_text = lru_cache(TOKEN_TEXTS)(self._token_text)
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
@@ -63,7 +67,7 @@ class BareTokenizer:
         if add_special_tokens or len(text) > PASSAGE_CHARS:
             ids = self._ids(text, add_special_tokens)
         else:
-            ids = (self._phrases if len(text) <= PHRASE_CHARS else self._passages)(text)
+            ids = (self.phrases if len(text) <= PHRASE_CHARS else self.passages).lookup(text)
         if (budget := BUDGET.get()) is not None:
             budget.spend(len(ids))
         return ids.tolist()
@@ -79,8 +83,8 @@ class BareTokenizer:
 
     def clear_caches(self) -> None:
         """Empty the caches, because the sessions with the cached texts may have been deleted."""
-        self._phrases.cache_clear()
-        self._passages.cache_clear()
+        self.phrases.clear()
+        self.passages.clear()
         if isinstance(model := self.backend.model, BPE | Unigram):  # these cache words
             model._clear_cache()
 
@@ -115,14 +119,17 @@ class BareTokenizer:
         )
 
     def _ids(self, text: str, add_special_tokens: bool = False) -> "array[int]":
-        ids, budget = array("i"), BUDGET.get()
-        for part in split_at_cuts(text):
-            for run in runs(part, self._cuts_at_words):
-                if budget is not None:
-                    if len(run) > PIECE_CHARS:
-                        self._refuse_long(run, budget, len(ids))
-                    budget.check(len(ids))
-                ids.extend(self._encoding(run, add_special_tokens).ids)
+        ids, budget, began = array("i"), BUDGET.get(), perf_counter()
+        try:
+            for part in split_at_cuts(text):
+                for run in runs(part, self._cuts_at_words):
+                    if budget is not None:
+                        if len(run) > PIECE_CHARS:
+                            self._refuse_long(run, budget, len(ids))
+                        budget.check(len(ids))
+                    ids.extend(self._encoding(run, add_special_tokens).ids)
+        finally:
+            self.spent.seconds += perf_counter() - began
         return ids
 
     def _refuse_long(self, run: str, budget: TokenBudget, before: int) -> None:

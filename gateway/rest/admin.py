@@ -8,6 +8,7 @@ from fastapi.responses import JSONResponse, Response
 from gateway.admission.backpressure import Backpressure, read_backpressure
 from gateway.engines.fleet_server import Registration
 from gateway.errors import ObjectNotFound
+from gateway.metrics.calls import slowest
 from gateway.operators.warnings import emptied_redis
 from gateway.rest import export, pipeline, trainer
 from gateway.rest.access import admins_only
@@ -24,13 +25,22 @@ from rollout_queue.protocol.policies import (
     RollbackBody,
 )
 from rollout_queue.protocol.registration import Registered, ServerBody
-from rollout_queue.protocol.status import FleetPolicy, QueueReport, ServerPage, ServerShape, SystemStatus
+from rollout_queue.protocol.status import (
+    FleetPolicy,
+    QueueReport,
+    ServerPage,
+    ServerShape,
+    SlowPart,
+    SystemStatus,
+)
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 
 PARTLY: dict[int | str, dict[str, type[Pushed]]] = {207: {"model": Pushed}}
 """207: at least one server did not load the version."""
+SLOWEST_PARTS = 5
+"""How many parts of the calls the status names."""
 
 
 router = APIRouter(prefix="/admin", tags=["admin"], dependencies=[Depends(admins_only)])
@@ -57,6 +67,7 @@ async def status(request: Request) -> SystemStatus:
         policy=FleetPolicy(serving=serving, target=serving if target is None else target),
         trainer=report,
         queue=queue,
+        slowest_parts=_slowest_parts(gateway),
         warnings=tuple(warnings),
     )
 
@@ -147,6 +158,11 @@ def _version(record: PolicyRecord) -> PolicyVersion:
 
 def _servers(gateway: GatewayParts) -> tuple[ServerShape, ...]:
     return tuple(server.report() for server in gateway.fleet.servers.values())
+
+
+def _slowest_parts(gateway: GatewayParts) -> tuple[SlowPart, ...]:
+    found = slowest(gateway.metrics.calls, SLOWEST_PARTS)
+    return tuple(SlowPart(part=name, seconds=spent.seconds, runs=spent.runs) for name, spent in found)
 
 
 async def _set_drained(request: Request, server_id: str, *, drained: bool) -> ServerShape:

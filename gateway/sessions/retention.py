@@ -11,7 +11,7 @@ from collections import Counter
 
 from redis.asyncio import Redis
 
-from gateway.metrics import Metrics
+from gateway.metrics.metrics import Metrics
 from gateway.settings import GatewaySettings
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored

@@ -14,7 +14,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from gateway.admission.admission import Admission
 from gateway.engines.fleet import Fleet
-from gateway.metrics import Metrics
+from gateway.metrics.metrics import Metrics
 from gateway.settings import GatewaySettings, LimitSettings
 from rollout_queue.redis import keys
 from tests.support.gateway.polls import polled

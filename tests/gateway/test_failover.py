@@ -21,7 +21,7 @@ from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer
 from gateway.engines.generate_request import SamplingParameters
 from gateway.errors import GatewayError
-from gateway.metrics import Metrics
+from gateway.metrics.metrics import Metrics
 from rollout_queue.contract.records import Span
 from tests.support.gateway.fake_engine import FakeEngine, Interruption, logprob_of
 from tests.support.serving import free_port, serving

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 from gateway.edge.reply import Reply
+from gateway.metrics.calls import CallFigures
 
 
 async def test_a_stream_that_ends_while_its_first_heartbeat_waits_begins_all_the_same() -> None:
@@ -15,7 +16,7 @@ async def test_a_stream_that_ends_while_its_first_heartbeat_waits_begins_all_the
         await writable.wait()
         sent.append(message["type"])
 
-    reply = Reply(send, "r")
+    reply = Reply(send, "r", CallFigures("chat"))
     reply.keep_alive(b": hi\n\n", 0.02, dict)
     await opening.wait()  # the heartbeat is opening the stream and waits for the socket
     closing = asyncio.create_task(reply.close(b"data: x\n\n"))
@@ -35,7 +36,7 @@ async def test_a_silent_stream_is_opened_and_kept_alive() -> None:
         if len(sent) == 4:
             beaten.set()
 
-    reply = Reply(send, "r")
+    reply = Reply(send, "r", CallFigures("chat"))
     reply.keep_alive(b": hi\n\n", 0.02, lambda: {"x-weir-session-id": "s"})
     await beaten.wait()
     await reply.close(b"data: x\n\n")

@@ -65,6 +65,14 @@ class QueueReport(ServiceMessage):
     """Redis' `maxmemory`; 0 if it has none."""
 
 
+class SlowPart(ServiceMessage):
+    """A part of the calls that one gateway has served: all seconds that it took, and how often it ran."""
+
+    part: str
+    seconds: float
+    runs: int
+
+
 class PolicyStatus(ServiceMessage):
     """The part of `GET /admin/status` that the trainer reads."""
 
@@ -77,4 +85,6 @@ class SystemStatus(PolicyStatus):
     rollout_servers: tuple[ServerShape, ...]
     trainer: TrainerReport
     queue: QueueReport
+    slowest_parts: tuple[SlowPart, ...] = ()
+    """The five parts that took most seconds since this gateway started, the slowest first."""
     warnings: tuple[str, ...]

@@ -94,6 +94,11 @@ class RedisWriter:
             await self._retractions.settle_all()
         await self._connection.close()
 
+    @property
+    def head_lookups(self) -> tuple[int, int]:
+        """How many calls found their session's head in the cache, and how many did not."""
+        return self._heads.hits, self._heads.misses
+
     async def ping(self) -> None:
         await stored(self._connection.command("PING"))
 

@@ -30,6 +30,8 @@ class HeadCache:
     def __init__(self, limit: int = 2**22) -> None:
         self._limit = limit
         self._held = 0
+        self.hits = self.misses = 0
+        """How often `get` found a head, and how often none."""
         self._seen: OrderedDict[str, CachedHead] = OrderedDict()
 
     def __len__(self) -> int:
@@ -41,7 +43,11 @@ class HeadCache:
     def get(self, session_id: str, fields: int) -> SessionHead | None:
         """The head of a session whose hash has `fields` fields; None if no such head is cached."""
         seen = self._seen.get(session_id)
-        return seen.head if seen is not None and seen.fields == fields else None
+        if seen is not None and seen.fields == fields:
+            self.hits += 1
+            return seen.head
+        self.misses += 1
+        return None
 
     def put(self, fields: int, head: SessionHead) -> None:
         self.drop(head.spec.session_id)

@@ -1,10 +1,11 @@
 """The gateway's metrics, for Prometheus."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from gateway.metrics.calls import SECONDS, CallFigures
+from gateway.metrics.collector import CacheCollector, CallCollector, DistributionCollector
+from gateway.metrics.distribution import Distribution
 from rollout_queue.contract.records import Turn
-
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
@@ -14,6 +15,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._define_turns()
         self._define_fleet()
+        self._define_calls()
         self.refusals = self._counter("weir_refusals_total", "Calls and sessions refused with 429", "code")
         self.forgotten = self._counter(
             "weir_sessions_forgotten_total",
@@ -40,10 +42,12 @@ class Metrics:
             "weir_context_tokens_total", "Context tokens that turns added to their parent turns"
         )
         self.output_tokens = self._counter("weir_output_tokens_total", "Tokens sampled")
-        self.turn_seconds = self._histogram(
+        self._turn_seconds = self._distribution(
             "weir_turn_seconds", "Seconds from the beginning of a generation to its last token"
         )
-        self.record_seconds = self._histogram("weir_record_seconds", "Seconds to append one turn to Redis")
+        self._record_seconds = self._distribution(
+            "weir_record_seconds", "Seconds to append one turn to Redis"
+        )
 
     def _define_fleet(self) -> None:
         self.serving_version = self._gauge(
@@ -60,14 +64,32 @@ class Metrics:
             "weir_breaker_open", "1 for a server that gets no calls because its recent ones failed", "server"
         )
 
+    def _define_calls(self) -> None:
+        self.calls: dict[str, CallFigures] = {}
+        """By dialect; see `of`."""
+        self.registry.register(CallCollector(self.calls))
+        self.loop_lag = self._distribution(
+            "weir_loop_lag_seconds", "Seconds by which the event loop was late, sampled ten times a second"
+        )
+        caches = CacheCollector()
+        self.caches = caches.caches
+        """By name, the function that reads a cache's counts."""
+        self.registry.register(caches)
+
+    def of(self, dialect: str) -> CallFigures:
+        """The figures of a dialect's calls."""
+        return self.calls.setdefault(dialect, CallFigures(dialect))
+
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(name, text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(name, text, buckets=SECONDS, registry=self.registry)
+    def _distribution(self, name: str, text: str) -> Distribution:
+        found = Distribution(SECONDS)
+        self.registry.register(DistributionCollector(name, text, found))
+        return found
 
     def turn_recorded(self, turn: Turn, record_s: float) -> None:
         kind = turn.relation, turn.finish
@@ -81,5 +103,5 @@ class Metrics:
             self.drift.labels(turn.relation, turn.reason).inc()
         self.context_tokens.inc(len(turn.context_ids))
         self.output_tokens.inc(len(turn.output_ids))
-        self.turn_seconds.observe(turn.finished_at - turn.started_at)
-        self.record_seconds.observe(record_s)
+        self._turn_seconds.add(turn.finished_at - turn.started_at)
+        self._record_seconds.add(record_s)

@@ -1,0 +1,32 @@
+"""The time that one prompt takes to render, and the share of the tokenizer, in whichever thread."""
+
+import threading
+from collections.abc import Callable
+from time import perf_counter
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class ThreadSeconds(threading.local):
+    """How long the current thread has spent in the tokenizer, since it began."""
+
+    seconds = 0.0
+
+
+class PromptTime:
+    """The times of one prompt, once `run` has returned or raised."""
+
+    __slots__ = ("_spent", "seconds", "tokenizer_s")
+
+    def __init__(self, spent: ThreadSeconds) -> None:
+        self._spent = spent
+        self.seconds = self.tokenizer_s = 0.0
+
+    def run(self, work: Callable[[], T]) -> T:
+        spent = self._spent
+        began, before = perf_counter(), spent.seconds
+        try:
+            return work()
+        finally:
+            self.seconds, self.tokenizer_s = perf_counter() - began, spent.seconds - before

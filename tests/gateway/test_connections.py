@@ -21,6 +21,8 @@ TIMEOUT_S = 1.0
 PER_ADDRESS = 40
 CHAT_PATH = "/v1/chat/completions"
 PATHS = (CHAT_PATH, "/v1/messages", "/v1/messages/count_tokens", "/sessions", "/sessions/x/reward")
+ESTABLISHED = 1
+"""Linux' TCP_ESTABLISHED, the first byte of TCP_INFO."""
 READ_AHEAD = 2 * 2**18
 """Bytes that a connection holds of a body that nobody reads: two reads of uvloop's size."""
 
@@ -244,7 +246,10 @@ def test_an_address_gets_so_many_connections_and_no_more(
 def test_a_reader_that_stops_is_disconnected(
     bounded: tuple[psutil.Process, RunningGateway], stream: bool
 ) -> None:
-    """A stream ends as aborted; a plain answer was recorded before it was sent."""
+    """A stream ends as aborted; a plain answer was recorded before it was sent.
+
+    The connection is reset: else the kernel would keep megabytes for the client, and wait for it.
+    """
     process, gateway = bounded
     gateway.engine.script.append([300] * 60_000)
     session = gateway.session()
@@ -261,6 +266,7 @@ def test_a_reader_that_stops_is_disconnected(
         (turn,) = gateway.turns(session)
         assert turn["finish_reason"] == ("abort" if stream else "length")
         wait_until(lambda: port not in peers(process))
+        wait_until(lambda: line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != ESTABLISHED)
 
 
 def peers(process: psutil.Process) -> list[int]:

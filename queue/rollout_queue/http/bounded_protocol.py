@@ -5,6 +5,8 @@ stays open while a body or an answer makes progress, however slow that is.
 """
 
 import json
+import socket
+import struct
 from asyncio import BaseTransport, TimerHandle, Transport
 from http import HTTPStatus
 from typing import Any, Literal, cast
@@ -23,6 +25,9 @@ MAX_REFUSED = 256
 """Connections over the limit that get an error before they are closed. Further ones are just closed."""
 REFUSED_S = 1.0
 """How long a refused connection stays open, so that the error reaches the client before the end does."""
+
+LINGER_0 = struct.pack("ii", 1, 0)
+"""The value of SO_LINGER with which a closed connection is reset."""
 
 Phase = Literal["between", "head", "body"]
 
@@ -70,7 +75,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         if self.transport.get_write_buffer_size():  # closing would wait for a client that does not read
-            self.transport.abort()
+            self._reset()
         else:
             super().timeout_keep_alive_handler()
 
@@ -217,9 +222,18 @@ class BoundedProtocol(HttpToolsProtocol):
         self._write_timer = None
         unwritten = self.transport.get_write_buffer_size()
         if unwritten > self._unwritten_then - PROGRESS_BYTES:
-            self.transport.abort()
+            self._reset()
         else:
             self._time_writing()
+
+    def _reset(self) -> None:
+        """End the connection at once, with all that waits for the client.
+
+        Without the option, the kernel would keep what it has taken already, up to megabytes, for minutes.
+        """
+        connection = self.transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, LINGER_0)
+        self.transport.abort()
 
 
 def _response(error: ApiError) -> bytes:

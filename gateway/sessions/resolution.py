@@ -28,7 +28,7 @@ from rollout_queue.contract.stream import StreamWriter
 from rollout_queue.protocol.ids import ID
 
 CODEX, CODEX_HEADERS = "originator", ("session-id", "session_id")
-"""A header that Codex sends, and those with the id of its own conversation. Other clients name sessions there."""
+"""A header that Codex sends, and those with the id of its own conversation; others name sessions there."""
 NAME_HEADERS = ("x-session-id", "x-weir-session-id", "x-litellm-session-id", *CODEX_HEADERS)
 HARNESS_HEADERS = ("x-claude-code-session-id", "x-opencode-session", "x-litellm-trace-id")
 """Agents' harnesses send the id of their own conversation in these, even when a session was given to them."""

@@ -1,4 +1,4 @@
-"""Vercel's AI SDK on Chat (two providers), Responses and Messages: tool loops, plain and streamed, and objects."""
+"""Vercel's AI SDK on Chat (two providers), Responses and Messages: tool loops, streams, and objects."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Claude Code: its own tools, a conversation that goes on, a sub-agent, thoughts, and the session that it names."""
+"""Claude Code: its own tools, a conversation that goes on, a sub-agent, thoughts, and its session."""
 
 from tests.support.agents.acting_engine import tool_call
 from tests.support.agents.running import RunningAgents, kinds

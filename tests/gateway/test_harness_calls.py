@@ -1,4 +1,4 @@
-"""What agents' harnesses add to their calls: sessions of their own, WebSockets, fields that only they send."""
+"""What agents' harnesses add to their calls: sessions of their own, WebSockets, fields of their own."""
 
 from typing import Any
 

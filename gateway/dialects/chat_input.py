@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gateway.dialects.chat_wire import ChatRequest
-from gateway.dialects.fields import check_keys
-from gateway.dialects.inner_fields import (
+from gateway.dialects.fields import (
     CALLED,
     CHAT_CALL,
     CHAT_MESSAGES,
@@ -17,6 +16,7 @@ from gateway.dialects.inner_fields import (
     check_choice,
     check_fields,
     check_format,
+    check_keys,
 )
 from gateway.dialects.wire import TEXT_PARTS, JsonObject, guided_form, split_begun
 from gateway.errors import InvalidRequest

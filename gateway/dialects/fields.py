@@ -1,7 +1,8 @@
-"""Refuses by name the fields of a request that the gateway cannot serve.
+"""Refuses by name the fields that the gateway cannot serve, of requests and of the objects inside them.
 
 A field is served, or it changes no token and is accepted (`prompt_cache_key`), or it is refused here, unless
-its value asks for nothing. `decode_body` refuses fields that no contract has.
+its value asks for nothing. `decode_body` refuses unknown fields of a request. `check_fields` refuses unknown
+fields of messages, parts of their content, items, tool calls and tools.
 """
 
 from collections.abc import Mapping, Sequence
@@ -78,3 +79,136 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> None:
     """Raises InvalidRequest for `metadata` over the limit."""
     if metadata and len(msgspec.json.encode(metadata)) > MAX_METADATA_BYTES:
         raise InvalidRequest(f"metadata: more than {MAX_METADATA_BYTES} bytes of JSON", param="metadata")
+
+
+# Objects inside requests
+
+
+class Fields(msgspec.Struct, frozen=True):
+    """The fields of one kind of object."""
+
+    accepted: frozenset[str]
+    """They are read, or they change no token."""
+    refused: Refusals = {}
+    """Others that clients send: the values that ask for nothing, and why any other value is refused."""
+
+
+def check_fields(given: Mapping[str, Any], fields: Fields, where: str) -> None:
+    """Raises InvalidRequest that names the first field of the object `where` that is not served."""
+    if given.keys() <= fields.accepted:
+        return
+    for name, value in given.items():
+        if name in fields.accepted or value is None:
+            continue
+        neutral, reason = fields.refused.get(name, ((), "unknown field"))
+        if value not in neutral:
+            path = f"{where}.{name}"
+            raise InvalidRequest(f"{path}: {reason}", param=path)
+
+
+def check_format(form: Any, where: str) -> None:
+    """Raises InvalidRequest that names an unknown field of a format such as `response_format`."""
+    if isinstance(form, dict):
+        check_fields(form, FORMAT, where)
+        check_format(form.get("json_schema"), f"{where}.json_schema")
+
+
+def check_choice(choice: Any) -> None:
+    """Raises InvalidRequest that names an unknown field of `tool_choice`."""
+    if isinstance(choice, Mapping):
+        check_fields(choice, CHOICE, "tool_choice")
+        if isinstance(function := choice.get("function"), dict):
+            check_fields(function, NAMED, "tool_choice.function")
+
+
+def _fields(names: str, refused: Refusals | None = None) -> Fields:
+    return Fields(frozenset(names.split()), refused or {})
+
+
+MARKS = "cache_control prompt_cache_breakpoint"
+"""Where a prompt may be cached; the engine caches prompts by itself."""
+NO_SOUND = ((), "this model writes text only")
+NO_NAMESPACE = ((), "this gateway knows no groups of tools")
+DIRECT: Refusals = {
+    "async": ((False,), "the agent waits for every call"),
+    "caller": (({"type": "direct"},), "only the model calls tools"),
+    "namespace": NO_NAMESPACE,
+    "toolset_name": NO_NAMESPACE,
+}
+ELSEWHERE: Refusals = {
+    "defer_loading": ((False,), "every tool is in the prompt"),
+    "allowed_callers": ((["direct"],), "only the model calls tools"),
+    "async": ((False,), "the agent waits for every call"),
+    "output_schema": ((), "no template has a place for it; put it into the description"),
+    "input_examples": (([],), "no template has a place for it; put it into the description"),
+}
+
+FORMAT = _fields("type json_schema name description schema strict")
+CHOICE = _fields("type function name disable_parallel_tool_use")
+NAMED = _fields("name")
+
+# Chat
+
+SAID = _fields(f"role content name {MARKS}", {"tool_calls": (([],), "only an answer has calls")})
+ANSWERED = _fields(
+    f"role content name tool_calls function_call reasoning_content reasoning refusal {MARKS}"
+    " annotations parsed provider_specific_fields",
+    {
+        "audio": NO_SOUND,
+        "reasoning_details": (([],), "send reasoning_content"),
+        "thinking_blocks": (([],), "send reasoning_content"),
+        "images": (([],), "this model writes text only"),
+        "prefix": ((False,), "use continue_final_message"),
+        "partial": ((False,), "use continue_final_message"),
+    },
+)
+"""An answer that comes back. `parsed` and `annotations` are read from its text, by an SDK or a server."""
+RESULT = _fields(f"role content name tool_call_id {MARKS}", SAID.refused)
+CHAT_MESSAGES = {
+    **dict.fromkeys(("system", "developer", "user"), SAID),
+    **dict.fromkeys(("tool", "function"), RESULT),
+    "assistant": ANSWERED,
+}
+"""By role."""
+TEXT_PART = _fields(f"type text annotations logprobs parsed {MARKS}")
+REFUSAL_PART = _fields(f"type refusal {MARKS}")
+CHAT_CALL = _fields(f"id type function index provider_specific_fields {MARKS}")
+CALLED = _fields("name arguments parsed_arguments")
+CHAT_TOOL = _fields(f"type function {MARKS}")
+FUNCTION = _fields("name description parameters strict")
+
+# Responses
+
+ITEMS = {
+    "message": _fields("type id role content status phase"),
+    "reasoning": _fields("type id summary content encrypted_content status"),
+    "function_call": _fields("type id call_id name arguments status parsed_arguments", DIRECT),
+    "function_call_output": _fields("type id call_id output status name", DIRECT),
+    "item_reference": _fields("type id"),
+}
+"""By type. `status`, `phase` and `id` say how an item was made, which its tokens do not."""
+RESPONSES_TOOL = _fields("type name description parameters strict", ELSEWHERE)
+
+# Messages
+
+MESSAGE = _fields("role content")
+BLOCKS = {
+    "text": _fields("type text cache_control citations"),
+    "thinking": _fields("type thinking signature cache_control"),
+    "redacted_thinking": _fields("type data cache_control"),
+    "tool_use": _fields("type id name input cache_control", DIRECT),
+    "tool_result": _fields("type tool_use_id content is_error cache_control", DIRECT),
+    "document": _fields(
+        "type source cache_control",
+        {
+            "title": ((), "put it into the text"),
+            "context": ((), "put it into the text"),
+            "citations": (({"enabled": False},), "this model cites no documents"),
+        },
+    ),
+}
+"""By type. A failed tool says so in its text, so `is_error` is accepted."""
+SOURCE = _fields("type media_type data")
+MESSAGES_TOOL = _fields(
+    "type name description input_schema strict cache_control eager_input_streaming", ELSEWHERE
+)

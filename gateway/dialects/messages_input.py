@@ -8,8 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.dialects.fields import check_keys
-from gateway.dialects.inner_fields import (
+from gateway.dialects.fields import (
     BLOCKS,
     MESSAGE,
     MESSAGES_TOOL,
@@ -17,6 +16,7 @@ from gateway.dialects.inner_fields import (
     check_choice,
     check_fields,
     check_format,
+    check_keys,
 )
 from gateway.dialects.messages_wire import RAW_ARGUMENTS, MessagesRequest, Sign
 from gateway.dialects.wire import JsonObject

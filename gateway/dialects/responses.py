@@ -7,8 +7,15 @@ from msgspec import Raw
 from redis.asyncio import Redis
 
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
-from gateway.dialects.fields import RESPONSES, check_keys, check_metadata, refuse_unserved, verbosity_of
-from gateway.dialects.inner_fields import check_choice, check_format
+from gateway.dialects.fields import (
+    RESPONSES,
+    check_choice,
+    check_format,
+    check_keys,
+    check_metadata,
+    refuse_unserved,
+    verbosity_of,
+)
 from gateway.dialects.logprobs import logprobs_of
 from gateway.dialects.responses_events import ResponsesEvents
 from gateway.dialects.responses_input import functions_of, kind_of, left_out_of, messages_of

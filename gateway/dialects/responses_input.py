@@ -9,7 +9,7 @@ function_call_output                  ──▶ a tool's message
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.dialects.inner_fields import (
+from gateway.dialects.fields import (
     ITEMS,
     REFUSAL_PART,
     RESPONSES_TOOL,

@@ -61,6 +61,7 @@ class Fleet:
             registration = Registration(id=f"engine-{index}", engine_url=url.rstrip("/"))
             self.servers[registration.id] = FleetServer(registration)
         self._bare_ids = frozenset(self.servers)
+        self._switches = 0  # how often `serve` was called
         self._former: list[FleetServer] = []
         """Servers that left the fleet, or that registered with another engine, while they had answers."""
 
@@ -115,6 +116,7 @@ class Fleet:
     def serve(self, version: int) -> None:
         """From now on, servers with this version take the calls."""
         self.serving = version
+        self._switches += 1
         self._wake_waiting()
 
     async def refresh(self) -> None:
@@ -150,13 +152,14 @@ class Fleet:
             raise StateConflict(message, param="id")
 
     async def _read_registrations(self) -> None:
-        read_at = time.time()
+        read_at, switches = time.time(), self._switches
         async with self.redis.pipeline(transaction=False) as reading:
             reading.hgetall(keys.SERVERS)
             reading.get(keys.SERVING)
             reading.smembers(keys.HELD)
             raw, serving, drained = await stored(reading.execute())
-        self.serving = int(serving) if serving is not None else None
+        if switches == self._switches:  # else `serve` was called after Redis was read
+            self.serving = int(serving) if serving is not None else None
         for value in raw.values():
             registration = msgspec.json.decode(value, type=Registration)
             if registration.id not in self._bare_ids:
@@ -190,7 +193,7 @@ class Fleet:
 
     async def _read_status(self, server: FleetServer) -> None:
         """Update state and version. The engine's /health is no use: it samples, and fails while paused."""
-        registration, was_ready = server.registration, server.state == "ready"
+        registration, was_ready, reloads = server.registration, server.state == "ready", server.reloads
         try:
             if registration.url is None:
                 body = await self.engine.get(f"{registration.engine_url}/model_info", STATUS_TIMEOUT_S)
@@ -198,7 +201,9 @@ class Fleet:
                 server.state, server.version = "ready", version_number(info.weight_version)
             else:
                 status = await status_of(registration, self.engine, self.headers)
-                server.state, server.version = status.state, status.version
+                server.state = status.state
+                if reloads == server.reloads:  # else the server has loaded another version since
+                    server.version = status.version
             server.seen_at, server.error, server.late = time.time(), None, 0
         except TimeoutError:
             server.late += 1

@@ -34,6 +34,8 @@ class FleetServer:
     state: str = "unknown"
     """unknown, or what `/status` says: starting, loading, ready, draining or dead."""
     version: int | None = None
+    reloads: int = 0
+    """How often it has loaded a version that this gateway pushed."""
     drained: bool = False
     """An operator took it out of rotation: it gets no new calls."""
     seen_at: float = 0.0
@@ -57,6 +59,11 @@ class FleetServer:
     @property
     def id(self) -> str:
         return self.registration.id
+
+    def has_loaded(self, version: int) -> None:
+        """It has loaded a version that this gateway pushed to it."""
+        self.version = version
+        self.reloads += 1
 
     @property
     def loads(self) -> bool:

@@ -135,7 +135,7 @@ class Policies:
             return PushResult(server=server.id, ok=False, total_s=total_s, error=str(refusal))
         finally:
             server.pushing = False
-        server.version = served.version
+        server.has_loaded(served.version)
         return PushResult(
             server=server.id,
             ok=True,

@@ -5,9 +5,11 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
 
 from gateway.engines import breaker as breakers
 from gateway.engines.breaker import Breaker
@@ -190,3 +192,27 @@ async def test_a_server_that_hangs_does_not_delay_the_state_of_the_others(fleet:
     )
     await fleet.close()
     hanging.close()
+
+
+async def test_a_version_that_is_served_meanwhile_is_not_undone_by_an_older_reading(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    redis, engine = Redis.from_url(redis_url), EngineClient(HttptoolsTransport(1.0))
+    fleet, read, go_on = Fleet(redis, engine, None), asyncio.Event(), asyncio.Event()
+    execute = Pipeline.execute
+
+    async def late(pipeline: Pipeline) -> Any:
+        answer = await execute(pipeline)
+        read.set()
+        await go_on.wait()
+        return answer
+
+    monkeypatch.setattr(Pipeline, "execute", late)
+    reading = asyncio.create_task(fleet.refresh())
+    await read.wait()
+    fleet.serve(7)
+    go_on.set()
+    await reading
+    assert fleet.serving == 7
+    await engine.close()
+    await redis.aclose()

@@ -11,7 +11,8 @@ from tests.support.gateway.gated_engine import asked, let_on
 from tests.support.gateway.running import RunningGateway
 from tests.support.waiting import wait_until
 
-TTL_S = 0.3
+TTL_S = 3.0
+"""A busy machine may be late by a third of it with every poll."""
 
 
 def expired(gateway: RunningGateway, path: str) -> bool:
@@ -27,9 +28,8 @@ def test_a_call_in_flight_keeps_its_session_open(
     session = gated.session(ttl_s=TTL_S)
     call = Call(gated, session, stream=stream)
     asked(gated, 1)
-    for _ in range(3):  # a session without calls, opened later, expires meanwhile
-        bystander = f"/sessions/{gated.session(ttl_s=TTL_S)['session_id']}"
-        wait_until(partial(expired, gated, bystander))
+    bystander = f"/sessions/{gated.session(ttl_s=TTL_S)['session_id']}"  # opened later, and without calls
+    wait_until(partial(expired, gated, bystander))
     assert gated.get(f"/sessions/{session['session_id']}").json()["state"] == "open"
     let_on(gated)
     status, body = call.answer()

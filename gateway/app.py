@@ -19,11 +19,13 @@ from redis.exceptions import RedisError
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from gateway.background import background_tasks
+from gateway.dialects.base import Dialect
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
 from gateway.dialects.messages import Messages
 from gateway.dialects.responses import Responses
 from gateway.edge.asgi import EdgeApp, Endpoint
+from gateway.edge.background_answers import BackgroundAnswers
 from gateway.edge.errors import install_gateway_errors
 from gateway.edge.exchange import Exchange
 from gateway.edge.request import BodyBudget
@@ -48,14 +50,16 @@ def create_app(settings: GatewaySettings) -> EdgeApp:
     )
     metrics = Metrics()
     calls = InFlightCalls(settings.retry_grace_s, settings.join_identical)
+    answers = BackgroundAnswers(settings.max_background_answers, settings.max_background_answers_per_key)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with opened(settings, renderer, metrics) as gateway:
             app.state.parts = gateway
-            edge.identities, edge.endpoints = gateway.identities, endpoints_of(gateway, calls)
+            edge.identities, edge.endpoints = gateway.identities, endpoints_of(gateway, calls, answers)
             async with background_tasks(gateway):
                 yield
+                await answers.close(settings.drain_timeout_s)
 
     app = FastAPI(title="Weir gateway", version="1", lifespan=lifespan, docs_url="/docs", redoc_url=None)
     install_error_handlers(app)
@@ -70,21 +74,27 @@ def create_app(settings: GatewaySettings) -> EdgeApp:
         app.include_router(routes.router)
     app.include_router(probes(lambda: _why_not_ready(app, edge), metrics.registry))
     vars(app)["openapi"] = lambda: openapi_document(app)
-    edge = EdgeApp(app, bodies, calls, settings.leave_s, metrics.of("rest"))
+    edge = EdgeApp(app, bodies, calls, answers, settings.leave_s, metrics.of("rest"))
     return edge
 
 
-def endpoints_of(gateway: GatewayParts, calls: InFlightCalls) -> Mapping[str, Endpoint]:
+def endpoints_of(
+    gateway: GatewayParts, calls: InFlightCalls, answers: BackgroundAnswers
+) -> Mapping[str, Endpoint]:
     """The endpoint of each agents' path. `EdgeApp` also serves each path under `/sessions/{id}`."""
     renderer, model_name, of = gateway.renderer, gateway.settings.model_name, gateway.metrics.of
     messages = Messages(renderer, model_name, gateway.identities.thought_signature)
+    dialects: Mapping[str, tuple[str, Dialect]] = {
+        "/v1/chat/completions": ("chat", Chat(renderer, model_name)),
+        "/v1/completions": ("completions", Completions(renderer, model_name)),
+        "/v1/responses": ("responses", Responses(renderer, model_name, gateway.redis)),
+        "/v1/messages": ("messages", messages),
+    }
     return {
-        "/v1/chat/completions": Exchange(Chat(renderer, model_name), gateway, calls, of("chat")),
-        "/v1/completions": Exchange(Completions(renderer, model_name), gateway, calls, of("completions")),
-        "/v1/responses": Exchange(
-            Responses(renderer, model_name, gateway.redis), gateway, calls, of("responses")
-        ),
-        "/v1/messages": Exchange(messages, gateway, calls, of("messages")),
+        **{
+            path: Exchange(dialect, gateway, calls, answers, of(name))
+            for path, (name, dialect) in dialects.items()
+        },
         "/v1/messages/count_tokens": TokenCount(messages, gateway, of("count_tokens")),
     }
 

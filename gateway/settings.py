@@ -114,6 +114,11 @@ class GatewaySettings(ServiceSettings):
     """Bytes of bodies that the gateway reads, or turns into tokens, at once. Beyond it, calls get a 429."""
     max_bodies_bytes_per_key: int = Field(256 * 2**20, ge=1)
     """The same for one key."""
+    max_background_answers: int = Field(256, ge=1)
+    """Answers that are made in the background at once (`background: true` in Responses). Beyond it, such
+    calls get a 429."""
+    max_background_answers_per_key: int = Field(64, ge=1)
+    """The same for the sessions of one client key."""
     connections: ConnectionBounds = ConnectionBounds()
     limits: LimitSettings = LimitSettings()
     warnings: WarningSettings = WarningSettings()

@@ -59,6 +59,29 @@ class Responder(Protocol):
     def events(self, generations: Sequence[Generation]) -> Events: ...
 
 
+class BackgroundReply(Protocol):
+    """The reply to a request whose answer is made in the background: it is stored, and read by its id.
+
+    All methods raise StorageUnavailable.
+    """
+
+    async def begin(self, generation: Generation) -> bytes:
+        """Store that the answer is being made. Returns the body of the reply. Raises Deleted."""
+        ...
+
+    async def renew(self) -> bool:
+        """Say that the answer is still being made. Returns False if it was cancelled or deleted."""
+        ...
+
+    async def end(self, recorded: RecordedAnswer) -> None:
+        """Store the answer, unless it was cancelled or deleted. Raises Deleted."""
+        ...
+
+    async def fail(self, error: ApiError) -> None:
+        """Store that there is no answer, unless it was cancelled or deleted."""
+        ...
+
+
 class ParsedRequest(msgspec.Struct, frozen=True):
     """A request as a dialect has read it: the calls to sample, and the responder that writes the reply."""
 
@@ -75,6 +98,8 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     """The session of the response that the request continues (`previous_response_id`)."""
     store: Callable[[Sequence[RecordedAnswer]], Awaitable[None]] | None = None
     """Stores the answers for later requests that refer to them; awaited before the reply ends."""
+    background: BackgroundReply | None = None
+    """Set if the client does not wait for the answer."""
 
 
 class Dialect(Protocol):

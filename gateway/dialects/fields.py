@@ -25,7 +25,6 @@ CHAT: Refusals = {
     "moderation": ((), "this gateway does not moderate"),
 }
 RESPONSES: Refusals = {
-    "background": ((False,), "this gateway does not serve it"),
     "background_options": ((), "this gateway does not serve it"),
     "conversation": ((), "this gateway does not serve it; use previous_response_id"),
     "prompt": ((), "this gateway does not serve it"),

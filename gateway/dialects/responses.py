@@ -20,9 +20,11 @@ from gateway.dialects.logprobs import logprobs_of
 from gateway.dialects.responses_events import ResponsesEvents
 from gateway.dialects.responses_input import functions_of, kind_of, left_out_of, messages_of
 from gateway.dialects.responses_output import final_state, head_of, output_of
-from gateway.dialects.responses_store import ResponseStore, StoredConversation
 from gateway.dialects.responses_wire import LOGPROBS, PREFIX, Item, ResponsesRequest
-from gateway.dialects.wire import check_sampling, decode_body, encode, given_fields, left_out
+from gateway.dialects.stored_responses.background import BackgroundResponse
+from gateway.dialects.stored_responses.record import StoredResponse
+from gateway.dialects.stored_responses.store import ResponseStore, StoredConversation
+from gateway.dialects.wire import JsonObject, check_sampling, decode_body, encode, given_fields, left_out
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
 from gateway.language.chat_messages import Message, in_call_order
@@ -63,6 +65,7 @@ class Responses:
     async def read(self, caller: Caller, body: bytes, heavy: bool) -> ParsedRequest:
         request = decode_body(body, ResponsesRequest)
         check(request)
+        model = request.model or self._model_name
         store, previous_id = ResponseStore(self._redis, caller), request.previous_response_id
         past = await store.conversation(previous_id) if previous_id else StoredConversation()
         items = await _resolved(store, _given_items(request.input))
@@ -71,21 +74,28 @@ class Responses:
             [{"role": "system", "content": request.instructions}] if request.instructions else []
         )
 
-        async def keep(recorded: Sequence[RecordedAnswer]) -> None:
-            output: list[Item] = msgspec.to_builtins(output_of(recorded[0]))
-            head = head_of(request, request.model or self._model_name, recorded[0].generation)
-            state = final_state(self._renderer, recorded[0], (), with_ids=False)
-            told = msgspec.to_builtins(head) | msgspec.to_builtins(state)
-            await store.keep(past, bool(instructions), recorded[0].generation, output, told)
+        def head(generation: Generation) -> JsonObject:
+            told: JsonObject = msgspec.to_builtins(head_of(request, model, generation))
+            return told
+
+        async def keep(recorded: RecordedAnswer, replacing: StoredResponse | None = None) -> None:
+            generation, output = recorded.generation, msgspec.to_builtins(output_of(recorded))
+            state = final_state(self._renderer, recorded, (), with_ids=False)
+            told = {**head(generation), **msgspec.to_builtins(state)}
+            await store.keep(past, bool(instructions), generation, output, told, replacing)
+
+        async def keep_only(recorded: Sequence[RecordedAnswer]) -> None:
+            await keep(recorded[0])
 
         return ParsedRequest(
             calls=[call_of(self._renderer, request, [*instructions, *past.messages, *added], items)],
-            responder=ResponsesResponder(self._renderer, request, request.model or self._model_name),
+            responder=ResponsesResponder(self._renderer, request, model),
             stream=bool(request.stream),
             model=request.model,
             metadata=request.metadata,
             session_id=past.session_id,
-            store=None if request.store is False else keep,
+            store=None if request.store is False else keep_only,
+            background=BackgroundResponse(self._redis, head, keep) if request.background else None,
         )
 
     def error(self, error: ApiError) -> bytes:
@@ -128,6 +138,10 @@ def check(request: ResponsesRequest) -> None:
     check_choice(request.tool_choice)
     if not isinstance((request.text or {}).get("format"), dict | None):
         raise InvalidRequest(f"{FORMAT}: not an object", param=FORMAT)
+    if request.background and request.stream:
+        raise InvalidRequest("stream: an answer in the background is read by its id", param="stream")
+    if request.background and request.store is False:
+        raise InvalidRequest("store: an answer in the background is stored", param="store")
     if not request.input and not request.previous_response_id:
         raise InvalidRequest("input: give text, or at least one item", param="input")
 

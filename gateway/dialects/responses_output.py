@@ -97,6 +97,7 @@ def head_of(request: ResponsesRequest, model: str, generation: Generation) -> Re
         reasoning=request.reasoning,
         safety_identifier=request.safety_identifier,
         user=request.user,
+        background=bool(request.background),
         parallel_tool_calls=request.parallel_tool_calls is not False,
         store=request.store is not False,
         temperature=used["temperature"],

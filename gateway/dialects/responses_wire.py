@@ -29,6 +29,8 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True):
     model: str | None = None
     stream: bool | None = False
     store: bool | None = True
+    background: bool | None = False
+    """Reply at once; the client reads the answer by its id."""
     stream_options: StreamOptions | None = None
     tools: list[Tool] | None = None
     tool_choice: str | JsonObject | None = None
@@ -55,7 +57,6 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     # Refused, unless they ask for nothing: `fields.RESPONSES`.
     access_programs: Any = None
-    background: Any = False
     background_options: Any = None
     context_management: Any = None
     conversation: Any = None
@@ -139,7 +140,7 @@ class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: JsonObject | None
     safety_identifier: str | None
     user: str | None
-    background: bool = False
+    background: bool
     error: None = None
     parallel_tool_calls: bool
     service_tier: str = "default"

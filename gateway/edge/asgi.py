@@ -13,6 +13,7 @@ from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.edge.background_answers import BackgroundAnswers
 from gateway.edge.disconnect import DisconnectWatch
 from gateway.edge.errors import ANSWERABLE, api_error
 from gateway.edge.reply import Reply
@@ -46,13 +47,20 @@ class EdgeApp:
     """The ASGI application that uvicorn runs; `app` is FastAPI's."""
 
     def __init__(
-        self, app: ASGIApp, bodies: BodyBudget, calls: InFlightCalls, leave_s: float, rest: CallFigures
+        self,
+        app: ASGIApp,
+        bodies: BodyBudget,
+        calls: InFlightCalls,
+        answers: BackgroundAnswers,
+        leave_s: float,
+        rest: CallFigures,
     ) -> None:
         """`rest`: what is measured of the requests that `app` serves."""
         self._app = app
         self._rest = rest
         self._bodies = bodies
         self._calls = calls
+        self._answers = answers
         self._leave_s = leave_s
         self.leaving = False
         self.endpoints: Mapping[str, Endpoint] = {}
@@ -66,7 +74,8 @@ class EdgeApp:
         await asyncio.sleep(self._leave_s)  # load balancers do not say when they have noticed
 
     def end_calls(self) -> None:
-        """End the calls in flight. Each client gets an error."""
+        """End the calls in flight, and the answers in the background. Each client gets an error."""
+        self._answers.end_all()
         self._calls.end_all(ApiError(503, "the gateway stopped before the answer was complete"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from gateway.dialects.base import Dialect, ParsedRequest, RecordedAnswer
+from gateway.edge.background_answers import BackgroundAnswers, UnreadCall
 from gateway.edge.choices import for_each, sample_each
 from gateway.edge.errors import ANSWERABLE, api_error
 from gateway.edge.reply import Reply
@@ -19,7 +20,7 @@ from gateway.edge.retries import InFlightCall, InFlightCalls, attempt_of, reques
 from gateway.edge.streaming import answer_stream, opening_headers, reply_headers
 from gateway.edge.writing import written
 from gateway.engines.event_stream import OutputChunk
-from gateway.generations.generation import Generation, tokens_of
+from gateway.generations.generation import ClientCall, Generation, tokens_of
 from gateway.generations.pinning import pinned_version
 from gateway.metrics.calls import CallFigures
 from gateway.sessions.identity import Caller
@@ -38,6 +39,7 @@ class Exchange:
     dialect: Dialect
     gateway: GatewayParts
     calls: InFlightCalls
+    answers: BackgroundAnswers
     figures: CallFigures
 
     def error(self, error: ApiError) -> bytes:
@@ -78,15 +80,22 @@ class Exchange:
         """Answer a call in its session."""
         gateway = self.gateway
         version = pinned_version(gateway.settings, gateway.fleet, parsed.model, head.spec.policy)
+        client: ClientCall = call
+        if parsed.background is not None:
+            client = UnreadCall(call.digest, call.attempt, call.attempt, self.figures)
         generations = await gateway.generator.begin(
-            head, parsed.calls, parsed.n, version, self.dialect.prefix, request.heavy, call
+            head, parsed.calls, parsed.n, version, self.dialect.prefix, request.heavy, client
         )
         request.release()
         if not head.stored:
-            if parsed.stream:
+            if parsed.stream or parsed.background is not None:
                 await gateway.resolver.open(head, caller)
             else:
                 await gateway.resolver.check_storage()
+        if parsed.background is not None:
+            body = await self.answers.start(gateway, parsed.background, generations[0])
+            await reply.send_json(200, body, reply_headers(generations))
+            return
         try:
             if parsed.stream:
                 await _stream(gateway, parsed, generations, reply, call)

@@ -14,7 +14,7 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from gateway.dialects.responses_store import ResponseStore
+from gateway.dialects.stored_responses.store import ResponseStore
 from rollout_queue.contract.codec import decode, encode
 from rollout_queue.contract.records import Deletion, Reward
 from rollout_queue.contract.tokens import TokenIds
@@ -238,7 +238,7 @@ def test_a_response_leaves_no_words_in_a_session_that_was_deleted_as_they_came(
     keep = ResponseStore.keep
 
     async def too_late(store: ResponseStore, *given: Any) -> None:
-        session_id = given[2].generation.head.spec.session_id
+        session_id = given[2].head.spec.session_id
         async with AsyncRedis.from_url(backends.redis_url) as redis:
             assert await RedisDeleter(redis).delete_session(session_id) is not None
         await keep(store, *given)

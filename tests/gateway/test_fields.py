@@ -90,7 +90,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"tools": [{"type": "function", "function": {"name": "get", "description": 7}}]},
         "tools[0].function.description",
     ),
-    ("responses", {"background": True}, "background"),
+    ("responses", {"background": True, "stream": True}, "stream"),
     ("responses", {"truncation": "middle"}, "truncation"),
     ("responses", {"text": {"verbosity": 3}}, "text.verbosity"),
     ("responses", {"text": {"size": 7}}, "text.size"),

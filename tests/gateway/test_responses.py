@@ -499,7 +499,7 @@ CALL: Any = {"type": "function_call", "call_id": "c", "name": "get", "arguments"
         ({"input": "x", "tools": [{"type": "function", "function": {"name": "x"}}]}, "tools[0].name"),
         ({"input": "x", "tools": [TOOL | {"parameters": 7}]}, "tools[0].parameters"),
         ({"input": "x", "instructions": ["x"]}, "instructions"),
-        ({"input": "x", "background": True}, "background"),
+        ({"input": "x", "background": True, "store": False}, "store"),
         ({"input": "x", "conversation": "conv_1"}, "conversation"),
         ({"input": "x", "prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"input": "x", "tool_choice": "required"}, "tool_choice"),

@@ -1,4 +1,4 @@
-"""Stored responses of `/v1/responses`: reads them, lists what they answered, and deletes them."""
+"""Stored responses of `/v1/responses`: reads and deletes them, lists what they answered, cancels them."""
 
 from collections.abc import Collection
 from typing import Annotated, Any, Literal
@@ -6,10 +6,13 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 
-from gateway.dialects.responses_store import ResponseStore, StoredResponse
+from gateway.dialects.stored_responses.background import as_of_now, cancel
+from gateway.dialects.stored_responses.record import StoredResponse
+from gateway.dialects.stored_responses.store import ResponseStore
 from gateway.errors import InvalidRequest
 from gateway.rest.access import agent_of
 from gateway.rest.shapes import DeletedResponse, ItemList
+from gateway.wiring import parts_of
 
 router = APIRouter(tags=["agent"])
 
@@ -24,7 +27,18 @@ async def read_response(response_id: str, request: Request) -> JSONResponse:
     """A stored response, without logprobs and token ids: the record of its turn has these."""
     _refuse_unknown(request, ())
     store, found = await _found(request, response_id)
-    return JSONResponse(await store.body(response_id, found))
+    return JSONResponse(await store.body(found))
+
+
+@router.post(PATHS[0] + "/cancel")
+@router.post(PATHS[1] + "/cancel")
+async def cancel_response(response_id: str, request: Request) -> JSONResponse:
+    """Cancel a response that is made in the background. One that has ended stays as it is."""
+    _refuse_unknown(request, ())
+    store, found = await _found(request, response_id)
+    await cancel(parts_of(request).redis, response_id, found)
+    _, found = await _found(request, response_id)
+    return JSONResponse(await store.body(found))
 
 
 @router.delete(PATHS[0], responses={200: {"model": DeletedResponse}})
@@ -70,7 +84,8 @@ async def _found(request: Request, response_id: str) -> tuple[ResponseStore, Sto
     """The caller's stored responses, and this one. Raises ObjectNotFound."""
     gateway, caller = agent_of(request)
     store = ResponseStore(gateway.redis, caller)
-    return store, await store.find(response_id, request.path_params.get("session_id"))
+    found = await store.find(response_id, request.path_params.get("session_id"))
+    return store, await as_of_now(gateway.redis, response_id, found)
 
 
 def _after(items: list[dict[str, Any]], after: str | None) -> int:

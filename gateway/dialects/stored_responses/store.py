@@ -10,7 +10,6 @@ response ──▶ {messages of its call, items of its answer, other fields, ids
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 
 import msgspec
 from redis.asyncio import Redis
@@ -18,8 +17,9 @@ from redis.asyncio import Redis
 from gateway.conversations.digests import chain
 from gateway.dialects.responses_input import items_of, messages_of
 from gateway.dialects.responses_wire import PREFIX, Item
-from gateway.dialects.wire import JsonObject, encode
-from gateway.errors import ObjectNotFound
+from gateway.dialects.stored_responses.record import SHARED, StoredResponse, digest_of
+from gateway.dialects.wire import JsonObject
+from gateway.errors import InvalidRequest, ObjectNotFound
 from gateway.generations.generation import Generation
 from gateway.language.chat_messages import Message
 from gateway.sessions.identity import Caller
@@ -32,41 +32,20 @@ ITEM_ID = re.compile(r"(?:rs|msg|fc|fco)_([0-9a-f]{32})(?:_(?:in)?[0-9]+)?")
 """The id of an item contains that of its response."""
 MAX_PREVIOUS = 64
 """A call reads at most this many earlier responses. After them, a response stores its whole conversation."""
+ENDED = ("completed", "incomplete")
 MAX_TTL_S = 30 * 86400.0
 """Limit on a key's time to live: Redis' 64-bit number of milliseconds would overflow."""
 
-SHARED = ("instructions", "tools", "text", "tool_choice", "reasoning", "metadata")
-"""Fields that most responses of a conversation repeat."""
-
 KEEP = """
--- KEYS: session, response, earlier responses…   ARGV: record, time to live in ms
+-- KEYS: session, response, earlier responses…   ARGV: record, time to live in ms, SHA-1 of the former record
 -- Deleting a session deletes its responses, so a response of a deleted session is not stored.
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
+-- A response that was cancelled or deleted while its answer was made stays so.
+if ARGV[3] ~= '' and redis.sha1hex(redis.call('GET', KEYS[2]) or '') ~= ARGV[3] then return 2 end
 redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[2])
 for before = 3, #KEYS do redis.call('PEXPIRE', KEYS[before], ARGV[2]) end
 return 1
 """
-
-
-class StoredResponse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The record of one response in Redis."""
-
-    owner: str
-    session_id: str
-    messages: list[Message]
-    """The messages that its call added, without `instructions`, which apply to one call only."""
-    output: list[Item]
-    length: int
-    """The number of messages of the whole conversation, with the answer."""
-    instructed: bool = False
-    before: list[str] = []
-    """Ids of the responses that it continues, oldest first."""
-    told: JsonObject = {}
-    """The response's other fields, as the client got them; without token ids, which the turn's record has."""
-    shared_digest: bytes = b""
-    """Identifies the values of the fields in `SHARED`."""
-    shared_from: str = ""
-    """The id of the earlier response that stores these fields; empty if `told` has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +81,9 @@ class ResponseStore:
         last = (await self._load([response_id])).get(response_id)
         if last is None:
             raise missing
+        if last.status not in ENDED:
+            message = f"previous_response_id: the response is {last.status}"
+            raise InvalidRequest(message, param="previous_response_id", code="response_not_complete")
         messages: list[Message] = []
         for each in [*await self._earlier(last, missing), last]:
             messages += [*each.messages, *messages_of(each.output)]
@@ -112,16 +94,16 @@ class ResponseStore:
         """The stored response, of this session if one is given. Raises ObjectNotFound."""
         found = (await self._load([response_id])).get(response_id)
         if found is None or not found.told or session_id not in (None, found.session_id):
-            raise _not_found(response_id)
+            raise not_found(response_id)
         return found
 
-    async def body(self, response_id: str, found: StoredResponse) -> JsonObject:
+    async def body(self, found: StoredResponse) -> JsonObject:
         """The response as the client got it. Raises ObjectNotFound if one that it continues was deleted."""
         told = dict(found.told)
         if found.shared_from:
             shared = (await self._load([found.shared_from])).get(found.shared_from)
             if shared is None:
-                raise _not_found(found.shared_from)
+                raise not_found(found.shared_from)
             told |= {name: shared.told[name] for name in SHARED}
         return {**told, "output": found.output}
 
@@ -130,7 +112,7 @@ class ResponseStore:
 
         Raises ObjectNotFound if one of these was deleted.
         """
-        earlier = await self._earlier(found, _not_found(response_id))
+        earlier = await self._earlier(found, not_found(response_id))
         items: list[Item] = []
         for name, each in zip(found.before, earlier, strict=True):
             items += [*_input_of(name, each), *each.output]
@@ -157,9 +139,10 @@ class ResponseStore:
         generation: Generation,
         output: list[Item],
         told: JsonObject,
+        replacing: StoredResponse | None = None,
     ) -> None:
         """Store one response; `instructed` says whether its call begins with `instructions`, `told` has the
-        fields of the response beside its output.
+        fields of the response beside its output. With `replacing`, store it only in place of that record.
 
         Raises StorageUnavailable; SessionDeleted when the session was deleted after its answer was recorded.
         """
@@ -169,7 +152,7 @@ class ResponseStore:
             past = await self._repeated(generation, instructed)
         if len(past.responses) >= MAX_PREVIOUS:
             past = StoredConversation()
-        shared_from, digest = "", _digest_of(told)
+        shared_from, digest = "", digest_of(told)
         if past.last is not None and past.last.shared_digest == digest:
             shared_from = past.last.shared_from or past.responses[-1]
         dropped = ("output", *SHARED) if shared_from else ("output",)
@@ -189,7 +172,8 @@ class ResponseStore:
         names = [keys.session(spec.session_id), keys.response(generation.completion_id)]
         names += map(keys.response, past.responses)
         script = self._redis.register_script(KEEP)
-        if not await stored(script(names, [msgspec.msgpack.encode(response), ttl_ms])):
+        former = "" if replacing is None else replacing.fingerprint
+        if not await stored(script(names, [msgspec.msgpack.encode(response), ttl_ms, former])):
             raise SessionDeleted(spec.session_id)
 
     async def _repeated(self, generation: Generation, instructed: bool) -> StoredConversation:
@@ -234,9 +218,6 @@ def _input_of(response_id: str, response: StoredResponse) -> list[Item]:
     return items_of(response.messages, response_id.removeprefix(PREFIX))
 
 
-def _digest_of(told: JsonObject) -> bytes:
-    return sha256(encode([told[name] for name in SHARED])).digest()[:16]
-
-
-def _not_found(response_id: str) -> ObjectNotFound:
+def not_found(response_id: str) -> ObjectNotFound:
+    """The error for a response that is not stored, or that the caller may not read."""
     return ObjectNotFound(f"no response {response_id[:80]!r} is stored", code="response_not_found")

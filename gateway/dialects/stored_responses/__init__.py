@@ -1,0 +1,1 @@
+"""Responses that are kept in Redis, also those that are made while no client waits."""

@@ -178,11 +178,13 @@ FUNCTION = _fields("name description parameters strict")
 
 # Responses
 
+OWN = "type id status internal_chat_message_metadata_passthrough"
+"""Fields of every item; Codex sends the last one."""
 ITEMS = {
-    "message": _fields("type id role content status phase"),
-    "reasoning": _fields("type id summary content encrypted_content status"),
-    "function_call": _fields("type id call_id name arguments status parsed_arguments", DIRECT),
-    "function_call_output": _fields("type id call_id output status name", DIRECT),
+    "message": _fields(f"{OWN} role content phase"),
+    "reasoning": _fields(f"{OWN} summary content encrypted_content"),
+    "function_call": _fields(f"{OWN} call_id name arguments parsed_arguments", DIRECT),
+    "function_call_output": _fields(f"{OWN} call_id output name", DIRECT),
     "item_reference": _fields("type id"),
 }
 """By type. `status`, `phase` and `id` say how an item was made, which its tokens do not."""

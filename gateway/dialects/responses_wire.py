@@ -51,6 +51,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     # Accepted: they change no token of the answer.
     client_metadata: Any = None
+    """Codex sends it."""
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     service_tier: Any = None

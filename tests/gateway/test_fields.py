@@ -143,6 +143,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
         {
             "truncation": "disabled",
             "background": False,
+            "client_metadata": {"x-codex-installation-id": "x"},
             "service_tier": "auto",
             "prompt_cache_key": "x",
             "include": ["reasoning.encrypted_content"],

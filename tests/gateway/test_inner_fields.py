@@ -183,7 +183,9 @@ SAME: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         RESPONSES,
         {
             "input": [
-                HI | {"type": "message", "id": "msg_1", "status": "completed"},
+                HI
+                | {"type": "message", "id": "msg_1", "status": "completed"}
+                | {"internal_chat_message_metadata_passthrough": {"turn_id": "t1"}},
                 {
                     "type": "message",
                     "role": "assistant",

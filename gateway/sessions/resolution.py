@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain as joined
 from typing import Any
 
 import msgspec
@@ -27,12 +28,18 @@ from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.stream import StreamWriter
 from rollout_queue.protocol.ids import ID
 
-CODEX, CODEX_HEADERS = "originator", ("session-id", "session_id")
-"""A header that Codex sends, and those with the id of its own conversation; others name sessions there."""
-NAME_HEADERS = ("x-session-id", "x-weir-session-id", "x-litellm-session-id", *CODEX_HEADERS)
+NAME_HEADERS = (
+    "x-session-id",
+    "x-weir-session-id",
+    "x-litellm-session-id",
+    "session-id",
+    "session_id",
+)
 HARNESS_HEADERS = ("x-claude-code-session-id", "x-opencode-session", "x-litellm-trace-id")
 """Agents' harnesses send the id of their own conversation in these, even when a session was given to them."""
-HEADERS = (*NAME_HEADERS, *HARNESS_HEADERS, CODEX)
+OF_HARNESSES = {"originator": ("session-id", "session_id"), "x-session-affinity": ("x-session-id",)}
+"""By a header that Codex or opencode sends, those in which it sends the id of its own conversation."""
+HEADERS = (*NAME_HEADERS, *HARNESS_HEADERS, *OF_HARNESSES)
 TOOL_CALL_ID = re.compile(r"call_([0-9a-f]{32})_\d+")
 """The id of a tool call contains the id of the turn that made it."""
 
@@ -182,8 +189,9 @@ def _harness_id(clues: SessionClues) -> str | None:
     return next((each for each in given if each and ID.fullmatch(each)), None)
 
 
-def _harness_headers(clues: SessionClues) -> tuple[str, ...]:
-    return HARNESS_HEADERS + CODEX_HEADERS if CODEX in clues.headers else HARNESS_HEADERS
+def _harness_headers(clues: SessionClues) -> list[str]:
+    sent = [names for mark, names in OF_HARNESSES.items() if mark in clues.headers]
+    return [*HARNESS_HEADERS, *joined.from_iterable(sent)]
 
 
 def _claude_code_session(metadata: Mapping[str, Any]) -> str | None:

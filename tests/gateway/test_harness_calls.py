@@ -7,31 +7,37 @@ import pytest
 from tests.support.gateway.running import RunningGateway
 
 OWN = "01a20759-28fd-7e22-8294-cfff8c642879"
-CODEX = {"session-id": OWN, "thread-id": OWN, "originator": "codex_exec"}
+HARNESSES = {
+    "codex": {"session-id": OWN, "thread-id": OWN, "originator": "codex_exec"},
+    "opencode": {"x-session-affinity": OWN, "x-session-id": OWN},
+    "claude code": {"x-claude-code-session-id": OWN},
+}
 
 
 def ask(gateway: RunningGateway, path: str = "/v1/responses", **more: Any) -> Any:
     return gateway.post(path, {"input": "hi"} | more.pop("body", {}), **more)
 
 
-def test_codex_names_its_session_with_a_client_key(gateway: RunningGateway) -> None:
-    reply = ask(gateway, headers=CODEX)
+@pytest.mark.parametrize("name", HARNESSES)
+def test_a_harness_names_its_session_with_a_client_key(gateway: RunningGateway, name: str) -> None:
+    reply = ask(gateway, headers=HARNESSES[name])
     assert (reply.status_code, reply.headers["x-weir-session-id"]) == (200, OWN)
 
 
-def test_a_session_that_codex_was_given_counts_before_its_own(gateway: RunningGateway) -> None:
-    session = gateway.session()
+@pytest.mark.parametrize("name", HARNESSES)
+def test_a_session_that_a_harness_was_given_counts_before_its_own(gateway: RunningGateway, name: str) -> None:
+    session, headers = gateway.session(), HARNESSES[name]
     path = f"/sessions/{session['session_id']}/v1/responses"
     for reply in (
-        ask(gateway, key=session["api_key"], headers=CODEX),
-        ask(gateway, path, key=session["api_key"], headers=CODEX),
-        ask(gateway, path, headers=CODEX),
+        ask(gateway, key=session["api_key"], headers=headers),
+        ask(gateway, path, key=session["api_key"], headers=headers),
+        ask(gateway, path, headers=headers),
     ):
         assert reply.status_code == 200, reply.text
         assert reply.headers["x-weir-session-id"] == session["session_id"]
 
 
-@pytest.mark.parametrize("name", ["session-id", "session_id"])
+@pytest.mark.parametrize("name", ["session-id", "session_id", "x-session-id"])
 def test_a_session_key_does_not_open_a_session_that_the_header_names(
     gateway: RunningGateway, name: str
 ) -> None:

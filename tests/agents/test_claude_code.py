@@ -1,4 +1,4 @@
-"""Claude Code: its own tools, a conversation that goes on, a sub-agent, thoughts, and its session."""
+"""Claude Code: its tools, a conversation that goes on, a sub-agent, thoughts, the session that it names."""
 
 from tests.support.agents.acting_engine import tool_call
 from tests.support.agents.running import RunningAgents, kinds

@@ -1,5 +1,9 @@
 # What somebody types who uses mini-swe-agent. Base URL and key come from the environment.
 set -eu
 
-mini -t "$QUESTION" -y -m openai/policy --exit-immediately -o trajectory.json > log.txt 2>&1 || { cat log.txt; exit 1; }
-tail -1 trajectory.json
+solve() {
+  mini -t "$QUESTION" -y -m openai/gpt-4o --exit-immediately -o trajectory.json > log.txt 2>&1 || { cat log.txt; exit 1; }
+  python -c 'import json; print(json.dumps(json.load(open("trajectory.json"))["info"]))'
+}
+
+"$1"

@@ -20,7 +20,16 @@ SCENES = ROOT / "tests" / "agents"
 SCENE_TIMEOUT_S = 300.0
 """Several agents start slowly, and the machine may be busy."""
 
-HERMETIC = {"NO_PROXY": "127.0.0.1", "PYTHONDONTWRITEBYTECODE": "1"}
+PROGRAMS = ("node_modules/.bin", "node_modules/opencode-linux-x64/bin", "bin")
+"""Where an environment has its programs."""
+
+HERMETIC = {
+    "NO_PROXY": "127.0.0.1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "MSWEA_CONFIGURED": "1",
+}
+"""Stops agents from using the network for anything but their calls to the gateway, and from asking."""
 
 
 @dataclass
@@ -79,7 +88,7 @@ class RunningAgents:
             inherited
             | HERMETIC
             | {
-                "PATH": f"{home / 'node_modules' / '.bin'}:{home / 'bin'}:{inherited['PATH']}",
+                "PATH": ":".join([*(str(home / folder) for folder in PROGRAMS), inherited["PATH"]]),
                 "HOME": str(self.work.with_name("home")),
                 "OPENAI_BASE_URL": base_url,
                 "OPENAI_API_KEY": key,

@@ -8,11 +8,13 @@ from msgspec import UNSET, UnsetType
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
 from gateway.dialects.fields import MESSAGES, check_metadata, refuse_unserved
 from gateway.dialects.messages_input import (
-    check_thoughts,
+    carrying,
     choice_of,
     conversation,
     format_of,
     left_out_of,
+    omits_thoughts,
+    read_thoughts,
     thinking_of,
     tools_of,
 )
@@ -79,7 +81,7 @@ class Messages:
 
     def prompt_of(self, request: MessagesRequest) -> Call:
         """The call with its prompt only. Raises InvalidRequest, also for a wrongly signed thought."""
-        check_thoughts(request, self._sign)
+        read_thoughts(request, self._sign)
         messages, begun = split_begun(conversation(request), f"messages[{len(request.messages) - 1}]")
         _, options = self._renderer.thinking(*thinking_of(request))
         return Call(messages=in_call_order(messages), tools=tools_of(request), thinking=options, begun=begun)
@@ -92,7 +94,9 @@ class Messages:
         model = request.model or self._model_name
         return ParsedRequest(
             calls=[call_of(self._renderer, request, self.prompt_of(request))],
-            responder=MessagesResponder(model, bool(request.return_token_ids), self._sign),
+            responder=MessagesResponder(
+                model, bool(request.return_token_ids), self._sign, omits_thoughts(request)
+            ),
             stream=bool(request.stream),
             model=request.model,
             metadata=request.metadata,
@@ -144,16 +148,18 @@ def call_of(renderer: ChatRenderer, request: MessagesRequest, prompt: Call) -> C
 class MessagesResponder:
     """Writes the reply to one request."""
 
-    def __init__(self, model: str, with_ids: bool, sign: Sign) -> None:
+    def __init__(self, model: str, with_ids: bool, sign: Sign, omit: bool) -> None:
         self._model = model
         self._with_ids = with_ids
         self._sign = sign
+        self._omit = omit
+        """Whether the client sees no thoughts, only their signatures."""
 
     def body(self, recorded: Sequence[RecordedAnswer]) -> bytes:
         generation, _, answer = recorded[0]
         content: list[ContentBlock] = []
         if answer.reasoning is not None:
-            content.append(ThinkingBlock(answer.reasoning, self._sign(answer.reasoning)))
+            content.append(thinking_block(answer.reasoning, self._sign, self._omit))
         if answer.content:
             content.append(TextBlock(answer.content))
         content += [ToolUseBlock(call.call_id, call.name, input_of(call)) for call in answer.tool_calls]
@@ -172,7 +178,7 @@ class MessagesResponder:
         return encode(message)
 
     def events(self, generations: Sequence[Generation]) -> "MessagesEvents":
-        return MessagesEvents(generations[0], self._model, self._with_ids, self._sign)
+        return MessagesEvents(generations[0], self._model, self._with_ids, self._sign, self._omit)
 
 
 class MessagesEvents:
@@ -180,11 +186,12 @@ class MessagesEvents:
 
     heartbeat = event(b'{"type":"ping"}', b"ping")
 
-    def __init__(self, generation: Generation, model: str, with_ids: bool, sign: Sign) -> None:
+    def __init__(self, generation: Generation, model: str, with_ids: bool, sign: Sign, omit: bool) -> None:
         self._generation = generation
         self._model = model
         self._with_ids = with_ids
         self._sign = sign
+        self._omit = omit
         self._thought: list[str] = []
         """The text of the open thought."""
         self._index = -1
@@ -208,7 +215,7 @@ class MessagesEvents:
         if delta.reasoning:
             begun = self._begin(ThinkingBlock(""))
             self._thought.append(delta.reasoning)
-            return begun + self._grow(ThinkingDelta(delta.reasoning))
+            return begun if self._omit else begun + self._grow(ThinkingDelta(delta.reasoning))
         return self._begin(TextBlock("")) + self._grow(TextDelta(delta.content))
 
     def _tool_use(self, call: ToolCall) -> bytes:
@@ -232,7 +239,8 @@ class MessagesEvents:
             return b""
         signed = b""
         if self._open is ThinkingBlock:
-            signed = self._grow(SignatureDelta(self._sign("".join(self._thought))))
+            block = thinking_block("".join(self._thought), self._sign, self._omit)
+            signed = self._grow(SignatureDelta(block.signature))
             self._thought.clear()
         self._open = None
         return signed + _event(BlockStop(self._index))
@@ -252,6 +260,10 @@ class MessagesEvents:
 
     def failing(self, error: ApiError) -> bytes:
         return event(encode({"type": "error", **error.body}), b"error")
+
+
+def thinking_block(thought: str, sign: Sign, omit: bool) -> ThinkingBlock:
+    return ThinkingBlock("", carrying(thought, sign)) if omit else ThinkingBlock(thought, sign(thought))
 
 
 def _stopped(recorded: RecordedAnswer) -> StopDelta:

@@ -3,6 +3,7 @@
 What the model cannot read is refused, or left out and named in the turn's record (`left_out`).
 """
 
+import base64
 import hmac
 import re
 from collections.abc import Mapping
@@ -30,6 +31,8 @@ IN_ANSWER = frozenset({"text", "thinking", "redacted_thinking", "tool_use"})
 IN_QUESTION = frozenset({"text", "tool_result", "document"})
 IN_TEXT = frozenset({"text", "document"})
 """The blocks of an answer, of a user's message, and of a system prompt or a tool's result."""
+OMITTED = "omitted"
+"""The display with which a client asks for thoughts that it does not see. It sends their signatures back."""
 
 
 def format_of(request: MessagesRequest) -> tuple[JsonObject | None, str]:
@@ -60,8 +63,8 @@ def thinking_of(request: MessagesRequest) -> tuple[ThinkingWish, str]:
     kind, budget = given.get("type"), given.get("budget_tokens")
     if kind not in ("enabled", "disabled", "adaptive"):
         raise InvalidRequest("thinking.type: enabled, disabled or adaptive", param="thinking.type")
-    if given.get("display") not in (None, "summarized"):
-        raise InvalidRequest("thinking.display: thoughts are shown whole", param="thinking.display")
+    if given.get("display") not in (None, "summarized", OMITTED):
+        raise InvalidRequest("thinking.display: summarized or omitted", param="thinking.display")
     if not (isinstance(budget, int) and budget > 0) and (budget is not None or kind == "enabled"):
         raise InvalidRequest("thinking.budget_tokens: a number above 0", param="thinking.budget_tokens")
     if kind == "adaptive":
@@ -129,18 +132,42 @@ def _hosted(tool: JsonObject) -> str | None:
     return None if found is None else found[1]
 
 
-def check_thoughts(request: MessagesRequest, sign: Sign) -> None:
-    """Raises InvalidRequest that names a signed thought which is not as the model had it."""
+def omits_thoughts(request: MessagesRequest) -> bool:
+    return (request.thinking or {}).get("display") == OMITTED
+
+
+def carrying(thought: str, sign: Sign) -> str:
+    """The signature of an omitted thought, which carries the thought."""
+    return sign(thought) + "." + base64.b64encode(thought.encode(errors="replace")).decode()
+
+
+def read_thoughts(request: MessagesRequest, sign: Sign) -> None:
+    """Put omitted thoughts back into their blocks.
+
+    Raises InvalidRequest that names a signed thought which is not as the model had it.
+    """
     for index, message in enumerate(request.messages):
         content = message.get("content")
         for at, block in enumerate(content if isinstance(content, list) else ()):
             if not (isinstance(block, dict) and block.get("type") == "thinking" and block.get("signature")):
                 continue
             thought, signature = block.get("thinking"), block["signature"]
-            given = signature.encode() if isinstance(signature, str) else b""
+            signature = signature if isinstance(signature, str) else ""
+            if thought == "" and "." in signature:
+                signature, _, carried = signature.partition(".")
+                thought = block["thinking"] = _carried(carried)
+            given = signature.encode(errors="replace")
             if not (isinstance(thought, str) and hmac.compare_digest(given, sign(thought).encode())):
                 param = f"messages[{index}].content[{at}].signature"
                 raise InvalidRequest(f"{param}: not the signature of this thought", param=param)
+
+
+def _carried(text: str) -> str | None:
+    """The thought that a signature carries; None if it carries none."""
+    try:
+        return base64.b64decode(text.encode(errors="replace"), validate=True).decode()
+    except ValueError:  # not base64, or not UTF-8
+        return None
 
 
 def conversation(request: MessagesRequest) -> list[Message]:

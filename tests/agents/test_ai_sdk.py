@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.agents.acting_engine import tool_call
+from tests.support.agents.acting_engine import READING_PACE_S, tool_call
 from tests.support.agents.running import RunningAgents, kinds
 
 AGENT = "ai_sdk"
@@ -24,6 +24,7 @@ THOUGHT_ANEW = ["root", "extends", "rerendered template_rewrites_history", "exte
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_a_conversation_with_tools_is_one_branch(agents: RunningAgents, provider: str, scene: str) -> None:
     session = agents.session()
+    agents.engine.pace_s = READING_PACE_S
     said = agents.play(AGENT, scene, session, answers=ANSWERS, AGENT_PROVIDER=provider)
     assert said["answers"] == SAID
     assert said.get("pieces", 99) > len(SAID)

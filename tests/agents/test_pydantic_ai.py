@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.agents.acting_engine import tool_call
+from tests.support.agents.acting_engine import READING_PACE_S, tool_call
 from tests.support.agents.running import RunningAgents, kinds
 
 AGENT = "pydantic_ai"
@@ -34,6 +34,7 @@ def test_a_conversation_with_tools_is_one_branch(agents: RunningAgents, model: s
 @pytest.mark.parametrize("model", MODELS)
 def test_a_streamed_conversation_is_one_branch(agents: RunningAgents, model: str) -> None:
     session = agents.session()
+    agents.engine.pace_s = READING_PACE_S
     said = agents.play(AGENT, "streamed", session, answers=ANSWERS, AGENT_MODEL=model)
     assert said["answers"] == SAID
     assert said["pieces"] > len(SAID)

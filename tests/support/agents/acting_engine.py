@@ -12,6 +12,8 @@ from tests.support.gateway.fake_engine import FakeEngine, logprob_of
 FAMILY = "qwen3"
 TOOLS = "# Tools\n\nYou may call one or more functions"
 """How the template begins the list of the tools."""
+READING_PACE_S = 0.05
+"""A pace at which the gateway passes the tokens of a stream on in several events."""
 BEGIN, SPEAKS = "<|im_start|>", "assistant\n"
 
 

@@ -102,6 +102,9 @@ class GatewaySettings(ServiceSettings):
     train_constrained: bool = True
     """Train turns whose answer a grammar constrained (`tool_choice`, `response_format`). Their logprobs are
     those of the constrained distribution, which differs from the policy's unconstrained one."""
+    train_side_calls: bool = True
+    """Train the requests that an agent's harness makes for itself: for titles, topics, quotas and summaries
+    (`conversations/side_calls.py`). Sessions may choose otherwise."""
     engines: CommaSeparated = []
     """Bare SGLang servers to use beside registered rollout servers."""
     client_keys: CommaSeparated = []

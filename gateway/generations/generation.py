@@ -72,6 +72,7 @@ class Generation(msgspec.Struct):
     index: int = 0
     """The number of this answer among the choices of its call."""
     train: bool = True
+    side_call: str | None = None
     version: int | None = None
     """If set, only this policy version may answer."""
     turn_id: str = msgspec.field(default_factory=new_id)
@@ -130,6 +131,7 @@ class Generation(msgspec.Struct):
             user=self.call.user,
             relation=prompt.relation,
             reason=prompt.reason,
+            side_call=self.side_call,
             context_ids=prompt.context_ids,
             output_ids=TokenIds(self.ids),
             logprobs=Logprobs(self.logprobs),

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from gateway.conversations.conversation import Prompt, locate
 from gateway.conversations.raw import locate_raw
+from gateway.conversations.side_calls import side_call_of
 from gateway.engines.answer import SampleRequest
 from gateway.engines.event_stream import OutputChunk
 from gateway.engines.failover import OnChunk, Sampler
@@ -68,11 +69,15 @@ class Generator:
         for call in calls:
             prompt = await self._rendered(partial(self._locate, head, call), heavy, client.figures)
             room = self._context_length - len(prompt.prompt_ids)
+            side_call = side_call_of(call.messages, call.tools, call.asked.get("max_tokens"))
             train = head.spec.train and (self._train_constrained or call.structural_tag is None)
+            train = train and (head.spec.train_side_calls or side_call is None)
             for index in range(len(generations), len(generations) + n):
                 sampling = decide(head.spec.sampling, call, room, head.spec.train, index)
                 generations.append(
-                    Generation(call, head, prompt, sampling, completion_id, client, index, train, version)
+                    Generation(
+                        call, head, prompt, sampling, completion_id, client, index, train, side_call, version
+                    )
                 )
         return generations
 

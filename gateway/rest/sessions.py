@@ -53,6 +53,7 @@ class SessionBody(RestBody):
     policy: str | None = Field(None, max_length=200)
     user: Id | None = None
     train: bool = True
+    train_side_calls: bool | None = None
     ttl_s: FiniteFloat | None = Field(None, gt=0)
     metadata: Annotated[dict[str, Any], AfterValidator(_storable)] = {}
     lineage: str | None = Field(None, max_length=200)
@@ -126,6 +127,7 @@ def _spec_of(body: SessionBody, sessions: SessionService, caller: Caller) -> Ses
         policy=body.policy,
         user=body.user,
         train=body.train and "@" not in (body.policy or ""),  # `policy@12` is for evaluation
+        train_side_calls=spec.train_side_calls if body.train_side_calls is None else body.train_side_calls,
         ttl_s=spec.ttl_s if body.ttl_s is None else body.ttl_s,
         metadata=body.metadata,
         lineage=body.lineage,

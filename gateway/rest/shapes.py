@@ -92,6 +92,7 @@ class TurnShape(TurnExtras):
     completion_id: str
     relation: Relation
     reason: str | None
+    side_call: str | None
     context_len: int
     output_len: int
     finish_reason: Finish

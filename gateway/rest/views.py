@@ -76,6 +76,7 @@ def _turn(
         "completion_id": turn.completion_id,
         "relation": head.relation_of(turn),
         "reason": turn.reason,
+        "side_call": turn.side_call,
         "context_len": len(turn.context_ids),
         "output_len": len(turn.output_ids),
         "finish_reason": turn.finish,

@@ -29,6 +29,7 @@ class SessionService:
 
     def __init__(self, settings: GatewaySettings, writer: StreamWriter, admission: Admission) -> None:
         self._ttl_s = settings.session_ttl_s
+        self._train_side_calls = settings.train_side_calls
         self._writer = writer
         self._admission = admission
         defaults = settings.sampling
@@ -49,6 +50,7 @@ class SessionService:
             session_id=session_id or f"s-{new_id()}",
             owner=caller.owner,
             ttl_s=self._ttl_s,
+            train_side_calls=self._train_side_calls,
             sampling=self._sampling,
             created_at=time.time(),
             inferred=inferred,

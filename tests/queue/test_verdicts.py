@@ -38,6 +38,11 @@ def turn(turn_id: str, **fields: Any) -> Turn:
         ({"train": False, **HELD}, "not_for_training: sampled under a constraint"),
         ({"train": True, **HELD}, None),
         (
+            {"train": False, "side_call": "title"},
+            "not_for_training: a title that the agent's harness asked for",
+        ),
+        ({"train": True, "side_call": "title"}, None),
+        (
             {"train": False, "finish": "abort", **HELD},
             "aborted: the call ended before its answer was complete",
         ),

@@ -63,6 +63,8 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=
     relation: Relation = "root"
     reason: str | None = None
     """Why the turn does not extend its session's conversation; None if it does."""
+    side_call: str | None = None
+    """What the agent's harness asked for itself, such as a title; None for a call of the agent."""
 
     context_ids: TokenIds
     """int32, the tokens between the parent's last token and the first sampled one; not trained."""
@@ -206,6 +208,8 @@ class SessionSpec(msgspec.Struct, frozen=True, kw_only=True):
     policy: str | None = None
     user: str | None = None
     train: bool = True
+    train_side_calls: bool = True
+    """Whether requests that the agent's harness makes for itself are trained."""
     ttl_s: float = 3600.0
     metadata: dict[str, Any] = {}
     lineage: str | None = None

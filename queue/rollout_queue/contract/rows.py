@@ -43,6 +43,7 @@ class SessionPart(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int | None = None
     policy: str | None = None
     train: bool = True
+    train_side_calls: bool = True
     inferred: bool = False
     ttl_s: float = 3600.0
     metadata: dict[str, Any] = {}
@@ -71,6 +72,7 @@ class ExportRow(msgspec.Struct, frozen=True, kw_only=True):
     completion_id: str = ""
     relation: Relation = "root"
     reason: str | None = None
+    side_call: str | None = None
     lineage: str | None = None
     policy: str = "policy"
     created_at: float

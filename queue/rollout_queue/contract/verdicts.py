@@ -27,9 +27,11 @@ def exclusion(turn: Turn, orphans: Mapping[str, str]) -> Verdict | None:
         return Verdict(code="aborted", detail="the call ended before its answer was complete")
     if turn.train and not turn.pinned:
         return None
-    if "constraint" in turn.sampling.used and not turn.pinned:
-        return Verdict(code="not_for_training", detail="sampled under a constraint")
-    return OPENED_UNTRAINED
+    if turn.pinned:
+        return OPENED_UNTRAINED
+    reasons = [f"a {turn.side_call} that the agent's harness asked for"] if turn.side_call else []
+    reasons += ["sampled under a constraint"] if "constraint" in turn.sampling.used else []
+    return Verdict(code="not_for_training", detail=", ".join(reasons)) if reasons else OPENED_UNTRAINED
 
 
 def expiry(spec: SessionSpec, now: float) -> tuple[Outcome, Verdict]:

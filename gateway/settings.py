@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rollout_queue.contract.records import SamplingMode
 from rollout_queue.http.connections import ConnectionBounds
+from rollout_queue.redis.heads.cache import CACHE_BYTES
 from rollout_queue.settings import CommaSeparated, ServiceSettings
 
 
@@ -86,6 +87,8 @@ class GatewaySettings(ServiceSettings):
     redis_connection: Literal["pipelined", "pooled"] = "pipelined"
     """How turns are written to Redis: over one connection that all calls share, or by redis-py's own client,
     which takes more CPU time per call."""
+    session_cache_bytes: int = Field(CACHE_BYTES, ge=0)
+    """Memory for the sessions that were called last, so that a call need not read its session from Redis."""
     model_path: Path
     """Directory in Hugging Face's format. The gateway reads config.json and the tokenizer, no weights."""
     model_name: str = "policy"

@@ -101,7 +101,9 @@ async def opened(
 
 async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Metrics) -> GatewayParts:
     redis = Redis.from_url(settings.redis_url, socket_connect_timeout=2, socket_timeout=10)
-    writer = RedisWriter(redis, CONNECTIONS[settings.redis_connection])
+    writer = RedisWriter(
+        redis, CONNECTIONS[settings.redis_connection], head_cache_bytes=settings.session_cache_bytes
+    )
     engine = EngineClient(transport_of(settings.engine_http, settings.engine_timeout_s))
     identities = Identities(Keyring(settings.client_keys, settings.admin_keys), await _secret(redis))
     admin_key = settings.admin_keys[0] if settings.admin_keys else None

@@ -15,18 +15,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
-import pytest
 
 from gateway.edge.disconnect import WATCH_AFTER_S
 from gateway.settings import LimitSettings
 from rollout_queue.redis import keys
-from rollout_queue.redis.heads.cache import OVERHEAD, HeadCache
+from rollout_queue.redis.heads.cache import SESSION_BYTES, TURN_BYTES
 from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.waiting import wait_until
 
 KIB = 1024
-SOME_SESSIONS = 20 * 2 * OVERHEAD
-"""The limit of the cache of heads, in its own unit: about twenty sessions of one turn."""
+SOME_SESSIONS = 20 * (SESSION_BYTES + TURN_BYTES)
+"""Memory for about twenty sessions of one turn."""
 BETWEEN_BYTES = 64 * KIB + 3 * 8 * KIB
 """How much uvicorn and the kernel buffer between the gateway and a client that does not read."""
 ANSWER = 4000
@@ -85,10 +84,9 @@ def test_ten_thousand_idle_sessions_take_no_memory_of_the_gateway(
 
 
 def test_the_gateway_remembers_so_many_sessions_and_no_more(
-    gateway: RunningGateway, backends: Backends, monkeypatch: pytest.MonkeyPatch
+    gateway: RunningGateway, backends: Backends
 ) -> None:
-    monkeypatch.setattr("rollout_queue.redis.writer.HeadCache", lambda: HeadCache(SOME_SESSIONS))
-    with backends.gateway() as forgetful, traced():
+    with backends.gateway(session_cache_bytes=SOME_SESSIONS) as forgetful, traced():
         wait_until(lambda: forgetful.get("/ready").status_code == 200)
 
         def sessions_call() -> None:

@@ -390,8 +390,8 @@ async def test_heads_that_gateways_remember_are_let_go(
 ) -> None:
     caches: list[HeadCache] = []
 
-    def cache() -> HeadCache:
-        caches.append(HeadCache())
+    def cache(limit: int) -> HeadCache:
+        caches.append(HeadCache(limit))
         return caches[-1]
 
     monkeypatch.setattr("rollout_queue.redis.writer.HeadCache", cache)

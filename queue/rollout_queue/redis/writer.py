@@ -25,9 +25,10 @@ from rollout_queue.redis.connection.pipelined import PipelinedConnection
 from rollout_queue.redis.connection.pooled import PooledConnection
 from rollout_queue.redis.connection.writer_connection import ConnectionFactory
 from rollout_queue.redis.expiry import Expiry
-from rollout_queue.redis.heads.cache import HeadCache
+from rollout_queue.redis.heads.cache import CACHE_BYTES, HeadCache
 from rollout_queue.redis.heads.listing import positions_after, wanted_heads
 from rollout_queue.redis.heads.reading import fields_without_turns, read_head, reading
+from rollout_queue.redis.heads.session_heads import SessionHeads
 from rollout_queue.redis.opening import group_arguments, group_forgotten, open_arguments, opened, refusal
 from rollout_queue.redis.progress import progress_of
 from rollout_queue.redis.scripts import records as record_scripts
@@ -54,13 +55,18 @@ class RedisWriter:
     over another connection, which `connect` makes."""
 
     def __init__(
-        self, redis: Redis, connect: ConnectionFactory = PipelinedConnection, append_within_s: float = 10.0
+        self,
+        redis: Redis,
+        connect: ConnectionFactory = PipelinedConnection,
+        append_within_s: float = 10.0,
+        head_cache_bytes: int = CACHE_BYTES,
     ) -> None:
         """`append_within_s` is how long Redis may take until it stores a turn; later it refuses the turn."""
         self._redis = redis
-        self._heads = HeadCache()
+        self._heads = HeadCache(head_cache_bytes)
         # A Redis that was restarted after a power failure may hold less than the cached heads say.
         self._connection = connect(redis, self._heads.clear)
+        self._session_heads = SessionHeads(self._connection, self._heads)
         self._append_within_s = append_within_s
         self._clock = RedisClock(self._connection)
         self._retractions = Retractions(redis)
@@ -96,8 +102,8 @@ class RedisWriter:
 
     @property
     def head_lookups(self) -> tuple[int, int]:
-        """How many calls found their session's head in the cache, and how many did not."""
-        return self._heads.hits, self._heads.misses
+        """How often a head was read from memory alone, and how often Redis had to be read."""
+        return self._session_heads.hits, self._session_heads.misses
 
     async def ping(self) -> None:
         await stored(self._connection.command("PING"))
@@ -116,19 +122,8 @@ class RedisWriter:
         return spec
 
     async def load_for_call(self, session_id: str) -> SessionHead | None:
-        key = keys.session(session_id)
-        fields: int = await stored(self._connection.command("HLEN", key))
-        if not fields:
-            self._heads.drop(session_id)
-            return None
-        if (head := self._heads.get(session_id, fields)) is None:
-            listed: list[bytes] = await stored(self._connection.command("HGETALL", key))
-            found = listed if isinstance(listed, dict) else dict(zip(listed[::2], listed[1::2], strict=True))
-            with reading(session_id):
-                head = read_head(found)
-            if head is not None:
-                self._heads.put(len(found), head)
-        return head
+        known = await self._session_heads.load(session_id)
+        return None if known is None else known.head
 
     async def sessions(
         self, after: ListPosition, count: int, wanted: Callable[[SessionSpec], bool] = lambda _: True
@@ -183,12 +178,9 @@ class RedisWriter:
 
     async def _related(self, turn: Turn) -> tuple[Turn, int | None]:
         """The turn with its relation to the stored ones, and how many fields the session's hash had then."""
-        fields: dict[bytes, bytes] = await stored(self._redis.hgetall(keys.session(turn.session_id)))
-        with reading(turn.session_id):
-            head = read_head(fields)
-        if head is None:
+        if (known := await self._session_heads.load(turn.session_id)) is None:
             return turn, 0
-        return head.by_id.get(turn.turn_id) or related(turn, head.turns), len(fields)
+        return known.head.by_id.get(turn.turn_id) or related(turn, known.head.turns), known.fields
 
     async def _append(
         self, turn: Turn, expires_at: float, owner: str, seen: int | None, opening: SessionSpec | None

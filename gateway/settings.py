@@ -139,6 +139,9 @@ class GatewaySettings(ServiceSettings):
     engine_timeout_s: float = 600.0
     """How long an engine that responds to probes may pause in the middle of an answer. One that does not
     respond is given up after 3 s if another engine can continue (`engines/silence.py`)."""
+    scheduler_silence_s: float = Field(30.0, gt=0)
+    """How long an engine's scheduler may neither send a token nor respond. Then its answers move to another
+    engine whose scheduler does. Set it to more than the longest forward pass takes."""
     engine_wait_s: float = 20.0
     """How long a call waits for an available engine before it gets a 503."""
     failover_patience_s: float = 180.0

@@ -135,7 +135,7 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
         deleter=RedisDeleter(redis),
         engine=engine,
         fleet=fleet,
-        silence=SilenceWatch(fleet, engine, metrics),
+        silence=SilenceWatch(fleet, engine, metrics, settings.scheduler_silence_s, settings.engine_wait_s),
         policies=Policies(redis, fleet, settings.push_timeout_s),
         admission=admission,
         sessions=sessions,

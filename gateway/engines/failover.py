@@ -134,7 +134,9 @@ class Sampler:
                 while not answer.finished:
                     with wait:
                         chunks = await stream.read()
-                    server.heard_at = time.monotonic()
+                    server.heard()
+                    if chunks:
+                        server.heard("scheduler")
                     for chunk in chunks:
                         self._note_success(server)
                         for checked in answer.take(chunk):

@@ -14,6 +14,7 @@ out of rotation.
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -23,7 +24,7 @@ from redis.asyncio import Redis
 from gateway.cancellation import cancel_and_wait
 from gateway.engines.client import EngineClient
 from gateway.engines.event_stream import version_number
-from gateway.engines.fleet_server import FleetServer, Registration
+from gateway.engines.fleet_server import FleetServer, Life, Registration
 from gateway.engines.identities import STATUS_TIMEOUT_S, distinct, status_of
 from gateway.engines.placement import choose_server
 from gateway.errors import NoServer, StateConflict
@@ -240,10 +241,12 @@ class Fleet:
         able = [server for server in able if server.id != avoid] or able
         return [server for server in able if server.state == "ready" and not server.pushing] or able
 
-    def can_replace(self, server: FleetServer, version: int | None, since: float) -> bool:
-        """Whether another server can take over a call now, and gave a sign of life after `since`."""
+    def can_replace(
+        self, server: FleetServer, version: int | None, lives: Callable[[FleetServer], bool]
+    ) -> bool:
+        """Whether another server, one that `lives`, can take over a call now."""
         others = (other for other in self._candidates(version, server.id) if other is not server)
-        return any(other.able and other.heard_at > since for other in others)
+        return any(other.able and lives(other) for other in others)
 
     def _serves(self, server: FleetServer, version: int | None) -> bool:
         if version is not None:
@@ -293,8 +296,10 @@ class Fleet:
         server.breaker.succeeded()
         self._wake_waiting()
 
-    def is_heard_again(self, server: FleetServer) -> None:
-        """A silent server has responded to a probe: it gets a trial call."""
-        server.silent = False
-        server.breaker.try_soon()
+    def is_heard_again(self, server: FleetServer, life: Life) -> None:
+        """A silent server has responded to a probe: if no other sign of life is missing, it gets a trial
+        call."""
+        server.silent.discard(life)
+        if not server.silent:
+            server.breaker.try_soon()
         self._wake_waiting()

@@ -1,8 +1,10 @@
 """One rollout server of the fleet, as this gateway sees it: state, version, load, circuit breaker."""
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
@@ -10,6 +12,9 @@ from gateway.engines.breaker import Breaker
 from gateway.engines.engine_wait import EngineWait
 from gateway.errors import EngineFault
 from rollout_queue.protocol.status import ServerShape
+
+Life = Literal["process", "scheduler"]
+"""What of an engine gives signs of life (`silence.py`)."""
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,10 +56,12 @@ class FleetServer:
     status_request: asyncio.Task[None] | None = None
     waits: set[EngineWait] = field(default_factory=set)
     """The calls that wait for the engine's bytes."""
-    heard_at: float = 0.0
-    """time.monotonic() of the engine's last sign of life (`silence.py`), or of the beginning of a wait."""
-    silent: bool = False
-    """Its answers have moved, because it gave no sign of life, and it has given none since."""
+    signs: dict[Life, float] = field(default_factory=lambda: {"process": 0.0, "scheduler": 0.0})
+    """time.monotonic() of the engine's last signs of life (`silence.py`), or of the beginning of a wait."""
+    missed: dict[Life, float] = field(default_factory=lambda: {"process": -math.inf, "scheduler": -math.inf})
+    """time.monotonic() when one of these signs was last missing for so long that the engine was suspected."""
+    silent: set[Life] = field(default_factory=set)
+    """Its answers have moved, because it did not give these signs of life. It has not given them since."""
 
     @property
     def id(self) -> str:
@@ -96,8 +103,13 @@ class FleetServer:
     def begin_wait(self, wait: EngineWait) -> None:
         """A call begins to wait for the engine's bytes; its end removes it from `waits`."""
         if not self.waits:
-            self.heard_at = time.monotonic()
+            self.heard()
+            self.heard("scheduler")
         self.waits.add(wait)
+
+    def heard(self, life: Life = "process") -> None:
+        """The engine gave a sign of life."""
+        self.signs[life] = time.monotonic()
 
     def give_up(self, why: str) -> None:
         """End every wait for the engine's bytes."""

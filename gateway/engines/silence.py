@@ -7,51 +7,87 @@ no bytes for a while ──▶ probe ──answered──▶ the engine works
 import asyncio
 import logging
 import time
+from dataclasses import dataclass
 
 from gateway.cancellation import cancel_and_wait
 from gateway.engines.client import EngineClient
 from gateway.engines.fleet import Fleet
-from gateway.engines.fleet_server import FleetServer
+from gateway.engines.fleet_server import FleetServer, Life
 from gateway.errors import EngineFault
 from gateway.metrics.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
 WATCH_EVERY_S = 0.25
-PROBE_AFTER_S = 1.0
-SUSPECT_S = 2.0
 SILENCE_S = 3.0
 PROBE_TIMEOUT_S = 2.0
 
 
+@dataclass(frozen=True)
+class Sign:
+    """A sign of life: a byte of any answer, or a response to a probe, which is a GET of `path`."""
+
+    life: Life
+    path: str
+    silence_s: float
+    """After so long without the sign, answers move."""
+    timeout_s: float
+    """Of a probe."""
+
+    @property
+    def probe_after_s(self) -> float:
+        return self.silence_s / 3
+
+    @property
+    def suspect_s(self) -> float:
+        """After so long, all servers are probed: those that respond can take over the answers."""
+        return self.silence_s * 2 / 3
+
+    @property
+    def fresh_s(self) -> float:
+        """A server whose last sign is no older can take over."""
+        return self.silence_s / 2
+
+
 class SilenceWatch:
-    """Watches the servers that have answers in flight. Its rule:
+    """Watches the servers that have answers in flight, by two signs of life:
 
-    A sign of life is a byte of any answer, or a response to a probe: `GET /ping` of the engine, with any
-    status but 502 and 504, which a proxy sends when it does not reach the engine. SGLang's HTTP process
-    responds while its scheduler is in a long prefill, loads weights or is paused, so such an engine is not
-    silent. A server with answers in flight is probed once it has sent nothing for PROBE_AFTER_S.
+    process    `GET /ping`, which SGLang's HTTP process answers while its scheduler is in a long prefill,
+               loads weights or is paused. Missing for SILENCE_S: the process hangs, or the network is cut.
+    scheduler  `GET /server_info`, for which SGLang asks its scheduler. The scheduler answers between two
+               forward passes, and while it is paused. Missing for `scheduler_silence_s`: it hangs.
 
-    After SILENCE_S without a sign of life, its answers move. Each moves only if another server can continue
-    it: one that is ready, serves the version, and has itself given a sign of life within SILENCE_S. For this,
-    all servers are probed as soon as one is suspected (SUSPECT_S). So if the gateway has one server only, or
-    reaches none, its answers stay, and wait for at most `engine_timeout_s`. A server that loads weights is
-    never silent.
+    Every response counts but 502 and 504, which a proxy sends when it does not reach the engine. So an engine
+    that does not know a path is never found silent by it.
 
-    A server whose answers moved is `silent`: its breaker opens, and it gets no calls until it has responded
-    to a probe.
+    Without a sign, the server's answers move. Each moves only if another server can continue it: one that is
+    ready, serves the version, has itself given the sign in the last half of that time, and was not suspected
+    in the whole of it. So engines that stop and go on at about the same time, because the network fails or
+    all are in long forward passes, keep their answers. A server that loads weights is never silent.
+
+    If no other server can continue an answer, it stays. A server whose process is silent for `alone_s` is
+    given up all the same: its answers then wait for any engine, this one included, as after every fault.
+
+    A silent server's breaker opens, and it gets no calls until it has responded to a probe.
 
     Silence is not the only reason: `Fleet` gives a server up at once when its status says that it is dead, or
     when nothing listens at its address.
     """
 
-    def __init__(self, fleet: Fleet, engine: EngineClient, metrics: Metrics) -> None:
+    def __init__(
+        self, fleet: Fleet, engine: EngineClient, metrics: Metrics, scheduler_silence_s: float, alone_s: float
+    ) -> None:
         self._fleet = fleet
         self._engine = engine
         self._metrics = metrics
+        self._signs = (
+            Sign("process", "/ping", SILENCE_S, PROBE_TIMEOUT_S),
+            Sign("scheduler", "/server_info", scheduler_silence_s, scheduler_silence_s),
+        )
+        self._alone_s = max(alone_s, SILENCE_S)
         self._checked_at = time.monotonic()
-        self._probes: dict[str, asyncio.Task[None]] = {}
-        """By the address of the engine."""
+        self._probes: dict[tuple[str, Life], asyncio.Task[None]] = {}
+        """By the address of the engine and the sign."""
 
     async def close(self) -> None:
         """Cancel the probes in flight."""
@@ -63,41 +99,56 @@ class SilenceWatch:
         # While this process itself stood still, it could not hear anybody.
         stood_still_s = max(0.0, now - self._checked_at - 2 * WATCH_EVERY_S)
         self._checked_at = now
-        for server in servers:
-            server.heard_at = min(now, server.heard_at + stood_still_s)
-            if server.loads:
-                server.heard_at = now
-        suspicion = any(server.waits and now - server.heard_at >= SUSPECT_S for server in servers)
-        for server in servers:
-            if (server.waits or server.silent or suspicion) and now - server.heard_at >= PROBE_AFTER_S:
-                self._probe(server)
-        for server in servers:
-            if server.waits and now - server.heard_at >= SILENCE_S:
-                self._move_answers(server, now - SILENCE_S)
+        for sign in self._signs:
+            for server in servers:
+                at = now if server.loads else min(now, server.signs[sign.life] + stood_still_s)
+                server.signs[sign.life] = at
+            self._look_for(sign, servers, now)
 
-    def _move_answers(self, server: FleetServer, since: float) -> None:
+    def _look_for(self, sign: Sign, servers: list[FleetServer], now: float) -> None:
+        """Probe servers for the sign, and move the answers of those that have not given it for too long."""
+        missing_s = {server.id: now - server.signs[sign.life] for server in servers}
+        suspicion = any(server.waits and missing_s[server.id] >= sign.suspect_s for server in servers)
+        for server in servers:
+            if server.waits and missing_s[server.id] >= sign.suspect_s:
+                server.missed[sign.life] = now
+            wanted = server.waits or sign.life in server.silent or suspicion
+            if wanted and missing_s[server.id] >= sign.probe_after_s:
+                self._probe(server, sign)
+        for server in servers:
+            if server.waits and missing_s[server.id] >= sign.silence_s:
+                self._move_answers(server, sign, now)
+
+    def _move_answers(self, server: FleetServer, sign: Sign, now: float) -> None:
+        def lives(other: FleetServer) -> bool:
+            fresh = now - other.signs[sign.life] < sign.fresh_s
+            return fresh and now - other.missed[sign.life] > sign.silence_s
+
+        given_up = sign.life == "process" and now - server.signs["process"] >= self._alone_s
         moved = [
             wait
             for wait in server.waits
-            if wait.movable and self._fleet.can_replace(server, wait.version, since)
+            if given_up or (wait.movable and self._fleet.can_replace(server, wait.version, lives))
         ]
-        if moved and not server.silent:
-            server.silent = True
+        if moved and sign.life not in server.silent:
+            server.silent.add(sign.life)
             server.breaker.failed(unreachable=True)
             self._metrics.breakers.labels(server.id).set(1)
-            logger.warning("the engine of %s is silent: %d of its answers move", server.id, len(moved))
+            logger.warning(
+                "the %s of engine %s is silent: %d of its answers move", sign.life, server.id, len(moved)
+            )
         for wait in moved:
-            wait.end(EngineFault("stalled", f"the engine gave no sign of life for {SILENCE_S:g} s"))
+            wait.end(EngineFault("stalled", f"the engine's {sign.life} gave no sign of life"))
 
-    def _probe(self, server: FleetServer) -> None:
-        url = server.registration.engine_url
-        if url not in self._probes:
-            self._probes[url] = probe = asyncio.create_task(self._hear(server, url))
-            probe.add_done_callback(lambda _: self._probes.pop(url))
+    def _probe(self, server: FleetServer, sign: Sign) -> None:
+        probed = server.registration.engine_url, sign.life
+        if probed not in self._probes:
+            self._probes[probed] = probe = asyncio.create_task(self._hear(server, sign))
+            probe.add_done_callback(lambda _: self._probes.pop(probed))
 
-    async def _hear(self, server: FleetServer, url: str) -> None:
-        if await self._engine.responds(f"{url}/ping", PROBE_TIMEOUT_S):
-            server.heard_at = time.monotonic()
-            if server.silent:
-                logger.warning("the engine of %s gives signs of life again", server.id)
-                self._fleet.is_heard_again(server)
+    async def _hear(self, server: FleetServer, sign: Sign) -> None:
+        if await self._engine.responds(f"{server.registration.engine_url}{sign.path}", sign.timeout_s):
+            server.signs[sign.life] = time.monotonic()
+            if sign.life in server.silent:
+                logger.warning("the %s of engine %s gives signs of life again", sign.life, server.id)
+                self._fleet.is_heard_again(server, sign.life)

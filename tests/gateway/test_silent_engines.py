@@ -26,6 +26,9 @@ TOKENS, PACE_S = 150, 0.02
 MOVED_WITHIN_S = 8.0
 """The rule moves an answer after 3 s and a poll. The fleet's own judgment would take two timeouts of 5 s."""
 LONGER_THAN_SILENCE_S = 5.0
+SCHEDULER_SILENCE_S = 3.0
+POLL_AND_REPLY_S = 5.0
+"""Time enough for the gateway's polls and its reply on a busy machine."""
 
 
 @dataclass
@@ -145,6 +148,65 @@ def test_the_answers_of_a_silent_engine_move_and_the_engine_comes_back(
         wait_until(lambda: engines[0].aborted() if fault == "hung" else True)
         wait_until(lambda: served_by_the_first(gateway))
         assert servers(gateway)[0]["breaker"] == "closed"
+
+
+def test_the_answers_of_an_engine_whose_scheduler_hangs_move_although_its_http_lives(
+    backends: Backends, engines: list[EngineProcess]
+) -> None:
+    urls = [each.url for each in engines]
+    with ExitStack() as stack:
+        gateway = stack.enter_context(gateway_over(backends, urls, scheduler_silence_s=SCHEDULER_SILENCE_S))
+        streams = spread(gateway)
+        engines[0].hang_scheduler()
+        stack.callback(engines[0].resume_scheduler)
+        wait_until(lambda: answers_in_flight(gateway)[0] == 0, MOVED_WITHIN_S)
+        (whole,) = {tuple(each.whole()) for each in streams}
+        assert len(whole) == TOKENS + 1, "no token is lost, and none is doubled"
+        assert max(each.longest_gap_s for each in streams) < MOVED_WITHIN_S
+        assert ["engine-0", "engine-1"] in [engines_of(gateway, each) for each in streams]
+        assert servers(gateway)[0]["error"] == "its engine gives no sign of life"
+        for number in range(8):
+            assert Stream(gateway, f"meanwhile-{number}").whole() == list(whole)
+        engines[0].resume_scheduler()
+        wait_until(lambda: served_by_the_first(gateway))
+        assert servers(gateway)[0]["error"] is None
+
+
+def test_answers_stay_while_no_scheduler_of_the_fleet_responds(
+    backends: Backends, engines: list[EngineProcess]
+) -> None:
+    """On slow machines a forward pass may take longer than the setting says: then it takes so long on all."""
+    urls = [each.url for each in engines]
+    with gateway_over(backends, urls, scheduler_silence_s=SCHEDULER_SILENCE_S) as gateway:
+        streams = spread(gateway)
+        for engine in engines:
+            engine.hang_scheduler()
+        try:
+            time.sleep(LONGER_THAN_SILENCE_S)  # longer than a scheduler may be silent where another works
+        finally:
+            for engine in engines:
+                engine.resume_scheduler()
+        assert len({tuple(each.whole()) for each in streams}) == 1
+        assert "weir_engine_faults_total{" not in gateway.get("/metrics").text
+
+
+def test_calls_of_a_hung_engine_get_a_503_if_there_is_no_other(
+    backends: Backends, engines: list[EngineProcess]
+) -> None:
+    engine, wait_s = engines[0], 4.0
+    path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}
+    with gateway_over(backends, [engine.url], engine_wait_s=wait_s) as gateway:
+        stream = Stream(gateway, "s")
+        wait_until(lambda: stream.events > 5)
+        engine.suspend()
+        try:
+            refused = gateway.post(path, body, timeout=2 * wait_s + POLL_AND_REPLY_S)
+            assert (refused.status_code, refused.json()["error"]["type"]) == (503, "engine_unavailable")
+            again = gateway.post(path, body, timeout=wait_s + POLL_AND_REPLY_S)
+            assert again.status_code == 503, "it is known to be silent"
+        finally:
+            engine.resume()
+        assert len(stream.whole()) == TOKENS + 1, "the answer that had begun goes on"
 
 
 def served_by_the_first(gateway: RunningGateway) -> bool:

@@ -18,6 +18,7 @@ import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 from tokenizers import Tokenizer
 
 from gateway.cancellation import cancel_and_wait
@@ -42,6 +43,13 @@ class EngineProcess:
 
     def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)
+
+    def hang_scheduler(self) -> None:
+        """The engine sends no more tokens and answers no `/server_info`; its HTTP process goes on."""
+        httpx.get(f"{self.url}/hang").raise_for_status()
+
+    def resume_scheduler(self) -> None:
+        httpx.get(f"{self.url}/go_on").raise_for_status()
 
     def aborted(self) -> list[str]:
         rids: list[str] = httpx.get(f"{self.url}/aborted").json()
@@ -133,12 +141,38 @@ def main() -> None:
         Tokenizer.from_file(tokenizer), mind=[10 + n % 50 for n in range(int(tokens))], pace_s=float(pace_s)
     )
 
+    works = asyncio.Event()
+    works.set()
+
     async def aborted(_: Request) -> Response:
         return JSONResponse(engine.aborted)
 
+    async def hang(_: Request) -> Response:
+        works.clear()
+        return JSONResponse({})
+
+    async def go_on(_: Request) -> Response:
+        works.set()
+        return JSONResponse({})
+
+    async def server_info(_: Request) -> Response:
+        return JSONResponse({"internal_states": []})
+
     app = engine.app()
-    app.router.routes.append(Route("/aborted", aborted))
-    uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning")
+    for handler in (aborted, hang, go_on, server_info):
+        app.router.routes.append(Route(f"/{handler.__name__}", handler))
+
+    async def scheduled(scope: Scope, receive: Receive, send: Send) -> None:
+        """The engine, of which tokens and `/server_info` come from the scheduler."""
+
+        async def send_when_it_works(message: Message) -> None:
+            await works.wait()
+            await send(message)
+
+        by_scheduler = scope.get("path") in ("/generate", "/server_info")
+        await app(scope, receive, send_when_it_works if by_scheduler else send)
+
+    uvicorn.run(scheduled, host="127.0.0.1", port=int(port), log_level="warning")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 PYTHON ?= python3
 SEED ?= 0
 KILLS ?= 20
+MINUTES ?= 30
 # How many tests run at once.
 WORKERS ?= 2
 # The parts of `make test-long`, each a target of its own: test-numerics, …
@@ -75,6 +76,9 @@ bench-asynchrony: install  ## asynchronous against synchronous training, where t
 
 crash: install  ## kill parts of the whole system, one after the other, then audit it (KILLS=n SEED=n)
 	@$(BIN)/python -m tests.crash --kills $(KILLS) --seed $(SEED)
+
+soak: .venv/installed  ## agents of all dialects, hostile ones among them, while engines die and hang (MINUTES=n SEED=n)
+	@$(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED)
 
 check: install  ## format, lint, types, imports, layout
 	@$(BIN)/ruff format --check .
@@ -169,4 +173,4 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 $(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help install map lock licences demo bench bench-trainer bench-learning bench-asynchrony test test-fast test-long test-properties test-numerics test-clients test-presets crash check up status down clean
+.PHONY: help install map lock licences demo bench bench-trainer bench-learning bench-asynchrony test test-fast test-long test-properties test-numerics test-clients test-presets crash soak check up status down clean

@@ -195,5 +195,17 @@ def logprob_of(index: int) -> float:
 
 
 def said_already(prompt: list[int], ids: list[int]) -> int:
-    """How many of `ids` the prompt ends with."""
-    return next((count for count in range(len(ids), 0, -1) if prompt[-count:] == ids[:count]), 0)
+    """How many of `ids` the prompt ends with. By Knuth, Morris and Pratt: long answers take linear time."""
+    ids, prompt = ids[: len(prompt)], prompt[-len(ids) :]
+    shorter, said = [0], 0  # by count of ids: the most ids, but not all of these, that these ids end with
+    for each in ids[1:]:
+        while said and ids[said] != each:
+            said = shorter[said - 1]
+        said += ids[said] == each
+        shorter.append(said)
+    said = 0
+    for each in prompt:
+        while said and (said == len(ids) or ids[said] != each):
+            said = shorter[said - 1]
+        said += said < len(ids) and ids[said] == each
+    return said

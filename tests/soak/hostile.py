@@ -1,0 +1,170 @@
+"""Hostile calls: each way has the statuses that it may be answered with, and leaves nothing behind."""
+
+import asyncio
+import json
+import random
+import socket
+import time
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import closing, suppress
+from urllib.parse import urlsplit
+
+import httpx
+
+from tests.soak.engine import LONG_TOKENS
+from tests.soak.journal import Journal
+from tests.support.gateway.running import CLIENT_KEY
+
+PATIENCE_S = 60.0
+CHAT_PATH, PATHS = "/v1/chat/completions", ("/v1/chat/completions", "/v1/messages", "/v1/responses")
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+MIB = 2**20
+NO_REPLY = None
+Way = Callable[[str, random.Random], Awaitable[int | None]]
+
+
+class Hostile:
+    """Makes one hostile call after the other, each in a way that is drawn."""
+
+    def __init__(self, draw: random.Random, journal: Journal) -> None:
+        self._draw, self._journal = draw, journal
+
+    async def call(self, gateway: str) -> None:
+        name = self._draw.choice(list(WAYS))
+        way, expected = WAYS[name]
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                status = await way(gateway, self._draw)
+        except (OSError, TimeoutError, EOFError) as error:
+            self._journal.surprised(f"{name}: {type(error).__name__}: {error}")
+            return
+        self._journal.called(name, status, time.monotonic() - began)
+        if status not in expected:
+            self._journal.surprised(f"{name}: {status} in place of {expected}")
+
+
+def head(path: str, size: int, key: str | None = CLIENT_KEY) -> bytes:
+    given = f"authorization: Bearer {key}\r\n" if key else ""
+    return (
+        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n{given}"
+        f"content-length: {size}\r\n\r\n"
+    ).encode()
+
+
+async def said(gateway: str, data: bytes) -> int:
+    """Send the bytes; return the status of the reply."""
+    with closing(await connected(gateway)) as line:
+        loop = asyncio.get_running_loop()
+        with suppress(BrokenPipeError, ConnectionResetError):  # it may answer before it has read everything
+            await loop.sock_sendall(line, data)
+        return await status_of(line)
+
+
+async def status_of(line: socket.socket) -> int:
+    heard = b""
+    while b"\r\n" not in heard:
+        data = await asyncio.get_running_loop().sock_recv(line, 4096)
+        if not data:
+            raise EOFError("the connection ended without a reply")
+        heard += data
+    return int(heard.split()[1])
+
+
+async def connected(gateway: str, read_buffer: int | None = None) -> socket.socket:
+    address = urlsplit(gateway)
+    line = socket.socket()
+    line.setblocking(False)
+    if read_buffer:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, read_buffer)
+    await asyncio.get_running_loop().sock_connect(line, (address.hostname, address.port))
+    return line
+
+
+async def too_long(gateway: str, draw: random.Random) -> int:
+    words = " ".join(f"word{draw.randint(0, 99)}" for _ in range(1000)) * 150  # about 1 MiB
+    body = json.dumps({"messages": [{"role": "user", "content": words}], "max_tokens": 5}).encode()
+    return await said(gateway, head(draw.choice(PATHS[:2]), len(body)) + body)
+
+
+async def too_large(gateway: str, draw: random.Random) -> int:
+    return await said(gateway, head(draw.choice(PATHS), 33 * MIB))
+
+
+async def broken_json(gateway: str, draw: random.Random) -> int:
+    body = json.dumps(HI).encode()[: -draw.randint(1, 10)]
+    return await said(gateway, head(draw.choice(PATHS), len(body)) + body)
+
+
+async def unknown_field(gateway: str, draw: random.Random) -> int:
+    body = json.dumps(HI | {f"field_{draw.randint(0, 10**9)}": [1], "max_tokens": 5}).encode()
+    return await said(gateway, head(draw.choice(PATHS), len(body)) + body)
+
+
+async def without_key(gateway: str, draw: random.Random) -> int:
+    return await said(gateway, head(draw.choice(PATHS), 10 * MIB, None) + b"{" * MIB)
+
+
+async def half_sent(gateway: str, draw: random.Random) -> int:
+    """The rest of the body never comes."""
+    return await said(gateway, head(draw.choice(PATHS), 10_000) + b'{"messages": [')
+
+
+async def half_sent_and_left(gateway: str, draw: random.Random) -> None:
+    with closing(await connected(gateway)) as line:
+        await asyncio.get_running_loop().sock_sendall(line, head(draw.choice(PATHS), 10_000) + b"{")
+
+
+async def left(gateway: str, draw: random.Random) -> int:
+    """The client leaves in the middle of its stream."""
+    body = json.dumps(HI | {"stream": True}).encode()
+    with closing(await connected(gateway)) as line:
+        await asyncio.get_running_loop().sock_sendall(line, head(CHAT_PATH, len(body)) + body)
+        return await status_of(line)
+
+
+async def stopped_reading(gateway: str, draw: random.Random) -> int:
+    """The client reads the status, and then nothing more, until the gateway disconnects it."""
+    session_id = f"stopped-{draw.randrange(2**64)}"
+    asked = {
+        "stream": True,
+        "logprobs": True,
+        "top_logprobs": 1,  # more bytes for each token
+        "max_tokens": LONG_TOKENS,
+        "metadata": {"session_id": session_id},
+    }
+    body = json.dumps(HI | asked).encode()
+    with closing(await connected(gateway, 4096)) as line:
+        await asyncio.get_running_loop().sock_sendall(line, head(CHAT_PATH, len(body)) + body)
+        status = await status_of(line)
+        while line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == ESTABLISHED:  # noqa: ASYNC110
+            await asyncio.sleep(0.2)  # the kernel has no event for a reset of a line that nobody reads
+        await recorded_as_aborted(gateway, session_id)
+        return status
+
+
+async def recorded_as_aborted(gateway: str, session_id: str) -> None:
+    """Wait for the record of the session's only turn."""
+    url, headers = f"{gateway}/sessions/{session_id}", {"authorization": f"Bearer {CLIENT_KEY}"}
+    ends: list[str] = []
+    while not ends:
+        view = (await asyncio.to_thread(httpx.get, url, headers=headers, timeout=PATIENCE_S)).json()
+        ends = [turn["finish_reason"] for turn in view["turns"]]
+        await asyncio.sleep(0.2)  # it is recorded after the connection has ended
+    if ends != ["abort"]:
+        raise EOFError(f"{session_id} has the turns {ends}")
+
+
+ESTABLISHED = 1
+"""Linux' TCP_ESTABLISHED, the first byte of TCP_INFO."""
+WAYS: dict[str, tuple[Way, Collection[int | None]]] = {
+    "too long": (too_long, (400,)),
+    "too large": (too_large, (413,)),
+    "broken JSON": (broken_json, (400,)),
+    "unknown field": (unknown_field, (400,)),
+    "without key": (without_key, (401,)),
+    "half sent": (half_sent, (408,)),
+    "half sent and left": (half_sent_and_left, (NO_REPLY,)),
+    "left": (left, (200,)),
+    "stopped reading": (stopped_reading, (200,)),
+}

@@ -1,0 +1,111 @@
+"""One soak: starts the system, lets agents, faults and samples run side by side, and audits at the end."""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import aiohttp
+
+from tests.soak.agents import MOST_TURNS, PATIENCE_S, TEXT, Agent
+from tests.soak.dialects import DIALECTS
+from tests.soak.faults import make_faults
+from tests.soak.journal import Journal
+from tests.soak.memory import BEGINS, WINDOW, MemoryRow, MemorySample, judged, sample_memory
+from tests.soak.result import CallRow, SoakResult
+from tests.soak.system import SoakSystem, soak_system
+from tests.support.gateway.running import ADMIN_KEY
+from weir.audit.audit import audit
+from weir.audit.evidence import read_answers
+from weir.audit.sources import Sources
+
+KEEPALIVE_S = 2.0
+"""Shorter than the gateway's, so that no call meets a connection that the gateway is closing."""
+TOKENS_PER_TURN = MOST_TURNS * 3 * len(TEXT)
+"""At most: an answer, and a context that repeats all of its session's conversation."""
+
+
+class Soaked:
+    """What a soak did besides the calls."""
+
+    def __init__(self, faults: Counter[str], samples: list[list[MemorySample]], turns: int) -> None:
+        self.faults, self.samples = faults, samples
+        self.turns = turns
+        """How many answers were heard after the first window of memory."""
+
+    def memory(self) -> tuple[MemoryRow, ...]:
+        return tuple(
+            judged(f"gateway {number}", samples, self.turns, TOKENS_PER_TURN)
+            for number, samples in enumerate(self.samples)
+        )
+
+
+async def soaked(system: SoakSystem, journal: Journal, minutes: float, agents: int, seed: int) -> Soaked:
+    began = time.monotonic()
+    until, faults, mark = began + 60 * minutes, Counter[str](), list[int]()
+    timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
+        playing = [
+            Agent(f"a{seed}-{number}", seed, system.gateways, journal, http).play(until)
+            for number in range(agents)
+        ]
+        asyncio.get_running_loop().call_later(
+            60 * minutes * (BEGINS + WINDOW), lambda: mark.append(journal.turns)
+        )
+        sampling = asyncio.create_task(sample_memory(system.processes, began, until))
+        await asyncio.gather(make_faults(system, random.Random(seed), journal, until, faults), *playing)
+        samples = await sampling
+    return Soaked(faults, samples, journal.turns - mark[0])
+
+
+def soak(run_dir: Path, model_path: Path, minutes: float, agents: int, seed: int) -> SoakResult:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    answers, ledger = run_dir / "answers.jsonl", run_dir / "no-checkpoints"
+    ledger.mkdir()
+    journal = Journal(answers)
+    with soak_system(run_dir, model_path) as system:
+        done = asyncio.run(soaked(system, journal, minutes, agents, seed))
+        journal.close()
+        look_inside(system, journal, run_dir)
+        sources = Sources(system.redis_url, None, ADMIN_KEY, ledger)
+        report = audit(sources, read_answers(answers))
+    return SoakResult(
+        minutes=minutes,
+        agents=agents,
+        seed=seed,
+        calls=tuple(_calls(journal)),
+        faults=dict(done.faults),
+        turns=journal.turns,
+        unexpected=journal.unexpected,
+        details=tuple(journal.details),
+        memory=done.memory(),
+        findings=tuple(f"{each.kind}: {each.sentence} ({each.rule})" for each in report.findings),
+    )
+
+
+def look_inside(system: SoakSystem, journal: Journal, run_dir: Path) -> None:
+    """Tell the journal what the gateways had no words for, also where the client had left by then."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not system.calm():
+        if time.monotonic() > deadline:
+            journal.surprised("answers are still in flight, although every agent has ended")
+            break
+        time.sleep(0.2)  # answers of clients that left are aborted
+    for status, count in system.failures().items():
+        journal.surprised(f"the gateways answered {count} calls with {status}")
+    for path in run_dir.glob("gateway-*.log"):
+        if found := path.read_text(encoding="utf-8").count("Traceback"):
+            journal.surprised(f"{path} has {found} tracebacks")
+
+
+def _calls(journal: Journal) -> list[CallRow]:
+    first = [*(dialect.name for dialect in DIALECTS), "rest"]
+    kinds = sorted(journal.statuses, key=lambda kind: (first.index(kind) if kind in first else 99, kind))
+    return [
+        CallRow(
+            kind, dict(journal.statuses[kind]), journal.quantile_ms(kind, 50), journal.quantile_ms(kind, 99)
+        )
+        for kind in kinds
+    ]

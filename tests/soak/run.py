@@ -66,9 +66,10 @@ def soak(run_dir: Path, model_path: Path, minutes: float, agents: int, seed: int
     ledger.mkdir()
     journal = Journal(answers)
     with soak_system(run_dir, model_path) as system:
+        before = system.failures()  # `/ready` is a 503 until the engines were found
         done = asyncio.run(soaked(system, journal, minutes, agents, seed))
         journal.close()
-        look_inside(system, journal, run_dir)
+        look_inside(system, journal, run_dir, before)
         sources = Sources(system.redis_url, None, ADMIN_KEY, ledger)
         report = audit(sources, read_answers(answers))
     return SoakResult(
@@ -85,7 +86,7 @@ def soak(run_dir: Path, model_path: Path, minutes: float, agents: int, seed: int
     )
 
 
-def look_inside(system: SoakSystem, journal: Journal, run_dir: Path) -> None:
+def look_inside(system: SoakSystem, journal: Journal, run_dir: Path, before: Counter[str]) -> None:
     """Tell the journal what the gateways had no words for, also where the client had left by then."""
     deadline = time.monotonic() + PATIENCE_S
     while not system.calm():
@@ -93,7 +94,7 @@ def look_inside(system: SoakSystem, journal: Journal, run_dir: Path) -> None:
             journal.surprised("answers are still in flight, although every agent has ended")
             break
         time.sleep(0.2)  # answers of clients that left are aborted
-    for status, count in system.failures().items():
+    for status, count in (system.failures() - before).items():
         journal.surprised(f"the gateways answered {count} calls with {status}")
     for path in run_dir.glob("gateway-*.log"):
         if found := path.read_text(encoding="utf-8").count("Traceback"):

@@ -11,7 +11,7 @@ from tests.soak.memory import MIB, TURN_OVERHEAD_BYTES, MemoryRow, MemorySample,
 from tests.soak.result import CallRow, SoakResult, lines, write
 from tests.soak.run import soak
 
-MINUTES, AGENTS = 1.0, 32
+MINUTES, AGENTS = 2.0, 32
 FLAT = MemoryRow("gateway 0", 100, 109, 130, 110)
 GOOD = SoakResult(
     minutes=30,
@@ -56,6 +56,11 @@ def test_any_fault_fails_the_soak(changes: dict[str, object], said: str) -> None
     result = msgspec.structs.replace(GOOD, **changes)
     assert result.exit_code == 1
     assert lines(result)[-1] == f"FAULT: {said}"
+
+
+def test_a_soak_of_less_than_two_minutes_does_not_judge_memory() -> None:
+    grown = (MemoryRow("gateway 0", 100, 111, 130, 110),)
+    assert not msgspec.structs.replace(GOOD, minutes=1, memory=grown).faulty
 
 
 def test_memory_may_grow_by_a_tenth_and_by_what_the_cache_fills() -> None:

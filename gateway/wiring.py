@@ -109,7 +109,7 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
     admin_key = settings.admin_keys[0] if settings.admin_keys else None
     fleet = Fleet(redis, engine, admin_key, settings.engines)
     admission = Admission(settings.limits, redis, fleet, metrics, settings.poll_every_s)
-    sessions = SessionService(settings, writer, admission)
+    sessions = SessionService(settings, writer, admission, identities)
     recorder = Recorder(settings, renderer, writer, metrics)
     metrics.caches |= {
         "heads": lambda: CacheLookups(*writer.head_lookups),

@@ -66,6 +66,11 @@ class Identities:
             raise UnknownCaller("no API key was given" if key is None else "the API key is not known")
         return Caller(role, presented if presented is not None and role == "client" else "")
 
+    def check_opener(self, caller: Caller, spec: SessionSpec) -> None:
+        """Raises UnknownCaller for a session key if the client key that opened the session was revoked."""
+        if caller.session_id is not None and spec.owner and self.keyring.known(spec.owner) is None:
+            raise UnknownCaller("the API key that opened the session is not known any more")
+
     def client(self, headers: Mapping[str, str]) -> Caller:
         """A caller who may open sessions and reward them. Raises NotPermitted for a session key."""
         caller = self.caller(headers)

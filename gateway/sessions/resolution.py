@@ -17,7 +17,7 @@ import msgspec
 
 from gateway.admission.admission import Admission
 from gateway.conversations.digests import chain, continuation_digests
-from gateway.errors import InvalidRequest, NotPermitted, ObjectNotFound, StateConflict
+from gateway.errors import InvalidRequest, NotPermitted, StateConflict
 from gateway.generations.generation import Call
 from gateway.language.chat_messages import Message
 from gateway.sessions.identity import Caller
@@ -80,7 +80,8 @@ class SessionResolver:
 
         Raises InvalidRequest for a malformed id, NotPermitted for a session key with the id of another
         session, ObjectNotFound for a session of another owner, StateConflict for a session that ended,
-        Deleted for a deleted session and for a user whose data was deleted, and LimitReached.
+        Deleted for a deleted session and for a user whose data was deleted, UnknownCaller for the key of a
+        session whose client key was revoked, and LimitReached.
         """
         names = _names(clues)
         if caller.session_id is not None and any(name != caller.session_id for name in names):
@@ -95,8 +96,7 @@ class SessionResolver:
             head = await self._continued(caller, clues)
             return head or await self._new(caller)
         head = await self._writer.load_for_call(session_id) or await self._open_named(session_id, caller)
-        if not caller.owns(head.spec):
-            raise ObjectNotFound(f"no session {session_id!r}")
+        self._sessions.check_usable(head, caller)
         if refusal := await self._refusal(head):
             raise refusal
         if caller.session_id is not None:  # the call counts for the client key that opened the session

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from gateway.admission.admission import Admission
 from gateway.errors import ObjectNotFound, StateConflict
-from gateway.sessions.identity import Caller
+from gateway.sessions.identity import Caller, Identities
 from gateway.sessions.verdicts import session_verdict, waits_for_group
 from gateway.settings import GatewaySettings
 from rollout_queue.contract.codec import decode_spec
@@ -27,11 +27,18 @@ from rollout_queue.protocol.ids import ID
 class SessionService:
     """The sessions of this deployment. A client key may use only its own; an admin may use all."""
 
-    def __init__(self, settings: GatewaySettings, writer: StreamWriter, admission: Admission) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        writer: StreamWriter,
+        admission: Admission,
+        identities: Identities,
+    ) -> None:
         self._ttl_s = settings.session_ttl_s
         self._train_side_calls = settings.train_side_calls
         self._writer = writer
         self._admission = admission
+        self._identities = identities
         defaults = settings.sampling
         self._sampling = SamplingPolicy(
             mode=defaults.mode, temperature=defaults.temperature, top_p=defaults.top_p
@@ -89,14 +96,21 @@ class SessionService:
     async def head(self, session_id: str, caller: Caller, *, turns: bool = True) -> SessionHead:
         """The session's head: everything that is stored of it at this moment, with its turns.
 
-        Raises ObjectNotFound for a session that does not exist or is not the caller's, Deleted.
+        Raises ObjectNotFound for a session that does not exist or is not the caller's, Deleted,
+        UnknownCaller.
         """
         head = await self._writer.load(session_id, turns=turns) if ID.fullmatch(session_id) else None
         if head is None:
             raise await self.missing(session_id, caller)
-        if not caller.owns(head.spec):
-            raise no_session(session_id)
+        self.check_usable(head, caller)
         return head
+
+    def check_usable(self, head: SessionHead, caller: Caller) -> None:
+        """Raises ObjectNotFound for a session that is not the caller's, and UnknownCaller for a session key
+        after the client key that opened the session was revoked."""
+        if not caller.owns(head.spec):
+            raise no_session(head.spec.session_id)
+        self._identities.check_opener(caller, head.spec)
 
     async def check_owned(self, session_id: str, caller: Caller) -> None:
         """Raise as `head` does, but accept a session even if this build cannot read its turns.
@@ -115,13 +129,14 @@ class SessionService:
     async def owner_of(self, caller: Caller) -> str:
         """The client key for which the caller's calls count.
 
-        Raises ObjectNotFound for a session key whose session does not exist, Deleted.
+        Raises ObjectNotFound for a session key whose session does not exist, Deleted, UnknownCaller.
         """
         if caller.session_id is None:
             return caller.owner
         head = await self._writer.load_for_call(caller.session_id)
         if head is None:
             raise await self.missing(caller.session_id, caller)
+        self.check_usable(head, caller)
         return head.spec.owner
 
     async def missing(self, session_id: str, caller: Caller) -> ObjectNotFound | SessionDeleted:

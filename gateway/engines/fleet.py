@@ -24,7 +24,7 @@ from redis.asyncio import Redis
 from gateway.cancellation import cancel_and_wait
 from gateway.engines.client import EngineClient
 from gateway.engines.event_stream import version_number
-from gateway.engines.fleet_server import FleetServer, Life, Registration
+from gateway.engines.fleet_server import FleetServer, Life, ModelInfo, Registration
 from gateway.engines.identities import STATUS_TIMEOUT_S, distinct, status_of
 from gateway.engines.placement import choose_server
 from gateway.errors import NoServer, StateConflict
@@ -36,12 +36,6 @@ logger = logging.getLogger(__name__)
 
 LATE_ANSWERS = 2
 """Consecutive timeouts after which a server counts as dead. A single one may come from a busy machine."""
-
-
-class ModelInfo(msgspec.Struct, frozen=True):
-    """The part of a bare engine's `/model_info` that the fleet needs."""
-
-    weight_version: str = "0"
 
 
 @dataclass

@@ -31,6 +31,12 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     forget_after_s: float | None = None
 
 
+class ModelInfo(msgspec.Struct, frozen=True):
+    """The part of a bare engine's `/model_info` that the fleet needs."""
+
+    weight_version: str = "0"
+
+
 @dataclass
 class FleetServer:
     """One server of the fleet, as this gateway sees it."""

@@ -1,6 +1,5 @@
 """A stream keeps no output for a retry: a client that joins is told the answer from its tokens."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from tests.support.gateway.calls import RETRY
 from tests.support.gateway.gated_engine import GatedEngine, asked, let_on
 from tests.support.gateway.processes import Processes
 from tests.support.gateway.running import RunningGateway
+from tests.support.gateway.streams import text_of
 
 TOKENS = 40_000
 BYTES_PER_TOKEN = 200
@@ -50,24 +50,6 @@ def gated(processes: Processes, gateway: RunningGateway, stall_after: int) -> No
     engine = GatedEngine(processes.backends.tokenizer, stall_after=stall_after)
     engine.script.append([300, 301] * (stall_after // 2 + 50))
     gateway.engine = processes.backends.engine = engine
-
-
-def text_of(lines: list[str]) -> tuple[str, int]:
-    """The text of a stream in any dialect, and how many log-probabilities it has."""
-    text, logprobs = "", 0
-    for line in lines:
-        if not line.startswith("data: {"):
-            continue
-        event = json.loads(line[6:])
-        if event.get("type") == "content_block_delta":
-            text += event["delta"].get("text", "")
-        elif event.get("type") == "response.output_text.delta":
-            text += event["delta"]
-        for choice in event.get("choices", ()):
-            text += choice.get("text") or choice.get("delta", {}).get("content") or ""
-            told = choice.get("logprobs") or {}
-            logprobs += len(told.get("content") or told.get("token_logprobs") or ())
-    return text, logprobs
 
 
 def test_a_long_stream_keeps_its_tokens_and_not_its_output(

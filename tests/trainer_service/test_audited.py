@@ -205,7 +205,7 @@ def test_an_acknowledgement_before_the_checkpoint_is_caught(audited: Audited, ag
     assert audited.harness.trainer.run_once()
     code, report = audited.audit()
     assert (code, found(report)) == (1, lost)
-    assert "the durable ledger has that step without it" in report["findings"][0]["sentence"]
+    assert "the durable ledger has that step without this turn" in report["findings"][0]["sentence"]
 
 
 def test_a_duplicate_append_is_caught(audited: Audited, agents: RedisAgents, redis: Redis) -> None:

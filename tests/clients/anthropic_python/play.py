@@ -148,7 +148,10 @@ def count_tokens():
     asked = {"model": MODEL, "messages": [{"role": "user", "content": "value of c?"}], "tools": [TOOL]}
     counted = Anthropic().messages.count_tokens(**asked)
     used = Anthropic().messages.create(max_tokens=64, **asked).usage
-    return {"counted": counted.input_tokens, "used": used.input_tokens}
+    return {
+        "counted": counted.input_tokens,
+        "used": used.input_tokens + used.cache_read_input_tokens + used.cache_creation_input_tokens,
+    }
 
 
 def errors():

@@ -4,8 +4,8 @@ PYTHON ?= python3
 SEED ?= 0
 KILLS ?= 20
 MINUTES ?= 30
-# How many tests run at once.
-WORKERS ?= 2
+# How many tests run at once. Many tests wait, so four keep two cores busy.
+WORKERS ?= 4
 # The parts of `make test-long`, each a target of its own: test-numerics, …
 LONG ?= numerics properties clients presets
 GPU := $(shell command -v nvidia-smi 2>/dev/null)

@@ -500,8 +500,8 @@ def has_no_fence(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        acknowledges_before_the_checkpoint,
-        forgets_what_it_owes,
+        pytest.param(acknowledges_before_the_checkpoint, marks=pytest.mark.long),
+        pytest.param(forgets_what_it_owes, marks=pytest.mark.long),
         appends_as_often_as_asked,
         has_no_fence,
     ],

@@ -69,7 +69,7 @@ def test_the_launcher_of_deepspeed_starts_the_same_ranks(
     assert differs_by(weights_of(tmp_path / "deepspeed"), weights_of(tmp_path / "torch")) == 0
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_a_checkpoint_goes_on_with_fewer_and_with_more_ranks(
     pair: RankPair, make_learner: MakeLearner, untrained: Weights, tmp_path: Path, stage: int
 ) -> None:
@@ -88,7 +88,7 @@ def test_a_checkpoint_goes_on_with_fewer_and_with_more_ranks(
     assert_moved_alike(one.exported(), weights_of(run), untrained)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_when_one_rank_dies_all_end_and_the_next_start_goes_on_bitwise(
     pair: RankPair, make_learner: MakeLearner, tmp_path: Path, stage: int
 ) -> None:

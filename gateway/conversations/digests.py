@@ -22,7 +22,7 @@ MESSAGES_BYTES, PART_BYTES = 16, 8
 SYSTEM = frozenset({"system", "developer"})
 _JSON = msgspec.json.Encoder(order="deterministic")
 LARGEST_EXACT = 2**53
-"""Below it, JavaScript writes a number that is whole as an integer."""
+"""JavaScript writes a whole number below this bound as an integer."""
 
 
 class Digest(bytes):

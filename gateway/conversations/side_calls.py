@@ -57,8 +57,8 @@ def side_call_of(
 ) -> SideCall | None:
     """The kind of side call, or None for a call of the agent itself.
 
-    Titles and topics of which the system prompt tells come without tools. Others may have the conversation's
-    own, so that its prompt is cached.
+    A summary, or a title for which the last user message asks, may have the conversation's own tools, so that
+    its prompt is cached. Every other side call has no tools.
     """
     if not messages:
         return None

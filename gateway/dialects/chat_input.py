@@ -27,7 +27,7 @@ from gateway.language.families import Family
 from gateway.language.thinking import SWITCHES, ThinkingWish, effort_of
 
 OLDER = frozenset({"refusal", "function_call"})
-"""Fields that are read as other fields."""
+"""Fields that `_modern` converts to other fields."""
 PLAIN = frozenset({"role", "content"})
 TEXTS = frozenset({"name", "tool_call_id", "reasoning_content", "reasoning", "refusal"})
 """Fields of a message that are text, or null."""
@@ -96,7 +96,7 @@ def _functions_of(request: ChatRequest, family: Family) -> ChatTools:
 
 
 def form_of(request: ChatRequest) -> tuple[JsonObject | AnswerForm | None, str]:
-    """What the answer's text must be, and the field that says so. Raises InvalidRequest for two of them."""
+    """What the answer's text must be, and the field that says so. Raises InvalidRequest if two do."""
     form, param = guided_form(request)
     if form is None:
         return request.response_format, "response_format"
@@ -106,7 +106,7 @@ def form_of(request: ChatRequest) -> tuple[JsonObject | AnswerForm | None, str]:
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Raises InvalidRequest for no messages, a malformed one, or one that a text model cannot read."""
+    """Raises InvalidRequest for an empty list, and for a message that is malformed or not text."""
     if not messages:
         raise InvalidRequest("messages: give at least one", param="messages")
     for index, message in enumerate(messages):

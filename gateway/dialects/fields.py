@@ -1,8 +1,9 @@
-"""Refuses by name the fields that the gateway cannot serve, of requests and of the objects inside them.
+"""Refuses fields that the gateway cannot serve, in requests and in the objects inside them, by name.
 
-A field is served, or it changes no token and is accepted (`prompt_cache_key`), or it is refused here, unless
-its value asks for nothing. `decode_body` refuses unknown fields of a request. `check_fields` refuses unknown
-fields of messages, parts of their content, items, tool calls and tools.
+A field is accepted if the gateway serves it, or if it changes no token (`prompt_cache_key`). Another field is
+accepted only with a value that asks for nothing.
+`decode_body` refuses unknown fields of a request. `check_fields` refuses unknown fields of messages, parts of
+their content, items, tool calls and tools.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ MAX_METADATA_BYTES = 16 * 2**10
 """Limit on the JSON of `metadata`."""
 
 Refusals = Mapping[str, tuple[Sequence[Any], str]]
-"""By field: the values that ask for nothing, beside null; and why any other value is refused."""
+"""By field: the values that are accepted because they ask for nothing, as null does; why others are not."""
 
 CHAT: Refusals = {
     "audio": ((), "this model writes text only"),
@@ -87,9 +88,9 @@ class Fields(msgspec.Struct, frozen=True):
     """The fields of one kind of object."""
 
     accepted: frozenset[str]
-    """They are read, or they change no token."""
+    """Names of the fields that the gateway reads, or that change no token."""
     refused: Refusals = {}
-    """Others that clients send: the values that ask for nothing, and why any other value is refused."""
+    """Other fields that clients send: the values that ask for nothing, and why any other value is refused."""
 
 
 def check_fields(given: Mapping[str, Any], fields: Fields, where: str) -> None:
@@ -125,7 +126,7 @@ def _fields(names: str, refused: Refusals | None = None) -> Fields:
 
 
 MARKS = "cache_control prompt_cache_breakpoint"
-"""Where a prompt may be cached; the engine caches prompts by itself."""
+"""Fields that mark where a prompt may be cached. They have no effect: the engine caches prompts by itself."""
 NO_SOUND = ((), "this model writes text only")
 NO_NAMESPACE = ((), "this gateway knows no groups of tools")
 DIRECT: Refusals = {
@@ -187,7 +188,7 @@ ITEMS = {
     "function_call_output": _fields(f"{OWN} call_id output name", DIRECT),
     "item_reference": _fields("type id"),
 }
-"""By type. `status`, `phase` and `id` say how an item was made, which its tokens do not."""
+"""By type. `status`, `phase` and `id` change none of an item's tokens."""
 RESPONSES_TOOL = _fields("type name description parameters strict", ELSEWHERE)
 
 # Messages

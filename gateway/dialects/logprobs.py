@@ -1,7 +1,7 @@
 """Writes the log-probabilities of output tokens, as the engine returned them, in OpenAI's two shapes.
 
-A long answer with many alternatives has hundreds of thousands of them. So each token becomes JSON by itself:
-a thread that writes them never keeps the other calls waiting for longer than one token takes.
+A long answer with many alternatives has hundreds of thousands of them. Encoding holds the interpreter's lock,
+so each token is encoded by itself: other calls wait no longer than one token takes.
 """
 
 from collections.abc import Sequence

@@ -32,7 +32,7 @@ IN_QUESTION = frozenset({"text", "tool_result", "document"})
 IN_TEXT = frozenset({"text", "document"})
 """The blocks of an answer, of a user's message, and of a system prompt or a tool's result."""
 OMITTED = "omitted"
-"""The display with which a client asks for thoughts that it does not see. It sends their signatures back."""
+"""The `display` of a client that wants no text of thoughts. It sends back signatures that carry the text."""
 
 
 def format_of(request: MessagesRequest) -> tuple[JsonObject | None, str]:
@@ -144,7 +144,7 @@ def carrying(thought: str, sign: Sign) -> str:
 def read_thoughts(request: MessagesRequest, sign: Sign) -> None:
     """Put omitted thoughts back into their blocks.
 
-    Raises InvalidRequest that names a signed thought which is not as the model had it.
+    Raises InvalidRequest that names a thought whose text is not the one that was signed.
     """
     for index, message in enumerate(request.messages):
         content = message.get("content")

@@ -91,7 +91,7 @@ ContentBlock = ThinkingBlock | TextBlock | ToolUseBlock
 
 
 class MessageUsage(msgspec.Struct, frozen=True):
-    """Anthropic's `usage`, in tokens. The prompt has the input tokens and those that a cache had."""
+    """Anthropic's `usage`, in tokens. The prompt's tokens are `input_tokens` and the cached ones together."""
 
     input_tokens: int
     output_tokens: int

@@ -40,7 +40,7 @@ HINTS = {
     "enable_thinking": "; use reasoning_effort or chat_template_kwargs",
     "contents": "; use messages",
 }
-"""What replaces a field of other servers."""
+"""By a field of other servers: the words that its error adds, which name the field to use here."""
 
 GUIDED = ("guided_json", "guided_regex", "regex", "guided_choice")
 encode = msgspec.json.Encoder().encode
@@ -61,7 +61,7 @@ class SamplingFields(msgspec.Struct):
 
 
 class GuidedFields(SamplingFields):
-    """The same, and what the answer's text must be, in the words of vLLM, and `regex` of SGLang."""
+    """Sampling parameters, and constraints of the answer: vLLM's `guided_…` fields, and SGLang's `regex`."""
 
     guided_json: JsonObject | str | None = None
     """A schema, as an object or as text."""
@@ -75,7 +75,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
     include_usage: bool | None = False
     include_obfuscation: bool | None = None
-    """Accepted without effect: it asks to pad events or not to, and the gateway pads none."""
+    """Accepted without effect: it turns the padding of events on or off, and the gateway pads no events."""
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
@@ -185,7 +185,9 @@ def guided_form(body: GuidedFields) -> tuple[AnswerForm | None, str]:
 
 
 def split_begun(messages: list[Message], param: str) -> tuple[list[Message], str]:
-    """The messages before a last one of the assistant, and its text: the beginning of the answer.
+    """Split off a last message of the assistant, whose text is the beginning of the answer.
+
+    Returns the messages before it, and its text; all messages and "" if the last one is not the assistant's.
 
     Raises InvalidRequest for a last message that no answer can continue.
     """
@@ -203,7 +205,7 @@ def split_begun(messages: list[Message], param: str) -> tuple[list[Message], str
 
 
 def refuse_constrained(constraint: Constraint, param: str) -> None:
-    """Raises InvalidRequest for a grammar of the whole answer, of which a part is given."""
+    """Raises InvalidRequest if a grammar holds for the answer, because its beginning is given."""
     if constraint.kind not in ("", "parallel_tool_calls"):
         message = f"{param}: a grammar ({constraint.kind}) holds for a whole answer, not for its rest"
         raise InvalidRequest(message, param=param)

@@ -123,7 +123,7 @@ def constraint_of_text(form: AnswerForm, param: str) -> Constraint:
 
 
 def schema_form(schema: Any, param: str, *, strict: bool = False) -> AnswerForm:
-    """JSON of the schema. Raises InvalidRequest for one that cannot be enforced, or is none."""
+    """JSON of the schema. Raises InvalidRequest if it is none, or cannot be enforced."""
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{param}: not a JSON schema", param=param)
     check_schema(schema, param, strict=strict)

@@ -27,7 +27,7 @@ class ThinkingWish(msgspec.Struct, frozen=True):
     """None leaves it to the template."""
     effort: str | None = None
     budget: int | None = None
-    """Tokens. A target that is recorded: no engine enforces it."""
+    """In tokens. It is only recorded, because no engine enforces it."""
 
     @property
     def asked(self) -> dict[str, Any]:

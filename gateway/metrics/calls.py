@@ -9,7 +9,7 @@ from gateway.metrics.distribution import Distribution, TimeSpent
 SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 GAP_SECONDS: Final = (0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 CLIENT_LEFT: Final = 499
-"""The status under which calls count whose client left before its answer began."""
+"""The status of a call whose client left before the answer began."""
 
 
 class CallFigures:

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class CacheLookups(NamedTuple):
-    """How often a cache had what was asked for, and how often it had not."""
+    """How many lookups found their result in a cache, and how many did not."""
 
     hits: int
     misses: int

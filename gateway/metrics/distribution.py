@@ -1,4 +1,4 @@
-"""Counters for the way of every call and token: a fraction of the cost of prometheus_client's own.
+"""Counters for what every call and token does: they cost a fraction of prometheus_client's own.
 
 They belong to the event loop's thread. `collector.py` gives them to Prometheus.
 """

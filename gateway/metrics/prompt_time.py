@@ -1,4 +1,4 @@
-"""The time that one prompt takes to render, and the share of the tokenizer, in whichever thread."""
+"""Measures how long one prompt takes to render, and how much of that the tokenizer takes, in any thread."""
 
 import threading
 from collections.abc import Callable

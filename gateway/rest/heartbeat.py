@@ -16,7 +16,7 @@ router = APIRouter(tags=["sessions"])
 
 @router.post("/sessions/{session_id}/heartbeat", responses={200: {"model": HeartbeatReply}})
 async def extend_session(session_id: str, request: Request) -> Response:
-    """Let the session expire `ttl_s` from now. Its own key suffices; 409 once the session has ended."""
+    """Let the session expire `ttl_s` from now. Its session key suffices; 409 once the session has ended."""
     gateway = parts_of(request)
     caller = gateway.identities.caller(request.headers)
     head = await gateway.sessions.head(session_id, caller)

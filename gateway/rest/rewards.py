@@ -105,7 +105,7 @@ async def finish_session(session_id: str, body: FinishBody, request: Request) ->
 @contextmanager
 def _stored(session_id: str, param: str) -> Iterator[None]:
     """Raises ObjectNotFound when the session was removed after the route had read it, and InvalidRequest when
-    its rewards could add up to infinity with that of the field `param`."""
+    the sum of its rewards, with the one in the field `param`, could become infinite."""
     try:
         yield
     except SessionUnknown as error:

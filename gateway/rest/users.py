@@ -14,6 +14,6 @@ router = APIRouter(prefix="/admin/users", tags=["admin"], dependencies=[Depends(
 
 @router.delete("/{user}/data", responses={200: {"model": DeletedUserShape}})
 async def delete_user(user: Id, request: Request) -> Response:
-    """Remove each session that was opened for the user, or has a call for the user. It may be repeated."""
+    """Remove each session that was opened for the user, or has a call for the user. Repeats are allowed."""
     deleted = await parts_of(request).deleter.delete_user(user)
     return JSONResponse({"user": user, "deleted": msgspec.to_builtins(deleted)})

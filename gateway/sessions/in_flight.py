@@ -10,7 +10,7 @@ from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.stream import StreamWriter
 
 MARGIN_S = 5.0
-"""How long before a session would expire this is put off: some polls, and a pause of Redis."""
+"""The least time before its expiry at which a session is extended: some polls, and a pause of Redis."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class CallsInFlight:
             yield
         finally:
             session.calls -= 1
-            # The turn of this call has set the expiry anew, which other calls may outlast.
+            # The turn of this call has set a new expiry. Other calls in flight may outlast it.
             session.expires_at = min(session.expires_at, time.time() + session.ttl_s)
             if not session.calls:
                 self._sessions.pop(spec.session_id, None)

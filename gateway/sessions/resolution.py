@@ -38,7 +38,7 @@ NAME_HEADERS = (
 HARNESS_HEADERS = ("x-claude-code-session-id", "x-opencode-session", "x-litellm-trace-id")
 """Agents' harnesses send the id of their own conversation in these, even when a session was given to them."""
 OF_HARNESSES = {"originator": ("session-id", "session_id"), "x-session-affinity": ("x-session-id",)}
-"""By a header that Codex or opencode sends, those in which it sends the id of its own conversation."""
+"""By a header that tells Codex or opencode: the headers with the id of that harness's own conversation."""
 HEADERS = (*NAME_HEADERS, *HARNESS_HEADERS, *OF_HARNESSES)
 TOOL_CALL_ID = re.compile(r"call_([0-9a-f]{32})_\d+")
 """The id of a tool call contains the id of the turn that made it."""

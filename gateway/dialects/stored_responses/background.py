@@ -1,4 +1,4 @@
-"""Stores a response while its answer is made in the background, so that any gateway can tell or cancel it.
+"""Stores a response while its answer is made in the background, so that any gateway can show or cancel it.
 
 begin ──▶ in_progress ──end──▶ completed       cancel ──▶ cancelled: the gateway that makes the answer notices
                       ──fail──▶ failed         no sign of life of that gateway for LEASE_S ──▶ told as failed
@@ -22,9 +22,9 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 
 UNFINISHED_TTL_S = 3600
-"""How long a response without an answer is kept. No turn names it, so deleting a session misses it."""
+"""How long a response without an answer is kept. No turn names it, so it may outlive its session."""
 LEASE_S = 30
-"""A gateway renews the record of a response that it works on. If it has not for so long, it has stopped."""
+"""A gateway that has not renewed the record of its unfinished response for this long counts as stopped."""
 STOPPED = "the gateway that made the answer has stopped"
 WITHOUT_CONTENT: JsonObject = {
     "instructions": None,
@@ -34,7 +34,7 @@ WITHOUT_CONTENT: JsonObject = {
     "tool_choice": "auto",
     "tools": [],
 }
-"""What a response without an answer tells in place of the contents of its request."""
+"""The fields of a response without an answer that replace the contents of its request."""
 
 BEGIN = """
 -- KEYS: session, response   ARGV: record, time to live in ms
@@ -111,7 +111,7 @@ class BackgroundResponse:
 async def replace(
     redis: Redis, name: str, record: StoredResponse, status: str, message: str | None = None
 ) -> bool:
-    """Store a response without an answer in place of `record`. Returns False if that was replaced already."""
+    """Store a response without an answer in place of `record`. Returns False if `record` is gone."""
     ended = msgspec.structs.replace(record, told=_told(record, status, message))
     script = redis.register_script(REPLACE)
     arguments: list[str | bytes | int] = [record.fingerprint, msgspec.msgpack.encode(ended), TTL_MS]
@@ -121,7 +121,7 @@ async def replace(
 async def cancel(redis: Redis, response_id: str, found: StoredResponse) -> bool:
     """Cancel a response in the background. Returns False if it has ended.
 
-    Raises InvalidRequest for one whose client waits for it: closing the connection cancels that.
+    Raises InvalidRequest if the client waits for the response. Such a client closes the connection instead.
     """
     if not found.told.get("background"):
         message = "only a response that was created with background: true can be cancelled"

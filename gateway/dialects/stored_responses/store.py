@@ -1,8 +1,8 @@
 """Stores responses, for `GET /v1/responses/{id}`, `previous_response_id` and references to their items.
 
-A turn's record has tokens; this store has the messages, until `ttl_s` after the last response. A response is
-stored without what the responses that it continues have already: their messages, even if the client sends all
-messages again, and instructions and tools if they are the same.
+A turn's record has tokens; this store has the messages, until `ttl_s` after the last response. A response
+that continues others does not repeat what they store. It leaves out their messages, even if the client sends
+all messages again, and the instructions and tools if they are the same.
 
 response ──▶ {messages of its call, items of its answer, other fields, ids of earlier responses} ──▶ Redis
 """

@@ -22,7 +22,7 @@ from tests.support.waiting import wait_until
 
 @pytest.fixture(scope="session")
 def backends(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iterator[Backends]:
-    # These gateways run longer than one test. In another database they cannot expire other tests' sessions.
+    # These gateways outlive a test. In their own database, they cannot expire the sessions of other tests.
     own = redis_url.removesuffix("0") + "1"
     backends = Backends(own, tiny_model, tokenizer, Redis.from_url(own), FakeEngine(tokenizer))
     with serving(backends) as backends.engine_url:

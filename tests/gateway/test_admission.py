@@ -1,4 +1,4 @@
-"""Limits: which calls and sessions are admitted, which must wait and how long, which are never refused."""
+"""Limits: which calls and sessions are admitted, which must wait, and which are never refused."""
 
 import gc
 import sys
@@ -27,7 +27,7 @@ RATES = ("requests_per_minute", "tokens_per_minute")
 
 @pytest.fixture
 def limited(gateway: RunningGateway, backends: Backends) -> Any:
-    """Starts a gateway with limits on the same Redis as the one without."""
+    """Starts a gateway with the given limits, on the Redis that `gateway` uses."""
     return lambda **limits: _ready(backends, limits)
 
 
@@ -81,7 +81,7 @@ def test_a_key_that_calls_too_often_waits_as_long_as_it_is_told(limited: Any) ->
         code, retry_s = refusal(gateway.chat())
         assert (code, retry_s) == ("rate_limited", 1)
         assert "120 calls a minute" in gateway.chat().json()["error"]["message"]
-        time.sleep(retry_s)  # as a client does; the limit uses the clock of Redis
+        time.sleep(retry_s)  # a real wait, because the limit uses the clock of Redis
         assert gateway.chat().status_code == 200
         assert refusals(gateway) == {"rate_limited": 2.0}
 
@@ -130,7 +130,7 @@ def test_a_key_pays_for_the_tokens_of_its_calls(limited: Any, stream: bool) -> N
         spent = turn["context_len"] + turn["output_len"]
         code, retry_s = refusal(gateway.chat())
         assert code == "token_budget"
-        assert spent - 2 <= retry_s <= spent + 1  # at a token a second
+        assert spent - 2 <= retry_s <= spent + 1  # the budget grows by one token a second
         assert gateway.chat(key=OTHER_KEY).status_code == 200
 
 
@@ -166,7 +166,7 @@ def test_a_gateway_that_starts_again_knows_what_was_used(limited: Any) -> None:
 # Open sessions
 
 
-def test_a_key_may_have_so_many_open_sessions(limited: Any) -> None:
+def test_the_open_sessions_of_a_key_are_limited(limited: Any) -> None:
     with limited(open_sessions_per_key=2) as gateway:
         first, _ = gateway.session(), gateway.session()
         assert refusal(gateway.post("/sessions"))[0] == "sessions_limit"
@@ -178,7 +178,7 @@ def test_a_key_may_have_so_many_open_sessions(limited: Any) -> None:
         assert refusals(gateway) == {"sessions_limit": 1.0}
 
 
-def test_a_deployment_may_have_so_many_open_sessions(limited: Any) -> None:
+def test_the_open_sessions_of_a_deployment_are_limited(limited: Any) -> None:
     with limited(open_sessions=3) as gateway:
         gateway.post("/groups", {"size": 2})
         assert refusal(gateway.post("/groups", {"size": 2}, key=OTHER_KEY))[0] == "sessions_limit"
@@ -202,7 +202,7 @@ def test_a_session_that_exists_is_found_again_though_no_place_is_left(limited: A
         assert gateway.chat(headers={"x-session-id": "mine"}).status_code == 200
 
 
-def test_a_group_that_never_fits_is_told_so(limited: Any) -> None:
+def test_a_group_larger_than_the_limit_is_a_400(limited: Any) -> None:
     with limited(open_sessions_per_key=3) as gateway:
         reply = gateway.post("/groups", {"size": 4})
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "size")
@@ -221,7 +221,7 @@ def test_gateways_that_open_sessions_at_once_keep_the_limit_together(limited: An
 def test_sessions_for_training_wait_while_the_trainer_has_too_much_to_train(limited: Any) -> None:
     with limited(staleness_versions=1) as gateway:
         trainer_says(gateway, rollouts_per_step=2)
-        opened = [gateway.session() for _ in range(4)]  # two for the next step, two for the one after
+        opened = [gateway.session() for _ in range(4)]  # two for the next step, two for the step after it
         reply = gateway.post("/sessions")
         assert refusal(reply)[0] == "staleness_budget"
         assert "4 rollouts are ahead" in reply.json()["error"]["message"]
@@ -294,7 +294,7 @@ def test_a_wait_for_the_trainer_is_as_long_as_its_steps_take(limited: Any) -> No
         gateway.redis.set(keys.SERVING, 1)
         polled(gateway.redis)
         _, retry_s = refusal(gateway.post("/sessions"))
-        assert 4 <= retry_s <= 10  # nine rollouts too many, four a step, about two seconds a step
+        assert 4 <= retry_s <= 10  # nine rollouts too many, at four a step and about two seconds a step
 
 
 # The queue
@@ -321,7 +321,7 @@ def test_a_redis_that_is_nearly_full_keeps_its_room_for_open_sessions(gateway: R
     replies: list[Any] = []
 
     def refused() -> bool:
-        """Try to open a session while Redis is 95 % full. The limit follows the varying use of memory."""
+        """Try to open a session while Redis is 95 % full. Each try sets it anew, because memory varies."""
         used: Any = gateway.redis.info("memory")
         gateway.redis.config_set("maxmemory", int(used["used_memory"] / 0.95))
         polled(gateway.redis)
@@ -355,11 +355,11 @@ def test_a_check_costs_the_same_however_many_keys_there_are(limits: dict[str, in
         check(f"owner {number}")
     assert functions_called(lambda: check("one more")) == first
     if not limits:
-        assert first == 3, "itself, check_call, spend"
+        assert first == 3, "only check, check_call and spend are called"
 
 
 def functions_called(work: Callable[[], None]) -> int:
-    """How many Python functions run; a measure of cost that no other process changes."""
+    """How many Python functions `work` calls: a measure of cost that no other process changes."""
     called: list[str] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:

@@ -1,4 +1,4 @@
-"""Answers in the background: the reply comes at once, and the answer is read and cancelled by its id."""
+"""Answers in the background: the gateway replies at once, and clients read or cancel the answer by its id."""
 
 from typing import Any
 
@@ -52,7 +52,8 @@ def test_an_answer_is_made_while_nobody_waits_and_is_read_by_its_id(gateway: Run
     assert response.usage.output_tokens == turn["output_len"]
     second = client.responses.create(model="m", input="and?", previous_response_id=response.id)
     assert second.status == "completed"
-    assert [turn["relation"] for turn in gateway.turns(session)] == ["root", "forks"]  # no instructions now
+    # the second request has no instructions
+    assert [turn["relation"] for turn in gateway.turns(session)] == ["root", "forks"]
 
 
 def test_an_answer_in_progress_cannot_be_continued(gated: RunningGateway) -> None:
@@ -155,7 +156,7 @@ def test_answers_in_the_background_are_bounded_in_all_and_per_key(
         let_on(gated)
 
 
-def test_an_answer_whose_gateway_was_killed_is_told_as_failed(
+def test_an_answer_whose_gateway_was_killed_is_reported_as_failed(
     processes: Processes,
 ) -> None:
     engine = GatedEngine(processes.backends.tokenizer, stall_after=3, mind=[5] * 100)

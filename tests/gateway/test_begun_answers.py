@@ -1,4 +1,4 @@
-"""An answer continues the text with which the request begins it; the record has what was sampled, exactly."""
+"""A request may hold the beginning of the answer. The record's output is exactly the sampled continuation."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ PATHS = ["chat/completions", "messages"]
 
 
 def body_of(path: str, messages: list[Any], **more: Any) -> dict[str, Any]:
-    """A request without thinking: this template drops even an empty thought at the next question."""
+    """A request without thinking, because this template drops even an empty thought at the next question."""
     own: dict[str, Any] = {"continue_final_message": True, "reasoning_effort": "none"}
     if path == "messages":
         own = {"max_tokens": 99, "thinking": {"type": "disabled"}}

@@ -66,7 +66,7 @@ def test_version_spans_are_recorded_as_sampled(gateway: RunningGateway) -> None:
 def test_streamed_text_is_the_answer_token_by_token(gateway: RunningGateway) -> None:
     text = "a longer answer, with ünïcödé and 漢字 in it"
     gateway.engine.script.append(text)
-    gateway.engine.pace_s = 0.005  # the gateway sends tokens that arrive together in one chunk
+    gateway.engine.pace_s = 0.005  # a pause between tokens: those that arrive together are sent as one chunk
     client = gateway.client(gateway.session())
     chunks = list(
         client.chat.completions.create(
@@ -144,7 +144,7 @@ def test_turn_two_is_turn_one_and_its_sample_and_the_new_messages(gateway: Runni
 
 
 def test_sessions_that_begin_alike_go_on_apart(gateway: RunningGateway) -> None:
-    """The first prompt of a group is rendered once, and yet its sessions do not affect each other."""
+    """Sessions that begin with the same prompt share its rendering, but do not affect each other."""
     begin: list[dict[str, Any]] = [{"role": "user", "content": "the task of a group"}]
     prompts = []
     for number in range(3):

@@ -218,7 +218,7 @@ def test_status_is_for_admins(gateway: RunningGateway) -> None:
 
 
 def test_an_engine_of_the_configuration_cannot_be_replaced_or_removed(gateway: RunningGateway) -> None:
-    """It stays until the configuration is changed."""
+    """Such an engine stays until the configuration is changed."""
     body = {"id": "engine-0", "url": "http://127.0.0.1:9", "engine_url": "http://127.0.0.1:9"}
     assert gateway.post("/admin/rollout_servers", body, key=ADMIN_KEY).status_code == 409
     assert gateway.call("DELETE", "/admin/rollout_servers/engine-0", key=ADMIN_KEY).status_code == 409

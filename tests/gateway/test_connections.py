@@ -1,4 +1,4 @@
-"""Keys come before bodies, and a gateway's connections are bounded in number, size and time."""
+"""The gateway checks a key before it reads the body, and bounds its connections in number, size and time."""
 
 import json
 import socket
@@ -22,9 +22,9 @@ PER_ADDRESS = 40
 CHAT_PATH = "/v1/chat/completions"
 PATHS = (CHAT_PATH, "/v1/messages", "/v1/messages/count_tokens", "/sessions", "/sessions/x/reward")
 ESTABLISHED = 1
-"""Linux' TCP_ESTABLISHED, the first byte of TCP_INFO."""
+"""Linux' TCP_ESTABLISHED: the first byte of TCP_INFO while a connection is open."""
 READ_AHEAD = 2 * 2**18
-"""Bytes that a connection holds of a body that nobody reads: two reads of uvloop's size."""
+"""The bytes of an unread body that a connection holds in memory: two of uvloop's reads."""
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_bodies_of_callers_without_a_key_take_no_memory(
         for line in lines:
             try:
                 line.sendall(bytes(30 * MIB))
-            except ConnectionError:  # the gateway has read long enough
+            except ConnectionError:  # the gateway closed the connection meanwhile
                 continue
         grown = process.memory_info().rss - before
         assert grown < calls * READ_AHEAD + 16 * MIB
@@ -178,7 +178,7 @@ def test_a_slow_body_that_makes_progress_is_served(
         line.sendall(head(CHAT_PATH, len(body)))
         for start in range(0, len(body), 4096):  # 15 parts in twice the timeout
             line.sendall(body[start : start + 4096])
-            time.sleep(2 * TIMEOUT_S / 15)  # the line's speed
+            time.sleep(2 * TIMEOUT_S / 15)  # sets the speed of sending
         assert line.recv(12) == b"HTTP/1.1 200"
 
 
@@ -220,7 +220,7 @@ def test_a_large_head_is_431(bounded: tuple[psutil.Process, RunningGateway]) -> 
 
 @pytest.mark.parametrize("tail", [b"1;" + b"x" * MIB, b"1\r\nx\r\n0\r\na: " + b"x" * MIB])
 def test_a_body_without_content_is_cut(bounded: tuple[psutil.Process, RunningGateway], tail: bytes) -> None:
-    """Extensions of chunks and trailers are no content, and have no end either."""
+    """Chunk extensions and trailers are no content, but a client could send them without end."""
     with connected(bounded[1]) as line:
         line.sendall(head(CHAT_PATH, 0).replace(b"content-length: 0", b"transfer-encoding: chunked"))
         with pytest.raises(ConnectionError):
@@ -246,9 +246,9 @@ def test_an_address_gets_so_many_connections_and_no_more(
 def test_a_reader_that_stops_is_disconnected(
     bounded: tuple[psutil.Process, RunningGateway], stream: bool
 ) -> None:
-    """A stream ends as aborted; a plain answer was recorded before it was sent.
+    """A stream is recorded as aborted. A plain answer was recorded before it was sent.
 
-    The connection is reset: else the kernel would keep megabytes for the client, and wait for it.
+    The gateway resets the connection, because the kernel would otherwise keep megabytes for the client.
     """
     process, gateway = bounded
     gateway.engine.script.append([300] * 60_000)
@@ -288,6 +288,6 @@ def test_a_slow_reader_gets_its_whole_stream(bounded: tuple[psutil.Process, Runn
         while not heard.endswith(b"0\r\n\r\n"):
             heard = heard[-10:] + line.recv(65536)
             if time.monotonic() - began < 3 * TIMEOUT_S:
-                time.sleep(0.01)  # the reader's speed
+                time.sleep(0.01)  # makes the reader slow
     (turn,) = gateway.turns(session)
     assert turn["finish_reason"] == "stop"

@@ -93,7 +93,7 @@ GUIDED: Any = [
 
 
 def elements_of(format_: Any) -> list[Any]:
-    """The parts of a sequence; the format itself if it is none."""
+    """The parts of a sequence. For any other format, a list of the format alone."""
     return list(format_["elements"]) if format_["type"] == "sequence" else [format_]
 
 
@@ -329,7 +329,7 @@ def test_a_schema_that_only_looks_like_one_of_those_is_taken(
 def test_a_grammar_that_the_engine_cannot_compile_is_the_callers_fault(
     gateway: RunningGateway, stream: bool
 ) -> None:
-    """The engine reports it in the stream, with one id that was not sampled and has no logprob."""
+    """The engine reports the failure in the stream, with one id that was not sampled and has no logprob."""
     session = gateway.session()
     message = 'Failed to compile structural_tag grammar: Unsupported type "nonsense"'
     abort = {"type": "abort", "message": message, "status_code": 400, "err_type": "BadRequestError"}
@@ -383,7 +383,7 @@ def test_a_bias_for_an_id_outside_the_vocabulary_never_reaches_an_engine(
 
 
 def spoken(form: Any, renderer: ChatRenderer, calls: int) -> list[int]:
-    """An answer with so many calls that the grammar accepts."""
+    """The ids of an answer with `calls` calls that the grammar accepts."""
     kind = form["type"]
     if kind == "token":
         return [form["token"]]
@@ -425,7 +425,7 @@ def test_an_answer_that_follows_the_grammar_is_parsed_as_calls(renderer: Rendere
 
 @pytest.mark.parametrize("family", SYNTAX_OF_FAMILY)
 def test_a_marker_that_is_a_token_is_asked_for_by_its_id(renderer: RendererOf, family: str) -> None:
-    """The family's parser does not take ordinary tokens with the same text for the marker."""
+    """The family's parser recognizes only this id, and not ordinary tokens with the marker's text."""
     of_family = renderer(family)
     tag = constraint_of(of_family, [TOOL], "required").structural_tag or ""
     added = [of_family.text_of([token_id]) for token_id in of_family.tokenizer.added_ids]

@@ -31,7 +31,7 @@ LONG = ("a long report " * 30).strip()
 
 @pytest.fixture(scope="session")
 def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
-    """A template that keeps its history, so that nothing but a test's own reason causes a fork."""
+    """A template that keeps its history, so that a fork has only the cause that the test gives it."""
     return renderer_of(tmp_path_factory.mktemp("conversation"), "kimi-k2")
 
 
@@ -41,7 +41,7 @@ def agent(renderer: ChatRenderer) -> Agent:
 
 
 def three_turns(agent: Agent) -> list[Turn]:
-    """A task, two tool calls, an answer."""
+    """Three turns: two tool calls and an answer."""
     agent.hear(agent.ask(user("what are a and b?")), told(LONG, call('{"key": "a", "n": 1}')))
     agent.hear(agent.ask(result("a = 1", last_id(agent))), told(LONG, call('{"key": "b"}')))
     agent.hear(agent.ask(result("b = 2", last_id(agent))), told("1 and 2"))
@@ -115,13 +115,13 @@ def test_a_history_written_otherwise_is_the_same_history(
     assert (prompt.relation, prompt.parent) == ("extends", last)
 
 
-# What a template says by itself
+# What a template adds by itself
 
 
 def test_a_conversation_begins_with_the_date_of_its_day(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in gpt-oss, whose renderer reads the date when it is created."""
+    """The renderer reads the date when it is created, as the renderer of gpt-oss does."""
     day = ["2026-01-31"]
 
     def dated(tokenizer: BareTokenizer, *given: Any) -> Any:
@@ -138,7 +138,7 @@ def test_a_conversation_begins_with_the_date_of_its_day(
         assert renderer.text_of(prompt.prompt_ids.tolist()).startswith(day[0])
 
 
-# The same conversation, and another
+# Another conversation
 
 
 def test_other_words_are_another_history(agent: Agent) -> None:
@@ -154,7 +154,7 @@ def test_other_words_are_another_history(agent: Agent) -> None:
 # Forks, and why
 
 
-def test_the_second_to_go_on_from_a_turn_is_a_fork_that_shares_it(agent: Agent) -> None:
+def test_a_second_continuation_of_a_turn_is_a_fork_that_shares_it(agent: Agent) -> None:
     first, second, _ = three_turns(agent)
     prompt = agent.placed([*agent.messages[:3], result("a = 5")])
     assert (prompt.relation, prompt.reason, prompt.parent) == ("forks", "history_edited", first)

@@ -1,4 +1,4 @@
-"""Deletion over HTTP: what was deleted is 410 for ever, and no copy of it is left."""
+"""Deletion over HTTP: a deleted session is 410 for ever, and no copy of its contents is left."""
 
 import gc
 import json
@@ -193,7 +193,7 @@ def test_a_client_that_left_a_deleted_session_leaves_nothing_behind(
 def test_a_deleted_conversation_is_no_beginning_for_another_gateway(
     gateway: RunningGateway, other: RunningGateway
 ) -> None:
-    """The other gateway's memory and its index in Redis no longer find the conversation."""
+    """Neither the other gateway's memory nor the index in Redis finds the deleted conversation."""
     history = [{"role": "user", "content": "hi"}]
     answer = other.post("/v1/chat/completions", {"messages": history})
     name = answer.headers["x-weir-session-id"]
@@ -374,7 +374,7 @@ def test_no_word_of_a_deleted_session_stays_in_a_gateways_memory(
 
 
 def remembered(mark: str) -> list[str]:
-    """Every text with this mark in the caches and objects of the gateways in this process."""
+    """Every text that contains the mark, in the caches and objects of the gateways in this process."""
     ours = ("gateway.", "rollout_queue.")
     kinds = (dict, list, tuple, set, deque, OrderedDict)
     gc.collect()
@@ -405,7 +405,7 @@ def test_a_deletion_that_died_with_its_gateway_is_finished_by_another(
         (turn,) = gateway.turns(session)
         ids = TokenIds(turn["context_ids"]).tobytes()
         with redis.pipeline(transaction=False) as pipeline:
-            for _ in range(200_000):  # the deletion takes longer, because it reads these entries first
+            for _ in range(200_000):  # reading these entries keeps the deletion busy until the kill
                 pipeline.xadd(keys.STREAM, {keys.STREAM_FIELD: b"\x01"})
             pipeline.execute()
         assert gateway.chat(MARK, path=f"{path_of(session)}/v1/chat/completions").status_code == 200
@@ -416,7 +416,7 @@ def test_a_deletion_that_died_with_its_gateway_is_finished_by_another(
             assert isinstance(deleting.exception(), httpx.TransportError)
         assert redis.hexists(keys.DELETED, session["session_id"])
         assert holding(redis, ids) == [keys.STREAM]
-    redis.zadd(keys.DELETING, {session["session_id"]: 0.0})  # long ago
+    redis.zadd(keys.DELETING, {session["session_id"]: 0.0})  # as if it had begun long ago
     with processes.gateway() as (_, heir):
         assert is_gone(heir.get(path_of(session)))
         wait_until(lambda: not redis.exists(keys.DELETING), 30)

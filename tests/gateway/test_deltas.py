@@ -82,7 +82,7 @@ SAYINGS: dict[str, tuple[str, ...]] = {
 
 
 def harmony(directory: Path) -> ChatRenderer:
-    """gpt-oss: the library's own parser with a small vocabulary, because the real one is downloaded."""
+    """gpt-oss: the library's own parser with a small vocabulary, because the real one must be downloaded."""
     make_model(directory, "qwen3")
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken(token, special=True) for token in HARMONY])
@@ -147,12 +147,12 @@ def told(deltas: Sequence[Delta]) -> ParsedAnswer:
 
 
 def plain(answer: ParsedAnswer) -> ParsedAnswer:
-    """The answer without white space around its texts, which only some families strip."""
+    """The answer without the white space around its texts, because only some families strip it."""
     return ParsedAnswer(answer.content.strip(), (answer.reasoning or "").strip(), answer.tool_calls)
 
 
 def cut(ids: list[int], cuts: list[int]) -> list[list[int]]:
-    """Split the ids into pieces of these sizes, used in turn."""
+    """Split the ids into pieces whose sizes are `cuts`, over and over."""
     pieces, at, turn = [], 0, 0
     while at < len(ids):
         size = cuts[turn % len(cuts)]
@@ -163,8 +163,8 @@ def cut(ids: list[int], cuts: list[int]) -> list[list[int]]:
 
 CUTS = st.lists(st.integers(1, 9) | st.just(64), min_size=1, max_size=4)
 TAKES_BACK = ("<|end_header_id|>", "<|channel>", "<channel|>", "<|content_thinking|>")
-"""At these tokens, parsers drop the text before them or turn it into a thought, some only if the answer ends
-there. A stream cannot take back text, so that these tokens only open an answer."""
+"""At these tokens, parsers drop the text before them or turn it into a thought; some do so only if the answer
+ends there. A stream cannot take back text, so the tests put these tokens only at the start of an answer."""
 
 
 def answers(renderer: ChatRenderer, sayings: Sequence[str]) -> st.SearchStrategy[list[int]]:
@@ -233,7 +233,10 @@ def test_nothing_is_told_from_a_stop_string_on(qwen: ChatRenderer) -> None:
 
 
 def stopped(renderer: ChatRenderer, ids: list[int], stop: list[str]) -> tuple[list[int], str | None]:
-    """The ids up to the token that completes a stop string, and that string; an engine checks each token."""
+    """The ids up to the token that completes a stop string, and that string.
+
+    As in an engine, the text is checked after each token.
+    """
     for end in range(1, len(ids) + 1):
         text = renderer.text_of(ids[:end])
         found = [each for each in stop if each in text]
@@ -315,7 +318,7 @@ def test_parses_are_as_many_as_control_tokens(
 
 
 def byte_fallback() -> Tokenizer:
-    """A tokenizer like SentencePiece: words include their space, and text without a token becomes bytes."""
+    """A tokenizer like SentencePiece: words include the space before them, and unknown text becomes bytes."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
     for word in ("<unk>", "▁", "a", "b", "▁a", "é", "▁b", "<", "\ufffd"):
         vocabulary[word] = len(vocabulary)

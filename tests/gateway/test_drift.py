@@ -6,7 +6,7 @@ from tests.support.gateway.running import RunningGateway
 
 
 def say(gateway: RunningGateway, session: dict[str, Any], *texts: str, system: str = "") -> str:
-    """Call with a conversation of alternating user texts and answers; return the new answer."""
+    """Make a call whose texts are by the user and the model in turn; return the new answer."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for index, text in enumerate(texts):
         messages.append({"role": "assistant" if index % 2 else "user", "content": text})

@@ -1,4 +1,4 @@
-"""Both HTTP clients for engines: they reuse connections unless stale, and their buffers are bounded."""
+"""Both HTTP clients for engines reuse connections that are not stale, and bound their buffers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -103,7 +103,7 @@ KEEP_ALIVE_TIMER = "02"
 
 
 def kernel_timer(peer_port: int) -> str:
-    """Which timer runs for the connection to a port, as Linux numbers them."""
+    """The number that Linux gives to the timer that runs for the connection to a port."""
     entries = [line.split() for line in Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]]
     (timer,) = [entry[5] for entry in entries if entry[2].endswith(f":{peer_port:04X}") and entry[3] == "01"]
     return timer.partition(":")[0]
@@ -139,7 +139,7 @@ async def test_a_connection_with_surplus_bytes_is_not_used_again(transport: Tran
     peer = Peer(transport, OK + b"more than was asked for")
     async with peer.there() as http:
         for _ in range(2):
-            with suppress(ConnectionLost):  # aiohttp raises it if answer and surplus arrive together
+            with suppress(ConnectionLost):  # with aiohttp, if answer and surplus arrive together
                 assert (await whole(http, peer.url))[0] == 200
             await peer.ended.acquire()
         assert peer.connections == 2
@@ -176,7 +176,9 @@ async def test_a_connection_that_is_left_early_is_used_again_once_the_last_byte_
     peer = Peer(transport, OK[:-1], after=end_once_left)
     async with peer.there() as http:
         known = 0
-        while peer.connections > known:  # until a connection is reused; its last byte may come late
+        while (
+            peer.connections > known
+        ):  # until a connection is reused; the last byte of an answer may come late
             known = peer.connections
             await left_after_one_byte(http, peer)
             left.set()
@@ -263,7 +265,9 @@ async def test_a_slow_reader_makes_the_engine_wait_and_misses_nothing(
             written += len(piece)
 
     peer = Peer(transport, b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size, after=write)
-    async with peer.there(read_timeout_s=1.0) as http:  # a busy machine may write nothing for some time
+    async with peer.there(
+        read_timeout_s=1.0
+    ) as http:  # long, because a busy machine may write nothing for some time
         response = await http.post(peer.url, "/generate", b"{}")
         await asyncio.sleep(1.3)  # longer than the timeout, which must not count the reader's own pauses
         assert written < 32 * 2**20, "more was written than sockets and bounded buffers hold"

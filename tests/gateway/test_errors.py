@@ -1,4 +1,4 @@
-"""The gateway's errors: each is in the tree of the module's docstring, and has an HTTP status."""
+"""Each of the gateway's errors is in the tree that `gateway.errors` draws, and has an HTTP status."""
 
 import pytest
 

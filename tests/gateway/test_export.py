@@ -229,11 +229,11 @@ def dial(gateway: RunningGateway, form: str) -> socket.socket:
 
 
 def settled(gateway: RunningGateway) -> int:
-    """The number of pages read, once it stays the same."""
+    """The number of pages read, once it has not changed for half a second."""
     before = -1
     while (now := pages_read(gateway)) != before:
         before = now
-        time.sleep(0.5)  # no event tells that nothing is read; only time shows it
+        time.sleep(0.5)  # no event shows that nothing is read, so the test has to wait
     return now
 
 

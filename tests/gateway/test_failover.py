@@ -52,7 +52,7 @@ def endpoints(tokenizer: Tokenizer) -> Iterator[list[Endpoint]]:
 
 @dataclass
 class Scene:
-    """Two engines that give the same answer, the fleet of both, and a sampler."""
+    """Two engines that give the same answer, the fleet that holds both, and a sampler."""
 
     engines: list[FakeEngine]
     fleet: Fleet
@@ -114,7 +114,7 @@ async def scene(
         yield scene
 
 
-class staged:  # noqa: N801 - reads as a function
+class staged:  # noqa: N801 - is called like a function
     """A scene with other timeouts than the default."""
 
     def __init__(
@@ -378,7 +378,7 @@ async def test_an_answer_waits_for_the_only_engine_to_come_back(scene: Scene) ->
     server.breaker.open_until += 3600
     move(server, url)
     server.state = "dead"
-    await scene.fleet.refresh()  # hears that the server is back, so the breaker's hour is over
+    await scene.fleet.refresh()  # finds that the server is back, which ends the breaker's hour
     await asyncio.wait_for(answering, 30)
     assert scene.ids == scene.whole
     assert server.breaker.state == "closed"
@@ -416,7 +416,7 @@ async def test_a_stop_string_across_both_parts_ends_the_answer(scene: Scene, tok
     seam = until - 2
     assert seam > 0
     first.interruptions.append(Interruption(seam, "reset"))
-    second.pace_s = 0.05  # the engine still has tokens to send when the answer is over
+    second.pace_s = 0.05  # so the engine still has tokens to send when the answer is over
     last = await scene.hear(scene.ask(stop=["Observation:"]))
     assert second.requests, "the first engine failed before the answer's end"
     assert scene.ids == ids[:until]
@@ -456,7 +456,7 @@ async def test_tokens_of_another_version_are_no_part_of_a_pinned_answer(scene: S
     for engine in scene.engines:
         engine.version = "12"
     await scene.fleet.refresh()
-    first.version = "13"  # changed since the fleet last read it
+    first.version = "13"  # the fleet has not read this version yet
     last = await scene.hear(structs.replace(scene.ask(), version=12))
     assert last.versions == (Span(12, 0, 13),)
     assert len(first.requests) == 1

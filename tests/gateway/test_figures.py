@@ -36,7 +36,7 @@ def fresh(backends: Backends) -> Any:
 
 
 def figures(gateway: RunningGateway) -> Figures:
-    """Every sample: its name and the values of its labels."""
+    """The value of every sample, by its name and the values of its labels."""
     families = text_string_to_metric_families(gateway.get("/metrics", key=None).text)
     return {
         (sample.name, *sample.labels.values()): sample.value

@@ -80,7 +80,7 @@ def test_a_breaker_opens_after_failures_in_a_row_and_for_longer_each_time(
         breaker.failed(unreachable=False)
         assert (breaker.state, breaker.allows_call) == ("open", False)
         lengths.append(breaker.open_until - now)
-        breaker.failed(unreachable=False)  # calls that were in flight with it
+        breaker.failed(unreachable=False)  # a call that was in flight when the breaker opened
         assert breaker.open_until - now == lengths[-1]
         now = breaker.open_until
         assert breaker.enter()

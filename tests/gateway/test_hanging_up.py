@@ -1,4 +1,4 @@
-"""A client that goes away in the middle: the engine stops, and what was sampled is recorded as aborted."""
+"""If a client leaves during its answer, the engine stops, and the sampled tokens are recorded as aborted."""
 
 import json
 import logging
@@ -95,7 +95,7 @@ def test_a_turn_that_is_lost_after_its_client_left_is_an_error_in_the_log(
     session = gateway.session()
 
     def appending() -> int:
-        """How many bytes wait in Redis behind an append that is held back; -1 if none is held back."""
+        """How many bytes wait in Redis behind an append that Redis holds back; -1 without such an append."""
         lines = gateway.redis.client_list()
         held = (line["qbuf"] for line in lines if "b" in line["flags"] and line["cmd"] == "evalsha")
         return int(next(held, -1))

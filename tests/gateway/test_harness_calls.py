@@ -1,4 +1,4 @@
-"""What agents' harnesses add to their calls: sessions of their own, WebSockets, fields of their own."""
+"""What agents' harnesses add to their calls: their own session ids, WebSockets, and extra fields."""
 
 from typing import Any
 

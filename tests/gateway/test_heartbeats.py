@@ -13,7 +13,7 @@ from tests.support.serving import free_port
 CALL = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
 HEADERS = {"authorization": f"Bearer {CLIENT_KEY}"}
 HEARTBEAT_S, ENGINE_WAIT_S = 0.3, 1.5
-"""A call waits for an engine for several heartbeats."""
+"""A call waits for an engine longer than several heartbeats take."""
 
 
 @pytest.mark.parametrize("engine", ["none", "busy", "lost"])

@@ -176,9 +176,8 @@ async def test_a_connection_that_is_left_early_is_used_again_once_the_last_byte_
     peer = Peer(transport, OK[:-1], after=end_once_left)
     async with peer.there() as http:
         known = 0
-        while (
-            peer.connections > known
-        ):  # until a connection is reused; the last byte of an answer may come late
+        # The loop ends when a connection is reused. An answer's last byte may come late.
+        while peer.connections > known:
             known = peer.connections
             await left_after_one_byte(http, peer)
             left.set()
@@ -265,9 +264,8 @@ async def test_a_slow_reader_makes_the_engine_wait_and_misses_nothing(
             written += len(piece)
 
     peer = Peer(transport, b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size, after=write)
-    async with peer.there(
-        read_timeout_s=1.0
-    ) as http:  # long, because a busy machine may write nothing for some time
+    # The timeout is long, because a busy machine may write nothing for some time.
+    async with peer.there(read_timeout_s=1.0) as http:
         response = await http.post(peer.url, "/generate", b"{}")
         await asyncio.sleep(1.3)  # longer than the timeout, which must not count the reader's own pauses
         assert written < 32 * 2**20, "more was written than sockets and bounded buffers hold"

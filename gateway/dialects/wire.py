@@ -205,7 +205,10 @@ def split_begun(messages: list[Message], param: str) -> tuple[list[Message], str
 
 
 def refuse_constrained(constraint: Constraint, param: str) -> None:
-    """Raises InvalidRequest if a grammar holds for the answer, because its beginning is given."""
+    """Raises InvalidRequest for a grammar, because the request gives the beginning of the answer.
+
+    A grammar that only limits calls to one at a time is allowed.
+    """
     if constraint.kind not in ("", "parallel_tool_calls"):
         message = f"{param}: a grammar ({constraint.kind}) holds for a whole answer, not for its rest"
         raise InvalidRequest(message, param=param)

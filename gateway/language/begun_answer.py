@@ -13,7 +13,7 @@ from gateway.language.render import ChatRenderer, ParsedAnswer
 from rollout_queue.contract.tokens import TokenIds
 
 MOST_AFTER = 8
-"""Tokens that a template writes after the text of an answer, at most."""
+"""The most tokens that a template writes after the text of an answer."""
 
 
 def beginning(
@@ -58,7 +58,7 @@ class BegunAnswerStream:
         return self._after_beginning(self._whole.feed(ids))
 
     def finish(self, answer: ParsedAnswer) -> list[Delta]:
-        """The part of the final answer, which lacks its beginning, that was not sent yet."""
+        """The part of the final answer that was not sent yet. `final` lacks the beginning."""
         whole = ParsedAnswer(self._text + answer.content, answer.reasoning, answer.tool_calls)
         return self._after_beginning(self._whole.finish(whole))
 

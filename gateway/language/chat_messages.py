@@ -5,7 +5,7 @@ No text is lost. When a conversation grows, its earlier messages are normalized 
 developer, function            ──▶ system, tool
 system after the first place   ──▶ user, if the template refuses it
 a tool's result without a call ──▶ user, if the template refuses it
-arguments as an object's JSON  ──▶ with the spaces that templates write: clients rewrite them without
+arguments as an object's JSON  ──▶ with the spaces that templates write, because clients drop them
 arguments that are no object   ──▶ {"arguments": "their text"}, if the template would drop them
 several calls in one message   ──▶ one message each, if the template accepts only one call and no text
 a conversation without a user  ──▶ begins with an empty user message, if the template requires one
@@ -189,7 +189,7 @@ def _calls_of(message: Message) -> list[Message]:
 
 
 def _rewritten(arguments: str) -> str:
-    """The JSON of an object as the answer had it; any other text as it is."""
+    """The JSON of an object, with the spaces that templates write; any other text unchanged."""
     parsed = _object_of(arguments)
     return arguments if parsed is None else arguments_text(parsed)
 

@@ -91,7 +91,7 @@ FAMILIES = {
 
 
 def family_of(name: str, model_path: Path, model_type: str) -> Family:
-    """The family of this name. For `auto`, the family of the model's directory name, else of its type.
+    """The family of a name; for `auto`, of the model's directory name, else of the type in its config.json.
 
     Raises SystemExit for an unknown name, and for a model whose family is not known.
     """
@@ -109,7 +109,8 @@ def family_of(name: str, model_path: Path, model_type: str) -> Family:
 def configuration(family: Family, thinking: Thinking) -> Any:
     """The configuration for `renderers`: the template's own, or (`all`) one that keeps earlier reasoning.
 
-    `auto` keeps it if the template itself can, since such a model knows histories with their reasoning.
+    `auto` keeps it if the model's own template has an option for that: such a model learned from histories
+    with reasoning.
     """
     own = config_from_name(family.name)
     if thinking == "auto":

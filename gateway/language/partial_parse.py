@@ -67,7 +67,7 @@ class Markup:
     tags: tuple[str, ...]
     """Texts that may begin or end a region."""
     ends: tuple[str, ...]
-    """After one of these texts, the parse may change until the end of the answer."""
+    """After one of these texts, any later token may change how the text is parsed."""
     bare_calls: bool
     """An answer that is one JSON object is parsed as a call."""
     late_calls: bool

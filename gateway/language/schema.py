@@ -16,7 +16,7 @@ MAX_BYTES = 64 * 1024
 MAX_DEPTH = 64
 """Levels of the schema's own JSON. xgrammar compiles 60 nested objects quickly, but 480 in forty seconds."""
 MAX_PARTS = 1000
-"""Schemas inside one schema; each property is one."""
+"""The most schemas inside one schema; each property counts as one."""
 MAX_PATTERN = 512
 MAX_QUANTIFIERS = 64
 MAX_STATES = 10_000
@@ -28,7 +28,8 @@ PATTERN_PART = re.compile(
     r"|(?P<empty>[|^$])|\\.|\[(?:\\.|[^\]\\])*\]|.",
     re.DOTALL,
 )
-"""A quantifier, a bracket, a sign that matches no character, or else an atom: what matches one character."""
+"""Matches one element of a pattern: a quantifier, a bracket, a sign that matches no character (such as `^`),
+or an atom, which matches one character."""
 UNENFORCED = frozenset(
     {
         *("contains", "minContains", "maxContains", "dependentRequired", "dependentSchemas"),

@@ -13,7 +13,7 @@ from gateway.errors import InvalidRequest
 EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
 """Levels of effort in rising order; `none` turns thinking off."""
 NEVER_THINK = frozenset({"llama-3", "deepseek-v3", "kimi-k2", "qwen3-vl"})
-"""Families without thinking, or whose template has no part in it."""
+"""Families whose models do not think, or whose template does not affect it."""
 SWITCHES = ("enable_thinking", "thinking")
 """The options that turn thinking on and off, by the templates' names for them."""
 Options = tuple[tuple[str, bool | str], ...]

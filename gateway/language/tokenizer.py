@@ -19,7 +19,7 @@ from gateway.metrics.counted_cache import CountedCache
 from gateway.metrics.prompt_time import ThreadSeconds
 
 REASONING_TAGS = ("<think>", "</think>")
-"""These are treated as control tokens even if the template uses neither."""
+"""The tokenizer treats these as control tokens, even if the template uses neither."""
 PHRASE_CHARS = 512
 PASSAGE_CHARS = 65536
 """The longest phrase and the longest passage, in characters. The ids of 8192 phrases and 64 passages are
@@ -32,9 +32,9 @@ PROBE = (
     "Bonjour \u00e0 tous, na\u00efve caf\u00e9 e\u0301te 2024 winter \u4f60\u597d hello \u4e16\u754c and "
     "CamelCase words, I'm A b C d 7 e\n"
 )
-"""A text with many boundaries. It tells whether the tokenizer encodes texts that are cut there as before."""
+"""A text with many boundaries. If a cut there changes its ids, texts are encoded whole."""
 NORMALIZED = 4
-"""A normalizer such as NFC shortens UTF-8 less than this many times."""
+"""A normalizer such as NFC makes a text's UTF-8 less than this many times shorter."""
 
 
 class BareTokenizer:

@@ -17,7 +17,7 @@ class Distribution:
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
-        """How many values lie between a bound and the one before; at the end, those above the last."""
+        """How many values lie between each bound and the one before; the last counts larger values."""
         self.total = 0.0
 
     def add(self, value: float) -> None:
@@ -39,7 +39,7 @@ class TimeSpent:
         self.runs = 0
 
     def since(self, began: float) -> float:
-        """Count a run that began then, by `perf_counter`, and ends now. Returns when it ended."""
+        """Count a run that ends now. `began` and the returned end are times of `perf_counter`."""
         ended = perf_counter()
         self.seconds += ended - began
         self.runs += 1

@@ -66,7 +66,7 @@ class Metrics:
 
     def _define_calls(self) -> None:
         self.calls: dict[str, CallFigures] = {}
-        """By dialect; see `of`."""
+        """By dialect. `of` adds the figures of a dialect at its first call."""
         self.registry.register(CallCollector(self.calls))
         self.loop_lag = self._distribution(
             "weir_loop_lag_seconds", "Seconds by which the event loop was late, sampled ten times a second"

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class ThreadSeconds(threading.local):
-    """How long the current thread has spent in the tokenizer, since it began."""
+    """How many seconds the current thread has spent in the tokenizer, since the thread began."""
 
     seconds = 0.0
 

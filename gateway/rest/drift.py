@@ -1,4 +1,4 @@
-"""Drift: how many turns of a session do not extend their parent turn, so that they need another row.
+"""Drift: how many turns of a session do not extend their parent turn, so that training needs another row.
 
 root ─ a ─ b      five turns, two leaves, so two training rows: merge_ratio 2 / 5 = 0.4
      └ c ─ d      (1.0: every turn has a row of its own, and the trainer computes shared tokens again)

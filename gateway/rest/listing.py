@@ -21,7 +21,7 @@ from rollout_queue.contract.tombstone import Tombstone
 router = APIRouter(tags=["sessions"])
 
 MOST_LOOKED_AT = 5000
-"""How many sessions of all owners one request looks at. Beyond them it returns what it has, and a cursor."""
+"""How many sessions of all owners one request reads at most. It then returns those it found, and a cursor."""
 
 
 class SessionFilter(NamedTuple):

@@ -1,4 +1,4 @@
-"""The operators' way to the trainer: the gateway passes on what they ask, and what the trainer answers.
+"""The operators' routes for the trainer: the gateway passes requests on, and returns the trainer's replies.
 
 operator ── POST /admin/trainer/pause ──▶ gateway ── POST /pause, at the URL in its report ──▶ trainer
 """

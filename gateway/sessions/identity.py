@@ -48,7 +48,7 @@ class Identities:
         return f"{PREFIX}{name}.{self._signature(session_id)}"
 
     def thought_signature(self, thought: str) -> str:
-        """The signature of a thought that the model had; no client can make one."""
+        """The signature that proves that the model wrote the thought; no client can make one."""
         signed = hmac.digest(self._secret, b"thought\0" + thought.encode(errors="replace"), "sha256")
         return base64.b64encode(signed).decode()
 

@@ -10,7 +10,7 @@ from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.stream import StreamWriter
 
 MARGIN_S = 5.0
-"""The least time before its expiry at which a session is extended: some polls, and a pause of Redis."""
+"""A session with calls in flight is extended this long before it expires. Some polls may be late."""
 
 
 @dataclass

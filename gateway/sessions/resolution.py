@@ -38,7 +38,8 @@ NAME_HEADERS = (
 HARNESS_HEADERS = ("x-claude-code-session-id", "x-opencode-session", "x-litellm-trace-id")
 """Agents' harnesses send the id of their own conversation in these, even when a session was given to them."""
 OF_HARNESSES = {"originator": ("session-id", "session_id"), "x-session-affinity": ("x-session-id",)}
-"""By a header that tells Codex or opencode: the headers with the id of that harness's own conversation."""
+"""Only Codex and opencode send the header that is the key. The value: the headers in which that harness sends
+the id of its own conversation."""
 HEADERS = (*NAME_HEADERS, *HARNESS_HEADERS, *OF_HARNESSES)
 TOOL_CALL_ID = re.compile(r"call_([0-9a-f]{32})_\d+")
 """The id of a tool call contains the id of the turn that made it."""
@@ -50,7 +51,7 @@ class SessionClues(msgspec.Struct, frozen=True):
     call: Call
     """The request's first call: its messages may continue a turn."""
     headers: Mapping[str, str]
-    """By lower-case name."""
+    """By name, in lower case."""
     path_id: str | None = None
     """The session in the request's path."""
     metadata: Mapping[str, Any] | None = None

@@ -46,7 +46,7 @@ class Retention:
         self._early = False
         """Whether sessions are forgotten early: memory was above HIGH, and has not been below LOW since."""
         self._logged_entry = ""
-        """The entry of the stream that keeps sessions from being forgotten, as last logged; empty if none."""
+        """The entry of the stream that the last warning named; empty if sessions can be forgotten."""
 
     async def refresh(self) -> None:
         """One pass. Raises StorageUnavailable."""

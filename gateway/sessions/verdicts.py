@@ -49,7 +49,7 @@ def turn_verdict(head: SessionHead, turn: Turn, session: Verdict) -> Verdict:
 
 
 def _with_detail(verdict: Verdict) -> Verdict:
-    """The verdict with a `detail`, which is added if it was stored without one."""
+    """The verdict with a `detail`. If it was stored without one, a standard text is added."""
     if verdict.detail:
         return verdict
     detail = f"ended as {verdict.code}; no reason was given"

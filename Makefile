@@ -32,7 +32,7 @@ demo: install  ## the whole loop on this machine: a tiny model learns to use its
 	@$(BIN)/weir demo --seed $(SEED)
 
 test: check  ## the checks, then all tests but the long ones, the real engine included
-	@$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder -m "not long"
+	@$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder -m "not long" --ignore=tests/house  # `check` ran these
 
 test-fast: .venv/installed  ## the short tests that need no engine
 	@$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder -m "not system and not long"

@@ -1,4 +1,4 @@
-"""A gateway that gets SIGTERM: load balancers learn it first, and no answer is cut off without a word."""
+"""After SIGTERM, a gateway first tells load balancers. An answer that it cannot finish ends with an error."""
 
 import json
 import socket

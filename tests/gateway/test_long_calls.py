@@ -12,7 +12,7 @@ from tests.support.gateway.running import RunningGateway
 from tests.support.waiting import wait_until
 
 TTL_S = 3.0
-"""A busy machine may be late by a third of it with every poll."""
+"""Each poll of a busy machine may be late by a third of it."""
 
 
 def expired(gateway: RunningGateway, path: str) -> bool:

@@ -31,7 +31,7 @@ PATHS = {
     "/v1/responses": "messages",
 }
 LONGEST_STALL_S = 3.0
-"""What a busy machine may add included: before, one such call held `/live` up for seven seconds."""
+"""With room for a busy machine. A call that is not refused early delays `/live` by seven seconds."""
 
 
 @pytest.fixture(scope="module", params=[None, CONTEXT])

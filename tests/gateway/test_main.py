@@ -49,7 +49,7 @@ def test_without_keys_it_does_not_listen_to_the_network(backends: Backends, tiny
 
 
 def test_clients_close_idle_connections_first() -> None:
-    """Otherwise a request might be sent on a connection that the gateway is just closing."""
+    """Otherwise a client might send a request on a connection that the gateway is just closing."""
     expiry_s = httpx.Limits().keepalive_expiry
     assert expiry_s is not None
     assert expiry_s < KEEP_ALIVE_S

@@ -101,7 +101,7 @@ def test_one_version_up_and_down_again(gateway: RunningGateway) -> None:
         write(gateway, name, "spec", spec_of[name])
     assert code(gateway, "ended") == "ready"
     assert code(gateway, "open") == "open"
-    overdue(gateway, "open")  # the newer gateway reads it when it was put off
+    overdue(gateway, "open")  # so that the newer gateway reads the session, which it skipped before
     wait_until(partial(_expired, gateway))
     assert len(gateway.turns({"session_id": "ended"})) == 1
 

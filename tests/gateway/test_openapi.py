@@ -1,4 +1,4 @@
-"""The gateway behaves as its OpenAPI says: schemathesis finds no 500 and no undocumented answer."""
+"""The gateway behaves as its OpenAPI document says: schemathesis finds no 500 and no undocumented answer."""
 
 import re
 import subprocess

@@ -267,7 +267,7 @@ def test_a_queue_near_its_bound_is_a_warning(warned: Callable[..., Any]) -> None
 
 def test_a_redis_near_its_bound_is_a_warning(warned: Callable[..., Any]) -> None:
     with warned() as gateway:
-        # Beside it, what clients' buffers take and give back meanwhile is nothing.
+        # So large that the buffers of clients, which grow and shrink meanwhile, do not matter.
         gateway.redis.set("ballast", bytes(64 * 2**20))
         used: Any = gateway.redis.info("memory")["used_memory"]
         try:

@@ -16,9 +16,9 @@ from tests.support.gateway.streams import text_of
 
 TOKENS = 40_000
 BYTES_PER_TOKEN = 200
-"""What a token may take: an id and a log-probability, as Python's objects in lists."""
+"""Memory that a token may take: an id and a log-probability, as Python's objects in lists."""
 BASE = 2**20
-"""What a call takes besides."""
+"""Bytes that a call may take apart from its tokens."""
 HELD_BACK = 10
 """Tokens whose text the gateway may keep until it knows how the text goes on."""
 PATHS: dict[str, dict[str, Any]] = {

@@ -354,7 +354,7 @@ def test_choices_of_a_call_that_was_recorded_in_part_are_samples_or_replaced(
     monkeypatch: pytest.MonkeyPatch,
     retried: bool,
 ) -> None:
-    """Such a call is left by a gateway that dies between two choices, or whose Redis is full then."""
+    """A gateway that dies between two choices, or whose Redis is full then, leaves such a call behind."""
     append, begun = RedisWriter.append_turn, count()
     recorded: list[Turn] = []
 

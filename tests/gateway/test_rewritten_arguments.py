@@ -64,7 +64,7 @@ def test_a_whole_number_is_the_same_with_and_without_its_point(gateway: RunningG
 
 
 def test_text_that_is_no_object_stays_as_it_is(gateway: RunningGateway) -> None:
-    """Only then does the model read what it wrote."""
+    """So the model reads the arguments as it wrote them."""
     history = [{"role": "user", "content": "look"}, called('{"key": '), result(), called("[1,2]"), result()]
     assert gateway.post("/v1/chat/completions", {"messages": history, "tools": TOOLS}).status_code == 200
     prompt = gateway.engine.tokenizer.decode(gateway.engine.requests[-1]["input_ids"])

@@ -175,7 +175,7 @@ def test_the_answers_of_an_engine_whose_scheduler_hangs_move_although_its_http_l
 def test_answers_stay_while_no_scheduler_of_the_fleet_responds(
     backends: Backends, engines: list[EngineProcess]
 ) -> None:
-    """On slow machines a forward pass may take longer than the setting says: then it takes so long on all."""
+    """On a slow machine a forward pass may take longer than the setting; then it does so on every engine."""
     urls = [each.url for each in engines]
     with gateway_over(backends, urls, scheduler_silence_s=SCHEDULER_SILENCE_S) as gateway:
         streams = spread(gateway)
@@ -222,7 +222,7 @@ def served_by_the_first(gateway: RunningGateway) -> bool:
 def test_the_answers_of_a_server_that_reports_its_engines_death_move_at_once(
     gated: RunningGateway, backends: Backends, engines: list[EngineProcess]
 ) -> None:
-    """The connections of a killed engine may stay open: its children hold them."""
+    """The connections of a killed engine may stay open, because its children hold them."""
     states = {"r0": "ready", "r1": "ready"}
 
     async def status(request: Request) -> Response:

@@ -29,7 +29,7 @@ HEADERS = {"authorization": f"Bearer {CLIENT_KEY}"}
 
 
 class Agent:
-    """One agent. Whatever it does not expect, it tells the journal, and begins a new episode."""
+    """One agent. It reports to the journal what it does not expect, and then begins a new episode."""
 
     def __init__(
         self, name: str, seed: int, gateways: Sequence[str], journal: Journal, http: aiohttp.ClientSession

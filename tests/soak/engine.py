@@ -18,7 +18,7 @@ from tests.support.gateway.fake_engine import FakeEngine
 LETTERS = [10 + number % 50 for number in range(60)]
 """The ids of the answer. The tiny model's tokenizer writes each of them as one character."""
 LONG_TOKENS, LONG_INTERVAL = 50_000, 500
-"""How many tokens the long answer has, and one event of it."""
+"""How many tokens the long answer has, and how many each of its events has."""
 PACE_S = 0.005
 MANY_TOKENS = 1000
 """A call that may have more tokens than this gets the long answer."""

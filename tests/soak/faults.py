@@ -14,14 +14,18 @@ PAUSE_S = (2.0, 6.0)
 DOWN_S = (1.0, 4.0)
 """How long a killed engine is away."""
 HANGS_S = (1.0, 8.0)
-"""Shorter and longer than the silence after which the gateway gives an engine up."""
+"""How long an engine is suspended. The gateway gives up an engine that is silent for 3 s, so it notices some of
+these pauses and not others."""
 BACK_WITHIN_S = 90.0
 
 
 async def make_faults(
     system: SoakSystem, draw: random.Random, journal: Journal, until: float, made: Counter[str]
 ) -> None:
-    """Count what is made in `made`. Returns when every engine serves again."""
+    """Kill or suspend engines until that time, and count the faults in `made`.
+
+    Returns when every engine serves again.
+    """
     while time.monotonic() < until:
         await asyncio.sleep(draw.uniform(*PAUSE_S))  # faults come at any time
         engine = draw.choice(system.engines)
@@ -42,7 +46,7 @@ async def _kill(engine: Engine, draw: random.Random) -> None:
 async def _hang(engine: Engine, draw: random.Random) -> None:
     engine.suspend()
     try:
-        await asyncio.sleep(draw.uniform(*HANGS_S))  # the engine hangs so long
+        await asyncio.sleep(draw.uniform(*HANGS_S))  # the engine stays suspended
     finally:
         engine.resume()
 

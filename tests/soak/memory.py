@@ -22,13 +22,13 @@ BEGINS = 1 / 3
 WINDOW = 1 / 12
 TOLERANCE = 1.1
 TURN_OVERHEAD_BYTES = TURN_BYTES + SESSION_BYTES
-"""As if each turn had a session of its own."""
+"""Memory of a turn apart from its tokens; at most, because several turns may share one session."""
 EVERY_S = 0.5
 
 
 class MemorySample(msgspec.Struct, frozen=True):
     at: float
-    """As a share of the soak."""
+    """The time of the sample, from 0 (the soak begins) to 1 (it ends)."""
     rss: int
 
 
@@ -47,7 +47,7 @@ class MemoryRow(msgspec.Struct, frozen=True):
 
 
 def judged(gateway: str, samples: Sequence[MemorySample], turns: int, tokens_per_turn: int) -> MemoryRow:
-    """`turns`: how many all gateways recorded after the first window; each may hold all of them."""
+    """`turns`: how many turns all gateways recorded after the first window. Each gateway may hold all of them."""
     first = median(samples, BEGINS, BEGINS + WINDOW)
     filled = min(CACHE_BYTES, turns * (TURN_OVERHEAD_BYTES + tokens_per_turn * OUTPUT_BYTES))
     return MemoryRow(

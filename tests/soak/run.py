@@ -23,7 +23,7 @@ from weir.audit.sources import Sources
 KEEPALIVE_S = 2.0
 """Shorter than the gateway's, so that no call meets a connection that the gateway is closing."""
 TOKENS_PER_TURN = MOST_TURNS * 3 * len(TEXT)
-"""At most: an answer, and a context that repeats all of its session's conversation."""
+"""The most tokens of a turn: an answer, and a prompt that repeats the whole conversation."""
 
 
 class Soaked:
@@ -87,13 +87,13 @@ def soak(run_dir: Path, model_path: Path, minutes: float, agents: int, seed: int
 
 
 def look_inside(system: SoakSystem, journal: Journal, run_dir: Path, before: Counter[str]) -> None:
-    """Tell the journal what the gateways had no words for, also where the client had left by then."""
+    """Report to the journal answers that do not end, replies with a 5xx status, and exceptions in the logs."""
     deadline = time.monotonic() + PATIENCE_S
     while not system.calm():
         if time.monotonic() > deadline:
             journal.surprised("answers are still in flight, although every agent has ended")
             break
-        time.sleep(0.2)  # answers of clients that left are aborted
+        time.sleep(0.2)  # the gateway aborts the answers of clients that left
     for status, count in (system.failures() - before).items():
         journal.surprised(f"the gateways answered {count} calls with {status}")
     for path in run_dir.glob("gateway-*.log"):

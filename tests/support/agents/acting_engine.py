@@ -36,7 +36,7 @@ class Exchange:
 
 @dataclass(eq=False)
 class ActingEngine(FakeEngine):
-    """Gives the first of `answers` whose cue stands in what is new in the prompt."""
+    """Gives the first of `answers` whose cue stands in the new part of the prompt."""
 
     answers: dict[str, str] = field(default_factory=dict)
     """By cue: a text in a question or in a tool's result."""
@@ -44,7 +44,7 @@ class ActingEngine(FakeEngine):
     """The answer to a call without tools, such as a harness's request for a title."""
     exchanges: list[Exchange] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
-    """What calls with tools said that has no cue in it."""
+    """The new parts of prompts that contain no cue; calls without tools are left out."""
 
     async def generate(self, request: Request) -> Response:
         body = await request.json()

@@ -14,8 +14,8 @@ PAUSE_S = (2.0, 6.0)
 DOWN_S = (1.0, 4.0)
 """How long a killed engine is away."""
 HANGS_S = (1.0, 8.0)
-"""How long an engine is suspended. The gateway gives up an engine that is silent for 3 s, so it notices some of
-these pauses and not others."""
+"""How long an engine is suspended. The gateway gives up an engine after 3 s of silence, so it notices only
+some of these pauses."""
 BACK_WITHIN_S = 90.0
 
 

@@ -87,7 +87,7 @@ def soak(run_dir: Path, model_path: Path, minutes: float, agents: int, seed: int
 
 
 def look_inside(system: SoakSystem, journal: Journal, run_dir: Path, before: Counter[str]) -> None:
-    """Report to the journal answers that do not end, replies with a 5xx status, and exceptions in the logs."""
+    """Report to the journal: answers that do not end, replies with a 5xx status, exceptions in the logs."""
     deadline = time.monotonic() + PATIENCE_S
     while not system.calm():
         if time.monotonic() > deadline:

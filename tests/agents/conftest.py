@@ -1,4 +1,4 @@
-"""One gateway in its own process, on a real Redis; its engine plays the model of each test."""
+"""The agents' tests share a gateway process and a real Redis. Each test scripts the answers of the engine."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.support.gateway.running import ADMIN_KEY, Backends
 from tests.support.serving import serving
 
 CONTEXT_LENGTH = 2**18
-"""Takes the system prompts of all agents, although the small tokenizer makes more tokens of a text."""
+"""Enough for every agent's system prompt. The small tokenizer makes more tokens of a text than a real one."""
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +50,6 @@ def agents(processes: Processes, gateway_url: str, tmp_path: Path) -> Iterator[R
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Agents start slowly, some by the minute on a busy machine."""
+    """Give each test 10 minutes, because some agents take minutes to start on a busy machine."""
     for item in items:
         item.add_marker(pytest.mark.timeout(600))

@@ -17,7 +17,7 @@ THOUGHTS = {cue: f"<think>\nI know what to do.\n</think>\n\n{answer}" for cue, a
 SAID = ["It is saved.", "The word is weir."]
 ONE_BRANCH = ["root", "extends", "extends", "extends"]
 THOUGHT_ANEW = ["root", "extends", "rerendered template_rewrites_history", "extends"]
-"""Qwen3's template drops the thoughts before the last question."""
+"""The second question rerenders the history, because Qwen3's template drops the thoughts before it."""
 
 
 @pytest.mark.parametrize("scene", ["conversation", "streamed"])

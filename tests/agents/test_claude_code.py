@@ -1,4 +1,4 @@
-"""Claude Code: its tools, a conversation that goes on, a sub-agent, thoughts, the session that it names."""
+"""Claude Code: its tools, a resumed conversation, a sub-agent, thoughts, and the session id that it sends."""
 
 from tests.support.agents.acting_engine import tool_call
 from tests.support.agents.running import RunningAgents, kinds
@@ -21,7 +21,7 @@ def thoughtful(answers: dict[str, str]) -> dict[str, str]:
     return {cue: f"<think>\nI know what to do.\n</think>\n\n{answer}" for cue, answer in answers.items()}
 
 
-def test_a_conversation_with_tools_is_one_branch_of_the_session_that_it_names(agents: RunningAgents) -> None:
+def test_a_conversation_with_tools_is_one_branch_of_the_agents_own_session(agents: RunningAgents) -> None:
     answers = answers_of(agents)
     said = agents.play(AGENT, "ask", answers=answers, QUESTION=QUESTION, TOOLS=TOOLS)
     assert said["result"] == "The word is saved."
@@ -35,7 +35,7 @@ def test_a_conversation_with_tools_is_one_branch_of_the_session_that_it_names(ag
     assert kinds(session) == ["root", "extends", "extends", "extends"]
 
 
-def test_a_session_that_is_given_counts_before_its_own(agents: RunningAgents) -> None:
+def test_a_given_session_goes_before_the_agents_own(agents: RunningAgents) -> None:
     session = agents.session()
     said = agents.play(AGENT, "ask", session, answers=answers_of(agents), QUESTION=QUESTION, TOOLS=TOOLS)
     assert said["result"] == "The word is saved."
@@ -78,7 +78,7 @@ def test_a_sub_agent_is_a_branch_of_its_own(agents: RunningAgents) -> None:
     assert kinds(session) == ["root", "forks sub_agent", "extends"]
 
 
-def test_its_stream_of_events_tells_what_was_recorded(agents: RunningAgents) -> None:
+def test_the_agents_events_count_the_recorded_turns_and_tokens(agents: RunningAgents) -> None:
     session = agents.session()
     said = agents.play(AGENT, "streamed", session, answers=answers_of(agents), QUESTION=QUESTION, TOOLS=TOOLS)
     turns = session.turns()

@@ -1,4 +1,4 @@
-"""Codex: its shell, a conversation that goes on, thoughts, and the session that it names."""
+"""Codex: its shell, a resumed conversation, thoughts, and the session id that it sends."""
 
 from tests.support.agents.acting_engine import tool_call
 from tests.support.agents.running import RunningAgents, kinds
@@ -13,7 +13,7 @@ ANSWERS = {
 THOUGHTS = {cue: f"<think>\nI know what to do.\n</think>\n\n{answer}" for cue, answer in ANSWERS.items()}
 
 
-def test_a_conversation_with_tools_is_one_branch_of_the_session_that_it_names(agents: RunningAgents) -> None:
+def test_a_conversation_with_tools_is_one_branch_of_the_agents_own_session(agents: RunningAgents) -> None:
     said = agents.play(AGENT, "ask", answers=ANSWERS, QUESTION=QUESTION)
     assert said["item"]["text"] == "The word is saved."
     assert (agents.work / "word.txt").read_text() == "weir"
@@ -25,7 +25,7 @@ def test_a_conversation_with_tools_is_one_branch_of_the_session_that_it_names(ag
     assert kinds(session) == ["root", "extends", "extends"]
 
 
-def test_a_session_that_is_given_counts_before_its_own(agents: RunningAgents) -> None:
+def test_a_given_session_goes_before_the_agents_own(agents: RunningAgents) -> None:
     session = agents.session()
     said = agents.play(AGENT, "ask", session, answers=ANSWERS, QUESTION=QUESTION)
     assert said["item"]["text"] == "The word is saved."

@@ -7,7 +7,7 @@ from tests.support.agents.running import RunningAgents, kinds
 
 AGENT = "inspect_ai"
 PROBE = ["root", "forks main_line", "extends"]
-"""inspect-ai first says hello to OpenAI's reasoning models, to learn whether they show summaries."""
+"""The first turn is a probe: inspect-ai asks whether one of OpenAI's reasoning models shows summaries."""
 QUESTION = "Save the word weir"
 ANSWERS = {
     "wrote word.txt": "I submit it.\n" + tool_call("submit", answer="weir"),
@@ -45,7 +45,7 @@ def test_an_evaluation_is_one_branch(
     assert session.end(reward=1.0) == "ready"
 
 
-def test_its_bash_runs_what_the_model_wrote(agents: RunningAgents) -> None:
+def test_bash_runs_the_command_that_the_model_wrote(agents: RunningAgents) -> None:
     session = agents.session()
     answers = {
         "weir-read": tool_call("submit", answer="weir"),

@@ -1,4 +1,4 @@
-"""mini-swe-agent: its one tool, bash, which litellm calls through the chat API."""
+"""mini-swe-agent: it calls the chat API through litellm, and has one tool, bash."""
 
 from tests.support.agents.acting_engine import tool_call
 from tests.support.agents.running import RunningAgents, kinds
@@ -43,7 +43,7 @@ def test_a_task_without_a_session_is_found_by_its_history(agents: RunningAgents)
 
 
 def test_an_answer_that_the_agent_drops_ends_its_branch(agents: RunningAgents) -> None:
-    """The agent keeps no answer without a call in its history, only what was wrong with it."""
+    """If an answer has no tool call, the agent's history gets an error message in place of the answer."""
     session = agents.session()
     answers = {"Tool call error": ANSWERS[QUESTION]} | ANSWERS | {QUESTION: "I only talk."}
     said = agents.play(AGENT, "solve", session, answers=answers, QUESTION=QUESTION)

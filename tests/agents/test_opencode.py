@@ -1,4 +1,4 @@
-"""opencode: its tools, a conversation that goes on, thoughts, titles, and the session that it names."""
+"""opencode: its tools, a resumed conversation, thoughts, titles, and the session id that it sends."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def answers_of(agents: RunningAgents, thought: str = "") -> dict[str, str]:
 
 
 def main_line(session: Session) -> list[str]:
-    """How each turn continues the conversation. opencode asks for a title beside its first call."""
+    """How each turn continues the conversation, without the call by which opencode asks for a title."""
     turns: list[dict[str, Any]] = session.turns()
     (title,) = [turn for turn in turns if TITLE in turn["output_text"]]
     first, *more = [
@@ -32,7 +32,7 @@ def main_line(session: Session) -> list[str]:
     return ["begins", *(kind for _, kind in more)]
 
 
-def test_a_conversation_with_tools_is_one_branch_of_the_session_that_it_names(agents: RunningAgents) -> None:
+def test_a_conversation_with_tools_is_one_branch_of_the_agents_own_session(agents: RunningAgents) -> None:
     answers = answers_of(agents)
     said = agents.play(AGENT, "ask", answers=answers, QUESTION=QUESTION)
     assert said["part"]["text"] == "The word is saved."
@@ -45,7 +45,7 @@ def test_a_conversation_with_tools_is_one_branch_of_the_session_that_it_names(ag
     assert main_line(session) == ["begins", "extends", "extends", "extends"]
 
 
-def test_a_session_that_is_given_counts_before_its_own(agents: RunningAgents) -> None:
+def test_a_given_session_goes_before_the_agents_own(agents: RunningAgents) -> None:
     session = agents.session()
     said = agents.play(AGENT, "ask", session, answers=answers_of(agents), QUESTION=QUESTION)
     assert said["part"]["text"] == "The word is saved."

@@ -7,7 +7,7 @@ from tests.support.agents.running import RunningAgents, kinds
 
 AGENT = "pydantic_ai"
 MODELS = ["openai:gpt-5", "openai-chat:gpt-5", "anthropic:claude-sonnet-4-5"]
-"""`openai:` uses Responses."""
+"""pydantic-ai uses the Responses API for `openai:`."""
 ANSWERS = {
     "wrote word.txt": "It is saved.",
     "word.txt has weir": "The word is weir.",
@@ -18,7 +18,7 @@ THOUGHTS = {cue: f"<think>\nI know what to do.\n</think>\n\n{answer}" for cue, a
 SAID = ["It is saved.", "The word is weir."]
 ONE_BRANCH = ["root", "extends", "extends", "extends"]
 THOUGHT_ANEW = ["root", "extends", "rerendered template_rewrites_history", "extends"]
-"""Qwen3's template drops the thoughts before the last question."""
+"""The second question rerenders the history, because Qwen3's template drops the thoughts before it."""
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -61,7 +61,7 @@ def test_two_questions_without_a_session_are_found_by_their_history(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_an_answer_is_parsed_from_a_call(agents: RunningAgents, model: str) -> None:
+def test_a_typed_answer_is_parsed_from_a_tool_call(agents: RunningAgents, model: str) -> None:
     session = agents.session()
     answers = {
         "wrote word.txt": tool_call("final_result", word="weir", letters=4),

@@ -20,13 +20,13 @@ def test_two_calls_at_once_are_one_turn(stack: RunningStack) -> None:
     assert session.story() == CALLED_THEN_ANSWERED
 
 
-def test_a_cache_mark_that_moves_leaves_the_conversation_one_branch(stack: RunningStack) -> None:
+def test_a_conversation_whose_cache_mark_moves_is_one_branch(stack: RunningStack) -> None:
     session = stack.session()
     assert stack.play(CLIENT, "conversation", session) == {"answers": ["7", "3"]}
     assert [relation for relation, _ in session.story()] == ["root", "extends", "extends", "extends"]
 
 
-def test_the_named_events_make_the_message(stack: RunningStack) -> None:
+def test_the_streamed_events_make_the_message(stack: RunningStack) -> None:
     session = stack.session()
     said = stack.play(CLIENT, "stream", session)
     assert (said["answer"], said["streamed"]) == ("7 3", "7 3")
@@ -41,7 +41,7 @@ def test_the_sdks_tool_runner_runs_to_the_end(stack: RunningStack) -> None:
     assert session.story() == CALLED_THEN_ANSWERED
 
 
-def test_a_session_is_named_as_claude_code_does_it(stack: RunningStack) -> None:
+def test_metadata_names_the_session_as_in_claude_code(stack: RunningStack) -> None:
     said = stack.play(CLIENT, "named_by_user")
     assert said["answer"] == "7"
     (session,) = [session for session in stack.sessions() if session.session_id == said["session_id"]]

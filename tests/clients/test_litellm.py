@@ -39,7 +39,7 @@ def test_an_asynchronous_call_counts_what_was_recorded(stack: RunningStack) -> N
     assert said == {"finish": "tool_calls", "tokens": turn["output_len"]}
 
 
-def test_its_anthropic_provider_is_served_by_messages(stack: RunningStack) -> None:
+def test_the_anthropic_provider_calls_messages(stack: RunningStack) -> None:
     session = stack.session()
     assert stack.play(CLIENT, "anthropic_protocol", session) == {"answer": "7"}
     assert session.story() == CALLED_THEN_ANSWERED

@@ -32,13 +32,13 @@ def test_a_streamed_run_is_recorded_as_a_plain_one(stack: RunningStack) -> None:
     assert session.story() == CALLED_THEN_ANSWERED
 
 
-def test_history_that_the_sdk_keeps_extends(stack: RunningStack) -> None:
+def test_history_that_the_sdk_keeps_extends_the_session(stack: RunningStack) -> None:
     session = stack.session()
     assert stack.play(CLIENT, "memory", session) == {"answers": ["7", "3"]}
     assert [relation for relation, _ in session.story()] == ["root", "extends", "extends", "extends"]
 
 
-def test_history_that_the_server_keeps_extends(stack: RunningStack) -> None:
+def test_history_that_the_server_keeps_extends_the_session(stack: RunningStack) -> None:
     session = stack.session()
     assert stack.play(CLIENT, "previous_response", session) == {"answers": ["7", "3"]}
     assert [relation for relation, _ in session.story()] == ["root", "extends", "extends", "extends"]

@@ -53,7 +53,7 @@ def test_the_streaming_helper_sees_whole_calls(stack: RunningStack) -> None:
     assert session.story() == CALLED_THEN_ANSWERED
 
 
-def test_agents_that_share_a_key_and_name_nothing_each_get_their_session(stack: RunningStack) -> None:
+def test_agents_that_share_a_key_and_name_no_session_each_get_their_own(stack: RunningStack) -> None:
     before = {session.session_id for session in stack.sessions()}
     assert stack.play(CLIENT, "many_at_once") == {"answers": list("18734950")}
     new = [session for session in stack.sessions() if session.session_id not in before]

@@ -8,7 +8,7 @@ CLIENT = "smolagents"
 
 
 @pytest.mark.parametrize("scene", ["run", "streamed"])
-def test_a_run_ends_by_its_final_answer_and_its_rewritten_history_is_a_branch_each(
+def test_a_run_ends_with_its_final_answer_and_a_rewritten_history_is_a_new_branch(
     stack: RunningStack, scene: str
 ) -> None:
     session = stack.session()

@@ -38,7 +38,7 @@ def main() -> None:
     windows = plan(asked.kills, asked.seed, asked.only)
 
     def told(kill: Kill) -> None:
-        what = "" if kill.hit else " (missed: at another moment)"
+        what = "" if kill.hit else " (missed the window)"
         logging.info("killed %s%s; well again after %.1f s", kill.title, what, kill.healed_s)
 
     run = crash(run_dir, model, StackSettings().engine_python, windows, asked.seed, told)
@@ -46,9 +46,9 @@ def main() -> None:
         write(run.result, asked.json)
     console = Console()
     console.print(table([run.result]), markup=False, highlight=False)
-    console.print(f"agents heard of: {run.counts}", markup=False, highlight=False)
+    console.print(f"the agents counted: {run.counts}", markup=False, highlight=False)
     show(run.report, console)
-    console.print(f"seed {asked.seed}; everything lies in {run_dir}", markup=False, highlight=False)
+    console.print(f"seed {asked.seed}; all files are in {run_dir}", markup=False, highlight=False)
     sys.exit(run.report.exit_code)
 
 

@@ -66,7 +66,7 @@ def _came(system: CrashSystem, window: Window) -> bool:
 
 
 def settle(system: CrashSystem) -> None:
-    """Wait until the trainer can train nothing more of what it has."""
+    """Wait until the trainer has nothing left that it can train."""
     deadline, calm = time.monotonic() + SETTLES_WITHIN_S, 0
     while calm < 10 and time.monotonic() < deadline:
         calm = calm + 1 if system.quiet() else 0

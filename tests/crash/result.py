@@ -19,7 +19,7 @@ class Kill(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """One run, as a file; a table adds up several."""
+    """The result of one run. A table adds up several results."""
 
     seed: int
     kills: tuple[Kill, ...]

@@ -20,7 +20,7 @@ from weir.stack.stack import Stack
 CLIENT_KEY, ADMIN_KEY = "crash-client", "crash-admin"
 HEALS_WITHIN_S = 240.0
 NAMES = {"trainer": "trainer_service", "trainer rank 1": "trainer_service", "engine": "rollout_server"}
-"""For a victim with another name in the stack: the stack's process that is the victim, or its parent."""
+"""Some victims are children of a process that the stack starts. This names that process."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Windows: each names a part, and a moment at which killing it makes a careless system lose or repeat data.
+"""Each window is a part and a moment. A careless system would lose or repeat data if the part died then.
 
 A window recognises its moment by what is visible from outside: files, Redis, a status page. Right after the
 kill, it looks at the files of the dead process, and so finds out whether the kill hit the moment.
@@ -21,7 +21,7 @@ LONGEST_WAIT_S = 30.0
 
 
 class NeverCame(Exception):
-    """The moment did not come while it was waited for."""
+    """The moment did not come within `LONGEST_WAIT_S`."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def in_checkpoint(system: CrashSystem) -> None:
 
 
 def before_acknowledge(system: CrashSystem) -> None:
-    """Pause Redis' writes during a checkpoint; return when it is complete, and not yet acknowledged."""
+    """Pause Redis' writes during a checkpoint; return when it is complete and not yet acknowledged."""
     in_checkpoint(system)
     before = current(system)
     system.redis.client_pause(5000, all=False)

@@ -24,7 +24,7 @@ def services() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
-def test_an_image_runs_the_installed_wheel_as_nobody_special(path: Path) -> None:
+def test_an_image_runs_the_installed_wheel_as_an_unprivileged_user(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert not text.startswith("# syntax=")
     assert set(re.findall(r"^FROM (\S+)", text, re.M)) == {"python:3.11-slim-bookworm"}

@@ -63,7 +63,7 @@ def test_the_standard_queue_is_found_from_the_repository_root() -> None:
 
 
 @pytest.mark.parametrize("module", ["gateway.app", "gateway.settings", "weir.__main__", "weir.configuration"])
-def test_what_starts_quickly_imports_no_heavy_library(module: str) -> None:
+def test_modules_that_load_quickly_import_no_heavy_library(module: str) -> None:
     asked = f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})"
     command = [sys.executable, "-c", asked]
     loaded = set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
@@ -71,7 +71,7 @@ def test_what_starts_quickly_imports_no_heavy_library(module: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_torch_stays_in_the_trainers_room(package: str) -> None:
+def test_only_the_trainer_and_shims_import_torch(package: str) -> None:
     guests = {
         name: found
         for name, path in sources(package)
@@ -128,7 +128,7 @@ def test_files_and_functions_are_short(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_folder_is_seen_at_once(package: str) -> None:
+def test_a_folder_has_few_entries(package: str) -> None:
     root = PACKAGES[package]
     folders = [root, *(path.parent for path in root.rglob("__init__.py"))]
     entries = {
@@ -142,7 +142,7 @@ def test_a_folder_is_seen_at_once(package: str) -> None:
     }  # without __init__.py
 
 
-def test_a_class_name_stands_once() -> None:
+def test_no_two_classes_have_the_same_name() -> None:
     found: dict[str, list[str]] = {}
     for package in PACKAGES:
         for name, path in sources(package):
@@ -159,6 +159,6 @@ def test_the_wheel_is_made_of_the_five_packages() -> None:
     assert all((ROOT / path / "__init__.py").is_file() for path in listed)
 
 
-def test_the_policy_of_redis_travels_with_the_command_line() -> None:
+def test_the_command_line_contains_the_configuration_of_redis() -> None:
     linked = PACKAGES["weir"] / "stack" / "redis.conf"
     assert linked.resolve() == ROOT / "queue" / "redis.conf"

@@ -49,7 +49,7 @@ def test_nobody_imports_a_test_module_or_a_conftest() -> None:
     assert not {name: found for name, tree in TREES.items() if (found := list(imports_of_tests(tree)))}
 
 
-def test_nobody_touches_what_is_private() -> None:
+def test_no_test_uses_a_private_name() -> None:
     assert not {name: found for name, tree in TREES.items() if (found := list(private_accesses(tree)))}
 
 
@@ -65,7 +65,7 @@ def test_every_sleep_has_its_reason_in_a_comment() -> None:
     assert not without
 
 
-def test_what_the_rules_forbid_is_found() -> None:
+def test_the_rules_find_what_they_forbid() -> None:
     forbidden = """
 from tests.queue.test_stream import turn
 from tests.gateway import conftest

@@ -84,7 +84,7 @@ async def played(stack: Stack, settings: StackSettings, seed: int, may_collapse:
 
 
 def test_without_guards_it_collapses(tmp_path: Path) -> None:
-    """Nearly every run collapses. A run that has learned the whole task has nothing left to train on."""
+    """One run that collapses is enough. A run that learns the whole task has nothing left to train on."""
     for seed in SEEDS:
         settings = settings_with(dict.fromkeys(GUARDS), seed, tmp_path / f"seed{seed}")
         with Stack(settings) as stack:
@@ -93,11 +93,11 @@ def test_without_guards_it_collapses(tmp_path: Path) -> None:
         assert max(step["staleness/total_max"] for step in course.snapshot.steps) >= 2
         if course.collapsed:
             return
-    pytest.fail("no run collapsed: there is nothing to hold")
+    pytest.fail("no run collapsed, so the guards have nothing to prevent")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_with_guards_what_is_served_is_better_than_the_first(tmp_path: Path, seed: int) -> None:
+def test_with_guards_the_served_version_is_better_than_the_first(tmp_path: Path, seed: int) -> None:
     settings = settings_with({}, seed, tmp_path)
     with Stack(settings) as stack:
         stack.wait_ready(timeout_s=300)

@@ -1,7 +1,8 @@
 """python -m tests.soak --minutes 30: agents of all dialects, some calls hostile, while engines die and hang.
 
 It runs real gateways and a real Redis; the engines are fakes in processes of their own. The exit code is 1 if
-an agent heard what it must not hear, if the gateways' memory grows, or if the audit has a finding.
+something unexpected happened, if a gateway's memory grows, or if the audit has a finding. It is also 1 if the
+soak shows nothing, because no agent used one of the dialects or no engine was killed or suspended.
 """
 
 import argparse
@@ -30,7 +31,7 @@ def main() -> None:
     if asked.json:
         write(result, asked.json)
     print("\n".join(lines(result)))
-    print(f"seed {asked.seed}; everything lies in {run_dir}")
+    print(f"seed {asked.seed}; all files are in {run_dir}")
     sys.exit(result.exit_code)
 
 

@@ -18,7 +18,7 @@ MOST_TURNS = 4
 THINKS_S = 1.0
 """The mean pause before each call, so that two cores can serve all agents."""
 HOSTILE = 0.05
-"""The share of calls that are hostile."""
+"""How likely an agent makes a hostile call before one of its own."""
 WANDERS = 0.2
 """The share of calls that go to another gateway than the one before."""
 PATIENCE_S = 60.0
@@ -29,7 +29,7 @@ HEADERS = {"authorization": f"Bearer {CLIENT_KEY}"}
 
 
 class Agent:
-    """One agent. It reports to the journal what it does not expect, and then begins a new episode."""
+    """One agent. After something unexpected, it reports that to the journal and begins a new episode."""
 
     def __init__(
         self, name: str, seed: int, gateways: Sequence[str], journal: Journal, http: aiohttp.ClientSession
@@ -40,7 +40,7 @@ class Agent:
         self._hostile = Hostile(self._draw, journal)
 
     async def play(self, until: float) -> None:
-        """Play until that time, by `time.monotonic`, and end the last episode."""
+        """Begin episodes until `until` (a time of `time.monotonic`), and play the last one to its end."""
         number = 0
         while time.monotonic() < until:
             number += 1
@@ -73,7 +73,7 @@ class Agent:
         await self._compare(session_id, heard)
 
     async def _turn(self, session_id: str, dialect: SpokenDialect, conversation: Conversation) -> list[str]:
-        """Make a call, and check its answer. Returns the ids of its turns."""
+        """Make a call, and check its answer. Returns the ids of the turns that the answer names."""
         conversation.said.append(("user", f"say {self._draw.randint(0, 999)}"))
         tokens, stream = self._draw.randint(1, 2 * len(TEXT)), self._draw.random() < 0.5
         body = dialect.body(conversation, tokens, stream)
@@ -91,7 +91,7 @@ class Agent:
         return turn_ids
 
     async def _compare(self, session_id: str, heard: list[str]) -> None:
-        """Every answer that was heard is a turn, and no other answer is."""
+        """Check that the session's turns, apart from aborted ones, are the answers that the agent heard."""
         url = f"{self._gateway}/sessions/{session_id}"
         async with self._http.get(url, headers=HEADERS) as reply:
             view: dict[str, Any] = await reply.json()

@@ -1,6 +1,6 @@
 """The four dialects as an agent speaks them: a call's body, and the text and the end of its answer.
 
-conversation ──Dialect.body──▶ call ──gateway──▶ body or stream ──Dialect.text──▶ text, or NotWhole
+conversation ──body──▶ call ──gateway──▶ body or stream ──read──▶ text and id, or NotWhole
 """
 
 import json
@@ -12,7 +12,7 @@ Json = dict[str, Any]
 
 
 class NotWhole(Exception):
-    """The answer has no end, or an error in place of it."""
+    """A stream ended without its last event, or contained an error."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class SpokenDialect:
     piece_of: Callable[[Json], str]
     """The text of one event of a stream."""
     ends: Callable[[Json], bool]
-    """Whether an event is the last of a whole stream; `[DONE]` always is."""
+    """Whether an event is the last of a whole stream. Nobody asks for dialects that send `[DONE]`."""
     done: bool = False
     """Whether streams end with `[DONE]`."""
 
@@ -83,7 +83,7 @@ def _delta(event: Mapping[str, Any]) -> str:
 
 
 def _next_input(conversation: Conversation) -> Json:
-    """Responses sends only what is new: the gateway has stored the rest."""
+    """Responses needs only the new message, because the gateway has stored the earlier ones."""
     return {"input": conversation.said[-1][1], "previous_response_id": conversation.reply_id}
 
 

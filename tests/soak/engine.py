@@ -1,7 +1,7 @@
 """One engine of the soak, in its own process: `python -m tests.soak.engine PORT TOKENIZER`.
 
-It gives everybody the same answer, so that agents can tell whether theirs is whole. A call for very many
-tokens gets a long answer without pauses, more than the buffers of a connection hold.
+It gives every call the same answer, so that an agent can tell whether its answer is whole. A call for more
+than 1000 tokens gets a long answer without pauses, which is larger than the buffers of a connection.
 """
 
 import sys
@@ -40,7 +40,8 @@ class SoakEngine:
         many = body["sampling_params"]["max_new_tokens"] > MANY_TOKENS
         engine = self._long if many else self._usual
         if many:
-            body["sampling_params"]["stream_interval"] = LONG_INTERVAL  # the request keeps the decoded body
+            # Starlette's request keeps the decoded body, so the fake engine reads the changed one.
+            body["sampling_params"]["stream_interval"] = LONG_INTERVAL
         response = await engine.generate(request)
         engine.requests.clear()
         engine.aborted.clear()

@@ -14,7 +14,7 @@ PAUSE_S = (2.0, 6.0)
 DOWN_S = (1.0, 4.0)
 """How long a killed engine is away."""
 HANGS_S = (1.0, 8.0)
-"""How long an engine is suspended. The gateway gives up an engine after 3 s of silence, so it notices only
+"""How long an engine is suspended. The gateway gives up an engine that is silent for 3 s, so it notices only
 some of these pauses."""
 BACK_WITHIN_S = 90.0
 
@@ -22,7 +22,7 @@ BACK_WITHIN_S = 90.0
 async def make_faults(
     system: SoakSystem, draw: random.Random, journal: Journal, until: float, made: Counter[str]
 ) -> None:
-    """Kill or suspend engines until that time, and count the faults in `made`.
+    """Kill or suspend engines until `until`, a time of `time.monotonic`, and count the faults in `made`.
 
     Returns when every engine serves again.
     """

@@ -1,4 +1,4 @@
-"""Hostile calls: each way has the statuses that it may be answered with, and leaves nothing behind."""
+"""Hostile calls. `WAYS` names each kind of them, and the statuses with which the gateway may answer it."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ Way = Callable[[str, random.Random], Awaitable[int | None]]
 
 
 class Hostile:
-    """Makes one hostile call after the other, each in a way that is drawn."""
+    """Makes hostile calls, each of a kind that is drawn at random."""
 
     def __init__(self, draw: random.Random, journal: Journal) -> None:
         self._draw, self._journal = draw, journal
@@ -56,7 +56,7 @@ async def said(gateway: str, data: bytes) -> int:
     """Send the bytes; return the status of the reply."""
     with closing(await connected(gateway)) as line:
         loop = asyncio.get_running_loop()
-        with suppress(BrokenPipeError, ConnectionResetError):  # it may answer before it has read everything
+        with suppress(BrokenPipeError, ConnectionResetError):  # the gateway may answer before it has read all
             await loop.sock_sendall(line, data)
         return await status_of(line)
 
@@ -138,19 +138,19 @@ async def stopped_reading(gateway: str, draw: random.Random) -> int:
         await asyncio.get_running_loop().sock_sendall(line, head(CHAT_PATH, len(body)) + body)
         status = await status_of(line)
         while line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == ESTABLISHED:  # noqa: ASYNC110
-            await asyncio.sleep(0.2)  # the kernel has no event for a reset of a line that nobody reads
+            await asyncio.sleep(0.2)  # a client that does not read gets no event when its connection is reset
         await recorded_as_aborted(gateway, session_id)
         return status
 
 
 async def recorded_as_aborted(gateway: str, session_id: str) -> None:
-    """Wait for the record of the session's only turn."""
+    """Wait until the session's only turn is recorded. Raises EOFError unless it was aborted."""
     url, headers = f"{gateway}/sessions/{session_id}", {"authorization": f"Bearer {CLIENT_KEY}"}
     ends: list[str] = []
     while not ends:
         view = (await asyncio.to_thread(httpx.get, url, headers=headers, timeout=PATIENCE_S)).json()
         ends = [turn["finish_reason"] for turn in view["turns"]]
-        await asyncio.sleep(0.2)  # it is recorded after the connection has ended
+        await asyncio.sleep(0.2)  # the gateway records the turn after the connection has ended
     if ends != ["abort"]:
         raise EOFError(f"{session_id} has the turns {ends}")
 

@@ -3,8 +3,8 @@
 samples of one process:  ├── begins ──┼─ first window ─┤ …………………………… ├─ last window ─┤
                          0           1/3                                              1
 
-The median of the last window may exceed that of the first by a tenth, and by what the gateway's cache of
-session heads may have filled since: the bytes of the turns since, up to the cache's limit.
+The median of the last window may exceed the median of the first by a tenth, and by the bytes by which the
+gateway's cache of session heads may have grown: those of all later turns, up to the cache's limit.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ BEGINS = 1 / 3
 WINDOW = 1 / 12
 TOLERANCE = 1.1
 TURN_OVERHEAD_BYTES = TURN_BYTES + SESSION_BYTES
-"""Memory of a turn apart from its tokens; at most, because several turns may share one session."""
+"""The most memory that a turn takes apart from its tokens. Turns of one session share the session's part."""
 EVERY_S = 0.5
 
 
@@ -47,7 +47,7 @@ class MemoryRow(msgspec.Struct, frozen=True):
 
 
 def judged(gateway: str, samples: Sequence[MemorySample], turns: int, tokens_per_turn: int) -> MemoryRow:
-    """`turns`: how many turns all gateways recorded after the first window; each gateway may hold all."""
+    """`turns`: how many turns all gateways recorded after the first window. Each gateway may hold them all."""
     first = median(samples, BEGINS, BEGINS + WINDOW)
     filled = min(CACHE_BYTES, turns * (TURN_OVERHEAD_BYTES + tokens_per_turn * OUTPUT_BYTES))
     return MemoryRow(
@@ -66,7 +66,7 @@ def median(samples: Sequence[MemorySample], begin: float, end: float) -> float:
 async def sample_memory(
     processes: Sequence[psutil.Process], began: float, until: float
 ) -> list[list[MemorySample]]:
-    """The samples of each process, until that time."""
+    """Take samples of each process until `until`, a time of `time.monotonic`."""
     found: list[list[MemorySample]] = [[] for _ in processes]
     while (now := time.monotonic()) < until:
         share = (now - began) / (until - began)

@@ -37,7 +37,7 @@ class SoakResult(msgspec.Struct, frozen=True, kw_only=True):
     """The first unexpected things, in words."""
     memory: tuple[MemoryRow, ...]
     findings: tuple[str, ...]
-    """Of the audit."""
+    """What the audit found."""
 
     @property
     def faulty(self) -> Sequence[str]:

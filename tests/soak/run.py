@@ -27,7 +27,7 @@ TOKENS_PER_TURN = MOST_TURNS * 3 * len(TEXT)
 
 
 class Soaked:
-    """What a soak did besides the calls."""
+    """The faults and the memory samples of a soak."""
 
     def __init__(self, faults: Counter[str], samples: list[list[MemorySample]], turns: int) -> None:
         self.faults, self.samples = faults, samples

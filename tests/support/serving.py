@@ -39,7 +39,7 @@ def free_port() -> int:
 
 
 class _Server(uvicorn.Server):
-    """Tells when the server accepts calls, or that its start has failed."""
+    """Sets `begun` when the server accepts calls, or when its start has failed."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-// What a user of the Vercel AI SDK writes. The providers take base URL and key as their documentation says.
+// The program of a Vercel AI SDK user. Each provider gets base URL and key as its documentation says.
 
 import { readFile, writeFile } from "node:fs/promises";
 

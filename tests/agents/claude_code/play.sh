@@ -1,4 +1,4 @@
-# What somebody types who uses Claude Code without its screen. Base URL and key come from the environment.
+# The commands of a user who runs Claude Code without its screen. Base URL and key come from the environment.
 set -eu
 
 ask() {

@@ -1,4 +1,4 @@
-# What somebody types who uses Codex without its screen. Base URL and key come from the environment.
+# The commands of a user who runs Codex without its screen. Base URL and key come from the environment.
 set -eu
 
 export CODEX_API_KEY=$OPENAI_API_KEY

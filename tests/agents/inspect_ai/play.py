@@ -1,4 +1,4 @@
-"""What a user of `inspect-ai` writes: a task with a ReAct agent and a tool, and an evaluation of it."""
+"""The program of an `inspect-ai` user: it evaluates a ReAct agent, which has one tool, on one task."""
 
 import json
 import os

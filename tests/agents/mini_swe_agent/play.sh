@@ -1,4 +1,4 @@
-# What somebody types who uses mini-swe-agent. Base URL and key come from the environment.
+# The commands of a user who runs mini-swe-agent. Base URL and key come from the environment.
 set -eu
 
 solve() {

@@ -1,4 +1,4 @@
-# What somebody types who uses opencode without its screen. Base URL and key come from the environment.
+# The commands of a user who runs opencode without its screen. Base URL and key come from the environment.
 set -eu
 
 cat > opencode.json <<END

@@ -1,4 +1,4 @@
-"""What a user of `pydantic-ai` writes. The library takes base URL and key from the environment."""
+"""The program of a `pydantic-ai` user. The library takes base URL and key from the environment."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ def conversation():
 
 
 def kept_history():
-    """As an application does that stores conversations: the history is read from its JSON."""
+    """The history goes through JSON between two questions, as in an application that stores conversations."""
     from pydantic_ai import ModelMessagesTypeAdapter
 
     answers, history = [], None
@@ -70,7 +70,7 @@ class Word(BaseModel):
 
 
 def typed():
-    """Structured output in the default way: the answer is a call of a tool that the library adds."""
+    """Ask for structured output in the library's default way: the model calls a tool of the library."""
     result = agent.run_sync(QUESTIONS[0], output_type=Word)
     return {"parsed": result.output.model_dump()}
 

@@ -1,4 +1,4 @@
-"""What a user of `anthropic` writes. The SDK takes base_url and key from the environment."""
+"""The program of an `anthropic` user. The SDK takes base URL and key from the environment."""
 
 import json
 import sys
@@ -57,7 +57,7 @@ def parallel_calls():
 
 
 def conversation():
-    """As Claude Code does: the system prompt is a list of blocks, and the cache mark moves each turn."""
+    """As in Claude Code, the system prompt is a list of blocks, and the cache mark moves with each turn."""
     client, messages = Anthropic(), []
     system = [
         {"type": "text", "text": "You are a helpful assistant.", "cache_control": {"type": "ephemeral"}}
@@ -109,7 +109,7 @@ def tool_runner():
 
 
 def named_by_user():
-    """As Claude Code does: one API key for all sessions; the metadata's user id names the session."""
+    """As in Claude Code, all sessions share an API key, and the metadata's user id names the session."""
     session_id = "3f0a3b2e-8f4c-4d0b-9a57-6d1a2c3b4e5f"
     metadata = {"user_id": f"user_0123456789abcdef_account__session_{session_id}"}
     return {"answer": ask(Anthropic(), [], "value of c?", metadata=metadata), "session_id": session_id}

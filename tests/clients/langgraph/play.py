@@ -1,4 +1,4 @@
-"""What a user of LangChain and LangGraph writes: a ReAct agent over `ChatOpenAI`."""
+"""The program of a user of LangChain and LangGraph: a ReAct agent over `ChatOpenAI`."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What a user of `litellm` writes: the prefix `openai/` of the model's name selects the protocol."""
+"""The program of a `litellm` user. The prefix `openai/` of the model's name selects the protocol."""
 
 import asyncio
 import json

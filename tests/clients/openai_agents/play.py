@@ -1,4 +1,4 @@
-"""What a user of `openai-agents` writes: the default model class, which uses the Responses API."""
+"""The program of an `openai-agents` user, with the default model class, which uses the Responses API."""
 
 import asyncio
 import json
@@ -79,7 +79,7 @@ def parsed():
 
 
 def handoff():
-    """A second agent of the same run: it has another system prompt, so that its turns are another branch."""
+    """A second agent of the same run has another system prompt, so that its turns are another branch."""
     helper = Agent(name="Helper", handoff_description="Knows values.", tools=[get])
     triage = Agent(
         name="Triage",

@@ -1,4 +1,4 @@
-// What a user of npm's `openai` writes. The SDK takes base URL and key from the environment.
+// The program of a user of npm's `openai`. The SDK takes base URL and key from the environment.
 
 import OpenAI from "openai";
 

@@ -1,4 +1,4 @@
-"""What a user of `openai` writes. The SDK takes base_url and key from the environment."""
+"""The program of an `openai` user. The SDK takes base URL and key from the environment."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ def tool_messages(message):
 
 
 def ask(client, messages, question):
-    """One question, and as many turns as the model's tool calls need."""
+    """Ask one question, and make as many calls as the model's tool calls need."""
     messages.append({"role": "user", "content": question})
     while True:
         completion = client.chat.completions.create(model="gpt-4o-mini", messages=messages, tools=[TOOL])

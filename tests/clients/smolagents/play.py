@@ -1,4 +1,4 @@
-"""What a user of `smolagents` writes: its tool-calling agent over an OpenAI-compatible model."""
+"""The program of a `smolagents` user: a tool-calling agent over an OpenAI-compatible model."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Agents as they are published, each in its own environment, that call one gateway and a scripted engine."""
+"""Runs published agents, each installed in its own environment, on a gateway with a scripted engine."""
 
 import json
 import os
@@ -29,7 +29,7 @@ HERMETIC = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "MSWEA_CONFIGURED": "1",
 }
-"""Stops agents from using the network for anything but their calls to the gateway, and from asking."""
+"""Keeps agents from the network, apart from their calls to the gateway, and from asking the user."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class RunningAgents:
 
     url: str
     http: httpx.Client
-    """Calls with the admin key."""
+    """Sends the admin key."""
     engine: ActingEngine
     work: Path
 
@@ -99,7 +99,7 @@ class RunningAgents:
 
 
 def kinds(session: Session) -> list[str]:
-    """How each turn continues the session, with the reason if it extends nothing: `forks sub_agent`."""
+    """The relation of each turn to its session, with the reason where there is one: `forks sub_agent`."""
     session.story()
     return [" ".join(filter(None, (turn["relation"], turn["reason"]))) for turn in session.turns()]
 
@@ -109,7 +109,7 @@ def finishes(session: Session) -> list[str]:
 
 
 def exchanges_of(session: Session) -> list[tuple[list[int], list[int], list[float]]]:
-    """The whole prompt, the output and the logprobs of each turn."""
+    """The ids of the whole prompt, the ids of the output, and the logprobs of each turn."""
     found, ends = [], dict[str | None, list[int]]({None: []})
     for turn in session.turns():
         prompt_ids = ends[turn["parent_id"]] + turn["context_ids"]

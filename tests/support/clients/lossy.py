@@ -1,4 +1,4 @@
-"""A proxy that loses the first answer: the gateway has served the call, and the client tries again."""
+"""A proxy that loses one answer: the gateway has answered the call, but the client gets a 502 and retries."""
 
 from dataclasses import dataclass, field
 

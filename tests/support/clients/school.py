@@ -49,7 +49,10 @@ MENTIONS = (
 
 
 def school(demo_model: Path, out: Path) -> None:
-    """Raises SystemExit when the model answers fewer than `GATE` of the probe's conversations exactly."""
+    """Train the model and write it to `out`.
+
+    Raises SystemExit if it answers less than the share `GATE` of the probe's conversations exactly.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -98,8 +101,8 @@ class Row:
     """How many of the last ids are the model's last answer."""
 
     def hear(self, *messages: Message) -> None:
-        """Add the tokens of new messages as the gateway does: by a bridge; without one, by rendering the
-        whole conversation, which must begin with the tokens so far."""
+        """Add the tokens of new messages as the gateway does: by a bridge, if the renderer has one. Otherwise
+        the whole conversation is rendered again, and must begin with the tokens so far."""
         added = self._bridged(messages) if self.ids else None
         self.messages += messages
         new = self._rendered() if added is None else added.tolist()
@@ -154,7 +157,7 @@ class Teacher:
         return row
 
     def _final_answer(self) -> Row:
-        """As smolagents does it: every answer is a tool call, and the history comes back as text."""
+        """A conversation of smolagents: every answer is a tool call, and the client sends history as text."""
         row = self._row([*self._tools(), FINAL_ANSWER])
         task = self._task()
         row.messages.append(user(f"New task:\n{task.question}"))
@@ -183,7 +186,7 @@ class Teacher:
         row.say(" ".join(task.value for task in tasks))
 
     def _row(self, tools: list[Tool] | None) -> Row:
-        """A third of the conversations turn thinking off, as the OpenAI Agents SDK does by default."""
+        """Begin a conversation. A third of them turn thinking off, the default of the OpenAI Agents SDK."""
         off = self._random.random() < 1 / 3
         renderer = self._renderer.variant((("enable_thinking", False),)) if off else self._renderer
         return Row(renderer, list(self._system()), tools)
@@ -207,7 +210,7 @@ class Teacher:
         )
 
     def _tools(self) -> list[Tool]:
-        """The tool, with a schema as one client library or another writes it."""
+        """The tool, with a random schema like those that client libraries write."""
         key = self._shuffled({"type": "string"}, {"title": "Key"}, {"description": self._description()})
         parameters = self._shuffled(
             {"type": "object", "properties": {"key": key}},

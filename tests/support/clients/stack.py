@@ -1,4 +1,4 @@
-"""Public client libraries, each in its own environment, that call one real stack."""
+"""Runs public client libraries, each installed in its own environment, on one real stack."""
 
 import json
 import os
@@ -35,7 +35,7 @@ HERMETIC = {
     "NO_PROXY": "127.0.0.1",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
-"""Stops clients from using the network for anything but their calls to the gateway."""
+"""Keeps clients from the network, apart from their calls to the gateway."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""An agent that continues its conversation, and the turns that the stream holds of it."""
+"""Continues a conversation as an agent does, and reads the turns of its session from the stream."""
 
 from typing import Any
 

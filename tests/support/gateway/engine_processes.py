@@ -38,14 +38,14 @@ class EngineProcess:
     url: str
 
     def suspend(self) -> None:
-        """The process hangs: its kernel still accepts connections and bytes."""
+        """Make the process hang. The kernel still accepts connections and bytes for it."""
         self.process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)
 
     def hang_scheduler(self) -> None:
-        """The engine sends no more tokens and answers no `/server_info`; its HTTP process goes on."""
+        """Let the engine send no tokens and answer no `/server_info`. It still answers other requests."""
         httpx.get(f"{self.url}/hang").raise_for_status()
 
     def resume_scheduler(self) -> None:
@@ -163,7 +163,7 @@ def main() -> None:
         app.router.routes.append(Route(f"/{handler.__name__}", handler))
 
     async def scheduled(scope: Scope, receive: Receive, send: Send) -> None:
-        """The engine, of which tokens and `/server_info` come from the scheduler."""
+        """The engine's application. Tokens and answers to `/server_info` wait while the scheduler hangs."""
 
         async def send_when_it_works(message: Message) -> None:
             await works.wait()

@@ -1,4 +1,4 @@
-"""A small stand-in for SGLang's HTTP in unit tests."""
+"""A small stand-in for SGLang's HTTP API in tests."""
 
 import asyncio
 import json
@@ -45,9 +45,9 @@ class FakeEngine:
     spans: list[dict[str, Any]] | None = None
     cumulative: bool = False
     stop_after: int | None = None
-    """After so many tokens the stream ends without an end event, as that of an engine that dies."""
+    """After this many tokens the stream ends without its last event, as when an engine dies."""
     stall_after: int | None = None
-    """After so many tokens the engine sends nothing more; with 0 it sends nothing at all."""
+    """After this many tokens the engine sends nothing more; with 0 it sends nothing at all."""
     stalled: bool = False
     interruptions: deque["Interruption | None"] = field(default_factory=deque)
     """How each of the next answers ends early; one entry for each request."""
@@ -58,7 +58,7 @@ class FakeEngine:
     raw: bytes | None = None
     """The bytes of the next answer; then the connection breaks."""
     received: Callable[[], int] = lambda: 2**32
-    """How many tokens of the answer the client has. An interruption waits until they have arrived."""
+    """Returns how many tokens the client has received. An interruption waits for those sent before it."""
     last_words: dict[str, Any] = field(default_factory=dict)
     """Fields that replace those of the last event's `meta_info`."""
 
@@ -172,8 +172,8 @@ class FakeEngine:
         return f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode()
 
     async def _arrival_of(self, tokens: int) -> None:
-        """Wait until the client has received the tokens, but not long, because it may hold them back."""
-        await asyncio.sleep(0.01)  # lets the tokens arrive where nothing tells that they have
+        """Wait until the client has received the tokens, or for a second: the gateway may hold some back."""
+        await asyncio.sleep(0.01)  # lets the tokens arrive if the test sets no `received`
         for _ in range(200):
             if self.received() >= tokens:
                 return
@@ -195,9 +195,13 @@ def logprob_of(index: int) -> float:
 
 
 def said_already(prompt: list[int], ids: list[int]) -> int:
-    """How many of `ids` the prompt ends with. By Knuth, Morris and Pratt: long answers take linear time."""
+    """The length of the longest beginning of `ids` with which the prompt ends.
+
+    The algorithm is that of Knuth, Morris and Pratt, so that long answers take linear time.
+    """
     ids, prompt = ids[: len(prompt)], prompt[-len(ids) :]
-    shorter, said = [0], 0  # by count of ids: the most ids, but not all of these, that these ids end with
+    # shorter[n - 1]: the length of the longest other beginning of `ids` with which its first n ids end.
+    shorter, said = [0], 0
     for each in ids[1:]:
         while said and ids[said] != each:
             said = shorter[said - 1]

@@ -1,4 +1,4 @@
-"""An agent whose calls go straight to `place`, without HTTP, and an engine that samples the given ids."""
+"""An agent whose calls go straight to `locate`, without HTTP, and the ids that a model would sample."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -53,8 +53,8 @@ def result(text: Any, call_id: Any = "call_1") -> Message:
 def sampled(renderer: ChatRenderer, prompt_ids: TokenIds, said: Message) -> list[int]:
     """The ids that a model of this family would sample for the message `said`, with its stop token last.
 
-    They are read from the conversation that the template renders. If the prompt opens a thought, it is closed
-    first.
+    They are cut from the conversation that the template renders. If this does not begin with the prompt, the
+    prompt has opened a thought, and the ids close the thought first.
     """
     tools = [TOOL]
     inner, normalizer = renderer.template, renderer.normalizer
@@ -74,7 +74,7 @@ def sampled(renderer: ChatRenderer, prompt_ids: TokenIds, said: Message) -> list
 
 @dataclass
 class Agent:
-    """One session: the agent asks, and keeps all messages."""
+    """The agent of one session, which keeps all messages."""
 
     renderer: ChatRenderer
     tools: list[Tool] | None = field(default_factory=lambda: [TOOL])
@@ -84,7 +84,7 @@ class Agent:
     )
 
     def ask(self, *messages: Message) -> Prompt:
-        """Add messages to the conversation, and have the call placed."""
+        """Add messages to the conversation, and locate the prompt of the call."""
         self.messages += messages
         return self.placed(self.messages)
 
@@ -96,7 +96,7 @@ class Agent:
     def answer(
         self, prompt: Prompt, ids: Sequence[int], finish: Finish = "stop"
     ) -> tuple[Turn, ParsedAnswer]:
-        """The engine has sampled these ids: record the turn, and let the agent read the message."""
+        """Record sampled ids as a turn. Returns the turn, and the answer that the agent reads."""
         turn_id = f"turn{len(self.head.turns)}"
         read = self.renderer.parse(ids, self.tools, turn_id, prompt_ids=prompt.prompt_ids)
         reply = "" if finish == "abort" else extend(prompt.digest, reply_message(read)).hex()
@@ -134,7 +134,7 @@ def as_sent_back(read: ParsedAnswer, reasoning: bool = False) -> Message:
 
 
 def check(head: SessionHead, prompt: Prompt) -> None:
-    """Checks what must hold for every prompt of every conversation."""
+    """Check the conditions that every prompt of every conversation meets."""
     before = TokenIds()
     if prompt.parent is not None:
         context_ids, output_ids = head.branch_ids(prompt.parent)

@@ -1,4 +1,4 @@
-"""Small stand-ins for models of many families: each family's control tokens over one small byte-level BPE.
+"""Small stand-ins for models of many families: each family adds its control tokens to one byte-level BPE.
 
 A directory holds the files of a model that the gateway reads, config.json and tokenizer.json, and no weights.
 """
@@ -96,7 +96,7 @@ CONTROL_TOKENS: dict[str, tuple[str, ...]] = {
     "laguna-xs-2.1": LAGUNA,
     "laguna-s-2.1": LAGUNA,
 }
-"""The keys are the names that `renderers` uses. gpt-oss is missing: its library downloads a vocabulary."""
+"""The keys are names in `renderers`. gpt-oss is missing, because its library downloads a vocabulary."""
 
 FRAME = frozenset(token for token in chain(*CONTROL_TOKENS.values()) if "|" in token and "tool" not in token)
 """Tokens that are special in the real tokenizers. The marks of thoughts and calls, which are part of answers,
@@ -104,7 +104,7 @@ are not special."""
 
 
 def make_model(directory: Path, family: str, *, ordinary: tuple[str, ...] = ()) -> Path:
-    """Write config.json and tokenizer.json of a model of `family`; `ordinary` texts are tokens too."""
+    """Write config.json and tokenizer.json of a model of `family`. Each of the `ordinary` is a token, too."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_str(_ordinary())
     tokenizer.add_tokens([AddedToken(token, special=token in FRAME) for token in CONTROL_TOKENS[family]])

@@ -31,7 +31,7 @@ def let_on(gateway: RunningGateway) -> None:
 
 
 def asked(gateway: RunningGateway, times: int) -> None:
-    """Wait until the engine has received so many requests and has stopped in the middle of an answer."""
+    """Wait until the engine has received `times` requests and has stopped in the middle of an answer."""
     wait_until(lambda: len(gateway.engine.requests) == times and gateway.engine.stalled)
 
 

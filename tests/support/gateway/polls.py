@@ -11,7 +11,7 @@ MOST_GATEWAYS = 3
 
 
 def polled(redis: Redis, times: int = 2) -> None:
-    """Wait until each gateway has polled `times` times, if they take turns. Each poll is one XLEN."""
+    """Wait until each gateway has polled `times` times, if the gateways take turns. A poll is one XLEN."""
 
     def looks() -> int:
         stats: Any = redis.info("commandstats")

@@ -52,7 +52,7 @@ class Processes:
 
     @contextmanager
     def gateway(self, **settings: object) -> Iterator[tuple[subprocess.Popen[bytes], RunningGateway]]:
-        """A gateway of its own for one test, which may stop or kill it."""
+        """Start a gateway for one test, which may stop or kill it."""
         process, url = self.start(**settings)
         try:
             gateway = self.at(url)

@@ -131,7 +131,7 @@ class Weights:
 
 
 class CutReader(RedisReader):
-    """The trainer's end of the stream; it can be killed around each read and acknowledgement."""
+    """The reader of a trainer that can be killed before and after each read and acknowledgement."""
 
     knife: Knife
 

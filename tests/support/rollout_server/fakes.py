@@ -12,7 +12,7 @@ from rollout_server.weights.policy import LocalPolicy
 
 
 class FakeEngine:
-    """One engine over its restarts. `handle` answers its HTTP, `start` starts its process."""
+    """An engine that can be restarted: `start` starts its process, `handle` answers its HTTP requests."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

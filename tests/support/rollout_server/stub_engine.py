@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def stub_interpreter(directory: Path) -> Path:
-    """A program for the setting `engine_python`, which starts this module whatever it is told to start."""
+    """A program for the setting `engine_python`. It starts this module in place of the given one."""
     program = directory / "engine-python"
     program.write_text(
         f"#!/bin/sh\nexport PYTHONPATH={ROOT}:{ROOT}/queue\n"

@@ -13,7 +13,7 @@ from rollout_server.weights.fetch import manifest_digest
 from rollout_server.weights.safetensors_file import read_header
 
 Tensors = Mapping[str, tuple[str, list[int], bytes]]
-"""Name to dtype, shape and raw bytes."""
+"""By name: a tensor's dtype, shape and raw bytes."""
 WEIGHTS = "model.safetensors"
 SHAPES = {"model.embed_tokens.weight": [4, 2], "model.norm.weight": [2], "lm_head.weight": [4, 2]}
 

@@ -147,7 +147,7 @@ class LocalSystem:
         return self.root / "checkpoints"
 
     def audit(self, heard: list[ClientAnswer], trainer: Service | None = None) -> Report:
-        """Audit the system; without a trainer, from the files that it left on disk."""
+        """Audit the system. If no trainer runs, the audit reads the files that a trainer left on disk."""
         self.checkpoints.mkdir(exist_ok=True)
         url = f"http://127.0.0.1:{free_port()}" if trainer is None else trainer.url
         return audit(Sources(self.redis.url, url, ADMIN_KEY, self.checkpoints), heard)

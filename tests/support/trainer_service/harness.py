@@ -34,7 +34,7 @@ from trainer_service.train import Trainer
 
 @dataclass
 class FakeGateway:
-    """Plays the three routes of the gateway that publishing uses."""
+    """Plays the routes of the gateway that publishing uses."""
 
     versions: list[int] = field(default_factory=lambda: [0])
     announced: list[dict[str, Any]] = field(default_factory=list)
@@ -107,7 +107,7 @@ class FakeGateway:
 
 
 def turn(session_id: str = "s1", turn_id: str = "t1", **fields: Any) -> Turn:
-    """A turn with invented logprobs, unless they are given."""
+    """A turn. Fields that are not given have invented values."""
     output = fields.pop("output_ids", [10, 11, 1])
     given: dict[str, Any] = {
         "context_ids": TokenIds(fields.pop("context_ids", [2, 3, 4])),

@@ -1,4 +1,4 @@
-"""Small random models of the architectures for which the trainer packs rows."""
+"""Small random models of several architectures, each with the way in which the trainer packs its rows."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ SMALL: dict[str, Any] = {
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 CAPS = {"query_pre_attn_scalar": 1, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.2}
 EXPERTS = {"num_local_experts": 1, "num_experts_per_tok": 1}
-"""One expert, because the number of tokens that an expert multiplies at once changes their last bits."""
+"""One expert, because the last bits of a result depend on how many tokens an expert multiplies at once."""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class RankPair:
 
 @contextmanager
 def rank_pair(folder: Path, launched_by: Sequence[str] = TORCH, *, forks: bool = True) -> Iterator[RankPair]:
-    """With `forks`, a rank forks a process for each task. Without, it does a single task itself."""
+    """With `forks`, a rank forks a process for each task. Otherwise the rank does the task itself."""
     folder.mkdir(exist_ok=True)
     command = [*launched_by, "tests.support.trainer_service.two_ranks", str(folder)]
     command += ["--forks"] if forks else []

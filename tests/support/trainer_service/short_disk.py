@@ -52,7 +52,7 @@ def main(root: Path, model_path: Path) -> None:
 
 
 def room_comes_after(harness: Harness, pauses: int) -> None:
-    """Make pauses take no time; the last pause prints a report and then makes room."""
+    """Make pauses take no time. Every `pauses`th pause prints a report and then makes room."""
     slept = 0
 
     def sleep(seconds: float) -> None:

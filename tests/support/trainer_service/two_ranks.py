@@ -1,6 +1,6 @@
 """One rank of a small trainer: python -m tests.support.trainer_service.two_ranks FOLDER [--forks]
 
-A test puts tasks into the folder, one after the other, and at the end a file that says that none follows.
+A test puts tasks into the folder, one after the other. At the end it adds the file `over`.
 Each task has its own policy and process group. With --forks it also has its own process, forked from one that
 has imported everything. A task trains the steps that the last checkpoint of its run lacks, and saves a
 checkpoint after each. With `in_parts` it first accumulates and discards gradients, and then learns each step

@@ -64,7 +64,7 @@ def integers(cell: str) -> list[int]:
 
 @dataclass
 class Listed:
-    """A model with given log-probabilities: `said` before the step, then `says`. Its weights are the
+    """A model with given log-probabilities: `said` before its first step, then `says`. Its weights are the
     log-probabilities themselves, so that `backward` leaves their gradient."""
 
     said: Mapping[int, Sequence[float]]

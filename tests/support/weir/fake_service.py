@@ -1,6 +1,8 @@
-"""A fake service for the stack: listens, is ready once the file GATE exists, writes its name on SIGTERM.
+"""A fake service for the stack. It is ready once the file GATE exists, and adds NAME to NOTES on SIGTERM.
 
-python fake_service.py NAME PORT NOTES GATE CHILD      ("-" for no gate and no child)
+python fake_service.py NAME PORT NOTES GATE CHILD
+
+It starts a child process and writes the child's id to the file CHILD. GATE or CHILD may be "-" for none.
 """
 
 import http.server

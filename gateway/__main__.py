@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def return_large_memory() -> None:
-    """Let glibc always return the memory of large bodies. By default, it does so once only."""
+    """Let glibc always return the memory of large bodies. By default, it returns only the first."""
     with suppress(OSError, AttributeError):  # another C library, which has no such option
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
 

@@ -88,7 +88,7 @@ async def finish_deletions(gateway: GatewayParts) -> None:
 
 
 async def apply_retention(gateway: GatewayParts) -> None:
-    """Remove sessions that had their verdict `retention_s` ago, and older ones early where Redis fills up."""
+    """Remove sessions whose verdict is `retention_s` old. If Redis fills up, remove the oldest earlier."""
     try:
         await gateway.retention.refresh()
     except StorageUnavailable as error:

@@ -17,8 +17,8 @@ class SamplingSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: SamplingMode = "enforce"
-    """Whose parameters count. `enforce`: these; `default`: the call's, and these for what it leaves
-    out; `allow`: as `default`, and the call's penalties as well."""
+    """Whose parameters apply. `enforce`: these; `default`: the call's, and these where the call has none;
+    `allow`: as `default`, and the call's penalties as well."""
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
 
@@ -140,8 +140,8 @@ class GatewaySettings(ServiceSettings):
     """How long an engine that responds to probes may pause in the middle of an answer. One that does not
     respond is given up after 3 s if another engine can continue (`engines/silence.py`)."""
     scheduler_silence_s: float = Field(30.0, gt=0)
-    """How long an engine's scheduler may neither send a token nor respond. Then its answers move to another
-    engine whose scheduler does. Set it to more than the longest forward pass takes."""
+    """How long an engine's scheduler may neither send a token nor respond. Then its answers move to an engine
+    whose scheduler responds. Set it to more than the longest forward pass takes."""
     engine_wait_s: float = 20.0
     """How long a call waits for an available engine before it gets a 503."""
     failover_patience_s: float = 180.0
@@ -157,6 +157,6 @@ class GatewaySettings(ServiceSettings):
     leave_s: float = Field(2.0, ge=0)
     """How long the gateway takes calls after SIGTERM while `/ready` fails, so that load balancers notice."""
     drain_timeout_s: float = 30.0
-    """How long calls in flight may continue after that. Then each client gets an error."""
+    """How long calls in flight may continue after `leave_s`. Then each client gets an error."""
     poll_every_s: float = 0.5
     """Interval of the background tasks: they read the fleet's state, expire sessions, refresh limits, …"""

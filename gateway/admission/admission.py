@@ -112,7 +112,7 @@ class Admission:
             key = keys.OPEN if name == "open_sessions" else keys.open_of(specs[0].owner)
             quotas.append(Quota(key, limit - number + 1, "outcome"))
         if budget is not None:
-            # A session that was opened for a call which named none may never be rewarded: it is not counted.
+            # A call that names no session opens one, which may never be rewarded. So it is not counted.
             quotas.append(Quota(keys.UNTRAINED, budget.bound, "verdict", counts=not specs[0].inferred))
         return quotas
 

@@ -21,7 +21,7 @@ class TrainerBacklog(msgspec.Struct, frozen=True, kw_only=True):
     rollouts_waiting: int
     """Rollouts that have ended, and that no training step has used yet."""
     rollouts_owed: int
-    """Rollouts that were trained, but are in no checkpoint yet. They have no verdict, and do not wait."""
+    """Rollouts that were trained, but are in no checkpoint yet. They have no verdict, and need no step."""
     rollouts_per_step: float
     last_seen: float
 

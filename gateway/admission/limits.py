@@ -15,7 +15,7 @@ SAMPLE_EVERY_S = 1.0
 DEFAULT_RETRY_S = 5.0
 """When to retry if no trend gives an estimate."""
 ROUNDING_S = 1e-6
-"""Rounding errors are below this. A caller that waited exactly as long as it was told is admitted."""
+"""A wait of at most this is a rounding error. So a caller that waited exactly as long as told is admitted."""
 
 
 def limit_reached(code: LimitCode, message: str, wait_s: float) -> LimitReached:

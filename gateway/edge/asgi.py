@@ -31,7 +31,7 @@ class Endpoint(Protocol):
 
     @property
     def figures(self) -> CallFigures:
-        """What is measured of the path's calls."""
+        """The metrics of the path's calls."""
         ...
 
     async def serve(self, request: AgentRequest, reply: Reply) -> None:
@@ -55,7 +55,7 @@ class EdgeApp:
         leave_s: float,
         rest: CallFigures,
     ) -> None:
-        """`rest`: what is measured of the requests that `app` serves."""
+        """`rest`: the metrics of the requests that `app` serves."""
         self._app = app
         self._rest = rest
         self._bodies = bodies
@@ -69,7 +69,7 @@ class EdgeApp:
         """Set when the application starts."""
 
     async def leave(self) -> None:
-        """After SIGTERM: let `/ready` fail, and take calls until load balancers have noticed that."""
+        """After SIGTERM: let `/ready` fail, and take calls for `leave_s`, so that load balancers notice."""
         self.leaving = True
         await asyncio.sleep(self._leave_s)  # load balancers do not say when they have noticed
 
@@ -109,7 +109,7 @@ class EdgeApp:
         reply = Reply(send, request_id, figures, last=self.leaving)
         figures.in_flight += 1
         try:
-            caller = self.identities.caller(headers)  # first: nothing is read of a caller without a key
+            caller = self.identities.caller(headers)  # before the body: it is not read without a valid key
             if scope["method"] != "POST":
                 raise wrong_method(scope["method"], headers)
             with self._bodies.hold(caller) as held:
@@ -135,7 +135,8 @@ class EdgeApp:
 def wrong_method(method: str, headers: Mapping[str, str]) -> ApiError:
     """The refusal of a request that is no POST.
 
-    Codex asks for a WebSocket first. It goes on with POST at once after a 426, and after six tries else.
+    Codex asks for a WebSocket first. After a 426 it uses POST at once, after any other error only after six
+    tries.
     """
     allowed = {"allow": "POST"}
     if headers.get("upgrade", "").lower() == "websocket":

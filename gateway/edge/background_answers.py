@@ -22,7 +22,7 @@ from rollout_queue.http.errors import ApiError
 logger = logging.getLogger(__name__)
 
 RENEW_EVERY_S = 1.0
-"""How often a task renews its record, and notices that it was cancelled at any gateway."""
+"""How often a task renews its record. A renewal shows whether any gateway has cancelled or deleted it."""
 
 
 LAST_WORDS_S = 5.0

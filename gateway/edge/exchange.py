@@ -157,7 +157,7 @@ async def _stream(
     recorded = told.recorded
     unsent = events.opening()
     passed = [0] * len(generations)
-    """By choice, how many tokens were passed to `piece`: a generation may be ahead of the chunk in hand."""
+    """How many tokens of each choice were passed to `piece`. A generation may have tokens of later chunks."""
 
     async def on_chunk(index: int, chunk: OutputChunk | None) -> None:
         nonlocal unsent

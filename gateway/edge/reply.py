@@ -39,7 +39,7 @@ class Reply:
         self._heartbeat: asyncio.Task[None] | None = None
         self._made_at = time.monotonic()
         self._written_at = self._answered_at = 0.0
-        """When anything was written last, and when an event of the answer was."""
+        """When the last bytes were written, and when the last event of the answer was; 0 for never."""
 
     async def send_json(self, status: int, body: bytes, headers: Headers) -> None:
         """Answer with one JSON body."""

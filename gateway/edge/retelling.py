@@ -1,7 +1,7 @@
-"""Tells a stream that is in flight to a client that repeats its call, from the first token.
+"""Writes a stream in flight once more, from its first token, to a client that repeats the call.
 
-The events are written again from the tokens that are kept for the record, so a stream keeps no output for
-a retry that may never come.
+The events are made again from the tokens, which are kept for the record anyway. So a stream stores no output
+for a retry that may never come.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ MAX_PIECE = 256
 
 
 class Progress(Protocol):
-    """The call whose stream is told."""
+    """The call whose stream is written to another client."""
 
     changes: int
     """Grows whenever there is more to tell."""
@@ -38,7 +38,7 @@ class Progress(Protocol):
 
 @dataclass
 class ToldStream:
-    """A stream that other clients may hear."""
+    """A stream that can be written to other clients as well."""
 
     gateway: GatewayParts
     parsed: ParsedRequest

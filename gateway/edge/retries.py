@@ -80,7 +80,7 @@ class InFlightCall:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._followed:
-            pass  # nobody will be told; an error that is kept would keep its call's memory until a collection
+            pass  # nobody reads the error; if it were kept, the call's memory would wait for the collector
         elif isinstance(error, Exception):
             self.failure = error
         elif error is not None:
@@ -175,7 +175,7 @@ class InFlightCalls:
 
     def __init__(self, grace_s: float, join_identical: bool) -> None:
         self.grace_s = grace_s
-        """How long a call continues without a client: an SDK that timed out retries soon."""
+        """How long a call continues without a client, because an SDK that timed out retries soon."""
         self._join_identical = join_identical
         self._calls: dict[Hashable, list[InFlightCall]] = {}
 

@@ -1,4 +1,4 @@
-"""What all streams of one call have in common: their headers, and the text of their tokens."""
+"""The headers of a reply, and the text of the tokens that a stream sends."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

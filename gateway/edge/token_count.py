@@ -14,7 +14,7 @@ from rollout_queue.http.errors import ApiError
 
 @dataclass(frozen=True)
 class TokenCount:
-    """The endpoint that counts the tokens of a prompt; it samples nothing. It counts as a call."""
+    """The endpoint that counts the tokens of a prompt. A request counts as a call, and samples nothing."""
 
     messages: Messages
     gateway: GatewayParts

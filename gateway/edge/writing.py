@@ -9,13 +9,13 @@ from gateway.generations.generation import Generation
 P = ParamSpec("P")
 
 LOOP_LOGPROBS = 1024
-"""A reply that may have more log-probabilities is written in a thread: each takes a microsecond or two."""
+"""A reply with more log-probabilities is written in a thread, because each takes a microsecond or two."""
 
 
 async def written(
     generations: Sequence[Generation], write: Callable[P, bytes], *args: P.args, **kwargs: P.kwargs
 ) -> bytes:
-    """What `write` returns, which writes the whole answers of these generations."""
+    """Call `write`, which writes the whole answers of these generations; return its result."""
     if sum(map(_logprobs, generations)) <= LOOP_LOGPROBS:
         return write(*args, **kwargs)
     return await asyncio.to_thread(write, *args, **kwargs)

@@ -127,7 +127,7 @@ class PartialAnswer:
 
     @property
     def resumable(self) -> bool:
-        """Whether another engine can continue the answer, or repeat it while no client has read of it."""
+        """Whether another engine can continue the answer, or start it again before any of it is delivered."""
         return not (self._delivered and self._constrained)
 
     def check_resumable(self, fault: EngineFault) -> None:
@@ -147,7 +147,7 @@ class PartialAnswer:
 
     def _check(self, chunk: OutputChunk) -> None:
         if chunk.ids and not (min(chunk.ids) >= 0 and max(chunk.ids) < self._vocab_size):
-            # SGLang crashes on a prompt with such an id. After a failover, the prompt would have it.
+            # SGLang crashes on a prompt with such an id. After a failover, the prompt would contain this one.
             raise EngineFault("nonsense", f"a token id lies outside the vocabulary of {self._vocab_size}")
         if chunk.finish is None:
             versions: Iterable[int] = (chunk.version,)

@@ -84,7 +84,7 @@ class EngineClient:
             logger.warning("generation %s could not be aborted: %s", rid, error)
 
     async def responds(self, url: str, timeout_s: float) -> bool:
-        """Whether a GET gets any response. A proxy's 502 or 504 says that it does not reach the server."""
+        """Whether the server responds to a GET. A 502 or 504 comes from a proxy that does not reach it."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._control.get(url, timeout=timeout, allow_redirects=False) as response:

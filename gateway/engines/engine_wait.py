@@ -10,8 +10,8 @@ from gateway.errors import EngineFault
 class EngineWait:
     """`with wait:` around each await of one engine's bytes, in the task that made the object.
 
-    `end` makes the block raise its fault. Outside the blocks it has no effect until the next one begins, so
-    it never interrupts the delivery of tokens that have arrived.
+    `end` makes the block raise the fault. Between two blocks, `end` has no effect until the next one begins.
+    So it never interrupts the delivery of tokens that have arrived.
     """
 
     def __init__(self, answer: PartialAnswer) -> None:

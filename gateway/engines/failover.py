@@ -46,7 +46,7 @@ class RetryState:
     """When the last retry may begin, by time.monotonic(); 0 while there is no fault."""
     faults: int = 0
     fruitless: int = 0
-    """Faults after which the request itself may be the cause: the server had accepted it."""
+    """Faults that the request itself may have caused, because the server had accepted it."""
 
     def progressed(self) -> None:
         """A new token arrived."""
@@ -202,7 +202,7 @@ class Sampler:
             self.metrics.breakers.labels(server.id).set(0)
 
     async def _abort(self, engine_url: str, rid: str) -> None:
-        """Tell the engine to abort the request. If the caller is cancelled meanwhile, this still happens."""
+        """Tell the engine to abort the request, even if the caller is cancelled meanwhile."""
         await asyncio.shield(self._begin_abort(engine_url, rid))
 
     def _begin_abort(self, engine_url: str, rid: str) -> asyncio.Task[None]:

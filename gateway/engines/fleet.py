@@ -40,7 +40,7 @@ LATE_ANSWERS = 2
 
 @dataclass
 class Fleet:
-    """All servers. `serving` is the version by which calls are answered; None before the first policy."""
+    """All servers. `serving` is the version that answers calls; None before the first policy."""
 
     redis: Redis
     engine: EngineClient
@@ -238,7 +238,7 @@ class Fleet:
     def can_replace(
         self, server: FleetServer, version: int | None, lives: Callable[[FleetServer], bool]
     ) -> bool:
-        """Whether another server, one that `lives`, can take over a call now."""
+        """Whether another server, for which `lives` is true, can take over a call now."""
         others = (other for other in self._candidates(version, server.id) if other is not server)
         return any(other.able and lives(other) for other in others)
 

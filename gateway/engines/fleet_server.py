@@ -14,7 +14,7 @@ from gateway.errors import EngineFault
 from rollout_queue.protocol.status import ServerShape
 
 Life = Literal["process", "scheduler"]
-"""What of an engine gives signs of life (`silence.py`)."""
+"""The part of an engine that gives a sign of life (`silence.py`)."""
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,9 +25,9 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     url: str | None = None
     registered_at: float = 0.0
     process: str | None = None
-    """What the server's `/status` says as its `process`; None for a server that an operator registered."""
+    """The `process` in the server's `/status`; None for a server that an operator registered."""
     displaced: tuple[str, ...] = ()
-    """The processes that had this id or URL before. One that registers again is a second server."""
+    """The processes that had this id or URL before. If one registers again, it is a second server."""
     forget_after_s: float | None = None
 
 

@@ -59,7 +59,7 @@ async def distinct(
 
 
 def _shares(one: Registration, other: Registration) -> bool:
-    """Whether both have one id, or a URL in common. Servers without a process are told apart by id alone."""
+    """Whether both have the same id or URL. If either names no `process`, only the ids are compared."""
     if one.id == other.id:
         return True
     both = one.process is not None and other.process is not None

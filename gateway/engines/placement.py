@@ -8,8 +8,8 @@ from collections.abc import Collection
 from typing import Protocol, TypeVar
 
 SLACK = 4
-"""A session keeps its own server while that has few calls in flight more than the least busy server: at most
-SLACK, or half of the least busy server's calls if that is more."""
+"""A session keeps its own server as long as this server has at most SLACK more calls in flight than the least
+busy one. If the least busy server has many calls, half of their number takes the place of SLACK."""
 
 
 class Loaded(Protocol):

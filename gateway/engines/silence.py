@@ -32,7 +32,7 @@ class Sign:
     silence_s: float
     """After so long without the sign, answers move."""
     timeout_s: float
-    """Of a probe."""
+    """How long a probe may take."""
 
     @property
     def probe_after_s(self) -> float:
@@ -45,7 +45,7 @@ class Sign:
 
     @property
     def fresh_s(self) -> float:
-        """A server whose last sign is no older can take over."""
+        """A server whose last sign is younger than this can take over."""
         return self.silence_s / 2
 
 
@@ -57,13 +57,14 @@ class SilenceWatch:
     scheduler  `GET /server_info`, for which SGLang asks its scheduler. The scheduler answers between two
                forward passes, and while it is paused. Missing for `scheduler_silence_s`: it hangs.
 
-    Every response counts but 502 and 504, which a proxy sends when it does not reach the engine. So an engine
-    that does not know a path is never found silent by it.
+    Every response counts but 502 and 504, which a proxy sends when it does not reach the engine. An engine
+    that does not know a path answers 404, which counts as well.
 
-    Without a sign, the server's answers move. Each moves only if another server can continue it: one that is
-    ready, serves the version, has itself given the sign in the last half of that time, and was not suspected
-    in the whole of it. So engines that stop and go on at about the same time, because the network fails or
-    all are in long forward passes, keep their answers. A server that loads weights is never silent.
+    If a sign is missing for its time, the server's answers move. Each moves only to a server that is ready,
+    serves the version, has given the sign in the last half of that time, and was not suspected within it (a
+    sign that is missing for two thirds of its time makes a server suspect). So engines that stop and go on at
+    about the same time, because the network fails or all are in long forward passes, keep their answers. A
+    server that loads weights is never silent.
 
     If no other server can continue an answer, it stays. A server whose process is silent for `alone_s` is
     given up all the same: its answers then wait for any engine, this one included, as after every fault.

@@ -1,4 +1,4 @@
-"""What the gateway needs of an HTTP client to stream answers from engines: two protocols and three errors.
+"""The interface of the HTTP client that streams answers from engines: two protocols and three errors.
 
 EngineTransport ──post──▶ EngineResponse ──read, read, …──▶ b""
 ├─ HttptoolsTransport    the gateway's own, the default

@@ -29,7 +29,7 @@ class ClientCall(Protocol):
     joined_at: float
     """When that attempt joined, in seconds since the epoch; 0 if none did."""
     figures: CallFigures
-    """What is measured of the calls of the client's dialect."""
+    """The metrics of the calls in the client's dialect."""
 
     async def wait_for_reader(self) -> None:
         """Wait until a client reads the answer. If none comes, the whole call is cancelled."""
@@ -55,7 +55,7 @@ class Call(msgspec.Struct, frozen=True):
     thinking: Options = ()
     """The template's options that this call sets."""
     begun: str = ""
-    """The text with which the answer begins. It is no part of what is sampled, nor of the reply."""
+    """The text with which the caller begins the answer. It is neither sampled nor part of the reply."""
 
 
 class Generation(msgspec.Struct):
@@ -88,7 +88,7 @@ class Generation(msgspec.Struct):
     matched: str | None = None
     """The stop string that ended the answer, if one did."""
     versions: tuple[Span, ...] = ()
-    """Which version sampled which part. Until the last chunk, this is what the chunks so far tell."""
+    """Which version sampled which part. Before the last chunk, this follows from the chunks so far."""
     at_engine: bool = False
     """An engine has accepted the request and has not failed since."""
     recorded: bool = False

@@ -101,7 +101,7 @@ class Generator:
     async def _rendered(self, work: Callable[[], T], heavy: bool, figures: CallFigures) -> T:
         """Render a prompt, and count the time.
 
-        Long prompts are rendered in one of a few threads, so that calls wait in place of taking memory.
+        Prompts of `heavy` requests are rendered in a few threads, so that few take memory at the same time.
         """
         time_of = PromptTime(self._renderer.tokenizer.spent)
         try:

@@ -8,7 +8,7 @@ from gateway.settings import GatewaySettings
 def pinned_version(
     settings: GatewaySettings, fleet: Fleet, model: str | None, policy: str | None
 ) -> int | None:
-    """The version to which `model`, else the session's `policy`, pins the call; None if neither does.
+    """The version that `model` names, or else the session's `policy`; None if neither names one.
 
     Raises ObjectNotFound for a model or version that nobody serves, InvalidRequest for a malformed version.
     """
@@ -25,7 +25,7 @@ def pinned_version(
 
 
 def version_in(name: str, param: str) -> int | None:
-    """The version in a name such as `policy@12`; None without one. Raises InvalidRequest for no number."""
+    """The version in a name such as `policy@12`; None without one. Raises InvalidRequest if no number."""
     _, at, version = name.partition("@")
     if not at:
         return None

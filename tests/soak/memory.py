@@ -47,7 +47,7 @@ class MemoryRow(msgspec.Struct, frozen=True):
 
 
 def judged(gateway: str, samples: Sequence[MemorySample], turns: int, tokens_per_turn: int) -> MemoryRow:
-    """`turns`: how many turns all gateways recorded after the first window. Each gateway may hold them all."""
+    """`turns`: how many turns all gateways recorded after the first window. Each gateway may hold all."""
     first = median(samples, BEGINS, BEGINS + WINDOW)
     filled = min(CACHE_BYTES, turns * (TURN_OVERHEAD_BYTES + tokens_per_turn * OUTPUT_BYTES))
     return MemoryRow(

@@ -104,7 +104,7 @@ are not special."""
 
 
 def make_model(directory: Path, family: str, *, ordinary: tuple[str, ...] = ()) -> Path:
-    """Write config.json and tokenizer.json of a model of `family`. Each of the `ordinary` is a token, too."""
+    """Write config.json and tokenizer.json of a model of `family`. Each `ordinary` text is a token, too."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_str(_ordinary())
     tokenizer.add_tokens([AddedToken(token, special=token in FRAME) for token in CONTROL_TOKENS[family]])

@@ -9,7 +9,7 @@ WORKERS ?= 4
 # The parts of `make test-long`, each a target of its own: test-numerics, …
 LONG ?= numerics properties clients presets
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
-# Which build of torch: "cuda" with a GPU, else "cpu", a tenth of the size.
+# Which build of torch: "cuda" with a GPU, else "cpu", which is a tenth of the size.
 TORCH ?= $(if $(GPU),cuda,cpu)
 # The index with the CPU build of torch. If it is empty, pip uses only the indexes that it is configured for.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -110,8 +110,8 @@ down: .venv/installed  ## stop what `up` started
 clean:  ## remove the environments, caches and runs; stop the services first
 	rm -rf .venv .venv-engine run build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-# Each of these targets is a file that is touched after an installation. So a second run does nothing, and a
-# changed pin installs again.
+# Each of these targets is a file that make touches after an installation. So a second run installs nothing. If a
+# pin has changed, make installs again.
 .venv/installed: pyproject.toml $(LOCKS)/build.txt $(LOCKS)/services.txt $(LOCKS)/torch-$(TORCH).txt
 	@$(call new_environment,.venv)
 	@echo "installing Weir into .venv (minutes, once)"

@@ -1,4 +1,4 @@
-"""Runs once in compose: writes weir.yaml for the services; makes the demo's model unless another is named.
+"""Runs once in compose: writes weir.yaml, and makes the demo's model if WEIR_MODEL_DIR names no other.
 
 WEIR_MODEL_DIR ─┬─ empty ─▶ /model/tool-…-seed0 is made once ─▶ its path and the demo's settings ─┐
                 └─ named ─▶ /model is that directory ─────────▶ its path, and the defaults ───────┴▶ weir.yaml

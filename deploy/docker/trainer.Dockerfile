@@ -1,4 +1,4 @@
-# The trainer. The services `model` and `agent` of compose use this image too, and need the extras "gateway" and "cli".
+# The trainer. Compose also runs `model` and `agent` from this image. They need the extras "gateway" and "cli".
 FROM python:3.11-slim-bookworm AS wheel
 ENV PIP_NO_CACHE_DIR=1
 WORKDIR /src

@@ -78,9 +78,9 @@ def down(config: Config = None, run_dir: RunDir = None) -> None:
 
 @app.command("status")
 def show_status(config: Config = None, run_dir: RunDir = None) -> None:
-    """Show each service, its address and its state; exits with 1 when one is not ready.
+    """Show each service, its address and its state. Exits with 1 if a service is not ready.
 
-    If `weir up` has started nothing, this shows the services of the gateway at WEIR_GATEWAY_URL.
+    If `weir up` has started nothing, this shows the services that the gateway at WEIR_GATEWAY_URL reports.
     """
     settings = _settings(config, run_dir=run_dir)
     found = state.read(settings.run_dir)
@@ -129,7 +129,7 @@ def show_audit(
     run_dir: RunDir = None,
     answers: Annotated[
         Path | None,
-        typer.Option("--answers", help="JSONL of what clients were told is stored; the audit looks for it"),
+        typer.Option("--answers", help="JSONL file of what clients were told is stored; the audit checks it"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
     redis_url: Annotated[
@@ -143,7 +143,7 @@ def show_audit(
         typer.Option("--checkpoint-dir", help="the trainer's checkpoints, read if it does not answer"),
     ] = None,
 ) -> None:
-    """Check that every turn was trained once, waits, or has a final verdict; exits with 1 if not.
+    """Check that every turn was trained once, waits, or has a final verdict. Exits with 1 if not.
 
     Exits with 2 when Redis, the ledger or the answers cannot be read.
     """

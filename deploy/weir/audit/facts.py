@@ -99,11 +99,11 @@ class GroupFact(msgspec.Struct, frozen=True):
     size: int | None
     members: frozenset[str]
     forgotten: int = 0
-    """How many of its members were forgotten, that is, removed by retention."""
+    """How many members of the group were forgotten, that is, removed by retention."""
 
 
 class ClientAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an answer told its client is stored; one line of the `--answers` file."""
+    """Something that a client was told is stored: one line of the `--answers` file."""
 
     session_id: str
     turn_id: str | None = None
@@ -133,8 +133,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The counters of verdicts, read before the heads; `counts_after` was read after them."""
     counts_after: Mapping[str, int] = {}
     forgotten_before: Mapping[str, int] = {}
-    """How many sessions and turns of each verdict were forgotten, and their trained tokens; read before the
-    heads."""
+    """How many sessions and turns of each verdict were forgotten, and how many trained tokens they had; read
+    before the heads."""
     forgotten_after: Mapping[str, int] = {}
     policies: frozenset[int] = frozenset()
     dead_letters: Mapping[bytes, str] = {}

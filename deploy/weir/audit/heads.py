@@ -1,4 +1,4 @@
-"""Converts the Redis hash with a session's head to a SessionFact, which has counts of tokens, not tokens."""
+"""Converts the Redis hash that holds a session's head to a SessionFact, with counts in place of tokens."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -85,7 +85,7 @@ def _late(record: Record) -> bool:
 
 
 def field_of(record: Record) -> str:
-    """The field of the session's head in which this record of the stream is stored, too."""
+    """The field of the session's head that holds the same record; "deletion" for a Deletion (it has none)."""
     match record:
         case Turn():
             return f"t:{record.turn_id}"

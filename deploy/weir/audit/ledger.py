@@ -1,9 +1,9 @@
 """Reads the trainer's ledger from the trainer, or from the checkpoints if the trainer does not answer.
 
-{directory}/CURRENT ─▶ {directory}/{tag}/state.json ─▶ `ledger_bytes` of {directory}/ledger.jsonl
+{directory}/CURRENT ─▶ {directory}/{tag}/state.json ─▶ the first `ledger_bytes` of {directory}/ledger.jsonl
 
 Bytes after `ledger_bytes` belong to a checkpoint that was not finished, so they are not durable. The audit
-checks the trainer's code, so it reads the files by their documented layout and without that code.
+checks the trainer's code, so it does not use that code to read the files.
 """
 
 from collections.abc import Iterator

@@ -7,7 +7,7 @@ from itertools import pairwise, takewhile
 from weir.audit.facts import Evidence, Finding, Kind, LedgerRow
 
 TOKENS = "tokens:trained"
-"""The name of the counter of forgotten sessions' trained tokens. The other such counters count verdicts."""
+"""Counts the trained tokens of forgotten sessions. All other counters of these sessions count verdicts."""
 TRAINED = {"session:trained": "sessions", "turn:trained": "turns", TOKENS: "tokens"}
 
 
@@ -29,7 +29,7 @@ def ledger_findings(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _is_unknown(row: LedgerRow, evidence: Evidence) -> bool:
-    """Whether Redis has neither a turn nor a session of the step, nor the tombstone of one."""
+    """Whether Redis has no turn and no session of the step, and no tombstone of such a session."""
     sessions = evidence.sessions.keys() | evidence.tombstones.keys()
     return not evidence.turns.keys() & set(row.turns) and not sessions & set(row.sessions)
 

@@ -19,9 +19,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     ledger: str
     """Where the ledger was read from."""
     answers: int
-    """How many answers to clients the audit looked for."""
+    """How many lines of the `--answers` file were checked."""
     looks: int
-    """How often the evidence was read; each finding was found every time."""
+    """How often the evidence was read. Every reading had each of the findings."""
 
     @property
     def exit_code(self) -> int:
@@ -76,7 +76,7 @@ def _facts(report: Report) -> list[str]:
             f"with {trained.turns} turns and {trained.tokens} tokens"
         )
     if report.answers:
-        lines.append(f"answers: what {report.answers} answers told their clients was looked for")
+        lines.append(f"answers: {report.answers} lines of what clients were told is stored were checked")
     return lines + [f"note: {note}" for note in report.notes]
 
 

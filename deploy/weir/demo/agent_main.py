@@ -1,4 +1,4 @@
-"""`python -m weir.demo.agent_main`: runs the demo's agent against a gateway that runs already.
+"""`python -m weir.demo.agent_main`: runs the demo's agent against a running gateway.
 
 WEIR_GATEWAY_URL is the address of the gateway. The agent uses the first key in WEIR_CLIENT_KEYS.
 """

@@ -1,4 +1,4 @@
-"""The protocol of a game, which draws the tasks of a group and plays an episode of a task for a reward."""
+"""The protocol of a game: it draws the tasks of a group, plays an episode of a task, and rewards it."""
 
 from collections.abc import Sequence
 from random import Random
@@ -13,7 +13,7 @@ GameTask = TypeVar("GameTask")
 
 
 class Game(Protocol[GameTask]):
-    """One kind of episode. Its tasks depend on nothing but the `random` that it is given."""
+    """One kind of episode. The tasks of a game depend only on `random`."""
 
     def group(self, random: Random, size: int) -> Sequence[GameTask]:
         """The tasks of one group, one for each member; all have the same question."""

@@ -5,7 +5,7 @@ assistant  4                     ── the warm-started model mostly ignores th
 user       higher
 assistant  7
 user       lower
-assistant  5                     ── reward 1 if it is right within four guesses
+assistant  5                     ── reward 1 if one of four guesses is right
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ MAX_TOKENS = 8
 
 @dataclass(frozen=True)
 class SecretNumber:
-    """The number to be found, and the hints to guesses."""
+    """The number to be found, and the hints that follow guesses."""
 
     number: int
 
     def hint(self, said: str) -> str | None:
-        """The hint to what the model said; None if it is the number."""
+        """The hint that follows the model's guess; None if the guess is right."""
         guess = said.strip()
         if not (guess.isascii() and guess.isdigit()):
             return "a number"

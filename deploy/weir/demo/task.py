@@ -37,7 +37,7 @@ class Task:
         return f"value of {self.key}?"
 
     def tool(self, name: str, arguments: str) -> str:
-        """The tool's answer to a call with any arguments."""
+        """The tool's answer to any call. For another key than `self.key`, it has another value."""
         try:
             key = json.loads(arguments)["key"]
         except (ValueError, TypeError, KeyError):

@@ -29,7 +29,7 @@ def check_machine(settings: StackSettings) -> None:
     if free_bytes < settings.free_disk_bytes:
         raise StackError(
             f"the disk of {settings.run_dir} has {free_bytes / 2**30:.1f} GiB left, and a run needs "
-            f"{settings.free_disk_bytes / 2**30:.1f}: free some, or set stack.free_disk_bytes"
+            f"{settings.free_disk_bytes / 2**30:.1f}: free some space, or set stack.free_disk_bytes"
         )
 
 

@@ -57,7 +57,7 @@ class StackSettings(ServiceSettings):
     services: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Fields of the services' sections, by section; they win over weir.yaml and the environment."""
     start_timeout_s: float = 600.0
-    """How long the services may take to become ready. Most of this time, the engine starts."""
+    """How long the services may take to become ready. The engine takes most of this time."""
     stop_timeout_s: float = 60.0
     """How long each service may take to stop before it is killed; longer than any service's own limit."""
     free_disk_bytes: int = 2 * 2**30

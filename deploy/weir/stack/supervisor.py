@@ -97,7 +97,7 @@ def start_detached(settings: StackSettings) -> subprocess.Popen[bytes]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    assert child.stdin is not None  # noqa: S101 - asked for above
+    assert child.stdin is not None  # noqa: S101 - `stdin` is a pipe
     with child.stdin:
         # Over a pipe, because settings hold keys, and every user can read a process' arguments.
         child.stdin.write(settings.model_dump_json().encode())

@@ -142,7 +142,7 @@ def append_ours(server: MeasuredRedis, given: list[Turn], name: str) -> None:
 
 
 def append_raw(server: MeasuredRedis, given: list[Turn], name: str, together: int) -> None:
-    """Append the same bytes, encoded beforehand, to stream and hash; `together` turns share a pipeline."""
+    """Append the same bytes, encoded beforehand, to stream and hash, `together` turns in each pipeline."""
     ready = [(keys.session(turn.session_id), f"t:{turn.turn_id}", encode(turn)) for turn in given]
     parts = [ready[start : start + together] for start in range(0, len(ready), together)]
     with loop_of(server) as (runner, redis):
@@ -167,7 +167,7 @@ def read_ours(server: MeasuredRedis, count: int, name: str) -> None:
 
 
 def read_raw(server: MeasuredRedis, count: int, name: str) -> None:
-    """Read the bytes without decoding them and without a check of the lease. Nothing is kept."""
+    """Read the bytes without decoding them and without a check of the lease."""
     server.redis.xgroup_create(keys.STREAM, "raw", "0")
     left = count
     with server.measured(name, count):
@@ -232,7 +232,7 @@ def recovery(server: MeasuredRedis, count: int) -> None:
 
 
 def memory(server: MeasuredRedis, sessions: int) -> None:
-    """The memory of sessions with four turns each, and what is left of it when all turns have verdicts."""
+    """What sessions of four turns add to Redis' memory, and how much the verdicts free (below 0)."""
     server.redis.flushall()
     given = turns(0, 4 * sessions)
     made, started = specs(given), server.used()

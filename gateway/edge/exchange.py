@@ -190,7 +190,7 @@ async def _stream(
         if reply.begun and call.ending is not None:
             await reply.close(events.failing(call.ending))
         raise
-    except Exception:  # outermost frame of a stream: a bug, which the client sees as the last event
+    except Exception:  # a bug; only here can the open stream still end with an error event
         if not reply.begun:
             raise
         logger.exception("a stream failed")

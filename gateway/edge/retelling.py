@@ -44,9 +44,9 @@ class ToldStream:
     parsed: ParsedRequest
     generations: Sequence[Generation]
     recorded: dict[int, RecordedAnswer] = field(default_factory=dict)
-    """The answers that are complete, by choice."""
+    """The complete answers, by the index of their choice."""
     failure: ApiError | None = None
-    """The error that ended the stream, if one did after it had begun."""
+    """The error with which the stream ended after it had begun; None without one."""
 
     async def tell(self, reply: Reply, call: Progress) -> None:
         """Write the stream to another client, until the call ends."""

@@ -178,7 +178,10 @@ class EventStream:
         )
 
     def _spans(self, meta: _Meta) -> tuple[Span, ...]:
-        """The version spans of the output. SGLang before 0.5.20 reports only the version at the end."""
+        """The version spans of the output.
+
+        SGLang before 0.5.20 reports no spans: all tokens then count for the last event's version.
+        """
         total = self._have
         if not meta.weight_versions:
             return (Span(self._number, 0, total),) if total else ()

@@ -132,7 +132,7 @@ async def test_sessions_that_are_not_settled_stay(stream: Stream) -> None:
 
 
 @pytest.mark.parametrize("read", [False, True])
-async def test_nothing_is_forgotten_of_which_an_entry_waits(stream: Stream, read: bool) -> None:
+async def test_a_session_with_a_waiting_entry_is_not_forgotten(stream: Stream, read: bool) -> None:
     """The entry waits to be read or to be acknowledged. Sessions settled before the entry are forgotten."""
     await stream.episode("before")
     stream.learn()
@@ -153,7 +153,7 @@ async def test_nothing_is_forgotten_of_which_an_entry_waits(stream: Stream, read
 
 
 async def test_a_clock_that_was_set_back_forgets_nothing_that_waits(stream: Stream) -> None:
-    """The stream's ids still grow, and a session counts as settled after the newest id."""
+    """The stream's ids still grow. A session never counts as settled before the newest id's time."""
     ahead = int(time.time() * 1000) + 3600_000
     stream.sync.xadd(keys.STREAM, {keys.STREAM_FIELD: b"?"}, id=f"{ahead}-0")
     stream.reader.read(100, 0.01)
@@ -215,7 +215,8 @@ async def test_nothing_is_added_to_what_is_forgotten(stream: Stream) -> None:
         await stream.writer.append_outcome(outcome(), None, FAILED)
     with pytest.raises(SessionUnknown):
         await stream.writer.append_turn(turn("t2"), 200.0)
-    with pytest.raises(SessionClosed, match="forgotten"):  # for a long call that named no session
+    # A call that named no session makes one with its first turn.
+    with pytest.raises(SessionClosed, match="forgotten"):
         await stream.writer.append_turn(turn("t2"), 200.0, opening=spec())
     stream.reader.acknowledge([], Verdicts({"s1": TRAINED}, {("s1", "s1-t0"): TRAINED}))
     assert stream.left() == {keys.VERDICTS, keys.FORGOTTEN, keys.FORGOTTEN_IDS}
@@ -267,7 +268,7 @@ async def test_a_group_is_there_until_its_last_member_is_forgotten(stream: Strea
     assert stream.left() == {keys.VERDICTS, keys.FORGOTTEN, keys.FORGOTTEN_IDS}
 
 
-async def test_a_deleted_member_keeps_no_group(stream: Stream) -> None:
+async def test_a_group_goes_when_only_deleted_members_are_left(stream: Stream) -> None:
     for name in ("a", "b"):
         await stream.episode(name, group_id="g", group_size=2)
     stream.learn()
@@ -356,7 +357,7 @@ async def test_the_entry_that_keeps_settled_sessions_is_named(stream: Stream) ->
 
 
 async def looked_through(stream: Stream) -> None:
-    """Wait until the scan's cursor is back at its beginning."""
+    """Call `adopt` until its scan has looked at all sessions."""
     scan, cursors = stream.redis.zscan, list[int]()
 
     async def scan_and_note(*given: Any, **more: Any) -> Any:

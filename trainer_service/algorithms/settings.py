@@ -77,11 +77,10 @@ class AlgorithmSettings(LossSettings):
     """After this time without a new record, make a step with fewer rows. None: always wait for
     `min_live_rows`."""
     group_wait_s: float = Field(3600.0, gt=0)
-    """A group that got no record for this long is scored without its missing members."""
+    """A group that got no record for this long is scored without the members that sent no record at all."""
     group_deadline_s: float | None = Field(None, gt=0)
-    """A group is scored without its unfinished members this long after its first member ended with a reward.
-    Those members are not trained later. None: the group waits for all members, or for `group_wait_s` without
-    a record."""
+    """When this time has passed since the first member ended with a reward, the group is scored without its
+    unfinished members, which are not trained later. None: it waits for every member that sent a record."""
     group_min_size: int = Field(2, ge=2)
     """The number of rewarded members that a group needs for `group_deadline_s` to apply."""
 

@@ -60,8 +60,9 @@ def overlong_dapo(lengths_B: Tensor, *, max_len: int, cache: int, factor: float 
 def length_penalty_linear(
     rewards_B: Tensor, groups_B: Tensor, lengths_BQ: Tensor, weights_Q: Tensor
 ) -> Tensor:
-    """[B] float64: R - mean(R) · Σ w · q / max(q), summed over the Q measures of length q. Mean and max are
-    those of the group (`adv.length_penalty_linear`).
+    """[B] float64: R - mean(R) · Σ w · q / max(q). The sum is over Q measures q of a rollout's length.
+
+    Mean and max are those of the group (`adv.length_penalty_linear`).
 
     The factor mean(R) makes the penalty small for groups that rarely succeed. A negative mean counts as
     0, because it would reward length. A measure that is 0 for the whole group adds no penalty."""

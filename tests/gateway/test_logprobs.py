@@ -55,13 +55,11 @@ def longest_wait(process: psutil.Process, gateway: RunningGateway, done: Callabl
     return longest
 
 
-@pytest.mark.parametrize(("path", "stream"), [*((path, False) for path in ASKED), ("/v1/responses", True)])
-def test_other_calls_do_not_wait_for_many_logprobs(
-    processes: Processes, process_and_gateway: tuple[psutil.Process, RunningGateway], path: str, stream: bool
-) -> None:
-    process, gateway = process_and_gateway
-    gateway.engine = processes.backends.engine
-    gateway.engine.script.append([300, 301] * (TOKENS // 2))
+def longest_share(
+    processes: Processes, process: psutil.Process, gateway: RunningGateway, path: str, stream: bool
+) -> float:
+    """The share of a call's CPU time for which another call waited at most."""
+    processes.backends.engine.script.append([300, 301] * (TOKENS // 2))
     begun = cpu_s(process)
     body, key = ASKED[path] | {"stream": stream}, {"authorization": f"Bearer {CLIENT_KEY}"}
     with ThreadPoolExecutor() as pool:
@@ -70,4 +68,15 @@ def test_other_calls_do_not_wait_for_many_logprobs(
     assert reply.result().status_code == 200
     if not stream:
         assert len(told(path, reply.result().json())) == TOKENS
-    assert longest < (cpu_s(process) - begun) / 3
+    return longest / (cpu_s(process) - begun)
+
+
+@pytest.mark.parametrize(("path", "stream"), [*((path, False) for path in ASKED), ("/v1/responses", True)])
+def test_other_calls_do_not_wait_for_many_logprobs(
+    processes: Processes, process_and_gateway: tuple[psutil.Process, RunningGateway], path: str, stream: bool
+) -> None:
+    process, gateway = process_and_gateway
+    gateway.engine = processes.backends.engine
+    # On a busy machine, the test may be late to read a reply, and the call then seems long. That is chance. A
+    # call that really waits does so in each of the three attempts.
+    assert any(longest_share(processes, process, gateway, path, stream) < 1 / 3 for _ in range(3))

@@ -129,7 +129,7 @@ async def stopped_reading(gateway: str, draw: random.Random) -> int:
     asked = {
         "stream": True,
         "logprobs": True,
-        "top_logprobs": 5,  # more bytes for each token: the answer has some ten times what buffers hold
+        "top_logprobs": 5,  # more bytes for each token: the answer exceeds all buffers several times
         "max_tokens": LONG_TOKENS,
         "metadata": {"session_id": session_id},
     }

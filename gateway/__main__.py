@@ -9,8 +9,10 @@ import sys
 from contextlib import suppress
 
 from gateway.app import create_app
+from gateway.keys.api_keys import ApiKeys, configured_keys
+from gateway.keys.key_file import WrongKeyFile
 from gateway.settings import GatewaySettings
-from rollout_queue.http.keys import Keyring, refuse_open_binding
+from rollout_queue.http.keys import refuse_open_binding
 from rollout_queue.http.server import serve
 from rollout_queue.settings import CONFIG_VARIABLE
 
@@ -29,9 +31,12 @@ def main() -> None:
         os.environ[CONFIG_VARIABLE] = arguments.config
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     settings = GatewaySettings()
-    keyring = Keyring(settings.client_keys, settings.admin_keys)
-    refuse_open_binding(settings.host, keyring)
-    if keyring.open:
+    try:
+        keys = ApiKeys(configured_keys(settings))
+    except WrongKeyFile as error:
+        raise SystemExit(str(error)) from error
+    refuse_open_binding(settings.host, keys)
+    if keys.open:
         logger.warning("no keys are set: every process on this machine may do everything")
     return_large_memory()
     app = create_app(settings)

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from redis.exceptions import RedisError
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from gateway.background import background_tasks
+from gateway.background import background_tasks, reload_on_hangup
 from gateway.dialects.base import Dialect
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
@@ -33,7 +33,9 @@ from gateway.edge.retries import InFlightCalls
 from gateway.edge.token_count import TokenCount
 from gateway.language.render import ChatRenderer
 from gateway.metrics.metrics import Metrics
-from gateway.rest import admin, heartbeat, listing, rewards, sessions, users
+from gateway.rest import heartbeat, listing, rewards, sessions
+from gateway.rest.admin import deployment, users
+from gateway.rest.admin.actions import LogAdminActions
 from gateway.rest.agent import models, responses
 from gateway.rest.json_bodies import JsonBodies
 from gateway.rest.openapi import openapi_document
@@ -57,7 +59,7 @@ def create_app(settings: GatewaySettings) -> EdgeApp:
         async with opened(settings, renderer, metrics) as gateway:
             app.state.parts = gateway
             edge.identities, edge.endpoints = gateway.identities, endpoints_of(gateway, calls, answers)
-            async with background_tasks(gateway):
+            async with background_tasks(gateway), reload_on_hangup(gateway):
                 yield
                 await answers.close(settings.drain_timeout_s)
 
@@ -67,10 +69,11 @@ def create_app(settings: GatewaySettings) -> EdgeApp:
     # The address that a proxy reports is used only in the `base_url` that the reply to POST /sessions and
     # POST /groups contains. A sender of a false address misleads only itself, so every sender is trusted.
     app.add_middleware(ProxyHeadersMiddleware, trusted_hosts="*")
+    app.add_middleware(LogAdminActions)
     bodies = BodyBudget(settings.max_body_bytes, settings.max_bodies_bytes, settings.max_bodies_bytes_per_key)
     app.add_middleware(JsonBodies, bodies=bodies)
     app.add_middleware(RequestIds)
-    for routes in (models, responses, sessions, listing, heartbeat, rewards, admin, users):
+    for routes in (models, responses, sessions, listing, heartbeat, rewards, deployment, users):
         app.include_router(routes.router)
     app.include_router(probes(lambda: _why_not_ready(app, edge), metrics.registry))
     vars(app)["openapi"] = lambda: openapi_document(app)

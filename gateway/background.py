@@ -2,14 +2,17 @@
 
 import asyncio
 import logging
+import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from gateway.cancellation import cancel_and_wait
 from gateway.conversations.conversation import clear_prompt_cache
 from gateway.conversations.digests import clear_digest_cache
+from gateway.engines.cancellation import cancel_and_wait
 from gateway.engines.silence import WATCH_EVERY_S
+from gateway.keys.api_keys import configured_keys
+from gateway.settings import GatewaySettings
 from gateway.wiring import GatewayParts
 from rollout_queue.contract.errors import StorageUnavailable
 
@@ -78,6 +81,14 @@ async def refresh_limits(gateway: GatewayParts) -> None:
     await gateway.warnings.refresh()
 
 
+async def refresh_keys(gateway: GatewayParts) -> None:
+    """Read API keys that were changed, and share what was used of the keys here."""
+    try:
+        await gateway.keys.refresh()
+    except StorageUnavailable as error:
+        logger.warning("changes of API keys are not known yet: %s", error)
+
+
 async def finish_deletions(gateway: GatewayParts) -> None:
     """Drop deleted sessions from memory, and finish deletions that a stopped gateway began."""
     try:
@@ -108,6 +119,7 @@ POLLED: tuple[Task, ...] = (
     expire_sessions,
     retract_failed_turns,
     refresh_limits,
+    refresh_keys,
     finish_deletions,
     apply_retention,
 )
@@ -124,6 +136,21 @@ async def background_tasks(gateway: GatewayParts) -> AsyncIterator[None]:
     running.append(asyncio.create_task(_repeat(drop_text_caches, gateway, TEXT_CACHES_S)))
     yield
     await cancel_and_wait(running)
+
+
+@asynccontextmanager
+async def reload_on_hangup(gateway: GatewayParts) -> AsyncIterator[None]:
+    """Read the configured keys again at each SIGHUP while the block runs."""
+    loop = asyncio.get_running_loop()
+    try:
+        loop.add_signal_handler(
+            signal.SIGHUP, lambda: gateway.keys.reload(lambda: configured_keys(GatewaySettings()))
+        )
+    except (ValueError, RuntimeError):  # not the main thread, as in tests
+        yield
+        return
+    yield
+    loop.remove_signal_handler(signal.SIGHUP)
 
 
 async def _repeat(task: Task, gateway: GatewayParts, every_s: float) -> None:

@@ -7,7 +7,7 @@ GatewayError
 ├─ NotPermitted        the request's key does not allow this
 ├─ ObjectNotFound      the named session, policy or server does not exist, or belongs to another key
 ├─ StateConflict       the request contradicts the stored state; the same request fails again
-├─ LimitReached        a limit of the deployment; the request may succeed after `retry_s` seconds
+├─ LimitReached        a limit is used up; the request may succeed after `retry_s` seconds
 ├─ NoServer            no rollout server can take the call
 └─ EngineFault         an engine failed while it made an answer; another engine may continue it
 
@@ -55,9 +55,9 @@ class StateConflict(GatewayError):
 
 
 class LimitReached(GatewayError):
-    """A limit of the deployment is used up. The request may succeed after `retry_s` seconds."""
+    """A limit is used up. The request may succeed after `retry_s` seconds, or never if that is None."""
 
-    def __init__(self, message: str, *, code: str, retry_s: int) -> None:
+    def __init__(self, message: str, *, code: str, retry_s: int | None) -> None:
         super().__init__(message, code=code)
         self.retry_s = retry_s
 

@@ -114,6 +114,9 @@ class GatewaySettings(ServiceSettings):
     """API keys of clients, who open and reward sessions."""
     admin_keys: CommaSeparated = []
     """API keys of operators; the services use the first one to call each other."""
+    keys_file: Path | None = None
+    """A YAML file with more keys, each with a name, several secrets and limits of its own
+    (`keys/key_file.py`). SIGHUP reads it, `client_keys` and `admin_keys` again."""
     max_body_bytes: int = 32 * 2**20
     """Largest request body; a larger one gets a 413."""
     max_bodies_bytes: int = Field(512 * 2**20, ge=1)

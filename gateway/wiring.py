@@ -22,9 +22,13 @@ from gateway.engines.policies import Policies
 from gateway.engines.silence import SilenceWatch
 from gateway.generations.generator import Generator
 from gateway.generations.recorder import Recorder
+from gateway.keys.api_keys import ApiKeys, configured_keys
+from gateway.keys.changes import KeyChanges
+from gateway.keys.key_store import KeyStore
 from gateway.language.render import ChatRenderer
 from gateway.metrics.counted_cache import CacheLookups
 from gateway.metrics.metrics import Metrics
+from gateway.operators.actions import ActionLog
 from gateway.operators.pipeline import PipelineMonitor
 from gateway.operators.warnings import WarningMonitor
 from gateway.sessions.identity import Identities
@@ -35,7 +39,6 @@ from gateway.sessions.service import SessionService
 from gateway.settings import GatewaySettings
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.stream import StreamDeleter, StreamWriter
-from rollout_queue.http.keys import Keyring
 from rollout_queue.redis import keys
 from rollout_queue.redis.deletion import RedisDeleter
 from rollout_queue.redis.writer import CONNECTIONS, RedisWriter
@@ -54,6 +57,9 @@ class GatewayParts:
     """
 
     settings: GatewaySettings
+    keys: ApiKeys
+    key_changes: KeyChanges
+    actions: ActionLog
     identities: Identities
     renderer: ChatRenderer
     redis: Redis
@@ -105,10 +111,13 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
         redis, CONNECTIONS[settings.redis_connection], head_cache_bytes=settings.session_cache_bytes
     )
     engine = EngineClient(transport_of(settings.engine_http, settings.engine_timeout_s))
-    identities = Identities(Keyring(settings.client_keys, settings.admin_keys), await _secret(redis))
+    key_store = KeyStore(redis)
+    api_keys = ApiKeys(configured_keys(settings), key_store)
+    identities = Identities(api_keys, await _secret(redis))
+    await _read_keys(api_keys)
     admin_key = settings.admin_keys[0] if settings.admin_keys else None
     fleet = Fleet(redis, engine, admin_key, settings.engines)
-    admission = Admission(settings.limits, redis, fleet, metrics, settings.poll_every_s)
+    admission = Admission(settings.limits, api_keys, redis, fleet, metrics, settings.poll_every_s)
     sessions = SessionService(settings, writer, admission, identities)
     recorder = Recorder(settings, renderer, writer, metrics)
     metrics.caches |= {
@@ -128,6 +137,9 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
     )
     return GatewayParts(
         settings=settings,
+        keys=api_keys,
+        key_changes=KeyChanges(api_keys, key_store),
+        actions=ActionLog(redis),
         identities=identities,
         renderer=renderer,
         redis=redis,
@@ -158,6 +170,13 @@ async def _log_memory_bound(redis: Redis) -> None:
         logger.warning("Redis does not say how much memory it may use: %s", error)
         return
     logger.log(logging.INFO if pressure.max_bytes else logging.WARNING, memory_bound(pressure))
+
+
+async def _read_keys(api_keys: ApiKeys) -> None:
+    try:
+        await api_keys.refresh()
+    except StorageUnavailable as error:
+        logger.warning("the keys in Redis are read at a later poll: %s", error)
 
 
 async def _secret(redis: Redis) -> bytes:

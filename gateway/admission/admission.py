@@ -1,6 +1,7 @@
 """Applies every limit of a deployment to calls and new sessions; a refusal says when to retry.
 
-call    ──▶ requests and tokens per minute of its client key    counted in this process, shared at every poll
+call    ──▶ requests and tokens per minute of its client key, and its token budget
+                                                                counted in this process, shared at every poll
 session ──▶ open sessions · staleness budget · queue            counted in Redis; queue read at every poll
 
 A poll runs every `poll_every_s`. Full queues and used-up budgets refuse new sessions only. A call of an open
@@ -9,19 +10,21 @@ session has sampled already.
 """
 
 import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from redis.asyncio import Redis
 
 from gateway.admission.backpressure import Backpressure, read_backpressure
-from gateway.admission.limits import Rate, Trend, limit_reached, retry_after_s
+from gateway.admission.limits import Rate, Trend, exhausted, limit_reached, retry_after_s
 from gateway.admission.quotas import Quota, Quotas
 from gateway.admission.rate_limiter import RateLimiter
 from gateway.admission.staleness import StalenessBudget
 from gateway.engines.fleet import Fleet
 from gateway.errors import InvalidRequest, LimitReached
+from gateway.keys.api_keys import ApiKeys
 from gateway.metrics.metrics import Metrics
 from gateway.settings import LimitSettings
 from rollout_queue.contract.errors import StorageUnavailable
@@ -35,12 +38,18 @@ class Admission:
     """Checks the limits that are set; a limit that is not set costs nothing."""
 
     def __init__(
-        self, limits: LimitSettings, redis: Redis, fleet: Fleet, metrics: Metrics, poll_every_s: float
+        self,
+        limits: LimitSettings,
+        api_keys: ApiKeys,
+        redis: Redis,
+        fleet: Fleet,
+        metrics: Metrics,
+        poll_every_s: float,
     ) -> None:
-        self._limits, self._redis = limits, redis
+        self._limits, self._keys, self._redis = limits, api_keys, redis
         self._fleet, self._metrics = fleet, metrics
-        self._requests = self._limiter("requests", limits.requests_per_minute)
-        self._tokens = self._limiter("tokens", limits.tokens_per_minute)
+        self._rated = limits.requests_per_minute is not None or limits.tokens_per_minute is not None
+        self._requests, self._tokens = RateLimiter(redis, "requests"), RateLimiter(redis, "tokens")
         self._quotas = Quotas(redis, poll_every_s)
         self._downstream = Backpressure()
         named = {name: getattr(limits, name) for name in ("open_sessions_per_key", "open_sessions")}
@@ -51,33 +60,56 @@ class Admission:
 
     def check_call(self, owner: str) -> None:
         """Count one call of a client key. Raises LimitReached if its rate or its token budget is used up."""
-        limits = self._limits
-        if self._tokens is not None and (wait_s := self._tokens.wait_s(owner)):
+        if not self._rated and not self._keys.limited:
+            return
+        if self._keys.left(owner) == 0:
+            budget = self._keys.limits_of(owner).token_budget
+            self._refuse(exhausted(f"this key may use {budget} tokens in all, and has used them up"))
+        tokens, requests = self._rate(owner, "tokens_per_minute"), self._rate(owner, "requests_per_minute")
+        if tokens is not None and (wait_s := self._tokens.wait_s(owner, tokens)):
             message = (
-                f"this key may use {limits.tokens_per_minute} tokens a minute, prompts and answers together "
-                "(gateway.limits.tokens_per_minute), and has used them up"
+                f"this key may use {tokens.per_minute} tokens a minute, prompts and answers together "
+                "(tokens_per_minute of the key, or of gateway.limits), and has used them up"
             )
             self._refuse(limit_reached("token_budget", message, wait_s))
-        if self._requests is not None:
-            if wait_s := self._requests.wait_s(owner):
+        if requests is not None:
+            if wait_s := self._requests.wait_s(owner, requests):
                 message = (
-                    f"this key may make {limits.requests_per_minute} calls a minute "
-                    "(gateway.limits.requests_per_minute), and has made that many"
+                    f"this key may make {requests.per_minute} calls a minute "
+                    "(requests_per_minute of the key, or of gateway.limits), and has made that many"
                 )
                 self._refuse(limit_reached("rate_limited", message, wait_s))
-            self._requests.use(owner, 1)
+            self._requests.use(owner, 1, requests)
 
     def spend(self, owner: str, tokens: int) -> None:
         """Charge a client key for the tokens of a call that has ended."""
-        if self._tokens is not None:
-            self._tokens.use(owner, tokens)
+        self._keys.spend(owner, tokens)
+        if not self._rated and not self._keys.limited:
+            return
+        if (rate := self._rate(owner, "tokens_per_minute")) is not None:
+            self._tokens.use(owner, tokens, rate)
+
+    def rate_headers(self, owner: str) -> Mapping[str, str]:
+        """What the key may still use, in the headers that OpenAI's API has; empty without limits."""
+        if not self._rated and not self._keys.limited:
+            return {}
+        headers: dict[str, str] = {}
+        for name, limiter in (("requests", self._requests), ("tokens", self._tokens)):
+            if (rate := self._rate(owner, f"{name}_per_minute")) is not None:
+                full_s = limiter.full_s(owner)
+                headers[f"x-ratelimit-limit-{name}"] = str(rate.units_left(0.0))
+                headers[f"x-ratelimit-remaining-{name}"] = str(rate.units_left(full_s))
+                headers[f"x-ratelimit-reset-{name}"] = f"{math.ceil(full_s * 1000)}ms"
+        if (left := self._keys.left(owner)) is not None:
+            headers["x-weir-token-budget-remaining"] = str(left)
+        return headers
+
+    def _rate(self, owner: str, name: str) -> Rate | None:
+        """The key's own rate, else that of the deployment; None without a limit."""
+        per_minute = getattr(self._keys.limits_of(owner), name) or getattr(self._limits, name)
+        return None if per_minute is None else Rate(per_minute, self._limits.burst_s)
 
     # Sessions
-
-    @property
-    def charges(self) -> bool:
-        """Whether the tokens per minute of a client key are limited."""
-        return self._tokens is not None
 
     @property
     def counts_sessions(self) -> bool:
@@ -173,8 +205,7 @@ class Admission:
         try:
             self._downstream = await read_backpressure(self._redis)
             for limiter in (self._requests, self._tokens):
-                if limiter is not None:
-                    await limiter.share()
+                await limiter.share()
         except StorageUnavailable as error:
             logger.warning("the limits use the state of an earlier poll: %s", error)
             return
@@ -184,8 +215,3 @@ class Admission:
         self._opened.note(now, seen.sessions)
         if seen.trainer is not None:
             self._versions.note(now, seen.trainer.version)
-
-    def _limiter(self, name: str, per_minute: int | None) -> RateLimiter | None:
-        if per_minute is None:
-            return None
-        return RateLimiter(self._redis, name, Rate(per_minute, self._limits.burst_s))

@@ -7,7 +7,9 @@ from typing import Literal
 
 from gateway.errors import LimitReached
 
-LimitCode = Literal["rate_limited", "token_budget", "sessions_limit", "staleness_budget", "queue_full"]
+LimitCode = Literal[
+    "rate_limited", "token_budget", "insufficient_quota", "sessions_limit", "staleness_budget", "queue_full"
+]
 
 MAX_RETRY_S = 60.0
 """OpenAI's clients obey a `Retry-After` of up to a minute, so longer estimates are cut."""
@@ -22,6 +24,11 @@ def limit_reached(code: LimitCode, message: str, wait_s: float) -> LimitReached:
     """The error, with the delay in whole seconds, rounded up so that a retry does not come too early."""
     retry_s = max(1, math.ceil(wait_s - ROUNDING_S))
     return LimitReached(f"{message}; try again in {retry_s} s", code=code, retry_s=retry_s)
+
+
+def exhausted(message: str) -> LimitReached:
+    """The error for a budget that does not refill: clients are told not to retry."""
+    return LimitReached(message, code="insufficient_quota", retry_s=None)
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,10 @@ class Rate:
     def depth_s(self) -> float:
         """The size of the bucket: how many seconds a full one takes to become empty."""
         return max(self.burst_s, self.price_s)
+
+    def units_left(self, full_s: float) -> int:
+        """How many units fit into a bucket that takes `full_s` seconds to become empty."""
+        return max(0, math.floor((self.depth_s - full_s + ROUNDING_S) / self.price_s))
 
 
 @dataclass(slots=True)

@@ -50,26 +50,30 @@ class _KeyUsage:
 
 
 class RateLimiter:
-    """One rate, which applies to each client key. A key takes memory only until its bucket is empty."""
+    """Limits the rate of each client key. A key takes memory only until its bucket is empty."""
 
-    def __init__(self, redis: Redis, name: str, rate: Rate) -> None:
-        self.rate = rate
+    def __init__(self, redis: Redis, name: str) -> None:
         self._name = name
         self._share = redis.register_script(SHARE)
         self._usage: dict[str, _KeyUsage] = {}
         self._shared_at = time.monotonic()
 
-    def wait_s(self, owner: str) -> float:
+    def wait_s(self, owner: str, rate: Rate) -> float:
         """Seconds until the key may be used again; 0 if it may now."""
         usage = self._usage.get(owner)
-        return 0.0 if usage is None else usage.bucket.wait_s(self.rate, time.monotonic())
+        return 0.0 if usage is None else usage.bucket.wait_s(rate, time.monotonic())
 
-    def use(self, owner: str, units: int) -> None:
+    def full_s(self, owner: str) -> float:
+        """Seconds until the key's bucket is empty."""
+        usage = self._usage.get(owner)
+        return 0.0 if usage is None else max(0.0, usage.bucket.empty_at - time.monotonic())
+
+    def use(self, owner: str, units: int, rate: Rate) -> None:
         """Count units that a key used."""
         usage = self._usage.get(owner)
         if usage is None:
             usage = self._usage[owner] = _KeyUsage()
-        usage.unshared_s += usage.bucket.pour(units, self.rate, time.monotonic())
+        usage.unshared_s += usage.bucket.pour(units, rate, time.monotonic())
 
     async def share(self) -> None:
         """Add this gateway's counts to Redis, and read those of the other gateways.

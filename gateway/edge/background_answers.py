@@ -9,9 +9,9 @@ from collections import Counter
 
 import msgspec
 
-from gateway.cancellation import cancel_and_wait
 from gateway.dialects.base import BackgroundReply, RecordedAnswer
 from gateway.edge.errors import ANSWERABLE, api_error
+from gateway.engines.cancellation import cancel_and_wait
 from gateway.errors import LimitReached
 from gateway.generations.generation import Generation, tokens_of
 from gateway.metrics.calls import CallFigures
@@ -110,7 +110,7 @@ class BackgroundAnswers:
                 await _fail(reply, ApiError(410, "the session was deleted"))
             elif self._stopping and sampling.cancelled():
                 await _fail(reply, ApiError(503, "the gateway stopped before the answer was complete"))
-            if gateway.admission.charges and generation.ids:
+            if generation.ids:
                 gateway.admission.spend(generation.head.spec.owner, sum(tokens_of([generation], 1)))
 
 

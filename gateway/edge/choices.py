@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from gateway.cancellation import cancel_and_wait
+from gateway.engines.cancellation import cancel_and_wait
 from gateway.engines.event_stream import OutputChunk
 from gateway.engines.failover import OnChunk
 from gateway.generations.generation import Generation

@@ -49,7 +49,7 @@ def api_error(error: AnswerableError) -> ApiError:
         return storage_unavailable(error)
     if isinstance(error, Deleted):
         return gone(error)
-    headers = {"retry-after": str(error.retry_s)} if isinstance(error, LimitReached) else None
+    headers = _retry_headers(error) if isinstance(error, LimitReached) else None
     return ApiError(_status(error), error.message, param=error.param, code=error.code, headers=headers)
 
 
@@ -61,6 +61,13 @@ def install_gateway_errors(app: FastAPI) -> None:
         return api_error(error).response()
 
     app.add_exception_handler(GatewayError, on_gateway_error)
+
+
+def _retry_headers(error: LimitReached) -> dict[str, str]:
+    """OpenAI's and Anthropic's SDKs obey both headers."""
+    if error.retry_s is None:
+        return {"x-should-retry": "false"}
+    return {"retry-after": str(error.retry_s)}
 
 
 def _status(error: GatewayError) -> int:

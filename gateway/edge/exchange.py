@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 from gateway.dialects.base import Dialect, ParsedRequest, RecordedAnswer
@@ -63,7 +64,10 @@ class Exchange:
         for each in parsed.calls:
             gateway.renderer.refuse_too_long(each.messages)
         was_read = figures.read.since(began)
+        if caller.session_id is None:
+            reply.more_headers = partial(gateway.admission.rate_headers, caller.owner)
         head = await gateway.resolver.resolve(_clues(request, parsed, call), caller)
+        reply.more_headers = partial(gateway.admission.rate_headers, head.spec.owner)
         figures.session.since(was_read)
         async with gateway.in_flight.call(head):
             await self._answer_in(head, caller, request, parsed, reply, call)
@@ -105,7 +109,7 @@ class Exchange:
             await gateway.recorder.record_unrecorded(generations)
             raise
         finally:
-            if gateway.admission.charges and any(generation.ids for generation in generations):
+            if any(generation.ids for generation in generations):
                 gateway.admission.spend(head.spec.owner, sum(tokens_of(generations, parsed.n)))
 
 

@@ -33,6 +33,8 @@ class Reply:
         ]
         if last:
             self._own_headers.append((b"connection", b"close"))
+        self.more_headers: Callable[[], Headers] = dict
+        """Headers of the caller's limits, as of the moment at which the reply begins."""
         self.begun = False
         """Whether a status was sent. An error after that can only be an event of the stream."""
         self._timer: asyncio.TimerHandle | None = None
@@ -121,6 +123,7 @@ class Reply:
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.figures.statuses[status] += 1
+        headers += _encoded(self.more_headers())
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
 

@@ -1,6 +1,7 @@
 """`/v1/messages/count_tokens`: how many tokens the prompt of a request has."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from gateway.dialects.messages import Messages, request_of
 from gateway.dialects.messages_wire import InputTokens
@@ -22,7 +23,9 @@ class TokenCount:
 
     async def serve(self, request: AgentRequest, reply: Reply) -> None:
         gateway, body = self.gateway, request_of(request.body)
-        gateway.admission.check_call(await gateway.sessions.owner_of(request.caller))
+        owner = await gateway.sessions.owner_of(request.caller)
+        reply.more_headers = partial(gateway.admission.rate_headers, owner)
+        gateway.admission.check_call(owner)
         count = await gateway.generator.count(self.messages.prompt_of(body), self.figures)
         await reply.send_json(200, encode(InputTokens(count)), {})
 

@@ -21,7 +21,7 @@ import aiohttp
 import msgspec
 from redis.asyncio import Redis
 
-from gateway.cancellation import cancel_and_wait
+from gateway.engines.cancellation import cancel_and_wait
 from gateway.engines.client import EngineClient
 from gateway.engines.event_stream import version_number
 from gateway.engines.fleet_server import FleetServer, Life, ModelInfo, Registration

@@ -9,7 +9,7 @@ import logging
 import time
 from dataclasses import dataclass
 
-from gateway.cancellation import cancel_and_wait
+from gateway.engines.cancellation import cancel_and_wait
 from gateway.engines.client import EngineClient
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer, Life

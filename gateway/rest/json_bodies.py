@@ -1,4 +1,4 @@
-"""Checks a caller's key, and then the request's body, before a REST route receives it.
+"""Checks a caller's key, and then the request's body, before a REST route receives them.
 
 The body must be JSON, and within the limits.
 """
@@ -44,6 +44,7 @@ class JsonBodies:
             except ClientDisconnected:
                 pass
             else:
+                scope.setdefault("state", {})["caller"] = caller
                 await self._app(scope, _replayed(body, receive), send)
 
 

@@ -214,3 +214,56 @@ class ItemList(TypedDict):
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class KeySecret(TypedDict):
+    """One secret of a key, by the first eight digits of its SHA-256."""
+
+    sha256: str
+    created_at: float | None
+    expires_at: float | None
+
+
+class KeyShape(TypedDict):
+    """An API key without its secrets. `tokens_used` are those of prompts and answers, in all."""
+
+    name: str
+    role: Literal["client", "admin"]
+    source: Literal["settings", "file", "admin"]
+    secrets: list[KeySecret]
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
+    token_budget: int | None
+    tokens_used: int
+    created_at: float | None
+    last_used_at: float | None
+    revoked_at: float | None
+
+
+class KeyPage(TypedDict):
+    data: list[KeyShape]
+
+
+class NewKeySecret(TypedDict):
+    """A new secret of a key, for `Authorization: Bearer` or `x-api-key`. No other reply has it."""
+
+    name: str
+    role: Literal["client", "admin"]
+    api_key: str
+
+
+class ActionShape(TypedDict):
+    """One request with an admin key that may have changed something."""
+
+    id: str
+    at: float
+    key: str
+    method: str
+    path: str
+    status: int
+    request_id: str
+    client: str
+
+
+class ActionPage(TypedDict):
+    data: list[ActionShape]

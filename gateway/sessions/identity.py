@@ -11,32 +11,38 @@ from collections.abc import Mapping
 import msgspec
 
 from gateway.errors import NotPermitted, UnknownCaller
+from gateway.keys.api_keys import ApiKeys
 from rollout_queue.contract.records import SessionSpec
 from rollout_queue.contract.tombstone import Tombstone
-from rollout_queue.http.keys import Keyring, Role, digest, presented_key
+from rollout_queue.http.keys import Role, digest, presented_key
 
 PREFIX = "sess-"
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Who sent a request. `owner` is the digest of a client key; it is empty for admins and session keys."""
+    """Who sent a request. `owner` is what a client key's sessions have as their owner: the key's name, or the
+    digest of a key without a name. It is empty for admins and session keys."""
 
     role: Role
     owner: str
     session_id: str | None = None
     """Set for a session key: the one session that the key permits."""
+    key: str = ""
+    """The name of the client or admin key, for operators."""
+    former: str = ""
+    """The digest of the caller's secret: the owner of sessions that it opened before it had a name."""
 
     def owns(self, spec: SessionSpec | Tombstone) -> bool:
         if self.session_id is not None:
             return spec.session_id == self.session_id
-        return self.role == "admin" or spec.owner == self.owner
+        return self.role == "admin" or spec.owner == self.owner or spec.owner == self.former
 
 
 class Identities:
     """Finds the caller of a key, and makes the keys of sessions."""
 
-    def __init__(self, keyring: Keyring, secret: bytes) -> None:
-        self.keyring = keyring
+    def __init__(self, keys: ApiKeys, secret: bytes) -> None:
+        self.keys = keys
         self._secret = secret
 
     def knows_secret(self, secret: bytes | None) -> bool:
@@ -60,15 +66,20 @@ class Identities:
             if session_id is None:
                 raise UnknownCaller("the session key is not valid")
             return Caller("client", "", session_id)
+        if self.keys.open:
+            return Caller("admin", "")
         presented = None if key is None else digest(key)
-        role = self.keyring.known(presented)
-        if role is None:
+        known = self.keys.find(presented)
+        if known is None or presented is None:
             raise UnknownCaller("no API key was given" if key is None else "the API key is not known")
-        return Caller(role, presented if presented is not None and role == "client" else "")
+        self.keys.note_use(known)
+        if known.role == "admin":
+            return Caller("admin", "", key=known.name)
+        return Caller("client", known.owner, key=known.name, former=presented)
 
     def check_opener(self, caller: Caller, spec: SessionSpec) -> None:
         """Raises UnknownCaller for a session key if the client key that opened the session was revoked."""
-        if caller.session_id is not None and spec.owner and self.keyring.known(spec.owner) is None:
+        if caller.session_id is not None and spec.owner and not self.keys.known_owner(spec.owner):
             raise UnknownCaller("the API key that opened the session is not known any more")
 
     def client(self, headers: Mapping[str, str]) -> Caller:

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.cancellation import cancel_and_wait
+from gateway.engines.cancellation import cancel_and_wait
 from rollout_queue.http.server import KEEP_ALIVE_S
 from tests.support.gateway.running import Backends
 from tests.support.serving import free_port
@@ -58,7 +58,7 @@ def test_clients_close_idle_connections_first() -> None:
 async def test_a_task_that_swallows_its_first_cancellation_ends_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gateway.cancellation.CANCEL_AGAIN_S", 0.01)
+    monkeypatch.setattr("gateway.engines.cancellation.CANCEL_AGAIN_S", 0.01)
     lost: list[BaseException] = []
 
     async def forgetful() -> None:

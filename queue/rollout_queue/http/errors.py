@@ -63,7 +63,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
-        if status in (429, 503):
+        if status in (429, 503) and "x-should-retry" not in self.headers:
             self.headers.setdefault("retry-after", str(RETRY_AFTER_S))
         if status in FINAL:
             self.headers.setdefault("x-should-retry", "false")

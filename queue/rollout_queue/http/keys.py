@@ -4,7 +4,7 @@ import hashlib
 import hmac
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Literal, Protocol
 
 from starlette.requests import Request
 
@@ -73,7 +73,21 @@ class Keyring:
             raise ApiError(403, "this path needs an admin key")
 
 
-def refuse_open_binding(host: str, keyring: Keyring) -> None:
+class Keys(Protocol):
+    """The keys that a service accepts."""
+
+    @property
+    def open(self) -> bool:
+        """Whether there is no key, so that every caller is an admin."""
+        ...
+
+    @property
+    def defaults(self) -> tuple[str, ...]:
+        """The keys of DEFAULT_KEYS among them."""
+        ...
+
+
+def refuse_open_binding(host: str, keyring: Keys) -> None:
     """Raises SystemExit when a service without keys would listen to other machines; warns of default keys."""
     if keyring.open and host not in LOOPBACK:
         raise SystemExit(

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 from tokenizers import Tokenizer
 
-from gateway.cancellation import cancel_and_wait
+from gateway.engines.cancellation import cancel_and_wait
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until

@@ -10,8 +10,10 @@ from gateway.engines.fleet_server import Registration
 from gateway.errors import ObjectNotFound
 from gateway.metrics.calls import slowest
 from gateway.operators.warnings import emptied_redis
-from gateway.rest import export, pipeline, trainer
+from gateway.rest import export
 from gateway.rest.access import admins_only
+from gateway.rest.admin import actions, pipeline, trainer
+from gateway.rest.admin import keys as api_keys
 from gateway.rest.shapes import Removed
 from gateway.wiring import GatewayParts, parts_of
 from rollout_queue.contract.policy import PolicyRecord
@@ -47,6 +49,8 @@ router = APIRouter(prefix="/admin", tags=["admin"], dependencies=[Depends(admins
 router.include_router(export.router)
 router.include_router(pipeline.router)
 router.include_router(trainer.router)
+router.include_router(api_keys.router)
+router.include_router(actions.router)
 
 
 @router.get("/status", response_model_exclude_unset=True)
@@ -59,7 +63,7 @@ async def status(request: Request) -> SystemStatus:
     warnings = [] if gateway.fleet.choose("") is not None else [gateway.fleet.why_no_server()]
     warnings += gateway.warnings.sentences(report, pressure, queue.dead_letters, last_error)
     warnings += emptied_redis(report, queue.verdicts, secret_is_there=await _secret_is_there(gateway))
-    if defaults := gateway.identities.keyring.defaults:
+    if defaults := gateway.keys.defaults:
         warnings.append(default_keys_sentence(defaults))
     serving, target = gateway.fleet.serving, gateway.policies.target
     return SystemStatus(

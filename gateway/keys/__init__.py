@@ -1,0 +1,1 @@
+"""API keys by name: where they come from, what each may use, and when it was used last."""

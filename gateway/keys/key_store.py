@@ -1,0 +1,90 @@
+"""Keeps in Redis the API keys that `POST /admin/keys` makes, and what every key has used.
+
+weir:keys           name → key, JSON; changed by compare and set, so that two operators undo nothing
+weir:keys_changed   the id of the last change, so that a poll reads the keys only after one
+weir:keys_used      name → when the key was used last
+weir:keys_tokens    name → tokens that its calls used
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+from redis.asyncio import Redis
+
+from gateway.keys.api_key import ApiKey
+from rollout_queue.contract.ids import new_id
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import stored
+
+REPLACE = """
+-- KEYS: keys, changed   ARGV: name, the key as it was read ('' if there was none), the new key, a new id
+-- Returns 1, or 0 if another gateway changed the key meanwhile.
+if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+redis.call('SET', KEYS[2], ARGV[4])
+return 1
+"""
+USE = """
+-- KEYS: used, tokens   ARGV: for each key: name, when it was used, tokens
+-- Returns the tokens that each key has used in all.
+local spent = {}
+for index = 1, #ARGV, 3 do
+    local name, at, tokens = ARGV[index], ARGV[index + 1], ARGV[index + 2]
+    if tonumber(redis.call('HGET', KEYS[1], name) or 0) < tonumber(at) then
+        redis.call('HSET', KEYS[1], name, at)
+    end
+    spent[#spent + 1] = redis.call('HINCRBY', KEYS[2], name, tokens)
+end
+return spent
+"""
+
+
+class KeyUse(msgspec.Struct):
+    """When a key was used last, in seconds since the epoch, and how many tokens its calls used."""
+
+    at: float = 0.0
+    tokens: int = 0
+
+
+class KeyStore:
+    """The keys in Redis. Every method raises StorageUnavailable."""
+
+    def __init__(self, redis: Redis) -> None:
+        """`redis` returns bytes (decode_responses off)."""
+        self._redis = redis
+        self._replace = redis.register_script(REPLACE)
+        self._use = redis.register_script(USE)
+
+    async def last_change(self) -> bytes:
+        """The id of the last change; empty if there was none."""
+        return bytes(await stored(self._redis.get(keys.KEYS_CHANGED)) or b"")
+
+    async def all(self) -> tuple[ApiKey, ...]:
+        found = await stored(self._redis.hgetall(keys.KEYS))
+        return tuple(msgspec.json.decode(each, type=ApiKey) for each in found.values())
+
+    async def read(self, name: str) -> tuple[ApiKey | None, bytes]:
+        """The key, and its bytes for `replace`; (None, b"") if there is none."""
+        packed = await stored(self._redis.hget(keys.KEYS, name))
+        return (None, b"") if packed is None else (msgspec.json.decode(packed, type=ApiKey), packed)
+
+    async def replace(self, packed: bytes, key: ApiKey) -> bool:
+        """Store the key in place of the one with these bytes. Returns False if that was changed."""
+        arguments: list[str | bytes] = [key.name, packed, msgspec.json.encode(key), new_id()]
+        return bool(await stored(self._replace([keys.KEYS, keys.KEYS_CHANGED], arguments)))
+
+    async def add_usage(self, usage: Mapping[str, KeyUse]) -> Mapping[str, int]:
+        """Add what keys used since the last call, by name. Returns how many tokens each has used in all."""
+        if not usage:
+            return {}
+        arguments: list[str | float] = []
+        for name, each in usage.items():
+            arguments += [name, each.at, each.tokens]
+        spent = await stored(self._use([keys.KEYS_USED, keys.KEYS_TOKENS], arguments))
+        return dict(zip(usage, map(int, spent), strict=True))
+
+    async def usage(self) -> Mapping[str, KeyUse]:
+        """What every key has used, by name."""
+        used = await stored(self._redis.hgetall(keys.KEYS_USED))
+        tokens = await stored(self._redis.hgetall(keys.KEYS_TOKENS))
+        return {name.decode(): KeyUse(float(at), int(tokens.get(name, 0))) for name, at in used.items()}

@@ -1,0 +1,77 @@
+"""The log of admin actions: every request with an admin key that may change something, and its result.
+
+request ──▶ route ──▶ reply ──▶ log line, and weir:admin_actions in Redis (the last KEPT of all gateways)
+"""
+
+import logging
+import time
+from typing import Any
+
+import msgspec
+from redis.asyncio import Redis
+
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import stored
+
+logger = logging.getLogger(__name__)
+
+KEPT = 10_000
+FIELD = b"a"
+READS = frozenset({"GET", "HEAD", "OPTIONS"})
+"""Methods that change nothing."""
+
+
+class AdminAction(msgspec.Struct, frozen=True):
+    """One request with an admin key."""
+
+    at: float
+    """Seconds since the epoch, when the reply began."""
+    key: str
+    """The key's name; empty on a gateway without keys."""
+    method: str
+    path: str
+    status: int
+    request_id: str
+    client: str
+    """The address from which the request came; a proxy's if there is one."""
+
+
+class ActionLog:
+    """Writes admin actions, and reads them."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    async def add(self, action: AdminAction) -> None:
+        """Log an action. If Redis does not store it, the log line is all that is left of it."""
+        logger.info(
+            "admin action: key %s, %s %s, status %d, request %s, from %s",
+            action.key or "-",
+            action.method,
+            action.path,
+            action.status,
+            action.request_id,
+            action.client,
+        )
+        try:
+            packed: Any = {FIELD: msgspec.json.encode(action)}
+            await stored(self._redis.xadd(keys.ADMIN_ACTIONS, packed, maxlen=KEPT, approximate=True))
+        except StorageUnavailable as error:
+            logger.warning("the last admin action is only in this log: %s", error)
+
+    async def newest(self, limit: int, before: str | None) -> list[tuple[str, AdminAction]]:
+        """The last actions before the one with the id `before`, newest first, each with its id.
+
+        Raises StorageUnavailable.
+        """
+        end = "+" if before is None else f"({before}"
+        found = await stored(self._redis.xrevrange(keys.ADMIN_ACTIONS, max=end, count=limit))
+        return [
+            (entry_id.decode(), msgspec.json.decode(fields[FIELD], type=AdminAction))
+            for entry_id, fields in found
+        ]
+
+
+def now_action(key: str, method: str, path: str, status: int, request_id: str, client: str) -> AdminAction:
+    return AdminAction(time.time(), key, method, path, status, request_id, client)

@@ -1,0 +1,1 @@
+"""The routes of operators: the deployment, its API keys, the trainer, and the log of admin actions."""

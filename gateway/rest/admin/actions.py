@@ -1,0 +1,68 @@
+"""Logs each request with an admin key that may change something; `GET /admin/actions` reads the log."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.operators.actions import READS, ActionLog, now_action
+from gateway.rest.shapes import ActionPage, ActionShape
+from gateway.sessions.identity import Caller
+from gateway.wiring import parts_of
+
+router = APIRouter(prefix="/actions")
+
+ENTRY_ID = r"^[0-9]{1,20}(-[0-9]{1,20})?$"
+
+
+class LogAdminActions:
+    """ASGI middleware inside `JsonBodies`, which puts the caller into the scope's state."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        caller: Caller | None = scope.get("state", {}).get("caller")
+        if scope["type"] != "http" or scope["method"] in READS or caller is None or caller.role != "admin":
+            await self._app(scope, receive, send)
+            return
+        status = 500  # if the route raises
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            log: ActionLog = scope["app"].state.parts.actions
+            host = (scope.get("client") or ("",))[0]
+            request_id = scope["state"].get("request_id", "")
+            await log.add(now_action(caller.key, scope["method"], scope["path"], status, request_id, host))
+
+
+@router.get("")
+async def list_actions(
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    before: Annotated[str | None, Query(pattern=ENTRY_ID)] = None,
+) -> ActionPage:
+    """The last actions, newest first. `before` continues a list: it is the id of the oldest action so far."""
+    found = await parts_of(request).actions.newest(limit, before)
+    return ActionPage(
+        data=[
+            ActionShape(
+                id=entry_id,
+                at=each.at,
+                key=each.key,
+                method=each.method,
+                path=each.path,
+                status=each.status,
+                request_id=each.request_id,
+                client=each.client,
+            )
+            for entry_id, each in found
+        ]
+    )

@@ -97,6 +97,7 @@ async def opened(
     await _log_memory_bound(gateway.redis)
     yield gateway
     await gateway.recorder.close()
+    await _read_keys(gateway.keys)  # also stores what was used since the last poll
     await gateway.sampler.close()
     await gateway.silence.close()
     await gateway.fleet.close()

@@ -1,4 +1,7 @@
-"""An API key: a name with a role, several secrets and limits of its own. Only digests of secrets are kept."""
+"""An API key: a name with a role, several secrets and limits of its own. Only digests of secrets are kept.
+
+Keys in Redis may have fields of a newer build, which this one ignores.
+"""
 
 import re
 from typing import Annotated, Literal
@@ -14,7 +17,7 @@ Source = Literal["settings", "file", "admin"]
 Limit = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class Secret(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Secret(msgspec.Struct, frozen=True):
     """One secret of a key. A key has several while its users change from one to the next."""
 
     digest: str
@@ -27,7 +30,7 @@ class Secret(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.expires_at is None or now < self.expires_at
 
 
-class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class KeyLimits(msgspec.Struct, frozen=True):
     """What one key may use. None: the limit of the deployment, if it has one."""
 
     requests_per_minute: Limit | None = None
@@ -36,7 +39,7 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens of prompts and answers together, for as long as the key exists."""
 
 
-class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ApiKey(msgspec.Struct, frozen=True):
     """A key, as it is configured or stored."""
 
     name: str

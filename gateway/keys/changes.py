@@ -12,6 +12,8 @@ from gateway.keys.api_keys import ApiKeys
 from gateway.keys.key_store import KeyStore, KeyUse
 from rollout_queue.http.keys import Role, digest
 
+MAX_KEYS = 10_000
+"""How many keys Redis has at most. Every gateway has all of them in memory."""
 MAX_SECRETS = 8
 """A key has at most this many secrets that are still accepted."""
 TRIES = 16
@@ -40,6 +42,8 @@ class KeyChanges:
             raise StateConflict(message, code="no_admin_key")
         now, secret = time.time(), _new_secret()
         key = ApiKey(name, role, (Secret(digest(secret), now),), limits, created_at=now)
+        if await self._store.count() >= MAX_KEYS:
+            raise StateConflict(f"there are {MAX_KEYS} keys, revoked ones included", code="too_many_keys")
         if name in (each.name for each in self._keys.configured) or not await self._store.replace(b"", key):
             raise StateConflict(f"there is or was a key {name}", param="name", code="key_exists")
         await self._keys.refresh()

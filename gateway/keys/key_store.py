@@ -59,6 +59,9 @@ class KeyStore:
         """The id of the last change; empty if there was none."""
         return bytes(await stored(self._redis.get(keys.KEYS_CHANGED)) or b"")
 
+    async def count(self) -> int:
+        return int(await stored(self._redis.hlen(keys.KEYS)))
+
     async def all(self) -> tuple[ApiKey, ...]:
         found = await stored(self._redis.hgetall(keys.KEYS))
         return tuple(msgspec.json.decode(each, type=ApiKey) for each in found.values())
@@ -74,7 +77,10 @@ class KeyStore:
         return bool(await stored(self._replace([keys.KEYS, keys.KEYS_CHANGED], arguments)))
 
     async def add_usage(self, usage: Mapping[str, KeyUse]) -> Mapping[str, int]:
-        """Add what keys used since the last call, by name. Returns how many tokens each has used in all."""
+        """Add what keys used since the last call, by name. Returns how many tokens each has used in all.
+
+        If Redis does not answer in time, it may have added the use, which the caller then adds again.
+        """
         if not usage:
             return {}
         arguments: list[str | float] = []

@@ -17,6 +17,8 @@ from rollout_queue.redis.availability import stored
 logger = logging.getLogger(__name__)
 
 KEPT = 10_000
+MAX_PATH = 500
+"""Characters of a path that are kept."""
 FIELD = b"a"
 READS = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that change nothing."""
@@ -74,4 +76,4 @@ class ActionLog:
 
 
 def now_action(key: str, method: str, path: str, status: int, request_id: str, client: str) -> AdminAction:
-    return AdminAction(time.time(), key, method, path, status, request_id, client)
+    return AdminAction(time.time(), key, method, path[:MAX_PATH], status, request_id, client)

@@ -7,16 +7,25 @@ import base64
 import hashlib
 import hmac
 from collections.abc import Mapping
+from typing import Protocol
 
 import msgspec
 
 from gateway.errors import NotPermitted, UnknownCaller
 from gateway.keys.api_keys import ApiKeys
 from rollout_queue.contract.records import SessionSpec
-from rollout_queue.contract.tombstone import Tombstone
 from rollout_queue.http.keys import Role, digest, presented_key
 
 PREFIX = "sess-"
+
+
+class Owned(Protocol):
+    """What belongs to a session, and to the client key that opened it."""
+
+    @property
+    def session_id(self) -> str: ...
+    @property
+    def owner(self) -> str: ...
 
 
 class Caller(msgspec.Struct, frozen=True):
@@ -29,13 +38,14 @@ class Caller(msgspec.Struct, frozen=True):
     """Set for a session key: the one session that the key permits."""
     key: str = ""
     """The name of the client or admin key, for operators."""
-    former: str = ""
+    former: str | None = None
     """The digest of the caller's secret: the owner of sessions that it opened before it had a name."""
 
-    def owns(self, spec: SessionSpec | Tombstone) -> bool:
+    def owns(self, thing: Owned) -> bool:
+        """Whether the caller may use the session, tombstone or response."""
         if self.session_id is not None:
-            return spec.session_id == self.session_id
-        return self.role == "admin" or spec.owner == self.owner or spec.owner == self.former
+            return thing.session_id == self.session_id
+        return self.role == "admin" or thing.owner in (self.owner, self.former)
 
 
 class Identities:

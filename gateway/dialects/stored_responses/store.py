@@ -206,12 +206,7 @@ class ResponseStore:
             for name, raw in zip(names, found, strict=True)
             if raw is not None
         }
-        return {name: each for name, each in loaded.items() if self._may_read(each)}
-
-    def _may_read(self, response: StoredResponse) -> bool:
-        if self._caller.session_id is not None:
-            return response.session_id == self._caller.session_id
-        return self._caller.role == "admin" or response.owner == self._caller.owner
+        return {name: each for name, each in loaded.items() if self._caller.owns(each)}
 
 
 def _input_of(response_id: str, response: StoredResponse) -> list[Item]:

@@ -4,6 +4,7 @@ request ──▶ route ──▶ reply ──▶ log line, and weir:admin_actio
 """
 
 import logging
+import re
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.http.keys import digest
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 
@@ -20,6 +22,7 @@ KEPT = 10_000
 MAX_PATH = 500
 """Characters of a path that are kept."""
 FIELD = b"a"
+USER_PATH = re.compile(r"(/admin/users/)(.*?)(/data/?)?", re.DOTALL)
 READS = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that change nothing."""
 
@@ -76,4 +79,7 @@ class ActionLog:
 
 
 def now_action(key: str, method: str, path: str, status: int, request_id: str, client: str) -> AdminAction:
-    return AdminAction(time.time(), key, method, path[:MAX_PATH], status, request_id, client)
+    """An action that ends now. A user's name becomes its SHA-256, so that no log outlives the user's data."""
+    named = USER_PATH.fullmatch(path)
+    shown = path if named is None else f"{named[1]}sha256:{digest(named[2])}{named[3] or ''}"
+    return AdminAction(time.time(), key, method, shown[:MAX_PATH], status, request_id, client)

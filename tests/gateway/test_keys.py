@@ -246,6 +246,12 @@ def test_each_change_by_an_admin_is_logged(gateway: RunningGateway, team: str) -
     assert older == found[2]
 
 
+def test_the_log_does_not_name_a_deleted_user(gateway: RunningGateway) -> None:
+    admin(gateway, "DELETE", "/users/ann/data")
+    (found,) = admin(gateway, "GET", "/actions").json()["data"]
+    assert found["path"] == f"/admin/users/sha256:{digest('ann')}/data"
+
+
 # The file
 
 

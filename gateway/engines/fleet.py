@@ -56,7 +56,7 @@ class Fleet:
             registration = Registration(id=f"engine-{index}", engine_url=url.rstrip("/"))
             self.servers[registration.id] = FleetServer(registration)
         self._bare_ids = frozenset(self.servers)
-        self._switches = 0  # how often `serve` was called
+        self._changes = 0  # how often `serve` and `set_drained` were called
         self._former: list[FleetServer] = []
         """Servers that left the fleet, or that registered with another engine, while they had answers."""
 
@@ -106,12 +106,13 @@ class Fleet:
             change = self.redis.sadd if drained else self.redis.srem
             await stored(change(keys.HELD, server_id))
             server.drained = drained
+            self._changes += 1
         return server
 
     def serve(self, version: int) -> None:
         """From now on, servers with this version take the calls."""
         self.serving = version
-        self._switches += 1
+        self._changes += 1
         self._wake_waiting()
 
     async def refresh(self) -> None:
@@ -147,13 +148,13 @@ class Fleet:
             raise StateConflict(message, param="id")
 
     async def _read_registrations(self) -> None:
-        read_at, switches = time.time(), self._switches
+        read_at, changes = time.time(), self._changes
         async with self.redis.pipeline(transaction=False) as reading:
             reading.hgetall(keys.SERVERS)
             reading.get(keys.SERVING)
             reading.smembers(keys.HELD)
             raw, serving, drained = await stored(reading.execute())
-        if switches == self._switches:  # else `serve` was called after Redis was read
+        if current := changes == self._changes:  # else it changed after Redis was read
             self.serving = int(serving) if serving is not None else None
         for value in raw.values():
             registration = msgspec.json.decode(value, type=Registration)
@@ -165,7 +166,7 @@ class Fleet:
             known = server_id.encode() in raw or registration.registered_at >= read_at
             if registration.url is not None and not known:
                 self._drop(server_id)
-            server.drained = server_id.encode() in drained
+            server.drained = server_id.encode() in drained if current else server.drained
             if server.is_forgotten(read_at) and self._drop(server_id):
                 await stored(self.redis.hdel(keys.SERVERS, server_id))
                 logger.info("rollout server %s is dead and forgotten", server_id)

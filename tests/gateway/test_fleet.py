@@ -194,12 +194,13 @@ async def test_a_server_that_hangs_does_not_delay_the_state_of_the_others(fleet:
     hanging.close()
 
 
-async def test_a_version_that_is_served_meanwhile_is_not_undone_by_an_older_reading(
+async def test_what_is_served_or_drained_meanwhile_is_not_undone_by_an_older_reading(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     redis, engine = Redis.from_url(redis_url), EngineClient(HttptoolsTransport(1.0))
-    fleet, read, go_on = Fleet(redis, engine, None), asyncio.Event(), asyncio.Event()
-    execute = Pipeline.execute
+    fleet = Fleet(redis, engine, None, ["http://127.0.0.1:1", "http://127.0.0.1:2"])
+    first, second = fleet.servers
+    read, go_on, execute = asyncio.Event(), asyncio.Event(), Pipeline.execute
 
     async def late(pipeline: Pipeline) -> Any:
         answer = await execute(pipeline)
@@ -207,12 +208,17 @@ async def test_a_version_that_is_served_meanwhile_is_not_undone_by_an_older_read
         await go_on.wait()
         return answer
 
+    await fleet.set_drained(second, drained=True)
     monkeypatch.setattr(Pipeline, "execute", late)
     reading = asyncio.create_task(fleet.refresh())
     await read.wait()
     fleet.serve(7)
+    await fleet.set_drained(first, drained=True)
+    await fleet.set_drained(second, drained=False)
     go_on.set()
     await reading
     assert fleet.serving == 7
+    assert [server.drained for server in fleet.servers.values()] == [True, False]
+    await fleet.set_drained(first, drained=False)
     await engine.close()
     await redis.aclose()

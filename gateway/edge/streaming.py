@@ -37,7 +37,7 @@ def reply_headers(generations: Sequence[Generation]) -> dict[str, str]:
     """Headers that name the session, the turns, the policy version and the sampling of the answers."""
     first = generations[0]
     return {
-        "x-weir-session-id": first.head.spec.session_id,
+        "x-weir-session-id": first.head.spec.shown_id,
         "x-weir-turn-id": ",".join([generation.turn_id for generation in generations]),
         "x-weir-policy-version": str(first.versions[0].version) if first.versions else "",
         "x-weir-sampling": _header_json(first.sampling.used),

@@ -3,7 +3,7 @@
 from starlette.requests import Request
 
 from gateway.errors import NotPermitted
-from gateway.sessions.identity import Caller
+from gateway.sessions.identity import Caller, names
 from gateway.wiring import GatewayParts, parts_of
 
 
@@ -12,7 +12,8 @@ def agent_of(request: Request) -> tuple[GatewayParts, Caller]:
     key on another session's path."""
     gateway = parts_of(request)
     caller = gateway.identities.caller(request.headers)
-    if caller.session_id not in (None, request.path_params.get("session_id", caller.session_id)):
+    named = request.path_params.get("session_id")
+    if caller.session_id is not None and named is not None and not names(named, caller.session_id):
         raise NotPermitted("the session key belongs to another session than the path")
     return gateway, caller
 

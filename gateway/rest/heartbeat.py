@@ -24,7 +24,7 @@ async def extend_session(session_id: str, request: Request) -> Response:
         raise refusal
     gateway.admission.check_call(head.spec.owner)
     try:
-        expires_at = await gateway.writer.heartbeat(session_id, time.time())
+        expires_at = await gateway.writer.heartbeat(head.spec.session_id, time.time())
     except SessionClosed as error:  # it ended since it was read
         raise StateConflict(str(error), code="session_finished") from error
     return JSONResponse({"session_id": session_id, "expires_at": max(expires_at, head.expires_at)})

@@ -57,9 +57,9 @@ async def list_sessions(
         verdicts = dict(zip(map(id, heads), await gateway.sessions.verdicts(heads), strict=True))
         for position, session in page:  # noqa: B007 - the next page begins after the last position
             if isinstance(session, SessionHead):
-                rows += _rows(gateway, session, verdicts[id(session)], wanted)
+                rows += _rows(gateway, caller, session, verdicts[id(session)], wanted)
             elif session is not None and caller.owns(session):
-                rows += _deleted_rows(session, wanted)
+                rows += _deleted_rows(session, caller, wanted)
             if len(rows) == limit:
                 break
     return JSONResponse({"data": rows, "next_cursor": _cursor(position)})
@@ -93,16 +93,16 @@ def _position(cursor: str | None) -> ListPosition:
 
 
 def _rows(
-    gateway: GatewayParts, session: SessionHead, verdict: Verdict, wanted: SessionFilter
+    gateway: GatewayParts, caller: Caller, session: SessionHead, verdict: Verdict, wanted: SessionFilter
 ) -> list[SessionRow]:
     """The session's row if the filter matches, else none."""
     if wanted.state not in (None, session.state) or wanted.verdict not in (None, verdict.code):
         return []
-    return [session_row(session, verdict, gateway.settings.model_name)]
+    return [session_row(session, caller, verdict, gateway.settings.model_name)]
 
 
-def _deleted_rows(tombstone: Tombstone, wanted: SessionFilter) -> list[DeletedSessionRow]:
+def _deleted_rows(tombstone: Tombstone, caller: Caller, wanted: SessionFilter) -> list[DeletedSessionRow]:
     """The row of a deleted session if the filter matches, else none. It has no state, group or user."""
     others = (wanted.state, wanted.group_id, wanted.user)
     matches = others == (None, None, None) and wanted.verdict in (None, "deleted")
-    return [deleted_row(tombstone)] if matches else []
+    return [deleted_row(tombstone, caller)] if matches else []

@@ -50,7 +50,7 @@ async def reward_session(session_id: str, body: RewardBody, request: Request) ->
     gateway, caller = client_of(request)
     head = await gateway.sessions.head(session_id, caller, turns=body.turn_id is not None)
     reward = Reward(
-        session_id=session_id,
+        session_id=head.spec.session_id,
         value=body.value,
         key=body.key or new_id(),
         turn_id=_turn_named(head, body.turn_id),
@@ -79,7 +79,7 @@ async def finish_session(session_id: str, body: FinishBody, request: Request) ->
         if _finish_reward(head) not in (None, body.reward):
             raise StateConflict(f"session {session_id} has another final reward", param="reward")
         reward = Reward(
-            session_id=session_id, value=body.reward, key=FINISH_KEY, created_at=outcome.created_at
+            session_id=head.spec.session_id, value=body.reward, key=FINISH_KEY, created_at=outcome.created_at
         )
     verdict = None
     if body.status in ("failed", "abandoned"):

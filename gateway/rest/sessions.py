@@ -99,15 +99,14 @@ async def read_session(
     head = await gateway.sessions.head(session_id, caller)
     verdict = await gateway.sessions.verdict(head)
     model_name = gateway.settings.model_name
-    return JSONResponse(session_view(head, verdict, model_name, gateway.renderer, tokens, text))
+    return JSONResponse(session_view(head, caller, verdict, model_name, gateway.renderer, tokens, text))
 
 
 @router.delete("/sessions/{session_id}", responses={200: {"model": DeletedSession}})
 async def delete_session(session_id: str, request: Request) -> Response:
     """Remove every copy of the session. Its id cannot be used again."""
     gateway, caller = client_of(request)
-    await gateway.sessions.check_owned(session_id, caller)
-    tombstone = await gateway.deleter.delete_session(session_id)
+    tombstone = await gateway.deleter.delete_session(await gateway.sessions.stored_id(session_id, caller))
     if tombstone is None:  # another request has just deleted it
         raise await gateway.sessions.missing(session_id, caller)
     deleted = {"turns": tombstone.turns, "rewards": tombstone.rewards}
@@ -148,9 +147,9 @@ def _new_session(gateway: GatewayParts, spec: SessionSpec, request: Request) -> 
     """The reply for a new session: its address and key for an OpenAI client, and its facts."""
     base_url = gateway.settings.public_url or str(request.base_url).rstrip("/")
     return {
-        "session_id": spec.session_id,
+        "session_id": spec.shown_id,
         "api_key": gateway.identities.session_key(spec.session_id),
-        "base_url": f"{base_url}/sessions/{spec.session_id}/v1",
+        "base_url": f"{base_url}/sessions/{spec.shown_id}/v1",
         "group_id": spec.group_id,
         "task_id": spec.task_id,
         "policy": spec.policy or gateway.settings.model_name,

@@ -12,6 +12,7 @@ from gateway.rest.shapes import (
     SessionShape,
     TurnShape,
 )
+from gateway.sessions.identity import Caller
 from gateway.sessions.verdicts import turn_verdict
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Reward, Turn, Verdict
@@ -20,15 +21,15 @@ from rollout_queue.contract.tombstone import Tombstone
 from rollout_queue.contract.verdicts import DELETED
 
 
-def session_row(head: SessionHead, verdict: Verdict, model_name: str) -> SessionRow:
+def session_row(head: SessionHead, caller: Caller, verdict: Verdict, model_name: str) -> SessionRow:
     """A session in a list: the number of its turns in place of the turns."""
-    return {**_session(head, verdict, model_name), "turn_count": len(head.turns)}
+    return {**_session(head, caller, verdict, model_name), "turn_count": len(head.turns)}
 
 
-def deleted_row(tombstone: Tombstone) -> DeletedSessionRow:
+def deleted_row(tombstone: Tombstone, caller: Caller) -> DeletedSessionRow:
     """A deleted session in a list."""
     return {
-        "session_id": tombstone.session_id,
+        "session_id": caller.shown_id(tombstone),
         "created_at": tombstone.created_at,
         "deleted_at": tombstone.deleted_at,
         "verdict": msgspec.to_builtins(DELETED),
@@ -36,21 +37,27 @@ def deleted_row(tombstone: Tombstone) -> DeletedSessionRow:
 
 
 def session_view(
-    head: SessionHead, verdict: Verdict, model_name: str, renderer: ChatRenderer, tokens: bool, text: bool
+    head: SessionHead,
+    caller: Caller,
+    verdict: Verdict,
+    model_name: str,
+    renderer: ChatRenderer,
+    tokens: bool,
+    text: bool,
 ) -> SessionShape:
     """The whole session; `tokens` adds token ids and logprobs, `text` the decoded text."""
     return {
-        **_session(head, verdict, model_name),
+        **_session(head, caller, verdict, model_name),
         "merge_ratio": merge_ratio_of(head),
         "drift": drift_of(head),
         "turns": [_turn(head, turn, verdict, renderer, tokens, text) for turn in head.turns],
     }
 
 
-def _session(head: SessionHead, verdict: Verdict, model_name: str) -> SessionFacts:
+def _session(head: SessionHead, caller: Caller, verdict: Verdict, model_name: str) -> SessionFacts:
     spec = head.spec
     return {
-        "session_id": spec.session_id,
+        "session_id": caller.shown_id(spec),
         "state": head.state,
         "status": head.outcome.status if head.outcome else None,
         "inferred": spec.inferred,

@@ -17,6 +17,8 @@ from rollout_queue.contract.records import SessionSpec
 from rollout_queue.http.keys import Role, digest, presented_key
 
 PREFIX = "sess-"
+SCOPE = 16
+"""Characters after the `~` of a scoped id."""
 
 
 class Owned(Protocol):
@@ -28,6 +30,19 @@ class Owned(Protocol):
     def owner(self) -> str: ...
 
 
+class Named(Owned, Protocol):
+    """A session or its tombstone."""
+
+    @property
+    def name(self) -> str | None: ...
+
+
+def names(name: str, session_id: str) -> bool:
+    """Whether `name` is the stored id `session_id`, or the name from which `Identities.scoped` made it."""
+    scoped = session_id.startswith(f"{name}~") and len(session_id) == len(name) + 1 + SCOPE
+    return scoped or session_id == name
+
+
 class Caller(msgspec.Struct, frozen=True):
     """Who sent a request. `owner` is what a client key's sessions have as their owner: the key's name, or the
     digest of a key without a name. It is empty for admins and session keys."""
@@ -35,7 +50,7 @@ class Caller(msgspec.Struct, frozen=True):
     role: Role
     owner: str
     session_id: str | None = None
-    """Set for a session key: the one session that the key permits."""
+    """Set for a session key: the stored id of the one session that the key permits."""
     key: str = ""
     """The name of the client or admin key, for operators."""
     former: str | None = None
@@ -46,6 +61,10 @@ class Caller(msgspec.Struct, frozen=True):
         if self.session_id is not None:
             return thing.session_id == self.session_id
         return self.role == "admin" or thing.owner in (self.owner, self.former)
+
+    def shown_id(self, thing: Named) -> str:
+        """The id by which the caller knows the session. Admins know all sessions by their stored ids."""
+        return thing.session_id if self.role == "admin" else thing.name or thing.session_id
 
 
 class Identities:
@@ -58,6 +77,14 @@ class Identities:
     def knows_secret(self, secret: bytes | None) -> bool:
         """Whether this is the secret that signs the keys of sessions."""
         return secret is not None and hmac.compare_digest(secret, self._secret)
+
+    def scoped(self, name: str, owner: str) -> str:
+        """The stored id of a session that `owner` calls `name`, where that is another key's session.
+
+        No client can make such an id, because it is signed.
+        """
+        signed = hmac.new(self._secret, b"owner\0" + owner.encode(), hashlib.sha256)
+        return f"{name}~{signed.hexdigest()[:SCOPE]}"
 
     def session_key(self, session_id: str) -> str:
         name = base64.urlsafe_b64encode(session_id.encode()).decode().rstrip("=")

@@ -21,6 +21,7 @@ from gateway.errors import InvalidRequest, NotPermitted, StateConflict
 from gateway.generations.generation import Call
 from gateway.language.chat_messages import Message
 from gateway.sessions.identity import Caller
+from gateway.sessions.identity import names as is_named
 from gateway.sessions.service import SessionService
 from gateway.sessions.user_names import CLAUDE_CODE
 from rollout_queue.contract.errors import UserDeleted
@@ -85,7 +86,7 @@ class SessionResolver:
         session whose client key was revoked, and LimitReached.
         """
         names = _names(clues)
-        if caller.session_id is not None and any(name != caller.session_id for name in names):
+        if caller.session_id is not None and not all(is_named(name, caller.session_id) for name in names):
             raise NotPermitted("the session key opens another session than the one named")
         if caller.session_id is None:  # checked first, so that a refused call opens no session
             self._admission.check_call(caller.owner)
@@ -96,7 +97,8 @@ class SessionResolver:
         if session_id is None:
             head = await self._continued(caller, clues)
             return head or await self._new(caller)
-        head = await self._writer.load_for_call(session_id) or await self._open_named(session_id, caller)
+        found = await self._sessions.find(session_id, caller, self._writer.load_for_call)
+        head = found or await self._open_named(session_id, caller)
         self._sessions.check_usable(head, caller)
         if refusal := await self._refusal(head):
             raise refusal
@@ -218,7 +220,7 @@ def _calling_turn(messages: Sequence[Message]) -> list[str]:
 
 def refusal_of(head: SessionHead) -> StateConflict | None:
     """Why a session takes no call; None if it takes calls."""
-    session_id, verdict = head.spec.session_id, head.verdict
+    session_id, verdict = head.spec.shown_id, head.verdict
     overdue = head.state == "open" and head.expires_at < time.time()
     if overdue or (verdict is not None and verdict.code == "expired"):
         return StateConflict(f"session {session_id} has expired", code="session_expired")

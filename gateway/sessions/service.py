@@ -1,12 +1,15 @@
 """Opens and finds sessions, and checks their owners, for the REST routes and for the agents' calls."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
+
+import msgspec
 
 from gateway.admission.admission import Admission
 from gateway.errors import ObjectNotFound, StateConflict
-from gateway.sessions.identity import Caller, Identities
+from gateway.sessions.identity import Caller, Identities, names
 from gateway.sessions.verdicts import session_verdict, waits_for_group
 from gateway.settings import GatewaySettings
 from rollout_queue.contract.codec import decode_spec
@@ -22,6 +25,9 @@ from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import SamplingPolicy, SessionSpec, Verdict
 from rollout_queue.contract.stream import StreamWriter
 from rollout_queue.protocol.ids import ID
+
+Load = Callable[[str], Awaitable[SessionHead | None]]
+"""Reads what is stored of the session with this stored id."""
 
 
 class SessionService:
@@ -72,13 +78,28 @@ class SessionService:
         await self._admission.check_session([spec])
         try:
             stored, created = await self._writer.open_session(spec)
+        except SessionDeleted:
+            tombstone = await self._writer.tombstone(spec.session_id)
+            if tombstone is None or caller.owns(tombstone) or not self._may_scope(spec):
+                raise
+            return await self.open(self._scoped(spec), caller)
         except SessionForgotten as error:
             raise StateConflict(str(error), param="session_id", code="session_finished") from error
         except Conflict as error:
             raise StateConflict(str(error), param="group_id") from error
+        if not created and not caller.owns(stored) and self._may_scope(spec):
+            return await self.open(self._scoped(spec), caller)
         if not created and not (caller.owns(stored) and stored.terms() == spec.terms()):
-            raise StateConflict(f"session {spec.session_id} exists with another body", param="session_id")
+            raise StateConflict(f"session {spec.shown_id} exists with another body", param="session_id")
         return stored, created
+
+    def _scoped(self, spec: SessionSpec) -> SessionSpec:
+        """The session under an id that belongs to its owner, because another key's session has its id."""
+        scoped = self._identities.scoped(spec.session_id, spec.owner)
+        return msgspec.structs.replace(spec, session_id=scoped, name=spec.session_id)
+
+    def _may_scope(self, spec: SessionSpec) -> bool:
+        return bool(spec.owner) and spec.name is None
 
     async def open_group(self, specs: Sequence[SessionSpec]) -> None:
         """Store the sessions of one new group, all or none.
@@ -99,32 +120,57 @@ class SessionService:
         Raises ObjectNotFound for a session that does not exist or is not the caller's, Deleted,
         UnknownCaller.
         """
-        head = await self._writer.load(session_id, turns=turns) if ID.fullmatch(session_id) else None
+        head = await self.find(session_id, caller, partial(self._writer.load, turns=turns))
         if head is None:
             raise await self.missing(session_id, caller)
         self.check_usable(head, caller)
         return head
 
+    async def find(self, name: str, caller: Caller, load: Load) -> SessionHead | None:
+        """What `load` reads of the session that the caller knows by this name; None if there is none.
+
+        Two client keys may give their sessions one name. The first session has the name as its stored id, and
+        the other a scoped id. So the session with this id may be another key's: then it is not the caller's.
+        """
+        for session_id in self._stored_ids(name, caller):
+            head = await load(session_id)
+            if head is not None and caller.owns(head.spec):
+                return head
+        return None
+
+    def _stored_ids(self, name: str, caller: Caller) -> Iterator[str]:
+        """The ids under which the session may be stored that the caller knows by this name."""
+        if not ID.fullmatch(name):
+            return
+        if caller.session_id is not None:
+            yield caller.session_id if names(name, caller.session_id) else name
+            return
+        yield name
+        for owner in {caller.owner: None, caller.former: None}:  # in this order, each once
+            if owner:
+                yield self._identities.scoped(name, owner)
+
     def check_usable(self, head: SessionHead, caller: Caller) -> None:
         """Raises ObjectNotFound for a session that is not the caller's, and UnknownCaller for a session key
         after the client key that opened the session was revoked."""
         if not caller.owns(head.spec):
-            raise no_session(head.spec.session_id)
+            raise no_session(head.spec.shown_id)
         self._identities.check_opener(caller, head.spec)
 
-    async def check_owned(self, session_id: str, caller: Caller) -> None:
-        """Raise as `head` does, but accept a session even if this build cannot read its turns.
+    async def stored_id(self, name: str, caller: Caller) -> str:
+        """The stored id of the caller's session, even if this build cannot read the session's turns.
 
-        If the owner cannot be read either, only an admin is accepted.
+        If the owner cannot be read either, only an admin is accepted. Raises as `head`.
         """
-        raw = await self._writer.spec_of(session_id) if ID.fullmatch(session_id) else None
-        if raw is None:
-            raise await self.missing(session_id, caller)
-        with suppress(InvalidRecord, UnknownSchema):
-            if caller.owns(decode_spec(raw)):
-                return
-        if caller.role != "admin":
-            raise no_session(session_id)
+        for session_id in self._stored_ids(name, caller):
+            if (raw := await self._writer.spec_of(session_id)) is None:
+                continue
+            with suppress(InvalidRecord, UnknownSchema):
+                if caller.owns(decode_spec(raw)):
+                    return session_id
+            if caller.role == "admin":
+                return session_id
+        raise await self.missing(name, caller)
 
     async def owner_of(self, caller: Caller) -> str:
         """The client key for which the caller's calls count.
@@ -141,9 +187,10 @@ class SessionService:
 
     async def missing(self, session_id: str, caller: Caller) -> ObjectNotFound | SessionDeleted:
         """The error for a session that is not stored; SessionDeleted only if it was the caller's."""
-        tombstone = await self._writer.tombstone(session_id) if ID.fullmatch(session_id) else None
-        if tombstone is not None and caller.owns(tombstone):
-            return SessionDeleted(session_id)
+        for stored_id in self._stored_ids(session_id, caller):
+            tombstone = await self._writer.tombstone(stored_id)
+            if tombstone is not None and caller.owns(tombstone):
+                return SessionDeleted(session_id)
         return no_session(session_id)
 
     # Verdicts

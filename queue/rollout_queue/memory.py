@@ -168,6 +168,7 @@ class MemoryStream:
         spec, now = head.spec, time.time()
         tombstone = Tombstone(
             session_id=session_id,
+            name=spec.name,
             owner=spec.owner,
             created_at=spec.created_at,
             deleted_at=now,

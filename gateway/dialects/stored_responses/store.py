@@ -22,7 +22,7 @@ from gateway.dialects.wire import JsonObject
 from gateway.errors import InvalidRequest, ObjectNotFound
 from gateway.generations.generation import Generation
 from gateway.language.chat_messages import Message
-from gateway.sessions.identity import Caller
+from gateway.sessions.identity import Caller, names
 from rollout_queue.contract.errors import SessionDeleted
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
@@ -93,7 +93,8 @@ class ResponseStore:
     async def find(self, response_id: str, session_id: str | None) -> StoredResponse:
         """The stored response, of this session if one is given. Raises ObjectNotFound."""
         found = (await self._load([response_id])).get(response_id)
-        if found is None or not found.told or session_id not in (None, found.session_id):
+        named = session_id is None or (found is not None and names(session_id, found.session_id))
+        if found is None or not found.told or not named:
             raise not_found(response_id)
         return found
 

@@ -200,8 +200,11 @@ class SessionSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a session was opened with. A repeated creation of the session must have the same `terms`."""
 
     session_id: str
+    """Unique in the deployment."""
+    name: str | None = None
+    """The id by which its owner knows it, if that is not `session_id`: another key's session has that one."""
     owner: str = ""
-    """Digest of the client key that opened it; empty if the gateway runs without keys."""
+    """The client key that opened it: its name, or the digest of a key without one; empty for an admin."""
     task_id: str | None = None
     group_id: str | None = None
     group_size: int | None = None
@@ -216,6 +219,11 @@ class SessionSpec(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingPolicy = SamplingPolicy()
     created_at: float
     inferred: bool = False
+
+    @property
+    def shown_id(self) -> str:
+        """The id by which the owner knows the session."""
+        return self.name or self.session_id
 
     def terms(self) -> Mapping[str, Any]:
         """What a repeated creation must agree on: all fields but `created_at` and `inferred`."""

@@ -9,8 +9,9 @@ class Tombstone(msgspec.Struct, frozen=True, kw_only=True):
     """When the session was opened and deleted, who opened it, and how much it held."""
 
     session_id: str
+    name: str | None = None
     owner: str = ""
-    """The session's owner: digest of the client key that opened it."""
+    """`name` and `owner` of the session's `SessionSpec`."""
     created_at: float
     deleted_at: float
     turns: int

@@ -128,6 +128,7 @@ def _readable_part(fields: Mapping[bytes, bytes]) -> SessionHead | None:
 def _tombstone(head: SessionHead, fields: Mapping[bytes, bytes]) -> Tombstone:
     return Tombstone(
         session_id=head.spec.session_id,
+        name=head.spec.name,
         owner=head.spec.owner,
         created_at=head.spec.created_at,
         deleted_at=time.time(),

@@ -7,6 +7,7 @@ weir:keys_tokens    name → tokens that its calls used
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 from redis.asyncio import Redis
@@ -24,19 +25,6 @@ redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
 redis.call('SET', KEYS[2], ARGV[4])
 return 1
 """
-USE = """
--- KEYS: used, tokens   ARGV: for each key: name, when it was used, tokens
--- Returns the tokens that each key has used in all.
-local spent = {}
-for index = 1, #ARGV, 3 do
-    local name, at, tokens = ARGV[index], ARGV[index + 1], ARGV[index + 2]
-    if tonumber(redis.call('HGET', KEYS[1], name) or 0) < tonumber(at) then
-        redis.call('HSET', KEYS[1], name, at)
-    end
-    spent[#spent + 1] = redis.call('HINCRBY', KEYS[2], name, tokens)
-end
-return spent
-"""
 
 
 class KeyUse(msgspec.Struct):
@@ -53,7 +41,6 @@ class KeyStore:
         """`redis` returns bytes (decode_responses off)."""
         self._redis = redis
         self._replace = redis.register_script(REPLACE)
-        self._use = redis.register_script(USE)
 
     async def last_change(self) -> bytes:
         """The id of the last change; empty if there was none."""
@@ -83,10 +70,13 @@ class KeyStore:
         """
         if not usage:
             return {}
-        arguments: list[str | float] = []
-        for name, each in usage.items():
-            arguments += [name, each.at, each.tokens]
-        spent = await stored(self._use([keys.KEYS_USED, keys.KEYS_TOKENS], arguments))
+        async with self._redis.pipeline(transaction=False) as adding:
+            used: Any = {name: each.at for name, each in usage.items() if each.at}
+            if used:
+                adding.hset(keys.KEYS_USED, mapping=used)
+            for name, each in usage.items():
+                adding.hincrby(keys.KEYS_TOKENS, name, each.tokens)
+            spent = (await stored(adding.execute()))[-len(usage) :]
         return dict(zip(usage, map(int, spent), strict=True))
 
     async def usage(self) -> Mapping[str, KeyUse]:

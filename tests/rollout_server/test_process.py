@@ -13,7 +13,8 @@ from rollout_server.engine.process import TETHER, EngineProcess, port_in_use
 from tests.support.waiting import wait_until
 
 # Parent and child sleep until the test ends them.
-FAMILY = "import os, time; child = os.fork(); print(child or os.getpid(), flush=True); time.sleep(600)"
+FAMILY = "import os, time; pid = os.fork() or os.getpid(); os.write(1, b'%d\\n' % pid); time.sleep(600)"
+"""Both print the child's pid, each in one write, so that the two lines never mix."""
 
 
 def alive(pid: int) -> bool:

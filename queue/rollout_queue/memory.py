@@ -9,7 +9,7 @@ import msgspec
 from rollout_queue.contract.attempts import related
 from rollout_queue.contract.codec import decode, decode_spec, encode
 from rollout_queue.contract.errors import Conflict, LeaseLost, SessionClosed, SessionDeleted, UserDeleted
-from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.head import SessionHead, tombstone_of
 from rollout_queue.contract.listing import ListedSession, ListPosition, position_of, without_unwanted
 from rollout_queue.contract.progress import GroupProgress, group_progress, stage_of
 from rollout_queue.contract.records import Deletion, Outcome, Record, Reward, SessionSpec, Turn, Verdict
@@ -166,16 +166,7 @@ class MemoryStream:
         if (head := self.heads.pop(session_id, None)) is None:
             return None
         spec, now = head.spec, time.time()
-        tombstone = Tombstone(
-            session_id=session_id,
-            name=spec.name,
-            owner=spec.owner,
-            created_at=spec.created_at,
-            deleted_at=now,
-            turns=len(head.turns),
-            rewards=len(head.rewards),
-            verdict=head.verdict.code if head.verdict else None,
-        )
+        tombstone = tombstone_of(head, len(head.turns), len(head.rewards))
         self.tombstones[session_id] = tombstone
         self.deadlines.pop(session_id, None)
         self.continuations = {key: name for key, name in self.continuations.items() if name != session_id}

@@ -1,5 +1,6 @@
 """The head of a session: everything that is stored of the session at one moment."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Literal
@@ -10,6 +11,7 @@ from rollout_queue.contract.attempts import orphans_of
 from rollout_queue.contract.records import Outcome, Relation, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.contract.rewards import total
 from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.contract.tombstone import Tombstone
 
 SessionState = Literal["open", "waiting_reward", "finished"]
 
@@ -85,3 +87,17 @@ class SessionHead(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def rewards_of(self, turn: Turn) -> Iterator[Reward]:
         return (reward for reward in self.rewards if reward.turn_id == turn.turn_id)
+
+
+def tombstone_of(head: SessionHead, turns: int, rewards: int) -> Tombstone:
+    """The tombstone of a session that is deleted now, with this many turns and rewards."""
+    return Tombstone(
+        session_id=head.spec.session_id,
+        name=head.spec.name,
+        owner=head.spec.owner,
+        created_at=head.spec.created_at,
+        deleted_at=time.time(),
+        turns=turns,
+        rewards=rewards,
+        verdict=head.verdict.code if head.verdict else None,
+    )

@@ -7,7 +7,6 @@
 """
 
 import logging
-import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 
@@ -16,7 +15,7 @@ from redis.asyncio import Redis
 
 from rollout_queue.contract.codec import SCHEMA, encode
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.head import SessionHead, tombstone_of
 from rollout_queue.contract.records import Deletion, SessionSpec
 from rollout_queue.contract.tombstone import DeletionTotals, Tombstone, encode_tombstone, total, user_digest
 from rollout_queue.redis import keys
@@ -126,16 +125,8 @@ def _readable_part(fields: Mapping[bytes, bytes]) -> SessionHead | None:
 
 
 def _tombstone(head: SessionHead, fields: Mapping[bytes, bytes]) -> Tombstone:
-    return Tombstone(
-        session_id=head.spec.session_id,
-        name=head.spec.name,
-        owner=head.spec.owner,
-        created_at=head.spec.created_at,
-        deleted_at=time.time(),
-        turns=sum(name.startswith(b"t:") for name in fields),
-        rewards=sum(name.startswith(b"r:") for name in fields),
-        verdict=head.verdict.code if head.verdict else None,
-    )
+    turns = sum(name.startswith(b"t:") for name in fields)
+    return tombstone_of(head, turns, sum(name.startswith(b"r:") for name in fields))
 
 
 def _deletion(

@@ -1,6 +1,5 @@
 """The stream in memory, for unit tests. The tests of the stream run over it and over Redis."""
 
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -165,7 +164,7 @@ class MemoryStream:
     async def delete_session(self, session_id: str) -> Tombstone | None:
         if (head := self.heads.pop(session_id, None)) is None:
             return None
-        spec, now = head.spec, time.time()
+        spec = head.spec
         tombstone = tombstone_of(head, len(head.turns), len(head.rewards))
         self.tombstones[session_id] = tombstone
         self.deadlines.pop(session_id, None)
@@ -175,7 +174,10 @@ class MemoryStream:
             if entry.record.session_id == session_id:
                 del self._pending[entry.entry_id]
         deletion = Deletion(
-            session_id=session_id, created_at=now, group_id=spec.group_id, group_size=spec.group_size
+            session_id=session_id,
+            created_at=tombstone.deleted_at,
+            group_id=spec.group_id,
+            group_size=spec.group_size,
         )
         self.append(deletion)
         self._recount("session", head.verdict, DELETED)

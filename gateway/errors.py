@@ -17,7 +17,9 @@ GatewayError
 
 from typing import Literal
 
-FaultReason = Literal["refused", "lost", "broken", "stalled", "aborted", "busy", "failed", "nonsense"]
+FaultReason = Literal[
+    "refused", "lost", "broken", "stalled", "aborted", "busy", "failed", "nonsense", "no_tokenizer"
+]
 
 
 class GatewayError(Exception):

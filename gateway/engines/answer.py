@@ -56,22 +56,30 @@ class PartialAnswer:
         self._stops: list[str] = wanted.parameters.stop or []
         self._window = max((len(stop.encode()) + 3 for stop in self._stops), default=0)
         """More tokens than any stop string can have, because a token is at least one byte of text."""
+        self._engine_looks = True
+        """The current engine looks for stop strings in its own output."""
 
-    def next_request(self) -> GenerateBody:
-        """The request to the next engine, which continues where the last one ended."""
+    def next_request(self, tokenizer: bool = True) -> GenerateBody:
+        """The request to the next engine, which continues where the last one ended.
+
+        An engine without a tokenizer cannot look for stop strings: each of its tokens comes at once, so that
+        the answer ends, here, with the token that completes one.
+        """
         have = len(self.ids)
         # No rid may begin with another one: SGLang aborts every request whose rid begins with the one given.
         self.rid = f"{self._attempts}.{self._wanted.rid}" if self._attempts else self._wanted.rid
         self._attempts += 1
         self._start, self._version = have, None
+        self._engine_looks = tokenizer or not self._stops
+        parameters = self._parameters
+        if not self._engine_looks:
+            parameters = structs.replace(parameters, stop=UNSET, stream_interval=1)
         return GenerateBody(
             rid=self.rid,
             input_ids=[*self._wanted.input_ids, *self.ids] if have else self._wanted.input_ids,
             # An engine draws by the seed and the token's position, so another one continues the same series.
             # Frequency and presence penalties count the engine's own output only, so they start again at 0.
-            sampling_params=structs.replace(
-                self._parameters, max_new_tokens=self._parameters.max_new_tokens - have
-            ),
+            sampling_params=structs.replace(parameters, max_new_tokens=parameters.max_new_tokens - have),
             top_logprobs_num=self._wanted.top_logprobs,
         )
 
@@ -82,7 +90,7 @@ class PartialAnswer:
         the chunks that another engine can continue.
         """
         self._check(chunk)
-        if (ending := self._stop_across_engines(chunk.ids)) is not None:
+        if (ending := self._stop_unseen(chunk.ids)) is not None:
             self.cut_short = chunk.finish is None
             chunk = _first(chunk, *ending)
         self._attribute(chunk)
@@ -216,16 +224,20 @@ class PartialAnswer:
 
     # Stop strings
 
-    def _stop_across_engines(self, new: list[int]) -> tuple[int, str] | None:
-        """Find a stop string that began in an earlier engine's part: engines look in their own output only.
+    def _stop_unseen(self, new: list[int]) -> tuple[int, str] | None:
+        """Find a stop string that the engine does not see.
 
-        Returns how many tokens of `new` complete it, and the string; None if there is none.
+        An engine does not see those that began in an earlier engine's part, and without a tokenizer none.
+        Returns how many tokens of `new` complete the string, and the string; None if there is none.
         """
-        done = len(self.ids) - self._start
-        if not (self._stops and self._start and new) or done >= self._window:
+        if not (self._stops and new):
             return None
-        tail = self.ids[max(0, self._start - self._window) :]
-        near = new[: self._window - done]
+        tail, near = self.ids[-self._window :], new
+        if self._engine_looks:
+            done = len(self.ids) - self._start
+            if not self._start or done >= self._window:
+                return None
+            tail, near = self.ids[max(0, self._start - self._window) :], new[: self._window - done]
         if self._stop_in(tail + near) is None:
             return None
         count = 1 + bisect_left(

@@ -32,10 +32,12 @@ logger = logging.getLogger(__name__)
 MAX_FRUITLESS = 4
 """Consecutive attempts that may end without a new token. A request that crashes engines ends after these."""
 BACKOFF_FIRST_S, BACKOFF_LONGEST_S = 0.05, 2.0
-HARMLESS = frozenset({"aborted", "busy"})
+HARMLESS = frozenset({"aborted", "busy", "no_tokenizer"})
 """Faults that the server's circuit breaker does not count."""
-NOT_ACCEPTED = frozenset({"refused", "busy"})
+NOT_ACCEPTED = frozenset({"refused", "busy", "no_tokenizer"})
 """Faults of a server that did not accept the request: the request cannot be their cause."""
+NO_TOKENIZER = "skip_tokenizer_init"
+"""In SGLang's refusal of a stop string, if the engine was started with `--skip-tokenizer-init`."""
 
 
 @dataclass
@@ -123,7 +125,7 @@ class Sampler:
         on_engine: OnEngine,
     ) -> None:
         """Let one engine continue the answer. Raises EngineFault if it fails before the answer's end."""
-        request, url = answer.next_request(), server.registration.engine_url
+        request, url = answer.next_request(server.has_tokenizer), server.registration.engine_url
         trial, wait = server.enter(), EngineWait(answer)
         server.begin_wait(wait)
         try:
@@ -149,6 +151,9 @@ class Sampler:
         except EngineFault:
             raise
         except RequestRefused as error:
+            if server.has_tokenizer and NO_TOKENIZER in error.message:
+                server.has_tokenizer = False
+                raise EngineFault("no_tokenizer", error.message) from error
             if not answer.ids:
                 raise
             # An engine has accepted the request before, so the request is not at fault.

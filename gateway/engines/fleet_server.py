@@ -53,6 +53,8 @@ class FleetServer:
     """When it last answered; seconds since the epoch, 0 for never."""
     error: str | None = "not asked yet"
     """Why the last status request failed; None if it succeeded."""
+    has_tokenizer: bool = True
+    """False once its engine refused a stop string because it has no tokenizer (`--skip-tokenizer-init`)."""
     in_flight: int = 0
     pushing: bool = False
     """This gateway is pushing a policy to it: calls wait there while it loads the policy."""

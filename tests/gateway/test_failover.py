@@ -437,6 +437,28 @@ async def test_the_second_engine_finds_a_stop_string_in_its_own_part(
     assert tokenizer.decode(scene.ids).endswith("STOP")
 
 
+async def test_the_gateway_finds_stop_strings_for_engines_without_a_tokenizer(
+    scene: Scene, tokenizer: Tokenizer
+) -> None:
+    answer = "so it is. Observation: nothing else, although there is much more to say"
+    for engine in scene.engines:
+        engine.mind, engine.has_tokenizer, engine.pace_s = answer, False, 0.01
+    ids = tokenizer.encode(answer).ids
+    until = next(n for n in range(len(ids)) if "Observation:" in tokenizer.decode(ids[:n]))
+    for number in range(3):
+        last = await scene.hear(scene.ask(stop=["never said", "Observation:"], stream_interval=16))
+        assert (scene.ids, last.finish, last.matched) == (ids[:until], "stop", "Observation:"), number
+        assert [(span.start, span.end) for span in last.versions] == [(0, until)]
+    refused = [
+        request
+        for engine in scene.engines
+        for request in engine.requests
+        if "stop" in request["sampling_params"]
+    ]
+    assert len(refused) <= len(scene.engines), "each engine refuses once"
+    assert all(server.breaker.state == "closed" for server in scene.fleet.servers.values())
+
+
 async def test_a_pinned_answer_goes_on_only_with_its_version(scene: Scene) -> None:
     first, second = scene.first, scene.second
     first.version, second.version = "12", "13"

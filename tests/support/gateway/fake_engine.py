@@ -44,6 +44,8 @@ class FakeEngine:
     cached_tokens: int | None = 0
     spans: list[dict[str, Any]] | None = None
     cumulative: bool = False
+    has_tokenizer: bool = True
+    """If False, it refuses stop strings as SGLang does with `--skip-tokenizer-init`."""
     stop_after: int | None = None
     """After this many tokens the stream ends without its last event, as when an engine dies."""
     stall_after: int | None = None
@@ -83,6 +85,10 @@ class FakeEngine:
         self.requests.append(body)
         if self.refusals and (refusal := self.refusals.popleft()) is not None:
             return refusal
+        if not self.has_tokenizer and "stop" in body["sampling_params"]:
+            message = "stop is unavailable when skip_tokenizer_init=True"
+            error = {"error": {"message": message, "type": "BadRequestError", "code": 400}}
+            return PlainTextResponse(f"data: {json.dumps(error)}\n\n", media_type="text/event-stream")
         if self.raw is not None:
             raw, self.raw = self.raw, None
             return StreamingResponse(self._cut_off(raw), media_type="text/event-stream")

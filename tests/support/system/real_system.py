@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import openai
 
+from tests.support.serving import free_port
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
 
@@ -14,6 +15,31 @@ CLIENT_KEY, ADMIN_KEY = "system-client", "system-admin"
 
 
 ENGINE_PYTHON = Path(".venv-engine/bin/python")
+
+
+def system_settings(run_dir: Path, model: Path, **rollout_server: Any) -> StackSettings:
+    """The settings of a whole system on ports of its own, with more settings for its rollout server."""
+    return StackSettings(
+        run_dir=run_dir,
+        model_path=model,
+        redis_port=free_port(),
+        gateway_port=free_port(),
+        rollout_port=free_port(),
+        engine_port=free_port(),
+        trainer_port=free_port(),
+        engine_python=ENGINE_PYTHON,
+        client_keys=[CLIENT_KEY],
+        admin_keys=[ADMIN_KEY],
+        services={
+            "gateway": {"engine_wait_s": 300},
+            "rollout_server": {"max_running_requests": 16, "max_total_tokens": 32768, **rollout_server},
+            "trainer": {
+                "threads": 1,
+                "optimizer": {"lr": 1e-3},
+                "algorithm": {"min_live_rows": 4, "max_tokens": 4096},
+            },
+        },
+    )
 
 
 @dataclass

@@ -82,8 +82,11 @@ def test_a_list_reads_each_group_once(gateway: RunningGateway) -> None:
         stats: Any = gateway.redis.info("commandstats")
         return int(stats.get("cmdstat_smembers", {"calls": 0})["calls"])
 
-    before = group_reads()
-    rows = gateway.get(f"/sessions?limit={2 * size}").json()["data"]
-    assert group_reads() - before <= 2  # the list reads two pages: the sessions, and the end
+    reads = []
+    for _ in range(5):  # the gateway's poll reads groups, too, so the fewest reads are the list's own
+        before = group_reads()
+        rows = gateway.get(f"/sessions?limit={2 * size}").json()["data"]
+        reads.append(group_reads() - before)
+    assert min(reads) <= 2, reads  # the list reads two pages: the sessions, and the end
     assert [row["verdict"]["code"] for row in rows].count("group_incomplete") == 100
     assert [row["verdict"]["code"] for row in rows].count("open") == 100

@@ -31,7 +31,9 @@ from gateway.edge.exchange import Exchange
 from gateway.edge.request import BodyBudget
 from gateway.edge.retries import InFlightCalls
 from gateway.edge.token_count import TokenCount
+from gateway.errors import InvalidRequest
 from gateway.language.render import ChatRenderer
+from gateway.language.thinking import effort_of
 from gateway.metrics.metrics import Metrics
 from gateway.rest import heartbeat, listing, rewards, sessions
 from gateway.rest.admin import deployment, users
@@ -50,6 +52,11 @@ def create_app(settings: GatewaySettings) -> EdgeApp:
     renderer = ChatRenderer(
         settings.model_path, settings.renderer, settings.thinking, settings.context_length
     )
+    field = "gateway.reasoning_effort"
+    try:
+        renderer.thinking(effort_of(settings.reasoning_effort, field), field)
+    except InvalidRequest as error:
+        raise SystemExit(error.message) from error
     metrics = Metrics()
     calls = InFlightCalls(settings.retry_grace_s, settings.join_identical)
     answers = BackgroundAnswers(settings.max_background_answers, settings.max_background_answers_per_key)

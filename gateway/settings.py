@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollout_queue.contract.records import SamplingMode
+from rollout_queue.contract.records import ReasoningEffort, SamplingMode
 from rollout_queue.http.connections import ConnectionBounds
 from rollout_queue.redis.heads.cache import CACHE_BYTES
 from rollout_queue.settings import CommaSeparated, ServiceSettings
@@ -99,6 +99,8 @@ class GatewaySettings(ServiceSettings):
     thinking: Literal["auto", "template", "all"] = "auto"
     """Earlier reasoning in prompts. `template`: the chat template decides; `all`: kept, so turns extend;
     `auto`: `all` if the template has an option for that, else `template`."""
+    reasoning_effort: ReasoningEffort | None = None
+    """The effort of sessions that choose none; null leaves it to the chat template. `none`: no thinking."""
     context_length: int | None = None
     """Limit on tokens of prompt and answer together; default: the limit in the model's config."""
     sampling: SamplingSettings = SamplingSettings()

@@ -35,7 +35,7 @@ from gateway.dialects.wire import (
 )
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
-from gateway.language.constraint import constraint_of
+from gateway.language.constraint import constrainer
 from gateway.language.deltas import Delta
 from gateway.language.render import ChatRenderer, ToolCall
 from gateway.sessions.identity import Caller
@@ -89,7 +89,8 @@ def call_of(renderer: ChatRenderer, request: ChatRequest) -> Call:
     messages, begun = begun_of(request, conversation(request.messages))
     tools, choice, parallel = tools_of(request, renderer.family)
     form, form_param = form_of(request)
-    constraint = constraint_of(renderer, tools, choice, form, parallel, format_param=form_param)
+    constrain = constrainer(tools, choice, form, parallel, form_param)
+    constraint = constrain(renderer)
     if begun:
         refuse_constrained(constraint, "continue_final_message")
     return Call(
@@ -102,6 +103,7 @@ def call_of(renderer: ChatRenderer, request: ChatRequest) -> Call:
         stream=bool(request.stream),
         top_logprobs=request.top_logprobs or 0,
         structural_tag=constraint.structural_tag,
+        constrain=constrain if constraint.structural_tag else None,
         user=user_named(request.user),
     )
 

@@ -56,7 +56,7 @@ from gateway.dialects.wire import (
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
 from gateway.language.chat_messages import in_call_order
-from gateway.language.constraint import constraint_of
+from gateway.language.constraint import constrainer
 from gateway.language.deltas import Delta
 from gateway.language.render import ChatRenderer, ToolCall
 from gateway.sessions.identity import Caller
@@ -83,8 +83,15 @@ class Messages:
         """The call with its prompt only. Raises InvalidRequest, also for a wrongly signed thought."""
         read_thoughts(request, self._sign)
         messages, begun = split_begun(conversation(request), f"messages[{len(request.messages) - 1}]")
-        _, options = self._renderer.thinking(*thinking_of(request))
-        return Call(messages=in_call_order(messages), tools=tools_of(request), thinking=options, begun=begun)
+        thinking, param = thinking_of(request)
+        _, options = self._renderer.thinking(thinking, param)
+        return Call(
+            messages=in_call_order(messages),
+            tools=tools_of(request),
+            asked=thinking.asked,
+            thinking=options,
+            begun=begun,
+        )
 
     async def read(self, caller: Caller, body: bytes, heavy: bool) -> ParsedRequest:
         request = request_of(body)
@@ -126,9 +133,8 @@ def call_of(renderer: ChatRenderer, request: MessagesRequest, prompt: Call) -> C
     tools, choice = prompt.tools, choice_of(request.tool_choice)
     output_format, param = format_of(request)
     single = bool((request.tool_choice or {}).get("disable_parallel_tool_use"))
-    constraint = constraint_of(
-        renderer, tools, choice, output_format, parallel_tool_calls=not single, format_param=param
-    )
+    constrain = constrainer(tools, choice, output_format, not single, param)
+    constraint = constrain(renderer)
     if prompt.begun:
         refuse_constrained(constraint, "messages")
     return msgspec.structs.replace(
@@ -141,6 +147,7 @@ def call_of(renderer: ChatRenderer, request: MessagesRequest, prompt: Call) -> C
         stop=stop_strings(request.stop_sequences),
         stream=bool(request.stream),
         structural_tag=constraint.structural_tag,
+        constrain=constrain if constraint.structural_tag else None,
         user=user_in_metadata(request.metadata or {}),
     )
 

@@ -28,7 +28,7 @@ from gateway.dialects.wire import JsonObject, check_sampling, decode_body, encod
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
 from gateway.language.chat_messages import Message, in_call_order
-from gateway.language.constraint import constraint_of
+from gateway.language.constraint import constrainer
 from gateway.language.render import ChatRenderer
 from gateway.language.thinking import ThinkingWish, effort_of
 from gateway.sessions.identity import Caller
@@ -188,14 +188,9 @@ def call_of(
     thinking = thinking_of(request)
     renderer, options = renderer.thinking(thinking, EFFORT)
     tools = functions_of(request.tools)
-    constraint = constraint_of(
-        renderer,
-        tools,
-        request.tool_choice,
-        (request.text or {}).get("format"),
-        request.parallel_tool_calls,
-        format_param=FORMAT,
-    )
+    form = (request.text or {}).get("format")
+    constrain = constrainer(tools, request.tool_choice, form, request.parallel_tool_calls, FORMAT)
+    constraint = constrain(renderer)
     return Call(
         messages=in_call_order(messages),
         tools=None if request.tool_choice == "none" else tools,
@@ -204,5 +199,6 @@ def call_of(
         stream=bool(request.stream),
         top_logprobs=request.top_logprobs or 0,
         structural_tag=constraint.structural_tag,
+        constrain=constrain if constraint.structural_tag else None,
         user=user_named(request.user),
     )

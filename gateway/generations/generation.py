@@ -9,6 +9,7 @@ import msgspec
 from gateway.conversations.conversation import Prompt
 from gateway.engines.event_stream import OutputChunk
 from gateway.language.chat_messages import Message, Tool
+from gateway.language.constraint import Constrain
 from gateway.language.thinking import Options
 from gateway.metrics.calls import CallFigures
 from rollout_queue.contract.head import SessionHead
@@ -48,6 +49,8 @@ class Call(msgspec.Struct, frozen=True):
     top_logprobs: int = 0
     structural_tag: str | None = None
     """The grammar of the answer, as JSON; None if it is not constrained."""
+    constrain: Constrain | None = None
+    """Makes the grammar for a template with other options; None if the answer is not constrained."""
     prompt_ids: TokenIds | None = None
     """The prompt of a call without a chat template; `messages` are empty then."""
     user: str | None = None

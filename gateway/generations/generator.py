@@ -10,6 +10,8 @@ from functools import partial
 from time import perf_counter
 from typing import TypeVar
 
+import msgspec
+
 from gateway.conversations.conversation import Prompt, locate
 from gateway.conversations.raw import locate_raw
 from gateway.conversations.side_calls import side_call_of
@@ -22,11 +24,13 @@ from gateway.generations.recorder import Recorder
 from gateway.generations.sampling import decide, engine_parameters
 from gateway.language.begun_answer import beginning
 from gateway.language.render import UNREADABLE, ChatRenderer
+from gateway.language.thinking import effort_of
 from gateway.metrics.calls import CallFigures
 from gateway.metrics.prompt_time import PromptTime
 from gateway.settings import GatewaySettings
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
+from rollout_queue.contract.records import PastThoughts, ReasoningEffort
 
 T = TypeVar("T")
 ENCODERS = 2
@@ -46,6 +50,7 @@ class Generator:
         self._recorder = recorder
         self._template_ids_are_valid = renderer.tokenizer.vocabulary_size <= renderer.config.vocab_size
         self._train_constrained = settings.train_constrained
+        self._reasoning_effort = settings.reasoning_effort
         self._context_length = renderer.context_length
         self._encoders = ThreadPoolExecutor(ENCODERS, "encoder")
 
@@ -66,7 +71,8 @@ class Generator:
         """
         completion_id = f"{prefix}{new_id()}"
         generations: list[Generation] = []
-        for call in calls:
+        for asked in calls:
+            call = self._settled(asked, head.spec.reasoning_effort, head.spec.thinking)
             prompt = await self._rendered(partial(self._locate, head, call), heavy, client.figures)
             room = self._context_length - len(prompt.prompt_ids)
             side_call = side_call_of(call.messages, call.tools, call.asked.get("max_tokens"))
@@ -81,12 +87,31 @@ class Generator:
                 )
         return generations
 
+    def _settled(self, call: Call, effort: ReasoningEffort | None, thinking: PastThoughts | None) -> Call:
+        """The call with the effort of its session, unless it asks for one, and with the session's retention.
+
+        Raises InvalidRequest if the answer is constrained, and cannot be with these options.
+        """
+        if call.prompt_ids is not None or (effort is None and thinking is None):
+            return call
+        options = dict(call.thinking)
+        if "thinking" not in call.asked:
+            options |= self._renderer.thinking(effort_of(effort, "reasoning_effort"), "reasoning_effort")[1]
+        if thinking is not None:
+            options |= self._renderer.retention(thinking)
+        settled = tuple(sorted(options.items()))
+        if settled == call.thinking:
+            return call
+        tag = call.constrain and call.constrain(self._renderer.variant(settled)).structural_tag
+        return msgspec.structs.replace(call, thinking=settled, structural_tag=tag)
+
     async def count(self, call: Call, figures: CallFigures) -> int:
         """How many tokens the prompt of a call has, outside of any session.
 
         Raises InvalidRequest if it cannot be rendered, or has more tokens than twice the context.
         """
         self._renderer.refuse_too_long(call.messages)
+        call = self._settled(call, self._reasoning_effort, None)
         renderer, (messages, tools) = self._renderer.variant(call.thinking), (call.messages, call.tools)
         try:
             ids = await self._rendered(partial(renderer.render, messages, tools), True, figures)

@@ -8,7 +8,7 @@ without an alternative has 0.0. `sampling.used` of each turn names its constrain
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -69,6 +69,10 @@ class Constraint:
         return {"constraint": self.kind} if self.kind else {}
 
 
+Constrain = Callable[[ChatRenderer], Constraint]
+"""Makes the constraint of a call for a template with these options."""
+
+
 def constraint_of(
     renderer: ChatRenderer,
     tools: Sequence[Tool] | None,
@@ -115,6 +119,19 @@ def constraint_of(
     if content is not None:
         answers.append(content)
     return _constrained_to(kind, param, sequence([*_reasoning(renderer), GAP, either(answers)]))
+
+
+def constrainer(
+    tools: Sequence[Tool] | None,
+    tool_choice: str | Mapping[str, Any] | None,
+    response_format: Mapping[str, Any] | AnswerForm | None,
+    parallel_tool_calls: bool | None,
+    format_param: str,
+) -> Constrain:
+    """`constraint_of` with all arguments but the renderer."""
+    return lambda renderer: constraint_of(
+        renderer, tools, tool_choice, response_format, parallel_tool_calls, format_param=format_param
+    )
 
 
 def constraint_of_text(form: AnswerForm, param: str) -> Constraint:

@@ -106,6 +106,14 @@ def family_of(name: str, model_path: Path, model_type: str) -> Family:
     return FAMILIES[found]
 
 
+def retention_options(family: Family, current: Any, thinking: Thinking) -> dict[str, Any]:
+    """The options with which the configuration `current` treats earlier thoughts as `thinking` says."""
+    wanted = configuration(family, thinking)
+    if wanted is None:
+        return {}
+    return {name: value for name, value in wanted.model_dump().items() if getattr(current, name) != value}
+
+
 def configuration(family: Family, thinking: Thinking) -> Any:
     """The configuration for `renderers`: the template's own, or (`all`) one that keeps earlier reasoning.
 

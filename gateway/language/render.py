@@ -16,7 +16,7 @@ from renderers import ToolCallParseStatus, create_renderer
 
 from gateway.language.chat_messages import Message, MessageNormalizer, Tool, arguments_text, encodable
 from gateway.language.example_conversation import EXAMPLE_MESSAGES, EXAMPLE_TOOL
-from gateway.language.families import Thinking, configuration, family_of
+from gateway.language.families import Thinking, configuration, family_of, retention_options
 from gateway.language.thinking import Options, ThinkingWish, options_of
 from gateway.language.token_budget import at_most, text_chars, too_long
 from gateway.language.tokenizer import BareTokenizer
@@ -97,6 +97,10 @@ class ChatRenderer:
         """
         options = options_of(self.family.name, self._configuration, wish, param)
         return self.variant(options), options
+
+    def retention(self, thinking: Thinking) -> Options:
+        """The options with which prompts keep the earlier thoughts that `thinking` says."""
+        return tuple(sorted(retention_options(self.family, self._configuration, thinking).items()))
 
     def variant(self, options: Options) -> "ChatRenderer":
         """The renderer whose template has these options; this one if there are none."""

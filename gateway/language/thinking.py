@@ -9,14 +9,15 @@ from typing import Any, get_args
 import msgspec
 
 from gateway.errors import InvalidRequest
+from rollout_queue.contract.records import ReasoningEffort
 
-EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
-"""Levels of effort in rising order; `none` turns thinking off."""
+EFFORTS: tuple[str, ...] = tuple(effort for effort in get_args(ReasoningEffort) if effort != "none")
+"""Levels of effort in rising order."""
 NEVER_THINK = frozenset({"llama-3", "deepseek-v3", "kimi-k2", "qwen3-vl"})
 """Families whose models do not think, or whose template does not affect it."""
 SWITCHES = ("enable_thinking", "thinking")
 """The options that turn thinking on and off, by the templates' names for them."""
-Options = tuple[tuple[str, bool | str], ...]
+Options = tuple[tuple[str, bool | str | None], ...]
 """Options of a template, sorted by name."""
 
 

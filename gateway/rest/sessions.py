@@ -15,15 +15,21 @@ from pydantic import AfterValidator, Field, FiniteFloat
 from gateway.dialects.fields import check_metadata
 from gateway.errors import InvalidRequest
 from gateway.generations.pinning import version_in
+from gateway.language.thinking import effort_of
 from gateway.rest.access import client_of
 from gateway.rest.bodies import RestBody
 from gateway.rest.shapes import DeletedSession, NewGroup, NewSession, SessionShape
 from gateway.rest.views import session_view
 from gateway.sessions.identity import Caller
-from gateway.sessions.service import SessionService
 from gateway.wiring import GatewayParts
 from rollout_queue.contract.ids import new_id
-from rollout_queue.contract.records import SamplingMode, SamplingPolicy, SessionSpec
+from rollout_queue.contract.records import (
+    PastThoughts,
+    ReasoningEffort,
+    SamplingMode,
+    SamplingPolicy,
+    SessionSpec,
+)
 from rollout_queue.protocol.ids import Id
 
 router = APIRouter(tags=["sessions"])
@@ -58,6 +64,8 @@ class SessionBody(RestBody):
     metadata: Annotated[dict[str, Any], AfterValidator(_storable)] = {}
     lineage: str | None = Field(None, max_length=200)
     sampling: SamplingBody = SamplingBody()
+    reasoning_effort: ReasoningEffort | None = None
+    thinking: PastThoughts | None = None
 
 
 class GroupBody(SessionBody):
@@ -70,7 +78,7 @@ async def create_session(body: SessionBody, request: Request) -> Response:
     gateway, caller = client_of(request)
     if body.group_size is not None and body.group_id is None:
         raise InvalidRequest("group_size needs a group_id", param="group_size")
-    spec, created = await gateway.sessions.open(_spec_of(body, gateway.sessions, caller), caller)
+    spec, created = await gateway.sessions.open(_spec_of(body, gateway, caller), caller)
     return JSONResponse(_new_session(gateway, spec, request), 201 if created else 200)
 
 
@@ -84,7 +92,7 @@ async def create_group(body: GroupBody, request: Request) -> Response:
         raise InvalidRequest("group_size and size differ", param="group_size")
     group_id = body.group_id or f"g-{new_id()}"
     named = body.model_copy(update={"group_id": group_id, "group_size": body.size})
-    members = [_spec_of(named, gateway.sessions, caller) for _ in range(body.size)]
+    members = [_spec_of(named, gateway, caller) for _ in range(body.size)]
     await gateway.sessions.open_group(members)
     new_sessions = [_new_session(gateway, spec, request) for spec in members]
     return JSONResponse({"group_id": group_id, "sessions": new_sessions}, 201)
@@ -113,11 +121,12 @@ async def delete_session(session_id: str, request: Request) -> Response:
     return JSONResponse({"session_id": session_id, "deleted": deleted})
 
 
-def _spec_of(body: SessionBody, sessions: SessionService, caller: Caller) -> SessionSpec:
+def _spec_of(body: SessionBody, gateway: GatewayParts, caller: Caller) -> SessionSpec:
     """The session that a body asks for; the settings give the values that it leaves out."""
+    gateway.renderer.thinking(effort_of(body.reasoning_effort, "reasoning_effort"), "reasoning_effort")
     if body.policy is not None:
         version_in(body.policy, "policy")
-    spec = sessions.new_spec(caller, body.session_id)
+    spec = gateway.sessions.new_spec(caller, body.session_id)
     return msgspec.structs.replace(
         spec,
         task_id=body.task_id,
@@ -131,6 +140,8 @@ def _spec_of(body: SessionBody, sessions: SessionService, caller: Caller) -> Ses
         metadata=body.metadata,
         lineage=body.lineage,
         sampling=_sampling_of(body.sampling, spec.sampling),
+        reasoning_effort=body.reasoning_effort or spec.reasoning_effort,
+        thinking=body.thinking,
     )
 
 

@@ -5,7 +5,14 @@ from typing import Any, Literal
 from typing_extensions import TypedDict
 
 from rollout_queue.contract.head import SessionState
-from rollout_queue.contract.records import Finish, Relation, Status, VerdictCode
+from rollout_queue.contract.records import (
+    Finish,
+    PastThoughts,
+    ReasoningEffort,
+    Relation,
+    Status,
+    VerdictCode,
+)
 
 
 class NewSession(TypedDict):
@@ -116,6 +123,8 @@ class SessionFacts(TypedDict):
     task_id: str | None
     policy: str
     user: str | None
+    reasoning_effort: ReasoningEffort | None
+    thinking: PastThoughts | None
     reward: float | None
     rewards: list[RewardShape]
     created_at: float

@@ -65,6 +65,8 @@ def _session(head: SessionHead, caller: Caller, verdict: Verdict, model_name: st
         "task_id": spec.task_id,
         "policy": spec.policy or model_name,
         "user": spec.user,
+        "reasoning_effort": spec.reasoning_effort,
+        "thinking": spec.thinking,
         "reward": head.reward,
         "rewards": [reward_view(reward) for reward in head.rewards],
         "created_at": spec.created_at,

@@ -42,6 +42,7 @@ class SessionService:
     ) -> None:
         self._ttl_s = settings.session_ttl_s
         self._train_side_calls = settings.train_side_calls
+        self._reasoning_effort = settings.reasoning_effort
         self._writer = writer
         self._admission = admission
         self._identities = identities
@@ -65,6 +66,7 @@ class SessionService:
             ttl_s=self._ttl_s,
             train_side_calls=self._train_side_calls,
             sampling=self._sampling,
+            reasoning_effort=self._reasoning_effort,
             created_at=time.time(),
             inferred=inferred,
         )

@@ -20,6 +20,10 @@ Finish = Literal["stop", "length", "tool_calls", "abort"]
 Relation = Literal["root", "extends", "rerendered", "forks", "retry"]
 Status = Literal["completed", "truncated", "failed", "abandoned"]
 SamplingMode = Literal["enforce", "default", "allow"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""In rising order; `none` turns thinking off, and every other effort turns it on."""
+PastThoughts = Literal["template", "all"]
+"""Which earlier thoughts a prompt keeps: those that the chat template keeps, or all."""
 
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -217,6 +221,10 @@ class SessionSpec(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any] = {}
     lineage: str | None = None
     sampling: SamplingPolicy = SamplingPolicy()
+    reasoning_effort: ReasoningEffort | None = None
+    """The effort of calls that ask for none themselves; None leaves it to the chat template."""
+    thinking: PastThoughts | None = None
+    """None leaves it to the deployment."""
     created_at: float
     inferred: bool = False
 

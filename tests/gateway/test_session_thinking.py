@@ -1,0 +1,141 @@
+"""A session, or the deployment, chooses how much the model thinks, and which thoughts prompts keep."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.app import create_app
+from gateway.settings import GatewaySettings
+from tests.support.gateway.families_models import make_model
+from tests.support.gateway.running import Backends, RunningGateway
+
+CLOSED_THOUGHT = "</think>\n\n"
+"""The end of a prompt with which this template turns thinking off."""
+HI = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": HI},
+    "responses": {"input": "hi"},
+    "messages": {"messages": HI, "max_tokens": 99},
+}
+ON: dict[str, dict[str, Any]] = {
+    "chat/completions": {"reasoning_effort": "low"},
+    "responses": {"reasoning": {"effort": "low"}},
+    "messages": {"thinking": {"type": "enabled", "budget_tokens": 2048}},
+}
+CONSTRAINED: dict[str, dict[str, Any]] = {
+    "chat/completions": {"response_format": {"type": "json_object"}},
+    "responses": {"text": {"format": {"type": "json_object"}}},
+}
+
+
+def thinks(gateway: RunningGateway, session: dict[str, Any], path: str, body: dict[str, Any]) -> bool:
+    """Make a call of the session; return whether its prompt lets the model think."""
+    reply = gateway.post(f"/sessions/{session['session_id']}/v1/{path}", body)
+    assert reply.status_code == 200, reply.text
+    prompt = gateway.engine.requests[-1]["input_ids"]
+    return not gateway.engine.tokenizer.decode(prompt, skip_special_tokens=False).endswith(CLOSED_THOUGHT)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_sessions_effort_holds_for_calls_that_ask_for_none(gateway: RunningGateway, path: str) -> None:
+    session = gateway.session(reasoning_effort="none")
+    assert not thinks(gateway, session, path, BODIES[path])
+    assert thinks(gateway, session, path, BODIES[path] | ON[path]), "the call's own wish counts first"
+    assert thinks(gateway, gateway.session(), path, BODIES[path]), "without a choice the template decides"
+    first, second = gateway.turns(session)
+    assert first["sampling"]["used"]["thinking"] == {"enable_thinking": False}
+    assert "thinking" not in first["sampling"]["asked"]
+    assert second["sampling"]["used"]["thinking"] == {"enable_thinking": True}
+    assert gateway.get(f"/sessions/{session['session_id']}").json()["reasoning_effort"] == "none"
+
+
+def test_all_sessions_of_a_group_have_the_effort_that_it_was_opened_with(gateway: RunningGateway) -> None:
+    group = gateway.post("/groups", {"size": 2, "reasoning_effort": "none"}).json()
+    for session in group["sessions"]:
+        assert not thinks(gateway, session, "chat/completions", BODIES["chat/completions"])
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_deployments_effort_holds_for_sessions_that_choose_none(backends: Backends, path: str) -> None:
+    backends.clear(None)
+    with backends.gateway(reasoning_effort="none") as gateway:
+        assert not thinks(gateway, gateway.session(), path, BODIES[path])
+        assert thinks(gateway, gateway.session(reasoning_effort="high"), path, BODIES[path])
+        reply = gateway.post(f"/v1/{path}", BODIES[path])
+        (turn,) = gateway.turns({"session_id": reply.headers["x-weir-session-id"]})
+        assert turn["sampling"]["used"]["thinking"] == {"enable_thinking": False}
+        if path == "messages":
+            count = gateway.post("/v1/messages/count_tokens", {"messages": HI}).json()["input_tokens"]
+            assert count == reply.json()["usage"]["input_tokens"]
+
+
+@pytest.mark.parametrize("path", CONSTRAINED)
+def test_a_grammar_fits_the_effort_of_the_session(gateway: RunningGateway, path: str) -> None:
+    def grammar(session: dict[str, Any], **more: Any) -> str:
+        assert not thinks(gateway, session, path, BODIES[path] | CONSTRAINED[path] | more)
+        return str(gateway.engine.requests[-1]["sampling_params"]["structural_tag"])
+
+    off = {"reasoning_effort": "none"} if path == "chat/completions" else {"reasoning": {"effort": "none"}}
+    by_session = grammar(gateway.session(reasoning_effort="none"))
+    assert by_session == grammar(gateway.session(), **off)
+    assert thinks(gateway, gateway.session(), path, BODIES[path] | CONSTRAINED[path])
+    assert by_session != gateway.engine.requests[-1]["sampling_params"]["structural_tag"]
+
+
+@pytest.mark.parametrize(
+    ("thinking", "later"), [("template", "rerendered"), ("all", "extends"), (None, "rerendered")]
+)
+def test_a_session_chooses_which_earlier_thoughts_its_prompts_keep(
+    gateway: RunningGateway, thinking: str | None, later: str
+) -> None:
+    session = gateway.session(thinking=thinking)
+    gateway.engine.mind = "<think>\nwherefore\n</think>\n\nfine"
+    messages: list[Any] = []
+    for _ in range(3):
+        messages += HI
+        reply = gateway.post(f"/sessions/{session['session_id']}/v1/chat/completions", {"messages": messages})
+        said = reply.json()["choices"][0]["message"]
+        assert said["reasoning_content"] == "wherefore"
+        messages.append({name: said[name] for name in ("role", "content")})
+    turns = gateway.turns(session)
+    assert [turn["relation"] for turn in turns] == ["root", later, later]
+    prompt = gateway.engine.tokenizer.decode(gateway.engine.requests[-1]["input_ids"])
+    assert prompt.count("wherefore") == (2 if thinking == "all" else 0)
+    kept = {turn["sampling"]["used"].get("thinking", {}).get("thinking_retention") for turn in turns}
+    assert kept == {"all" if thinking == "all" else None}
+    assert gateway.get(f"/sessions/{session['session_id']}").json()["thinking"] == thinking
+
+
+def test_a_session_may_keep_the_templates_way_where_the_deployment_keeps_all(backends: Backends) -> None:
+    backends.clear(None)
+    with backends.gateway(thinking="all") as gateway:
+        test_a_session_chooses_which_earlier_thoughts_its_prompts_keep(gateway, "template", "rerendered")
+
+
+def test_no_think_in_a_users_text_stays_text(gateway: RunningGateway) -> None:
+    session = gateway.session(reasoning_effort="high")
+    said = "do it /no_think"
+    assert thinks(gateway, session, "chat/completions", {"messages": [{"role": "user", "content": said}]})
+    assert said in gateway.engine.tokenizer.decode(gateway.engine.requests[-1]["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [({"reasoning_effort": "much"}, "reasoning_effort"), ({"thinking": "some"}, "thinking")],
+)
+def test_an_unknown_choice_is_refused_by_name(gateway: RunningGateway, body: Any, param: str) -> None:
+    for path, more in (("/sessions", {}), ("/groups", {"size": 2})):
+        reply = gateway.post(path, body | more)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+def test_a_model_that_always_thinks_refuses_to_be_turned_off(backends: Backends, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "minimax-m2")
+    backends.clear(None)
+    with backends.gateway(model_path=model, renderer="minimax-m2") as gateway:
+        for path, more in (("/sessions", {}), ("/groups", {"size": 2})):
+            reply = gateway.post(path, {"reasoning_effort": "none", **more})
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "reasoning_effort")
+    with pytest.raises(SystemExit, match=r"gateway\.reasoning_effort: the thinking of this model cannot be"):
+        create_app(GatewaySettings(model_path=model, renderer="minimax-m2", reasoning_effort="none"))

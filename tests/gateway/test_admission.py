@@ -190,7 +190,7 @@ def test_the_open_sessions_of_a_deployment_are_limited(limited: Any) -> None:
 
 def test_a_session_that_expires_gives_its_place_back(limited: Any) -> None:
     with limited(open_sessions=1) as gateway:
-        gateway.session(ttl_s=0.2)
+        gateway.session(ttl_s=5)
         refusal(gateway.post("/sessions"))
         wait_until(lambda: gateway.post("/sessions").status_code == 201)
 

@@ -52,6 +52,8 @@ SESSION = pa.struct(
         ("metadata", pa.string()),
         ("lineage", pa.string()),
         ("sampling", SAMPLING),
+        ("reasoning_effort", pa.string()),
+        ("thinking", pa.string()),
         ("created_at", pa.float64()),
         ("turn_count", pa.int64()),
         ("outcome", OUTCOME),

@@ -48,6 +48,8 @@ def test_a_sessions_effort_holds_for_calls_that_ask_for_none(gateway: RunningGat
     assert "thinking" not in first["sampling"]["asked"]
     assert second["sampling"]["used"]["thinking"] == {"enable_thinking": True}
     assert gateway.get(f"/sessions/{session['session_id']}").json()["reasoning_effort"] == "none"
+    exported = gateway.get("/admin/export", key="admin-key").text
+    assert '"reasoning_effort":"none","thinking":null' in exported
 
 
 def test_all_sessions_of_a_group_have_the_effort_that_it_was_opened_with(gateway: RunningGateway) -> None:

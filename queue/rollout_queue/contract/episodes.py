@@ -64,6 +64,8 @@ _SPEC_FIELDS = (
     "metadata",
     "lineage",
     "sampling",
+    "reasoning_effort",
+    "thinking",
     "created_at",
 )
 _OUTCOME_FIELDS = ("status", "reason", "created_at")

@@ -10,7 +10,17 @@ from typing import Any
 import msgspec
 
 from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
-from rollout_queue.contract.records import Finish, Relation, Sampling, SamplingPolicy, Span, Status, Verdict
+from rollout_queue.contract.records import (
+    Finish,
+    PastThoughts,
+    ReasoningEffort,
+    Relation,
+    Sampling,
+    SamplingPolicy,
+    Span,
+    Status,
+    Verdict,
+)
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.contract.verdicts import DELETED
 
@@ -49,6 +59,8 @@ class SessionPart(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any] = {}
     lineage: str | None = None
     sampling: SamplingPolicy = SamplingPolicy()
+    reasoning_effort: ReasoningEffort | None = None
+    thinking: PastThoughts | None = None
     created_at: float
     turn_count: int
     outcome: OutcomePart | None = None

@@ -95,7 +95,8 @@ class GatewaySettings(ServiceSettings):
     strict_models: bool = False
     """Refuse model names other than `model_name`; if false, the policy answers under every name."""
     renderer: str = "auto"
-    """Chat-template family, by its name in the library `renderers`; auto: from the model's name or type."""
+    """Chat-template family, by its name in the library `renderers`, or own-template: the one beside the
+    model's tokenizer. auto: from the model's name or type, and its own template for an unknown type."""
     thinking: Literal["auto", "template", "all"] = "auto"
     """Earlier reasoning in prompts. `template`: the chat template decides; `all`: kept, so turns extend;
     `auto`: `all` if the template has an option for that, else `template`."""

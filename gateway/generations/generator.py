@@ -127,10 +127,11 @@ class Generator:
         """Render a prompt, and count the time.
 
         Prompts of `heavy` requests are rendered in a few threads, so that few take memory at the same time.
+        So are all prompts of a model's own template, which may take long.
         """
         time_of = PromptTime(self._renderer.tokenizer.spent)
         try:
-            if heavy:
+            if heavy or self._renderer.stability is not None:
                 run = partial(time_of.run, work)
                 return await asyncio.get_running_loop().run_in_executor(self._encoders, run)
             return time_of.run(work)

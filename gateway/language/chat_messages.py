@@ -7,6 +7,7 @@ system after the first place   ──▶ user, if the template refuses it
 a tool's result without a call ──▶ user, if the template refuses it
 arguments as an object's JSON  ──▶ with the spaces that templates write, because clients drop them
 arguments that are no object   ──▶ {"arguments": "their text"}, if the template would drop them
+ids of calls                   ──▶ nine characters, if the template refuses others
 several calls in one message   ──▶ one message each, if the template accepts only one call and no text
 a conversation without a user  ──▶ begins with an empty user message, if the template requires one
 content as a list of parts     ──▶ the text of the parts; parts without text are dropped
@@ -15,6 +16,7 @@ content null                   ──▶ ""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 import msgspec
@@ -25,6 +27,7 @@ Message = dict[str, Any]
 Tool = dict[str, Any]
 
 ROLES = {"developer": "system", "function": "tool", "ipython": "tool"}
+ID_LENGTH = 9
 UNTRUSTED = frozenset({"user", "tool"})
 """Roles whose text is not trusted, so all control tokens in it are escaped."""
 
@@ -108,7 +111,7 @@ class MessageNormalizer:
             if role == "tool":
                 normalized.append(self._result(message, calls))
                 continue
-            if role != "system" or (position and not self._family.late_system):
+            if role != "system" or not (self._family.late_system if position else self._family.system):
                 role = "user"
             calls = []
             normalized.append(self._text_message(role, message))
@@ -127,7 +130,7 @@ class MessageNormalizer:
         result = self._text_message("tool", message)
         call_id = message.get("tool_call_id")
         if isinstance(call_id, str):
-            result["tool_call_id"] = self._escape(call_id)
+            result["tool_call_id"] = self._escape(self._call_id(call_id))
         if self._family.named_results and "name" not in result:
             named = [call for call in calls if call.get("id") == call_id] or list(calls)
             result["name"] = named[0]["function"]["name"] if named else "tool"
@@ -157,8 +160,13 @@ class MessageNormalizer:
             "function": {"name": self._escape_answer(call["function"]["name"]), "arguments": arguments}
         }
         if "id" in call:
-            made["id"] = self._escape(call["id"])
+            made["id"] = self._escape(self._call_id(call["id"]))
         return made
+
+    def _call_id(self, call_id: str) -> str:
+        if not self._family.nine_character_ids or (len(call_id) == ID_LENGTH and call_id.isalnum()):
+            return call_id
+        return sha256(call_id.encode(errors="backslashreplace")).hexdigest()[:ID_LENGTH]
 
 
 def _open_calls(before: Sequence[Message]) -> list[Message]:

@@ -102,7 +102,7 @@ def constraint_of(
         kind, content = "tool_choice", None
     elif not kind and single and callable_tools:
         kind = "parallel_tool_calls"
-    if not kind or (kind == "parallel_tool_calls" and renderer.family.name not in SYNTAX_OF_FAMILY):
+    if not kind or (kind == "parallel_tool_calls" and renderer.family.syntax not in SYNTAX_OF_FAMILY):
         return (
             Constraint()
         )  # one call at a time is best effort: no error if the family's grammar is not known
@@ -220,7 +220,7 @@ def _form_of(response_format: Mapping[str, Any] | None, param: str) -> AnswerFor
 
 
 def _syntax_of(renderer: ChatRenderer, param: str) -> CallSyntax:
-    syntax = SYNTAX_OF_FAMILY.get(renderer.family.name)
+    syntax = SYNTAX_OF_FAMILY.get(renderer.family.syntax or "")
     if syntax is None:
         message = f"{param}: answers of the model family {renderer.family.name!r} cannot be constrained"
         raise InvalidRequest(message, param=param)

@@ -1,6 +1,7 @@
 """Finds the family of a model: its chat template, which other models share, and what the template accepts.
 
 config.json, or the name in the settings ──▶ Family ──▶ configuration of the library `renderers`
+                                             none ──▶ the model's own template
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ FAMILY_OF_MODEL_TYPE = {
     "minimax_m2": "minimax-m2",
     "glm_moe_dsa": "glm-5",
 }
-"""Model types with one template. `deepseek_v3` and `glm4_moe` have several: the settings must name one."""
+"""Model types with one template. `deepseek_v3` and `glm4_moe` have several: the settings may name one."""
 
 KEEPS_THINKING: dict[str, dict[str, bool]] = {
     "qwen3.6": {"preserve_thinking": True},
@@ -49,11 +50,17 @@ DROPS_THINKING = frozenset({"gpt-oss"})
 """Families whose option is the library's: the model's own template always drops earlier reasoning."""
 
 
+OWN_TEMPLATE = "own-template"
+"""The name of a family that the library does not have: the template lies beside the model's tokenizer."""
+
+
 @dataclass(frozen=True)
 class Family:
     """A chat template, by its name in the library `renderers`, and what it accepts."""
 
     name: str
+    system: bool = True
+    """The template renders a system message at the first position."""
     late_system: bool = True
     """The template renders a system message also after the first position."""
     opening_user: Literal["never", "always", "with_tools"] = "never"
@@ -68,6 +75,21 @@ class Family:
     """The template renders a tool's result that answers no call."""
     named_results: bool = False
     """The template needs the tool's name in each result; OpenAI's API does not have it there."""
+    nine_character_ids: bool = False
+    """The template refuses ids of calls that do not have nine characters."""
+    tools: bool = True
+    """The template writes tools, calls and results."""
+    calls: str | None = None
+    """Of an own template: the family whose calls it writes; None if no parser of the library reads them."""
+    switch: str | None = None
+    """Of an own template: its option that turns thinking on and off."""
+    thinks: bool = True
+    """Of an own template: it has thoughts."""
+
+    @property
+    def syntax(self) -> str | None:
+        """The family in whose syntax the template writes calls."""
+        return self.calls if self.name == OWN_TEMPLATE else self.name
 
 
 FAMILIES = {
@@ -93,16 +115,19 @@ FAMILIES = {
 def family_of(name: str, model_path: Path, model_type: str) -> Family:
     """The family of a name; for `auto`, of the model's directory name, else of the type in its config.json.
 
-    Raises SystemExit for an unknown name, and for a model whose family is not known.
+    A model whose family is not known has its own template. Raises SystemExit for an unknown name.
     """
     if name == "auto":
         by_model = {model.rpartition("/")[2]: family for model, family in MODEL_RENDERER_MAP.items()}
         found = by_model.get(model_path.name) or FAMILY_OF_MODEL_TYPE.get(model_type)
     else:
         found = name
+    if found is None or found == OWN_TEMPLATE or (name == "auto" and found not in FAMILIES):
+        return Family(OWN_TEMPLATE)
     if found not in FAMILIES:
-        unknown = f"no chat renderer is known for model type {model_type!r}" if found is None else repr(name)
-        raise SystemExit(f"{unknown}: set gateway.renderer to one of {', '.join(sorted(FAMILIES))}")
+        raise SystemExit(
+            f"{name!r}: set gateway.renderer to one of {', '.join(sorted((*FAMILIES, OWN_TEMPLATE)))}"
+        )
     return FAMILIES[found]
 
 

@@ -5,22 +5,37 @@ parent's ids + new messages ──bridge──▶ ids that the messages add    e
 output ids ──parse──▶ content, reasoning, tool calls
 """
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from renderers import ToolCallParseStatus, create_renderer
 
+from gateway.errors import InvalidRequest
 from gateway.language.chat_messages import Message, MessageNormalizer, Tool, arguments_text, encodable
 from gateway.language.example_conversation import EXAMPLE_MESSAGES, EXAMPLE_TOOL
-from gateway.language.families import Thinking, configuration, family_of, retention_options
+from gateway.language.families import (
+    OWN_TEMPLATE,
+    Family,
+    Thinking,
+    configuration,
+    family_of,
+    retention_options,
+)
+from gateway.language.own.probe import Probe, Stability, template_renderer
+from gateway.language.own.renderer import TemplateRenderer, refuse_tools
+from gateway.language.own.template import TemplateRefusal, TemplateTokenizer, own_template
 from gateway.language.thinking import Options, ThinkingWish, options_of
 from gateway.language.token_budget import at_most, text_chars, too_long
 from gateway.language.tokenizer import BareTokenizer
 from rollout_queue.contract.tokens import TokenIds
+
+logger = logging.getLogger(__name__)
 
 PROMPT_TAIL = 128
 """How many tokens of a prompt's end the library gets: they tell if the answer begins inside reasoning."""
@@ -71,21 +86,38 @@ class ChatRenderer:
         self.context_length = context_length or self.config.max_position_embeddings
         """Limit on tokens of prompt and answer together."""
         eos = self.config.eos_token_id
-        self.tokenizer = BareTokenizer(model_path, eos[0] if isinstance(eos, list) else eos)
+        eos_ids = frozenset(eos if isinstance(eos, list) else () if eos is None else (eos,))
+        first_eos = eos[0] if isinstance(eos, list) else eos
         self.family = family_of(family, model_path, self.config.model_type)
-        self._configuration = configuration(self.family, thinking)
+        self._keeps_thoughts = thinking == "all"
         self._made_on = self.today()
         self._variants: dict[Options, ChatRenderer] = {}
         """The renderers for calls that set the template's options. Templates have few options."""
-        try:
-            self.template = create_renderer(self.tokenizer, self._configuration)
-        except AssertionError as error:  # the tokenizer lacks a control token
-            raise SystemExit(
-                f"gateway.renderer {self.family.name!r} does not fit the model: {error}"
-            ) from error
+        self.stability: Stability | None = None
+        """What is known of the model's own template; None if the library has its family."""
+        self.tokenizer: BareTokenizer
+        self.template: Any
+        if self.family.name != OWN_TEMPLATE:
+            self.tokenizer = BareTokenizer(model_path, first_eos)
+            self._configuration = configuration(self.family, thinking)
+            try:
+                self.template = create_renderer(self.tokenizer, self._configuration)
+            except AssertionError as error:  # the tokenizer lacks a control token
+                if family != "auto":
+                    raise SystemExit(
+                        f"gateway.renderer {family!r} does not fit the model: {error}"
+                    ) from error
+                self.family = Family(OWN_TEMPLATE)
+        if self.family.name == OWN_TEMPLATE:
+            own = TemplateTokenizer(model_path, first_eos, own_template(model_path))
+            self.template, self.family, self.stability = template_renderer(own, eos_ids)
+            self.tokenizer, self._configuration = own, self.template.config
+            written: Iterable[int] = Probe(self.template).written()
+            logger.info("%s", self.description)
+        else:
+            example = MessageNormalizer(self.family, str, str).conversation(EXAMPLE_MESSAGES, [EXAMPLE_TOOL])
+            written = self.template.render_ids(example, tools=[EXAMPLE_TOOL], add_generation_prompt=True)
         self.stop_ids: list[int] = self.template.get_stop_token_ids()
-        example = MessageNormalizer(self.family, str, str).conversation(EXAMPLE_MESSAGES, [EXAMPLE_TOOL])
-        written = self.template.render_ids(example, tools=[EXAMPLE_TOOL], add_generation_prompt=True)
         self.normalizer = MessageNormalizer(
             self.family, self.tokenizer.control(written).cut, self.tokenizer.frame(self.stop_ids).cut
         )
@@ -95,7 +127,7 @@ class ChatRenderer:
 
         Raises InvalidRequest for a wish that the model cannot fulfil.
         """
-        options = options_of(self.family.name, self._configuration, wish, param)
+        options = options_of(self.family, self._configuration, wish, param)
         return self.variant(options), options
 
     def retention(self, thinking: Thinking) -> Options:
@@ -109,7 +141,7 @@ class ChatRenderer:
         if options not in self._variants:
             made = copy(self)
             made._configuration = self._configuration.model_copy(update=dict(options))
-            made.template = create_renderer(self.tokenizer, made._configuration)
+            made.template = made._made_template()
             made._made_on = self.today()
             self._variants[options] = made
         return self._variants[options]
@@ -125,19 +157,26 @@ class ChatRenderer:
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> TokenIds:
         """The prompt of a whole conversation, up to where the assistant's answer begins."""
         if (today := self.today()) != self._made_on:  # the library reads the date when it makes a renderer
-            self.template = create_renderer(self.tokenizer, self._configuration)
+            self.template = self._made_template()
             self._made_on = today
-        normalized = self.normalizer.conversation(messages, tools)
-        with self.bounded():
-            return TokenIds(
-                self.template.render_ids(normalized, tools=_listed(tools), add_generation_prompt=True)
-            )
+        return self._rendered(messages, tools, ask=True)
 
     def render_answered(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> TokenIds:
         """The ids of a conversation that ends with an answer."""
+        return self._rendered(messages, tools, ask=False)
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool] | None, *, ask: bool) -> TokenIds:
+        if not self.family.tools:
+            refuse_tools(messages, tools)
         normalized = self.normalizer.conversation(messages, tools)
-        with self.bounded():
-            return TokenIds(self.template.render_ids(normalized, tools=_listed(tools)))
+        try:
+            with self.bounded():
+                return TokenIds(
+                    self.template.render_ids(normalized, tools=_listed(tools), add_generation_prompt=ask)
+                )
+        except TemplateRefusal as error:
+            message = f"messages: the model's chat template does not render them: {error}"
+            raise InvalidRequest(message, param="messages") from error
 
     def bounded(self, param: str = "messages") -> AbstractContextManager[None]:
         """A block that encodes one prompt, and raises InvalidRequest if it has far too many tokens."""
@@ -165,6 +204,8 @@ class ChatRenderer:
         Returns None if the template would render the earlier conversation differently, or cannot render the
         messages. Only the end of `prompt_ids` is used.
         """
+        if self.stability is not None:
+            return self._bridged(self.stability, prompt_ids, output_ids, new_messages, tools, before)
         normalized = self.normalizer.continuation(new_messages, before)
         prompt, output = prompt_ids[-PROMPT_TAIL:].tolist(), output_ids.tolist()
         try:
@@ -176,6 +217,49 @@ class ChatRenderer:
         if bridged is None or bridged.token_ids[: len(known)] != known:
             return None
         return TokenIds(bridged.token_ids[len(known) :])
+
+    def _bridged(
+        self,
+        stability: Stability,
+        prompt_ids: TokenIds,
+        output_ids: TokenIds,
+        new: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        before: Sequence[Message],
+    ) -> TokenIds | None:
+        """What `bridge` returns, by the model's own template: it renders the whole conversation as text."""
+        if not before or not stability.bridges(bool(tools)):
+            return None
+        thought = self.family.thinks and self.parse(output_ids, tools, "", prompt_ids=prompt_ids).reasoning
+        if not self._keeps_thoughts and stability.drops(new, bool(thought)):
+            return None
+        earlier = self.normalizer.conversation(before, tools)
+        later = self.normalizer.continuation(new, before)
+        last_id = output_ids[-1] if len(output_ids) else None
+        try:
+            with self.bounded():
+                added = self.template.added(earlier, last_id, later, tools)
+        except (TemplateRefusal, *UNREADABLE):
+            return None
+        return None if added is None else TokenIds(added)
+
+    @property
+    def description(self) -> str:
+        """How the gateway writes prompts and reads answers, in a sentence for operators."""
+        if self.stability is None:
+            return f"the chat template is that of the family {self.family.name}"
+        if not self.family.tools:
+            calls = "it writes no tools, so calls with tools are refused"
+        elif self.family.calls is None:
+            calls = "no parser reads its tool calls, so they stay text in the answer"
+        else:
+            calls = f"its tool calls are read like those of {self.family.calls}"
+        return f"the chat template is the model's own: {self.stability}; {calls}"
+
+    def _made_template(self) -> Any:
+        if isinstance(self.tokenizer, TemplateTokenizer):
+            return TemplateRenderer(self.tokenizer, self._configuration, frozenset(self.stop_ids))
+        return create_renderer(self.tokenizer, self._configuration)
 
     def parse(
         self,

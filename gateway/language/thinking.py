@@ -10,6 +10,7 @@ import msgspec
 
 from gateway.errors import InvalidRequest
 from rollout_queue.contract.records import ReasoningEffort
+from gateway.language.families import OWN_TEMPLATE, Family
 
 EFFORTS: tuple[str, ...] = tuple(effort for effort in get_args(ReasoningEffort) if effort != "none")
 """Levels of effort in rising order."""
@@ -49,7 +50,7 @@ def effort_of(effort: Any, param: str) -> ThinkingWish:
     return ThinkingWish(on=True, effort=str(effort))
 
 
-def options_of(family: str, configuration: Any, wish: ThinkingWish, param: str) -> Options:
+def options_of(family: Family, configuration: Any, wish: ThinkingWish, param: str) -> Options:
     """The options of the family's template that fulfil the wish.
 
     An effort without a level of its own gets the nearest level; without levels it only turns thinking on. A
@@ -58,12 +59,15 @@ def options_of(family: str, configuration: Any, wish: ThinkingWish, param: str) 
     """
     if wish.on is None:
         return ()
-    levels = _levels(family, configuration)
-    switch = None if family in NEVER_THINK else _switch(configuration)
+    levels = _levels(family.name, configuration)
+    never = family.name in NEVER_THINK or not family.thinks
+    switch = None if never else _switch(configuration)
+    if family.name == OWN_TEMPLATE:
+        switch = family.switch
     options: dict[str, bool | str] = {}
     if switch is not None:
         options[switch] = wish.on
-    elif family in NEVER_THINK:
+    elif never:
         if wish.on and wish.effort is None and wish.budget is None:
             raise InvalidRequest(f"{param}: this model does not think", param=param)
         return ()

@@ -53,6 +53,7 @@ class BareTokenizer:
         self.added_ids = frozenset(self._added)
         """Ids that were added to the vocabulary: control tokens such as `<|im_end|>` and `<tool_call>`, in
         some tokenizers also ordinary text."""
+        self.special_ids = frozenset(token_id for token_id, token in self._added.items() if token.special)
         self._cuts_at_words = self._may_cut_at_words()
         self.max_token_bytes = self._max_token_bytes()
         """No token stands for more bytes of text than this; infinite if that is not known."""

@@ -19,6 +19,7 @@ from gateway.language.tokenizer import BareTokenizer
 from rollout_queue.contract.tokens import TokenIds
 from tests.support.gateway.examples import TEXTS
 from tests.support.gateway.families_models import make_model
+from tests.support.gateway.own_templates import THOUGHTFUL
 from tests.support.hypothesis_profiles import examples
 
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
@@ -72,6 +73,7 @@ SAYINGS: dict[str, tuple[str, ...]] = {
     ),
     "laguna-xs.2": (THOUGHT, GLM),
     "laguna-xs-2.1": (THOUGHT, GLM),
+    "own-template": (THOUGHT, HERMES),
     "gpt-oss": (
         "<|start|>assistant<|channel|>analysis<|message|>hm <|end|>",
         "<|start|>assistant<|channel|>final<|message|>Hi ",
@@ -127,6 +129,8 @@ def family(
     directory = tmp_path_factory.mktemp("family") / "model"
     if request.param == "gpt-oss":
         return request.param, harmony(directory)
+    if request.param == "own-template":
+        return request.param, ChatRenderer(THOUGHTFUL.make(directory))
     return request.param, ChatRenderer(make_model(directory, request.param), request.param)
 
 

@@ -72,6 +72,7 @@ async def status(request: Request) -> SystemStatus:
         trainer=report,
         queue=queue,
         slowest_parts=_slowest_parts(gateway),
+        renderer=gateway.renderer.description,
         warnings=tuple(warnings),
     )
 

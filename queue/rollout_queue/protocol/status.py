@@ -87,4 +87,6 @@ class SystemStatus(PolicyStatus):
     queue: QueueReport
     slowest_parts: tuple[SlowPart, ...] = ()
     """The five parts that took most seconds since this gateway started, the slowest first."""
+    renderer: str = ""
+    """Whose chat template this gateway renders, and what it found out about it."""
     warnings: tuple[str, ...]

@@ -29,7 +29,7 @@ class Dead(Exception):
 
 @dataclass(eq=False)
 class FakeEngine:
-    """Answers with scripted text or ids, followed by `<|im_end|>`, and keeps each request.
+    """Answers with scripted text or ids, followed by `end`, and keeps each request.
 
     When the prompt already ends with the beginning of the answer, it sends the rest, as a greedy model would.
     """
@@ -53,6 +53,8 @@ class FakeEngine:
     stalled: bool = False
     interruptions: deque["Interruption | None"] = field(default_factory=deque)
     """How each of the next answers ends early; one entry for each request."""
+    end: str = "<|im_end|>"
+    """The token that ends every answer."""
     mind: str | list[int] = "hello"
     """The answer once the script is used up."""
     pace_s: float = 0.0
@@ -94,7 +96,7 @@ class FakeEngine:
             return StreamingResponse(self._cut_off(raw), media_type="text/event-stream")
         answer = self.script.popleft() if self.script else self.mind
         ids = self.tokenizer.encode(answer).ids if isinstance(answer, str) else list(answer)
-        ids += self.tokenizer.encode("<|im_end|>").ids
+        ids += self.tokenizer.encode(self.end).ids
         said = said_already(body["input_ids"], ids)
         interruption = self.interruptions.popleft() if self.interruptions else None
         events = self._events(body, ids[said:], said, interruption)

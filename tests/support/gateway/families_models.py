@@ -105,16 +105,22 @@ are not special."""
 
 def make_model(directory: Path, family: str, *, ordinary: tuple[str, ...] = ()) -> Path:
     """Write config.json and tokenizer.json of a model of `family`. Each `ordinary` text is a token, too."""
+    control = CONTROL_TOKENS[family]
+    added = [AddedToken(token, special=token in FRAME) for token in control]
+    return write_model(directory, added + [AddedToken(text, special=False) for text in ordinary], control[1])
+
+
+def write_model(directory: Path, added: list[AddedToken], end: str) -> Path:
+    """Write config.json and tokenizer.json of a model with these tokens, whose answers end with `end`."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_str(_ordinary())
-    tokenizer.add_tokens([AddedToken(token, special=token in FRAME) for token in CONTROL_TOKENS[family]])
-    tokenizer.add_tokens([AddedToken(text, special=False) for text in ordinary])
+    tokenizer.add_tokens(added)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
         "model_type": "stand-in",
         "vocab_size": tokenizer.get_vocab_size(),
         "max_position_embeddings": 32768,
-        "eos_token_id": tokenizer.token_to_id(CONTROL_TOKENS[family][1]),
+        "eos_token_id": tokenizer.token_to_id(end),
     }
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return directory

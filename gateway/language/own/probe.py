@@ -1,0 +1,223 @@
+"""Finds out what a model's own chat template accepts and writes, by rendering example conversations."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from renderers import DefaultRendererConfig
+from renderers.parsers import TOOL_PARSERS
+
+from gateway.language.chat_messages import Message, Tool
+from gateway.language.example_conversation import EXAMPLE_TOOL
+from gateway.language.families import OWN_TEMPLATE, Family
+from gateway.language.own.renderer import TemplateRenderer
+from gateway.language.own.template import FAULTS, TemplateRefusal, TemplateTokenizer
+from gateway.language.thinking import SWITCHES
+
+SYSTEM: Message = {"role": "system", "content": "systemtext"}
+USER: Message = {"role": "user", "content": "usertext"}
+NEXT: Message = {"role": "user", "content": "nexttext"}
+SAID: Message = {"role": "assistant", "content": "saidtext"}
+THOUGHT: Message = {**SAID, "reasoning_content": "thoughttext"}
+PLAIN, WITH_TOOLS = "chat", "tools"
+NINE, LONGER = "callnine9", "call_longer_than_nine"
+"""Some templates refuse a call's id that does not have nine characters."""
+
+
+@dataclass(frozen=True)
+class Stability:
+    """Which conversations the template only extends when they grow."""
+
+    kinds: frozenset[str]
+    keeps_thoughts: bool
+    """The template writes the thought of an answer, and keeps it when a tool's result follows."""
+    keeps_past_thoughts: bool
+    """It also keeps the thought when a user's message follows."""
+
+    def __str__(self) -> str:
+        if not self.kinds:
+            return "each call renders its whole conversation, because earlier messages may change"
+        kinds = " and ".join(sorted(self.kinds))
+        return f"conversations ({kinds}) are bridged" + (
+            "" if self.keeps_past_thoughts else ", unless a thought is dropped"
+        )
+
+    def bridges(self, tools: bool) -> bool:
+        """Whether a conversation, with tools or without, only grows."""
+        return (WITH_TOOLS if tools else PLAIN) in self.kinds
+
+    def drops(self, new: Sequence[Message], thought: bool) -> bool:
+        """Whether the template may drop thoughts once `new` follow; `thought`: the last answer has one."""
+        if self.keeps_past_thoughts:
+            return False
+        if not self.keeps_thoughts:
+            return thought
+        return any(message.get("role") not in ("tool", "function") for message in new)
+
+
+class Probe:
+    """Renders examples with one template."""
+
+    def __init__(self, renderer: TemplateRenderer) -> None:
+        self.renderer = renderer
+
+    def refuse_unfit(self) -> None:
+        """Raise SystemExit if the template does not write a user's message, or breaks its bounds."""
+        try:
+            written = self.renderer.text([USER], None, ask=True)
+        except TemplateRefusal as error:
+            raise SystemExit(f"the model's chat template does not work: {error}") from error
+        if "usertext" not in written:
+            raise SystemExit("the model's chat template does not write a user's message")
+
+    def family(self) -> Family:
+        """What the template accepts."""
+        system = self._writes([SYSTEM, USER], "systemtext", "usertext")
+        nine = self._call(NINE)
+        tools = self._writes([USER, nine, _result(NINE)], "arg", "seentext", tools=[EXAMPLE_TOOL])
+        tools = tools and self._writes([USER], EXAMPLE_TOOL["function"]["name"], tools=[EXAMPLE_TOOL])
+        nine_only = tools and not self._renders([USER, self._call(LONGER), _result(LONGER)])
+        both = {**self._call(NINE, "callnine8"), "content": "saidtext"}
+        split = [{**both, "tool_calls": [call], "content": ""} for call in both["tool_calls"]]
+        parallel = self._writes([USER, both], "saidtext", "argone", "argtwo")
+        named = {**_result(NINE), "name": "nametext"}
+        return Family(
+            OWN_TEMPLATE,
+            system=system,
+            late_system=system and self._writes([USER, SAID, SYSTEM, USER], "systemtext"),
+            opening_user="never" if self._renders([SAID, USER]) else "always",
+            parallel_calls=parallel or not self._writes([USER, SAID, *split], "saidtext", "argone", "argtwo"),
+            call_ids=self._writes([USER, nine, _result(NINE)], NINE),
+            nine_character_ids=nine_only,
+            loose_results=self._writes([USER, _result(NINE)], "seentext"),
+            named_results=not self._renders([USER, nine, _result(NINE)])
+            or self._writes([USER, nine, named], "nametext"),
+            tools=tools,
+            calls=self.renderer.config.tool_parser if tools else None,
+            switch=next(filter(self._switches, SWITCHES), None),
+            thinks="think" in self.renderer.tokenizer.template.source,
+        )
+
+    def stability(self, family: Family) -> Stability:
+        """Which conversations may be bridged."""
+        kinds = set()
+        begin = [SYSTEM, USER] if family.system else [USER]
+        if self._grows([*begin, SAID], [NEXT], None):
+            kinds.add(PLAIN)
+        tools = [EXAMPLE_TOOL]
+        called = [*begin, self._call(NINE)]
+        result = _result(NINE) | ({"name": "look"} if family.named_results else {})
+        if (
+            family.tools
+            and self._grows([*begin, SAID], [NEXT], tools)
+            and self._grows(called, [result], tools)
+        ):
+            kinds.add(WITH_TOOLS)
+        thinking = [USER, {**called[-1], "reasoning_content": "thoughttext"}, result]
+        keeps = self._writes(thinking, "thoughttext", tools=tools)
+        keeps_past = not family.thinks or self._writes([USER, THOUGHT, NEXT], "thoughttext")
+        return Stability(frozenset(kinds), keeps, keeps_past)
+
+    def reads_calls(self) -> bool:
+        """Whether the renderer's parser reads a call, as the template writes it, as that call."""
+        called = self._call(NINE)
+        try:
+            asked = self.renderer.text([USER], [EXAMPLE_TOOL], ask=True)
+            said = self.renderer.text([USER, called], [EXAMPLE_TOOL])
+            ids = self.renderer.tokenizer.encode(said.removeprefix(asked))
+            calls = self.renderer.parse_response(ids).tool_calls
+        except (TemplateRefusal, *FAULTS):
+            return False
+        return said.startswith(asked) and [(call.name, call.arguments) for call in calls] == [
+            ("look", {"at": "argone"})
+        ]
+
+    def ends(self) -> frozenset[int]:
+        """The special tokens with which the template ends an answer."""
+        try:
+            after = self.renderer.text([USER, SAID, USER], None).partition("saidtext")[2]
+        except TemplateRefusal:
+            return frozenset()
+        tokenizer = self.renderer.tokenizer
+        return frozenset(tokenizer.encode(after.lstrip())[:1]) & tokenizer.special_ids
+
+    def written(self) -> set[int]:
+        """All ids that the template writes in the examples that it accepts."""
+        ids: set[int] = set()
+        for messages, tools in (
+            ([SYSTEM, USER, THOUGHT, USER], None),
+            ([USER, SAID, USER], None),
+            ([USER, self._call(NINE), _result(NINE)], [EXAMPLE_TOOL]),
+        ):
+            try:
+                ids.update(self.renderer.render_ids(messages, tools=tools, add_generation_prompt=True))
+            except TemplateRefusal:
+                continue
+        return ids
+
+    def _call(self, *call_ids: str) -> Message:
+        arguments = ('{"at": "argone"}', '{"at": "argtwo"}')
+        calls = [
+            {"id": call_id, "type": "function", "function": {"name": "look", "arguments": written}}
+            for call_id, written in zip(call_ids, arguments, strict=False)
+        ]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+
+    def _grows(self, before: Sequence[Message], new: Sequence[Message], tools: list[Tool] | None) -> bool:
+        try:
+            return self.renderer.added(before, None, new, tools) is not None
+        except TemplateRefusal:
+            return False
+
+    def _renders(self, messages: Sequence[Message]) -> bool:
+        return self._writes(messages)
+
+    def _writes(self, messages: Sequence[Message], *texts: str, tools: list[Tool] | None = None) -> bool:
+        try:
+            written = self.renderer.text(messages, tools, ask=True)
+        except TemplateRefusal as error:
+            _stop_if_unsafe(error)
+            return False
+        return all(text in written for text in texts)
+
+    def _switches(self, option: str) -> bool:
+        """Whether the option turns thinking on and off."""
+        template = self.renderer.tokenizer.template
+        try:
+            on, off = (
+                template.text([USER], add_generation_prompt=True, **{option: value})
+                for value in (True, False)
+            )
+        except TemplateRefusal:
+            return False
+        return on != off
+
+
+def _stop_if_unsafe(error: TemplateRefusal) -> None:
+    if error.unsafe:
+        raise SystemExit(f"the model's chat template does not work: {error}") from error
+
+
+def template_renderer(
+    tokenizer: TemplateTokenizer, eos_ids: frozenset[int]
+) -> tuple[TemplateRenderer, Family, Stability]:
+    """The renderer over the model's own template, with the parser that reads the calls which it writes.
+
+    Raises SystemExit for a template that does not write a user's message.
+    """
+    bare = TemplateRenderer(tokenizer, DefaultRendererConfig(), eos_ids)
+    Probe(bare).refuse_unfit()
+    stop_ids = eos_ids | Probe(bare).ends()
+    made = TemplateRenderer(tokenizer, DefaultRendererConfig(), stop_ids)
+    for parser in TOOL_PARSERS:
+        able = TemplateRenderer(tokenizer, DefaultRendererConfig(tool_parser=parser), stop_ids)
+        if Probe(able).reads_calls():
+            made = able
+            break
+    probe = Probe(made)
+    family = probe.family()
+    return made, family, probe.stability(family)
+
+
+def _result(call_id: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": "seentext"}

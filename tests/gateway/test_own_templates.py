@@ -1,0 +1,339 @@
+"""Models without a family in the library: the gateway renders their own template, and no token drifts."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+from tokenizers import Tokenizer
+
+from gateway.language.own.sandbox import RENDER_S
+from gateway.language.render import ChatRenderer
+from tests.support.gateway.fake_engine import FakeEngine
+from tests.support.gateway.own_templates import CHATML, MODELS, THOUGHTFUL, OwnModel
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
+from tests.support.serving import serving
+from tests.support.waiting import wait_until
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get",
+        "description": "Looks a key up.",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
+    },
+}
+
+
+@dataclass
+class Stand:
+    """A gateway for one model, and the same template in `transformers`."""
+
+    name: str
+    model: OwnModel
+    gateway: RunningGateway
+    reference: Any
+
+    def text(self, history: list[dict[str, Any]], tools: Any) -> str:
+        """The prompt for a history as `transformers` writes it."""
+        read = [dict(message) for message in history]
+        for message in read:
+            for call in message.get("tool_calls") or ():
+                call["function"] = {
+                    "name": call["function"]["name"],
+                    "arguments": json.loads(call["function"]["arguments"]),
+                }
+        written: str = self.reference.apply_chat_template(
+            json.loads(json.dumps(read)), tools=tools, tokenize=False, add_generation_prompt=True
+        )
+        return written
+
+
+@contextmanager
+def running(model: OwnModel, directory: Path, redis_url: str) -> Iterator[RunningGateway]:
+    """A gateway for the model, on a Redis and an engine of its own."""
+    model.make(directory)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    own = redis_url.removesuffix("0") + "5"
+    backends = Backends(own, directory, tokenizer, Redis.from_url(own), FakeEngine(tokenizer, end=model.end))
+    with serving(backends) as backends.engine_url, backends.gateway() as gateway:
+        wait_until(lambda: gateway.get("/ready").status_code == 200)
+        yield gateway
+    backends.redis.close()
+
+
+@pytest.fixture(scope="module", params=sorted(MODELS))
+def stand(
+    request: pytest.FixtureRequest, redis_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stand]:
+    from transformers import PreTrainedTokenizerFast
+
+    model = MODELS[request.param]
+    directory = tmp_path_factory.mktemp("own") / request.param
+    with running(model, directory, redis_url) as gateway:
+        reference = PreTrainedTokenizerFast(
+            tokenizer_file=str(directory / "tokenizer.json"),
+            chat_template=model.template,
+            **json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8")),
+        )
+        yield Stand(request.param, model, gateway, reference)
+
+
+def test_a_conversation_of_several_turns_does_not_drift(stand: Stand) -> None:
+    gateway, tokenizer, engine = stand.gateway, stand.gateway.engine.tokenizer, stand.gateway.engine
+    session = gateway.session()
+    tools = [TOOL] if stand.model.tools else None
+    answers = [
+        "It is here.",
+        *([f"Let me see.{stand.model.call}"] if stand.model.call else []),
+        "So it is 7 \u00e9.",
+    ]
+    history: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": f"where {stand.model.end} is it?"},
+    ]
+    sampled_before: list[int] = []
+    for answer in answers:
+        # One token for each character: not the ids that the tokenizer gives for the whole text.
+        ids = [each for character in answer for each in tokenizer.encode(character).ids]
+        if stand.model.call and stand.model.call in answer:
+            ids = tokenizer.encode(answer).ids
+        engine.script.append(ids)
+        body = {"messages": history, **({"tools": tools} if tools else {})}
+        reply = gateway.call("POST", f"/sessions/{session['session_id']}/v1/chat/completions", body)
+        assert reply.status_code == 200, reply.text
+        prompt = engine.requests[-1]["input_ids"]
+        assert tokenizer.decode(prompt, skip_special_tokens=False) == stand.text(history, tools)
+        turn = gateway.turns(session)[-1]
+        assert turn["output_ids"] == [*ids, tokenizer.token_to_id(stand.model.end)]
+        if turn["relation"] == "extends":
+            assert prompt[: len(sampled_before)] == sampled_before
+        elif turn["relation"] != "root":
+            assert turn["relation"] == "rerendered", turn
+            assert stand.model.rewrites_tools
+        sampled_before = [*prompt, *turn["output_ids"]]
+        message = reply.json()["choices"][0]["message"]
+        assert message["content"] == answer.removesuffix(stand.model.call or "\0")
+        said = {"role": "assistant", "content": message["content"]}
+        if message.get("tool_calls"):
+            call = message["tool_calls"][0]
+            assert call["function"] == {"name": "get", "arguments": '{"key": "a"}'}
+            history += [
+                {**said, "tool_calls": message["tool_calls"]},
+                {"role": "tool", "tool_call_id": call["id"], "content": "7"},
+            ]
+        else:
+            assert stand.model.call is None or stand.model.call not in answer
+            history += [said, {"role": "user", "content": "and then?"}]
+    relations = [turn["relation"] for turn in gateway.turns(session)]
+    assert relations[0] == "root"
+    assert set(relations[1:]) == {"rerendered" if stand.model.rewrites_tools else "extends"}
+
+
+def test_a_streamed_answer_equals_the_plain_one(stand: Stand) -> None:
+    gateway = stand.gateway
+    answer = "Let me see \u2014 all of it." + (stand.model.call or ' {"name": 1}')
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "look"}]}
+    if stand.model.tools:
+        body["tools"] = [TOOL]
+    gateway.engine.script.extend([answer, answer])
+    plain = gateway.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+    streamed, calls = "", list[Any]()
+    with gateway.http.stream(
+        "POST",
+        f"{gateway.url}/v1/chat/completions",
+        json=body | {"stream": True},
+        headers={"authorization": f"Bearer {CLIENT_KEY}"},
+    ) as reply:
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    streamed += choice["delta"].get("content") or ""
+                    calls += choice["delta"].get("tool_calls") or []
+    assert streamed == plain["content"]
+    assert [call["function"] for call in calls] == [
+        call["function"] for call in plain.get("tool_calls") or []
+    ]
+    assert bool(calls) == (stand.model.call is not None)
+
+
+def test_the_status_says_what_the_template_does(stand: Stand) -> None:
+    words = stand.gateway.get("/admin/status", key=ADMIN_KEY).json()["renderer"]
+    assert "the model's own" in words
+    if not stand.model.tools:
+        assert "it writes no tools" in words
+    elif stand.model.call is None:
+        assert "no parser reads its tool calls" in words
+    else:
+        assert "read like those of qwen3" in words
+    assert ("chat and tools" in words) == (stand.model.tools and not stand.model.rewrites_tools)
+
+
+def test_what_the_template_cannot_do_is_refused_by_name(stand: Stand) -> None:
+    gateway = stand.gateway
+    hello = {"role": "user", "content": "hi"}
+    wishes: list[tuple[dict[str, Any], str]] = []
+    if not stand.model.tools:
+        wishes += [({"messages": [hello], "tools": [TOOL]}, "tools")]
+    elif stand.model.call is None:
+        wishes += [({"messages": [hello], "tools": [TOOL], "tool_choice": "required"}, "tool_choice")]
+    if stand.name in ("gemma3", "mistral"):
+        wishes += [({"messages": [hello, hello]}, "messages")]
+    for body, param in wishes:
+        reply = gateway.post("/v1/chat/completions", body)
+        assert reply.status_code == 400, reply.text
+        assert reply.json()["error"]["param"] == param
+
+
+def test_any_ids_of_calls_are_rendered(stand: Stand) -> None:
+    if not stand.model.tools:
+        pytest.skip("this template writes no calls")
+    call = {
+        "id": "call_of_any_length",
+        "type": "function",
+        "function": {"name": "get", "arguments": "no JSON"},
+    }
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "seen"},
+    ]
+    reply = stand.gateway.post("/v1/chat/completions", {"messages": messages, "tools": [TOOL]})
+    assert reply.status_code == 200, reply.text
+    prompt = stand.gateway.engine.tokenizer.decode(
+        stand.gateway.engine.requests[-1]["input_ids"], skip_special_tokens=False
+    )
+    assert "no JSON" in prompt
+    assert "seen" in prompt
+
+
+def test_thoughts_are_kept_for_a_result_and_dropped_for_a_user(redis_url: str, tmp_path: Path) -> None:
+    with running(THOUGHTFUL, tmp_path, redis_url) as gateway:
+        tokenizer, session = gateway.engine.tokenizer, gateway.session()
+        path = f"/sessions/{session['session_id']}/v1/chat/completions"
+        history: list[dict[str, Any]] = [{"role": "user", "content": "where?"}]
+        prompts = []
+        for answer in (
+            f"<think>\nlet me look\n</think>\n\nSo.{THOUGHTFUL.call}",
+            "<think>\nso\n</think>\n\nThere.",
+            "Yes.",
+        ):
+            gateway.engine.script.append(answer)
+            reply = gateway.post(path, {"messages": history, "tools": [TOOL]})
+            assert reply.status_code == 200, reply.text
+            prompts.append(
+                tokenizer.decode(gateway.engine.requests[-1]["input_ids"], skip_special_tokens=False)
+            )
+            message = reply.json()["choices"][0]["message"]
+            assert message["content"] == answer.partition("\n\n")[2].partition("\n")[0] or answer == "Yes."
+            assert ("reasoning_content" in message) == ("<think>" in answer)
+            history.append(
+                {key: message[key] for key in ("role", "content", "tool_calls") if message.get(key)}
+            )
+            if message.get("tool_calls"):
+                result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "7"}
+            history.append(result if message.get("tool_calls") else {"role": "user", "content": "really?"})
+        assert "let me look" in prompts[1]
+        assert "let me look" not in prompts[2]
+        assert "There." in prompts[2]
+        assert [turn["relation"] for turn in gateway.turns(session)] == ["root", "extends", "rerendered"]
+
+
+def test_thinking_of_an_own_template_is_turned_off_by_its_own_option(redis_url: str, tmp_path: Path) -> None:
+    with running(THOUGHTFUL, tmp_path, redis_url) as gateway:
+        asked = []
+        for more in ({"reasoning_effort": "none"}, {"reasoning_effort": "high"}, {}):
+            assert gateway.chat("hi", **more).status_code == 200
+            asked.append(gateway.engine.tokenizer.decode(gateway.engine.requests[-1]["input_ids"], False))
+        assert asked[0] == asked[2] + "<think>\n\n</think>\n\n"
+        assert asked[1] == asked[2]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get"}}])
+def test_calls_that_a_parser_reads_can_be_required(choice: Any, redis_url: str, tmp_path: Path) -> None:
+    with running(MODELS["qwen2.5"], tmp_path, redis_url) as gateway:
+        assert gateway.chat("hi", tools=[TOOL], tool_choice=choice).status_code == 200
+        tag = gateway.engine.requests[-1]["sampling_params"]["structural_tag"]
+        assert '{\\"name\\": \\"get\\", \\"arguments\\": ' in tag
+
+
+LOOP = "{%- set r = range(99999) %}{%- for a in r %}{%- for b in r %}{%- endfor %}{%- endfor %}"
+DOUBLED = (
+    "{%- set ns = namespace(x='ab') %}{%- for a in range(60) %}{%- set ns.x = ns.x ~ ns.x %}{%- endfor %}"
+)
+LIST = (
+    "{%- set ns = namespace(x=['a']) %}{%- for a in range(60) %}{%- set ns.x = [ns.x, ns.x] %}{%- endfor %}"
+)
+BASE = "{%- for m in messages %}{{- '<|im_start|>' ~ m.role ~ ': ' ~ m.content ~ '<|im_end|>' }}{%- endfor %}"
+HOSTILE = {
+    "nested loops": LOOP,
+    "much output": LOOP.replace("%}{%- endfor", "%}{{- 'x' * 9999 }}{%- endfor", 1),
+    "a doubled text": DOUBLED,
+    "a doubled sum": DOUBLED.replace("~", "+"),
+    "a list that holds itself": LIST + "{{- ns.x | tojson }}",
+    "the text of such a list": LIST + "{{- ns.x }}",
+    "a power": "{{- 9 ** 999999999 }}",
+    "a long product": "{{- 'x' * 9999999999 }}",
+    "a repeated square": DOUBLED.replace("~", "*").replace("'ab'", "9"),
+    "a wide format": "{{- '{:9999999999}'.format(1) }}",
+    "a wide percent": "{{- '%9999999999d' % 1 }}",
+    "a wide filter": "{{- 'x' | center(9999999999) }}",
+    "a wide method": "{{- 'x'.ljust(9999999999) }}",
+    "bytes of a number": "{{- (1).to_bytes(9999999999, 'big') }}",
+    "many replacements": "{%- set x = 'a' * 99999 %}{{- x | replace('a', x) | replace('a', x) }}",
+    "many joined": "{%- set x = 'a' * 99999 %}{{- x | list | join(x) }}{{- x.join(x | list) }}",
+    "recursion": "{%- macro f() %}{{- f() }}{{- f() }}{%- endmacro %}{{- f() }}",
+    "a class": "{{- ''.__class__.__mro__[1].__subclasses__() }}",
+    "an attribute by filter": "{{- ''|attr('__class__')|attr('__mro__') + '' }}",
+    "globals of a macro": "{%- macro f() %}{%- endmacro %}{{- f.__globals__.x }}",
+    "a file": "{%- include '/etc/passwd' %}",
+    "no template": "{%- for",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_template_is_refused_at_the_start(name: str, tmp_path: Path) -> None:
+    model = OwnModel(HOSTILE[name] + BASE, CHATML, "<|im_end|>")
+    with pytest.raises(SystemExit, match="chat template"):
+        ChatRenderer(model.make(tmp_path))
+
+
+def test_a_call_that_makes_the_template_run_forever_is_a_400(redis_url: str, tmp_path: Path) -> None:
+    trap = "{%- if messages[-1].content == 'trap' %}" + LOOP + "{%- endif %}"
+    model = OwnModel(trap + BASE, CHATML, "<|im_end|>")
+    with running(model, tmp_path, redis_url) as gateway, ThreadPoolExecutor(1) as pool:
+        trapped = pool.submit(
+            httpx.post,
+            f"{gateway.url}/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": "trap"}]},
+            headers={"authorization": f"Bearer {CLIENT_KEY}"},
+            timeout=60,
+        )
+        while not trapped.done():  # meanwhile, the gateway answers others
+            assert gateway.http.get(f"{gateway.url}/live", timeout=RENDER_S - 1).status_code == 200
+        reply = trapped.result()
+        assert reply.status_code == 400, reply.text
+        assert reply.json()["error"]["param"] == "messages"
+        assert gateway.chat("hi").status_code == 200
+
+
+def test_a_template_that_does_not_fit_its_model_type_is_not_used(tmp_path: Path) -> None:
+    directory = MODELS["granite"].make(tmp_path)
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    (directory / "config.json").write_text(json.dumps(config | {"model_type": "llama"}), encoding="utf-8")
+    assert ChatRenderer(directory).family.name == "own-template"
+    with pytest.raises(SystemExit, match="does not fit the model"):
+        ChatRenderer(directory, "llama-3")
+
+
+def test_a_model_without_any_template_does_not_start(tmp_path: Path) -> None:
+    directory = OwnModel(BASE, CHATML, "<|im_end|>").make(tmp_path)
+    (directory / "chat_template.jinja").unlink()
+    with pytest.raises(SystemExit, match=r"gateway\.renderer"):
+        ChatRenderer(directory)

@@ -131,14 +131,6 @@ def family_of(name: str, model_path: Path, model_type: str) -> Family:
     return FAMILIES[found]
 
 
-def retention_options(family: Family, current: Any, thinking: Thinking) -> dict[str, Any]:
-    """The options with which the configuration `current` treats earlier thoughts as `thinking` says."""
-    wanted = configuration(family, thinking)
-    if wanted is None:
-        return {}
-    return {name: value for name, value in wanted.model_dump().items() if getattr(current, name) != value}
-
-
 def configuration(family: Family, thinking: Thinking) -> Any:
     """The configuration for `renderers`: the template's own, or (`all`) one that keeps earlier reasoning.
 
@@ -153,3 +145,11 @@ def configuration(family: Family, thinking: Thinking) -> Any:
     if thinking == "template" or own is None:
         return own
     return type(own)(thinking_retention="all", **KEEPS_THINKING.get(family.name, {}))
+
+
+def changed(current: Any, wanted: Any) -> tuple[tuple[str, Any], ...]:
+    """The options by which the configuration `wanted` differs from `current`, sorted by name."""
+    if wanted is None:  # a family without options
+        return ()
+    fields = wanted.model_dump().items()
+    return tuple(sorted((name, value) for name, value in fields if getattr(current, name) != value))

@@ -23,11 +23,11 @@ from gateway.language.families import (
     OWN_TEMPLATE,
     Family,
     Thinking,
+    changed,
     configuration,
     family_of,
-    retention_options,
 )
-from gateway.language.own.probe import Probe, Stability, template_renderer
+from gateway.language.own.probe import Probe, Stability, kept_by, read_calls, template_renderer
 from gateway.language.own.renderer import TemplateRenderer, refuse_tools
 from gateway.language.own.template import TemplateRefusal, TemplateTokenizer, own_template
 from gateway.language.thinking import Options, ThinkingWish, options_of
@@ -89,7 +89,6 @@ class ChatRenderer:
         eos_ids = frozenset(eos if isinstance(eos, list) else () if eos is None else (eos,))
         first_eos = eos[0] if isinstance(eos, list) else eos
         self.family = family_of(family, model_path, self.config.model_type)
-        self._keeps_thoughts = thinking == "all"
         self._made_on = self.today()
         self._variants: dict[Options, ChatRenderer] = {}
         """The renderers for calls that set the template's options. Templates have few options."""
@@ -111,7 +110,7 @@ class ChatRenderer:
         if self.family.name == OWN_TEMPLATE:
             own = TemplateTokenizer(model_path, first_eos, own_template(model_path))
             self.template, self.family, self.stability = template_renderer(own, eos_ids)
-            self.tokenizer, self._configuration = own, self.template.config
+            self.tokenizer, self._configuration = own, kept_by(self.template.config, thinking)
             written: Iterable[int] = Probe(self.template).written()
             logger.info("%s", self.description)
         else:
@@ -132,7 +131,9 @@ class ChatRenderer:
 
     def retention(self, thinking: Thinking) -> Options:
         """The options with which prompts keep the earlier thoughts that `thinking` says."""
-        return tuple(sorted(retention_options(self.family, self._configuration, thinking).items()))
+        if self.stability is not None:
+            return changed(self._configuration, kept_by(self._configuration, thinking))
+        return changed(self._configuration, configuration(self.family, thinking))
 
     def variant(self, options: Options) -> "ChatRenderer":
         """The renderer whose template has these options; this one if there are none."""
@@ -231,7 +232,8 @@ class ChatRenderer:
         if not before or not stability.bridges(bool(tools)):
             return None
         thought = self.family.thinks and self.parse(output_ids, tools, "", prompt_ids=prompt_ids).reasoning
-        if not self._keeps_thoughts and stability.drops(new, bool(thought)):
+        keeps = self._configuration.thinking_retention == "all"
+        if not keeps and stability.drops(new, bool(thought)):
             return None
         earlier = self.normalizer.conversation(before, tools)
         later = self.normalizer.continuation(new, before)
@@ -248,13 +250,7 @@ class ChatRenderer:
         """How the gateway writes prompts and reads answers, in a sentence for operators."""
         if self.stability is None:
             return f"the chat template is that of the family {self.family.name}"
-        if not self.family.tools:
-            calls = "it writes no tools, so calls with tools are refused"
-        elif self.family.calls is None:
-            calls = "no parser reads its tool calls, so they stay text in the answer"
-        else:
-            calls = f"its tool calls are read like those of {self.family.calls}"
-        return f"the chat template is the model's own: {self.stability}; {calls}"
+        return f"the chat template is the model's own: {self.stability}; {read_calls(self.family)}"
 
     def _made_template(self) -> Any:
         if isinstance(self.tokenizer, TemplateTokenizer):

@@ -9,8 +9,8 @@ from typing import Any, get_args
 import msgspec
 
 from gateway.errors import InvalidRequest
-from rollout_queue.contract.records import ReasoningEffort
 from gateway.language.families import OWN_TEMPLATE, Family
+from rollout_queue.contract.records import ReasoningEffort
 
 EFFORTS: tuple[str, ...] = tuple(effort for effort in get_args(ReasoningEffort) if effort != "none")
 """Levels of effort in rising order."""

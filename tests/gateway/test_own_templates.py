@@ -213,9 +213,12 @@ def test_any_ids_of_calls_are_rendered(stand: Stand) -> None:
     assert "seen" in prompt
 
 
-def test_thoughts_are_kept_for_a_result_and_dropped_for_a_user(redis_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("thinking", [None, "all"])
+def test_thoughts_are_kept_for_a_result_and_dropped_for_a_user_unless_the_session_keeps_all(
+    thinking: str | None, redis_url: str, tmp_path: Path
+) -> None:
     with running(THOUGHTFUL, tmp_path, redis_url) as gateway:
-        tokenizer, session = gateway.engine.tokenizer, gateway.session()
+        tokenizer, session = gateway.engine.tokenizer, gateway.session(thinking=thinking)
         path = f"/sessions/{session['session_id']}/v1/chat/completions"
         history: list[dict[str, Any]] = [{"role": "user", "content": "where?"}]
         prompts = []
@@ -240,9 +243,10 @@ def test_thoughts_are_kept_for_a_result_and_dropped_for_a_user(redis_url: str, t
                 result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "7"}
             history.append(result if message.get("tool_calls") else {"role": "user", "content": "really?"})
         assert "let me look" in prompts[1]
-        assert "let me look" not in prompts[2]
+        assert ("let me look" in prompts[2]) == (thinking == "all")
         assert "There." in prompts[2]
-        assert [turn["relation"] for turn in gateway.turns(session)] == ["root", "extends", "rerendered"]
+        last = "extends" if thinking == "all" else "rerendered"
+        assert [turn["relation"] for turn in gateway.turns(session)] == ["root", "extends", last]
 
 
 def test_thinking_of_an_own_template_is_turned_off_by_its_own_option(redis_url: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from renderers.parsers import TOOL_PARSERS
 
 from gateway.language.chat_messages import Message, Tool
 from gateway.language.example_conversation import EXAMPLE_TOOL
-from gateway.language.families import OWN_TEMPLATE, Family
+from gateway.language.families import OWN_TEMPLATE, Family, Thinking
 from gateway.language.own.renderer import TemplateRenderer
 from gateway.language.own.template import FAULTS, TemplateRefusal, TemplateTokenizer
 from gateway.language.thinking import SWITCHES
@@ -217,6 +217,21 @@ def template_renderer(
     probe = Probe(made)
     family = probe.family()
     return made, family, probe.stability(family)
+
+
+def kept_by(configuration: DefaultRendererConfig, thinking: Thinking) -> DefaultRendererConfig:
+    """The configuration with which prompts keep the earlier thoughts that `thinking` says."""
+    retention = "all" if thinking == "all" else None
+    return configuration.model_copy(update={"thinking_retention": retention})
+
+
+def read_calls(family: Family) -> str:
+    """How the calls of a model with its own template are read, for operators."""
+    if not family.tools:
+        return "it writes no tools, so calls with tools are refused"
+    if family.calls is None:
+        return "no parser reads its tool calls, so they stay text in the answer"
+    return f"its tool calls are read like those of {family.calls}"
 
 
 def _result(call_id: str) -> dict[str, Any]:

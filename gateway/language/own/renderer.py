@@ -24,7 +24,8 @@ class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]  # the library ha
     def __init__(
         self, tokenizer: TemplateTokenizer, config: DefaultRendererConfig, stop_ids: frozenset[int]
     ) -> None:
-        super().__init__(tokenizer, config)
+        # `ChatRenderer` keeps thoughts: the library does not know where this template drops them.
+        super().__init__(tokenizer, config.model_copy(update={"thinking_retention": None}))
         self.tokenizer = tokenizer
         self._stop_ids = stop_ids
         texts = {stop_id: tokenizer.backend.id_to_token(stop_id) for stop_id in stop_ids}

@@ -22,9 +22,9 @@ GROUP = 8
 """The number of sessions with the same prompt, as in a group of episodes. Groups have different prompts."""
 
 
-def engine_request(tokens: int) -> bytes:
+def engine_request(tokens: int, interval: int = 64) -> bytes:
     """The call as a gateway would send it to the engine."""
-    asked = {"max_new_tokens": tokens, "stream_interval": 64}
+    asked = {"max_new_tokens": tokens, "stream_interval": interval}
     body = json.dumps({"input_ids": list(range(64)), "sampling_params": asked}).encode()
     return b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n" % len(body) + body
 

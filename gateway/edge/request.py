@@ -1,9 +1,8 @@
 """Reads a request: its headers, and its whole body, which must be JSON and within limits."""
 
-from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import TracebackType
 
 import msgspec
 from starlette.types import Receive, Scope
@@ -30,27 +29,23 @@ class BodyBudget:
     in_all: int
     per_caller: int
     _held: int = 0
-    _held_by: Counter[Hashable] = field(default_factory=Counter)
+    _held_by: dict[str, int] = field(default_factory=dict)
 
-    @contextmanager
-    def hold(self, caller: Hashable) -> Iterator["HeldBody"]:
-        """A body of the caller; its bytes count until the end of the block, or until `release`."""
-        body = HeldBody(self, caller)
-        try:
-            yield body
-        finally:
-            body.release()
+    def hold(self, caller: Caller) -> "HeldBody":
+        """A body of the caller; its bytes count until the end of a `with` block, or until `release`."""
+        return HeldBody(self, caller.session_id or caller.owner or caller.key)
 
-    def add(self, caller: Hashable, size: int) -> None:
+    def add(self, caller: str, size: int) -> None:
         """Raises LimitReached if the bytes do not fit."""
-        for held, limit in ((self._held, self.in_all), (self._held_by[caller], self.per_caller)):
+        own = self._held_by.get(caller, 0)
+        for held, limit in ((self._held, self.in_all), (own, self.per_caller)):
             if held + size > limit:
                 message = f"the bodies of calls that wait have {held} bytes, of {limit} allowed; try again"
                 raise LimitReached(message, code="bodies_limit", retry_s=1)
         self._held += size
-        self._held_by[caller] += size
+        self._held_by[caller] = own + size
 
-    def remove(self, caller: Hashable, size: int) -> None:
+    def remove(self, caller: str, size: int) -> None:
         self._held -= size
         self._held_by[caller] -= size
         if not self._held_by[caller]:
@@ -59,11 +54,19 @@ class BodyBudget:
 
 @dataclass
 class HeldBody:
-    """One body that is being read or turned into tokens."""
+    """One body that is being read or turned into tokens. `with held:` releases it at the end."""
 
     budget: BodyBudget
-    caller: Hashable
+    caller: str
     size: int = 0
+
+    def __enter__(self) -> "HeldBody":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
 
     def grow(self, size: int) -> None:
         """Count more bytes. Raises ApiError 413 for a body that is too large, LimitReached."""
@@ -74,8 +77,9 @@ class HeldBody:
 
     def release(self) -> None:
         """Count the bytes no longer."""
-        self.budget.remove(self.caller, self.size)
-        self.size = 0
+        if self.size:
+            self.budget.remove(self.caller, self.size)
+            self.size = 0
 
 
 class AgentRequest(msgspec.Struct):

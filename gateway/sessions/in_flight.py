@@ -1,9 +1,8 @@
 """Keeps sessions open while calls are in flight: a call is a sign of life, however long its answer takes."""
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import TracebackType
 
 from rollout_queue.contract.errors import SessionClosed
 from rollout_queue.contract.head import SessionHead
@@ -35,24 +34,32 @@ class CallsInFlight:
         self._writer = writer
         self._sessions: dict[str, SessionInFlight] = {}
 
-    @asynccontextmanager
-    async def call(self, head: SessionHead) -> AsyncIterator[None]:
-        """Keep the session open inside the block."""
+    def call(self, head: SessionHead) -> "CallInFlight":
+        """Keep the session open inside an `async with` block."""
+        return CallInFlight(self, head)
+
+    async def enter(self, head: SessionHead) -> SessionInFlight:
+        """A call of the session begins. Raises StorageUnavailable."""
         spec = head.spec
         session = self._sessions.get(spec.session_id)
         if session is None:
             session = self._sessions[spec.session_id] = SessionInFlight(spec.ttl_s, head.expires_at)
         session.calls += 1
-        try:
-            if head.stored and session.expires_at < time.time() + MARGIN_S:
+        if head.stored and session.expires_at < time.time() + MARGIN_S:
+            try:
                 await self._put_off(spec.session_id, session)
-            yield
-        finally:
-            session.calls -= 1
-            # The turn of this call has set a new expiry. Other calls in flight may outlast it.
-            session.expires_at = min(session.expires_at, time.time() + session.ttl_s)
-            if not session.calls:
-                self._sessions.pop(spec.session_id, None)
+            except BaseException:
+                self.leave(spec.session_id, session)
+                raise
+        return session
+
+    def leave(self, session_id: str, session: SessionInFlight) -> None:
+        """A call of the session ended."""
+        session.calls -= 1
+        # The turn of this call has set a new expiry. Other calls in flight may outlast it.
+        session.expires_at = min(session.expires_at, time.time() + session.ttl_s)
+        if not session.calls:
+            self._sessions.pop(session_id, None)
 
     async def put_off_expiry(self) -> None:
         """Put off the expiry of every session whose expiry is near. Raises StorageUnavailable."""
@@ -67,3 +74,20 @@ class CallsInFlight:
         except SessionClosed:
             return  # it was finished meanwhile, or its first turn will open it
         session.expires_at = now + max(session.ttl_s, 2 * MARGIN_S)
+
+
+class CallInFlight:
+    """The block of `CallsInFlight.call`. It is a class, because a generator would cost each call more."""
+
+    __slots__ = ("_calls", "_head", "_session")
+
+    def __init__(self, calls: CallsInFlight, head: SessionHead) -> None:
+        self._calls, self._head = calls, head
+
+    async def __aenter__(self) -> None:
+        self._session = await self._calls.enter(self._head)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._calls.leave(self._head.spec.session_id, self._session)

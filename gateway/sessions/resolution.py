@@ -176,7 +176,8 @@ class SessionResolver:
 def _names(clues: SessionClues) -> list[str]:
     """Every session that the request names, by precedence. Raises InvalidRequest for a malformed id."""
     metadata = clues.metadata or {}
-    headers = [name for name in NAME_HEADERS if name not in _harness_headers(clues)]
+    of_harness = _harness_headers(clues)
+    headers = [name for name in NAME_HEADERS if name not in of_harness]
     given = [clues.path_id, *map(clues.headers.get, headers)]
     given += [metadata.get("session_id"), clues.previous_id]
     names = [name for name in given if name not in (None, "")]

@@ -1,6 +1,6 @@
 """Reads a request: its headers, and its whole body, which must be JSON and within limits."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -29,13 +29,13 @@ class BodyBudget:
     in_all: int
     per_caller: int
     _held: int = 0
-    _held_by: dict[str, int] = field(default_factory=dict)
+    _held_by: dict[Hashable, int] = field(default_factory=dict)
 
     def hold(self, caller: Caller) -> "HeldBody":
         """A body of the caller; its bytes count until the end of a `with` block, or until `release`."""
-        return HeldBody(self, caller.session_id or caller.owner or caller.key)
+        return HeldBody(self, (caller.session_id, caller.owner, caller.key))
 
-    def add(self, caller: str, size: int) -> None:
+    def add(self, caller: Hashable, size: int) -> None:
         """Raises LimitReached if the bytes do not fit."""
         own = self._held_by.get(caller, 0)
         for held, limit in ((self._held, self.in_all), (own, self.per_caller)):
@@ -45,7 +45,7 @@ class BodyBudget:
         self._held += size
         self._held_by[caller] = own + size
 
-    def remove(self, caller: str, size: int) -> None:
+    def remove(self, caller: Hashable, size: int) -> None:
         self._held -= size
         self._held_by[caller] -= size
         if not self._held_by[caller]:
@@ -57,7 +57,7 @@ class HeldBody:
     """One body that is being read or turned into tokens. `with held:` releases it at the end."""
 
     budget: BodyBudget
-    caller: str
+    caller: Hashable
     size: int = 0
 
     def __enter__(self) -> "HeldBody":

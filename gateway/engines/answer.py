@@ -62,8 +62,8 @@ class PartialAnswer:
     def next_request(self, tokenizer: bool = True) -> GenerateBody:
         """The request to the next engine, which continues where the last one ended.
 
-        An engine without a tokenizer cannot look for stop strings: each of its tokens comes at once, so that
-        the answer ends, here, with the token that completes one.
+        An engine without a tokenizer cannot look for stop strings. Then each token comes in an event of its
+        own, so that the answer can end with the token that completes one.
         """
         have = len(self.ids)
         # No rid may begin with another one: SGLang aborts every request whose rid begins with the one given.
@@ -132,6 +132,11 @@ class PartialAnswer:
     def version(self) -> int | None:
         """The only policy version that may answer; None if any may."""
         return self._wanted.version
+
+    @property
+    def has_stops(self) -> bool:
+        """Whether a stop string can end the answer."""
+        return bool(self._stops)
 
     @property
     def resumable(self) -> bool:

@@ -10,6 +10,7 @@ A rid is SGLang's id of a request; an abort names it.
 import asyncio
 import logging
 import random
+import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -36,8 +37,9 @@ HARMLESS = frozenset({"aborted", "busy", "no_tokenizer"})
 """Faults that the server's circuit breaker does not count."""
 NOT_ACCEPTED = frozenset({"refused", "busy", "no_tokenizer"})
 """Faults of a server that did not accept the request: the request cannot be their cause."""
-NO_TOKENIZER = "skip_tokenizer_init"
-"""In SGLang's refusal of a stop string, if the engine was started with `--skip-tokenizer-init`."""
+NO_TOKENIZER = re.compile(r"[a-z ]+: stop=.* is unavailable when skip_tokenizer_init=True", re.DOTALL)
+"""How SGLang refuses a stop string if it was started with `--skip-tokenizer-init`. Others may repeat a
+client's words, but do not begin so."""
 
 
 @dataclass
@@ -151,7 +153,7 @@ class Sampler:
         except EngineFault:
             raise
         except RequestRefused as error:
-            if server.has_tokenizer and NO_TOKENIZER in error.message:
+            if server.has_tokenizer and answer.has_stops and NO_TOKENIZER.match(error.message):
                 server.has_tokenizer = False
                 raise EngineFault("no_tokenizer", error.message) from error
             if not answer.ids:

@@ -34,9 +34,9 @@ class CallsInFlight:
         self._writer = writer
         self._sessions: dict[str, SessionInFlight] = {}
 
-    def call(self, head: SessionHead) -> "CallInFlight":
+    def call(self, head: SessionHead) -> "KeptOpen":
         """Keep the session open inside an `async with` block."""
-        return CallInFlight(self, head)
+        return KeptOpen(self, head)
 
     async def enter(self, head: SessionHead) -> SessionInFlight:
         """A call of the session begins. Raises StorageUnavailable."""
@@ -76,7 +76,7 @@ class CallsInFlight:
         session.expires_at = now + max(session.ttl_s, 2 * MARGIN_S)
 
 
-class CallInFlight:
+class KeptOpen:
     """The block of `CallsInFlight.call`. It is a class, because a generator would cost each call more."""
 
     __slots__ = ("_calls", "_head", "_session")

@@ -1,5 +1,6 @@
 """The stream in memory, for unit tests. The tests of the stream run over it and over Redis."""
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -165,7 +166,7 @@ class MemoryStream:
         if (head := self.heads.pop(session_id, None)) is None:
             return None
         spec = head.spec
-        tombstone = tombstone_of(head, len(head.turns), len(head.rewards))
+        tombstone = tombstone_of(head, len(head.turns), len(head.rewards), time.time())
         self.tombstones[session_id] = tombstone
         self.deadlines.pop(session_id, None)
         self.continuations = {key: name for key, name in self.continuations.items() if name != session_id}

@@ -459,6 +459,19 @@ async def test_the_gateway_finds_stop_strings_for_engines_without_a_tokenizer(
     assert all(server.breaker.state == "closed" for server in scene.fleet.servers.values())
 
 
+@pytest.mark.parametrize("stop", [[], ["END"]])
+async def test_a_refusal_that_repeats_the_clients_words_does_not_tell_that_a_tokenizer_is_missing(
+    scene: Scene, stop: list[str]
+) -> None:
+    words = "stop=['x'] is unavailable when skip_tokenizer_init=True"
+    refusal = JSONResponse({"error": f"the grammar {words!r} is invalid"} if stop else {"error": words}, 400)
+    scene.first.refusals.append(refusal)
+    with pytest.raises(GatewayError) as caught:
+        await scene.hear(scene.ask(stop=stop))
+    assert api_error(caught.value).status == 400
+    assert all(server.has_tokenizer for server in scene.fleet.servers.values())
+
+
 async def test_a_pinned_answer_goes_on_only_with_its_version(scene: Scene) -> None:
     first, second = scene.first, scene.second
     first.version, second.version = "12", "13"

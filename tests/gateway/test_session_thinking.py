@@ -91,6 +91,10 @@ def test_a_grammar_fits_the_effort_of_the_session(gateway: RunningGateway, path:
 def test_a_session_chooses_which_earlier_thoughts_its_prompts_keep(
     gateway: RunningGateway, thinking: str | None, later: str
 ) -> None:
+    assert_prompts_keep(gateway, thinking, later)
+
+
+def assert_prompts_keep(gateway: RunningGateway, thinking: str | None, later: str) -> None:
     session = gateway.session(thinking=thinking)
     gateway.engine.mind = "<think>\nwherefore\n</think>\n\nfine"
     messages: list[Any] = []
@@ -112,7 +116,7 @@ def test_a_session_chooses_which_earlier_thoughts_its_prompts_keep(
 def test_a_session_may_keep_the_templates_way_where_the_deployment_keeps_all(backends: Backends) -> None:
     backends.clear(None)
     with backends.gateway(thinking="all") as gateway:
-        test_a_session_chooses_which_earlier_thoughts_its_prompts_keep(gateway, "template", "rerendered")
+        assert_prompts_keep(gateway, "template", "rerendered")
 
 
 def test_no_think_in_a_users_text_stays_text(gateway: RunningGateway) -> None:

@@ -1,6 +1,5 @@
 """The head of a session: everything that is stored of the session at one moment."""
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Literal
@@ -89,14 +88,14 @@ class SessionHead(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return (reward for reward in self.rewards if reward.turn_id == turn.turn_id)
 
 
-def tombstone_of(head: SessionHead, turns: int, rewards: int) -> Tombstone:
-    """The tombstone of a session that is deleted now, with this many turns and rewards."""
+def tombstone_of(head: SessionHead, turns: int, rewards: int, deleted_at: float) -> Tombstone:
+    """The tombstone of a session that had these turns and rewards. `deleted_at`: seconds since the epoch."""
     return Tombstone(
         session_id=head.spec.session_id,
         name=head.spec.name,
         owner=head.spec.owner,
         created_at=head.spec.created_at,
-        deleted_at=time.time(),
+        deleted_at=deleted_at,
         turns=turns,
         rewards=rewards,
         verdict=head.verdict.code if head.verdict else None,

@@ -43,7 +43,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Why the connection is refused; None while it is not. Once this is set, nothing more is read."""
         self._phase: Phase = "between"
         self._requests = 0
-        self._head_bytes, self._most_head_bytes = 0, count.bounds.head_bytes
+        self._head_bytes = 0
         self._received = 0
         self._unparsed = 0
         """Bytes that arrived since the parser last reported the end of a head, a part of a body, or the end
@@ -123,14 +123,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._requests += 1
 
     def on_url(self, url: bytes) -> None:
-        self._head_bytes += len(url)
+        self._count_head(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_bytes += len(name) + len(value)
-        if self._head_bytes > self._most_head_bytes:
-            self._refusal = self._head_too_large()
-            raise self._refusal
+        self._count_head(len(name) + len(value))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -147,6 +144,12 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._phase, self._unparsed = "between", 0
+
+    def _count_head(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > self._bounds.head_bytes:
+            self._refusal = self._head_too_large()
+            raise self._refusal
 
     def _head_too_large(self) -> ApiError:
         return ApiError(431, f"the headers are larger than {self._bounds.head_bytes} bytes")

@@ -7,6 +7,7 @@
 """
 
 import logging
+import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 
@@ -126,7 +127,8 @@ def _readable_part(fields: Mapping[bytes, bytes]) -> SessionHead | None:
 
 def _tombstone(head: SessionHead, fields: Mapping[bytes, bytes]) -> Tombstone:
     turns = sum(name.startswith(b"t:") for name in fields)
-    return tombstone_of(head, turns, sum(name.startswith(b"r:") for name in fields))
+    rewards = sum(name.startswith(b"r:") for name in fields)
+    return tombstone_of(head, turns, rewards, time.time())
 
 
 def _deletion(

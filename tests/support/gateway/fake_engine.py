@@ -88,7 +88,8 @@ class FakeEngine:
         if self.refusals and (refusal := self.refusals.popleft()) is not None:
             return refusal
         if not self.has_tokenizer and "stop" in body["sampling_params"]:
-            message = "stop is unavailable when skip_tokenizer_init=True"
+            stop = body["sampling_params"]["stop"]
+            message = f"stop={stop!r} is unavailable when skip_tokenizer_init=True (requires tokenizer)."
             error = {"error": {"message": message, "type": "BadRequestError", "code": 400}}
             return PlainTextResponse(f"data: {json.dumps(error)}\n\n", media_type="text/event-stream")
         if self.raw is not None:

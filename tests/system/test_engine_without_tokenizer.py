@@ -57,7 +57,7 @@ def test_its_answers_are_read_and_end_at_stop_strings(bare: System) -> None:
 
 def test_what_needs_its_tokenizer_is_refused_by_name(bare: System) -> None:
     ticket = bare.post("/sessions", {"train": False})
-    with pytest.raises(openai.BadRequestError, match="structural_tag.* is not supported"):
+    with pytest.raises(openai.BadRequestError, match=r"structural_tag.* is not supported"):
         bare.say(ticket, "tell me", response_format={"type": "json_object"})
 
 

@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse, Response
 
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
 from rollout_queue.http.keys import Keyring
-from rollout_queue.http.probes import probes
+from rollout_queue.http.probes import probes, text_of
 from rollout_queue.protocol.reload import ReloadBody, Reloaded, ReloadSeconds
 from rollout_queue.protocol.status import ServerStatus
 from rollout_server.errors import ReloadError
@@ -27,7 +27,7 @@ def create_app(server: RolloutServer, keyring: Keyring) -> FastAPI:
     app.add_middleware(RequestIds)
     install_error_handlers(app)
     app.add_exception_handler(ReloadError, _refused)
-    app.include_router(probes(server.unready_because, server.metrics.registry))
+    app.include_router(probes(server.unready_because, text_of(server.metrics.registry)))
     app.include_router(_operations(server), dependencies=[Depends(keyring.require_admin)])
     return app
 

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from rollout_queue.contract.policy import MANIFEST
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
 from rollout_queue.http.keys import Keyring
-from rollout_queue.http.probes import probes
+from rollout_queue.http.probes import probes, text_of
 from rollout_queue.http.server import KEEP_ALIVE_S
 from rollout_queue.protocol.trainer import TrainerReport
 from trainer_service.model.huggingface import FILE_NAME
@@ -50,7 +50,7 @@ def create_app(
     async def readiness() -> str | None:
         return None if shared_state.ready else "the trainer is starting: it has not read the stream yet"
 
-    app.include_router(probes(readiness, registry))
+    app.include_router(probes(readiness, text_of(registry)))
     guarded = [Depends(keyring.require_admin)]
     app.include_router(_control(shared_state), dependencies=guarded)
     app.include_router(_ledger(ledger), dependencies=guarded)

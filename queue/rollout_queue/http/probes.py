@@ -12,7 +12,11 @@ Readiness = Callable[[], Awaitable[str | None]]
 """Returns why the service cannot do its work; None when it can."""
 
 
-def probes(readiness: Readiness, registry: CollectorRegistry) -> APIRouter:
+MetricsText = Callable[[], Awaitable[bytes]]
+"""Returns the metrics in Prometheus' text format."""
+
+
+def probes(readiness: Readiness, metrics_text: MetricsText) -> APIRouter:
     router = APIRouter(tags=["probes"])
 
     @router.head("/live", include_in_schema=False)
@@ -32,6 +36,15 @@ def probes(readiness: Readiness, registry: CollectorRegistry) -> APIRouter:
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus text format."""
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(await metrics_text(), media_type=CONTENT_TYPE_LATEST)
 
     return router
+
+
+def text_of(registry: CollectorRegistry) -> MetricsText:
+    """The metrics of one registry."""
+
+    async def text() -> bytes:
+        return generate_latest(registry)
+
+    return text

@@ -4,7 +4,7 @@ import asyncio
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, cast
@@ -33,11 +33,14 @@ def serve(
     leave: Leave | None = None,
     bounds: ConnectionBounds | None = None,
     end_requests: Callable[[], None] | None = None,
+    sockets: Sequence[socket.socket] | None = None,
 ) -> None:
     """Listen until SIGTERM; then call `leave`, finish requests in flight, and exit with 0.
 
     If requests are still in flight after `drain_s`, `end_requests` is called (if given), so that they can
     write last words. Then uvicorn cancels the requests that are left.
+
+    `sockets`: bound sockets to listen on, in place of `host` and `port`.
 
     uvicorn ignores proxy headers here; an application that needs its own public address reads them itself.
     """
@@ -59,7 +62,7 @@ def serve(
         timeout_graceful_shutdown=int(drain_s + (LAST_WORDS_S if end_requests else 0)),
     )
     with suppress(KeyboardInterrupt):  # uvicorn raises SIGINT again, too
-        _Server(config, drain_s, leave, end_requests).run()
+        _Server(config, drain_s, leave, end_requests).run(None if sockets is None else list(sockets))
 
 
 class _Server(uvicorn.Server):

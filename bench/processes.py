@@ -51,3 +51,9 @@ def cpu_s(pid: int) -> float:
     """The CPU seconds that all threads of a process have used."""
     threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
+
+
+def with_children(pid: int) -> list[int]:
+    """The process and all that it started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(each for child in children for each in with_children(int(child)))]

@@ -7,13 +7,16 @@ import logging
 import os
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 from gateway.app import create_app
 from gateway.keys.api_keys import ApiKeys, configured_keys
 from gateway.keys.key_file import WrongKeyFile
 from gateway.settings import GatewaySettings
 from rollout_queue.http.keys import refuse_open_binding
-from rollout_queue.http.server import serve
+from rollout_queue.http.server import LAST_WORDS_S, serve
+from rollout_queue.http.workers.parent import run_workers
+from rollout_queue.http.workers.worker import Worker, bound_sockets, end_with_parent
 from rollout_queue.settings import CONFIG_VARIABLE
 
 logger = logging.getLogger("gateway")
@@ -21,25 +24,59 @@ logger = logging.getLogger("gateway")
 
 M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 2**20
 """glibc's number of the option, and its value: each larger block goes back to the system when it is freed."""
+KILLED_AFTER_S = 10.0
+"""How long a worker may take beyond its own time limits after SIGTERM, before it is killed."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="gateway", description=__doc__)
     parser.add_argument("--config", help="weir.yaml")
+    parser.add_argument("--workers", type=int, help="processes that share the port; default: gateway.workers")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)  # set for each of several workers
+    parser.add_argument("--sockets", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.config:
         os.environ[CONFIG_VARIABLE] = arguments.config
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    if arguments.workers is not None:
+        os.environ["WEIR_GATEWAY__WORKERS"] = str(arguments.workers)
+    name = "" if arguments.worker is None else f" worker {arguments.worker}"
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s{name} %(levelname)s %(name)s %(message)s")
     settings = GatewaySettings()
     try:
         keys = ApiKeys(configured_keys(settings))
     except WrongKeyFile as error:
         raise SystemExit(str(error)) from error
     refuse_open_binding(settings.host, keys)
+    if arguments.worker is not None:
+        end_with_parent()
+        serve_gateway(settings.share(), Worker(arguments.worker, settings.workers, arguments.sockets))
+        return
     if keys.open:
         logger.warning("no keys are set: every process on this machine may do everything")
+    if settings.workers == 1:
+        serve_gateway(settings)
+    else:
+        sys.exit(run_gateways(settings))
+
+
+def run_gateways(settings: GatewaySettings) -> int:
+    """Run the gateway as several workers. Returns the exit status."""
+
+    def command(worker: Worker) -> list[str]:
+        own = ["--worker", str(worker.number), "--sockets", str(worker.folder)]
+        return [sys.executable, "-m", "gateway", *own]
+
+    stop_within_s = settings.leave_s + settings.drain_timeout_s + LAST_WORDS_S + KILLED_AFTER_S
+    try:
+        return run_workers(settings.workers, settings.host, settings.port, command, stop_within_s)
+    except OSError as error:
+        raise SystemExit(f"cannot listen on {settings.host}:{settings.port}: {error}") from error
+
+
+def serve_gateway(settings: GatewaySettings, worker: Worker | None = None) -> None:
+    """Serve in this process until SIGTERM."""
     return_large_memory()
-    app = create_app(settings)
+    app = create_app(settings, worker)
     # The objects built so far live as long as the process: exclude them from garbage collection.
     gc.collect()
     gc.freeze()
@@ -53,6 +90,7 @@ def main() -> None:
         app.leave,
         bounds=settings.connections,
         end_requests=app.end_calls,
+        sockets=None if worker is None else bound_sockets(settings.host, settings.port, shared=True),
     )
 
 

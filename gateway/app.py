@@ -12,7 +12,7 @@ dialect     a public wire shape, such as OpenAI's chat completions: reads reques
 """
 
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import FastAPI
 from redis.exceptions import RedisError
@@ -28,6 +28,7 @@ from gateway.edge.asgi import EdgeApp, Endpoint
 from gateway.edge.background_answers import BackgroundAnswers
 from gateway.edge.errors import install_gateway_errors
 from gateway.edge.exchange import Exchange
+from gateway.edge.joins import JoinableCalls, Joins
 from gateway.edge.request import BodyBudget
 from gateway.edge.retries import InFlightCalls
 from gateway.edge.token_count import TokenCount
@@ -41,14 +42,20 @@ from gateway.rest.admin.actions import LogAdminActions
 from gateway.rest.agent import models, responses
 from gateway.rest.json_bodies import JsonBodies
 from gateway.rest.openapi import openapi_document
+from gateway.rest.workers import metrics_text, private_app
 from gateway.settings import GatewaySettings
 from gateway.wiring import GatewayParts, opened
 from rollout_queue.http.errors import RequestIds, install_error_handlers
 from rollout_queue.http.probes import probes
+from rollout_queue.http.workers.private_server import private_server
+from rollout_queue.http.workers.siblings import Siblings
+from rollout_queue.http.workers.worker import Worker
 
 
-def create_app(settings: GatewaySettings) -> EdgeApp:
-    """The application. Its lifespan opens the connections at the start, and closes them at the end."""
+def create_app(settings: GatewaySettings, worker: Worker | None = None) -> EdgeApp:
+    """The application of a gateway that is one process, or of one `worker` of several.
+
+    Its lifespan opens the connections at the start, and closes them at the end."""
     renderer = ChatRenderer(
         settings.model_path, settings.renderer, settings.thinking, settings.context_length
     )
@@ -60,17 +67,24 @@ def create_app(settings: GatewaySettings) -> EdgeApp:
     metrics = Metrics()
     calls = InFlightCalls(settings.retry_grace_s, settings.join_identical)
     answers = BackgroundAnswers(settings.max_background_answers, settings.max_background_answers_per_key)
+    siblings = Siblings() if worker is None else Siblings(worker.folder, worker.others)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with opened(settings, renderer, metrics) as gateway:
             app.state.parts = gateway
-            edge.identities, edge.endpoints = gateway.identities, endpoints_of(gateway, calls, answers)
-            async with background_tasks(gateway), reload_on_hangup(gateway):
+            edge.identities = gateway.identities
+            edge.endpoints = endpoints_of(gateway, calls, Joins(siblings), answers)
+            async with background_tasks(gateway), reload_on_hangup(gateway), AsyncExitStack() as stack:
+                if worker is not None:
+                    private = private_app(gateway, JoinableCalls(calls))
+                    await stack.enter_async_context(private_server(worker, private))
                 yield
                 await answers.close(settings.drain_timeout_s)
+        await siblings.close()
 
     app = FastAPI(title="Weir gateway", version="1", lifespan=lifespan, docs_url="/docs", redoc_url=None)
+    app.state.siblings = siblings
     install_error_handlers(app)
     install_gateway_errors(app)
     # The address that a proxy reports is used only in the `base_url` that the reply to POST /sessions and
@@ -82,14 +96,16 @@ def create_app(settings: GatewaySettings) -> EdgeApp:
     app.add_middleware(RequestIds)
     for routes in (models, responses, sessions, listing, heartbeat, rewards, deployment, users):
         app.include_router(routes.router)
-    app.include_router(probes(lambda: _why_not_ready(app, edge), metrics.registry))
+    app.include_router(
+        probes(lambda: _why_not_ready(app, edge), lambda: metrics_text(metrics.registry, worker, siblings))
+    )
     vars(app)["openapi"] = lambda: openapi_document(app)
     edge = EdgeApp(app, bodies, calls, answers, settings.leave_s, metrics.of("rest"))
     return edge
 
 
 def endpoints_of(
-    gateway: GatewayParts, calls: InFlightCalls, answers: BackgroundAnswers
+    gateway: GatewayParts, calls: InFlightCalls, joins: Joins, answers: BackgroundAnswers
 ) -> Mapping[str, Endpoint]:
     """The endpoint of each agents' path. `EdgeApp` also serves each path under `/sessions/{id}`."""
     renderer, model_name, of = gateway.renderer, gateway.settings.model_name, gateway.metrics.of
@@ -102,7 +118,7 @@ def endpoints_of(
     }
     return {
         **{
-            path: Exchange(dialect, gateway, calls, answers, of(name))
+            path: Exchange(dialect, gateway, calls, joins, answers, of(name))
             for path, (name, dialect) in dialects.items()
         },
         "/v1/messages/count_tokens": TokenCount(messages, gateway, of("count_tokens")),

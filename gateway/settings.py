@@ -81,6 +81,9 @@ class GatewaySettings(ServiceSettings):
 
     host: str = "127.0.0.1"
     port: int = 8000
+    workers: int = Field(1, ge=1, le=64)
+    """Processes that share the port. Each takes one core, and has its share of the bounds on connections,
+    bodies, answers in the background and cached sessions. `--workers` counts first."""
     public_url: str | None = None
     """The address that agents use, in `base_url` of new sessions; default: the address of the request."""
     redis_url: str = "redis://127.0.0.1:6379/0"
@@ -166,3 +169,22 @@ class GatewaySettings(ServiceSettings):
     """How long calls in flight may continue after `leave_s`. Then each client gets an error."""
     poll_every_s: float = 0.5
     """Interval of the background tasks: they read the fleet's state, expire sessions, refresh limits, …"""
+
+    def share(self) -> "GatewaySettings":
+        """The settings of one of the workers, whose bounds are shares of the whole gateway's, rounded up."""
+
+        def part(bound: int) -> int:
+            return -(-bound // self.workers)
+
+        bounds = self.connections
+        connections = {"in_all": part(bounds.in_all), "per_address": part(bounds.per_address)}
+        return self.model_copy(
+            update={
+                "session_cache_bytes": part(self.session_cache_bytes),
+                "max_bodies_bytes": max(part(self.max_bodies_bytes), self.max_body_bytes),
+                "max_bodies_bytes_per_key": max(part(self.max_bodies_bytes_per_key), self.max_body_bytes),
+                "max_background_answers": part(self.max_background_answers),
+                "max_background_answers_per_key": part(self.max_background_answers_per_key),
+                "connections": bounds.model_copy(update=connections),
+            }
+        )

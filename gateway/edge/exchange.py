@@ -14,10 +14,11 @@ from gateway.dialects.base import Dialect, ParsedRequest, RecordedAnswer
 from gateway.edge.background_answers import BackgroundAnswers, UnreadCall
 from gateway.edge.choices import for_each, sample_each
 from gateway.edge.errors import ANSWERABLE, api_error
+from gateway.edge.joins import Joins
 from gateway.edge.reply import Reply
 from gateway.edge.request import AgentRequest
 from gateway.edge.retelling import ToldStream
-from gateway.edge.retries import InFlightCall, InFlightCalls, attempt_of, request_digest
+from gateway.edge.retries import CallKey, InFlightCall, InFlightCalls, attempt_of, request_digest
 from gateway.edge.streaming import answer_stream, opening_headers, reply_headers
 from gateway.edge.writing import written
 from gateway.engines.event_stream import OutputChunk
@@ -40,6 +41,7 @@ class Exchange:
     dialect: Dialect
     gateway: GatewayParts
     calls: InFlightCalls
+    joins: Joins
     answers: BackgroundAnswers
     figures: CallFigures
 
@@ -50,10 +52,12 @@ class Exchange:
         caller = request.caller
         attempt = attempt_of(request.headers)
         digest = request_digest(self.dialect.prefix, request.body)
-        key = (caller, request.session_id, *map(request.headers.get, HEADERS), digest)
+        key = CallKey(caller, request.session_id, tuple(map(request.headers.get, HEADERS)), digest)
         if (joined := self.calls.join(key, attempt)) is not None:
             request.release()
             await joined.follow(reply)
+            return
+        if self.calls.may_join(attempt) and await self.joins.answered(key, attempt, reply):
             return
         with self.calls.begin(key, digest, attempt, reply, request.client) as call:
             await self._answer(caller, request, reply, call)

@@ -9,14 +9,16 @@ retry ──join─────────┴──────────▶ 
 import asyncio
 import hashlib
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 
+import msgspec
 from starlette.types import Message, Send
 
 from gateway.edge.disconnect import DisconnectWatch
 from gateway.edge.reply import Reply
 from gateway.edge.retelling import ToldStream
+from gateway.sessions.identity import Caller
 from rollout_queue.http.errors import ApiError
 
 RETRY_HEADER = "x-stainless-retry-count"
@@ -33,6 +35,18 @@ def request_digest(dialect: str, body: bytes) -> str:
     return hashlib.sha256(dialect.encode() + b"\0" + body).hexdigest()[:32]
 
 
+class CallKey(msgspec.Struct, frozen=True):
+    """What a call and its retry have in common."""
+
+    caller: Caller
+    session_id: str | None
+    """In the path."""
+    headers: tuple[str | None, ...]
+    """The headers that may name the session."""
+    digest: str
+    """From `request_digest`."""
+
+
 class InFlightCall:
     """One call in flight, and the number of clients that read its answer.
 
@@ -42,7 +56,7 @@ class InFlightCall:
     def __init__(
         self,
         calls: "InFlightCalls",
-        key: Hashable,
+        key: CallKey,
         digest: str,
         attempt: int,
         reply: Reply,
@@ -177,22 +191,29 @@ class InFlightCalls:
         self.grace_s = grace_s
         """How long a call continues without a client, because an SDK that timed out retries soon."""
         self._join_identical = join_identical
-        self._calls: dict[Hashable, list[InFlightCall]] = {}
+        self._calls: dict[CallKey, list[InFlightCall]] = {}
 
-    def join(self, key: Hashable, attempt: int) -> InFlightCall | None:
+    def join(self, key: CallKey, attempt: int) -> InFlightCall | None:
         """Join the call that this attempt repeats, preferably one without a reader; None if there is none."""
-        calls = self._calls.get(key)
-        if calls is None or not (attempt or self._join_identical):
-            return None
-        earlier = [each for each in calls if self._join_identical or each.latest_attempt < attempt]
-        if not earlier:
-            return None
-        call = min(earlier, key=lambda each: each.readers > 0)
-        call.join(attempt)
+        call = self.find(key, attempt)
+        if call is not None:
+            call.join(attempt)
         return call
 
+    def may_join(self, attempt: int) -> bool:
+        """Whether this attempt may repeat a call in flight."""
+        return self._join_identical or attempt > 0
+
+    def find(self, key: CallKey, attempt: int) -> InFlightCall | None:
+        """The call that `join` would join."""
+        calls = self._calls.get(key)
+        if calls is None or not self.may_join(attempt):
+            return None
+        earlier = [each for each in calls if self._join_identical or each.latest_attempt < attempt]
+        return min(earlier, key=lambda each: each.readers > 0, default=None)
+
     def begin(
-        self, key: Hashable, digest: str, attempt: int, reply: Reply, client: DisconnectWatch
+        self, key: CallKey, digest: str, attempt: int, reply: Reply, client: DisconnectWatch
     ) -> InFlightCall:
         call = InFlightCall(self, key, digest, attempt, reply, client)
         self._calls.setdefault(key, []).append(call)
@@ -203,7 +224,7 @@ class InFlightCalls:
         for call in [each for calls in self._calls.values() for each in calls]:
             call.end(why)
 
-    def remove(self, key: Hashable, call: InFlightCall) -> None:
+    def remove(self, key: CallKey, call: InFlightCall) -> None:
         """Let no later attempt join the call."""
         calls = self._calls.get(key, [])
         if call in calls:

@@ -74,14 +74,3 @@ class CallFigures:
         self.wait.add(waited_s)
         if accepted is not None:
             self.sample.add(ended - accepted)
-
-
-def slowest(figures: Mapping[str, CallFigures], count: int) -> list[tuple[str, TimeSpent]]:
-    """The parts that took most seconds over the calls of all dialects, the slowest first."""
-    sums: dict[str, TimeSpent] = defaultdict(TimeSpent)
-    for each in figures.values():
-        for name, spent in each.parts.items():
-            sums[name].seconds += spent.seconds
-            sums[name].runs += spent.runs
-    ran = [(name, spent) for name, spent in sums.items() if spent.runs]
-    return sorted(ran, key=lambda part: -part[1].seconds)[:count]

@@ -1,6 +1,6 @@
 """Fixtures: a gateway on a real port, in front of a fake engine, on a real Redis."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -9,7 +9,7 @@ from redis import Redis
 from tokenizers import Tokenizer
 
 from gateway.edge.disconnect import DisconnectWatch
-from gateway.edge.retries import InFlightCall, InFlightCalls
+from gateway.edge.retries import CallKey, InFlightCall, InFlightCalls
 from rollout_queue.redis import keys
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.gated_engine import ANSWER, GatedEngine
@@ -52,7 +52,7 @@ def gateway(backends: Backends, gateway_url: tuple[str, bytes]) -> Iterator[Runn
 def retry_counts(monkeypatch: pytest.MonkeyPatch) -> RetryCounts:
     seen, join, on_disconnect = RetryCounts(), InFlightCalls.join, DisconnectWatch.on_disconnect
 
-    def joined(calls: InFlightCalls, key: Hashable, attempt: int) -> InFlightCall | None:
+    def joined(calls: InFlightCalls, key: CallKey, attempt: int) -> InFlightCall | None:
         call = join(calls, key, attempt)
         seen.joined += call is not None
         return call

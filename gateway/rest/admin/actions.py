@@ -1,4 +1,7 @@
-"""Logs each request with an admin key that may change something; `GET /admin/actions` reads the log."""
+"""Logs each request with an admin key that may change something; `GET /admin/actions` reads the log.
+
+The other workers of the gateway read the change before the reply is sent.
+"""
 
 from typing import Annotated
 
@@ -7,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.operators.actions import READS, ActionLog, now_action
 from gateway.rest.shapes import ActionPage, ActionShape
+from gateway.rest.workers import CHANGED_PATH
 from gateway.sessions.identity import Caller
 from gateway.wiring import parts_of
 
@@ -32,6 +36,7 @@ class LogAdminActions:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                await scope["app"].state.siblings.ask(CHANGED_PATH)  # other workers know of it, too
             await send(message)
 
         try:

@@ -8,13 +8,13 @@ from fastapi.responses import JSONResponse, Response
 from gateway.admission.backpressure import Backpressure, read_backpressure
 from gateway.engines.fleet_server import Registration
 from gateway.errors import ObjectNotFound
-from gateway.metrics.calls import slowest
 from gateway.operators.warnings import emptied_redis
 from gateway.rest import export
 from gateway.rest.access import admins_only
 from gateway.rest.admin import actions, pipeline, trainer
 from gateway.rest.admin import keys as api_keys
 from gateway.rest.shapes import Removed
+from gateway.rest.workers import parts_of_all
 from gateway.wiring import GatewayParts, parts_of
 from rollout_queue.contract.policy import PolicyRecord
 from rollout_queue.http.keys import default_keys_sentence
@@ -71,7 +71,7 @@ async def status(request: Request) -> SystemStatus:
         policy=FleetPolicy(serving=serving, target=serving if target is None else target),
         trainer=report,
         queue=queue,
-        slowest_parts=_slowest_parts(gateway),
+        slowest_parts=await _slowest_parts(request),
         renderer=gateway.renderer.description,
         warnings=tuple(warnings),
     )
@@ -165,8 +165,10 @@ def _servers(gateway: GatewayParts) -> tuple[ServerShape, ...]:
     return tuple(server.report() for server in gateway.fleet.servers.values())
 
 
-def _slowest_parts(gateway: GatewayParts) -> tuple[SlowPart, ...]:
-    found = slowest(gateway.metrics.calls, SLOWEST_PARTS)
+async def _slowest_parts(request: Request) -> tuple[SlowPart, ...]:
+    """The parts that took most seconds over the calls of all dialects and workers, the slowest first."""
+    sums = await parts_of_all(parts_of(request).metrics.calls, request.app.state.siblings)
+    found = sorted(sums.items(), key=lambda part: -part[1].seconds)[:SLOWEST_PARTS]
     return tuple(SlowPart(part=name, seconds=spent.seconds, runs=spent.runs) for name, spent in found)
 
 

@@ -1,0 +1,297 @@
+"""A gateway of several workers on one port behaves as one gateway, and its workers may die or hang."""
+
+import itertools
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.gateway.calls import Call
+from tests.support.gateway.fake_engine import FakeEngine
+from tests.support.gateway.gated_engine import GatedEngine, NumberingEngine, asked, let_on
+from tests.support.gateway.processes import Processes
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, RunningGateway
+from tests.support.waiting import wait_until
+
+WORKERS = 2
+CONNECTIONS = 12
+"""Fresh connections, of which one worker gets all with a probability of 1 in 2,048."""
+
+
+@pytest.fixture
+def engine(processes: Processes) -> GatedEngine:
+    """A fresh engine that gives each answer its own number."""
+    processes.backends.engine = engine = NumberingEngine(processes.backends.tokenizer)
+    engine.numbers = itertools.count()
+    engine.stall_after = 3
+    return engine
+
+
+@pytest.fixture
+def started(
+    processes: Processes, engine: GatedEngine
+) -> Iterator[tuple[subprocess.Popen[bytes], RunningGateway]]:
+    with processes.gateway(workers=WORKERS) as (process, gateway):
+        wait_until(lambda: up(gateway) == [1.0] * WORKERS)
+        yield process, gateway
+        let_on(gateway)
+
+
+@pytest.fixture
+def gateway(started: tuple[subprocess.Popen[bytes], RunningGateway]) -> RunningGateway:
+    return started[1]
+
+
+def samples(gateway: RunningGateway, name: str) -> dict[tuple[tuple[str, str], ...], float]:
+    """The samples of a metric, by their labels."""
+    text = httpx.get(f"{gateway.url}/metrics", timeout=10).text
+    return {
+        tuple(sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
+def up(gateway: RunningGateway) -> list[float]:
+    try:
+        return list(samples(gateway, "weir_worker_up").values())
+    except httpx.TransportError:  # the connection was one of a worker that was killed
+        return []
+
+
+def workers_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return [each for each in psutil.Process(process.pid).children() if runs(each)]
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether the process runs: its parent may not have noticed yet that it ended."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def fresh(gateway: RunningGateway, method: str, path: str, key: str = CLIENT_KEY, **more: Any) -> list[int]:
+    """The statuses of the same request over fresh connections."""
+    headers = {"authorization": f"Bearer {key}"}
+    return [
+        httpx.request(method, gateway.url + path, headers=headers, timeout=10, **more).status_code
+        for _ in range(CONNECTIONS)
+    ]
+
+
+# One gateway
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_retry_joins_its_call_at_whatever_worker(gateway: RunningGateway, stream: bool) -> None:
+    session = gateway.session()
+    calls = attempts(gateway, session, stream=stream)
+    let_on(gateway)
+    heard = [call.answer() for call in calls]
+    assert {status for status, _ in heard} == {200}
+    assert len({content(body) for _, body in heard}) == 1
+    assert len(gateway.engine.requests) == 1
+    assert len(gateway.turns(session)) == 1
+
+
+def attempts(gateway: RunningGateway, session: dict[str, Any], **body: Any) -> list[Call]:
+    """A call, and its retries one after the other, each over a fresh connection."""
+    calls = [Call(gateway, session, **body)]
+    asked(gateway, 1)
+    for attempt in range(1, CONNECTIONS):
+        calls.append(Call(gateway, session, attempt, **body))
+        wait_until(lambda: in_flight(gateway) == len(calls))
+    return calls
+
+
+def in_flight(gateway: RunningGateway) -> float:
+    """Calls of agents. The worker that has a call's client counts the call."""
+    found = samples(gateway, "weir_calls_in_flight")
+    return sum(count for labels, count in found.items() if dict(labels)["dialect"] == "chat")
+
+
+def content(body: bytes) -> bytes:
+    """The text of an answer, whole or streamed."""
+    return b"".join(re.findall(rb'"content":"([^"]*)"', body))
+
+
+def test_a_retry_hears_the_error_of_the_call_that_it_joined(gateway: RunningGateway) -> None:
+    session = gateway.session()
+    calls = attempts(gateway, session)
+    gateway.call("DELETE", f"/sessions/{session['session_id']}")
+    let_on(gateway)
+    assert {call.answer()[0] for call in calls} == {410}
+    assert len(gateway.engine.requests) == 1
+
+
+def test_a_joined_answer_ends_when_no_client_is_left(gateway: RunningGateway) -> None:
+    session = gateway.session()
+    calls = attempts(gateway, session, stream=True)
+    for call in calls:
+        call.hang_up()
+    wait_until(lambda: in_flight(gateway) == 0)
+    wait_until(lambda: [turn["finish_reason"] for turn in gateway.turns(session)] == ["abort"])
+
+
+def test_sessions_change_their_worker(gateway: RunningGateway) -> None:
+    let_on(gateway)
+    session = gateway.session()
+    history: list[dict[str, str]] = []
+    for number in range(CONNECTIONS):
+        history.append({"role": "user", "content": str(number)})
+        call = Call(gateway, session, messages=history)
+        history.append(
+            {"role": "assistant", "content": call.completion()["choices"][0]["message"]["content"]}
+        )
+    relations = [turn["relation"] for turn in gateway.turns(session)]
+    assert relations == ["root", *["extends"] * (CONNECTIONS - 1)]
+
+
+def test_metrics_and_status_count_the_calls_of_all_workers(gateway: RunningGateway) -> None:
+    let_on(gateway)
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    assert set(fresh(gateway, "POST", "/v1/chat/completions", json=chat)) == {200}
+    for _ in range(4):  # whichever worker answers
+        turns = samples(gateway, "weir_turns_total")
+        assert sum(turns.values()) == CONNECTIONS
+        assert {dict(labels)["worker"] for labels in turns} == {"0", "1"}
+        status = httpx.get(f"{gateway.url}/admin/status", headers={"authorization": f"Bearer {ADMIN_KEY}"})
+        parts = {part["part"]: part["runs"] for part in status.json()["slowest_parts"]}
+        assert parts["sample"] == CONNECTIONS
+
+
+def test_all_workers_know_a_new_key_when_the_operator_hears_of_it(gateway: RunningGateway) -> None:
+    for name in ("one", "two", "three"):
+        made = gateway.post("/admin/keys", {"name": name, "role": "client"}, key=ADMIN_KEY).json()
+        assert set(fresh(gateway, "GET", "/v1/models", key=made["api_key"])) == {200}
+        assert gateway.call("DELETE", f"/admin/keys/{name}", key=ADMIN_KEY).status_code == 200
+        assert set(fresh(gateway, "GET", "/v1/models", key=made["api_key"])) == {401}
+
+
+# Workers that end
+
+
+def test_a_killed_worker_is_started_again_and_the_other_goes_on(
+    started: tuple[subprocess.Popen[bytes], RunningGateway],
+) -> None:
+    process, gateway = started
+    let_on(gateway)
+    session = gateway.session()
+    for victim in workers_of(process):
+        victim.kill()
+        wait_until(lambda: up(gateway) == [1.0] * WORKERS and len(workers_of(process)) == WORKERS, 60)
+        assert victim.pid not in {each.pid for each in workers_of(process)}
+    Call(gateway, session).completion()
+
+
+def test_a_retry_samples_again_if_the_worker_of_its_call_was_killed(
+    started: tuple[subprocess.Popen[bytes], RunningGateway],
+) -> None:
+    process, gateway = started
+    session = gateway.session()
+    interrupted = Call(gateway, session)
+    asked(gateway, 1)
+    first = {each.pid for each in workers_of(process)}
+    for victim in workers_of(process):
+        victim.kill()
+    wait_until(lambda: not first & {each.pid for each in workers_of(process)})
+    wait_until(lambda: up(gateway) == [1.0] * WORKERS, 60)
+    let_on(gateway)
+    assert Call(gateway, session, attempt=1).answer()[0] == 200
+    interrupted.hang_up()
+
+
+@pytest.mark.long
+def test_a_hung_worker_is_killed_and_started_again(
+    started: tuple[subprocess.Popen[bytes], RunningGateway],
+) -> None:
+    process, _ = started
+    hung = workers_of(process)[0]
+    hung.suspend()
+    wait_until(lambda: not runs(hung), 60)
+    wait_until(lambda: len(workers_of(process)) == WORKERS, 60)
+
+
+def test_metrics_say_which_worker_hangs(started: tuple[subprocess.Popen[bytes], RunningGateway]) -> None:
+    process, gateway = started
+    hung = workers_of(process)[0]
+    hung.suspend()
+
+    def found() -> bool:
+        try:
+            return sorted(up(gateway)) == [0.0, 1.0]
+        except httpx.TimeoutException:
+            return False  # the kernel gave the connection to the hung worker
+
+    wait_until(found, 60)
+    hung.resume()
+    wait_until(lambda: up(gateway) == [1.0] * WORKERS)
+
+
+# The whole gateway
+
+
+def test_sigterm_lets_streams_of_all_workers_end(
+    started: tuple[subprocess.Popen[bytes], RunningGateway],
+) -> None:
+    process, gateway = started
+    calls = [Call(gateway, gateway.session(), stream=True) for _ in range(CONNECTIONS)]
+    asked(gateway, CONNECTIONS)
+    process.terminate()
+    wait_until(lambda: not ready_at(gateway))
+    let_on(gateway)
+    heard = [call.answer() for call in calls]
+    assert all(status == 200 and b"[DONE]" in body for status, body in heard)
+    assert process.wait(timeout=20) == 0
+
+
+def ready_at(gateway: RunningGateway) -> bool:
+    try:
+        return httpx.get(f"{gateway.url}/ready").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_workers_end_with_a_killed_parent(
+    started: tuple[subprocess.Popen[bytes], RunningGateway],
+) -> None:
+    process, _ = started
+    workers = workers_of(process)
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(map(runs, workers)), 20)
+
+
+def test_sighup_reaches_every_worker(processes: Processes, engine: GatedEngine, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys: []\n")
+    with processes.gateway(workers=WORKERS, keys_file=keys) as (process, gateway):
+        wait_until(lambda: up(gateway) == [1.0] * WORKERS)
+        keys.write_text("keys:\n- {name: new, role: client, secrets: [a-new-secret-of-32-characters-000]}\n")
+        process.send_signal(signal.SIGHUP)
+        secret = "a-new-secret-of-32-characters-000"
+        wait_until(lambda: set(fresh(gateway, "GET", "/v1/models", key=secret)) == {200})
+        assert process.poll() is None
+
+
+def test_the_gateway_ends_if_its_workers_cannot_start(processes: Processes, engine: FakeEngine) -> None:
+    process, _ = processes.start(workers=WORKERS, renderer="no-such-renderer")
+    try:
+        assert process.wait(timeout=100) == 1
+    finally:
+        process.kill()
+
+
+def test_a_taken_address_is_refused_at_the_start(processes: Processes, gateway: RunningGateway) -> None:
+    port = gateway.url.rsplit(":", 1)[1]
+    process, _ = processes.start(workers=WORKERS, port=port)
+    assert process.wait(timeout=60) == 1

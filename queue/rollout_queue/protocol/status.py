@@ -66,7 +66,7 @@ class QueueReport(ServiceMessage):
 
 
 class SlowPart(ServiceMessage):
-    """A part of the calls that one gateway served, with all its workers: its seconds, and how often it ran."""
+    """A part of the calls that one gateway served, with all its workers: its seconds and its runs."""
 
     part: str
     seconds: float

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,20 @@ def started(
         let_on(gateway)
 
 
+@pytest.fixture(scope="module")
+def shared_url(processes: Processes) -> Iterator[str]:
+    """A gateway that several tests share, and no test ends."""
+    with processes.gateway(workers=WORKERS) as (_, gateway):
+        wait_until(lambda: up(gateway) == [1.0] * WORKERS)
+        yield gateway.url
+
+
 @pytest.fixture
-def gateway(started: tuple[subprocess.Popen[bytes], RunningGateway]) -> RunningGateway:
-    return started[1]
+def gateway(processes: Processes, shared_url: str, engine: GatedEngine) -> Iterator[RunningGateway]:
+    gateway = processes.at(shared_url)
+    yield gateway
+    let_on(gateway)
+    gateway.http.close()
 
 
 def samples(gateway: RunningGateway, name: str) -> dict[tuple[tuple[str, str], ...], float]:
@@ -159,14 +171,20 @@ def test_sessions_change_their_worker(gateway: RunningGateway) -> None:
 def test_metrics_and_status_count_the_calls_of_all_workers(gateway: RunningGateway) -> None:
     let_on(gateway)
     chat = {"messages": [{"role": "user", "content": "hi"}]}
+    turns, samplings = sum(samples(gateway, "weir_turns_total").values()), sampled(gateway)
     assert set(fresh(gateway, "POST", "/v1/chat/completions", json=chat)) == {200}
     for _ in range(4):  # whichever worker answers
-        turns = samples(gateway, "weir_turns_total")
-        assert sum(turns.values()) == CONNECTIONS
-        assert {dict(labels)["worker"] for labels in turns} == {"0", "1"}
-        status = httpx.get(f"{gateway.url}/admin/status", headers={"authorization": f"Bearer {ADMIN_KEY}"})
-        parts = {part["part"]: part["runs"] for part in status.json()["slowest_parts"]}
-        assert parts["sample"] == CONNECTIONS
+        counted = samples(gateway, "weir_turns_total")
+        assert sum(counted.values()) == turns + CONNECTIONS
+        assert {dict(labels)["worker"] for labels in counted} == {"0", "1"}
+        assert sampled(gateway) == samplings + CONNECTIONS
+
+
+def sampled(gateway: RunningGateway) -> int:
+    """How often the workers sampled an answer, as the status says."""
+    status = httpx.get(f"{gateway.url}/admin/status", headers={"authorization": f"Bearer {ADMIN_KEY}"})
+    parts = {part["part"]: part["runs"] for part in status.json()["slowest_parts"]}
+    return int(parts.get("sample", 0))
 
 
 def test_all_workers_know_a_new_key_when_the_operator_hears_of_it(gateway: RunningGateway) -> None:
@@ -226,13 +244,14 @@ def test_metrics_say_which_worker_hangs(started: tuple[subprocess.Popen[bytes], 
     hung = workers_of(process)[0]
     hung.suspend()
 
-    def found() -> bool:
+    def found(_: int) -> list[float]:
         try:
-            return sorted(up(gateway)) == [0.0, 1.0]
+            return sorted(up(gateway))
         except httpx.TimeoutException:
-            return False  # the kernel gave the connection to the hung worker
+            return []  # the kernel gave the connection to the hung worker
 
-    wait_until(found, 60)
+    with ThreadPoolExecutor(CONNECTIONS) as scrapes:
+        assert [0.0, 1.0] in scrapes.map(found, range(CONNECTIONS))
     hung.resume()
     wait_until(lambda: up(gateway) == [1.0] * WORKERS)
 

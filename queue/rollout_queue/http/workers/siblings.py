@@ -12,7 +12,7 @@ from rollout_queue.http.workers.worker import unix_socket
 
 logger = logging.getLogger(__name__)
 
-ASK_S = 1.0
+ASK_S = 5.0
 """How long a worker may take to answer a question. Later it counts as one that does not answer."""
 CONNECT = httpx.Timeout(None, connect=ASK_S)
 

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 PROBE_EVERY_S = 0.5
 SILENT_S = 30.0
-"""A worker whose event loop answered before, and has not for this long, is killed and started again."""
+"""A worker that listens, and has not answered for this long, is killed and started again."""
 MAX_EARLY_ENDS = 5
 """If a worker ends this often in a row before it answers, the whole service ends with an error."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
@@ -53,8 +53,8 @@ class _Parent:
         self._command = command
         self._stop_within_s = stop_within_s
         self._processes: dict[int, Process] = {}
-        self._answered: dict[int, float] = {}
-        """When a running worker last answered, by its number; nothing while it starts."""
+        self._answered: set[int] = set()
+        """The workers that run and have answered."""
         self._missed: set[int] = set()
         """The workers that were starting when a SIGHUP came."""
         self._leaving = asyncio.Event()
@@ -88,7 +88,7 @@ class _Parent:
 
     async def _run(self, number: int) -> int:
         """Run the worker once. Returns its exit status."""
-        self._answered.pop(number, None)
+        self._answered.discard(number)
         self._missed.discard(number)
         unix_socket(self._folder, number).unlink(missing_ok=True)  # of a worker that was killed
         worker = Worker(number, self._count, self._folder)
@@ -106,17 +106,21 @@ class _Parent:
     async def _watch(self, number: int, process: Process) -> None:
         """Ask the worker whether it lives. Kill it if it no longer answers, or does not stop in time."""
         siblings = Siblings(self._folder, [number])
+        heard_at: float | None = None
+        """When the worker began to listen, or last answered; None while it starts."""
         try:
             while not self._leaving.is_set():
                 await asyncio.sleep(PROBE_EVERY_S)
                 if not unix_socket(self._folder, number).exists():
                     continue  # it starts
+                heard_at = heard_at or time.monotonic()
                 if await siblings.ask("/live"):
-                    self._answered[number] = time.monotonic()
+                    heard_at = time.monotonic()
+                    self._answered.add(number)
                     if number in self._missed:
                         self._missed.discard(number)
                         _send(process, signal.SIGHUP)
-                elif time.monotonic() - self._answered.get(number, time.monotonic()) > SILENT_S:
+                elif time.monotonic() - heard_at > SILENT_S:
                     logger.error("worker %d has not answered for %.0f s and is killed", number, SILENT_S)
                     _send(process, signal.SIGKILL)
                     return

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
+from rollout_queue.http.server import KEEP_ALIVE_S
 from rollout_queue.http.workers.worker import Worker, unix_socket
 
 
@@ -30,6 +31,7 @@ async def private_server(worker: Worker, app: ASGIApp) -> AsyncIterator[None]:
         access_log=False,
         server_header=False,
         date_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=1,
     )
     server = _WithoutSignals(config)

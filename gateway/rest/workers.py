@@ -3,7 +3,6 @@
 request ──▶ one worker ── asks ──▶ the other workers, over Unix sockets that only their user can reach
 """
 
-import asyncio
 import logging
 from collections.abc import Mapping
 
@@ -45,11 +44,14 @@ def private_app(gateway: GatewayParts, joinable: JoinableCalls) -> Starlette:
         )
 
     async def changed(_: Request) -> Response:
-        """Read what an operator has changed at another worker, before the operator hears of it."""
+        """Read keys that an operator has changed at another worker, before the operator hears of it.
+
+        The next poll reads the fleet: rollout servers register often, and asking them all takes time.
+        """
         try:
-            await asyncio.gather(gateway.keys.refresh(), gateway.fleet.refresh())
+            await gateway.keys.refresh()
         except StorageUnavailable as error:
-            logger.warning("an operator's change is read at a later poll: %s", error)
+            logger.warning("changed keys are read at a later poll: %s", error)
         return Response()
 
     routes = {LIVE_PATH: live, METRICS_PATH: metrics, PARTS_PATH: parts, CHANGED_PATH: changed}

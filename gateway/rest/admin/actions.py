@@ -1,6 +1,6 @@
 """Logs each request with an admin key that may change something; `GET /admin/actions` reads the log.
 
-The other workers of the gateway read the change before the reply is sent.
+The other workers of the gateway read changed keys before the reply is sent.
 """
 
 from typing import Annotated
@@ -36,7 +36,7 @@ class LogAdminActions:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                await scope["app"].state.siblings.ask(CHANGED_PATH)  # other workers know of it, too
+                await scope["app"].state.siblings.ask(CHANGED_PATH)  # other workers know the keys, too
             await send(message)
 
         try:

@@ -33,9 +33,16 @@ async def refresh_fleet(gateway: GatewayParts) -> None:
     await gateway.fleet.refresh()
     metrics, fleet = gateway.metrics, gateway.fleet
     metrics.serving_version.set(fleet.serving if fleet.serving is not None else -1)
+    metrics.in_rotation.set(fleet.in_rotation)
     metrics.servers.clear()
     for server in fleet.servers.values():
         metrics.servers.labels(server.state).inc()
+
+
+async def drive_pushes(gateway: GatewayParts) -> None:
+    """Bring every rollout server to the version that it is to serve, if no other gateway does."""
+    await gateway.push_driver.step()
+    await gateway.push_driver.wait(gateway.settings.poll_every_s)
 
 
 async def watch_silence(gateway: GatewayParts) -> None:
@@ -131,6 +138,7 @@ async def background_tasks(gateway: GatewayParts) -> AsyncIterator[None]:
     """Run the periodic tasks while the block runs."""
     poll_every_s = gateway.settings.poll_every_s
     running = [asyncio.create_task(_repeat(task, gateway, poll_every_s)) for task in POLLED]
+    running.append(asyncio.create_task(_repeat(drive_pushes, gateway, 0)))
     running.append(asyncio.create_task(_repeat(measure_lag, gateway, 0)))
     running.append(asyncio.create_task(_repeat(watch_silence, gateway, WATCH_EVERY_S)))
     running.append(asyncio.create_task(_repeat(drop_text_caches, gateway, TEXT_CACHES_S)))

@@ -161,8 +161,14 @@ class GatewaySettings(ServiceSettings):
     """How long an answer continues after its client disconnected. A retry within this time receives it."""
     heartbeat_s: float = Field(15.0, gt=0)
     """Interval of keep-alive events in a stream without new tokens: proxies close silent connections."""
-    push_timeout_s: float = 600.0
-    """How long a server may take to load a policy."""
+    push_timeout_s: float = Field(600.0, gt=0)
+    """How long a server may take to prepare a policy, and again to load it. Then it is told to stop."""
+    push_lease_s: float = Field(10.0, ge=1)
+    """How long after its death another gateway goes on with the push that a gateway was driving."""
+    max_unavailable: float = Field(0.25, gt=0, le=1)
+    """The share of the servers that may load a policy, and so pause, at once; at least one may."""
+    max_version_lag: int = Field(4, ge=0)
+    """How many versions before the served one may still answer calls, where no push has replaced them."""
     leave_s: float = Field(2.0, ge=0)
     """How long the gateway takes calls after SIGTERM while `/ready` fails, so that load balancers notice."""
     drain_timeout_s: float = 30.0

@@ -18,7 +18,8 @@ from gateway.conversations.conversation import FIRST_PROMPTS
 from gateway.engines.client import EngineClient, transport_of
 from gateway.engines.failover import Sampler
 from gateway.engines.fleet import Fleet
-from gateway.engines.policies import Policies
+from gateway.engines.policies.policies import Policies
+from gateway.engines.policies.push_driver import PushBounds, PushDriver
 from gateway.engines.silence import SilenceWatch
 from gateway.generations.generator import Generator
 from gateway.generations.recorder import Recorder
@@ -69,6 +70,7 @@ class GatewayParts:
     fleet: Fleet
     silence: SilenceWatch
     policies: Policies
+    push_driver: PushDriver
     admission: Admission
     sessions: SessionService
     resolver: SessionResolver
@@ -99,6 +101,7 @@ async def opened(
     await gateway.recorder.close()
     await _read_keys(gateway.keys)  # also stores what was used since the last poll
     await gateway.sampler.close()
+    await gateway.push_driver.close()
     await gateway.silence.close()
     await gateway.fleet.close()
     await gateway.engine.close()
@@ -118,6 +121,7 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
     await _read_keys(api_keys)
     admin_key = settings.admin_keys[0] if settings.admin_keys else None
     fleet = Fleet(redis, engine, admin_key, settings.engines)
+    push_driver = PushDriver(redis, fleet, _push_bounds(settings))
     admission = Admission(settings.limits, api_keys, redis, fleet, metrics, settings.poll_every_s)
     sessions = SessionService(settings, writer, admission, identities)
     recorder = Recorder(settings, renderer, writer, metrics)
@@ -149,7 +153,8 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
         engine=engine,
         fleet=fleet,
         silence=SilenceWatch(fleet, engine, metrics, settings.scheduler_silence_s, settings.engine_wait_s),
-        policies=Policies(redis, fleet, settings.push_timeout_s),
+        policies=Policies(redis, fleet, push_driver),
+        push_driver=push_driver,
         admission=admission,
         sessions=sessions,
         resolver=SessionResolver(sessions, writer, admission),
@@ -161,6 +166,12 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
         pipeline=PipelineMonitor(redis),
         warnings=WarningMonitor(settings.warnings, settings.limits, redis),
         retention=Retention(settings, redis, metrics),
+    )
+
+
+def _push_bounds(settings: GatewaySettings) -> PushBounds:
+    return PushBounds(
+        settings.push_timeout_s, settings.push_lease_s, settings.max_unavailable, settings.max_version_lag
     )
 
 

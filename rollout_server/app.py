@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse, Response
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
 from rollout_queue.http.keys import Keyring
 from rollout_queue.http.probes import probes, text_of
-from rollout_queue.protocol.reload import ReloadBody, Reloaded, ReloadSeconds
+from rollout_queue.protocol.reload import Aborted, ReloadBody, Reloaded, ReloadSeconds
 from rollout_queue.protocol.status import ServerStatus
 from rollout_server.errors import ReloadError
 from rollout_server.server import RolloutServer
@@ -39,9 +39,29 @@ def _operations(server: RolloutServer) -> APIRouter:
     async def reload(body: ReloadBody) -> JSONResponse:
         """Fetch, verify and load a version. If any of this fails, the server keeps the former version."""
         wanted = WantedPolicy(body.version, body.location, body.manifest_sha256)
-        seconds = await server.reloader.reload(wanted, force=body.force)
+        await server.reloads.begin(body.push, force=body.force)
+        if body.prepare:
+            seconds = await server.reloads.run(body.version, server.reloader.prefetch(wanted))
+        else:
+            reload = server.reloader.reload(wanted, force=body.force)
+            seconds = await server.reloads.run(body.version, reload)
         parts = ReloadSeconds(fetch=seconds.fetch, verify=seconds.verify, load=seconds.load)
-        answer = Reloaded(ok=True, version=body.version, seconds=parts, paused_s=seconds.paused)
+        answer = Reloaded(
+            ok=True,
+            version=server.engine.policy.version,
+            prepared=body.version if body.prepare else None,
+            seconds=parts,
+            paused_s=seconds.paused,
+        )
+        return JSONResponse(answer.model_dump())
+
+    @router.delete("/reload/{version}")
+    async def abort(version: int) -> JSONResponse:
+        """End every reload of the version that has not paused the engine yet."""
+        aborted = await server.reloads.abort(version)
+        answer = Aborted(
+            version=server.engine.policy.version, aborted=aborted, loading=server.reloader.loading
+        )
         return JSONResponse(answer.model_dump())
 
     @router.get("/status")

@@ -3,6 +3,8 @@
 ReloadError
 ├─ LocationRefused      400  the location is missing, malformed, or under no allowed prefix
 ├─ VersionRefused       409  the version is lower than the one served, or the same with other content
+├─ PushReplaced         409  the gateway has begun a newer push since
+├─ ReloadAborted        409  the gateway has ended this reload
 ├─ WeightsRefused       422  the files are not a sound set of weights for this model
 ├─ WeightsUnavailable   503  the files cannot be fetched or read now
 └─ EngineUnavailable    503  the engine is not ready, or did not load the version
@@ -34,6 +36,20 @@ class VersionRefused(ReloadError):
     """The version is lower than the one served, or the same with other content. `force` loads it anyway."""
 
     status = 409
+
+
+class PushReplaced(ReloadError):
+    """The gateway has begun a newer push since."""
+
+    status = 409
+    code = "push_replaced"
+
+
+class ReloadAborted(ReloadError):
+    """The gateway has ended this reload, before the engine paused."""
+
+    status = 409
+    code = "reload_aborted"
 
 
 class WeightsRefused(ReloadError):

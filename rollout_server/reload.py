@@ -66,6 +66,8 @@ class Reloader:
         self._metrics = metrics
         self._float32_engine = float32_engine
         self._initial = engine.policy
+        self.loading: int | None = None
+        """The version that the engine loads now, from its pause to its resumption."""
         self._swap = asyncio.Lock()
         self._fetch = asyncio.Lock()
         """Separate from `_swap`: while a reload holds `_swap` and waits for an engine that restarts, the
@@ -84,6 +86,13 @@ class Reloader:
                 return Seconds()
             with self._metrics.reload():
                 return await self._reload(wanted, place, force)
+
+    async def prefetch(self, wanted: WantedPolicy) -> Seconds:
+        """Fetch and verify the files of `wanted`, for a later reload. Raises ReloadError."""
+        seconds = Seconds()
+        with self._metrics.reload():
+            await self.prepare(wanted, seconds)
+        return seconds
 
     async def prepare(self, wanted: WantedPolicy, seconds: Seconds | None = None) -> LocalPolicy:
         """Fetch and verify the files of `wanted`, without the engine. Files that are here are verified again.
@@ -120,6 +129,7 @@ class Reloader:
         other = await asyncio.to_thread(
             weights_differ, policy.directory, former.directory, float32_engine=self._float32_engine
         )
+        self.loading = policy.version
         try:
             async with self._engine.swapping():
                 paused_at = monotonic()
@@ -139,6 +149,8 @@ class Reloader:
                 former.version,
             )
             raise EngineUnavailable(f"version {policy.version} was not loaded: {error}") from error
+        finally:
+            self.loading = None
         whole_s = seconds.fetch + seconds.verify + seconds.load
         self._metrics.loaded(whole_s, seconds.paused)
         self._store.keep_only({policy.directory, former.directory})

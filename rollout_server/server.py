@@ -21,6 +21,7 @@ from rollout_server.errors import ReloadError
 from rollout_server.metrics import RolloutMetrics
 from rollout_server.registration import RegistrationClient
 from rollout_server.reload import Reloader
+from rollout_server.reload_requests import ReloadRequests
 from rollout_server.settings import Device, RolloutServerSettings
 from rollout_server.weights.fetch import Fetcher, WeightsStore
 from rollout_server.weights.policy import LocalPolicy, WantedPolicy
@@ -60,6 +61,7 @@ class RolloutServer:
         self.reloader = Reloader(
             settings, self.engine, self._store, fetcher, self.metrics, float32_engine=float32_engine
         )
+        self.reloads = ReloadRequests(lambda: self.reloader.loading)
         self.process = new_id()
         """Tells this process from any other that has the same id or URL."""
         self._registration = RegistrationClient(settings, http, self.process)

@@ -104,6 +104,7 @@ class Trainer:
     def run_once(self) -> bool:
         """Read, select, train, save, publish. Returns whether a step was made."""
         self._shared_state.answer_checkpoint_requests(self._save_on_request)
+        self._publisher.follow()
         if self._is_paused():
             return False
         batch, algorithm = self._select()

@@ -6,9 +6,9 @@ calls that fail ──▶ circuit breaker ──▶ no calls for a while, then a
 no sign of life ──▶ silent (`silence.py`) ──▶ no calls until the engine responds
 
 A *bare engine* is an SGLang server of the setting `engines`, without a rollout server. It loads no policies.
-A server is *in rotation* (it may get calls) while it is ready or loads weights, is not drained, and serves
-the version that the fleet serves; a bare engine may serve any version. An operator drains a server to take it
-out of rotation.
+A server is *in rotation* (it may get calls) while it is ready or loads weights, is not drained, and serves an
+admissible version (`rollout_queue/contract/serving.py`). A bare engine may serve any version. An operator
+drains a server to take it out of rotation.
 """
 
 import asyncio
@@ -17,37 +17,35 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import aiohttp
 import msgspec
 from redis.asyncio import Redis
 
 from gateway.engines.cancellation import cancel_and_wait
 from gateway.engines.client import EngineClient
-from gateway.engines.event_stream import version_number
-from gateway.engines.fleet_server import FleetServer, Life, ModelInfo, Registration
-from gateway.engines.identities import STATUS_TIMEOUT_S, distinct, status_of
+from gateway.engines.fleet_server import FleetServer, Life, Registration
+from gateway.engines.identities import STATUS_TIMEOUT_S, distinct
 from gateway.engines.placement import choose_server
+from gateway.engines.server_status import read_status
 from gateway.errors import NoServer, StateConflict
 from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.serving import ServingPlan, plan_of
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 
 logger = logging.getLogger(__name__)
 
-LATE_ANSWERS = 2
-"""Consecutive timeouts after which a server counts as dead. A single one may come from a busy machine."""
-
 
 @dataclass
 class Fleet:
-    """All servers. `serving` is the version that answers calls; None before the first policy."""
+    """All servers, and the plan that says which versions may answer calls."""
 
     redis: Redis
     engine: EngineClient
     admin_key: str | None
     bare_engines: list[str] = field(default_factory=list)
     servers: dict[str, FleetServer] = field(default_factory=dict)
-    serving: int | None = None
+    plan: ServingPlan = field(default_factory=ServingPlan)
+    """What all gateways agreed on, as this one has read it last."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the rotation may have changed, and then replaced: calls wait on it for a server."""
 
@@ -56,9 +54,15 @@ class Fleet:
             registration = Registration(id=f"engine-{index}", engine_url=url.rstrip("/"))
             self.servers[registration.id] = FleetServer(registration)
         self._bare_ids = frozenset(self.servers)
-        self._changes = 0  # how often `serve` and `set_drained` were called
+        self._admitted: frozenset[int] = self.plan.versions
+        self._changes = 0  # how often `adopt` and `set_drained` were called
         self._former: list[FleetServer] = []
         """Servers that left the fleet, or that registered with another engine, while they had answers."""
+
+    @property
+    def serving(self) -> int | None:
+        """The newest version that a server has proved; None before the first policy."""
+        return self.plan.serving
 
     @property
     def headers(self) -> dict[str, str]:
@@ -109,9 +113,11 @@ class Fleet:
             self._changes += 1
         return server
 
-    def serve(self, version: int) -> None:
-        """From now on, servers with this version take the calls."""
-        self.serving = version
+    def adopt(self, plan: ServingPlan) -> None:
+        """From now on, servers with a version that this plan admits take the calls."""
+        if plan == self.plan:
+            return
+        self._set_plan(plan)
         self._changes += 1
         self._wake_waiting()
 
@@ -135,8 +141,11 @@ class Fleet:
     def _status_request(self, server: FleetServer) -> asyncio.Task[None]:
         """The request for the server's status that is in flight, or a new one."""
         if server.status_request is None or server.status_request.done():
-            server.status_request = asyncio.create_task(self._read_status(server))
+            server.status_request = asyncio.create_task(read_status(server, self.engine, self.headers))
         return server.status_request
+
+    def _set_plan(self, plan: ServingPlan) -> None:
+        self.plan, self._admitted = plan, plan.versions
 
     def _wake_waiting(self) -> None:
         self.changed.set()
@@ -153,9 +162,9 @@ class Fleet:
             reading.hgetall(keys.SERVERS)
             reading.get(keys.SERVING)
             reading.smembers(keys.HELD)
-            raw, serving, drained = await stored(reading.execute())
+            raw, packed, drained = await stored(reading.execute())
         if current := changes == self._changes:  # else it changed after Redis was read
-            self.serving = int(serving) if serving is not None else None
+            self._set_plan(plan_of(packed))
         for value in raw.values():
             registration = msgspec.json.decode(value, type=Registration)
             if registration.id not in self._bare_ids:
@@ -186,32 +195,6 @@ class Fleet:
         if server is not None:
             self._former.append(server)
         return server is not None
-
-    async def _read_status(self, server: FleetServer) -> None:
-        """Update state and version. The engine's /health is no use: it samples, and fails while paused."""
-        registration, was_ready, reloads = server.registration, server.state == "ready", server.reloads
-        try:
-            if registration.url is None:
-                body = await self.engine.get(f"{registration.engine_url}/model_info", STATUS_TIMEOUT_S)
-                info = msgspec.json.decode(body, type=ModelInfo)
-                server.state, server.version = "ready", version_number(info.weight_version)
-            else:
-                status = await status_of(registration, self.engine, self.headers)
-                server.state = status.state
-                if reloads == server.reloads:  # else the server has loaded another version since
-                    server.version = status.version
-            server.seen_at, server.error, server.late = time.time(), None, 0
-        except TimeoutError:
-            server.late += 1
-            server.error = f"no answer in {STATUS_TIMEOUT_S:g} s, {server.late} times in a row"
-            if server.late >= LATE_ANSWERS:
-                server.state = "dead"
-        except (aiohttp.ClientError, OSError, ValueError, msgspec.DecodeError) as error:
-            server.state, server.error, server.late = "dead", f"{type(error).__name__}: {error}", 0
-        if server.state == "dead" and not server.late:
-            server.give_up(f"the server is dead: {server.error or 'its status says so'}")
-        if server.state == "ready" and not was_ready:
-            server.breaker.try_soon()
 
     # The choice of a server
 
@@ -247,7 +230,8 @@ class Fleet:
         if version is not None:
             return server.version == version
         # Policies are not pushed to bare engines, so their version does not matter.
-        return self.serving is None or server.version == self.serving or server.registration.url is None
+        admitted = self._admitted
+        return not admitted or server.version in admitted or server.registration.url is None
 
     def choose(self, session_id: str, version: int | None = None, avoid: str = "") -> FleetServer | None:
         """The server that takes a call now, if any; the server `avoid` only if there is no other."""
@@ -285,6 +269,12 @@ class Fleet:
             for s in self.servers.values()
         )
         return f"no engine can serve version {self.serving}: {states}"
+
+    @property
+    def in_rotation(self) -> int:
+        """How many rollout servers can take a call now."""
+        pushed = (server for server in self.servers.values() if server.registration.url is not None)
+        return sum(s.live and not s.loads and not s.silent and self._serves(s, None) for s in pushed)
 
     def call_succeeded(self, server: FleetServer) -> None:
         """A call received tokens from the server."""

@@ -45,6 +45,8 @@ class FleetServer:
     state: str = "unknown"
     """unknown, or what `/status` says: starting, loading, ready, draining or dead."""
     version: int | None = None
+    manifest_sha256: str | None = None
+    """The digest of the version's manifest; None for the version that the engine started with."""
     reloads: int = 0
     """How often it has loaded a version that this gateway pushed."""
     drained: bool = False
@@ -75,9 +77,15 @@ class FleetServer:
     def id(self) -> str:
         return self.registration.id
 
-    def has_loaded(self, version: int) -> None:
-        """It has loaded a version that this gateway pushed to it."""
-        self.version = version
+    @property
+    def live(self) -> bool:
+        """It can load a policy: it answers, it is not drained, and its engine runs."""
+        return self.state in ("ready", "loading") and not self.drained
+
+    def has_loaded(self, version: int, manifest_sha256: str | None) -> None:
+        """It has loaded a version that this gateway pushed to it, and goes on."""
+        self.state = "ready" if self.state == "loading" else self.state
+        self.version, self.manifest_sha256 = version, manifest_sha256
         self.reloads += 1
 
     @property

@@ -54,6 +54,9 @@ class Metrics:
             "weir_serving_version", "Policy version that the fleet should serve; -1 for none"
         )
         self.servers = self._gauge("weir_rollout_servers", "Rollout servers by state", "state")
+        self.in_rotation = self._gauge(
+            "weir_rollout_servers_in_rotation", "Rollout servers that can take a call now"
+        )
         self.failovers = self._counter(
             "weir_engine_faults_total",
             "Generations that an engine failed to finish, by reason and outcome",

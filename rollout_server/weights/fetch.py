@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 WEIGHTS_ENDINGS = (".safetensors", ".index.json", ".bin", ".pt", ".pth")
 MAX_MANIFEST_BYTES = 32 * 2**20
 _Write = Callable[[bytes], object]
+Fingerprint = dict[str, tuple[int, int, int]]
 
 
 class WeightsStore:
@@ -33,6 +34,8 @@ class WeightsStore:
         self._directory = directory
         self._model_path = model_path
         self._expected: ExpectedModel | None = None
+        self._verified: dict[Path, Fingerprint] = {}
+        """What the files of a verified directory looked like."""
 
     @property
     def expected(self) -> ExpectedModel:
@@ -61,12 +64,16 @@ class WeightsStore:
                 shutil.copyfile(file, part / file.name)
         shutil.rmtree(target, ignore_errors=True)
         part.rename(target)
+        self._verified = {target: _fingerprint(target)} | {
+            directory: seen for directory, seen in self._verified.items() if directory.exists()
+        }
 
     def verify(self, directory: Path, manifest: Manifest) -> None:
         verify_directory(directory, manifest, self.expected)
 
     def verify_again(self, directory: Path, version: int, manifest_sha256: str) -> None:
-        """Verify a kept directory before an engine loads from it: hard-linked files may have changed.
+        """Verify a kept directory before an engine loads from it: hard-linked files may have changed. Files
+        that this process has verified are read again only if they look changed.
 
         Raises BrokenWeights.
         """
@@ -76,7 +83,10 @@ class WeightsStore:
             raise BrokenWeights(f"cannot be read: {error}", file=MANIFEST) from error
         if manifest_digest(text) != manifest_sha256:
             raise BrokenWeights("has changed since it was fetched", file=MANIFEST)
+        if self._verified.get(directory) == (seen := _fingerprint(directory)):
+            return
         self.verify(directory, read_manifest(text, version))
+        self._verified[directory] = seen
 
     def keep_only(self, keep: set[Path]) -> None:
         """Remove the directories of all other versions."""
@@ -131,6 +141,12 @@ class Fetcher:
                     await asyncio.to_thread(write, chunk)
         except httpx.TransportError as error:
             raise WeightsUnavailable(f"{url} cannot be fetched: {error!r}") from error
+
+
+def _fingerprint(directory: Path) -> Fingerprint:
+    """The inode, size and time of change of every file."""
+    stats = {path.name: path.stat() for path in directory.iterdir()}
+    return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
 def manifest_digest(text: bytes) -> str:

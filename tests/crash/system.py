@@ -12,6 +12,7 @@ import psutil
 from redis import Redis
 from redis.exceptions import RedisError
 
+from rollout_queue.contract.serving import plan_of
 from tests.crash.agents import Agents
 from tests.support.serving import free_port
 from weir.stack.settings import StackSettings
@@ -85,6 +86,11 @@ class CrashSystem:
             if reason := process.service.ready() or "":
                 return f"{process.service.name}: {reason}"
         return "" if self.rollout_state() == "ready" else f"rollout server: {self.rollout_state()}"
+
+    def serving(self) -> int | None:
+        """The version that the fleet serves."""
+        packed: bytes | None = self.redis.get("weir:serving")  # type: ignore[assignment]
+        return plan_of(packed).serving
 
     def quiet(self) -> bool:
         """Whether the trainer has read everything and holds nothing that it could train."""

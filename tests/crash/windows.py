@@ -111,7 +111,7 @@ def half_published(system: CrashSystem) -> bool:
 def unserved(system: CrashSystem) -> bool:
     """Whether a finished version is newer than the served one."""
     finished = [int(path.parent.name[1:]) for path in system.policies.glob("v*/STABLE")]
-    return max(finished, default=0) > int(system.redis.get("weir:serving") or 0)
+    return max(finished, default=0) > (system.serving() or 0)
 
 
 def in_push(system: CrashSystem) -> None:

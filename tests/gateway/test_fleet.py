@@ -19,6 +19,7 @@ from gateway.engines.fleet_server import FleetServer, Registration
 from gateway.engines.httptools_transport import HttptoolsTransport
 from gateway.engines.placement import choose_server
 from gateway.errors import NoServer
+from rollout_queue.contract.serving import plan_of
 from tests.support.waiting import PATIENCE_S
 
 
@@ -100,7 +101,7 @@ async def fleet(redis_url: str) -> AsyncIterator[Fleet]:
     fleet = Fleet(redis, engine, None)
     for name in ("r0", "r1"):
         add(fleet, name)
-    fleet.serving = 1
+    fleet.adopt(plan_of(b"1"))
     yield fleet
     await fleet.close()
     await engine.close()
@@ -212,7 +213,7 @@ async def test_what_is_served_or_drained_meanwhile_is_not_undone_by_an_older_rea
     monkeypatch.setattr(Pipeline, "execute", late)
     reading = asyncio.create_task(fleet.refresh())
     await read.wait()
-    fleet.serve(7)
+    fleet.adopt(plan_of(b"7"))
     await fleet.set_drained(first, drained=True)
     await fleet.set_drained(second, drained=False)
     go_on.set()

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rollout_queue.redis import keys
-from rollout_queue.redis.policies import KnownPolicies, PolicyRegister
+from rollout_queue.redis.policies.register import KnownPolicies, PolicyRegister
 from tests.support.claimed import claimed_reader
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 from tests.support.serving import serving
@@ -36,6 +37,7 @@ class FakeRolloutServer:
     """The routes of a rollout server that the gateway calls: it accepts a policy or refuses it."""
 
     version: int = 0
+    manifest: str | None = None
     refuse: bool = False
     state: str = "ready"
     slow: bool = False
@@ -48,12 +50,19 @@ class FakeRolloutServer:
 
     def app(self) -> Starlette:
         return Starlette(
-            routes=[Route("/status", self.status), Route("/reload", self.reload, methods=["POST"])]
+            routes=[
+                Route("/status", self.status),
+                Route("/reload", self.reload, methods=["POST"]),
+                Route("/reload/{version}", self.abort, methods=["DELETE"]),
+            ]
         )
+
+    def _state(self) -> dict[str, Any]:
+        return {"state": self.state, "version": self.version, "manifest_sha256": self.manifest}
 
     async def status(self, request: Request) -> Response:
         self.keys.add(request.headers.get("authorization", ""))
-        return JSONResponse(self.status_nonsense or {"state": self.state, "version": self.version})
+        return JSONResponse(self.status_nonsense or self._state())
 
     async def reload(self, request: Request) -> Response:
         self.reloads.append(await request.json())
@@ -63,8 +72,19 @@ class FakeRolloutServer:
             await asyncio.sleep(0.005)  # until the test clears `slow`
         if self.nonsense is not None:
             return JSONResponse(self.nonsense)
-        self.version = self.reloads[-1]["version"]
+        if self.reloads[-1]["prepare"]:
+            wanted = self.reloads[-1]["version"]
+            return JSONResponse({"ok": True, "version": self.version, "prepared": wanted})
+        self.version, self.manifest = self.reloads[-1]["version"], self.reloads[-1]["manifest_sha256"]
         return JSONResponse({"ok": True, "version": self.version, "paused_s": 0.01})
+
+    async def abort(self, _: Request) -> Response:
+        return JSONResponse({"version": self.version, "aborted": True})
+
+    @property
+    def loads(self) -> list[dict[str, Any]]:
+        """The requests that were to load a version."""
+        return [each for each in self.reloads if not each["prepare"]]
 
 
 @dataclass
@@ -125,8 +145,19 @@ def status_of(gateway: RunningGateway) -> Any:
     return gateway.get("/admin/status", key=ADMIN_KEY).json()
 
 
+def engines_of_sessions(gateway: RunningGateway, count: int) -> list[str]:
+    """The servers that answered one call of each of `count` new sessions."""
+    engines = []
+    for _ in range(count):
+        session = gateway.session()
+        gateway.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions")
+        engines += [turn["engine"] for turn in gateway.turns(session)]
+    return engines
+
+
 def publish(gateway: RunningGateway, version: int | None, **fields: Any) -> Any:
-    body = {"version": version, "location": f"file:///policies/{version}", **fields}
+    """`force` allows numbers that are not the next one."""
+    body = {"version": version, "location": f"file:///policies/{version}", "force": True, **fields}
     return gateway.post("/admin/policies", body, key=ADMIN_KEY)
 
 
@@ -147,24 +178,38 @@ def test_a_push_reaches_every_server_and_reports_each(
         ("r0", True, 3),
         ("r1", True, 3),
     ]
-    assert servers[1].reloads == [
-        {"version": 3, "location": "file:///policies/3", "manifest_sha256": 64 * "a", "force": False}
-    ]
+    prepared, loaded = servers[1].reloads
+    assert (prepared.pop("prepare"), loaded.pop("prepare")) == (True, False)
+    assert prepared == loaded
+    assert loaded.pop("push") == reply.json()["push"]["id"]
+    assert loaded == {
+        "version": 3,
+        "location": "file:///policies/3",
+        "manifest_sha256": 64 * "a",
+        "force": False,
+    }
     assert gateway.get("/admin/status", key=ADMIN_KEY).json()["policy"]["serving"] == 3
 
 
-def test_one_failure_is_207_and_the_failed_server_leaves_rotation(
+def test_one_failure_is_207_and_the_failed_server_goes_on_with_the_version_before(
     gateway: RunningGateway, servers: list[FakeRolloutServer]
 ) -> None:
     servers[0].refuse = True
     reply = publish(gateway, 3)
     assert reply.status_code == 207
     assert reply.json()["results"][0]["error"] == "a tensor is missing"
-    session = gateway.session()
-    for _ in range(4):
-        gateway.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions")
-    turns = gateway.get(f"/sessions/{session['session_id']}").json()["turns"]
-    assert {turn["engine"] for turn in turns} == {"r1"}
+    assert status_of(gateway)["policy"]["admissible"] == [3, 0]
+    assert set(engines_of_sessions(gateway, 12)) == {"r0", "r1"}
+
+
+def test_a_server_too_many_versions_behind_gets_no_calls(
+    gateway: RunningGateway, servers: list[FakeRolloutServer]
+) -> None:
+    servers[0].refuse = True
+    for version in range(1, 6):
+        assert publish(gateway, version).status_code == 207
+    assert status_of(gateway)["policy"]["admissible"] == [5, 4, 3, 2, 1]
+    assert set(engines_of_sessions(gateway, 8)) == {"r1"}
 
 
 def test_when_all_fail_the_old_version_is_served_on(
@@ -185,9 +230,8 @@ def test_a_slow_server_does_not_keep_the_others_out_of_rotation(
         push = pool.submit(publish, gateway, 3)
         try:
             wait_until(lambda: status_of(gateway)["policy"]["serving"] == 3)
-            session = gateway.session()
-            gateway.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions")
-            assert [turn["engine"] for turn in gateway.turns(session)] == ["r0"]
+            assert status_of(gateway)["policy"]["admissible"] == [3, 0]
+            assert set(engines_of_sessions(gateway, 12)) == {"r0", "r1"}
         finally:
             servers[1].slow = False
         assert push.result().status_code == 200
@@ -281,6 +325,9 @@ def test_a_server_that_joins_hears_the_current_policy(
     publish(gateway, 2, manifest_sha256=64 * "c")
     late = FakeRolloutServer()
     with serving(late.app()) as url:
+        assert register(gateway, "late", url, url)["policy"]["version"] == 0, "it serves an admissible one"
+        wait_until(lambda: late.version == 2)
+        late.version, late.state = 0, "starting"
         told = register(gateway, "late", url, url)["policy"]
     assert (told["version"], told["location"], told["manifest_sha256"]) == (2, "file:///policies/2", 64 * "c")
 
@@ -310,14 +357,20 @@ class Trainer:
         self.publisher.publish(self.version, self.version, export)
 
 
-@pytest.fixture
-def trainer(gateway: RunningGateway, tmp_path: Path) -> Iterator[Trainer]:
+@contextmanager
+def trainer_that_keeps(keep: int, gateway: RunningGateway, tmp_path: Path) -> Iterator[Trainer]:
     stream = claimed_reader(gateway.redis)
-    store = PolicyStore(tmp_path / "policies", tmp_path, keep=1000)
+    store = PolicyStore(tmp_path / "policies", tmp_path, keep)
     heartbeat, metrics = Heartbeat(stream, SharedState(), retry_s=0.01), TrainerMetrics(CollectorRegistry())
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
     with httpx.Client(base_url=gateway.url, headers=headers) as client:
         yield Trainer(Publisher(store, GatewayClient(client, 10.0), stream, None, heartbeat, metrics))
+
+
+@pytest.fixture
+def trainer(gateway: RunningGateway, tmp_path: Path) -> Iterator[Trainer]:
+    with trainer_that_keeps(1000, gateway, tmp_path) as trainer:
+        yield trainer
 
 
 def locations(gateway: RunningGateway) -> dict[int, str]:
@@ -334,7 +387,7 @@ def test_a_number_that_the_trainer_works_on_is_nobody_elses(
         assert (refused.status_code, refused.json()["error"]["type"]) == (409, "conflict_error")
     assert not servers[0].reloads
     trainer.announce()
-    assert [server.version for server in servers] == [taken, taken]
+    wait_until(lambda: [server.version for server in servers] == [taken, taken])
     assert locations(gateway)[taken].endswith(f"/policies/v{taken:08d}")
     assert publish(gateway, None).json()["version"] == taken + 1
 
@@ -348,7 +401,7 @@ def test_an_operator_who_publishes_during_a_step_gets_another_number(
     assert locations(gateway) == {0: None, taken + 1: "file:///policies/None"}
     assert trainer.take() == taken + 2
     trainer.announce()
-    assert [server.version for server in servers] == [taken + 2, taken + 2]
+    wait_until(lambda: [server.version for server in servers] == [taken + 2, taken + 2])
 
 
 def test_a_trainer_has_the_fleet_go_back_and_then_on(
@@ -357,9 +410,10 @@ def test_a_trainer_has_the_fleet_go_back_and_then_on(
     trainer: Trainer,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    for _ in range(3):
+    for version in (1, 2, 3):
         trainer.take()
         trainer.announce()
+        wait_until(lambda v=version: [server.version for server in servers] == [v, v])  # type: ignore[misc]
     for version in (2, 0, 1):
         trainer.publisher.roll_back(version)
         assert [server.version for server in servers] == [version, version]
@@ -373,10 +427,10 @@ def test_a_trainer_has_the_fleet_go_back_and_then_on(
     assert [server.version for server in servers] == [1, 2]
     servers[0].refuse = False
     trainer.announce()  # version 3 once more
-    assert [server.version for server in servers] == [3, 3]
+    wait_until(lambda: [server.version for server in servers] == [3, 3])
     assert trainer.take() == 4
     trainer.announce()
-    assert [server.version for server in servers] == [4, 4]
+    wait_until(lambda: [server.version for server in servers] == [4, 4])
 
 
 def test_a_number_that_the_trainer_takes_while_another_policy_is_registered_is_its_own(
@@ -418,7 +472,7 @@ def test_a_full_redis_takes_a_policy(gateway: RunningGateway) -> None:
     gateway.redis.config_set("maxmemory", 1)
     try:
         assert publish(gateway, None).status_code == 200
-        assert gateway.redis.get(keys.SERVING) == b"2"
+        assert status_of(gateway)["policy"]["serving"] == 2
     finally:
         gateway.redis.config_set("maxmemory", 0)
 
@@ -426,3 +480,134 @@ def test_a_full_redis_takes_a_policy(gateway: RunningGateway) -> None:
 def test_a_client_key_publishes_nothing(gateway: RunningGateway) -> None:
     assert gateway.post("/admin/policies", {"location": "file:///x"}).status_code == 403
     assert gateway.post("/admin/policies", {"location": 7}, key=ADMIN_KEY).status_code == 400
+
+
+# Numbers, holds, and versions whose files are removed
+
+
+def post(gateway: RunningGateway, path: str, body: Any = None) -> Any:
+    return gateway.post(f"/admin/policies{path}", body, key=ADMIN_KEY)
+
+
+def listed(gateway: RunningGateway) -> dict[int, str]:
+    page = gateway.get("/admin/policies", key=ADMIN_KEY).json()
+    return {policy["version"]: policy["state"] for policy in page["data"]}
+
+
+def test_a_number_beyond_the_next_free_one_needs_force(
+    gateway: RunningGateway, servers: list[FakeRolloutServer]
+) -> None:
+    refused = publish(gateway, 2, force=False)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "version_gap")
+    assert "the next free version is 1" in refused.json()["error"]["message"]
+    assert publish(gateway, 1, force=False).status_code == 200
+    assert publish(gateway, 1000, force=True).status_code == 200
+    assert listed(gateway) == {0: "retired", 1: "retired", 1000: "serving"}
+
+
+def test_a_version_that_every_server_refuses_takes_no_number(
+    gateway: RunningGateway, servers: list[FakeRolloutServer]
+) -> None:
+    for server in servers:
+        server.refuse = True
+    for content in ("a", "b"):
+        reply = publish(gateway, None, manifest_sha256=64 * content)
+        assert (reply.status_code, reply.json()["version"], reply.json()["state"]) == (207, 1, "failed")
+    assert listed(gateway) == {0: "serving"}
+    message = gateway.get("/admin/policies/1", key=ADMIN_KEY).json()["error"]["message"]
+    assert "its push failed: r0: a tensor is missing; r1: a tensor is missing" in message
+    for server in servers:
+        server.refuse = False
+    assert publish(gateway, 1, force=False, manifest_sha256=64 * "c").status_code == 200
+    assert [server.manifest for server in servers] == [64 * "c", 64 * "c"]
+
+
+def test_a_number_is_taken_if_a_server_did_not_say_that_it_refused(
+    gateway: RunningGateway, servers: list[FakeRolloutServer]
+) -> None:
+    servers[0].refuse, servers[1].nonsense = True, {"ok": True, "version": 7}
+    assert publish(gateway, None).json()["state"] == "failed"
+    assert len(servers[1].reloads) == 3, "it may be a fault that passes"
+    servers[0].refuse, servers[1].nonsense = False, None
+    assert publish(gateway, None).json()["version"] == 2
+    assert listed(gateway) == {0: "retired", 1: "published", 2: "serving"}
+
+
+def test_a_rollback_holds_until_the_fleet_is_released(
+    gateway: RunningGateway, servers: list[FakeRolloutServer]
+) -> None:
+    for version in (1, 2):
+        publish(gateway, version)
+    assert post(gateway, "/rollback", {"to": 1}).json()["state"] == "serving"
+    assert status_of(gateway)["policy"]["admissible"] == [1, 0], "the version that was left answers no calls"
+    reply = publish(gateway, 3)
+    assert (reply.status_code, reply.json()["state"], reply.json()["results"]) == (200, "held", [])
+    assert [server.version for server in servers] == [1, 1]
+    assert listed(gateway) == {0: "retired", 1: "serving", 2: "retired", 3: "published"}
+    assert "rolled back to version 1" in status_of(gateway)["policy"]["hold"]["reason"]
+    released = post(gateway, "/release")
+    assert (released.status_code, released.json()["serving"], released.json()["hold"]) == (200, 3, None)
+    assert [server.version for server in servers] == [3, 3]
+    assert publish(gateway, 4).json()["state"] == "serving"
+
+
+def test_a_promoted_version_ends_a_hold(gateway: RunningGateway, servers: list[FakeRolloutServer]) -> None:
+    assert post(gateway, "/hold", {"reason": "an evaluation"}).json()["hold"]["reason"] == "an evaluation"
+    for version in (1, 2):
+        assert publish(gateway, version).json()["state"] == "held"
+    assert post(gateway, "/1/promote").json()["state"] == "serving"
+    assert [server.version for server in servers] == [1, 1]
+    assert publish(gateway, 3).json()["state"] == "serving"
+
+
+def test_a_version_is_removed_only_if_nothing_needs_it(
+    gateway: RunningGateway, servers: list[FakeRolloutServer]
+) -> None:
+    def remove(version: int) -> int:
+        return int(gateway.http.delete(f"{gateway.url}/admin/policies/{version}", headers=admin).status_code)
+
+    admin = {"authorization": f"Bearer {ADMIN_KEY}"}
+    for version in range(1, 8):
+        publish(gateway, version)
+    assert status_of(gateway)["policy"]["admissible"] == [7, 6, 5, 4, 3]
+    assert [remove(version) for version in (1, 2, 3, 7, 9)] == [200, 200, 409, 409, 404]
+    assert remove(1) == 200, "again"
+    assert sorted(listed(gateway)) == [0, 3, 4, 5, 6, 7]
+    refused = post(gateway, "/rollback", {"to": 1})
+    assert refused.status_code == 404
+    assert refused.json()["error"]["message"] == (
+        "the files of version 1 were removed; versions that can be served: 0, 3, 4, 5, 6, 7"
+    )
+    assert post(gateway, "/rollback", {"to": 3}).status_code == 200
+    assert remove(7) == 409, "its number is never given again"
+
+
+def test_a_trainer_removes_the_files_of_versions_that_nothing_needs(
+    gateway: RunningGateway, servers: list[FakeRolloutServer], tmp_path: Path
+) -> None:
+    with trainer_that_keeps(2, gateway, tmp_path) as trainer:
+        for version in range(1, 9):
+            trainer.take()
+            trainer.announce()
+            wait_until(lambda v=version: [server.version for server in servers] == [v, v])  # type: ignore[misc]
+        on_disk = trainer.publisher.versions()
+    assert sorted(listed(gateway)) == [0, *on_disk]
+    assert on_disk == [3, 4, 5, 6, 7, 8], "when 8 was announced, 7 was served, and the four before it"
+
+
+def test_an_announced_version_is_pushed_while_the_caller_goes_on(
+    gateway: RunningGateway, servers: list[FakeRolloutServer]
+) -> None:
+    for server in servers:
+        server.slow = True
+    reply = post(gateway, "?wait=false", {"location": "file:///policies/1"})
+    assert (reply.status_code, reply.json()["state"]) == (202, "pushing")
+    again = post(gateway, "?wait=false", {"version": 1, "location": "file:///policies/1"})
+    assert again.json()["push"]["id"] == reply.json()["push"]["id"], "a repeated request is the same push"
+    for server in servers:
+        server.slow = False
+    wait_until(lambda: listed(gateway).get(1) == "serving")
+    wait_until(lambda: status_of(gateway)["policy"]["push"]["state"] == "serving")
+    detail = gateway.get("/admin/policies/1", key=ADMIN_KEY).json()
+    assert (detail["push"]["proved"], detail["push"]["servers"]) == (2, 2)
+    assert [each["state"] for each in detail["results"]] == ["proved", "proved"]

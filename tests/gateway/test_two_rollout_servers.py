@@ -1,12 +1,8 @@
 """Rollout servers as real processes, with one id, URL or disk: none takes another's place or files."""
 
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +11,7 @@ import pytest
 
 from rollout_queue.redis import keys
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
+from tests.support.rollout_server.processes import ServerProcess, running
 from tests.support.rollout_server.stub_engine import stub_interpreter
 from tests.support.rollout_server.weights import (
     float32_tensors,
@@ -25,28 +22,6 @@ from tests.support.rollout_server.weights import (
 )
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
-
-
-@dataclass
-class ServerProcess:
-    """One `python -m rollout_server`."""
-
-    process: subprocess.Popen[bytes]
-    url: str
-    log: Path
-
-    def why_unready(self) -> str:
-        """The sentence of `/ready`; empty while the server is ready or does not answer."""
-        try:
-            reply = httpx.get(f"{self.url}/ready", timeout=10)
-        except httpx.TransportError:
-            return ""
-        return "" if reply.status_code == 200 else str(reply.json()["error"]["message"])
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
 
 Start = Callable[..., ServerProcess]
 
@@ -81,24 +56,6 @@ def start(fleet: RunningGateway, tmp_path: Path) -> Iterator[Start]:
             return started.enter_context(running(tmp_path, given))
 
         yield start
-
-
-@contextmanager
-def running(directory: Path, settings: dict[str, Any]) -> Iterator[ServerProcess]:
-    environment = os.environ | {
-        f"WEIR_ROLLOUT_SERVER__{name}".upper(): str(value) for name, value in settings.items()
-    }
-    environment["WEIR_ADMIN_KEYS"] = ADMIN_KEY
-    log = directory / f"server-{settings['port']}.log"
-    with log.open("wb") as output:
-        command = [sys.executable, "-m", "rollout_server"]
-        process = subprocess.Popen(command, cwd=directory, env=environment, stderr=output)
-    try:
-        yield ServerProcess(process, f"http://127.0.0.1:{settings['port']}", log)
-    finally:
-        process.send_signal(signal.SIGCONT)
-        process.terminate()
-        process.wait(timeout=60)
 
 
 def servers(fleet: RunningGateway) -> dict[str, str]:

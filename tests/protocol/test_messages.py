@@ -22,6 +22,7 @@ from gateway.settings import GatewaySettings
 from rollout_queue.http.keys import Keyring
 from rollout_queue.protocol.errors import ErrorReply
 from rollout_queue.protocol.message import MalformedMessage
+from rollout_queue.protocol.policies import Pushed, PushResult
 from rollout_queue.protocol.reload import ReloadBody, Reloaded
 from rollout_queue.protocol.status import ServerPage, ServerStatus, SystemStatus
 from rollout_queue.protocol.trainer import TrainerReport
@@ -41,7 +42,7 @@ from tests.support.rollout_server.weights import (
     write_safetensors,
 )
 from tests.support.serving import free_port, serving
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, wait_until
 from trainer_service.app import create_app as trainer_app
 from trainer_service.publishing.gateway_client import GatewayClient, VersionTaken, VersionUnknown
 from trainer_service.status.heartbeat import Heartbeat
@@ -141,6 +142,27 @@ def trainer(services: Services) -> Iterator[GatewayClient]:
         yield GatewayClient(client, push_timeout_s=30.0)
 
 
+def pushed(trainer: GatewayClient, version: int, location: str, digest: str) -> tuple[PushResult, ...]:
+    """Announce a version; return what each server did once the push has ended."""
+    assert trainer.announce(version, location, digest, step=7).state == "pushing"
+
+    def ended() -> bool:
+        push = trainer.push_of(version).push
+        return push is not None and push.state == "serving"
+
+    wait_until(ended)
+    return trainer.push_of(version).results
+
+
+def refused_by_server(services: Services, version: int, location: str, digest: str) -> PushResult:
+    """What the one server says of a version that an operator publishes."""
+    body = {"version": version, "location": location, "manifest_sha256": digest}
+    reply = httpx.post(f"{services.gateway_url}/admin/policies", json=body, headers=HEADERS)
+    assert reply.status_code == 207
+    (result,) = Pushed.read(reply.content).results
+    return result
+
+
 def test_a_registration_and_the_servers_status_reach_the_gateway(services: Services) -> None:
     page = ServerPage.read(
         httpx.get(f"{services.gateway_url}/admin/rollout_servers", headers=HEADERS).content
@@ -177,14 +199,15 @@ def test_a_version_goes_from_the_trainer_through_the_gateway_to_the_rollout_serv
 ) -> None:
     version = trainer.newest_version() + 1
     location, digest = services.policy(version)
-    (result,) = trainer.announce(version, location, digest, step=7)
+    (result,) = pushed(trainer, version, location, digest)
     assert (result.server, result.ok, result.version_served) == (services.settings.name, True, version)
     assert result.error is None
     assert 0 < (result.paused_s or 0) < result.total_s
     served = services.server_status()
     assert (served.version, served.manifest_sha256) == (version, digest)
-    assert (trainer.newest_version(), trainer.oldest_needed()) == (version, version)
+    assert trainer.newest_version() == version
     assert trainer.serves(version)
+    assert not trainer.remove(version)
     assert version in served_versions(services.gateway_url, KEY)
     assert services.register() == (WantedPolicy(version, location, digest), True)
 
@@ -193,10 +216,14 @@ def test_a_refusal_is_told_in_the_words_of_the_service_that_refuses(
     services: Services, trainer: GatewayClient
 ) -> None:
     version = trainer.newest_version() + 1
-    (result,) = trainer.announce(version, "file:///elsewhere", "a" * 64, step=7)
+    result = refused_by_server(services, version, "file:///elsewhere", "a" * 64)
     assert (result.ok, result.version_served) == (False, None)
     assert "in no allowed directory" in (result.error or "")
-    (result,) = trainer.announce(version, "file:///elsewhere", "a" * 64, step=7)
+    assert trainer.newest_version() < version, "a version that every server refuses takes no number"
+    with pytest.raises(VersionUnknown, match=f"no policy has version {version}"):
+        trainer.push_of(version)
+    location, digest = services.policy(version)
+    pushed(trainer, version, location, digest)
     with pytest.raises(VersionTaken, match=f"version {version} is known with other content"):
         trainer.announce(version, "file:///elsewhere", "b" * 64, step=7)
     with pytest.raises(VersionUnknown, match="no policy has version 1000"):
@@ -208,7 +235,7 @@ def test_a_digest_that_no_rollout_server_takes_is_refused_in_its_words(
 ) -> None:
     body = {"version": 1, "location": "file:///elsewhere", "manifest_sha256": "a digest"}
     refused = httpx.post(f"{addresses(services.settings).url}/reload", json=body, headers=HEADERS)
-    (result,) = trainer.announce(trainer.newest_version() + 1, "file:///elsewhere", "a digest", step=7)
+    result = refused_by_server(services, trainer.newest_version() + 1, "file:///elsewhere", "a digest")
     assert (refused.status_code, result.ok) == (400, False)
     assert result.error == ErrorReply.read(refused.content).error.message
 
@@ -216,7 +243,7 @@ def test_a_digest_that_no_rollout_server_takes_is_refused_in_its_words(
 def test_a_rollback_is_forced_upon_every_server(services: Services, trainer: GatewayClient) -> None:
     version = trainer.newest_version() + 1
     location, digest = services.policy(version)
-    trainer.announce(version, location, digest, step=7)
+    pushed(trainer, version, location, digest)
     (result,) = trainer.roll_back(0)
     assert (result.ok, result.version_served) == (True, 0)
     assert trainer.serves(0)

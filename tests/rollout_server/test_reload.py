@@ -2,6 +2,7 @@
 loaded it. Otherwise the engine keeps the old version, or restarts on it."""
 
 import asyncio
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -266,3 +267,75 @@ async def test_a_failed_reload_is_counted(harness: Harness) -> None:
     assert "weir_rollout_reload_seconds_count 1.0" in metrics
     assert "weir_rollout_policy_version 1.0" in metrics
     assert 'weir_rollout_state{state="ready"} 1.0' in metrics
+
+
+async def test_a_version_is_prepared_while_the_engine_goes_on(harness: Harness) -> None:
+    directory = harness.policy(1)
+    harness.engine.calls.clear()
+    answer = await harness.reload(1, directory, prepare=True)
+    assert answer.status_code == 200
+    assert (answer.json()["version"], answer.json()["prepared"]) == (0, 1)
+    assert harness.engine.calls == []
+    assert (await harness.status())["version"] == 0
+    (directory / WEIGHTS).unlink()  # the files are here already
+    assert (await harness.reload(1, directory, manifest_sha256=publish_digest(harness, 1))).status_code == 200
+    assert (await harness.status())["version"] == 1
+
+
+def publish_digest(harness: Harness, version: int) -> str:
+    """The digest of the manifest of a version, as it was published."""
+    manifest = harness.directory / "policies" / f"v{version}" / "manifest.json"
+    return hashlib.sha256(manifest.read_bytes()).hexdigest()
+
+
+async def test_a_prepared_version_that_is_broken_is_refused(harness: Harness) -> None:
+    directory = harness.policy(1)
+    write_safetensors(directory / WEIGHTS, float32_tensors(5.0))
+    assert (await harness.reload(1, directory, prepare=True)).status_code == 422
+
+
+async def test_a_reload_that_waits_is_ended_and_one_that_loads_is_not(harness: Harness) -> None:
+    harness.engine.load_gate.clear()
+    loading = asyncio.create_task(harness.reload(1, harness.policy(1)))
+    await wait_until_async(lambda: harness.server.reloader.loading == 1)
+    waiting = asyncio.create_task(harness.reload(2, harness.policy(2)))
+    await asyncio.sleep(0)  # the second request begins
+    told = [(await harness.http.delete(f"/reload/{version}")).json() for version in (1, 2, 3)]
+    assert told == [
+        {"version": 0, "aborted": False, "loading": 1},
+        {"version": 0, "aborted": True, "loading": 1},
+        {"version": 0, "aborted": False, "loading": 1},
+    ]
+    ended = await waiting
+    assert (ended.status_code, error_of(ended)["code"]) == (409, "reload_aborted")
+    harness.engine.load_gate.set()
+    assert (await loading).status_code == 200
+    assert (await harness.http.delete("/reload/1")).json() == {
+        "version": 1,
+        "aborted": False,
+        "loading": None,
+    }
+    assert (await harness.reload(2, harness.policy(3))).status_code == 422, "another version's files"
+
+
+async def test_a_push_older_than_one_that_the_server_has_seen_is_refused(harness: Harness) -> None:
+    one, two = harness.policy(1), harness.policy(2)
+    assert (await harness.reload(2, two, push=8)).status_code == 200
+    refused = await harness.reload(1, one, push=7, force=True)
+    assert (refused.status_code, error_of(refused)["code"]) == (409, "push_replaced")
+    assert (await harness.reload(1, one, push=8, force=True)).status_code == 200
+    by_operator = await harness.reload(2, two)
+    assert by_operator.status_code == 200, "it has no push"
+
+
+async def test_a_forced_push_ends_what_an_older_one_prepares(harness: Harness) -> None:
+    harness.engine.load_gate.clear()
+    loading = asyncio.create_task(harness.reload(1, harness.policy(1), push=1))
+    await wait_until_async(lambda: harness.server.reloader.loading == 1)
+    waiting = asyncio.create_task(harness.reload(2, harness.policy(2), push=2))
+    await asyncio.sleep(0)  # the second request begins
+    back = asyncio.create_task(harness.reload(0, None, push=3, force=True))
+    assert error_of(await waiting)["code"] == "reload_aborted"
+    harness.engine.load_gate.set()
+    assert [(await each).status_code for each in (loading, back)] == [200, 200]
+    assert (await harness.status())["version"] == 0

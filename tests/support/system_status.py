@@ -1,18 +1,19 @@
 """Builds a body of `GET /admin/status`; a test gives only the fields that matter to it."""
 
-from rollout_queue.protocol.status import FleetPolicy, QueueReport, ServerShape, SystemStatus
+from rollout_queue.protocol.policies import ServingShape
+from rollout_queue.protocol.status import QueueReport, ServerShape, SystemStatus
 from rollout_queue.protocol.trainer import TrainerReport
 
 
 def system_status(
-    policy: FleetPolicy | None = None,
+    policy: ServingShape | None = None,
     trainer: TrainerReport | None = None,
     queue: QueueReport | None = None,
     servers: tuple[ServerShape, ...] = (),
     warnings: tuple[str, ...] = (),
 ) -> SystemStatus:
     return SystemStatus(
-        policy=policy or FleetPolicy(serving=None, target=None),
+        policy=policy or ServingShape(serving=None, target=None),
         rollout_servers=servers,
         trainer=trainer or TrainerReport(),
         queue=queue

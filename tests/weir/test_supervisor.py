@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout_queue.protocol.status import FleetPolicy, QueueReport
+from rollout_queue.protocol.policies import ServingShape
+from rollout_queue.protocol.status import QueueReport
 from rollout_queue.protocol.trainer import TrainerReport
 from tests.support.system_status import server_shape, system_status
 from tests.support.waiting import wait_until
@@ -113,7 +114,7 @@ def test_status_tells_ready_from_unready_from_down(
 def test_status_says_what_the_gateway_knows() -> None:
     details = status.details_from(
         system_status(
-            policy=FleetPolicy(serving=3, target=4),
+            policy=ServingShape(serving=3, target=4),
             trainer=TrainerReport(state="training", step=12, version=4),
             servers=(server_shape("rollout-0", version=3),),
             queue=QueueReport(

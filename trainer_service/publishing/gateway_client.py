@@ -6,10 +6,19 @@ import httpx
 
 from rollout_queue.protocol.errors import error_message
 from rollout_queue.protocol.message import MalformedMessage, ServiceMessage
-from rollout_queue.protocol.policies import PolicyBody, PolicyPage, Pushed, PushResult, RollbackBody
-from rollout_queue.protocol.status import PolicyStatus
+from rollout_queue.protocol.policies import (
+    PolicyBody,
+    PolicyDetail,
+    PolicyPage,
+    PolicyVersion,
+    Pushed,
+    PushResult,
+    RollbackBody,
+    ServingShape,
+)
 
 Reply = TypeVar("Reply", bound=ServiceMessage)
+ANSWER_TIMEOUT_S = 10.0
 
 
 class GatewayUnavailable(Exception):
@@ -33,54 +42,61 @@ class GatewayClient:
 
     def newest_version(self) -> int:
         """The highest version number that the gateway knows; 0 if it knows none."""
-        reply = self._call("GET", "/admin/policies", timeout_s=10.0)
-        return max((policy.version for policy in _read(PolicyPage, reply).data), default=0)
+        return max((policy.version for policy in self.policies()), default=0)
 
-    def oldest_needed(self) -> int | None:
-        """The older of two versions: the one that the fleet serves, and the one that it is to serve next.
-        None if there is neither."""
-        return min(self._serving_and_target(), default=None)
+    def policies(self) -> tuple[PolicyVersion, ...]:
+        """Every version that the gateway can have served."""
+        return _read(PolicyPage, self._call("GET", "/admin/policies")).data
 
     def serves(self, version: int) -> bool:
         """Whether the fleet serves `version`, and no other version is to be served next."""
-        return self._serving_and_target() == [version, version]
+        serving = _read(ServingShape, self._call("GET", "/admin/policies/serving"))
+        return serving.serving == serving.target == version
 
-    def _serving_and_target(self) -> list[int]:
-        """The version that is served and the one that is to be served next. One that is missing is left
-        out."""
-        reply = self._call("GET", "/admin/status", timeout_s=10.0)
-        policy = _read(PolicyStatus, reply).policy
-        return [version for version in (policy.serving, policy.target) if version is not None]
-
-    def announce(
-        self, version: int, location: str, manifest_sha256: str, step: int
-    ) -> tuple[PushResult, ...]:
-        """Have a version pushed to every server; returns one result per server. Raises VersionTaken when the
-        number cannot be used."""
+    def announce(self, version: int, location: str, manifest_sha256: str, step: int) -> Pushed:
+        """Have a version pushed to every server; does not wait for them. Raises VersionTaken when the number
+        cannot be used."""
         body = PolicyBody(version=version, location=location, manifest_sha256=manifest_sha256, step=step)
-        reply = self._call("POST", "/admin/policies", self._push_timeout_s, body)
+        reply = self._call("POST", "/admin/policies?wait=false", body)
         if reply.status_code == 409:
             raise VersionTaken(error_message(reply.content))
-        return _read(Pushed, reply).results
+        return _read(Pushed, reply)
+
+    def push_of(self, version: int) -> PolicyDetail:
+        """The version with its last push, and the results so far. Raises VersionUnknown."""
+        reply = self._call("GET", f"/admin/policies/{version}")
+        if reply.status_code == 404:
+            raise VersionUnknown(error_message(reply.content))
+        return _read(PolicyDetail, reply)
+
+    def remove(self, version: int) -> bool:
+        """Have the gateway forget a version, because its files are to be removed. Returns False if it still
+        needs the version."""
+        return self._call("DELETE", f"/admin/policies/{version}").status_code != 409
 
     def roll_back(self, version: int) -> tuple[PushResult, ...]:
-        """Have a known version pushed to every server again, under its own number; returns one result per
-        server. Raises VersionUnknown."""
-        body = RollbackBody(to=version)
-        reply = self._call("POST", "/admin/policies/rollback", self._push_timeout_s, body)
+        """Have a known version pushed to every server again, under its own number, and wait for it; returns
+        one result per server. Raises VersionUnknown."""
+        body = RollbackBody(to=version, hold=False)
+        reply = self._call("POST", "/admin/policies/rollback", body, timeout_s=self._push_timeout_s)
         if reply.status_code == 404:
             raise VersionUnknown(error_message(reply.content))
         return _read(Pushed, reply).results
 
     def _call(
-        self, method: str, path: str, timeout_s: float, body: ServiceMessage | None = None
+        self,
+        method: str,
+        path: str,
+        body: ServiceMessage | None = None,
+        *,
+        timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> httpx.Response:
         json = None if body is None else body.model_dump()
         try:
             reply = self._client.request(method, path, json=json, timeout=timeout_s)
         except httpx.HTTPError as error:
             raise GatewayUnavailable(f"{type(error).__name__}: {error}") from error
-        if reply.status_code not in (200, 207, 404, 409):
+        if reply.status_code not in (200, 202, 207, 404, 409):
             raise GatewayUnavailable(f"HTTP {reply.status_code}: {error_message(reply.content)}")
         return reply
 

@@ -1,6 +1,7 @@
 """Writes a version to disk, and has the gateway push it to every rollout server.
 
-export ─▶ PolicyStore.write ─▶ POST {gateway}/admin/policies ─▶ one result per server
+export ─▶ PolicyStore.write ─▶ POST {gateway}/admin/policies (202) ─▶ the training goes on
+                                GET  {gateway}/admin/policies/{version} ─▶ how the push ended
 """
 
 import logging
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from pathlib import Path
+from time import monotonic
 
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.stream import StreamReader
@@ -25,6 +27,7 @@ from trainer_service.storage.policy_store import PolicyStore, manifest_sha256
 
 logger = logging.getLogger(__name__)
 
+FOLLOW_EVERY_S = 2.0
 Results = tuple[PushResult, ...]
 """The results of a push, one per server."""
 
@@ -46,6 +49,9 @@ class Publisher:
         self._heartbeat, self._metrics = heartbeat, metrics
         self._known: int | None = None
         """The newest version that the gateway knew when it was asked last; None before the first answer."""
+        self._announced: int | None = None
+        """The last announced version, until it is known how its push ended."""
+        self._asked_at = 0.0
 
     def newest_version(self, own: int) -> int:
         """The highest version number that the trainer (`own`), its disk or the gateway knows.
@@ -80,28 +86,59 @@ class Publisher:
     def publish(
         self, version: int, step: int, export: Callable[[Path], None], best: int | None = None
     ) -> None:
-        """Write a version and have the fleet serve it. Then remove old versions except `best`. Waits for room
-        on the disk and for the gateway; raises Stopped when told to stop meanwhile.
+        """Write a version, and announce it to the gateway. Then remove old versions except `best`. Waits for
+        room on the disk and for the gateway's answer, not for servers; raises Stopped when told to stop
+        meanwhile.
 
-        If servers fail, or the number is taken, this is only logged, because the next version will replace
-        this one.
+        If the number is taken, this is only logged, because the next version will replace this one.
         """
+        self.follow(at_once=True)
         path = self._heartbeat.retry(
             lambda: self._write(version, step, export),
             DiskTrouble,
             "publishing",
             f"room on the disk for version {version}",
         )
+        location, digest = self._location(version), manifest_sha256(path)
         try:
-            results = self._pushed(
-                lambda: self._gateway.announce(version, self._location(version), manifest_sha256(path), step)
+            announced = self._heartbeat.retry(
+                lambda: self._gateway.announce(version, location, digest, step),
+                GatewayUnavailable,
+                "publishing",
             )
         except VersionTaken as error:
             logger.error("version %d is not published: %s", version, error)
             return
         self._known = max(self._known or 0, version)
-        self._account(version, results)
+        if announced.state == "held":
+            logger.warning("version %d is published and not served: an operator holds the fleet", version)
+        else:
+            logger.info("version %d is announced", version)
+            self._announced = version
         self._prune(best)
+
+    def follow(self, *, at_once: bool = False) -> None:
+        """Report how the push of the last version ended, once it has. Asks at most every FOLLOW_EVERY_S."""
+        if self._announced is None or (not at_once and monotonic() - self._asked_at < FOLLOW_EVERY_S):
+            return
+        version, self._asked_at = self._announced, monotonic()
+        try:
+            detail = self._gateway.push_of(version)
+        except VersionUnknown as error:
+            logger.error("no server took version %d: %s", version, error)
+            self._metrics.pushed(False)
+            self._announced = None
+            return
+        except GatewayUnavailable as error:
+            logger.warning("the gateway does not tell how the push of version %d goes: %s", version, error)
+            return
+        if detail.push is not None and detail.push.state == "superseded":
+            logger.info("a newer version has replaced version %d before every server had it", version)
+        elif detail.push is not None and detail.push.state != "pushing":
+            self._account(version, detail.results)
+        else:
+            return
+        self._announced = None
 
     def versions(self) -> list[int]:
         """The versions that can be served again, ascending."""
@@ -126,6 +163,7 @@ class Publisher:
         version is not pushed again, because an operator may have rolled back from it."""
         newest = self._heartbeat.retry(self._gateway.newest_version, GatewayUnavailable, "publishing")
         if newest < version:
+            self.reserve(version)  # a gateway or a Redis that lost its data knows no reservation
             self.publish(version, step, export)
 
     def _location(self, version: int) -> str:
@@ -143,13 +181,17 @@ class Publisher:
             raise
 
     def _prune(self, best: int | None) -> None:
-        """Remove old versions, but keep those that a rollout server may still have to load."""
+        """Remove old versions. The gateway forgets each of them first, and refuses those that it needs."""
         try:
-            self._store.prune(self._gateway.oldest_needed(), best)
+            for version in self._store.outdated(best):
+                if self._gateway.remove(version):
+                    self._store.remove(version)
+            stored = set(self._store.versions())
+            for policy in self._gateway.policies():
+                if policy.version not in stored and policy.location == self._location(policy.version):
+                    self._gateway.remove(policy.version)  # the disk has lost its files
         except GatewayUnavailable as error:
-            logger.warning(
-                "no version is removed, because the gateway did not tell which one is served: %s", error
-            )
+            logger.warning("old versions stay, because the gateway does not answer: %s", error)
 
     def _pushed(self, ask: Callable[[], Results]) -> Results:
         """Call `ask` until the gateway answers, and return its results. A push takes as long as its slowest

@@ -67,13 +67,15 @@ class PolicyStore:
         sync_tree(final)
         sync_directory(self.directory)
 
-    def prune(self, needed: int | None = None, best: int | None = None) -> None:
-        """Remove old versions. Keeps the last `keep` versions, `best`, and `needed` with all newer ones."""
-        for version in self.versions()[: -self._keep]:
-            if (needed is None or version < needed) and version != best:
-                path = self.path_of(version)
-                (path / STABLE).unlink()
-                shutil.rmtree(path)
+    def outdated(self, best: int | None = None) -> list[int]:
+        """The versions that may be removed: all but the last `keep` versions, and `best`."""
+        return [version for version in self.versions()[: -self._keep] if version != best]
+
+    def remove(self, version: int) -> None:
+        """Remove the files of a version."""
+        path = self.path_of(version)
+        (path / STABLE).unlink()
+        shutil.rmtree(path)
 
     def _sweep(self, final: Path) -> None:
         """Remove incomplete files of this version, and of versions that a dead process was writing."""

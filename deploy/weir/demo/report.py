@@ -6,7 +6,7 @@ from pathlib import Path
 
 import httpx
 
-from rollout_queue.protocol.policies import PolicyPage
+from rollout_queue.protocol.policies import PushPage
 from weir.demo.episodes import WINDOW, EpisodeLog
 from weir.demo.observer import Observation
 
@@ -44,14 +44,10 @@ def account(gateway_url: str, client_key: str) -> dict[str, int]:
 
 
 def served_versions(gateway_url: str, admin_key: str) -> list[int]:
-    """The pushed versions that an engine has served: those that are `serving` or `retired`."""
+    """The pushed versions that every live engine has served, ascending."""
     headers = {"authorization": f"Bearer {admin_key}"}
-    reply = httpx.get(f"{gateway_url}/admin/policies", headers=headers, timeout=30).raise_for_status()
-    return [
-        policy.version
-        for policy in PolicyPage.read(reply.content).data
-        if policy.location is not None and policy.state in ("serving", "retired")
-    ]
+    reply = httpx.get(f"{gateway_url}/admin/policies/pushes", headers=headers, timeout=30).raise_for_status()
+    return sorted({push.version for push in PushPage.read(reply.content).data if push.state == "serving"})
 
 
 def write_summary(path: Path, summary: dict[str, object]) -> None:

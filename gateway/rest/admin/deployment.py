@@ -1,6 +1,4 @@
-"""The operators' routes: the state of the deployment, the fleet, the policies."""
-
-from collections.abc import Sequence
+"""The operators' routes: the state of the deployment, and the fleet."""
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
@@ -11,24 +9,14 @@ from gateway.errors import ObjectNotFound
 from gateway.operators.warnings import emptied_redis
 from gateway.rest import export
 from gateway.rest.access import admins_only
-from gateway.rest.admin import actions, pipeline, trainer
+from gateway.rest.admin import actions, pipeline, policies, trainer
 from gateway.rest.admin import keys as api_keys
 from gateway.rest.shapes import Removed
 from gateway.rest.workers import parts_of_all
 from gateway.wiring import GatewayParts, parts_of
-from rollout_queue.contract.policy import PolicyRecord
 from rollout_queue.http.keys import default_keys_sentence
-from rollout_queue.protocol.policies import (
-    PolicyBody,
-    PolicyPage,
-    PolicyVersion,
-    Pushed,
-    PushResult,
-    RollbackBody,
-)
 from rollout_queue.protocol.registration import Registered, ServerBody
 from rollout_queue.protocol.status import (
-    FleetPolicy,
     QueueReport,
     ServerPage,
     ServerShape,
@@ -39,8 +27,6 @@ from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 
-PARTLY: dict[int | str, dict[str, type[Pushed]]] = {207: {"model": Pushed}}
-"""207: at least one server did not load the version."""
 SLOWEST_PARTS = 5
 """How many parts of the calls the status names."""
 
@@ -48,6 +34,7 @@ SLOWEST_PARTS = 5
 router = APIRouter(prefix="/admin", tags=["admin"], dependencies=[Depends(admins_only)])
 router.include_router(export.router)
 router.include_router(pipeline.router)
+router.include_router(policies.router)
 router.include_router(trainer.router)
 router.include_router(api_keys.router)
 router.include_router(actions.router)
@@ -65,10 +52,9 @@ async def status(request: Request) -> SystemStatus:
     warnings += emptied_redis(report, queue.verdicts, secret_is_there=await _secret_is_there(gateway))
     if defaults := gateway.keys.defaults:
         warnings.append(default_keys_sentence(defaults))
-    serving, target = gateway.fleet.serving, gateway.policies.target
     return SystemStatus(
         rollout_servers=_servers(gateway),
-        policy=FleetPolicy(serving=serving, target=serving if target is None else target),
+        policy=policies.serving_shape(gateway.fleet.plan),
         trainer=report,
         queue=queue,
         slowest_parts=await _slowest_parts(request),
@@ -96,8 +82,8 @@ async def register_server(body: ServerBody, request: Request) -> Registered:
     server = await gateway.fleet.register(registration)
     if server.version is not None and gateway.fleet.serving is None:
         await gateway.policies.note_initial(server.version)
-    policy = await gateway.policies.current()
-    return Registered(id=body.id, policy=_version(policy) if policy else None)
+    policy = await gateway.policies.wanted_by(server)
+    return Registered(id=body.id, policy=policies.policy_version(policy) if policy else None)
 
 
 @router.delete("/rollout_servers/{server_id}", responses={200: {"model": Removed}})
@@ -116,49 +102,6 @@ async def drain_server(server_id: str, request: Request) -> ServerShape:
 @router.post("/rollout_servers/{server_id}/resume")
 async def resume_server(server_id: str, request: Request) -> ServerShape:
     return await _set_drained(request, server_id, drained=False)
-
-
-@router.get("/policies")
-async def list_policies(request: Request) -> PolicyPage:
-    known = await parts_of(request).policies.all()
-    return PolicyPage(data=tuple(_version(each) for each in known))
-
-
-@router.post("/policies", responses=PARTLY)
-async def publish_policy(body: PolicyBody, request: Request, response: Response) -> Pushed:
-    """Register a version and push it to every server; 207 when a server did not load it."""
-    policies = parts_of(request).policies
-    version, results = await policies.publish(body.version, body.location, body.manifest_sha256, body.step)
-    return _pushed(version, results, response)
-
-
-@router.post("/policies/{version}/promote", responses=PARTLY)
-async def promote_policy(version: int, request: Request, response: Response) -> Pushed:
-    """Push a registered version to every server. It keeps its number."""
-    results = await parts_of(request).policies.serve_again(version)
-    return _pushed(version, results, response)
-
-
-@router.post("/policies/rollback", responses=PARTLY)
-async def roll_back(body: RollbackBody, request: Request, response: Response) -> Pushed:
-    results = await parts_of(request).policies.serve_again(body.to)
-    return _pushed(body.to, results, response)
-
-
-def _pushed(version: int, results: Sequence[PushResult], response: Response) -> Pushed:
-    response.status_code = 200 if all(result.ok for result in results) else 207
-    return Pushed(version=version, results=tuple(results))
-
-
-def _version(record: PolicyRecord) -> PolicyVersion:
-    return PolicyVersion(
-        version=record.version,
-        location=record.location,
-        manifest_sha256=record.manifest_sha256,
-        step=record.step,
-        created_at=record.created_at,
-        state=record.state,
-    )
 
 
 def _servers(gateway: GatewayParts) -> tuple[ServerShape, ...]:

@@ -26,3 +26,11 @@ def error_message(body: bytes) -> str:
         return ErrorReply.read(body).error.message
     except MalformedMessage:
         return body.decode(errors="replace")[:QUOTED_CHARACTERS]
+
+
+def error_code(body: bytes) -> str | None:
+    """The code of an error reply; None if it has none."""
+    try:
+        return ErrorReply.read(body).error.code
+    except MalformedMessage:
+        return None

@@ -1,4 +1,4 @@
-"""Publishing policies: trainer ─▶ gateway, `/admin/policies` and `/admin/policies/rollback`.
+"""Policies: trainer and operators ─▶ gateway, below `/admin/policies`.
 
 trainer ── PolicyBody, RollbackBody ──▶ gateway ── ReloadBody ──▶ every rollout server
 trainer ◀── Pushed: one PushResult per server ── gateway
@@ -25,6 +25,8 @@ class PolicyBody(ServiceMessage):
     manifest_sha256: str | None = None
     step: int | None = Field(None, ge=0, lt=LARGEST)
     """The optimizer step that made the weights."""
+    force: bool = False
+    """Accept a number that is higher than the next free one."""
 
 
 class RollbackBody(ServiceMessage):
@@ -33,6 +35,16 @@ class RollbackBody(ServiceMessage):
     model_config = ConfigDict(extra="forbid")
 
     to: int = Field(ge=0, lt=LARGEST)
+    hold: bool = True
+    """Later versions are registered, and not pushed, until an operator promotes one or releases the fleet."""
+
+
+class HoldBody(ServiceMessage):
+    """Why the fleet is to keep what it serves."""
+
+    model_config = ConfigDict(extra="forbid", str_min_length=0)
+
+    reason: str = Field("held by an operator", max_length=500)
 
 
 class PushResult(ServiceMessage):
@@ -40,21 +52,49 @@ class PushResult(ServiceMessage):
 
     server: str
     ok: bool
+    state: str | None = None
+    """waiting, preparing, prepared, loading, proved, refused, failed or unavailable."""
     version_served: int | None = None
     paused_s: float | None = None
     total_s: float
     error: str | None = None
 
 
+class PushShape(ServiceMessage):
+    """A push. It is under way (pushing), or has ended (serving, failed, superseded)."""
+
+    id: int
+    version: int
+    state: str
+    proved: int | None = None
+    """How many servers serve the version, of the `servers` that the push has reached."""
+    servers: int | None = None
+    started_at: float
+    ended_at: float | None = None
+    error: str | None = None
+    capacity: float | None = None
+    """The smallest share of the live servers that could take calls during the push."""
+
+
 class Pushed(ServiceMessage):
-    """The results of a push, one per rollout server."""
+    """A version, its push, and the results so far, one per rollout server."""
 
     version: int
-    results: tuple[PushResult, ...]
+    state: str | None = None
+    """The state of the push; `held` if none begins, because an operator holds the fleet."""
+    push: PushShape | None = None
+    results: tuple[PushResult, ...] = ()
+
+
+class HoldShape(ServiceMessage):
+    """New versions are registered, and not pushed."""
+
+    since: float
+    reason: str
 
 
 class PolicyVersion(ServiceMessage):
-    """A version that the gateway knows; `location` is null for the one that the engines started with."""
+    """A version that can be served; `location` is null for the one that the engines started with."""
 
     version: int
     location: str | None = None
@@ -65,8 +105,43 @@ class PolicyVersion(ServiceMessage):
     """published, serving, failed or retired."""
 
 
+class PolicyDetail(PolicyVersion):
+    """A version, its last push, and the results of that push."""
+
+    push: PushShape | None = None
+    results: tuple[PushResult, ...] = ()
+
+
 class PolicyPage(ServiceMessage):
-    """Every known version, ascending."""
+    """Every version that can be served, ascending."""
 
     data: tuple[PolicyVersion, ...]
     next_cursor: str | None = None
+
+
+class PushPage(ServiceMessage):
+    """The last pushes, the newest first."""
+
+    data: tuple[PushShape, ...]
+    next_cursor: str | None = None
+
+
+class PolicyRemoved(ServiceMessage):
+    """A version that cannot be served any more: its files may be removed."""
+
+    version: int
+    removed: bool
+
+
+class ServingShape(ServiceMessage):
+    """What the fleet serves, and what it is to serve."""
+
+    serving: int | None
+    """The newest version that a server has proved."""
+    target: int | None
+    """The version that every server is to serve in the end."""
+    admissible: tuple[int, ...] = ()
+    """The versions that may answer calls, the served one first."""
+    hold: HoldShape | None = None
+    push: PushShape | None = None
+    """The last push."""

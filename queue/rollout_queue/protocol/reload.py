@@ -1,4 +1,4 @@
-"""A change of weights: gateway ─▶ rollout server, `POST /reload`."""
+"""A change of weights: gateway ─▶ rollout server, `POST /reload` and `DELETE /reload/{version}`."""
 
 from pydantic import ConfigDict, Field
 
@@ -17,6 +17,11 @@ class ReloadBody(ServiceMessage):
     force: bool = False
     """Serve the version even if its number is lower than the served one, or is the same and the files
     differ."""
+    prepare: bool = False
+    """Only fetch and verify the files, while the engine goes on with what it serves. A later request for the
+    same version then loads them."""
+    push: int | None = Field(None, ge=0, lt=2**63)
+    """The id of the gateway's push. A server refuses an id that is lower than one that it has seen."""
 
 
 class ReloadSeconds(ServiceMessage):
@@ -32,5 +37,18 @@ class Reloaded(ServiceMessage):
 
     ok: bool
     version: int
+    prepared: int | None = None
+    """The version whose files are ready to be loaded, if the request was to prepare one."""
     seconds: ReloadSeconds | None = None
     paused_s: float | None = None
+
+
+class Aborted(ServiceMessage):
+    """The answer to `DELETE /reload/{version}`."""
+
+    version: int
+    """The version that is served now."""
+    aborted: bool
+    """Whether reloads of the named version were ended, before the engine paused."""
+    loading: int | None = None
+    """The version that the engine is loading. That cannot be ended."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from rollout_queue.protocol.message import ServiceMessage
+from rollout_queue.protocol.policies import ServingShape
 from rollout_queue.protocol.trainer import TrainerReport
 
 
@@ -44,13 +45,6 @@ class ServerPage(ServiceMessage):
     next_cursor: str | None = None
 
 
-class FleetPolicy(ServiceMessage):
-    """`serving` is the version that the fleet serves, `target` that of the running or the last push."""
-
-    serving: int | None
-    target: int | None
-
-
 class QueueReport(ServiceMessage):
     """How much there is in Redis."""
 
@@ -73,15 +67,10 @@ class SlowPart(ServiceMessage):
     runs: int
 
 
-class PolicyStatus(ServiceMessage):
-    """The part of `GET /admin/status` that the trainer reads."""
-
-    policy: FleetPolicy
-
-
-class SystemStatus(PolicyStatus):
+class SystemStatus(ServiceMessage):
     """The answer to `GET /admin/status`."""
 
+    policy: ServingShape
     rollout_servers: tuple[ServerShape, ...]
     trainer: TrainerReport
     queue: QueueReport

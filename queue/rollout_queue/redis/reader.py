@@ -22,7 +22,7 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.availability import available
 from rollout_queue.redis.lease import LOST
 from rollout_queue.redis.pages import Pages, RawEntry
-from rollout_queue.redis.policies import reserve_arguments
+from rollout_queue.redis.policies.register import reserve_arguments
 from rollout_queue.redis.scripts import consumer as consumer_scripts
 from rollout_queue.redis.scripts import functions
 from rollout_queue.redis.scripts import policies as policy_scripts

@@ -28,12 +28,13 @@ class Processes:
     _number: Iterator[int] = field(default_factory=itertools.count)
 
     def start(self, **settings: object) -> tuple[subprocess.Popen[bytes], str]:
-        """Start a gateway. A nested setting is named as in a variable: `connections__per_address`."""
+        """Start a gateway. A nested setting is named as in a variable: `connections__per_address`. Without a
+        setting `engines`, it has the bare engine."""
         port = free_port()
         environment = os.environ | {
             "WEIR_REDIS_URL": self.backends.redis_url,
             "WEIR_MODEL_PATH": str(self.backends.model_path),
-            "WEIR_ENGINES": self.backends.engine_url,
+            "WEIR_ENGINES": str(settings.pop("engines", self.backends.engine_url)),
             "WEIR_CLIENT_KEYS": CLIENT_KEY,
             "WEIR_ADMIN_KEYS": ADMIN_KEY,
             "WEIR_GATEWAY__PORT": str(port),

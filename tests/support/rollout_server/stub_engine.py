@@ -1,7 +1,14 @@
-"""A process that takes SGLang's command line and answers as `FakeEngine` does."""
+"""A process that takes SGLang's command line and answers as `FakeEngine` does. It samples, too.
+
+In the directory of the variable ENGINE_DOUBLE_DIR, `engine-{port}.json` says how long a load (`load_s`) and
+a checksum (`checksum_s`) take. It is read each time. If `tokenizer.json` is there, `/generate` samples. Its
+answers wait while the engine is paused.
+"""
 
 import argparse
 import asyncio
+import json
+import os
 import sys
 from pathlib import Path
 
@@ -9,9 +16,11 @@ import httpx
 import uvicorn
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
+from tokenizers import Tokenizer
 
 from rollout_server.weights.policy import LocalPolicy
+from tests.support.gateway.fake_engine import FakeEngine as FakeSampler
 from tests.support.rollout_server.fakes import FakeEngine
 
 ROOT = Path(__file__).parents[3]
@@ -37,10 +46,27 @@ def main() -> None:
     engine = FakeEngine()
     engine.running = 0
     asyncio.run(engine.start(LocalPolicy(given.weight_version, given.model_path)))
+    directory = Path(os.environ.get("ENGINE_DOUBLE_DIR", "."))
+    control, tokenizer = directory / f"engine-{given.port}.json", directory / "tokenizer.json"
+    sampler = FakeSampler(Tokenizer.from_file(str(tokenizer)), pace_s=0.01) if tokenizer.exists() else None
+    delays = {"/update_weights_from_disk": "load_s", "/weights_checker": "checksum_s"}
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if sampler is not None and scope.get("path") == "/generate":
+
+            async def send_unless_paused(message: Message) -> None:
+                while engine.paused:  # noqa: ASYNC110 - the engine is resumed by another request
+                    await asyncio.sleep(0.01)  # until it is resumed
+                sampler.version = engine.version
+                await send(message)
+
+            await sampler.app()(scope, receive, send_unless_paused)
+            return
         request = Request(scope, receive)
         content = await request.body()
+        if request.url.path in delays and control.exists():
+            delay_s = json.loads(control.read_text()).get(delays[request.url.path], 0.0)
+            await asyncio.sleep(delay_s)  # the time that a large model takes
         said = await engine.handle(httpx.Request(request.method, str(request.url), content=content))
         await Response(said.content, said.status_code)(scope, receive, send)
 

@@ -49,7 +49,7 @@ class FakeGateway:
     """Whether the fleet serves no version."""
     target: int | None = None
     speechless: bool = False
-    """Whether the gateway does not say which version is served."""
+    """Whether the gateway does not say whether it needs a version."""
     away: bool = False
     nonsense: int = 0
     """How many requests get a proxy's HTML page before one is answered properly."""
@@ -60,14 +60,15 @@ class FakeGateway:
             return httpx.Response(200, text="<html>welcome</html>")
         if self.away:
             raise httpx.ConnectError("refused", request=request)
-        if request.url.path == "/admin/status":
-            if self.speechless:
-                return httpx.Response(503, json={"error": {"message": "Redis is away"}})
+        if request.url.path == "/admin/policies/serving":
             served = self.served
-            policy = {"serving": served, "target": self.target or served}
-            return httpx.Response(200, json={"policy": policy})
-        if request.method == "GET":
+            return httpx.Response(200, json={"serving": served, "target": self.target or served})
+        if request.method == "DELETE":
+            return self._remove(int(request.url.path.rpartition("/")[2]))
+        if request.url.path == "/admin/policies" and request.method == "GET":
             return httpx.Response(200, json={"data": [{"version": v} for v in self.versions]})
+        if request.method == "GET":
+            return self._detail(int(request.url.path.rpartition("/")[2]))
         if self.refusals:
             self.refusals -= 1
             return httpx.Response(503, json={"error": {"message": "Redis is away"}})
@@ -79,7 +80,8 @@ class FakeGateway:
         self.announced.append(body)
         self.versions.append(body["version"])
         self.rolled_back_to = None
-        return self._pushed(body["version"])
+        push = self._push(body["version"], "pushing")
+        return httpx.Response(202, json={"version": body["version"], "state": "pushing", "push": push})
 
     @property
     def served(self) -> int | None:
@@ -94,16 +96,35 @@ class FakeGateway:
         self.rolled_back_to = version
         return self._pushed(version)
 
+    def _remove(self, version: int) -> httpx.Response:
+        if self.speechless:
+            return httpx.Response(503, json={"error": {"message": "Redis is away"}})
+        if version in (self.served, self.target):
+            return httpx.Response(409, json={"error": {"message": f"version {version} is served"}})
+        return httpx.Response(200, json={"version": version, "removed": True})
+
+    def _detail(self, version: int) -> httpx.Response:
+        push = self._push(version, "serving" if self.server_ok else "failed")
+        return httpx.Response(
+            200, json={"version": version, "push": push, "results": [self._result(version)]}
+        )
+
     def _pushed(self, version: int) -> httpx.Response:
+        status = 200 if self.server_ok else 207
+        return httpx.Response(status, json={"version": version, "results": [self._result(version)]})
+
+    def _push(self, version: int, state: str) -> dict[str, Any]:
+        return {"id": version + 1, "version": version, "state": state, "started_at": 100.0}
+
+    def _result(self, version: int) -> dict[str, Any]:
         error = None if self.server_ok else "broken"
-        result = {
+        return {
             "server": "r0",
             "ok": self.server_ok,
             "version_served": version,
             "total_s": 0.1,
             "error": error,
         }
-        return httpx.Response(200 if self.server_ok else 207, json={"version": version, "results": [result]})
 
 
 def turn(session_id: str = "s1", turn_id: str = "t1", **fields: Any) -> Turn:

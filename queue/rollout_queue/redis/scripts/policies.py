@@ -1,4 +1,4 @@
-"""Scripts that reserve, register and serve the version numbers of policies.
+"""Scripts that reserve, register and remove the version numbers of policies.
 
 Together they keep one invariant: a version number names one set of weights. RESERVE reserves a number only if
 it is higher than every registered or reserved one; REGISTER stores nothing if a version was registered or
@@ -37,15 +37,25 @@ return 1
 
 STORE = """
 -- KEYS: policies   ARGV: version, record
+if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return 0 end
 redis.call('HDEL', KEYS[1], '') -- a full Redis accepts this, and then refuses no later write
 return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 """
 
-SERVE = """
--- KEYS: serving   ARGV: version
--- Returns the version that was served before.
-local former = redis.call('GET', KEYS[1])
-redis.call('DEL', KEYS[1]) -- a full Redis accepts this, and then refuses no later write
-redis.call('SET', KEYS[1], ARGV[1])
-return former
+REMOVE = """
+-- KEYS: policies, serving plan, removed   ARGV: version, plan
+-- Returns 1 if the version is removed. The newest version stays, because its number is never given again.
+if (redis.call('GET', KEYS[2]) or '') ~= ARGV[2] then return 0 end
+local newer = false
+for _, version in ipairs(redis.call('HKEYS', KEYS[1])) do
+    newer = newer or tonumber(version) > tonumber(ARGV[1])
+end
+if not newer then return 0 end
+if redis.call('HDEL', KEYS[1], ARGV[1]) == 1 then redis.call('SADD', KEYS[3], ARGV[1]) end
+return 1
+"""
+
+FORGET = """
+-- KEYS: policies   ARGV: version, record
+if redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] then redis.call('HDEL', KEYS[1], ARGV[1]) end
 """

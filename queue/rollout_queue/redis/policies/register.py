@@ -2,7 +2,7 @@
 
 trainer  ── RESERVE ──▶ weir:policy_reserved ─┐
 gateway  ── look ◀────────────────────────────┴─ weir:policies ◀── REGISTER, unless one changed since `look`
-gateway  ── SERVE ───▶ weir:serving
+gateway  ── REMOVE ──▶ weir:policies_removed, unless the version is needed
 """
 
 from collections.abc import Mapping
@@ -37,6 +37,11 @@ class KnownPolicies(NamedTuple):
         """The highest registered version; 0 if there is none."""
         return max(self.records, default=0)
 
+    @property
+    def next_free(self) -> int:
+        """The number after every registered and reserved one."""
+        return max(self.newest, self.reserved.version) + 1
+
 
 class PolicyRegister:
     """The gateways' end of the register. Every method raises StorageUnavailable."""
@@ -46,11 +51,16 @@ class PolicyRegister:
         self._redis = redis
         self._register = redis.register_script(policy_scripts.REGISTER)
         self._store = redis.register_script(policy_scripts.STORE)
-        self._serve = redis.register_script(policy_scripts.SERVE)
+        self._remove = redis.register_script(policy_scripts.REMOVE)
+        self._forget = redis.register_script(policy_scripts.FORGET)
 
     async def records(self) -> Mapping[int, PolicyRecord]:
         """Every registered policy by its version, in no order."""
         return _records(await stored(self._redis.hgetall(keys.POLICIES)))
+
+    async def record(self, version: int) -> PolicyRecord | None:
+        packed = await stored(self._redis.hget(keys.POLICIES, str(version)))
+        return None if packed is None else msgspec.json.decode(packed, type=PolicyRecord)
 
     async def look(self) -> KnownPolicies:
         policies = await stored(self._redis.hgetall(keys.POLICIES))
@@ -64,20 +74,27 @@ class PolicyRegister:
         arguments += [known.packed.get(name.encode(), b""), known.packed_reserved.get(b"version", b"")]
         return bool(await stored(self._register([keys.POLICIES, keys.RESERVED], arguments)))
 
-    async def register_first(self, record: PolicyRecord) -> bool:
-        """Register the version that the engines started with. Serve it, and return True, if none was served
-        before."""
+    async def register_first(self, record: PolicyRecord) -> None:
+        """Register the version that the engines started with, unless it is known."""
         await stored(self._redis.hsetnx(keys.POLICIES, str(record.version), _packed(record)))
-        return bool(await stored(self._redis.set(keys.SERVING, record.version, nx=True)))
 
     async def store(self, record: PolicyRecord) -> None:
-        """Replace what is stored under the policy's version."""
+        """Replace what is stored under the policy's version, if it is still registered."""
         await stored(self._store([keys.POLICIES], [str(record.version), _packed(record)]))
 
-    async def serve(self, version: int) -> int | None:
-        """Note the version that the fleet is to serve. Returns the one before."""
-        before: bytes | None = await stored(self._serve([keys.SERVING], [str(version)]))
-        return None if before is None else int(before)
+    async def remove(self, version: int, plan: bytes) -> bool:
+        """Remove a version whose files are to be removed, unless it is the newest one, or the serving plan is
+        not `plan` any more. Returns whether it is removed."""
+        arguments: list[str | bytes | float] = [str(version), plan]
+        removing = self._remove([keys.POLICIES, keys.SERVING, keys.REMOVED], arguments)
+        return bool(await stored(removing))
+
+    async def was_removed(self, version: int) -> bool:
+        return bool(await stored(self._redis.sismember(keys.REMOVED, str(version))))
+
+    async def forget(self, record: PolicyRecord) -> None:
+        """Free the number of a version that no server has loaded, unless its record has changed."""
+        await stored(self._forget([keys.POLICIES], [str(record.version), _packed(record)]))
 
 
 def reserve_arguments(version: int, location: str) -> tuple[list[str], list[str | int]]:

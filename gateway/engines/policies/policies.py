@@ -1,0 +1,266 @@
+"""What operators and the trainer do with policies: publish, promote, roll back, hold, release, remove.
+
+POST /admin/policies ──▶ register ──▶ a push begins, unless the fleet is held ──▶ `PushDriver`
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from redis.asyncio import Redis
+
+from gateway.engines.fleet import Fleet
+from gateway.engines.fleet_server import FleetServer
+from gateway.engines.policies.push_driver import PushDriver
+from gateway.errors import ObjectNotFound, StateConflict
+from rollout_queue.contract.policy import PolicyRecord
+from rollout_queue.contract.serving import Admissible, Push, ServerPush, ServingHold, ServingPlan
+from rollout_queue.redis.policies.register import KnownPolicies, PolicyRegister
+from rollout_queue.redis.policies.serving import ServingRegister
+
+PlanEvent = Callable[[ServingPlan], ServingPlan]
+"""A change of the plan."""
+WAIT_POLL_S = 0.05
+"""How often a caller who waits for a push looks whether it has ended."""
+NAMED_VERSIONS = 20
+"""How many versions an error names."""
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """A push, and what each server did in it."""
+
+    push: Push
+    servers: Sequence[ServerPush]
+
+
+class Policies:
+    """The registered versions, and which of them the fleet is to serve."""
+
+    def __init__(self, redis: Redis, fleet: Fleet, driver: PushDriver) -> None:
+        self._register = PolicyRegister(redis)
+        self._serving = ServingRegister(redis)
+        self._fleet = fleet
+        self._driver = driver
+
+    async def all(self) -> list[PolicyRecord]:
+        """Every version that can be served, ascending. Raises StorageUnavailable."""
+        plan, known = await self._serving.read(), await self._register.records()
+        return [_with_state(known[version], plan) for version in sorted(known)]
+
+    async def one(self, version: int) -> PolicyRecord:
+        """Raises ObjectNotFound, StorageUnavailable."""
+        record = await self._register.record(version)
+        if record is None:
+            raise await self._unknown(version)
+        return _with_state(record, await self._serving.read())
+
+    async def plan(self) -> ServingPlan:
+        """What all gateways agreed on. Raises StorageUnavailable."""
+        return await self._serving.read()
+
+    async def wanted_by(self, server: FleetServer) -> PolicyRecord | None:
+        """The policy that a server is to serve now; None before the first one.
+
+        A server with an admissible version keeps it: the push brings it to the next one in the rolling order.
+        """
+        plan = await self._serving.read()
+        runs = server.state in ("ready", "loading", "draining")
+        version = server.version if runs and server.version in plan.versions else plan.serving
+        return None if version is None else await self._register.record(version)
+
+    async def note_initial(self, version: int) -> None:
+        """Register the version that the engines started with; serve it if none is served yet."""
+        record = PolicyRecord(version=version, created_at=time.time(), state="serving")
+        await self._register.register_first(record)
+        plan = await self._serving.change(
+            lambda plan: (
+                plan
+                if plan.admissible
+                else msgspec.structs.replace(plan, admissible=(Admissible(version, 0),))
+            )
+        )
+        self._fleet.adopt(plan)
+
+    async def publish(
+        self,
+        version: int | None,
+        location: str,
+        manifest_sha256: str | None,
+        step: int | None,
+        *,
+        force: bool = False,
+    ) -> tuple[int, Push | None]:
+        """Register a version, and begin its push. Returns the version and the push; no push if the fleet is
+        held. A `version` of None stands for the next free number.
+
+        Raises StateConflict for a number that is lower than the newest, that has other content, that the
+        trainer has reserved for another location, or, without `force`, that is not the next one.
+        """
+        record = await self._registered(version, location, manifest_sha256, step, force)
+        return record.version, await self._begin(record.version)
+
+    async def promote(self, version: int) -> Push:
+        """Push a registered version under its own number, and end a hold. Raises ObjectNotFound."""
+        await self.one(version)
+        return await self._begin_forced(version, None)
+
+    async def roll_back(self, version: int, *, hold: bool) -> Push:
+        """Push a registered version under its own number. With `hold`, later versions are not pushed until an
+        operator releases or promotes one. Raises ObjectNotFound."""
+        await self.one(version)
+        held = ServingHold(time.time(), f"rolled back to version {version}") if hold else None
+        return await self._begin_forced(version, held)
+
+    async def hold(self, reason: str) -> ServingPlan:
+        """From now on, versions are registered and not pushed."""
+        held = ServingHold(time.time(), reason)
+        return await self._changed(lambda plan: msgspec.structs.replace(plan, hold=plan.hold or held))
+
+    async def release(self) -> Push | None:
+        """End the hold, and push the newest version, unless it is served. Returns the push that begins."""
+        await self._changed(lambda plan: msgspec.structs.replace(plan, hold=None))
+        newest, plan = max(await self._register.records(), default=None), self._fleet.plan
+        if newest is None or newest == plan.target:
+            return None
+        return await self._begin(newest)
+
+    async def remove(self, version: int) -> None:
+        """Forget a version, because its files are to be removed. Raises StateConflict if it is still needed,
+        and ObjectNotFound."""
+        while True:
+            plan, packed = await self._serving.read_packed()
+            needed = {*plan.versions, *([plan.target] if plan.target is not None else [])}
+            if await self._register.record(version) is None:
+                if await self._register.was_removed(version):
+                    return
+                raise await self._unknown(version)
+            if version in needed:
+                raise StateConflict(f"version {version} is served, or is to be served", code="needed")
+            if version == max(await self._register.records()):
+                raise StateConflict(f"version {version} is the newest one", code="needed")
+            if await self._register.remove(version, packed):
+                return
+
+    async def report(self, push: Push) -> PushReport:
+        """The push as it stands now, and what each server does in it."""
+        plan = await self._serving.read()
+        if plan.push is not None and plan.push.id == push.id:
+            servers = await self._serving.server_pushes(push.id)
+            return PushReport(plan.push, [servers[name] for name in sorted(servers)])
+        ended = [each for each in await self._serving.last_pushes() if each.id == push.id]
+        superseded = msgspec.structs.replace(push, state="superseded")
+        return PushReport(ended[0] if ended else superseded, [])
+
+    async def last_report(self, version: int) -> PushReport | None:
+        """The last push of the version, if it is among the last ones."""
+        plan = await self._serving.read()
+        if plan.push is not None and plan.push.version == version:
+            return await self.report(plan.push)
+        pushes = await self._serving.last_pushes()
+        return next((PushReport(each, []) for each in pushes if each.version == version), None)
+
+    async def last_pushes(self) -> list[Push]:
+        """The last pushes that ended, the newest first. Raises StorageUnavailable."""
+        return await self._serving.last_pushes()
+
+    async def ended(self, push: Push) -> PushReport:
+        """Wait until the push has ended, or no server that could load the version is alive."""
+        while True:
+            report = await self.report(push)
+            absent = report.servers and all(each.state == "unavailable" for each in report.servers)
+            if report.push.state != "pushing" or (absent and len(report.servers) >= len(self._fleet.servers)):
+                return report
+            await asyncio.sleep(WAIT_POLL_S)
+
+    # The changes
+
+    async def _begin(self, version: int) -> Push | None:
+        """Begin a push, unless the fleet is held or has a newer target. Returns the push of this version, if
+        there is one; a repeated request finds the first one's push."""
+
+        def event(plan: ServingPlan) -> ServingPlan:
+            if plan.hold is not None or (plan.target is not None and plan.target > version):
+                return plan
+            if plan.target == version and plan.push is not None and plan.push.version == version:
+                return plan
+            return plan.begun(version, time.time(), force=False)
+
+        push = (await self._changed(event)).push
+        return push if push is not None and push.version == version else None
+
+    async def _begin_forced(self, version: int, hold: ServingHold | None) -> Push:
+        def event(plan: ServingPlan) -> ServingPlan:
+            return msgspec.structs.replace(plan.begun(version, time.time(), force=True), hold=hold)
+
+        push = (await self._changed(event)).push
+        assert push is not None  # noqa: S101 - it has just begun
+        return push
+
+    async def _changed(self, event: PlanEvent) -> ServingPlan:
+        plan = await self._serving.change(event)
+        self._fleet.adopt(plan)
+        self._driver.wake()
+        return plan
+
+    async def _registered(
+        self, version: int | None, location: str, manifest_sha256: str | None, step: int | None, force: bool
+    ) -> PolicyRecord:
+        """Register the policy. Start again if a gateway or the trainer changed the register meanwhile."""
+        while True:
+            known = await self._register.look()
+            asked = PolicyRecord(
+                version=known.next_free if version is None else version,
+                location=location,
+                manifest_sha256=manifest_sha256,
+                step=step,
+                created_at=time.time(),
+            )
+            record = _accepted(asked, known, force=force)
+            if await self._register.register(record, known):
+                return record
+
+    async def _unknown(self, version: int) -> ObjectNotFound:
+        """The error for a version that cannot be served; it names those that can."""
+        known = sorted(await self._register.records())
+        why = f"no policy has version {version}"
+        if await self._register.was_removed(version):
+            why = f"the files of version {version} were removed"
+        elif (report := await self.last_report(version)) is not None and report.push.error:
+            why = f"{why}, because its push failed: {report.push.error}"
+        named = ", ".join(map(str, known[-NAMED_VERSIONS:])) or "none"
+        return ObjectNotFound(f"{why}; versions that can be served: {named}", param="version")
+
+
+def _accepted(asked: PolicyRecord, known: KnownPolicies, *, force: bool) -> PolicyRecord:
+    """The record to store. Raises StateConflict if the number is too low, too high, reserved, or has other
+    content."""
+    if asked.version < known.newest:
+        raise StateConflict(f"version {asked.version} is lower than {known.newest}", param="version")
+    registered, reserved = known.records.get(asked.version), known.reserved
+    if registered is not None:
+        if (registered.location, registered.manifest_sha256) != (asked.location, asked.manifest_sha256):
+            raise StateConflict(f"version {asked.version} is known with other content", param="version")
+        return registered
+    if (asked.version, asked.location) == reserved:
+        return asked
+    # A reserved number may only be published with the location of its reservation.
+    if asked.version <= reserved.version:
+        message = f"the trainer has reserved version {reserved.version}, and every lower number"
+        raise StateConflict(message, param="version")
+    if asked.version > known.next_free and not force:
+        message = (
+            f"the next free version is {known.next_free}. A higher number makes the answers of all sessions "
+            "staler by the gap; force: true publishes it"
+        )
+        raise StateConflict(message, param="version", code="version_gap")
+    return asked
+
+
+def _with_state(record: PolicyRecord, plan: ServingPlan) -> PolicyRecord:
+    """The record with the state that follows from the plan."""
+    if record.version == plan.serving:
+        return msgspec.structs.replace(record, state="serving")
+    return msgspec.structs.replace(record, state="retired") if record.state == "serving" else record

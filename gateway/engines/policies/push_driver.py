@@ -1,0 +1,284 @@
+"""Brings every rollout server to the version that the plan wants. One gateway process at a time does it.
+
+lease ─▶ plan ─▶ for each server: prepare ─▶ wait for a slot ─▶ load ─▶ proved ─▶ plan
+                     └─ refused, failed, unavailable ─▶ noted, and tried again later
+
+A server that dies is not waited for: it gets the version when it comes back. A server that has begun to
+prepare a version loads it, even if a newer one is published meanwhile. Otherwise a trainer that publishes
+faster than servers load would never be served. An operator's push (`force`) ends such work.
+"""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+from redis.asyncio import Redis
+
+from gateway.engines.cancellation import cancel_and_wait
+from gateway.engines.fleet import Fleet
+from gateway.engines.fleet_server import FleetServer
+from gateway.engines.policies.attempts import Attempts
+from gateway.engines.policies.rolling import LoadSlots
+from gateway.engines.policies.server_reload import NotLoaded, PushOrder, ServerReloads
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.serving import Push, PushState, ServerPush, ServerPushState, ServingPlan
+from rollout_queue.protocol.reload import Reloaded
+from rollout_queue.redis.policies.register import PolicyRegister
+from rollout_queue.redis.policies.serving import PushLease, ServingRegister
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
+"""The pause between two attempts; it doubles with each."""
+ERROR_CHARACTERS = 2000
+"""The longest error of a push that is stored."""
+BARE = "a bare engine cannot load a policy: put a rollout server in front of it"
+
+
+@dataclass(frozen=True)
+class PushBounds:
+    """How fast a push goes, and how far servers may lag behind (`GatewaySettings`)."""
+
+    timeout_s: float
+    lease_s: float
+    max_unavailable: float
+    max_version_lag: int
+
+
+class PushDriver:
+    """Drives pushes while this process has the lease. `step` is called again and again."""
+
+    def __init__(self, redis: Redis, fleet: Fleet, bounds: PushBounds) -> None:
+        self._fleet = fleet
+        self._reloads = ServerReloads(fleet, bounds.timeout_s)
+        self._serving = ServingRegister(redis)
+        self._register = PolicyRegister(redis)
+        self._lease = PushLease(redis, bounds.lease_s)
+        self._max_version_lag = bounds.max_version_lag
+        self._slots = LoadSlots(bounds.max_unavailable, lambda: len(self._live()))
+        self._attempts: dict[str, Attempts] = {}  # by server
+        self._capacity = 1.0
+        self._push = (0, -1)  # the id and the version of the push that `_capacity` belongs to
+        self._wake = asyncio.Event()
+
+    def wake(self) -> None:
+        """Have the next step begin at once."""
+        self._wake.set()
+
+    async def wait(self, at_most_s: float) -> None:
+        """Return when the next step is due."""
+        try:
+            async with asyncio.timeout(at_most_s):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+        self._wake.clear()
+
+    async def close(self) -> None:
+        await self._stop()
+        try:
+            await self._lease.release()
+        except StorageUnavailable as error:
+            logger.warning("the lease of pushes was not released, and expires: %s", error)
+
+    async def step(self) -> None:
+        """Begin what can begin now, and end the push if there is nothing left to wait for."""
+        try:
+            if not await self._lease.hold():
+                await self._stop()
+                return
+            plan = await self._serving.read()
+            self._fleet.adopt(plan)
+            if (order := await self._order(plan)) is not None:
+                for server in list(self._fleet.servers.values()):
+                    await self._consider(server, order)
+                self._forget_servers()
+                await self._judge(plan, order)
+        except StorageUnavailable as error:
+            logger.warning("pushes wait for Redis: %s", error)
+
+    async def _order(self, plan: ServingPlan) -> PushOrder | None:
+        """What servers are to serve now; None if there is no policy."""
+        if plan.target is None:
+            return None
+        record = await self._register.record(plan.target)
+        if record is None:
+            logger.error("version %d is to be served, and is not registered", plan.target)
+            return None
+        push = plan.push
+        if push is None:
+            return PushOrder(record, 0, force=False)
+        if (push.id, push.version) != self._push:
+            self._push, self._capacity = (push.id, push.version), 1.0
+        return PushOrder(record, push.id, force=push.force or push.version != record.version)
+
+    # One server
+
+    async def _consider(self, server: FleetServer, order: PushOrder) -> None:
+        """Begin, end or note the work on one server."""
+        attempts = self._attempts.get(server.id)
+        if attempts is not None and attempts.running:
+            hangs = server.state == "dead" and server.late
+            replaced = order.force and attempts.order.push < order.push and not server.pushing
+            if not (hangs or replaced):
+                return
+            assert attempts.task is not None  # noqa: S101 - it is running
+            await cancel_and_wait([attempts.task])
+        process = server.registration.process
+        if attempts is None or (attempts.order.key, attempts.process) != (order.key, process):
+            noted = ServerPush(push=order.push, server=server.id, state="waiting")
+            attempts = Attempts(order, process, noted)
+            self._attempts[server.id] = attempts
+        await self._advance(server, attempts)
+
+    async def _advance(self, server: FleetServer, attempts: Attempts) -> None:
+        """Note where a server stands on which nothing runs, and begin the next attempt if one is due."""
+        if server.registration.url is None:
+            await self._note(attempts, "refused", error=BARE)
+        elif not server.live:
+            state = "drained" if server.drained else server.state
+            await self._note(attempts, "unavailable", error=f"is {state}, and takes the version later")
+        elif self._serves(server, attempts):
+            await self._prove(attempts)
+        elif attempts.noted.state != "refused" and time.monotonic() >= attempts.next_at:
+            attempts.task = asyncio.create_task(self._bring(server, attempts), name=f"push to {server.id}")
+            attempts.task.add_done_callback(lambda _: self.wake())
+        self._measure_capacity()
+
+    async def _bring(self, server: FleetServer, attempts: Attempts) -> None:
+        """Have the server prepare and load the version."""
+        order, began_at = attempts.order, time.monotonic()
+        try:
+            await self._note(attempts, "preparing")
+            await self._reloads.prepare(server, order)
+            await self._note(attempts, "prepared")
+            async with self._slots.taken():
+                loaded = await self._load(server, attempts)
+        except StorageUnavailable as error:
+            logger.warning("what server %s serves is noted later: %s", server.id, error)
+            return
+        except NotLoaded as error:
+            attempts.failures += 1
+            pause_s = min(FIRST_PAUSE_S * 2.0 ** (attempts.failures - 1), LONGEST_PAUSE_S)
+            attempts.next_at = time.monotonic() + pause_s
+            state: ServerPushState = "refused" if error.definite else "failed"
+            await self._note(attempts, state, error=str(error), total_s=time.monotonic() - began_at)
+            logger.error("server %s did not load version %d: %s", server.id, order.version, error)
+            return
+        total_s = time.monotonic() - began_at
+        attempts.noted = replace(attempts.noted, paused_s=loaded.paused_s, total_s=total_s)
+        await self._prove(attempts)
+
+    async def _load(self, server: FleetServer, attempts: Attempts) -> Reloaded:
+        """Have the server load the version, and send it no calls meanwhile. Raises NotLoaded."""
+        server.pushing = True
+        try:
+            self._measure_capacity()
+            await self._note(attempts, "loading")
+            loaded = await self._reloads.load(server, attempts.order)
+            await self._admit(attempts.order)  # first, so that the server is always in rotation
+            server.has_loaded(attempts.order.version, attempts.order.record.manifest_sha256)
+            return loaded
+        finally:
+            server.pushing = False
+
+    def _serves(self, server: FleetServer, attempts: Attempts) -> bool:
+        """Whether the server is known to serve the content of the order's version."""
+        record = attempts.order.record
+        if server.version != record.version:
+            return False
+        if record.location is None or record.manifest_sha256 is not None:
+            return server.manifest_sha256 == record.manifest_sha256
+        return attempts.noted.state == "proved" or record.version in self._fleet.plan.versions
+
+    async def _prove(self, attempts: Attempts) -> None:
+        """The server serves the version of the order."""
+        attempts.failures = 0
+        await self._admit(attempts.order)
+        await self._note(attempts, "proved", version_served=attempts.order.version)
+
+    async def _admit(self, order: PushOrder) -> None:
+        """A server has proved the version: it may answer calls."""
+        if any((each.push, each.version) == order.key for each in self._fleet.plan.admissible):
+            return
+        if order.record.state != "serving":
+            await self._register.store(replace(order.record, state="serving"))
+        former = self._fleet.serving
+        plan = await self._serving.change(
+            lambda plan: plan.proved(order.version, order.push, self._max_version_lag)
+        )
+        self._fleet.adopt(plan)
+        if plan.serving != former:
+            logger.info("version %s is served", plan.serving)
+
+    async def _note(
+        self,
+        attempts: Attempts,
+        state: ServerPushState,
+        *,
+        version_served: int | None = None,
+        error: str | None = None,
+        total_s: float | None = None,
+    ) -> None:
+        """Note what the server does, here and in Redis, if it is new."""
+        before = attempts.noted
+        total_s = before.total_s if total_s is None else total_s
+        noted = replace(before, state=state, version_served=version_served, error=error, total_s=total_s)
+        attempts.noted = noted
+        if noted == before or attempts.order.key != self._push:
+            return
+        try:
+            await self._serving.note_server(noted)
+        except StorageUnavailable as failure:
+            logger.warning("the state of the push on %s is not stored: %s", noted.server, failure)
+
+    # The whole push
+
+    async def _judge(self, plan: ServingPlan, order: PushOrder) -> None:
+        """End the push if no server is waited for."""
+        if not plan.pushing or plan.push is None:
+            return
+        found = [each for server_id in self._fleet.servers if (each := self._attempts.get(server_id))]
+        settled = [each for each in found if each.settled and each.order.key == order.key]
+        if len(settled) < len(self._fleet.servers):
+            return
+        states = {each.noted.state for each in found}
+        if not found:
+            await self._admit(order)
+        if "proved" in states or not found:
+            await self._end(plan.push, "serving")
+        elif states != {"unavailable"}:
+            errors = "; ".join(f"{a.noted.server}: {a.noted.error}" for a in found if a.noted.error)
+            await self._end(plan.push, "failed", errors[:ERROR_CHARACTERS])
+            logger.error("version %d was refused by every server", order.version)
+            if states == {"refused"} and order.record.state == "published":
+                await self._register.forget(order.record)
+
+    async def _end(self, push: Push, state: PushState, error: str | None = None) -> None:
+        now, capacity = time.time(), self._capacity
+        ended = await self._serving.change(
+            lambda plan: plan.ended(push.id, state, now, error=error, capacity=capacity)
+        )
+        self._fleet.adopt(ended)
+        self.wake()
+
+    def _forget_servers(self) -> None:
+        gone = [i for i, each in self._attempts.items() if i not in self._fleet.servers and not each.running]
+        for server_id in gone:
+            del self._attempts[server_id]
+
+    def _live(self) -> list[FleetServer]:
+        servers = self._fleet.servers.values()
+        return [each for each in servers if each.live and each.registration.url is not None]
+
+    def _measure_capacity(self) -> None:
+        if live := len(self._live()):
+            self._capacity = min(self._capacity, self._fleet.in_rotation / live)
+
+    async def _stop(self) -> None:
+        """Begin nothing more, and wait for no server. What servers have begun goes on."""
+        running = [each.task for each in self._attempts.values() if each.task is not None and each.running]
+        await cancel_and_wait(running)
+        self._attempts.clear()

@@ -1,0 +1,45 @@
+"""Asks one server of the fleet for its state and version."""
+
+import time
+from collections.abc import Mapping
+
+import aiohttp
+import msgspec
+
+from gateway.engines.client import EngineClient
+from gateway.engines.event_stream import version_number
+from gateway.engines.fleet_server import FleetServer, ModelInfo
+from gateway.engines.identities import STATUS_TIMEOUT_S, status_of
+
+LATE_ANSWERS = 2
+"""Consecutive timeouts after which a server counts as dead. A single one may come from a busy machine."""
+
+
+async def read_status(server: FleetServer, engine: EngineClient, headers: Mapping[str, str]) -> None:
+    """Update the server's state and version.
+
+    An engine's /health is no use: it samples, and fails while the engine is paused.
+    """
+    registration, was_ready, reloads = server.registration, server.state == "ready", server.reloads
+    try:
+        if registration.url is None:
+            body = await engine.get(f"{registration.engine_url}/model_info", STATUS_TIMEOUT_S)
+            info = msgspec.json.decode(body, type=ModelInfo)
+            server.state, server.version = "ready", version_number(info.weight_version)
+        else:
+            status = await status_of(registration, engine, headers)
+            if reloads == server.reloads:  # else the server has loaded another version since
+                server.state = status.state
+                server.version, server.manifest_sha256 = status.version, status.manifest_sha256
+        server.seen_at, server.error, server.late = time.time(), None, 0
+    except TimeoutError:
+        server.late += 1
+        server.error = f"no answer in {STATUS_TIMEOUT_S:g} s, {server.late} times in a row"
+        if server.late >= LATE_ANSWERS:
+            server.state = "dead"
+    except (aiohttp.ClientError, OSError, ValueError, msgspec.DecodeError) as error:
+        server.state, server.error, server.late = "dead", f"{type(error).__name__}: {error}", 0
+    if server.state == "dead" and not server.late:
+        server.give_up(f"the server is dead: {server.error or 'its status says so'}")
+    if server.state == "ready" and not was_ready:
+        server.breaker.try_soon()

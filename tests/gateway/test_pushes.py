@@ -1,0 +1,338 @@
+"""Pushes to rollout servers that are real processes: slow, hung, killed, and driven by several gateways."""
+
+import asyncio
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from subprocess import Popen
+from threading import Event, Thread
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+
+from tests.support.gateway.processes import Processes
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
+from tests.support.rollout_server.processes import ServerProcess, running
+from tests.support.rollout_server.stub_engine import stub_interpreter
+from tests.support.rollout_server.weights import (
+    float32_tensors,
+    publish,
+    published_copy,
+    write_model,
+    write_safetensors,
+)
+from tests.support.serving import free_port, serving
+from tests.support.waiting import wait_until
+
+CALLS_PER_S = 30.0
+LOAD_S = 6.0
+
+
+@dataclass
+class Deployment:
+    """Rollout servers of one gateway, and the policies that may be published."""
+
+    gateway: RunningGateway
+    directory: Path
+    servers: list[ServerProcess] = field(default_factory=list)
+
+    def write(self, version: int) -> Path:
+        """Write the files of a version."""
+        policy = self.directory / "policies" / f"v{version}"
+        if not policy.exists():
+            published_copy(self.directory / "model", policy, version)
+            write_safetensors(policy / "model.safetensors", float32_tensors(1.0 + version))
+            publish(policy, version)
+        return policy
+
+    def announce(self, version: int, location: str | None = None) -> Any:
+        """Publish a version, and do not wait for servers."""
+        body = {"version": version, "location": location or self.write(version).as_uri()}
+        reply = self.gateway.post("/admin/policies?wait=false", body, key=ADMIN_KEY)
+        assert reply.status_code in (200, 202), reply.text
+        return reply.json()
+
+    def plan(self) -> Any:
+        return self.gateway.get("/admin/policies/serving", key=ADMIN_KEY).json()
+
+    def results(self, version: int) -> dict[str, Any]:
+        detail = self.gateway.get(f"/admin/policies/{version}", key=ADMIN_KEY).json()
+        return {result["server"]: result for result in detail["results"]}
+
+    def until(self, state: str) -> Any:
+        """Wait until the last push is in this state; return it."""
+        wait_until(lambda: self.plan()["push"]["state"] == state)
+        return self.plan()["push"]
+
+    def versions(self) -> list[int]:
+        """What each server says that it serves."""
+        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        return [httpx.get(f"{s.url}/status", headers=headers).json()["version"] for s in self.servers]
+
+
+@dataclass
+class Traffic:
+    """Calls at an even pace, each in a session of its own."""
+
+    gateway: RunningGateway
+    statuses: list[int] = field(default_factory=list)
+    sessions: list[str] = field(default_factory=list)
+
+    def engines(self) -> Counter[str]:
+        """How many calls each server answered."""
+        turns = (self.gateway.turns({"session_id": session}) for session in self.sessions)
+        return Counter(turn["engine"] for session in turns for turn in session)
+
+    def versions(self) -> set[int]:
+        turns = (self.gateway.turns({"session_id": session}) for session in self.sessions)
+        return {span["version"] for session in turns for turn in session for span in turn["versions"]}
+
+
+@contextmanager
+def traffic(gateway: RunningGateway, per_s: float = CALLS_PER_S) -> Iterator[Traffic]:
+    """Send calls while the block runs; wait for their answers at its end."""
+    seen, over = Traffic(gateway), Event()
+
+    def call(session: str, http: httpx.Client) -> int:
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        headers = {"authorization": f"Bearer {CLIENT_KEY}"}
+        url = f"{gateway.url}/sessions/{session}/v1/chat/completions"
+        return http.post(url, json=body, headers=headers).status_code
+
+    def send() -> None:
+        with httpx.Client(timeout=60) as http, ThreadPoolExecutor(64) as pool:
+            sent: list[Future[int]] = []
+            began_at = time.monotonic()
+            while not over.is_set():
+                seen.sessions.append(f"call-{len(sent)}")
+                sent.append(pool.submit(call, seen.sessions[-1], http))
+                over.wait(max(0.0, began_at + len(sent) / per_s - time.monotonic()))
+            seen.statuses.extend(each.result() for each in sent)
+
+    thread = Thread(target=send)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
+
+
+Deploy = Callable[..., Deployment]
+
+
+@pytest.fixture
+def deploy(backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
+    """Starts rollout servers and a gateway in this process, with these settings."""
+    backends.clear(None)
+    write_model(tmp_path / "model")
+    shutil.copy(backends.model_path / "tokenizer.json", tmp_path)
+    interpreter = stub_interpreter(tmp_path)
+    with ExitStack() as started:
+
+        def deploy(
+            count: int, *, gateway: RunningGateway | None = None, locations: str = "", **settings: Any
+        ) -> Deployment:
+            if gateway is None:
+                gateway = started.enter_context(backends.gateway(engines=[], engine_wait_s=5.0, **settings))
+            made = Deployment(gateway, tmp_path)
+            for index in range(count):
+                given = {
+                    "id": f"r{index}",
+                    "port": free_port(),
+                    "engine_port": free_port(),
+                    "engine_python": interpreter,
+                    "engine_device": "cpu",
+                    "model_path": tmp_path / "model",
+                    "gateway_url": gateway.url,
+                    "register_every_s": 0.5,
+                    "weights_dir": tmp_path / "weights",
+                    "policies_dir": tmp_path / "policies",
+                } | ({"locations": f"{tmp_path},{locations}"} if locations else {})
+                made.servers.append(started.enter_context(running(tmp_path, given)))
+            wait_until(lambda: ready(gateway) == count)
+            return made
+
+        yield deploy
+
+
+def ready(gateway: RunningGateway) -> int:
+    page = gateway.get("/admin/rollout_servers", key=ADMIN_KEY).json()
+    return sum(server["state"] == "ready" for server in page["data"])
+
+
+def test_calls_spread_over_all_other_servers_while_each_one_loads(deploy: Deploy) -> None:
+    """Each of the four servers is left out for a quarter of the time, so each gets a quarter of the calls."""
+    deployment = deploy(4)
+    for server in deployment.servers:
+        server.control(load_s=LOAD_S)
+    with traffic(deployment.gateway) as seen:
+        deployment.announce(1)
+        push = deployment.until("serving")
+    assert set(seen.statuses) == {200}
+    assert push["capacity"] == 0.75
+    assert push["ended_at"] - push["started_at"] > 4 * LOAD_S, "one after the other"
+    counts, even = seen.engines(), len(seen.sessions) / 4
+    assert set(counts) == {"r0", "r1", "r2", "r3"}
+    assert 0.8 * even < min(counts.values()), counts
+    assert max(counts.values()) < 1.2 * even, counts
+    assert seen.versions() == {0, 1}
+
+
+@pytest.mark.parametrize("slow", ["load_s", "checksum_s"])
+def test_servers_slower_than_the_timeout_are_waited_for_and_stay_in_rotation(
+    deploy: Deploy, slow: str
+) -> None:
+    deployment = deploy(2, push_timeout_s=1.0)
+    for server in deployment.servers:
+        server.control(**{slow: 1.7})
+    with traffic(deployment.gateway, per_s=10.0) as seen:
+        deployment.announce(1)
+        deployment.until("serving")
+    assert set(seen.statuses) == {200}
+    assert deployment.versions() == [1, 1]
+
+
+def test_a_fetch_slower_than_the_timeout_is_ended_and_the_next_version_is_served(
+    deploy: Deploy, tmp_path: Path
+) -> None:
+    """The source of the files hangs in the middle of a version."""
+    gate = Event()
+
+    async def file(request: Request) -> Response:
+        if request.path_params["name"].endswith(".safetensors"):
+            while not gate.is_set():  # noqa: ASYNC110 - the test sets it from another thread
+                await asyncio.sleep(0.02)
+        return FileResponse(
+            tmp_path / "policies" / request.path_params["version"] / request.path_params["name"]
+        )
+
+    with serving(Starlette(routes=[Route("/{version}/{name}", file)])) as source:
+        deployment = deploy(2, push_timeout_s=0.5, locations=source)
+        deployment.write(1)
+        with traffic(deployment.gateway, per_s=10.0) as seen:
+            deployment.announce(1, f"{source}/v1")
+            push = deployment.until("failed")
+            assert deployment.versions() == [0, 0]
+            gate.set()
+            assert "version 1 was not prepared within 0.5 s; the server serves version 0" in push["error"]
+            deployment.announce(2)
+            deployment.until("serving")
+        assert set(seen.statuses) == {200}
+        assert deployment.versions() == [2, 2]
+
+
+def test_a_hung_server_is_not_waited_for_and_takes_the_version_when_it_goes_on(deploy: Deploy) -> None:
+    deployment = deploy(3)
+    hung = deployment.servers[1]
+    hung.process.send_signal(signal.SIGSTOP)
+    try:
+        deployment.announce(1)
+        deployment.until("serving")
+        states = {name: result["state"] for name, result in deployment.results(1).items()}
+        assert states == {"r0": "proved", "r1": "unavailable", "r2": "proved"}
+    finally:
+        hung.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: deployment.versions() == [1, 1, 1])
+
+
+def test_a_server_that_is_killed_is_not_waited_for(deploy: Deploy) -> None:
+    deployment = deploy(2)
+    deployment.servers[0].kill()
+    deployment.servers.pop(0)
+    began_at = time.monotonic()
+    deployment.announce(1)
+    deployment.until("serving")
+    assert time.monotonic() - began_at < 60.0, "the timeout of a push is 600 s"
+    assert deployment.versions() == [1]
+
+
+def test_a_newer_version_replaces_one_under_way_and_every_server_ends_on_it(deploy: Deploy) -> None:
+    deployment = deploy(3)
+    for server in deployment.servers:
+        server.control(load_s=1.0)
+    with traffic(deployment.gateway, per_s=10.0) as seen:
+        for version in range(1, 8):
+            deployment.announce(version)
+            time.sleep(0.5)  # a trainer that publishes twice as fast as servers load
+        deployment.until("serving")
+    assert set(seen.statuses) == {200}
+    assert deployment.versions() == [7, 7, 7]
+    assert len(seen.versions()) > 2, "versions between the first and the last one are served, too"
+    pushes = deployment.gateway.get("/admin/policies/pushes", key=ADMIN_KEY).json()["data"]
+    assert [push["version"] for push in pushes] == [7, 6, 5, 4, 3, 2, 1]
+    assert [push["state"] for push in pushes[:2]] == ["serving", "superseded"]
+
+
+# Two gateways
+
+
+@contextmanager
+def gateway_process(backends: Backends, logs: Path) -> Iterator[tuple[Popen[bytes], RunningGateway]]:
+    """A gateway without bare engines, in its own process."""
+    settings: dict[str, Any] = {"engines": "", "push_lease_s": 1, "poll_every_s": 0.1, "engine_wait_s": 5}
+    process, url = Processes(backends, logs).start(**settings)
+    try:
+        gateway = RunningGateway(url, backends.engine, backends.redis)
+        wait_until(lambda: live(gateway))
+        yield process, gateway
+        gateway.http.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def live(gateway: RunningGateway) -> bool:
+    try:
+        return bool(gateway.get("/live").status_code == 200)
+    except httpx.TransportError:
+        return False
+
+
+def test_another_gateway_goes_on_with_the_push_of_one_that_is_killed(
+    backends: Backends, deploy: Deploy, tmp_path: Path
+) -> None:
+    with gateway_process(backends, tmp_path) as (first, one):
+        deployment = deploy(3, gateway=one)
+        with gateway_process(backends, tmp_path) as (_, other):
+            for server in deployment.servers:
+                server.control(load_s=1.0)
+            deployment.announce(1)
+            wait_until(lambda: any(r["state"] == "loading" for r in deployment.results(1).values()))
+            first.kill()
+            deployment.gateway = other
+            deployment.until("serving")
+            assert deployment.versions() == [1, 1, 1]
+            assert {r["state"] for r in deployment.results(1).values()} == {"proved"}
+
+
+def test_pushes_and_rollbacks_through_two_gateways_end_on_one_version(
+    deploy: Deploy, backends: Backends
+) -> None:
+    deployment = deploy(2)
+    deployment.announce(1)
+    deployment.until("serving")
+    with backends.gateway(engines=[]) as other:
+        for version in range(2, 8):
+            deployment.announce(version)
+            reply = other.post("/admin/policies/rollback?wait=false", {"to": 1, "hold": False}, key=ADMIN_KEY)
+            assert reply.status_code in (200, 202)
+        deployment.until("serving")
+        assert deployment.plan()["serving"] == 1
+        wait_until(lambda: deployment.versions() == [1, 1])
+        assert deployment.plan()["admissible"] == [1, 0], "and no version that was rolled back"
+        last = deployment.announce(8)
+        assert last["state"] == "pushing"
+        deployment.until("serving")
+        assert deployment.versions() == [8, 8]

@@ -1,0 +1,64 @@
+"""Rollout servers as real processes, each with an engine double as its child."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.support.gateway.running import ADMIN_KEY
+
+
+@dataclass
+class ServerProcess:
+    """One `python -m rollout_server`."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+    engine_port: int
+
+    def why_unready(self) -> str:
+        """The sentence of `/ready`; empty while the server is ready or does not answer."""
+        try:
+            reply = httpx.get(f"{self.url}/ready", timeout=10)
+        except httpx.TransportError:
+            return ""
+        return "" if reply.status_code == 200 else str(reply.json()["error"]["message"])
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def control(self, **faults: float) -> None:
+        """Set how the server's engine behaves from now on: `load_s`, `checksum_s` (see `stub_engine`)."""
+        path = self.log.parent / f"engine-{self.engine_port}.json"
+        aside = path.with_suffix(".new")
+        aside.write_text(json.dumps(faults))
+        aside.rename(path)
+
+
+@contextmanager
+def running(directory: Path, settings: dict[str, Any]) -> Iterator[ServerProcess]:
+    environment = os.environ | {
+        f"WEIR_ROLLOUT_SERVER__{name}".upper(): str(value) for name, value in settings.items()
+    }
+    environment["WEIR_ADMIN_KEYS"] = ADMIN_KEY
+    environment["ENGINE_DOUBLE_DIR"] = str(directory)
+    log = directory / f"server-{settings['port']}.log"
+    with log.open("wb") as output:
+        command = [sys.executable, "-m", "rollout_server"]
+        process = subprocess.Popen(command, cwd=directory, env=environment, stderr=output)
+    try:
+        yield ServerProcess(process, f"http://127.0.0.1:{settings['port']}", log, settings["engine_port"])
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+        process.wait(timeout=60)

@@ -65,7 +65,7 @@ class Trainer:
     ) -> None:
         disk = DiskRetry(heartbeat, metrics, "waiting", "checkpoint")
         self._settings = settings
-        self._policy, self._intake, self._publisher = policy, intake, publisher
+        self._policy, self._intake, self.publisher = policy, intake, publisher
         self._metrics, self._shared_state, self._heartbeat = metrics, shared_state, heartbeat
         self._cycle = CheckpointCycle(checkpoints, policy, heartbeat, disk)
         self._numbers = VersionNumbers(VersionFile(settings.checkpoint_dir), publisher, disk)
@@ -86,6 +86,9 @@ class Trainer:
             with suppress(Stopped):
                 if not self._cycle.durable:
                     self._checkpoint()
+        finally:
+            self._shared_state.stop()  # a publication that waits for the disk or the gateway ends
+            self.publisher.close()
 
     def start(self) -> None:
         """Continue from the last checkpoint, and read the entries again that are not acknowledged."""
@@ -99,12 +102,12 @@ class Trainer:
         self._shared_state.ready = True
         self.hold.take_over()
         if self.hold.reason is None and self.step and self.step % self._settings.publish_every_steps == 0:
-            self._publisher.resume(self.version, self.step, self._policy.export)
+            self.publisher.resume(self.version, self.step, self._policy.snapshot)
 
     def run_once(self) -> bool:
         """Read, select, train, save, publish. Returns whether a step was made."""
         self._shared_state.answer_checkpoint_requests(self._save_on_request)
-        self._publisher.follow()
+        self.publisher.follow()
         if self._is_paused():
             return False
         batch, algorithm = self._select()
@@ -189,8 +192,8 @@ class Trainer:
         with self._stopwatch.timed("publish"):
             self._report("publishing")
             best = self.hold.rollback_target()
-            self._publisher.publish(
-                self.version, self.step, self._policy.export, best=best.version if best else None
+            self.publisher.publish(
+                self.version, self.step, self._policy.snapshot, best=best.version if best else None
             )
 
     def _save_on_request(self) -> None:
@@ -213,6 +216,8 @@ class Trainer:
         sentence = self._intake.waiting_for() if phase == "waiting" else None
         if sentence and self._groups.early_tokens:
             sentence = f"{sentence}; {self._groups.early_tokens} tokens are already learned"
+        if sentence and self.publisher.waits_for:
+            sentence = f"{sentence}; a version waits for {self.publisher.waits_for}"
         if phase == "paused" and self.hold.reason:
             sentence = f"POST /resume, since {self.hold.reason}"
         if self._shared_state.ready:

@@ -30,6 +30,16 @@ def backends(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iterator
     backends.redis.close()
 
 
+@pytest.fixture(scope="module")
+def own_backends(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iterator[Backends]:
+    """The same in a database where no gateway of another module drives pushes."""
+    own = redis_url.removesuffix("0") + "3"
+    backends = Backends(own, tiny_model, tokenizer, Redis.from_url(own), FakeEngine(tokenizer))
+    with serving(backends) as backends.engine_url:
+        yield backends
+    backends.redis.close()
+
+
 @pytest.fixture(scope="session")
 def gateway_url(backends: Backends) -> Iterator[tuple[str, bytes]]:
     """A gateway that calls an engine without a rollout server, and its secret."""

@@ -1,28 +1,23 @@
 """Publishing a policy: version numbers, the push to each server, and which servers stay in rotation."""
 
-import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
-from safetensors.numpy import save_file
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from rollout_queue.redis import keys
 from rollout_queue.redis.policies.register import KnownPolicies, PolicyRegister
 from tests.support.claimed import claimed_reader
+from tests.support.gateway.fake_rollout_server import Endpoint, FakeRolloutServer
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 from tests.support.serving import serving
+from tests.support.trainer_service.publications import InlineExecutor, OneTensor
 from tests.support.waiting import wait_until
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.publishing.gateway_client import GatewayClient
@@ -32,85 +27,20 @@ from trainer_service.status.shared_state import SharedState
 from trainer_service.storage.policy_store import PolicyStore
 
 
-@dataclass
-class FakeRolloutServer:
-    """The routes of a rollout server that the gateway calls: it accepts a policy or refuses it."""
-
-    version: int = 0
-    manifest: str | None = None
-    refuse: bool = False
-    state: str = "ready"
-    slow: bool = False
-    """Whether it leaves a reload unanswered for now."""
-    nonsense: Any = None
-    """An answer to a reload that breaks the contract."""
-    status_nonsense: Any = None
-    reloads: list[dict[str, Any]] = field(default_factory=list)
-    keys: set[str] = field(default_factory=set)
-
-    def app(self) -> Starlette:
-        return Starlette(
-            routes=[
-                Route("/status", self.status),
-                Route("/reload", self.reload, methods=["POST"]),
-                Route("/reload/{version}", self.abort, methods=["DELETE"]),
-            ]
-        )
-
-    def _state(self) -> dict[str, Any]:
-        return {"state": self.state, "version": self.version, "manifest_sha256": self.manifest}
-
-    async def status(self, request: Request) -> Response:
-        self.keys.add(request.headers.get("authorization", ""))
-        return JSONResponse(self.status_nonsense or self._state())
-
-    async def reload(self, request: Request) -> Response:
-        self.reloads.append(await request.json())
-        if self.refuse:
-            return JSONResponse({"error": {"message": "a tensor is missing"}}, 422)
-        while self.slow:  # noqa: ASYNC110 - the test runs in another thread
-            await asyncio.sleep(0.005)  # until the test clears `slow`
-        if self.nonsense is not None:
-            return JSONResponse(self.nonsense)
-        if self.reloads[-1]["prepare"]:
-            wanted = self.reloads[-1]["version"]
-            return JSONResponse({"ok": True, "version": self.version, "prepared": wanted})
-        self.version, self.manifest = self.reloads[-1]["version"], self.reloads[-1]["manifest_sha256"]
-        return JSONResponse({"ok": True, "version": self.version, "paused_s": 0.01})
-
-    async def abort(self, _: Request) -> Response:
-        return JSONResponse({"version": self.version, "aborted": True})
-
-    @property
-    def loads(self) -> list[dict[str, Any]]:
-        """The requests that were to load a version."""
-        return [each for each in self.reloads if not each["prepare"]]
-
-
-@dataclass
-class Endpoint:
-    """A server address behind which a test can exchange the fake server."""
-
-    part: FakeRolloutServer = field(default_factory=FakeRolloutServer)
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await self.part.app()(scope, receive, send)
-
-
 @pytest.fixture(scope="module")
-def fleet_url(backends: Backends) -> Iterator[tuple[str, bytes]]:
+def fleet_url(own_backends: Backends) -> Iterator[tuple[str, bytes]]:
     """A gateway without engines in its configuration, and its secret."""
-    backends.clear(None)
-    with backends.gateway_url(engines=[]) as url:
-        yield url, bytes(backends.redis.get(keys.SECRET) or b"")  # type: ignore[arg-type]
+    own_backends.clear(None)
+    with own_backends.gateway_url(engines=[]) as url:
+        yield url, bytes(own_backends.redis.get(keys.SECRET) or b"")  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def gateway(backends: Backends, fleet_url: tuple[str, bytes]) -> Iterator[RunningGateway]:
+def gateway(own_backends: Backends, fleet_url: tuple[str, bytes]) -> Iterator[RunningGateway]:
     url, secret = fleet_url
-    backends.clear(secret)
+    own_backends.clear(secret)
     with httpx.Client(timeout=10) as http:
-        gateway = RunningGateway(url, backends.engine, backends.redis, http)
+        gateway = RunningGateway(url, own_backends.engine, own_backends.redis, http)
         wait_until(lambda: status_of(gateway)["rollout_servers"] == [])
         wait_until(lambda: status_of(gateway)["policy"]["serving"] is None)
         yield gateway
@@ -126,11 +56,11 @@ def endpoints() -> Iterator[list[tuple[str, Endpoint]]]:
 
 @pytest.fixture
 def servers(
-    gateway: RunningGateway, backends: Backends, endpoints: list[tuple[str, Endpoint]]
+    gateway: RunningGateway, own_backends: Backends, endpoints: list[tuple[str, Endpoint]]
 ) -> list[FakeRolloutServer]:
     for index, (url, actor) in enumerate(endpoints):
         actor.part = FakeRolloutServer()
-        register(gateway, f"r{index}", url, backends.engine_url)
+        register(gateway, f"r{index}", url, own_backends.engine_url)
     return [actor.part for _, actor in endpoints]
 
 
@@ -260,11 +190,11 @@ def test_a_server_whose_status_is_nonsense_is_dead_and_the_others_live(
 def test_a_drained_server_stays_so_when_it_registers_again(
     gateway: RunningGateway,
     servers: list[FakeRolloutServer],
-    backends: Backends,
+    own_backends: Backends,
     endpoints: list[tuple[str, Endpoint]],
 ) -> None:
     gateway.post("/admin/rollout_servers/r0/drain", key=ADMIN_KEY)
-    register(gateway, "r0", endpoints[0][0], backends.engine_url)
+    register(gateway, "r0", endpoints[0][0], own_backends.engine_url)
     states = {s["id"]: s["state"] for s in status_of(gateway)["rollout_servers"]}
     assert states == {"r0": "draining", "r1": "ready"}
 
@@ -351,10 +281,7 @@ class Trainer:
         return self.version
 
     def announce(self) -> None:
-        def export(path: Path) -> None:
-            save_file({"made for": np.array([self.version])}, path)
-
-        self.publisher.publish(self.version, self.version, export)
+        self.publisher.publish(self.version, self.version, lambda: OneTensor("made for", self.version))
 
 
 @contextmanager
@@ -364,7 +291,9 @@ def trainer_that_keeps(keep: int, gateway: RunningGateway, tmp_path: Path) -> It
     heartbeat, metrics = Heartbeat(stream, SharedState(), retry_s=0.01), TrainerMetrics(CollectorRegistry())
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
     with httpx.Client(base_url=gateway.url, headers=headers) as client:
-        yield Trainer(Publisher(store, GatewayClient(client, 10.0), stream, None, heartbeat, metrics))
+        yield Trainer(
+            Publisher(store, GatewayClient(client, 10.0), stream, None, heartbeat, metrics, InlineExecutor())
+        )
 
 
 @pytest.fixture

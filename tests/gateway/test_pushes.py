@@ -133,11 +133,11 @@ Deploy = Callable[..., Deployment]
 
 
 @pytest.fixture
-def deploy(backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
+def deploy(own_backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
     """Starts rollout servers and a gateway in this process, with these settings."""
-    backends.clear(None)
+    own_backends.clear(None)
     write_model(tmp_path / "model")
-    shutil.copy(backends.model_path / "tokenizer.json", tmp_path)
+    shutil.copy(own_backends.model_path / "tokenizer.json", tmp_path)
     interpreter = stub_interpreter(tmp_path)
     with ExitStack() as started:
 
@@ -145,7 +145,9 @@ def deploy(backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
             count: int, *, gateway: RunningGateway | None = None, locations: str = "", **settings: Any
         ) -> Deployment:
             if gateway is None:
-                gateway = started.enter_context(backends.gateway(engines=[], engine_wait_s=5.0, **settings))
+                gateway = started.enter_context(
+                    own_backends.gateway(engines=[], engine_wait_s=5.0, **settings)
+                )
             made = Deployment(gateway, tmp_path)
             for index in range(count):
                 given = {
@@ -279,12 +281,12 @@ def test_a_newer_version_replaces_one_under_way_and_every_server_ends_on_it(depl
 
 
 @contextmanager
-def gateway_process(backends: Backends, logs: Path) -> Iterator[tuple[Popen[bytes], RunningGateway]]:
+def gateway_process(own_backends: Backends, logs: Path) -> Iterator[tuple[Popen[bytes], RunningGateway]]:
     """A gateway without bare engines, in its own process."""
     settings: dict[str, Any] = {"engines": "", "push_lease_s": 1, "poll_every_s": 0.1, "engine_wait_s": 5}
-    process, url = Processes(backends, logs).start(**settings)
+    process, url = Processes(own_backends, logs).start(**settings)
     try:
-        gateway = RunningGateway(url, backends.engine, backends.redis)
+        gateway = RunningGateway(url, own_backends.engine, own_backends.redis)
         wait_until(lambda: live(gateway))
         yield process, gateway
         gateway.http.close()
@@ -301,11 +303,11 @@ def live(gateway: RunningGateway) -> bool:
 
 
 def test_another_gateway_goes_on_with_the_push_of_one_that_is_killed(
-    backends: Backends, deploy: Deploy, tmp_path: Path
+    own_backends: Backends, deploy: Deploy, tmp_path: Path
 ) -> None:
-    with gateway_process(backends, tmp_path) as (first, one):
+    with gateway_process(own_backends, tmp_path) as (first, one):
         deployment = deploy(3, gateway=one)
-        with gateway_process(backends, tmp_path) as (_, other):
+        with gateway_process(own_backends, tmp_path) as (_, other):
             for server in deployment.servers:
                 server.control(load_s=1.0)
             deployment.announce(1)
@@ -318,12 +320,12 @@ def test_another_gateway_goes_on_with_the_push_of_one_that_is_killed(
 
 
 def test_pushes_and_rollbacks_through_two_gateways_end_on_one_version(
-    deploy: Deploy, backends: Backends
+    deploy: Deploy, own_backends: Backends
 ) -> None:
     deployment = deploy(2)
     deployment.announce(1)
     deployment.until("serving")
-    with backends.gateway(engines=[]) as other:
+    with own_backends.gateway(engines=[]) as other:
         for version in range(2, 8):
             deployment.announce(version)
             reply = other.post("/admin/policies/rollback?wait=false", {"to": 1, "hold": False}, key=ADMIN_KEY)

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.gateway.fake_rollout_server import FakeRolloutServer
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
+from tests.support.serving import serving
 from tests.support.waiting import wait_until
 
 
@@ -30,10 +32,15 @@ def test_a_conversation_may_change_its_gateway(gateway: RunningGateway, other: R
 
 
 def test_a_number_is_given_once_among_gateways(gateway: RunningGateway, other: RunningGateway) -> None:
-    for each, location in ((gateway, "file:///a"), (other, "file:///b")):
-        each.post("/admin/policies", {"location": location}, key=ADMIN_KEY)
-    known = gateway.get("/admin/policies", key=ADMIN_KEY).json()["data"]
+    server = FakeRolloutServer()
+    with serving(server.app()) as url:
+        body = {"id": "r0", "url": url, "engine_url": url}
+        assert gateway.post("/admin/rollout_servers", body, key=ADMIN_KEY).status_code == 200
+        for each, location in ((gateway, "file:///a"), (other, "file:///b")):
+            assert each.post("/admin/policies", {"location": location}, key=ADMIN_KEY).status_code == 200
+        known = gateway.get("/admin/policies", key=ADMIN_KEY).json()["data"]
     assert [(record["version"], record["location"]) for record in known] == [
+        (0, None),
         (1, "file:///a"),
         (2, "file:///b"),
     ]

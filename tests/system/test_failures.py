@@ -35,7 +35,7 @@ def published(system: System, tmp_path: Path) -> Path:
 
 
 def push(system: System, version: int, location: Path) -> httpx.Response:
-    body = {"version": version, "location": location.as_uri()}
+    body = {"version": version, "location": location.as_uri(), "force": True}
     reply: httpx.Response = system.request("POST", "/admin/policies", body, key=ADMIN_KEY)
     return reply
 

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 from rollout_queue.memory import MemoryStream
 from tests.support.trainer_service.harness import FakeGateway, Harness, MakeHarness
+from tests.support.trainer_service.publications import InlineExecutor
 from tests.support.trainer_service.random_rows import VOCABULARY, MakeLearner, OneRankLearner, random_rows
 from tests.support.trainer_service.same_training import Weights
 from trainer_service.model.policy import DeepSpeedPolicy
@@ -73,7 +75,11 @@ def imported(model_path: Path) -> None:
 @pytest.fixture
 def make_harness(tmp_path: Path, model_path: Path, imported: None) -> Iterator[MakeHarness]:
     def make(
-        name: str = "run", stream: MemoryStream | None = None, sinks: Sequence[Sink] = (), **settings: Any
+        name: str = "run",
+        stream: MemoryStream | None = None,
+        sinks: Sequence[Sink] = (),
+        executor: Executor | None = None,
+        **settings: Any,
     ) -> Harness:
         root = tmp_path / name
         algorithm = {"min_live_rows": 2, "flush_after_s": None, "group_wait_s": 1e12}
@@ -93,7 +99,13 @@ def make_harness(tmp_path: Path, model_path: Path, imported: None) -> Iterator[M
         given["algorithm"] = algorithm | settings.pop("algorithm", {})
         configured = TrainerSettings(**(given | settings))
         return Harness(
-            root, configured, stream or MemoryStream(), FakeGateway(), sinks=sinks, closing=closing
+            root,
+            configured,
+            stream or MemoryStream(),
+            FakeGateway(),
+            sinks=sinks,
+            executor=executor or InlineExecutor(),
+            closing=closing,
         )
 
     with ExitStack() as closing:

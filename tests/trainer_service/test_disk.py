@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from tests.support.trainer_service.harness import Harness, MakeHarness
+from trainer_service.model.huggingface import WEIGHTS
 from trainer_service.model.layout import Layout
+from trainer_service.model.snapshot import WeightSnapshot
 from trainer_service.storage.checkpoint import CheckpointBroken, Checkpoints
 from trainer_service.storage.disk import DiskTrouble, Parted
 from trainer_service.storage.files import write_atomically
@@ -51,7 +53,8 @@ class Disk:
 
         def paused(seconds: float) -> None:
             self.harness.clock.pass_by(seconds)
-            self.said.append(self.harness.shared_state.snapshot.waiting_for)
+            publication = self.harness.trainer.publisher.waits_for
+            self.said.append(publication or self.harness.shared_state.snapshot.waiting_for)
             self.pauses_s.append(seconds)
             self.room = len(self.pauses_s) == pauses
 
@@ -64,8 +67,8 @@ def half_a_shard(directory: Path, tag: str) -> None:
     (directory / tag / "shard.pt").write_bytes(b"half")
 
 
-def half_an_export(path: Path) -> None:
-    path.write_bytes(b"half")
+def half_a_version(_: WeightSnapshot, directory: Path) -> None:
+    (directory / WEIGHTS).write_bytes(b"half")
 
 
 def tags(harness: Harness) -> list[str]:
@@ -113,7 +116,7 @@ def test_a_version_waits_for_room_and_is_announced_when_it_is_whole(
 ) -> None:
     disk = Disk(harness)
     disk.wait(monkeypatch, 3)
-    monkeypatch.setattr(harness.policy, "export", disk.short(harness.policy.export, half_an_export))
+    monkeypatch.setattr(WeightSnapshot, "write", disk.short(WeightSnapshot.write, half_a_version))
     harness.agents.group("g", [1.0, 0.0])
     assert harness.trainer.run_once()
     assert (
@@ -129,22 +132,24 @@ def test_a_version_waits_for_room_and_is_announced_when_it_is_whole(
 def test_a_version_that_waits_for_room_leaves_no_files(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(harness.policy, "export", Disk(harness).short(harness.policy.export, half_an_export))
+    monkeypatch.setattr(WeightSnapshot, "write", Disk(harness).short(WeightSnapshot.write, half_a_version))
     harness.agents.group("g", [1.0, 0.0])
     harness.shared_state.stop()
     harness.trainer.run()
     with pytest.raises(DiskTrouble):
-        harness.store.write(1, 1, harness.policy.export)
+        harness.store.write(1, 1, harness.policy.snapshot().write)
     assert not list(harness.store.directory.iterdir())
 
 
-@pytest.mark.parametrize("what", ["save", "export"])
+@pytest.mark.parametrize("what", ["save", "write"])
 def test_a_trainer_told_to_stop_while_its_disk_is_full_ends_in_order_and_loses_nothing(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    half = half_a_shard if what == "save" else half_an_export
     disk = Disk(harness)
-    monkeypatch.setattr(harness.policy, what, disk.short(getattr(harness.policy, what), half))
+    if what == "save":
+        monkeypatch.setattr(harness.policy, "save", disk.short(harness.policy.save, half_a_shard))
+    else:
+        monkeypatch.setattr(WeightSnapshot, "write", disk.short(WeightSnapshot.write, half_a_version))
     harness.agents.group("g", [1.0, 0.0])
     turn = harness.trainer.run_once
 
@@ -156,6 +161,7 @@ def test_a_trainer_told_to_stop_while_its_disk_is_full_ends_in_order_and_loses_n
     harness.trainer.run()  # raises nothing
     assert disk.refused
     assert len(list(harness.stream.reclaim())) == (6 if what == "save" else 0)
+    disk.room = True
     again = harness.restart()
     again.trainer.run_once()
     assert set(again.session_codes().values()) == {"trained"}

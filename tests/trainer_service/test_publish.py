@@ -1,8 +1,18 @@
 """Publishing: training loses nothing if the gateway is away, answers nonsense, or has a newer version."""
 
-import pytest
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
 
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollout_queue.contract.policy import FileSpec, sha256_of
 from tests.support.trainer_service.harness import Harness, MakeHarness
+from tests.support.waiting import PATIENCE_S
+from trainer_service.model.snapshot import WeightSnapshot
 from trainer_service.status.heartbeat import Stopped
 
 
@@ -91,3 +101,90 @@ def test_no_version_is_removed_while_the_gateway_does_not_say_which_it_needs(
 
 def test_a_fleet_that_serves_nothing_needs_no_old_version(make_harness: MakeHarness) -> None:
     assert published(make_harness, idle=True) == [4, 5]
+
+
+# In the background
+
+
+class Gate:
+    """Holds the writing of versions until a test opens it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened, self.waiting = Event(), Event()
+        write = WeightSnapshot.write
+
+        def gated(snapshot: WeightSnapshot, directory: Path) -> list[FileSpec]:
+            self.waiting.set()
+            assert self.opened.wait(PATIENCE_S)
+            return write(snapshot, directory)
+
+        monkeypatch.setattr(WeightSnapshot, "write", gated)
+
+
+def weights_of(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in load_file(directory / "model.safetensors").items()}
+
+
+def test_the_training_goes_on_while_a_version_is_written(
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files have the weights of their own step, although later steps have changed the model since."""
+    gate = Gate(monkeypatch)
+    with ThreadPoolExecutor(1) as executor:
+        harness = make_harness(publish_every_steps=2, executor=executor).start()
+        for group_id in ("a", "b"):
+            harness.step(group_id)
+        after_two = {name: tensor.clone() for name, tensor in harness.weights().items()}
+        assert gate.waiting.wait(PATIENCE_S)
+        harness.step("c")
+        assert harness.trainer.step == 3
+        assert not harness.gateway.announced
+        gate.opened.set()
+        harness.step("d")  # waits for the former version, and publishes the next one
+        harness.trainer.publisher.wait()
+    assert [body["version"] for body in harness.gateway.announced] == [2, 4]
+    written = weights_of(harness.store.path_of(2))
+    assert all(torch.equal(written[name], after_two[name]) for name in written)
+    assert not all(torch.equal(written[name], harness.weights()[name]) for name in written)
+
+
+def test_what_a_publication_raises_reaches_the_training(
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: WeightSnapshot, directory: Path) -> list[FileSpec]:
+        raise RuntimeError(f"a fault in {directory.name}")
+
+    monkeypatch.setattr(WeightSnapshot, "write", fails)
+    with ThreadPoolExecutor(1) as executor:
+        harness = make_harness(executor=executor).start()
+        harness.step("a")
+        with pytest.raises(RuntimeError, match=r"a fault in v00000001\.tmp"):
+            harness.step("b")
+
+
+@pytest.mark.parametrize("file_bytes", [1, 4096, 2**30])
+def test_large_weights_are_several_files_with_an_index(
+    harness: Harness, tmp_path: Path, file_bytes: int
+) -> None:
+    """Other readers than our own find the same tensors, and the same digests."""
+    target = tmp_path / "version"
+    target.mkdir()
+    snapshot = harness.policy.snapshot()
+    specs = snapshot.write(target, file_bytes)
+    for spec in specs:
+        assert (spec.size, spec.sha256) == (
+            (target / spec.name).stat().st_size,
+            sha256_of(target / spec.name),
+        )
+    read: dict[str, torch.Tensor] = {}
+    for path in target.glob("*.safetensors"):
+        tensors = load_file(path)
+        assert len(tensors) == 1 or sum(each.nbytes for each in tensors.values()) <= file_bytes
+        read |= tensors
+    assert {each.name for each in snapshot.tensors} == read.keys()
+    assert all(torch.equal(read[each.name], each.value) for each in snapshot.tensors)
+    index = target / "model.safetensors.index.json"
+    assert index.exists() == (file_bytes < 2**30)
+    if index.exists():
+        weight_map = json.loads(index.read_text())["weight_map"]
+        assert weight_map == {tensor.name: spec.name for spec in specs for tensor in spec.tensors}

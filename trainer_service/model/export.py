@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,14 @@ from trainer_service.model.huggingface import SAFETENSORS_DTYPES
 from trainer_service.model.zero import full_shape, gathered
 
 NAMES = {getattr(torch, name): short for short, name in SAFETENSORS_DTYPES.items()}
+
+
+class StoredShape(NamedTuple):
+    """What a header says of one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,7 @@ def write_tensors(
     left = iter(tensors)
     try:
         with path.open("wb") as file:
-            file.write(_header(tensors, dtypes))
+            file.write(header([StoredShape(each.name, each.shape, dtypes[each.name]) for each in tensors]))
             _stream(file, left, dtypes)
     except OSError as error:
         failure = error
@@ -101,19 +109,19 @@ def _gather_only(tensors: Sequence[ExportTensor] | Iterator[ExportTensor]) -> No
             pass
 
 
-def _header(tensors: Sequence[ExportTensor], dtypes: Mapping[str, torch.dtype]) -> bytes:
+def header(tensors: Sequence[StoredShape]) -> bytes:
     """The header of a safetensors file: its length in 8 bytes, then JSON, padded with blanks to a multiple of
     8 bytes."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
-        end = offset + math.prod(tensor.shape) * dtypes[tensor.name].itemsize
-        header[tensor.name] = {
-            "dtype": NAMES[dtypes[tensor.name]],
+        end = offset + math.prod(tensor.shape) * tensor.dtype.itemsize
+        entries[tensor.name] = {
+            "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
         offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -1,6 +1,6 @@
 """The model that is trained: a DeepSpeed engine around a Hugging Face model.
 
-MicroBatch ─ logprobs ─▶ loss ─ backward ─▶ (more of them) ─ step ─▶ new weights ─ export ─▶ safetensors
+MicroBatch ─ logprobs ─▶ loss ─ backward ─▶ (more of them) ─ step ─▶ new weights ─▶ snapshot
 """
 
 import math
@@ -30,6 +30,7 @@ from trainer_service.model.randomness import random_states, restore_random_state
 from trainer_service.model.reference import Reference
 from trainer_service.model.schedule import schedule_of
 from trainer_service.model.settings import ModelSettings
+from trainer_service.model.snapshot import WeightSnapshot, take_snapshot
 from trainer_service.model.zero import deepspeed_config, local_part, prepare_deepspeed
 from trainer_service.rows.rows import MicroBatch, balanced_shares
 
@@ -202,11 +203,11 @@ class DeepSpeedPolicy:
         """A numpy array as a tensor on this rank's device."""
         return torch.from_numpy(values).to(self._engine.device)
 
-    def export(self, path: Path | None) -> None:
-        """Write the weights with the names and dtypes of the base model's file. Each tied tensor is written
-        once; adapters are merged. Every rank must call it; only the rank that writes has a path. Raises
-        OSError."""
-        self._write(path)
+    def snapshot(self) -> WeightSnapshot:
+        """Copy the weights into the memory of rank 0's host, with the names and dtypes of the base model's
+        file. Each tied tensor comes once; adapters are merged. Every rank must call it."""
+        tensors = list(export_tensors(self.module))
+        return take_snapshot(tensors, self._published_dtypes, keep=self.rank == 0)
 
     def _write(self, path: Path | None) -> None:
         write_tensors(path, list(export_tensors(self.module)), self._published_dtypes)

@@ -1,17 +1,22 @@
-"""Writes a version to disk, and has the gateway push it to every rollout server.
+"""Publishes versions while the training goes on: writes the files, and has the gateway push them.
 
-export ─▶ PolicyStore.write ─▶ POST {gateway}/admin/policies (202) ─▶ the training goes on
-                                GET  {gateway}/admin/policies/{version} ─▶ how the push ended
+main thread      snapshot ─┐                                            ┌─▶ how the push ended
+background       └─▶ PolicyStore.write ─▶ POST {gateway}/admin/policies ┘ (202) ─▶ remove old versions
+
+One version is published at a time: the next one waits until the former is announced.
 """
 
 import logging
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as NotYet
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
+from typing import Protocol, TypeVar
 
 from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.policy import FileSpec
 from rollout_queue.contract.stream import StreamReader
 from rollout_queue.protocol.policies import PushResult
 from trainer_service.metrics import TrainerMetrics
@@ -21,15 +26,23 @@ from trainer_service.publishing.gateway_client import (
     VersionTaken,
     VersionUnknown,
 )
-from trainer_service.status.heartbeat import REPORT_EVERY_S, Heartbeat
+from trainer_service.status.heartbeat import REPORT_EVERY_S, Heartbeat, Stopped
 from trainer_service.storage.disk import DiskTrouble
-from trainer_service.storage.policy_store import PolicyStore, manifest_sha256
+from trainer_service.storage.policy_store import PolicyStore, WeightsWriter, manifest_sha256
 
 logger = logging.getLogger(__name__)
 
 FOLLOW_EVERY_S = 2.0
+GATEWAY = "the gateway to take the newest version"
+Reply = TypeVar("Reply")
 Results = tuple[PushResult, ...]
 """The results of a push, one per server."""
+
+
+class Snapshot(Protocol):
+    """The weights of one step, which stay as they are while the training goes on."""
+
+    def write(self, directory: Path) -> Sequence[FileSpec]: ...
 
 
 class Publisher:
@@ -43,7 +56,13 @@ class Publisher:
         publish_url: str | None,
         heartbeat: Heartbeat,
         metrics: TrainerMetrics,
+        executor: Executor | None = None,
     ) -> None:
+        """`executor` runs publications; by default, one thread."""
+        self._executor = executor or ThreadPoolExecutor(1, "publisher")
+        self._running: Future[None] | None = None
+        self.waits_for: str | None = None
+        """What the publication in the background waits for."""
         self._store, self._gateway, self._stream = store, gateway, stream
         self._publish_url = publish_url
         self._heartbeat, self._metrics = heartbeat, metrics
@@ -83,28 +102,49 @@ class Publisher:
             lambda: self._stream.reserve(version, self._location(version)), StorageUnavailable, "waiting"
         )
 
-    def publish(
-        self, version: int, step: int, export: Callable[[Path], None], best: int | None = None
-    ) -> None:
-        """Write a version, and announce it to the gateway. Then remove old versions except `best`. Waits for
-        room on the disk and for the gateway's answer, not for servers; raises Stopped when told to stop
-        meanwhile.
-
-        If the number is taken, this is only logged, because the next version will replace this one.
+    def publish(self, version: int, step: int, take: Callable[[], Snapshot], best: int | None = None) -> None:
+        """Take a snapshot of the weights, and publish it in the background: write it, announce it, and remove
+        old versions except `best`. Waits until the former version is announced; raises Stopped when told to
+        stop meanwhile.
         """
+        self.wait()
+        self._heartbeat.confirm()
+        snapshot = take()
+        self._running = self._executor.submit(self._publish, version, step, snapshot.write, best)
+        self._collect()
+
+    def wait(self) -> None:
+        """Wait until the last version is announced. Raises Stopped when told to stop meanwhile, and what the
+        publication raised."""
+        while self._running is not None and not self._running.done():
+            wait([self._running], REPORT_EVERY_S)
+            self._heartbeat.beat("publishing", self.waits_for)
+        self._collect()
+
+    def close(self) -> None:
+        """Wait until nothing is published any more. What waits for the gateway or the disk ends when the
+        trainer is told to stop."""
+        self._executor.shutdown()
+        with suppress(Stopped):
+            self._collect()
+
+    def _collect(self) -> None:
+        """Raise what the last publication raised, if it has ended."""
+        if self._running is not None and self._running.done():
+            running, self._running = self._running, None
+            running.result()
+
+    def _publish(self, version: int, step: int, write: WeightsWriter, best: int | None) -> None:
+        """Runs in the background. If the number is taken, this is only logged, because the next version will
+        replace this one."""
         self.follow(at_once=True)
-        path = self._heartbeat.retry(
-            lambda: self._write(version, step, export),
-            DiskTrouble,
-            "publishing",
-            f"room on the disk for version {version}",
+        path = self._retry(
+            lambda: self._write(version, step, write), DiskTrouble, f"room on the disk for version {version}"
         )
         location, digest = self._location(version), manifest_sha256(path)
         try:
-            announced = self._heartbeat.retry(
-                lambda: self._gateway.announce(version, location, digest, step),
-                GatewayUnavailable,
-                "publishing",
+            announced = self._retry(
+                lambda: self._gateway.announce(version, location, digest, step), GatewayUnavailable, GATEWAY
             )
         except VersionTaken as error:
             logger.error("version %d is not published: %s", version, error)
@@ -117,9 +157,23 @@ class Publisher:
             self._announced = version
         self._prune(best)
 
+    def _retry(self, call: Callable[[], Reply], failure: type[Exception], what: str) -> Reply:
+        try:
+            return self._heartbeat.retry_quietly(call, failure, what, self._note_wait)
+        finally:
+            self.waits_for = None
+
+    def _note_wait(self, sentence: str) -> None:
+        self.waits_for = sentence
+
     def follow(self, *, at_once: bool = False) -> None:
-        """Report how the push of the last version ended, once it has. Asks at most every FOLLOW_EVERY_S."""
-        if self._announced is None or (not at_once and monotonic() - self._asked_at < FOLLOW_EVERY_S):
+        """Report how the push of the last version ended, once it has. Asks at most every FOLLOW_EVERY_S, and
+        not while a version is published. Raises what the last publication raised."""
+        if not at_once:
+            self._collect()
+            if self._running is not None or monotonic() - self._asked_at < FOLLOW_EVERY_S:
+                return
+        if self._announced is None:
             return
         version, self._asked_at = self._announced, monotonic()
         try:
@@ -147,6 +201,7 @@ class Publisher:
     def roll_back(self, version: int) -> bool:
         """Have the fleet serve an older version again. Returns whether a server serves it; failures are
         logged. Waits for the gateway; raises Stopped when told to stop meanwhile."""
+        self.wait()
         self._heartbeat.confirm()
         try:
             if self._heartbeat.retry(lambda: self._gateway.serves(version), GatewayUnavailable, "publishing"):
@@ -158,13 +213,13 @@ class Publisher:
         self._account(version, results)
         return any(result.ok for result in results)
 
-    def resume(self, version: int, step: int, export: Callable[[Path], None]) -> None:
+    def resume(self, version: int, step: int, take: Callable[[], Snapshot]) -> None:
         """Publish the newest version after a restart, unless the gateway knows it or a newer one. A known
         version is not pushed again, because an operator may have rolled back from it."""
         newest = self._heartbeat.retry(self._gateway.newest_version, GatewayUnavailable, "publishing")
         if newest < version:
             self.reserve(version)  # a gateway or a Redis that lost its data knows no reservation
-            self.publish(version, step, export)
+            self.publish(version, step, take)
 
     def _location(self, version: int) -> str:
         """Where rollout servers find a version: at the trainer's HTTP address, or on a shared disk."""
@@ -172,10 +227,10 @@ class Publisher:
             return f"{self._publish_url.rstrip('/')}/{version}"
         return self._store.path_of(version).resolve().as_uri()
 
-    def _write(self, version: int, step: int, export: Callable[[Path], None]) -> Path:
+    def _write(self, version: int, step: int, write: WeightsWriter) -> Path:
         self._heartbeat.confirm()
         try:
-            return self._store.write(version, step, export)
+            return self._store.write(version, step, write)
         except DiskTrouble:
             self._metrics.disk_refused("publish")
             raise

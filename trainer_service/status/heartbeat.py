@@ -91,6 +91,22 @@ class Heartbeat:
                 self._wait(pause_s, phase, f"{sentence} ({error})")
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
+    def retry_quietly(
+        self, call: Callable[[], Reply], failure: type[Exception], what: str, note: Callable[[str], None]
+    ) -> Reply:
+        """As `retry`, for another thread: it reports nothing, and calls `note` with what it waits for."""
+        pause_s = self._retry_s
+        while True:
+            try:
+                return call()
+            except failure as error:
+                logger.warning("waiting for %s (%s); trying again in %g s", what, error, pause_s)
+                note(f"{what} ({error})")
+                self._shared_state.sleep(pause_s)
+                if self._shared_state.stopping:
+                    raise Stopped from error
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
     def _wait(self, seconds: float, phase: Phase, sentence: str) -> None:
         until = self.clock() + seconds
         while (left_s := until - self.clock()) > 0:

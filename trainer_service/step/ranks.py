@@ -16,6 +16,7 @@ import torch
 
 from trainer_service.model.layout import Layout
 from trainer_service.model.policy import DeepSpeedPolicy
+from trainer_service.model.snapshot import WeightSnapshot
 from trainer_service.model.universal import converted
 from trainer_service.step.optimizer_step import OptimizerSteps
 from trainer_service.step.quarantine import has_finite_gradient
@@ -58,8 +59,8 @@ class Load(NamedTuple):
     universal: bool
 
 
-class Export(NamedTuple):
-    """Gather the weights, for rank 0 to write them."""
+class TakeSnapshot(NamedTuple):
+    """Gather the weights, for rank 0 to copy them."""
 
 
 class CheckWeights(NamedTuple):
@@ -72,7 +73,9 @@ class CheckGradient(NamedTuple):
     request: StepRequest
 
 
-Command = Train | Accumulate | DiscardGradients | Save | Load | Export | CheckWeights | CheckGradient | None
+Command = (
+    Train | Accumulate | DiscardGradients | Save | Load | TakeSnapshot | CheckWeights | CheckGradient | None
+)
 """None tells the other ranks to end."""
 
 
@@ -143,10 +146,10 @@ class DistributedPolicy:
         self._channel.send(Load(directory, tag, universal))
         self._policy.load(directory, tag, universal)
 
-    def export(self, path: Path) -> None:
-        """Write all weights as one safetensors file. Raises OSError."""
-        self._channel.send(Export())
-        self._policy.export(path)
+    def snapshot(self) -> WeightSnapshot:
+        """Copy all weights into this host's memory."""
+        self._channel.send(TakeSnapshot())
+        return self._policy.snapshot()
 
     def gradient_is_finite(self, request: StepRequest) -> bool:
         """Whether the gradient of this step's loss is finite. Changes nothing."""
@@ -180,8 +183,8 @@ def follow(policy: DeepSpeedPolicy) -> None:
                 policy.save(directory, tag)
             case Load(directory, tag, universal):
                 policy.load(directory, tag, universal)
-            case Export():
-                policy.export(None)
+            case TakeSnapshot():
+                policy.snapshot()
             case CheckWeights():
                 policy.weights_are_finite()
             case CheckGradient(request):

@@ -1,22 +1,23 @@
 """The directory of published versions: each one complete, with a manifest of its files' digests.
 
-export ─▶ v00000012.tmp/ ─ sync ─ rename ─▶ v00000012/ (…, manifest.json, STABLE last)
+weights ─▶ v00000012.tmp/ ─ sync ─ rename ─▶ v00000012/ (…, manifest.json, STABLE last)
 """
 
 import hashlib
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-from safetensors import safe_open
 
-from rollout_queue.contract.policy import MANIFEST, STABLE, FileSpec, Manifest, TensorSpec, sha256_of
-from trainer_service.model.huggingface import WEIGHTS, copy_small_files
+from rollout_queue.contract.policy import MANIFEST, STABLE, FileSpec, Manifest, sha256_of
+from trainer_service.model.huggingface import copy_small_files
 from trainer_service.storage.disk import written
 from trainer_service.storage.files import sync_directory, sync_tree
 
+WeightsWriter = Callable[[Path], Sequence[FileSpec]]
+"""Writes files of weights into a directory, and returns what the manifest says of them. Raises OSError."""
 VERSION_DIRECTORY = re.compile(r"v(\d{8,})")
 ASIDE = ".tmp"
 
@@ -40,7 +41,7 @@ class PolicyStore:
         )
         return sorted(int(match[1]) for match in found if match)
 
-    def write(self, version: int, step: int, export: Callable[[Path], None]) -> Path:
+    def write(self, version: int, step: int, write_weights: WeightsWriter) -> Path:
         """Write a version. If it exists already, it is kept: a crashed process wrote the same weights.
 
         Raises DiskTrouble if the disk refuses; no file of the version is left then.
@@ -50,15 +51,15 @@ class PolicyStore:
             return final
         self._sweep(final)
         with written(f"version {version}", lambda: self._sweep(final)):
-            self._write(final, version, step, export)
+            self._write(final, version, step, write_weights)
         return final
 
-    def _write(self, final: Path, version: int, step: int, export: Callable[[Path], None]) -> None:
+    def _write(self, final: Path, version: int, step: int, write_weights: WeightsWriter) -> None:
         aside = final.with_name(f"{final.name}{ASIDE}")
         aside.mkdir()
         copy_small_files(self._model_path, aside)
-        export(aside / WEIGHTS)
-        files = [_file_spec(path) for path in sorted(aside.iterdir()) if path.name not in (MANIFEST, STABLE)]
+        files = [_small_file(path) for path in sorted(aside.iterdir())]
+        files += write_weights(aside)
         manifest = Manifest(version=version, step=step, files=files)
         (aside / MANIFEST).write_bytes(msgspec.json.encode(manifest))
         sync_tree(aside)
@@ -90,11 +91,5 @@ def manifest_sha256(path: Path) -> str:
     return hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
 
 
-def _file_spec(path: Path) -> FileSpec:
-    tensors = []
-    if path.suffix == ".safetensors":
-        with safe_open(path, "np") as file:
-            for name in sorted(file.keys()):
-                tensor = file.get_slice(name)
-                tensors.append(TensorSpec(name, list(tensor.get_shape()), tensor.get_dtype()))
-    return FileSpec(path.name, path.stat().st_size, sha256_of(path), tensors)
+def _small_file(path: Path) -> FileSpec:
+    return FileSpec(path.name, path.stat().st_size, sha256_of(path))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import httpx
 
-from rollout_queue.protocol.policies import PushPage
+from rollout_queue.protocol.policies import PolicyPage, PushPage
 from weir.demo.episodes import WINDOW, EpisodeLog
 from weir.demo.observer import Observation
 
@@ -43,11 +43,17 @@ def account(gateway_url: str, client_key: str) -> dict[str, int]:
     return dict(sorted(verdicts.items()))
 
 
-def served_versions(gateway_url: str, admin_key: str) -> list[int]:
-    """The pushed versions that every live engine has served, ascending."""
+def served_versions(gateway_url: str, admin_key: str) -> set[int]:
+    """The pushed versions that an engine has served, as far as the gateway knows them still: those whose push
+    has ended well, and those that have files and are `serving` or `retired`."""
     headers = {"authorization": f"Bearer {admin_key}"}
-    reply = httpx.get(f"{gateway_url}/admin/policies/pushes", headers=headers, timeout=30).raise_for_status()
-    return sorted({push.version for push in PushPage.read(reply.content).data if push.state == "serving"})
+    with httpx.Client(base_url=gateway_url, headers=headers, timeout=30) as gateway:
+        pushes = PushPage.read(gateway.get("/admin/policies/pushes").raise_for_status().content)
+        policies = PolicyPage.read(gateway.get("/admin/policies").raise_for_status().content)
+    served = {
+        each.version for each in policies.data if each.state in ("serving", "retired") and each.location
+    }
+    return served | {push.version for push in pushes.data if push.state == "serving"}
 
 
 def write_summary(path: Path, summary: dict[str, object]) -> None:

@@ -63,6 +63,7 @@ def run(settings: StackSettings, seed: int) -> int:
         record, snapshot = asyncio.run(_play(settings, stack, seed))
         phases.end("episodes")
         verdicts, versions = _settled(settings, stack)
+        versions |= {each.version for each in record.episodes if each.version}
         phases.end("settle")
     phases.end("stop")
     met = criterion(record, len(versions), verdicts)
@@ -106,7 +107,7 @@ async def _play(settings: StackSettings, stack: Stack, seed: int) -> tuple[Episo
     return await watched(stack, episodes, observer, enough), observer.snapshot
 
 
-def _settled(settings: StackSettings, stack: Stack) -> tuple[dict[str, int], list[int]]:
+def _settled(settings: StackSettings, stack: Stack) -> tuple[dict[str, int], set[int]]:
     """The number of sessions by verdict, once it no longer changes; and the versions that were served."""
     deadline, before = time.monotonic() + SETTLE_S, None
     verdicts = account(stack.gateway_url, settings.client_keys[0])

@@ -34,7 +34,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 """The pause between two attempts; it doubles with each."""
 ERROR_CHARACTERS = 2000
 """The longest error of a push that is stored."""
-BARE = "a bare engine cannot load a policy: put a rollout server in front of it"
+BARE = "bare engines cannot load a policy: put a rollout server in front of each"
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class PushDriver:
             plan = await self._serving.read()
             self._fleet.adopt(plan)
             if (order := await self._order(plan)) is not None:
-                for server in list(self._fleet.servers.values()):
+                for server in self._servers():
                     await self._consider(server, order)
                 self._forget_servers()
                 await self._judge(plan, order)
@@ -135,9 +135,7 @@ class PushDriver:
 
     async def _advance(self, server: FleetServer, attempts: Attempts) -> None:
         """Note where a server stands on which nothing runs, and begin the next attempt if one is due."""
-        if server.registration.url is None:
-            await self._note(attempts, "refused", error=BARE)
-        elif not server.live:
+        if not server.live:
             state = "drained" if server.drained else server.state
             await self._note(attempts, "unavailable", error=f"is {state}, and takes the version later")
         elif self._serves(server, attempts):
@@ -240,20 +238,21 @@ class PushDriver:
         """End the push if no server is waited for."""
         if not plan.pushing or plan.push is None:
             return
-        found = [each for server_id in self._fleet.servers if (each := self._attempts.get(server_id))]
+        servers = self._servers()
+        found = [each for server in servers if (each := self._attempts.get(server.id))]
         settled = [each for each in found if each.settled and each.order.key == order.key]
-        if len(settled) < len(self._fleet.servers):
+        if len(settled) < len(servers):
             return
         states = {each.noted.state for each in found}
-        if not found:
+        if not self._fleet.servers:
             await self._admit(order)
-        if "proved" in states or not found:
+        if "proved" in states or not self._fleet.servers:
             await self._end(plan.push, "serving")
         elif states != {"unavailable"}:
-            errors = "; ".join(f"{a.noted.server}: {a.noted.error}" for a in found if a.noted.error)
+            errors = "; ".join(f"{a.noted.server}: {a.noted.error}" for a in found if a.noted.error) or BARE
             await self._end(plan.push, "failed", errors[:ERROR_CHARACTERS])
             logger.error("version %d was refused by every server", order.version)
-            if states == {"refused"} and order.record.state == "published":
+            if states <= {"refused"} and order.record.state == "published":
                 await self._register.forget(order.record)
 
     async def _end(self, push: Push, state: PushState, error: str | None = None) -> None:
@@ -269,9 +268,12 @@ class PushDriver:
         for server_id in gone:
             del self._attempts[server_id]
 
+    def _servers(self) -> list[FleetServer]:
+        """The rollout servers. A bare engine takes no part in a push."""
+        return [each for each in self._fleet.servers.values() if each.registration.url is not None]
+
     def _live(self) -> list[FleetServer]:
-        servers = self._fleet.servers.values()
-        return [each for each in servers if each.live and each.registration.url is not None]
+        return [each for each in self._servers() if each.live]
 
     def _measure_capacity(self) -> None:
         if live := len(self._live()):

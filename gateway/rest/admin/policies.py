@@ -167,6 +167,8 @@ def _push_shape(push: Push) -> PushShape:
         ended_at=push.ended_at,
         error=push.error,
         capacity=push.capacity,
+        proved=None,  # set, because the status leaves out what is not
+        servers=None,
     )
 
 

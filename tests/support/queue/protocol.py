@@ -12,11 +12,9 @@ from typing import Any, TypeVar
 
 import httpx
 import msgspec
-import numpy as np
 from prometheus_client import CollectorRegistry
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
-from safetensors.numpy import save_file
 
 from rollout_queue.contract.stream import Entry, Verdicts
 from rollout_queue.redis import keys
@@ -25,6 +23,7 @@ from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.trainer_service.harness import FakeGateway
+from tests.support.trainer_service.publications import InlineExecutor, OneTensor
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.intake.intake import Intake
 from trainer_service.metrics import TrainerMetrics
@@ -108,8 +107,8 @@ class Weights:
     def load(self, directory: Path, tag: str, layout: Layout | None) -> None:
         self.trained = msgspec.json.decode((directory / tag / SHARD).read_bytes(), type=list[str])
 
-    def export(self, path: Path) -> None:
-        save_file({"trained": np.array([len(self.trained)])}, path)
+    def snapshot(self) -> OneTensor:
+        return OneTensor("trained", len(self.trained))
 
     def weights_are_finite(self) -> bool:
         return True
@@ -217,7 +216,7 @@ class System:
             policy=self.weights,  # type: ignore[arg-type]
             intake=Intake(stream, algorithm, Weights.vocab_size, heartbeat, metrics),
             checkpoints=checkpoints,
-            publisher=Publisher(store, gateway, stream, None, heartbeat, metrics),
+            publisher=Publisher(store, gateway, stream, None, heartbeat, metrics, InlineExecutor()),
             metrics=metrics,
             shared_state=self.shared_state,
             heartbeat=heartbeat,

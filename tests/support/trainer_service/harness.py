@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from rollout_queue.contract.records import Outcome, Reward, Sampling, SessionSpec, Span, Turn
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.memory import MemoryStream
+from tests.support.trainer_service.publications import InlineExecutor
 from trainer_service.intake.intake import Intake
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.policy import DeepSpeedPolicy
@@ -231,6 +233,8 @@ class Harness:
     sinks: Sequence[Sink] = ()
     """Sinks in addition to those in the settings."""
     clock: Clock = field(default_factory=Clock)
+    executor: Executor = field(default_factory=InlineExecutor)
+    """Runs publications. By default a publication is complete when the step is."""
     closing: ExitStack = field(default_factory=ExitStack)
     """Closes what this harness and its successors opened, when the test is over."""
 
@@ -257,7 +261,15 @@ class Harness:
             policy=DistributedPolicy(self.policy),
             intake=self.intake,
             checkpoints=self.checkpoints,
-            publisher=Publisher(self.store, api, self.stream, self.settings.publish_url, heartbeat, metrics),
+            publisher=Publisher(
+                self.store,
+                api,
+                self.stream,
+                self.settings.publish_url,
+                heartbeat,
+                metrics,
+                self.executor,
+            ),
             metrics=metrics,
             shared_state=self.shared_state,
             heartbeat=heartbeat,

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.rows.rows import Row
@@ -76,11 +75,7 @@ class OneRankLearner:
         )
 
     def exported(self) -> dict[str, torch.Tensor]:
-        path = self.root / "exported.safetensors"
-        self.leader.export(path)
-        tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}  # not the mapped file
-        path.unlink()
-        return tensors
+        return {tensor.name: tensor.value for tensor in self.leader.snapshot().tensors}
 
 
 MakeLearner = Callable[..., OneRankLearner]

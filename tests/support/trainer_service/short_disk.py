@@ -60,7 +60,8 @@ def room_comes_after(harness: Harness, pauses: int) -> None:
         harness.clock.pass_by(seconds)
         slept += 1
         if slept % pauses == 0:
-            report(harness, harness.shared_state.snapshot.waiting_for)
+            publication = harness.trainer.publisher.waits_for
+            report(harness, publication or harness.shared_state.snapshot.waiting_for)
             limit(resource.RLIM_INFINITY)
 
     harness.shared_state.sleep = sleep  # type: ignore[method-assign]

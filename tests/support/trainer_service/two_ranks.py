@@ -16,6 +16,7 @@ from pathlib import Path
 
 import deepspeed  # noqa: F401 - forked processes need it
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+from safetensors.torch import save_file
 
 from tests.support.trainer_service.rank_tasks import OVER, Task, Told, place_of, put
 from trainer_service.model.policy import DeepSpeedPolicy
@@ -78,7 +79,8 @@ def lead(leader: DistributedPolicy, task: Task) -> Told:
         checkpoints.save(leader, RunState(step=step), [])
     sound = [leader.gradient_is_finite(StepRequest(rows, 0, algorithm)) for rows in task.probes]
     finite = leader.weights_are_finite()
-    leader.export(task.run / "weights.safetensors")
+    weights = {tensor.name: tensor.value for tensor in leader.snapshot().tensors}
+    save_file(weights, task.run / "weights.safetensors")
     (task.run / "idle").touch()
     while (task.run / "rest").exists():
         time.sleep(LOOKS_EVERY_S)  # the test removes the file, and nothing else announces it

@@ -182,10 +182,10 @@ class Reloader:
             return kept
         part = self._store.begin(wanted.version)
         try:
-            await self._fetcher.files(place, manifest, part)
+            checked = await self._fetcher.files(place, manifest, part)
             (part / MANIFEST).write_bytes(text)
             seconds.fetch, began_at = monotonic() - began_at, monotonic()
-            await asyncio.to_thread(self._store.verify, part, manifest)
+            await self._store.verify(part, manifest, checked)
             seconds.verify = monotonic() - began_at
             target = self._store.path_of(wanted.version, digest)
             self._store.commit(part, target)

@@ -8,13 +8,16 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
+from threading import Event
 
 import httpx
 
 from rollout_queue.contract.policy import MANIFEST, STABLE, FileSpec, Manifest
 from rollout_server.errors import WeightsUnavailable
+from rollout_server.weights.file_check import CheckedFile, FileCheck
 from rollout_server.weights.locations import FileLocation, HttpLocation, is_under
 from rollout_server.weights.safetensors_file import BrokenWeights
 from rollout_server.weights.verify import RESERVED, ExpectedModel, read_manifest, verify_directory
@@ -23,6 +26,12 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS_ENDINGS = (".safetensors", ".index.json", ".bin", ".pt", ".pth")
 MAX_MANIFEST_BYTES = 32 * 2**20
+PIECE_BYTES = 2**20
+"""How many bytes are written and checked at once."""
+DOWNLOADS = 4
+"""How many files are downloaded at once."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
+"""The pauses before a broken download is resumed; they double while no byte arrives."""
 _Write = Callable[[bytes], object]
 Fingerprint = dict[str, tuple[int, int, int]]
 
@@ -68,8 +77,16 @@ class WeightsStore:
             directory: seen for directory, seen in self._verified.items() if directory.exists()
         }
 
-    def verify(self, directory: Path, manifest: Manifest) -> None:
-        verify_directory(directory, manifest, self.expected)
+    async def verify(self, directory: Path, manifest: Manifest, checked: Mapping[str, CheckedFile]) -> None:
+        """Verify the files in a thread, which ends if the caller is cancelled. Raises BrokenWeights and
+        OSError."""
+        ended = Event()
+        try:
+            await asyncio.to_thread(
+                verify_directory, directory, manifest, self.expected, checked, ended.is_set
+            )
+        finally:
+            ended.set()
 
     def verify_again(self, directory: Path, version: int, manifest_sha256: str) -> None:
         """Verify a kept directory before an engine loads from it: hard-linked files may have changed. Files
@@ -85,7 +102,7 @@ class WeightsStore:
             raise BrokenWeights("has changed since it was fetched", file=MANIFEST)
         if self._verified.get(directory) == (seen := _fingerprint(directory)):
             return
-        self.verify(directory, read_manifest(text, version))
+        verify_directory(directory, read_manifest(text, version), self.expected)
         self._verified[directory] = seen
 
     def keep_only(self, keep: set[Path]) -> None:
@@ -111,36 +128,94 @@ class Fetcher:
         await self._download(location, MANIFEST, MAX_MANIFEST_BYTES, text.extend)
         return bytes(text)
 
-    async def files(self, location: FileLocation | HttpLocation, manifest: Manifest, into: Path) -> None:
-        """Copy every file of the manifest. Sizes are checked here, everything else by `verify`.
+    async def files(
+        self, location: FileLocation | HttpLocation, manifest: Manifest, into: Path
+    ) -> dict[str, CheckedFile]:
+        """Copy every file of the manifest, several at once. Files that come over HTTP are checked as they
+        arrive, and returned; the other ones only get their names here.
 
         Raises BrokenWeights, LocationRefused, WeightsUnavailable, OSError.
         """
-        for spec in manifest.files:
-            if isinstance(location, FileLocation):
+        if isinstance(location, FileLocation):
+            for spec in manifest.files:
                 await asyncio.to_thread(_link_or_copy, location, spec, into / spec.name)
-            else:
-                with (into / spec.name).open("wb") as file:
-                    await self._download(location, spec.name, spec.size, file.write)
+            return {}
+        slots = asyncio.Semaphore(DOWNLOADS)
+        async with _failing_as_one() as group:
+            tasks = [
+                group.create_task(self._download_file(location, spec, into / spec.name, slots))
+                for spec in manifest.files
+            ]
+        return {spec.name: task.result() for spec, task in zip(manifest.files, tasks, strict=True)}
 
-    async def _download(self, location: HttpLocation, name: str, max_bytes: int, write: _Write) -> None:
+    async def _download_file(
+        self, location: HttpLocation, spec: FileSpec, target: Path, slots: asyncio.Semaphore
+    ) -> CheckedFile:
+        """Download and check one file. A connection that breaks is resumed where it broke, as long as each
+        attempt brings new bytes."""
+        check = FileCheck(spec)
+        async with slots:
+            with target.open("wb") as file:
+
+                def take(chunk: bytes) -> None:
+                    file.write(chunk)
+                    check.feed(chunk)
+
+                pause_s = FIRST_PAUSE_S
+                while True:
+                    begun = check.size
+                    try:
+                        await self._download(location, spec.name, spec.size - begun, take, begun)
+                        return await asyncio.to_thread(check.finish)
+                    except WeightsUnavailable as error:
+                        if check.size == begun and pause_s > LONGEST_PAUSE_S:
+                            raise
+                        logger.warning("%s; it goes on after %d bytes", error, check.size)
+                    pause_s = FIRST_PAUSE_S if check.size > begun else 2 * pause_s
+                    await asyncio.sleep(pause_s)
+
+    async def _download(
+        self, location: HttpLocation, name: str, max_bytes: int, write: _Write, start: int = 0
+    ) -> None:
+        """Pass the bytes from `start` on to `write`. Raises BrokenWeights, and WeightsUnavailable if the
+        server or the connection fails; the bytes so far were passed on then."""
         url = f"{location.url}/{name}"
         trusted = self._admin_key is not None and is_under(location.url, self._trainer_url)
         headers = {"authorization": f"Bearer {self._admin_key}"} if trusted else {}
-        received = 0
+        if start:
+            headers["range"] = f"bytes={start}-"
+        received, piece = 0, bytearray()
         try:
             async with self._client.stream("GET", url, headers=headers, follow_redirects=False) as response:
                 if response.status_code >= 500:
                     raise WeightsUnavailable(f"{url} answers {response.status_code}")
-                if response.status_code != 200:
+                if response.status_code not in (200, 206):
                     raise BrokenWeights(f"cannot be fetched: HTTP {response.status_code}", file=name)
-                async for chunk in response.aiter_bytes(2**20):
-                    received += len(chunk)
+                skip = 0 if response.status_code == 206 else start  # a server that knows no ranges sends all
+                async for chunk in response.aiter_bytes():
+                    skipped = min(skip, len(chunk))
+                    skip -= skipped
+                    received += len(chunk) - skipped
                     if received > max_bytes:
-                        raise BrokenWeights(f"is longer than {max_bytes} bytes", file=name)
-                    await asyncio.to_thread(write, chunk)
+                        raise BrokenWeights(f"is longer than {max_bytes + start} bytes", file=name)
+                    piece += memoryview(chunk)[skipped:]
+                    if len(piece) >= PIECE_BYTES:
+                        await asyncio.to_thread(write, bytes(piece))
+                        piece.clear()
+            await asyncio.to_thread(write, bytes(piece))
         except httpx.TransportError as error:
+            await asyncio.to_thread(write, bytes(piece))
             raise WeightsUnavailable(f"{url} cannot be fetched: {error!r}") from error
+
+
+@asynccontextmanager
+async def _failing_as_one() -> AsyncIterator[asyncio.TaskGroup]:
+    """A group of tasks. If one fails, the others end, and its own error is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 def _fingerprint(directory: Path) -> Fingerprint:

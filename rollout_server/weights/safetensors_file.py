@@ -1,4 +1,4 @@
-"""Reads what verification needs of a safetensors file: its header, and whether every float is finite.
+"""Reads the header of a safetensors file, and compares the values of two sets of weights.
 
 file = 8 bytes header length (little-endian) · JSON header {tensor: {dtype, shape, data_offsets}} · data
 """
@@ -46,28 +46,41 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a file by name. Raises BrokenWeights unless they fill the file exactly."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise BrokenWeights(f"is truncated: {size} bytes do not hold the header", file=path.name)
-        text = file.read(length)
+        text = file.read(8)
+        text += file.read(header_bytes(text, size, path.name) - 8)
+    if len(text) < 8:
+        raise BrokenWeights(f"is truncated: {size} bytes do not hold the header", file=path.name)
+    return parse_header(text[8:], size, path.name)
+
+
+def header_bytes(beginning: bytes | bytearray, size: int, name: str) -> int:
+    """How many bytes the header of a file of `size` bytes has, with its length; 8 if `beginning` ends before
+    that. Raises BrokenWeights if the file is too short for its header."""
+    if size < 8:
+        raise BrokenWeights(f"is truncated: {size} bytes do not hold the header", file=name)
+    first = bytes(memoryview(beginning)[:8])
+    if len(first) < 8:
+        return 8
+    length = int.from_bytes(first, "little")
+    if length > min(size - 8, MAX_HEADER_BYTES):
+        raise BrokenWeights(f"is truncated: {size} bytes do not hold the header", file=name)
+    return 8 + length
+
+
+def parse_header(text: bytes, size: int, name: str) -> dict[str, StoredTensor]:
+    """The tensors of a file of `size` bytes by name, from its header without the length. Raises BrokenWeights
+    unless they fill the file exactly."""
     try:
         header = json.loads(text)
         if not isinstance(header, dict):
             raise ValueError("not an object")
         header.pop("__metadata__", None)
-        tensors = {name: _stored(path, name, entry, 8 + length) for name, entry in header.items()}
+        data_start = 8 + len(text)
+        tensors = {each: _stored(name, each, entry, data_start) for each, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BrokenWeights(f"has no safetensors header: {error}", file=path.name) from error
-    _require_exact_fill(path, tensors, 8 + length, size)
+        raise BrokenWeights(f"has no safetensors header: {error}", file=name) from error
+    _require_exact_fill(name, tensors, 8 + len(text), size)
     return tensors
-
-
-def require_finite(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    """Raises BrokenWeights for the first tensor that holds an infinity or a NaN."""
-    for tensor in tensors.values():
-        mask = EXPONENT_MASKS[tensor.dtype]
-        if any(np.any((bits & mask) == mask) for bits in _bits(path, tensor)):
-            raise BrokenWeights("holds infinity or NaN", file=path.name, tensor=tensor.name)
 
 
 def weights_differ(one: Path, other: Path, *, float32_engine: bool) -> bool:
@@ -100,32 +113,26 @@ def _bits(path: Path, tensor: StoredTensor) -> Iterator[npt.NDArray[np.unsignedi
         yield np.fromfile(path, dtype=f"<u{item_bytes}", count=count, offset=start)
 
 
-def _stored(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
+def _stored(file: str, name: str, entry: Any, data_start: int) -> StoredTensor:
     dtype, shape = entry["dtype"], entry["shape"]
     begin, end = entry["data_offsets"]
     if dtype not in ITEM_BYTES:
-        raise BrokenWeights(
-            f"dtype {dtype} is not one of {', '.join(ITEM_BYTES)}", file=path.name, tensor=name
-        )
+        raise BrokenWeights(f"dtype {dtype} is not one of {', '.join(ITEM_BYTES)}", file=file, tensor=name)
     numbers = [begin, end, *shape]
     if not all(type(number) is int and number >= 0 for number in numbers):
-        raise BrokenWeights("shape or offsets are not whole numbers", file=path.name, tensor=name)
+        raise BrokenWeights("shape or offsets are not whole numbers", file=file, tensor=name)
     if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
         raise BrokenWeights(
-            f"{end - begin} bytes do not hold shape {shape} of {dtype}", file=path.name, tensor=name
+            f"{end - begin} bytes do not hold shape {shape} of {dtype}", file=file, tensor=name
         )
     return StoredTensor(name, dtype, tuple(shape), data_start + begin, data_start + end)
 
 
-def _require_exact_fill(path: Path, tensors: Mapping[str, StoredTensor], data_start: int, size: int) -> None:
+def _require_exact_fill(name: str, tensors: Mapping[str, StoredTensor], data_start: int, size: int) -> None:
     position = data_start
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.end)):
         if tensor.start != position:
-            raise BrokenWeights(
-                "its bytes overlap others or leave a hole", file=path.name, tensor=tensor.name
-            )
+            raise BrokenWeights("its bytes overlap others or leave a hole", file=name, tensor=tensor.name)
         position = tensor.end
     if position != size:
-        raise BrokenWeights(
-            f"is truncated or too long: {size} bytes, its header says {position}", file=path.name
-        )
+        raise BrokenWeights(f"is truncated or too long: {size} bytes, its header says {position}", file=name)

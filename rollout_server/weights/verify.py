@@ -7,17 +7,20 @@ files ────────────────────────�
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rollout_queue.contract.policy import MANIFEST, STABLE, FileSpec, Manifest, sha256_of
-from rollout_server.weights.safetensors_file import BrokenWeights, StoredTensor, read_header, require_finite
+from rollout_queue.contract.policy import MANIFEST, STABLE, FileSpec, Manifest
+from rollout_server.weights.file_check import WEIGHTS_SUFFIX, CheckedFile, check_path
+from rollout_server.weights.safetensors_file import BrokenWeights, StoredTensor, read_header
 
-WEIGHTS_SUFFIX = ".safetensors"
+THREADS = 4
+"""How many files are read at once."""
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
@@ -82,30 +85,31 @@ def read_manifest(text: bytes, version: int) -> Manifest:
     return manifest
 
 
-def verify_directory(directory: Path, manifest: Manifest, expected: ExpectedModel) -> None:
+def verify_directory(
+    directory: Path,
+    manifest: Manifest,
+    expected: ExpectedModel,
+    checked: Mapping[str, CheckedFile] | None = None,
+    ended: Callable[[], bool] = lambda: False,
+) -> None:
     """Raises BrokenWeights unless the files in `directory` fit the manifest and the engine's model, and hold
-    finite numbers only."""
-    headers: dict[str, dict[str, StoredTensor]] = {}
-    for spec in manifest.files:
-        _verify_bytes(directory / spec.name, spec)
-        if spec.name.endswith(WEIGHTS_SUFFIX):
-            headers[spec.name] = read_header(directory / spec.name)
-            _verify_against_manifest(spec, headers[spec.name])
+    finite numbers only. Files that were `checked` while they arrived are not read again. Raises CheckEnded
+    once `ended` returns True."""
+    known = checked or {}
+    unread = [spec for spec in manifest.files if spec.name not in known]
+    with ThreadPoolExecutor(min(len(unread), THREADS) or 1) as threads:
+        read = list(threads.map(lambda spec: check_path(directory / spec.name, spec, ended), unread))
+    by_name = {**known, **{file.name: file for file in read}}
+    weights = [spec for spec in manifest.files if spec.name.endswith(WEIGHTS_SUFFIX)]
+    headers = {spec.name: by_name[spec.name].tensors for spec in weights}
+    for spec in weights:
+        _verify_against_manifest(spec, headers[spec.name])
     _verify_against_model(headers, expected)
     _verify_index(directory, headers)
     _verify_config(directory, expected)
-    for name, tensors in headers.items():
-        require_finite(directory / name, tensors)
-
-
-def _verify_bytes(path: Path, spec: FileSpec) -> None:
-    if not path.is_file() or path.is_symlink():
-        raise BrokenWeights("is missing", file=spec.name)
-    size = path.stat().st_size
-    if size != spec.size:
-        raise BrokenWeights(f"has {size} bytes, the manifest says {spec.size}", file=spec.name)
-    if sha256_of(path) != spec.sha256.lower():
-        raise BrokenWeights("its SHA-256 is not the manifest's", file=spec.name)
+    for spec in weights:
+        if (tensor := by_name[spec.name].infinite) is not None:
+            raise BrokenWeights("holds infinity or NaN", file=spec.name, tensor=tensor)
 
 
 def _verify_against_manifest(spec: FileSpec, header: Mapping[str, StoredTensor]) -> None:

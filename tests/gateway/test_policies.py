@@ -521,7 +521,8 @@ def test_a_trainer_removes_the_files_of_versions_that_nothing_needs(
             wait_until(lambda v=version: [server.version for server in servers] == [v, v])  # type: ignore[misc]
         on_disk = trainer.publisher.versions()
     assert sorted(listed(gateway)) == [0, *on_disk]
-    assert on_disk == [3, 4, 5, 6, 7, 8], "when 8 was announced, 7 was served, and the four before it"
+    # When the files were removed, 7 was served, or 8 was already; and the four before it may answer calls.
+    assert on_disk in ([3, 4, 5, 6, 7, 8], [4, 5, 6, 7, 8])
 
 
 def test_an_announced_version_is_pushed_while_the_caller_goes_on(

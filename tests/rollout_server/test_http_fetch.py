@@ -81,3 +81,50 @@ async def test_all_but_the_probes_need_an_admin_key(harness: Harness) -> None:
     assert (await harness.http.get("/status")).status_code == 401
     for path in ("/reload", "/drain", "/resume"):
         assert (await harness.http.post(path, json={})).status_code == 401
+
+
+class BreakingSource:
+    """Serves a directory, and breaks each connection after `bytes_each` bytes of a file."""
+
+    def __init__(self, url: str, directory: Path, bytes_each: int, *, ranges: bool) -> None:
+        self.url, self.directory = url, directory
+        self.bytes_each, self.ranges = bytes_each, ranges
+        self.asked: list[str | None] = []
+
+    async def handle(self, request: httpx.Request) -> httpx.Response:
+        name = str(request.url).removeprefix(f"{self.url}/")
+        content = (self.directory / name).read_bytes()
+        if not name.endswith(".safetensors"):
+            return httpx.Response(200, content=content)
+        asked = request.headers.get("range")
+        self.asked.append(asked)
+        start = int(asked.removeprefix("bytes=").rstrip("-")) if asked and self.ranges else 0
+        end = start + self.bytes_each if self.ranges else self.bytes_each * len(self.asked)
+
+        async def broken() -> AsyncIterator[bytes]:
+            yield content[start:end]
+            if end < len(content):
+                raise httpx.ReadError("the connection broke")
+
+        return httpx.Response(206 if start else 200, content=broken())
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+async def test_a_download_that_breaks_goes_on_where_it_broke(harness: Harness, ranges: bool) -> None:
+    directory = harness.policy(1)
+    size = (directory / "model.safetensors").stat().st_size
+    source = BreakingSource(f"{TRAINER}/weights/1", directory, size // 3, ranges=ranges)
+    harness.network.source = source.handle
+    assert (await harness.reload(1, source.url)).status_code == 200
+    third = size // 3
+    assert source.asked == [None, *(f"bytes={n * third}-" for n in range(1, -(-size // third)))]
+    kept = next(harness.directory.glob("weights/own/v00000001-*/model.safetensors"))
+    assert kept.read_bytes() == (directory / "model.safetensors").read_bytes()
+
+
+async def test_a_download_that_brings_nothing_more_fails(harness: Harness) -> None:
+    source = BreakingSource(f"{TRAINER}/weights/1", harness.policy(1), 0, ranges=True)
+    harness.network.source = source.handle
+    answer = await harness.reload(1, source.url)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "storage_unavailable")
+    assert len(source.asked) <= 6

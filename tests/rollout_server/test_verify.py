@@ -1,8 +1,11 @@
 """A set of weights is verified before an engine loads it, and each fault is named."""
 
 import contextlib
+import hashlib
 import json
+import math
 import struct
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout_queue.contract.policy import FileSpec
+from rollout_server.weights.file_check import CheckEnded, FileCheck, check_path
 from rollout_server.weights.safetensors_file import BrokenWeights, read_header, weights_differ
 from rollout_server.weights.verify import ExpectedModel, read_manifest, verify_directory
 from tests.support.rollout_server.weights import (
@@ -251,3 +256,50 @@ def test_weights_differ_by_value_not_by_layout(model: Path, pushed: Path) -> Non
 
 def test_an_engine_that_rounds_may_hold_equal_weights_for_both(model: Path, pushed: Path) -> None:
     assert not weights_differ(model, pushed, float32_engine=False)
+
+
+# One pass over the bytes, in pieces of any size
+
+
+def file_of(values: list[float], dtype: str) -> tuple[bytes, FileSpec]:
+    """A file with two tensors of these values, and what its manifest says."""
+    pattern = {"F32": "<f", "F16": "<e"}[dtype]
+    raw = b"".join(struct.pack(pattern, value) for value in values)
+    half = len(values) // 2 * struct.calcsize(pattern)
+    ones, twos = len(values) // 2, len(values) - len(values) // 2
+    tensors = {"one": (dtype, [ones], raw[:half]), "two": (dtype, [twos], raw[half:])}
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / WEIGHTS
+        write_safetensors(path, tensors)
+        content = path.read_bytes()
+    return content, FileSpec(WEIGHTS, len(content), hashlib.sha256(content).hexdigest())
+
+
+@given(
+    st.lists(st.floats(width=16), min_size=2, max_size=12),
+    st.sampled_from(["F32", "F16"]),
+    st.lists(st.integers(1, 40), min_size=1, max_size=30),
+)
+def test_pieces_of_any_size_give_the_same_result(values: list[float], dtype: str, sizes: list[int]) -> None:
+    content, spec = file_of(values, dtype)
+    check, position, turn = FileCheck(spec), 0, 0
+    while position < len(content):
+        piece = content[position : position + sizes[turn % len(sizes)]]
+        check.feed(piece)
+        position, turn = position + len(piece), turn + 1
+    checked = check.finish()
+    assert {name: tensor.shape for name, tensor in checked.tensors.items()} == {
+        "one": (len(values) // 2,),
+        "two": (len(values) - len(values) // 2,),
+    }
+    parts = {"one": values[: len(values) // 2], "two": values[len(values) // 2 :]}
+    infinite = [name for name, part in parts.items() if not all(map(math.isfinite, part))]
+    assert checked.infinite == (infinite[0] if infinite else None)
+
+
+def test_a_check_ends_when_nobody_waits_for_it(pushed: Path) -> None:
+    content = (pushed / WEIGHTS).read_bytes()
+    spec = FileSpec(WEIGHTS, len(content), hashlib.sha256(content).hexdigest())
+    assert check_path(pushed / WEIGHTS, spec).infinite is None
+    with pytest.raises(CheckEnded):
+        check_path(pushed / WEIGHTS, spec, lambda: True)

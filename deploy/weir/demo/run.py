@@ -75,7 +75,7 @@ def run(settings: StackSettings, seed: int) -> int:
         "episodes": len(record.episodes),
         "failed_episodes": record.failures,
         "steps": len(snapshot.steps),
-        "versions_served": versions,
+        "versions_served": sorted(versions),
         "sessions_by_verdict": verdicts,
         "abs_logp": [step.get("mismatch/abs_logp") for step in snapshot.steps],
         "model_made": made,

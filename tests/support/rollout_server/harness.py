@@ -1,5 +1,6 @@
 """A rollout server with a fake engine behind it, and its HTTP interface in front."""
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,13 @@ class FakeNetwork:
     def __init__(self) -> None:
         self.requests: list[httpx.Request] = []
         self.answers: dict[str, httpx.Response] = {}
+        self.source: Callable[[httpx.Request], Awaitable[httpx.Response]] | None = None
+        """Answers every request, if it is set."""
 
     async def handle(self, request: httpx.Request) -> httpx.Response:
         self.requests.append(request)
+        if self.source is not None:
+            return await self.source(request)
         answer = self.answers.get(str(request.url))
         if answer is None:
             raise httpx.ConnectError("nobody listens")

@@ -1,0 +1,152 @@
+"""The cost of a push: how long the trainer and a server stand still, and CPU time per GB of weights.
+
+python -m bench.push [GB …]     sizes of the weights; 0.1 and 1 by default
+
+The weights are random, in bfloat16. The engine is a double that loads in no time, so the pause is what the
+rollout server adds to the engine's own load.
+"""
+
+import asyncio
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import torch
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.staticfiles import StaticFiles
+
+from rollout_server.server import RolloutServer
+from rollout_server.settings import RolloutServerSettings
+from rollout_server.weights.policy import WantedPolicy
+from tests.support.rollout_server.fakes import FakeEngine
+from tests.support.serving import serving
+from trainer_service.model.export import ExportTensor
+from trainer_service.model.snapshot import take_snapshot
+from trainer_service.storage.policy_store import PolicyStore
+
+GB = 10**9
+COLUMNS = (
+    "GB",
+    "trainer blocked, s",
+    "writing, s",
+    "trainer's CPU, s/GB",
+    "preparing files, s",
+    "server's CPU, s/GB",
+    "preparing over HTTP, s",
+    "pause without the load, ms",
+)
+TENSOR_VALUES = 4096 * 4096
+
+
+@dataclass
+class Spent:
+    """Wall-clock and CPU seconds of a block."""
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+
+
+@contextmanager
+def spent() -> Iterator[Spent]:
+    found = Spent()
+    wall_s, cpu_s = time.perf_counter(), _cpu_s()
+    yield found
+    found.wall_s, found.cpu_s = time.perf_counter() - wall_s, _cpu_s() - cpu_s
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+class InstantEngine(FakeEngine):
+    """An engine whose checksums and loads take no time."""
+
+    @property
+    def checksum(self) -> str:
+        return str(self.directory)
+
+
+def random_weights(size_bytes: float) -> dict[str, torch.Tensor]:
+    values = int(size_bytes / 2)
+    torch.manual_seed(0)
+    sizes = [TENSOR_VALUES] * (values // TENSOR_VALUES) + [values % TENSOR_VALUES]
+    return {f"layer.{n}.weight": torch.randn(size).bfloat16() for n, size in enumerate(sizes) if size}
+
+
+def measure(gigabytes: float, directory: Path) -> list[str]:
+    """One row of the table."""
+    weights = random_weights(gigabytes * GB)
+    tensors = [ExportTensor.of(name, tensor) for name, tensor in weights.items()]
+    dtypes = {name: tensor.dtype for name, tensor in weights.items()}
+    base = directory / "base"
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    store = PolicyStore(directory / "policies", base, keep=2)
+    with spent() as blocked:
+        snapshot = take_snapshot(tensors, dtypes, keep=True)
+    with spent() as written:
+        version = store.write(1, 1, snapshot.write)
+    initial = store.write(0, 0, snapshot.write)
+    del snapshot, tensors
+    with serving(Starlette(routes=[Mount("/", StaticFiles(directory=directory / "policies"))])) as source:
+        file, pause_s = asyncio.run(pushed(directory, initial, version.as_uri()))
+        http, _ = asyncio.run(pushed(directory, initial, f"{source}/{version.name}", source))
+    return [
+        f"{gigabytes:g}",
+        f"{blocked.wall_s:.2f}",
+        f"{written.wall_s:.2f}",
+        f"{(blocked.cpu_s + written.cpu_s) / gigabytes:.2f}",
+        f"{file.wall_s:.2f}",
+        f"{file.cpu_s / gigabytes:.2f}",
+        f"{http.wall_s:.2f}",
+        f"{1000 * pause_s:.0f}",
+    ]
+
+
+async def pushed(directory: Path, model: Path, location: str, source: str = "") -> tuple[Spent, float]:
+    """What preparing the version takes on a rollout server, and how long its engine then pauses."""
+    settings = RolloutServerSettings(
+        model_path=model,
+        weights_dir=directory / "weights",
+        locations=[str(directory), *([source] if source else [])],
+        drain_timeout_s=0,
+    )
+    engine = InstantEngine()
+    server = RolloutServer(
+        settings,
+        httpx.AsyncClient(transport=httpx.MockTransport(engine.handle), base_url="http://engine"),
+        httpx.AsyncClient(timeout=60),
+        engine.start,
+        settings.weights_dir / "own",
+        float32_engine=False,
+    )
+    await server.open()
+    await server.engine.wait_until_serving(60)
+    wanted = WantedPolicy(1, location)
+    with spent() as prepared:
+        await server.reloader.prefetch(wanted)
+    seconds = await server.reloader.reload(wanted)
+    await server.close()
+    shutil.rmtree(settings.weights_dir)
+    return prepared, seconds.paused
+
+
+def main(arguments: list[str]) -> None:
+    print(f"| {' | '.join(COLUMNS)} |")
+    print("|" + "---|" * len(COLUMNS))
+    for gigabytes in [float(argument) for argument in arguments] or [0.1, 1.0]:
+        with tempfile.TemporaryDirectory() as directory:
+            print(f"| {' | '.join(measure(gigabytes, Path(directory)))} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

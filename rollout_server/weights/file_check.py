@@ -1,0 +1,152 @@
+"""Checks one file of a policy in a single pass over its bytes, as they arrive or as they are read.
+
+bytes ─▶ SHA-256
+     └─▶ safetensors header ─▶ tensors ─▶ every float finite?
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rollout_queue.contract.policy import FileSpec
+from rollout_server.weights.safetensors_file import (
+    EXPONENT_MASKS,
+    ITEM_BYTES,
+    BrokenWeights,
+    StoredTensor,
+    header_bytes,
+    parse_header,
+)
+
+WEIGHTS_SUFFIX = ".safetensors"
+READ_BYTES = 4 * 2**20
+SCAN_ITEMS = 2**17
+"""How many values are tested at once: they stay in the processor's cache."""
+
+
+class CheckEnded(Exception):
+    """Nobody waits for the result any more."""
+
+
+@dataclass(frozen=True)
+class CheckedFile:
+    """A file whose size and digest are those of the manifest."""
+
+    name: str
+    tensors: Mapping[str, StoredTensor]
+    infinite: str | None = None
+    """The first tensor that holds an infinity or a NaN."""
+
+
+class FileCheck:
+    """The check of one file. Its bytes are fed in order."""
+
+    def __init__(self, spec: FileSpec) -> None:
+        self._spec = spec
+        self._digest = hashlib.sha256()
+        self._size = 0
+        self._header = bytearray()
+        self._left: list[StoredTensor] | None = None
+        """The tensors whose bytes are not all here, the next one last; None before the header is read."""
+        self._tensors: dict[str, StoredTensor] = {}
+        self._carry = b""
+        """The first bytes of a value whose other bytes have not come yet."""
+        self._fault: BrokenWeights | None = None
+        self._infinite: str | None = None
+        self._scans = spec.name.endswith(WEIGHTS_SUFFIX)
+
+    @property
+    def size(self) -> int:
+        """How many bytes were fed."""
+        return self._size
+
+    def feed(self, data: bytes | memoryview) -> None:
+        """Take the next bytes."""
+        view = memoryview(data)
+        self._digest.update(view)
+        position, self._size = self._size, self._size + len(view)
+        if not self._scans or self._fault is not None:
+            return
+        if self._left is None:
+            rest = self._take_header(view)
+            position, view = position + len(view) - len(rest), rest
+        while view and self._left:
+            tensor = self._left[-1]
+            piece = view[: tensor.end - position]
+            self._scan(tensor, piece)
+            position, view = position + len(piece), view[len(piece) :]
+            if position == tensor.end:
+                self._left.pop()
+                self._carry = b""
+
+    def finish(self) -> CheckedFile:
+        """The result, once all bytes were fed. Raises BrokenWeights."""
+        spec = self._spec
+        if self._size != spec.size:
+            raise BrokenWeights(f"has {self._size} bytes, the manifest says {spec.size}", file=spec.name)
+        if self._digest.hexdigest() != spec.sha256.lower():
+            raise BrokenWeights("its SHA-256 is not the manifest's", file=spec.name)
+        if self._scans and self._left is None and self._fault is None:
+            self._fault = BrokenWeights("is truncated: its header is not complete", file=spec.name)
+        if self._fault is not None:
+            raise self._fault
+        return CheckedFile(spec.name, self._tensors, self._infinite)
+
+    def _take_header(self, view: memoryview) -> memoryview:
+        """Collect the header. Returns the bytes that follow it."""
+        try:
+            wanted = header_bytes(self._header, self._spec.size, self._spec.name)
+            while len(self._header) < wanted and view:
+                missing = wanted - len(self._header)
+                self._header += view[:missing]
+                view = view[missing:]
+                wanted = header_bytes(self._header, self._spec.size, self._spec.name)
+            if len(self._header) == wanted:
+                text = bytes(self._header[8:])
+                self._tensors = parse_header(text, self._spec.size, self._spec.name)
+                self._left = sorted(self._tensors.values(), key=lambda each: -each.start)
+                self._left = [each for each in self._left if each.end > each.start]
+                self._header = bytearray()
+        except BrokenWeights as error:
+            self._fault = error
+        return view
+
+    def _scan(self, tensor: StoredTensor, piece: memoryview) -> None:
+        if self._infinite is not None:
+            return
+        item_bytes, mask = ITEM_BYTES[tensor.dtype], EXPONENT_MASKS[tensor.dtype]
+        if self._carry:
+            taken = item_bytes - len(self._carry)
+            self._carry += bytes(piece[:taken])
+            piece = piece[taken:]
+            if len(self._carry) < item_bytes:
+                return
+            whole, self._carry = self._carry, b""
+            if int.from_bytes(whole, "little") & mask == mask:
+                self._infinite = tensor.name
+        count = len(piece) // item_bytes
+        bits = np.frombuffer(piece, dtype=f"<u{item_bytes}", count=count)
+        self._carry = bytes(piece[count * item_bytes :])
+        for start in range(0, count, SCAN_ITEMS):
+            if np.any((bits[start : start + SCAN_ITEMS] & mask) == mask):
+                self._infinite = tensor.name
+                return
+
+
+def check_path(path: Path, spec: FileSpec, ended: Callable[[], bool] = lambda: False) -> CheckedFile:
+    """Check a file on the disk. Raises BrokenWeights, OSError, and CheckEnded once `ended` returns True."""
+    if not path.is_file() or path.is_symlink():
+        raise BrokenWeights("is missing", file=spec.name)
+    size = path.stat().st_size
+    if size != spec.size:
+        raise BrokenWeights(f"has {size} bytes, the manifest says {spec.size}", file=spec.name)
+    check, buffer = FileCheck(spec), bytearray(READ_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            if ended():
+                raise CheckEnded
+            check.feed(memoryview(buffer)[:count])
+    return check.finish()

@@ -29,10 +29,13 @@ from rollout_server.weights.policy import WantedPolicy
 from tests.support.rollout_server.fakes import FakeEngine
 from tests.support.serving import serving
 from trainer_service.model.export import ExportTensor
-from trainer_service.model.snapshot import take_snapshot
+from trainer_service.model.snapshot import HostTensor, WeightSnapshot, take_snapshot
+from trainer_service.storage.delta_files import write_delta
 from trainer_service.storage.policy_store import PolicyStore
 
 GB = 10**9
+CHANGED = (0.015, 0.12)
+"""The shares of values that a step at a learning rate of 1e-6, and of 1e-5, changes in bfloat16."""
 COLUMNS = (
     "GB",
     "trainer blocked, s",
@@ -42,6 +45,10 @@ COLUMNS = (
     "server's CPU, s/GB",
     "preparing over HTTP, s",
     "pause without the load, ms",
+    "changes, 1.5 %",
+    "CPU, s/GB",
+    "changes, 12 %",
+    "CPU, s/GB",
 )
 TENSOR_VALUES = 4096 * 4096
 
@@ -96,7 +103,19 @@ def measure(gigabytes: float, directory: Path) -> list[str]:
     with spent() as written:
         version = store.write(1, 1, snapshot.write)
     initial = store.write(0, 0, snapshot.write)
-    del snapshot, tensors
+    changed = directory / "changed"
+    changed.mkdir()
+    rows = []
+    for share in CHANGED:
+        moved = WeightSnapshot([moved_by(share, each) for each in snapshot.tensors])
+        moved.write(changed)
+        with spent() as encoded:
+            files = write_delta(changed, version)
+        rows += [
+            f"{sum(file.size for file in files) / (gigabytes * GB):.1%}",
+            f"{encoded.cpu_s / gigabytes:.1f}",
+        ]
+    del snapshot, tensors, moved
     with serving(Starlette(routes=[Mount("/", StaticFiles(directory=directory / "policies"))])) as source:
         file, pause_s = asyncio.run(pushed(directory, initial, version.as_uri()))
         http, _ = asyncio.run(pushed(directory, initial, f"{source}/{version.name}", source))
@@ -109,7 +128,15 @@ def measure(gigabytes: float, directory: Path) -> list[str]:
         f"{file.cpu_s / gigabytes:.2f}",
         f"{http.wall_s:.2f}",
         f"{1000 * pause_s:.0f}",
+        *rows,
     ]
+
+
+def moved_by(share: float, tensor: HostTensor) -> HostTensor:
+    """The tensor after a step that moves a share of its values to a neighbouring value."""
+    bits = tensor.value.view(torch.int16)
+    steps = torch.where(torch.rand(bits.shape) < share, torch.randint(0, 2, bits.shape) * 2 - 1, 0)
+    return HostTensor(tensor.name, (bits + steps.to(torch.int16)).view(torch.bfloat16))
 
 
 async def pushed(directory: Path, model: Path, location: str, source: str = "") -> tuple[Spent, float]:

@@ -10,13 +10,14 @@ allowed? newer? ─▶ fetch ─▶ verify ─▶ pause ─▶ load ─▶ prove
 import asyncio
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from time import monotonic
 
 import msgspec
 
-from rollout_queue.contract.policy import MANIFEST
+from rollout_queue.contract.policy import MANIFEST, Manifest
 from rollout_server.engine.control import EngineFailed
 from rollout_server.engine.engine import Engine
 from rollout_server.errors import (
@@ -29,6 +30,7 @@ from rollout_server.errors import (
 from rollout_server.metrics import RolloutMetrics
 from rollout_server.settings import RolloutServerSettings
 from rollout_server.weights.fetch import Fetcher, WeightsStore, manifest_digest
+from rollout_server.weights.file_check import CheckedFile
 from rollout_server.weights.locations import FileLocation, HttpLocation, parse_location
 from rollout_server.weights.policy import LocalPolicy, WantedPolicy
 from rollout_server.weights.safetensors_file import BrokenWeights, weights_differ
@@ -182,7 +184,7 @@ class Reloader:
             return kept
         part = self._store.begin(wanted.version)
         try:
-            checked = await self._fetcher.files(place, manifest, part)
+            checked = await self._files(place, manifest, part)
             (part / MANIFEST).write_bytes(text)
             seconds.fetch, began_at = monotonic() - began_at, monotonic()
             await self._store.verify(part, manifest, checked)
@@ -192,6 +194,24 @@ class Reloader:
         finally:
             shutil.rmtree(part, ignore_errors=True)
         return LocalPolicy(wanted.version, target, digest)
+
+    async def _files(
+        self, place: FileLocation | HttpLocation, manifest: Manifest, part: Path
+    ) -> Mapping[str, CheckedFile]:
+        """Fetch the files of a version: as changes, if they come over a network and their base is here."""
+        delta = manifest.delta
+        if delta is not None and isinstance(place, HttpLocation):
+            base = self._store.path_of(delta.base_version, delta.base_manifest_sha256)
+            try:
+                if base.exists():
+                    await asyncio.to_thread(
+                        self._store.verify_again, base, delta.base_version, delta.base_manifest_sha256
+                    )
+                    return await self._fetcher.changed_files(place, manifest, delta, base, part)
+            except (BrokenWeights, OSError) as error:
+                logger.warning("version %d is fetched whole: %s", manifest.version, error)
+                self._store.begin(manifest.version)
+        return await self._fetcher.files(place, manifest, part)
 
     async def _kept(self, version: int, digest: str, seconds: Seconds) -> LocalPolicy | None:
         """The policy of this content, if an earlier reload has left its files here and they are unchanged."""

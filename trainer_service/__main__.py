@@ -83,7 +83,8 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
     """Build the trainer's parts, and train until told to stop."""
     registry = CollectorRegistry()
     checkpoints = Checkpoints(settings.checkpoint_dir, settings.keep_checkpoints)
-    store = PolicyStore(settings.policies_dir, settings.model_path, settings.keep_policies)
+    anchor_every = settings.anchor_every if settings.transport == "delta" else None
+    store = PolicyStore(settings.policies_dir, settings.model_path, settings.keep_policies, anchor_every)
     app = create_app(shared_state, checkpoints.ledger, store, keyring, registry)
     logger.info("algorithm %s", settings.algorithm.model_dump_json())
     redis = connect(settings.redis_url)

@@ -100,6 +100,11 @@ class TrainerSettings(ServiceSettings, ModelSettings):
     publish_every_steps: int = Field(1, ge=1)
     keep_checkpoints: int = Field(2, ge=2)
     keep_policies: int = Field(4, ge=2)
+    transport: Literal["files", "delta"] = "files"
+    """How versions travel to rollout servers over HTTP (`publish_url`). files: whole. delta: a server with
+    the former version fetches the changes only, and makes the same files of them."""
+    anchor_every: int = Field(10, ge=2)
+    """With `delta`, every so many versions one is published without changes."""
     initial_version: int = Field(0, ge=0)
     """The version number of the weights in `model_path`."""
     push_timeout_s: float = Field(600.0, gt=0)

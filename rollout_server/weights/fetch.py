@@ -8,15 +8,16 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from threading import Event
 
 import httpx
 
-from rollout_queue.contract.policy import MANIFEST, STABLE, FileSpec, Manifest
+from rollout_queue.contract.policy import MANIFEST, STABLE, FileSpec, Manifest, WeightDelta
 from rollout_server.errors import WeightsUnavailable
+from rollout_server.weights.delta import apply_delta, tensors_of
 from rollout_server.weights.file_check import CheckedFile, FileCheck
 from rollout_server.weights.locations import FileLocation, HttpLocation, is_under
 from rollout_server.weights.safetensors_file import BrokenWeights
@@ -140,13 +141,43 @@ class Fetcher:
             for spec in manifest.files:
                 await asyncio.to_thread(_link_or_copy, location, spec, into / spec.name)
             return {}
+        return await self._downloads(location, manifest.files, into)
+
+    async def changed_files(
+        self, location: HttpLocation, manifest: Manifest, delta: WeightDelta, base: Path, into: Path
+    ) -> dict[str, CheckedFile]:
+        """As `files`, but the weights are made of the version in `base` and the files of changes.
+
+        Raises BrokenWeights if they do not fit each other, WeightsUnavailable, OSError.
+        """
+        made = {file.target: file for file in delta.files}
+        others = [spec for spec in manifest.files if spec.name not in made]
+        changes = [FileSpec(file.name, file.size, file.sha256) for file in delta.files]
+        checked = await self._downloads(location, [*others, *changes], into)
+        tensors, ended = await asyncio.to_thread(tensors_of, base), Event()
+        try:
+            for spec in manifest.files:
+                if (file := made.get(spec.name)) is not None:
+                    checked[spec.name] = await asyncio.to_thread(
+                        apply_delta, into / file.name, tensors, spec, into / spec.name, ended.is_set
+                    )
+        finally:
+            ended.set()
+        for file in delta.files:
+            (into / file.name).unlink()
+            del checked[file.name]
+        return checked
+
+    async def _downloads(
+        self, location: HttpLocation, specs: Sequence[FileSpec], into: Path
+    ) -> dict[str, CheckedFile]:
         slots = asyncio.Semaphore(DOWNLOADS)
         async with _failing_as_one() as group:
             tasks = [
                 group.create_task(self._download_file(location, spec, into / spec.name, slots))
-                for spec in manifest.files
+                for spec in specs
             ]
-        return {spec.name: task.result() for spec, task in zip(manifest.files, tasks, strict=True)}
+        return {spec.name: task.result() for spec, task in zip(specs, tasks, strict=True)}
 
     async def _download_file(
         self, location: HttpLocation, spec: FileSpec, target: Path, slots: asyncio.Semaphore

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from rollout_queue.contract.delta import DELTA_SUFFIX
 from rollout_queue.contract.policy import MANIFEST, STABLE, FileSpec, Manifest
 from rollout_server.weights.file_check import WEIGHTS_SUFFIX, CheckedFile, check_path
 from rollout_server.weights.safetensors_file import BrokenWeights, StoredTensor, read_header
@@ -80,6 +81,9 @@ def read_manifest(text: bytes, version: int) -> Manifest:
             raise BrokenWeights(f"names {name!r}, which no policy may contain", file=MANIFEST)
     if len(set(names)) != len(names):
         raise BrokenWeights("names a file twice", file=MANIFEST)
+    for file in manifest.delta.files if manifest.delta else []:
+        if not FILE_NAME.fullmatch(file.name) or not file.name.endswith(DELTA_SUFFIX):
+            raise BrokenWeights(f"names {file.name!r}, which is no file of changes", file=MANIFEST)
     if not any(name.endswith(WEIGHTS_SUFFIX) for name in names):
         raise BrokenWeights(f"names no {WEIGHTS_SUFFIX} file", file=MANIFEST)
     return manifest

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from rollout_queue.contract.policy import MANIFEST, STABLE, FileSpec, Manifest, sha256_of
+from rollout_queue.contract.policy import MANIFEST, STABLE, FileSpec, Manifest, WeightDelta, sha256_of
 from trainer_service.model.huggingface import copy_small_files
+from trainer_service.storage.delta_files import write_delta
 from trainer_service.storage.disk import written
 from trainer_service.storage.files import sync_directory, sync_tree
 
@@ -25,7 +26,10 @@ ASIDE = ".tmp"
 class PolicyStore:
     """Writes, lists and removes the published versions in one directory."""
 
-    def __init__(self, directory: Path, model_path: Path, keep: int) -> None:
+    def __init__(self, directory: Path, model_path: Path, keep: int, anchor_every: int | None = None) -> None:
+        """With `anchor_every`, versions also have their changes against the one before, except each
+        `anchor_every`th."""
+        self._anchor_every = anchor_every
         self.directory = directory
         self._model_path = model_path
         self._keep = keep
@@ -60,13 +64,26 @@ class PolicyStore:
         copy_small_files(self._model_path, aside)
         files = [_small_file(path) for path in sorted(aside.iterdir())]
         files += write_weights(aside)
-        manifest = Manifest(version=version, step=step, files=files)
+        manifest = Manifest(version=version, step=step, files=files, delta=self._delta(version, aside))
         (aside / MANIFEST).write_bytes(msgspec.json.encode(manifest))
         sync_tree(aside)
         aside.rename(final)
         (final / STABLE).touch()
         sync_tree(final)
         sync_directory(self.directory)
+
+    def _delta(self, version: int, aside: Path) -> WeightDelta | None:
+        """Write the changes against the version before, if there is one and no anchor is due."""
+        earlier = [each for each in self.versions() if each < version]
+        if self._anchor_every is None or not earlier:
+            return None
+        base = self.path_of(earlier[-1])
+        text = (base / MANIFEST).read_bytes()
+        before = msgspec.json.decode(text, type=Manifest)
+        chain = 1 + (before.delta.chain if before.delta is not None else 0)
+        if chain >= self._anchor_every:
+            return None
+        return WeightDelta(before.version, hashlib.sha256(text).hexdigest(), chain, write_delta(aside, base))
 
     def outdated(self, best: int | None = None) -> list[int]:
         """The versions that may be removed: all but the last `keep` versions, and `best`."""

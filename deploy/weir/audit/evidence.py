@@ -48,7 +48,7 @@ def gather(sources: Sources, answers: Sequence[ClientAnswer] = ()) -> Evidence:
                 counts_after=_counts(redis, keys.VERDICTS),
                 forgotten_before=forgotten_before,
                 forgotten_after=_counts(redis, keys.FORGOTTEN),
-                policies=frozenset(int(version) for version in _reply(redis.hkeys(keys.POLICIES))),
+                policies=_policies(redis),
                 dead_letters=dead_letters,
                 tombstones=_tombstones(redis),
                 ledger=read_ledger(sources.trainer_url, sources.admin_key, sources.checkpoint_dir),
@@ -179,6 +179,12 @@ def _dead_letters(redis: Redis) -> Mapping[bytes, str]:
 def _tombstones(redis: Redis) -> Mapping[str, Tombstone]:
     found: Iterator[tuple[bytes, bytes]] = redis.hscan_iter(keys.DELETED, count=NAMES)
     return {name.decode(): decode_tombstone(value) for name, value in found}
+
+
+def _policies(redis: Redis) -> frozenset[int]:
+    """Every version that was registered, with files or without."""
+    versions = [*_reply(redis.hkeys(keys.POLICIES)), *_reply(redis.smembers(keys.REMOVED))]
+    return frozenset(map(int, versions))
 
 
 def _counts(redis: Redis, key: str) -> Mapping[str, int]:

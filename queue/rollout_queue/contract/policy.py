@@ -32,12 +32,33 @@ class FileSpec(msgspec.Struct, frozen=True):
     tensors: list[TensorSpec] = []
 
 
+class DeltaFile(msgspec.Struct, frozen=True):
+    """A file of changes (`delta.py`), from which a server makes the file `target` of the version."""
+
+    name: str
+    size: int
+    sha256: str
+    target: str
+
+
+class WeightDelta(msgspec.Struct, frozen=True):
+    """The version's weights as changes against another version, for servers that have that one."""
+
+    base_version: int
+    base_manifest_sha256: str
+    chain: int
+    """How many versions in a row were published with changes; the first one counts 1."""
+    files: list[DeltaFile]
+
+
 class Manifest(msgspec.Struct, frozen=True):
-    """The content of a policy directory. `step` is the optimizer step that made the weights."""
+    """The content of a policy directory. `step` is the optimizer step that made the weights. A version with a
+    `delta` has all of its own files, too."""
 
     version: int
     step: int
     files: list[FileSpec]
+    delta: WeightDelta | None = None
 
 
 class PolicyRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -41,8 +41,10 @@ async def refresh_fleet(gateway: GatewayParts) -> None:
 
 async def drive_pushes(gateway: GatewayParts) -> None:
     """Bring every rollout server to the version that it is to serve, if no other gateway does."""
-    await gateway.push_driver.step()
-    await gateway.push_driver.wait(gateway.settings.poll_every_s)
+    try:
+        await gateway.push_driver.step()
+    finally:
+        await gateway.push_driver.wait(gateway.settings.poll_every_s)
 
 
 async def watch_silence(gateway: GatewayParts) -> None:

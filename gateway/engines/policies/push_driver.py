@@ -142,7 +142,7 @@ class PushDriver:
             await self._prove(attempts)
         elif attempts.noted.state != "refused" and time.monotonic() >= attempts.next_at:
             attempts.task = asyncio.create_task(self._bring(server, attempts), name=f"push to {server.id}")
-            attempts.task.add_done_callback(lambda _: self.wake())
+            attempts.task.add_done_callback(self._bring_ended)
         self._measure_capacity()
 
     async def _bring(self, server: FleetServer, attempts: Attempts) -> None:
@@ -181,6 +181,11 @@ class PushDriver:
             return loaded
         finally:
             server.pushing = False
+
+    def _bring_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s failed", task.get_name(), exc_info=error)
+        self.wake()
 
     def _serves(self, server: FleetServer, attempts: Attempts) -> bool:
         """Whether the server is known to serve the content of the order's version."""

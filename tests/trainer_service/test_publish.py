@@ -10,9 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from rollout_queue.contract.policy import FileSpec, sha256_of
+from rollout_queue.protocol.policies import PolicyDetail
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.waiting import PATIENCE_S
 from trainer_service.model.snapshot import WeightSnapshot
+from trainer_service.publishing import publisher
+from trainer_service.publishing.gateway_client import GatewayClient, GatewayUnavailable
 from trainer_service.status.heartbeat import Stopped
 
 
@@ -148,16 +151,61 @@ def test_the_training_goes_on_while_a_version_is_written(
     assert not all(torch.equal(written[name], harness.weights()[name]) for name in written)
 
 
+def test_a_trainer_that_is_told_to_stop_does_not_wait_for_a_version_that_is_written(
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    with ThreadPoolExecutor(1) as executor:
+        harness = make_harness(executor=executor).start()
+        harness.step("a")
+        assert gate.waiting.wait(PATIENCE_S)
+        harness.shared_state.stop()
+        with pytest.raises(Stopped):
+            harness.step("b")
+        gate.opened.set()
+        harness.trainer.publisher.close()
+    assert harness.trainer.step == 2
+    assert [body["version"] for body in harness.gateway.announced] == [1]
+
+
+def test_the_training_goes_on_while_a_gateway_does_not_say_how_a_push_goes(
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, answered = Event(), Event()
+
+    def hangs(_: GatewayClient, __: int) -> PolicyDetail:
+        asked.set()
+        assert answered.wait(PATIENCE_S)
+        raise GatewayUnavailable("it hung")
+
+    monkeypatch.setattr(GatewayClient, "push_of", hangs)
+    monkeypatch.setattr(publisher, "FOLLOW_EVERY_S", 0.0)
+    with ThreadPoolExecutor(1) as executor:
+        harness = make_harness(publish_every_steps=3, executor=executor).start()
+        for group_id in ("a", "b", "c"):
+            harness.step(group_id)
+        harness.trainer.publisher.wait()
+        harness.step("d")
+        assert asked.wait(PATIENCE_S)
+        harness.step("e")
+        answered.set()
+    assert harness.trainer.step == 5
+
+
 def test_what_a_publication_raises_reaches_the_training(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    step_made = Event()
+
     def fails(_: WeightSnapshot, directory: Path) -> list[FileSpec]:
+        assert step_made.wait(PATIENCE_S)
         raise RuntimeError(f"a fault in {directory.name}")
 
     monkeypatch.setattr(WeightSnapshot, "write", fails)
     with ThreadPoolExecutor(1) as executor:
         harness = make_harness(executor=executor).start()
         harness.step("a")
+        step_made.set()
         with pytest.raises(RuntimeError, match=r"a fault in v00000001\.tmp"):
             harness.step("b")
 

@@ -8,8 +8,7 @@ One version is published at a time: the next one waits until the former is annou
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
@@ -26,7 +25,7 @@ from trainer_service.publishing.gateway_client import (
     VersionTaken,
     VersionUnknown,
 )
-from trainer_service.status.heartbeat import REPORT_EVERY_S, Heartbeat, Stopped
+from trainer_service.status.heartbeat import Heartbeat, Stopped
 from trainer_service.storage.disk import DiskTrouble
 from trainer_service.storage.policy_store import PolicyStore, WeightsWriter, manifest_sha256
 
@@ -61,6 +60,7 @@ class Publisher:
         """`executor` runs publications; by default, one thread."""
         self._executor = executor or ThreadPoolExecutor(1, "publisher")
         self._running: Future[None] | None = None
+        """What runs in the background: one publication, or one question."""
         self.waits_for: str | None = None
         """What the publication in the background waits for."""
         self._store, self._gateway, self._stream = store, gateway, stream
@@ -116,9 +116,8 @@ class Publisher:
     def wait(self) -> None:
         """Wait until the last version is announced. Raises Stopped when told to stop meanwhile, and what the
         publication raised."""
-        while self._running is not None and not self._running.done():
-            wait([self._running], REPORT_EVERY_S)
-            self._heartbeat.beat("publishing", self.waits_for)
+        if self._running is not None:
+            self._heartbeat.wait_for(self._running, "publishing", lambda: self.waits_for)
         self._collect()
 
     def close(self) -> None:
@@ -129,7 +128,7 @@ class Publisher:
             self._collect()
 
     def _collect(self) -> None:
-        """Raise what the last publication raised, if it has ended."""
+        """Raise what ran in the background raised, if it has ended."""
         if self._running is not None and self._running.done():
             running, self._running = self._running, None
             running.result()
@@ -137,7 +136,7 @@ class Publisher:
     def _publish(self, version: int, step: int, write: WeightsWriter, best: int | None) -> None:
         """Runs in the background. If the number is taken, this is only logged, because the next version will
         replace this one."""
-        self.follow(at_once=True)
+        self._follow()
         path = self._retry(
             lambda: self._write(version, step, write), DiskTrouble, f"room on the disk for version {version}"
         )
@@ -166,16 +165,20 @@ class Publisher:
     def _note_wait(self, sentence: str) -> None:
         self.waits_for = sentence
 
-    def follow(self, *, at_once: bool = False) -> None:
-        """Report how the push of the last version ended, once it has. Asks at most every FOLLOW_EVERY_S, and
-        not while a version is published. Raises what the last publication raised."""
-        if not at_once:
+    def follow(self) -> None:
+        """Report how the push of the last version ended, once it has: asks in the background, at most every
+        FOLLOW_EVERY_S, and not while a version is published. Raises what the last publication raised."""
+        self._collect()
+        due = self._announced is not None and monotonic() - self._asked_at >= FOLLOW_EVERY_S
+        if due and self._running is None:
+            self._asked_at = monotonic()
+            self._running = self._executor.submit(self._follow)
             self._collect()
-            if self._running is not None or monotonic() - self._asked_at < FOLLOW_EVERY_S:
-                return
+
+    def _follow(self) -> None:
         if self._announced is None:
             return
-        version, self._asked_at = self._announced, monotonic()
+        version = self._announced
         try:
             detail = self._gateway.push_of(version)
         except VersionUnknown as error:
@@ -255,11 +258,8 @@ class Publisher:
         def pushed() -> Results:
             with ThreadPoolExecutor(1) as executor:
                 push = executor.submit(ask)
-                while True:
-                    try:
-                        return push.result(REPORT_EVERY_S)
-                    except NotYet:
-                        self._heartbeat.beat("publishing")
+                self._heartbeat.wait_for(push, "publishing")
+                return push.result()
 
         return self._heartbeat.retry(pushed, GatewayUnavailable, "publishing")
 

@@ -4,6 +4,7 @@ gateways."""
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import TypeVar
 
@@ -106,6 +107,17 @@ class Heartbeat:
                 if self._shared_state.stopping:
                     raise Stopped from error
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def wait_for(
+        self, future: Future[Reply], phase: Phase, what: Callable[[], str | None] = lambda: None
+    ) -> None:
+        """Wait until `future` is done, and report meanwhile; `what` tells what the trainer waits for. Raises
+        Stopped when told to stop."""
+        while not future.done():
+            if self._shared_state.stopping:
+                raise Stopped
+            wait([future], REPORT_EVERY_S)
+            self.beat(phase, what())
 
     def _wait(self, seconds: float, phase: Phase, sentence: str) -> None:
         until = self.clock() + seconds

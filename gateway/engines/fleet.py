@@ -273,8 +273,14 @@ class Fleet:
     @property
     def in_rotation(self) -> int:
         """How many rollout servers can take a call now."""
-        pushed = (server for server in self.servers.values() if server.registration.url is not None)
-        return sum(s.live and not s.loads and not s.silent and self._serves(s, None) for s in pushed)
+        return sum(
+            s.live and not s.loads and not s.silent and self._serves(s, None) for s in self.rollout_servers
+        )
+
+    @property
+    def rollout_servers(self) -> list[FleetServer]:
+        """The servers that take part in a push. A bare engine takes none."""
+        return [server for server in self.servers.values() if server.registration.url is not None]
 
     def call_succeeded(self, server: FleetServer) -> None:
         """A call received tokens from the server."""

@@ -46,6 +46,8 @@ class WeightsStore:
         self._expected: ExpectedModel | None = None
         self._verified: dict[Path, Fingerprint] = {}
         """What the files of a verified directory looked like."""
+        self._newest: set[Path] = set()
+        """The directory that is being filled, or the one that was completed last."""
 
     @property
     def expected(self) -> ExpectedModel:
@@ -63,6 +65,7 @@ class WeightsStore:
         part = self._directory / f"v{version:08d}.part"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
+        self._newest = {part}
         return part
 
     def commit(self, part: Path, target: Path) -> None:
@@ -74,6 +77,7 @@ class WeightsStore:
                 shutil.copyfile(file, part / file.name)
         shutil.rmtree(target, ignore_errors=True)
         part.rename(target)
+        self._newest = {target}
         self._verified = {target: _fingerprint(target)} | {
             directory: seen for directory, seen in self._verified.items() if directory.exists()
         }
@@ -107,9 +111,10 @@ class WeightsStore:
         self._verified[directory] = seen
 
     def keep_only(self, keep: set[Path]) -> None:
-        """Remove the directories of all other versions."""
+        """Remove the directories of all other versions, except the one that was fetched last: it may be
+        loaded next."""
         for directory in self._directory.glob("v*"):
-            if directory not in keep:
+            if directory not in keep | self._newest:
                 shutil.rmtree(directory, ignore_errors=True)
                 logger.info("removed %s", directory)
 

@@ -7,7 +7,7 @@ files ────────────────────────�
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from rollout_queue.contract.delta import DELTA_SUFFIX
-from rollout_queue.contract.policy import MANIFEST, STABLE, FileSpec, Manifest
+from rollout_queue.contract.policy import MANIFEST, STABLE, DeltaFile, FileSpec, Manifest
 from rollout_server.weights.file_check import WEIGHTS_SUFFIX, CheckedFile, check_path
 from rollout_server.weights.safetensors_file import BrokenWeights, StoredTensor, read_header
 
@@ -81,12 +81,20 @@ def read_manifest(text: bytes, version: int) -> Manifest:
             raise BrokenWeights(f"names {name!r}, which no policy may contain", file=MANIFEST)
     if len(set(names)) != len(names):
         raise BrokenWeights("names a file twice", file=MANIFEST)
-    for file in manifest.delta.files if manifest.delta else []:
-        if not FILE_NAME.fullmatch(file.name) or not file.name.endswith(DELTA_SUFFIX):
-            raise BrokenWeights(f"names {file.name!r}, which is no file of changes", file=MANIFEST)
+    _check_changes(manifest.delta.files if manifest.delta else [], set(names))
     if not any(name.endswith(WEIGHTS_SUFFIX) for name in names):
         raise BrokenWeights(f"names no {WEIGHTS_SUFFIX} file", file=MANIFEST)
     return manifest
+
+
+def _check_changes(changes: Sequence[DeltaFile], names: Set[str]) -> None:
+    for file in changes:
+        if not FILE_NAME.fullmatch(file.name) or not file.name.endswith(DELTA_SUFFIX) or file.name in names:
+            raise BrokenWeights(f"names {file.name!r}, which is no file of changes", file=MANIFEST)
+        if file.target not in names or not file.target.endswith(WEIGHTS_SUFFIX):
+            raise BrokenWeights(f"has changes of {file.target!r}, which it does not name", file=MANIFEST)
+    if len({file.name for file in changes} | {file.target for file in changes}) < 2 * len(changes):
+        raise BrokenWeights("names a file of changes twice", file=MANIFEST)
 
 
 def verify_directory(

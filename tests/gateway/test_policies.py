@@ -541,3 +541,15 @@ def test_an_announced_version_is_pushed_while_the_caller_goes_on(
     detail = gateway.get("/admin/policies/1", key=ADMIN_KEY).json()
     assert (detail["push"]["proved"], detail["push"]["servers"]) == (2, 2)
     assert [each["state"] for each in detail["results"]] == ["proved", "proved"]
+
+
+def test_a_publisher_does_not_wait_for_servers_that_are_away_beside_a_bare_engine(
+    own_backends: Backends, endpoints: list[tuple[str, Endpoint]]
+) -> None:
+    url, actor = endpoints[0]
+    actor.part = FakeRolloutServer(state="failed")
+    own_backends.clear(None)
+    with own_backends.gateway() as gateway:  # with a bare engine
+        register(gateway, "r0", url, own_backends.engine_url)
+        (result,) = publish(gateway, 1).json()["results"]
+        assert (result["server"], result["state"]) == ("r0", "unavailable")

@@ -248,6 +248,21 @@ async def test_only_the_current_and_the_former_version_stay_on_disk(harness: Har
     assert kept == ["v00000002", "v00000003"]
 
 
+async def test_a_version_that_is_prepared_while_another_one_loads_stays_on_disk(harness: Harness) -> None:
+    first, second = harness.policy(1), harness.policy(2)
+    digest = publish(second, 2)
+    harness.engine.load_gate.clear()
+    loading = asyncio.create_task(harness.reload(1, first))
+    await wait_until_async(lambda: harness.server.reloader.loading == 1)
+    assert (await harness.reload(2, second, prepare=True)).status_code == 200
+    harness.engine.load_gate.set()
+    assert (await loading).status_code == 200
+    (second / WEIGHTS).unlink()
+    assert (await harness.reload(2, second, manifest_sha256=digest)).status_code == 200
+    kept = sorted(path.name[:9] for path in (harness.directory / "weights" / "own").iterdir())
+    assert kept == ["v00000001", "v00000002"]
+
+
 async def test_a_rollback_uses_the_files_that_are_still_on_disk(harness: Harness) -> None:
     first, second = harness.policy(1), harness.policy(2)
     digest = publish(first, 1)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout_queue.contract.delta import DELTA_SUFFIX
 from rollout_queue.contract.policy import FileSpec
 from rollout_server.weights.file_check import CheckEnded, FileCheck, check_path
 from rollout_server.weights.safetensors_file import BrokenWeights, read_header, weights_differ
@@ -246,6 +247,31 @@ def test_a_manifest_names_plain_files_only(name: str) -> None:
 def test_an_unusable_manifest_is_refused(text: bytes) -> None:
     with pytest.raises(BrokenWeights):
         read_manifest(text, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ([("x.json", WEIGHTS)], "no file of changes"),
+        ([("../x.changes", WEIGHTS)], "no file of changes"),
+        ([(f"x{DELTA_SUFFIX}", "other.safetensors")], "does not name"),
+        ([(f"x{DELTA_SUFFIX}", "config.json")], "does not name"),
+        ([(f"x{DELTA_SUFFIX}", WEIGHTS), (f"y{DELTA_SUFFIX}", WEIGHTS)], "twice"),
+        ([(f"taken{DELTA_SUFFIX}", WEIGHTS)], "no file of changes"),
+    ],
+)
+def test_changes_that_fit_no_file_are_refused(changes: list[tuple[str, str]], why: str) -> None:
+    named = [WEIGHTS, "config.json", f"taken{DELTA_SUFFIX}"]
+    delta = {
+        "base_version": 2,
+        "base_manifest_sha256": "0",
+        "chain": 1,
+        "files": [{"name": name, "size": 1, "sha256": "0", "target": target} for name, target in changes],
+    }
+    files = [{"name": name, "size": 1, "sha256": "0"} for name in named]
+    text = json.dumps({"version": 3, "step": 1, "files": files, "delta": delta})
+    with pytest.raises(BrokenWeights, match=why):
+        read_manifest(text.encode(), 3)
 
 
 def test_weights_differ_by_value_not_by_layout(model: Path, pushed: Path) -> None:

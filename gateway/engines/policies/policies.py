@@ -170,8 +170,8 @@ class Policies:
         """Wait until the push has ended, or no server that could load the version is alive."""
         while True:
             report = await self.report(push)
-            absent = report.servers and all(each.state == "unavailable" for each in report.servers)
-            if report.push.state != "pushing" or (absent and len(report.servers) >= len(self._fleet.servers)):
+            absent = [each for each in report.servers if each.state == "unavailable"]
+            if report.push.state != "pushing" or len(absent) >= len(self._fleet.rollout_servers) > 0:
                 return report
             await asyncio.sleep(WAIT_POLL_S)
 

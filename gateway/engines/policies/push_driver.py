@@ -92,7 +92,7 @@ class PushDriver:
             plan = await self._serving.read()
             self._fleet.adopt(plan)
             if (order := await self._order(plan)) is not None:
-                for server in self._servers():
+                for server in self._fleet.rollout_servers:
                     await self._consider(server, order)
                 self._forget_servers()
                 await self._judge(plan, order)
@@ -243,7 +243,7 @@ class PushDriver:
         """End the push if no server is waited for."""
         if not plan.pushing or plan.push is None:
             return
-        servers = self._servers()
+        servers = self._fleet.rollout_servers
         found = [each for server in servers if (each := self._attempts.get(server.id))]
         settled = [each for each in found if each.settled and each.order.key == order.key]
         if len(settled) < len(servers):
@@ -273,12 +273,8 @@ class PushDriver:
         for server_id in gone:
             del self._attempts[server_id]
 
-    def _servers(self) -> list[FleetServer]:
-        """The rollout servers. A bare engine takes no part in a push."""
-        return [each for each in self._fleet.servers.values() if each.registration.url is not None]
-
     def _live(self) -> list[FleetServer]:
-        return [each for each in self._servers() if each.live]
+        return [each for each in self._fleet.rollout_servers if each.live]
 
     def _measure_capacity(self) -> None:
         if live := len(self._live()):

@@ -40,11 +40,24 @@ async def refresh_fleet(gateway: GatewayParts) -> None:
 
 
 async def drive_pushes(gateway: GatewayParts) -> None:
-    """Bring every rollout server to the version that it is to serve, if no other gateway does."""
+    """Bring every rollout server to the version that it is to serve, and judge the canary, if no other
+    gateway does."""
     try:
         await gateway.push_driver.step()
+        if gateway.push_driver.leads and await gateway.canary_judge.step():
+            gateway.push_driver.wake()
     finally:
         await gateway.push_driver.wait(gateway.settings.poll_every_s)
+
+
+async def note_canary(gateway: GatewayParts) -> None:
+    """Store how the calls of a canary ended."""
+    await gateway.canary_watch.write()
+
+
+async def score_canary(gateway: GatewayParts) -> None:
+    """Compare the version of a canary with the served one."""
+    await gateway.canary_watch.score()
 
 
 async def watch_silence(gateway: GatewayParts) -> None:
@@ -141,7 +154,9 @@ async def background_tasks(gateway: GatewayParts) -> AsyncIterator[None]:
     poll_every_s = gateway.settings.poll_every_s
     running = [asyncio.create_task(_repeat(task, gateway, poll_every_s)) for task in POLLED]
     running.append(asyncio.create_task(_repeat(drive_pushes, gateway, 0)))
-    running.append(asyncio.create_task(_repeat(measure_lag, gateway, 0)))
+    running += [
+        asyncio.create_task(_repeat(task, gateway, 0)) for task in (measure_lag, note_canary, score_canary)
+    ]
     running.append(asyncio.create_task(_repeat(watch_silence, gateway, WATCH_EVERY_S)))
     running.append(asyncio.create_task(_repeat(drop_text_caches, gateway, TEXT_CACHES_S)))
     yield

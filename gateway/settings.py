@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rollout_queue.contract.policies.canary import CanaryGates, Sticky
 from rollout_queue.contract.records import ReasoningEffort, SamplingMode
 from rollout_queue.http.connections import ConnectionBounds
 from rollout_queue.redis.heads.cache import CACHE_BYTES
@@ -72,6 +73,34 @@ class WarningSettings(BaseModel):
     """Warn when this share of the recent sessions expired."""
     queue_share: float = Field(0.8, gt=0, le=1)
     """Warn when the queue uses this share of `limits.queue_entries` or `limits.queue_memory`."""
+
+
+class CanarySettings(BaseModel):
+    """The defaults of a canary: which calls it answers, and what it has to show. A bound of null is not
+    looked at."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    share: float = Field(0.1, gt=0, lt=1)
+    """The share of the new groups that it answers."""
+    sticky: Sticky = "group"
+    """What is never divided between two versions: group, session."""
+    min_groups: int = Field(10, ge=3, le=5000)
+    """How many of its groups have to end before it can be promoted."""
+    max_kl: float | None = Field(0.1, gt=0)
+    """The mean KL divergence from the served version, in nats a token."""
+    max_reward_drop: float | None = Field(0.1, ge=0)
+    """How much lower the mean reward of a group may be."""
+    max_error_increase: float | None = Field(0.05, ge=0, le=1)
+    """How much higher the share of failed calls may be."""
+    max_length_change: float | None = Field(0.5, gt=0)
+    """By which factor, above 1, answers may become longer or shorter."""
+    deadline_s: float = Field(3600.0, gt=0)
+    """How long it may be open. Then it is rolled back."""
+
+    def gates(self, **others: float | None) -> CanaryGates:
+        """The bounds, except `others`."""
+        return CanaryGates(**(self.model_dump(exclude={"share", "sticky"}) | others))
 
 
 class GatewaySettings(ServiceSettings):
@@ -169,6 +198,9 @@ class GatewaySettings(ServiceSettings):
     """The share of the servers that may load a policy, and so pause, at once; at least one may."""
     max_version_lag: int = Field(4, ge=0)
     """How many versions before the served one may still answer calls, where no push has replaced them."""
+    auto_canary: bool = False
+    """Let every version that the trainer publishes begin as a canary."""
+    canary: CanarySettings = CanarySettings()
     leave_s: float = Field(2.0, ge=0)
     """How long the gateway takes calls after SIGTERM while `/ready` fails, so that load balancers notice."""
     drain_timeout_s: float = 30.0

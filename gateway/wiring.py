@@ -6,6 +6,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 from redis.asyncio import Redis
@@ -18,6 +19,9 @@ from gateway.conversations.conversation import FIRST_PROMPTS
 from gateway.engines.client import EngineClient, transport_of
 from gateway.engines.failover import Sampler
 from gateway.engines.fleet import Fleet
+from gateway.engines.policies.canaries import Canaries
+from gateway.engines.policies.canary_judge import CanaryJudge
+from gateway.engines.policies.canary_watch import CanaryWatch
 from gateway.engines.policies.policies import Policies
 from gateway.engines.policies.push_driver import PushBounds, PushDriver
 from gateway.engines.silence import SilenceWatch
@@ -71,6 +75,9 @@ class GatewayParts:
     silence: SilenceWatch
     policies: Policies
     push_driver: PushDriver
+    canaries: Canaries
+    canary_watch: CanaryWatch
+    canary_judge: CanaryJudge
     admission: Admission
     sessions: SessionService
     resolver: SessionResolver
@@ -124,22 +131,15 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
     push_driver = PushDriver(redis, fleet, _push_bounds(settings))
     admission = Admission(settings.limits, api_keys, redis, fleet, metrics, settings.poll_every_s)
     sessions = SessionService(settings, writer, admission, identities)
-    recorder = Recorder(settings, renderer, writer, metrics)
+    canary_watch = CanaryWatch(redis, fleet)
+    recorder = Recorder(settings, renderer, writer, metrics, canary_watch)
     metrics.caches |= {
         "heads": lambda: CacheLookups(*writer.head_lookups),
         "phrases": renderer.tokenizer.phrases.lookups,
         "passages": renderer.tokenizer.passages.lookups,
         "first_prompts": FIRST_PROMPTS.lookups,
     }
-    sampler = Sampler(
-        engine,
-        fleet,
-        metrics,
-        text_of=renderer.text_of,
-        vocab_size=renderer.config.vocab_size,
-        engine_wait_s=settings.engine_wait_s,
-        patience_s=settings.failover_patience_s,
-    )
+    sampler = _sampler(settings, engine, fleet, metrics, renderer)
     return GatewayParts(
         settings=settings,
         keys=api_keys,
@@ -153,20 +153,42 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
         engine=engine,
         fleet=fleet,
         silence=SilenceWatch(fleet, engine, metrics, settings.scheduler_silence_s, settings.engine_wait_s),
-        policies=Policies(redis, fleet, push_driver),
+        policies=Policies(redis, fleet, push_driver, auto_canary=settings.auto_canary),
         push_driver=push_driver,
+        canaries=Canaries(redis, fleet, push_driver),
+        canary_watch=canary_watch,
+        canary_judge=_canary_judge(settings, redis, fleet, writer),
         admission=admission,
         sessions=sessions,
         resolver=SessionResolver(sessions, writer, admission),
         in_flight=CallsInFlight(writer),
         sampler=sampler,
-        generator=Generator(settings, renderer, sampler, recorder),
+        generator=Generator(settings, renderer, sampler, recorder, canary_watch),
         recorder=recorder,
         metrics=metrics,
         pipeline=PipelineMonitor(redis),
         warnings=WarningMonitor(settings.warnings, settings.limits, redis),
         retention=Retention(settings, redis, metrics),
     )
+
+
+def _sampler(
+    settings: GatewaySettings, engine: EngineClient, fleet: Fleet, metrics: Metrics, renderer: ChatRenderer
+) -> Sampler:
+    return Sampler(
+        engine,
+        fleet,
+        metrics,
+        text_of=renderer.text_of,
+        vocab_size=renderer.config.vocab_size,
+        engine_wait_s=settings.engine_wait_s,
+        patience_s=settings.failover_patience_s,
+    )
+
+
+def _canary_judge(settings: GatewaySettings, redis: Redis, fleet: Fleet, writer: StreamWriter) -> CanaryJudge:
+    load = partial(writer.load, turns=False)
+    return CanaryJudge(redis, fleet, load, settings.canary, automatic=settings.auto_canary)
 
 
 def _push_bounds(settings: GatewaySettings) -> PushBounds:

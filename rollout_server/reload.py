@@ -17,7 +17,7 @@ from time import monotonic
 
 import msgspec
 
-from rollout_queue.contract.policy import MANIFEST, Manifest
+from rollout_queue.contract.policies.policy import MANIFEST, Manifest
 from rollout_server.engine.control import EngineFailed
 from rollout_server.engine.engine import Engine
 from rollout_server.errors import (

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, FastAPI, Query
 from fastapi.responses import FileResponse, JSONResponse, Response
 from prometheus_client import CollectorRegistry
 
-from rollout_queue.contract.policy import MANIFEST
+from rollout_queue.contract.policies.policy import MANIFEST
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
 from rollout_queue.http.keys import Keyring
 from rollout_queue.http.probes import probes, text_of

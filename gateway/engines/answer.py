@@ -11,6 +11,7 @@ from msgspec import UNSET, structs
 
 from gateway.engines.event_stream import OutputChunk
 from gateway.engines.generate_request import GenerateBody, SamplingParameters
+from gateway.engines.placement import Wish
 from gateway.errors import EngineFault
 from rollout_queue.contract.records import Span
 
@@ -20,8 +21,7 @@ class SampleRequest(msgspec.Struct, frozen=True):
 
     rid: str
     session_id: str
-    version: int | None
-    """If set, only this policy version may answer."""
+    wish: Wish
     input_ids: list[int]
     parameters: SamplingParameters
     top_logprobs: int = 0
@@ -129,9 +129,9 @@ class PartialAnswer:
         )
 
     @property
-    def version(self) -> int | None:
-        """The only policy version that may answer; None if any may."""
-        return self._wanted.version
+    def wish(self) -> Wish:
+        """Which policy versions may answer."""
+        return self._wanted.wish
 
     @property
     def has_stops(self) -> bool:
@@ -167,8 +167,9 @@ class PartialAnswer:
         else:
             versions = (span.version for span in chunk.versions)
             self._check_last(chunk)
-        if self._wanted.version is not None and any(version != self._wanted.version for version in versions):
-            raise EngineFault("nonsense", f"the engine does not serve version {self._wanted.version}")
+        only = self.wish.version
+        if only is not None and any(version != only for version in versions):
+            raise EngineFault("nonsense", f"the engine does not serve version {only}")
 
     def _check_last(self, chunk: OutputChunk) -> None:
         end = 0

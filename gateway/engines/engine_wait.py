@@ -4,6 +4,7 @@ import asyncio
 from types import TracebackType
 
 from gateway.engines.answer import PartialAnswer
+from gateway.engines.placement import Wish
 from gateway.errors import EngineFault
 
 
@@ -24,9 +25,9 @@ class EngineWait:
         self._fault: EngineFault | None = None
 
     @property
-    def version(self) -> int | None:
-        """The only policy version that may continue the answer; None if any may."""
-        return self._answer.version
+    def wish(self) -> Wish:
+        """Which policy versions may continue the answer."""
+        return self._answer.wish
 
     @property
     def movable(self) -> bool:

@@ -104,7 +104,7 @@ class Sampler:
         answer = PartialAnswer(wanted, self.text_of, self.vocab_size)
         retries, avoid, wait_s = RetryState(), "", self.engine_wait_s
         while not answer.finished:
-            server = await self.fleet.acquire(wanted.session_id, wanted.version, max(wait_s, 0.0), avoid)
+            server = await self.fleet.acquire(wanted.session_id, wanted.wish, max(wait_s, 0.0), avoid)
             try:
                 await self._attempt(answer, server, retries, on_chunk, on_engine)
             except EngineFault as fault:

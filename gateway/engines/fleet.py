@@ -7,8 +7,8 @@ no sign of life ──▶ silent (`silence.py`) ──▶ no calls until the eng
 
 A *bare engine* is an SGLang server of the setting `engines`, without a rollout server. It loads no policies.
 A server is *in rotation* (it may get calls) while it is ready or loads weights, is not drained, and serves an
-admissible version (`rollout_queue/contract/serving.py`). A bare engine may serve any version. An operator
-drains a server to take it out of rotation.
+admissible version (`rollout_queue/contract/policies/serving.py`). A bare engine may serve any version. An
+operator drains a server to take it out of rotation.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from gateway.engines.cancellation import cancel_and_wait
 from gateway.engines.client import EngineClient
 from gateway.engines.fleet_server import FleetServer, Life, Registration
 from gateway.engines.identities import STATUS_TIMEOUT_S, distinct
-from gateway.engines.placement import choose_server
+from gateway.engines.placement import ANY, Wish, choose_server
 from gateway.engines.server_status import read_status
 from gateway.errors import NoServer, StateConflict
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.contract.serving import ServingPlan, plan_of
+from rollout_queue.contract.policies.serving import ServingPlan, plan_of
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 
@@ -54,7 +54,7 @@ class Fleet:
             registration = Registration(id=f"engine-{index}", engine_url=url.rstrip("/"))
             self.servers[registration.id] = FleetServer(registration)
         self._bare_ids = frozenset(self.servers)
-        self._admitted: frozenset[int] = self.plan.versions
+        self._set_plan(self.plan)
         self._changes = 0  # how often `adopt` and `set_drained` were called
         self._former: list[FleetServer] = []
         """Servers that left the fleet, or that registered with another engine, while they had answers."""
@@ -146,6 +146,7 @@ class Fleet:
 
     def _set_plan(self, plan: ServingPlan) -> None:
         self.plan, self._admitted = plan, plan.versions
+        self._pinned = frozenset(pin.server for pin in plan.pins)
 
     def _wake_waiting(self) -> None:
         self.changed.set()
@@ -198,8 +199,19 @@ class Fleet:
 
     # The choice of a server
 
-    def _candidates(self, version: int | None, avoid: str) -> list[FleetServer]:
-        """The servers from which the one for a call is chosen.
+    def _candidates(self, wish: Wish, avoid: str) -> list[FleetServer]:
+        """The servers from which the one for a call is chosen; those of a canary only if no other can."""
+        if wish.version is not None:
+            return self._able(lambda server: server.version == wish.version, avoid)
+        preferred = [s for s in self.servers.values() if s.version == wish.prefers and s.takes_calls]
+        found = [server for server in preferred if server.id != avoid] if wish.prefers is not None else []
+        if found := found or self._able(self._admits, avoid):
+            return found
+        canary = self.plan.active_canary
+        return self._able(lambda server: server.version == canary.version, avoid) if canary else []
+
+    def _able(self, serves: Callable[[FleetServer], bool], avoid: str) -> list[FleetServer]:
+        """The servers with such a version that can take a call.
 
         These are left out unless no other is left: servers with an open breaker, the server `avoid`, and
         servers that load weights, because calls wait there. A server that refused its last connection is left
@@ -210,7 +222,7 @@ class Fleet:
             for server in self.servers.values()
             if server.state in ("ready", "loading")
             and not (server.drained or server.silent)
-            and self._serves(server, version)
+            and serves(server)
         ]
         sound = [server for server in able if server.breaker.allows_call]
         able = sound or [server for server in able if not server.breaker.unreachable]
@@ -219,35 +231,29 @@ class Fleet:
         able = [server for server in able if server.id != avoid] or able
         return [server for server in able if server.state == "ready" and not server.pushing] or able
 
-    def can_replace(
-        self, server: FleetServer, version: int | None, lives: Callable[[FleetServer], bool]
-    ) -> bool:
+    def can_replace(self, server: FleetServer, wish: Wish, lives: Callable[[FleetServer], bool]) -> bool:
         """Whether another server, for which `lives` is true, can take over a call now."""
-        others = (other for other in self._candidates(version, server.id) if other is not server)
+        others = (other for other in self._candidates(wish, server.id) if other is not server)
         return any(other.able and lives(other) for other in others)
 
-    def _serves(self, server: FleetServer, version: int | None) -> bool:
-        if version is not None:
-            return server.version == version
+    def _admits(self, server: FleetServer) -> bool:
         # Policies are not pushed to bare engines, so their version does not matter.
-        admitted = self._admitted
-        return not admitted or server.version in admitted or server.registration.url is None
+        admitted = not self._admitted or server.version in self._admitted
+        return server.registration.url is None or (admitted and server.id not in self._pinned)
 
-    def choose(self, session_id: str, version: int | None = None, avoid: str = "") -> FleetServer | None:
+    def choose(self, session_id: str, wish: Wish = ANY, avoid: str = "") -> FleetServer | None:
         """The server that takes a call now, if any; the server `avoid` only if there is no other."""
-        return choose_server(self._candidates(version, avoid), session_id)
+        return choose_server(self._candidates(wish, avoid), session_id)
 
     def has(self, version: int) -> bool:
         """Whether any server serves the version, in rotation or not."""
         return any(server.version == version for server in self.servers.values())
 
-    async def acquire(
-        self, session_id: str, version: int | None, wait_s: float, avoid: str = ""
-    ) -> FleetServer:
+    async def acquire(self, session_id: str, wish: Wish, wait_s: float, avoid: str = "") -> FleetServer:
         """Choose a server; wait up to `wait_s` seconds until one can take the call. Raises NoServer."""
         deadline = time.monotonic() + wait_s
         while True:
-            server = self.choose(session_id, version, avoid)
+            server = self.choose(session_id, wish, avoid)
             if server is not None:
                 return server
             left_s = deadline - time.monotonic()
@@ -273,9 +279,7 @@ class Fleet:
     @property
     def in_rotation(self) -> int:
         """How many rollout servers can take a call now."""
-        return sum(
-            s.live and not s.loads and not s.silent and self._serves(s, None) for s in self.rollout_servers
-        )
+        return sum(s.live and not s.loads and not s.silent and self._admits(s) for s in self.rollout_servers)
 
     @property
     def rollout_servers(self) -> list[FleetServer]:

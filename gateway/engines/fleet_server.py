@@ -98,6 +98,11 @@ class FleetServer:
         """It can work on a call now."""
         return self.state == "ready" and not self.loads and self.breaker.allows_call
 
+    @property
+    def takes_calls(self) -> bool:
+        """It is able, and neither an operator nor silence takes it out of rotation."""
+        return self.able and not (self.drained or self.silent)
+
     def is_forgotten(self, now: float) -> bool:
         """Whether the fleet removes it: it is dead, and did not register for `forget_after_s`."""
         limit_s = self.registration.forget_after_s

@@ -5,6 +5,7 @@ A call goes to another server only while the session's own server is far busier 
 
 import zlib
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 SLACK = 4
@@ -22,6 +23,19 @@ class Loaded(Protocol):
 
 
 L = TypeVar("L", bound=Loaded)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Which versions may answer a call."""
+
+    version: int | None = None
+    """If set, only this one."""
+    prefers: int | None = None
+    """If set, this one as long as a server can answer with it, and else any that the fleet admits."""
+
+
+ANY = Wish()
 
 
 def choose_server(candidates: Collection[L], session_id: str) -> L | None:

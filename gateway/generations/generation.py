@@ -8,6 +8,8 @@ import msgspec
 
 from gateway.conversations.conversation import Prompt
 from gateway.engines.event_stream import OutputChunk
+from gateway.engines.placement import Wish
+from gateway.engines.policies.canary_watch import Trial
 from gateway.language.chat_messages import Message, Tool
 from gateway.language.constraint import Constrain
 from gateway.language.thinking import Options
@@ -78,6 +80,8 @@ class Generation(msgspec.Struct):
     side_call: str | None = None
     version: int | None = None
     """If set, only this policy version may answer."""
+    trial: Trial | None = None
+    """Its part in an open canary."""
     turn_id: str = msgspec.field(default_factory=new_id)
     started_at: float = msgspec.field(default_factory=time.time)
     engine: str = ""
@@ -112,6 +116,11 @@ class Generation(msgspec.Struct):
             self.versions = (*self.versions[:-1], Span(chunk.version, self.versions[-1].start, len(self.ids)))
         else:
             self.versions = (*self.versions, Span(chunk.version, start, len(self.ids)))
+
+    @property
+    def wish(self) -> Wish:
+        """Which versions may answer."""
+        return Wish(self.version) if self.trial is None else self.trial.wish
 
     def note_engine(self, works: bool) -> None:
         """An engine accepted the request, or failed."""

@@ -18,7 +18,8 @@ from gateway.conversations.side_calls import side_call_of
 from gateway.engines.answer import SampleRequest
 from gateway.engines.event_stream import OutputChunk
 from gateway.engines.failover import OnChunk, Sampler
-from gateway.errors import GatewayError, InvalidRequest
+from gateway.engines.policies.canary_watch import CanaryWatch
+from gateway.errors import EngineFault, GatewayError, InvalidRequest, NoServer
 from gateway.generations.generation import Call, ClientCall, Generation
 from gateway.generations.recorder import Recorder
 from gateway.generations.sampling import decide, engine_parameters
@@ -43,11 +44,17 @@ class Generator:
     """Makes the answers to calls, for every dialect."""
 
     def __init__(
-        self, settings: GatewaySettings, renderer: ChatRenderer, sampler: Sampler, recorder: Recorder
+        self,
+        settings: GatewaySettings,
+        renderer: ChatRenderer,
+        sampler: Sampler,
+        recorder: Recorder,
+        canary: CanaryWatch,
     ) -> None:
         self._renderer = renderer
         self._sampler = sampler
         self._recorder = recorder
+        self._canary = canary
         self._template_ids_are_valid = renderer.tokenizer.vocabulary_size <= renderer.config.vocab_size
         self._train_constrained = settings.train_constrained
         self._reasoning_effort = settings.reasoning_effort
@@ -71,6 +78,7 @@ class Generator:
         """
         completion_id = f"{prefix}{new_id()}"
         generations: list[Generation] = []
+        trial = await self._canary.trial(head) if version is None else None
         for asked in calls:
             call = self._settled(asked, head.spec.reasoning_effort, head.spec.thinking)
             prompt = await self._rendered(partial(self._locate, head, call), heavy, client.figures)
@@ -82,7 +90,17 @@ class Generator:
                 sampling = decide(head.spec.sampling, call, room, head.spec.train, index)
                 generations.append(
                     Generation(
-                        call, head, prompt, sampling, completion_id, client, index, train, side_call, version
+                        call=call,
+                        head=head,
+                        prompt=prompt,
+                        sampling=sampling,
+                        completion_id=completion_id,
+                        client=client,
+                        index=index,
+                        train=train,
+                        side_call=side_call,
+                        version=version,
+                        trial=trial,
                     )
                 )
         return generations
@@ -160,7 +178,9 @@ class Generator:
 
         try:
             await self._sampler.sample(self._sample_request(generation), take, note)
-        except GatewayError:
+        except GatewayError as error:
+            if generation.trial is not None and isinstance(error, EngineFault | NoServer):
+                self._canary.failed(generation.trial)
             raise
         except BaseException:
             await self._recorder.record_aborted(generation)
@@ -173,7 +193,7 @@ class Generator:
         return SampleRequest(
             rid=generation.turn_id,
             session_id=generation.head.spec.session_id,
-            version=generation.version,
+            wish=generation.wish,
             input_ids=generation.prompt.prompt_ids.tolist(),
             parameters=engine_parameters(generation.sampling, self._renderer.stop_ids, call, interval),
             top_logprobs=call.top_logprobs,

@@ -11,6 +11,7 @@ from typing import Any
 
 from gateway.conversations.conversation import reply_message
 from gateway.conversations.digests import extend
+from gateway.engines.policies.canary_watch import CanaryWatch
 from gateway.errors import EngineFault, StateConflict
 from gateway.generations.generation import Generation
 from gateway.language.begun_answer import rest_of
@@ -31,13 +32,19 @@ class Recorder:
     """Appends turns to their sessions, even if no client waits for them any more."""
 
     def __init__(
-        self, settings: GatewaySettings, renderer: ChatRenderer, writer: StreamWriter, metrics: Metrics
+        self,
+        settings: GatewaySettings,
+        renderer: ChatRenderer,
+        writer: StreamWriter,
+        metrics: Metrics,
+        canary: CanaryWatch,
     ) -> None:
         self._settings = settings
         self._renderer = renderer
         self._fast_parser = FastParser(renderer)
         self._writer = writer
         self._metrics = metrics
+        self._canary = canary
         self._unfinished: set[asyncio.Task[None]] = set()
 
     async def record(self, generation: Generation) -> tuple[Turn, ParsedAnswer]:
@@ -70,6 +77,9 @@ class Recorder:
             raise StateConflict(str(error), code="session_finished") from error
         finally:
             figures.record.since(was_parsed)
+        if generation.trial is not None:
+            prompt_ids = generation.prompt.prompt_ids
+            self._canary.answered(generation.trial, turn.versions, prompt_ids, generation.ids)
         return turn, answer
 
     async def record_aborted(self, generation: Generation) -> None:

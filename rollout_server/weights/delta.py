@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from rollout_queue.contract.delta import DeltaHeader, TensorChange
-from rollout_queue.contract.policy import FileSpec
+from rollout_queue.contract.policies.delta import DeltaHeader, TensorChange
+from rollout_queue.contract.policies.policy import FileSpec
 from rollout_server.weights.file_check import CheckedFile, CheckEnded, FileCheck
 from rollout_server.weights.safetensors_file import (
     ITEM_BYTES,

@@ -15,7 +15,7 @@ from threading import Event
 
 import httpx
 
-from rollout_queue.contract.policy import MANIFEST, STABLE, FileSpec, Manifest, WeightDelta
+from rollout_queue.contract.policies.policy import MANIFEST, STABLE, FileSpec, Manifest, WeightDelta
 from rollout_server.errors import WeightsUnavailable
 from rollout_server.weights.delta import apply_delta, tensors_of
 from rollout_server.weights.file_check import CheckedFile, FileCheck

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from rollout_queue.contract.delta import DELTA_SUFFIX
-from rollout_queue.contract.policy import MANIFEST, STABLE, DeltaFile, FileSpec, Manifest
+from rollout_queue.contract.policies.delta import DELTA_SUFFIX
+from rollout_queue.contract.policies.policy import MANIFEST, STABLE, DeltaFile, FileSpec, Manifest
 from rollout_server.weights.file_check import WEIGHTS_SUFFIX, CheckedFile, check_path
 from rollout_server.weights.safetensors_file import BrokenWeights, StoredTensor, read_header
 

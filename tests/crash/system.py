@@ -12,7 +12,7 @@ import psutil
 from redis import Redis
 from redis.exceptions import RedisError
 
-from rollout_queue.contract.serving import plan_of
+from rollout_queue.contract.policies.serving import plan_of
 from tests.crash.agents import Agents
 from tests.support.serving import free_port
 from weir.stack.settings import StackSettings

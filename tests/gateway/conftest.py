@@ -1,7 +1,10 @@
 """Fixtures: a gateway on a real port, in front of a fake engine, on a real Redis."""
 
+import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -11,12 +14,16 @@ from tokenizers import Tokenizer
 from gateway.edge.disconnect import DisconnectWatch
 from gateway.edge.retries import CallKey, InFlightCall, InFlightCalls
 from rollout_queue.redis import keys
+from tests.support.gateway.deployment import Deploy, Deployment, ready
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.gated_engine import ANSWER, GatedEngine
 from tests.support.gateway.processes import Processes
 from tests.support.gateway.retry_counts import RetryCounts
 from tests.support.gateway.running import Backends, RunningGateway
-from tests.support.serving import serving
+from tests.support.rollout_server.processes import running
+from tests.support.rollout_server.stub_engine import stub_interpreter
+from tests.support.rollout_server.weights import write_model
+from tests.support.serving import free_port, serving
 from tests.support.waiting import wait_until
 
 
@@ -38,6 +45,43 @@ def own_backends(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iter
     with serving(backends) as backends.engine_url:
         yield backends
     backends.redis.close()
+
+
+@pytest.fixture
+def deploy(own_backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
+    """Starts rollout servers and a gateway in this process, with these settings."""
+    own_backends.clear(None)
+    write_model(tmp_path / "model")
+    shutil.copy(own_backends.model_path / "tokenizer.json", tmp_path)
+    interpreter = stub_interpreter(tmp_path)
+    with ExitStack() as started:
+
+        def deploy(
+            count: int, *, gateway: RunningGateway | None = None, locations: str = "", **settings: Any
+        ) -> Deployment:
+            if gateway is None:
+                gateway = started.enter_context(
+                    own_backends.gateway(engines=[], engine_wait_s=5.0, **settings)
+                )
+            made = Deployment(gateway, tmp_path)
+            for index in range(count):
+                given = {
+                    "id": f"r{index}",
+                    "port": free_port(),
+                    "engine_port": free_port(),
+                    "engine_python": interpreter,
+                    "engine_device": "cpu",
+                    "model_path": tmp_path / "model",
+                    "gateway_url": gateway.url,
+                    "register_every_s": 0.5,
+                    "weights_dir": tmp_path / "weights",
+                    "policies_dir": tmp_path / "policies",
+                } | ({"locations": f"{tmp_path},{locations}"} if locations else {})
+                made.servers.append(started.enter_context(running(tmp_path, given)))
+            wait_until(lambda: ready(gateway) == count)
+            return made
+
+        yield deploy
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from gateway.engines.failover import Sampler
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer
 from gateway.engines.generate_request import SamplingParameters
+from gateway.engines.placement import ANY, Wish
 from gateway.errors import GatewayError
 from gateway.metrics.metrics import Metrics
 from rollout_queue.contract.records import Span
@@ -82,7 +83,7 @@ class Scene:
 
     def ask(self, **parameters: Any) -> SampleRequest:
         asked = {"max_new_tokens": 100, "stop_token_ids": [self.end], **parameters}
-        return SampleRequest("rid", "s", None, PROMPT, SamplingParameters(**asked))
+        return SampleRequest("rid", "s", ANY, PROMPT, SamplingParameters(**asked))
 
     async def hear(self, wanted: SampleRequest | None = None) -> OutputChunk:
         """Sample the whole answer; return its last piece."""
@@ -477,12 +478,12 @@ async def test_a_pinned_answer_goes_on_only_with_its_version(scene: Scene) -> No
     first.version, second.version = "12", "13"
     await scene.fleet.refresh()
     first.interruptions.append(Interruption(5, "reset"))
-    last = await scene.hear(structs.replace(scene.ask(), version=12))
+    last = await scene.hear(structs.replace(scene.ask(), wish=Wish(12)))
     assert last.versions == (Span(12, 0, 13),)
     assert second.requests == []
     scene.only(second)
     with pytest.raises(GatewayError) as caught:
-        await scene.hear(structs.replace(scene.ask(), version=12))
+        await scene.hear(structs.replace(scene.ask(), wish=Wish(12)))
     assert api_error(caught.value).status == 503
 
 
@@ -492,7 +493,7 @@ async def test_tokens_of_another_version_are_no_part_of_a_pinned_answer(scene: S
         engine.version = "12"
     await scene.fleet.refresh()
     first.version = "13"  # the fleet has not read this version yet
-    last = await scene.hear(structs.replace(scene.ask(), version=12))
+    last = await scene.hear(structs.replace(scene.ask(), wish=Wish(12)))
     assert last.versions == (Span(12, 0, 13),)
     assert len(first.requests) == 1
 

@@ -17,9 +17,9 @@ from gateway.engines.client import EngineClient
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer, Registration
 from gateway.engines.httptools_transport import HttptoolsTransport
-from gateway.engines.placement import choose_server
+from gateway.engines.placement import ANY, Wish, choose_server
 from gateway.errors import NoServer
-from rollout_queue.contract.serving import plan_of
+from rollout_queue.contract.policies.serving import plan_of
 from tests.support.waiting import PATIENCE_S
 
 
@@ -115,7 +115,7 @@ def add(fleet: Fleet, name: str, url: str = "http://127.0.0.1:1") -> FleetServer
 
 
 def chosen(fleet: Fleet, version: int | None = None, avoid: str = "") -> set[str]:
-    servers = (fleet.choose(f"s{n}", version, avoid) for n in range(32))
+    servers = (fleet.choose(f"s{n}", Wish(version), avoid) for n in range(32))
     return {server.id for server in servers if server is not None}
 
 
@@ -163,12 +163,12 @@ async def test_a_half_open_server_takes_one_call_and_all_once_it_answered(fleet:
     (r0,) = fleet.servers.values()
     r0.breaker.failed(unreachable=True)
     r0.breaker.try_soon()
-    trial = await fleet.acquire("s", None, 0.1)
+    trial = await fleet.acquire("s", ANY, 0.1)
     assert trial.enter()
     with pytest.raises(NoServer) as caught:
-        await fleet.acquire("s", None, 0.05)
+        await fleet.acquire("s", ANY, 0.05)
     assert "breaker half_open" in caught.value.message
-    waiting = asyncio.create_task(fleet.acquire("s", None, 5))
+    waiting = asyncio.create_task(fleet.acquire("s", ANY, 5))
     await asyncio.sleep(0)  # the second call begins to wait
     fleet.call_succeeded(trial)
     assert await asyncio.wait_for(waiting, PATIENCE_S) is r0

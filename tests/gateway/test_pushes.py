@@ -1,177 +1,24 @@
 """Pushes to rollout servers that are real processes: slow, hung, killed, and driven by several gateways."""
 
 import asyncio
-import shutil
 import signal
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from subprocess import Popen
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
-import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from tests.support.gateway.processes import Processes
-from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
-from tests.support.rollout_server.processes import ServerProcess, running
-from tests.support.rollout_server.stub_engine import stub_interpreter
-from tests.support.rollout_server.weights import (
-    float32_tensors,
-    publish,
-    published_copy,
-    write_model,
-    write_safetensors,
-)
-from tests.support.serving import free_port, serving
+from tests.support.gateway.deployment import Deploy, gateway_process, traffic
+from tests.support.gateway.running import ADMIN_KEY, Backends
+from tests.support.serving import serving
 from tests.support.waiting import wait_until
 
-CALLS_PER_S = 30.0
 LOAD_S = 6.0
-
-
-@dataclass
-class Deployment:
-    """Rollout servers of one gateway, and the policies that may be published."""
-
-    gateway: RunningGateway
-    directory: Path
-    servers: list[ServerProcess] = field(default_factory=list)
-
-    def write(self, version: int) -> Path:
-        """Write the files of a version."""
-        policy = self.directory / "policies" / f"v{version}"
-        if not policy.exists():
-            published_copy(self.directory / "model", policy, version)
-            write_safetensors(policy / "model.safetensors", float32_tensors(1.0 + version))
-            publish(policy, version)
-        return policy
-
-    def announce(self, version: int, location: str | None = None) -> Any:
-        """Publish a version, and do not wait for servers."""
-        body = {"version": version, "location": location or self.write(version).as_uri()}
-        reply = self.gateway.post("/admin/policies?wait=false", body, key=ADMIN_KEY)
-        assert reply.status_code in (200, 202), reply.text
-        return reply.json()
-
-    def plan(self) -> Any:
-        return self.gateway.get("/admin/policies/serving", key=ADMIN_KEY).json()
-
-    def results(self, version: int) -> dict[str, Any]:
-        detail = self.gateway.get(f"/admin/policies/{version}", key=ADMIN_KEY).json()
-        return {result["server"]: result for result in detail["results"]}
-
-    def until(self, state: str) -> Any:
-        """Wait until the last push is in this state; return it."""
-        wait_until(lambda: self.plan()["push"]["state"] == state)
-        return self.plan()["push"]
-
-    def versions(self) -> list[int]:
-        """What each server says that it serves."""
-        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-        return [httpx.get(f"{s.url}/status", headers=headers).json()["version"] for s in self.servers]
-
-
-@dataclass
-class Traffic:
-    """Calls at an even pace, each in a session of its own."""
-
-    gateway: RunningGateway
-    statuses: list[int] = field(default_factory=list)
-    sessions: list[str] = field(default_factory=list)
-
-    def engines(self) -> Counter[str]:
-        """How many calls each server answered."""
-        turns = (self.gateway.turns({"session_id": session}) for session in self.sessions)
-        return Counter(turn["engine"] for session in turns for turn in session)
-
-    def versions(self) -> set[int]:
-        turns = (self.gateway.turns({"session_id": session}) for session in self.sessions)
-        return {span["version"] for session in turns for turn in session for span in turn["versions"]}
-
-
-@contextmanager
-def traffic(gateway: RunningGateway, per_s: float = CALLS_PER_S) -> Iterator[Traffic]:
-    """Send calls while the block runs; wait for their answers at its end."""
-    seen, over = Traffic(gateway), Event()
-
-    def call(session: str, http: httpx.Client) -> int:
-        body = {"messages": [{"role": "user", "content": "hi"}]}
-        headers = {"authorization": f"Bearer {CLIENT_KEY}"}
-        url = f"{gateway.url}/sessions/{session}/v1/chat/completions"
-        return http.post(url, json=body, headers=headers).status_code
-
-    def send() -> None:
-        with httpx.Client(timeout=60) as http, ThreadPoolExecutor(64) as pool:
-            sent: list[Future[int]] = []
-            began_at = time.monotonic()
-            while not over.is_set():
-                seen.sessions.append(f"call-{len(sent)}")
-                sent.append(pool.submit(call, seen.sessions[-1], http))
-                over.wait(max(0.0, began_at + len(sent) / per_s - time.monotonic()))
-            seen.statuses.extend(each.result() for each in sent)
-
-    thread = Thread(target=send)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        over.set()
-        thread.join()
-
-
-Deploy = Callable[..., Deployment]
-
-
-@pytest.fixture
-def deploy(own_backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
-    """Starts rollout servers and a gateway in this process, with these settings."""
-    own_backends.clear(None)
-    write_model(tmp_path / "model")
-    shutil.copy(own_backends.model_path / "tokenizer.json", tmp_path)
-    interpreter = stub_interpreter(tmp_path)
-    with ExitStack() as started:
-
-        def deploy(
-            count: int, *, gateway: RunningGateway | None = None, locations: str = "", **settings: Any
-        ) -> Deployment:
-            if gateway is None:
-                gateway = started.enter_context(
-                    own_backends.gateway(engines=[], engine_wait_s=5.0, **settings)
-                )
-            made = Deployment(gateway, tmp_path)
-            for index in range(count):
-                given = {
-                    "id": f"r{index}",
-                    "port": free_port(),
-                    "engine_port": free_port(),
-                    "engine_python": interpreter,
-                    "engine_device": "cpu",
-                    "model_path": tmp_path / "model",
-                    "gateway_url": gateway.url,
-                    "register_every_s": 0.5,
-                    "weights_dir": tmp_path / "weights",
-                    "policies_dir": tmp_path / "policies",
-                } | ({"locations": f"{tmp_path},{locations}"} if locations else {})
-                made.servers.append(started.enter_context(running(tmp_path, given)))
-            wait_until(lambda: ready(gateway) == count)
-            return made
-
-        yield deploy
-
-
-def ready(gateway: RunningGateway) -> int:
-    page = gateway.get("/admin/rollout_servers", key=ADMIN_KEY).json()
-    return sum(server["state"] == "ready" for server in page["data"])
 
 
 def test_calls_spread_over_all_other_servers_while_each_one_loads(deploy: Deploy) -> None:
@@ -284,28 +131,6 @@ def begun(results: dict[str, Any]) -> bool:
 
 
 # Two gateways
-
-
-@contextmanager
-def gateway_process(own_backends: Backends, logs: Path) -> Iterator[tuple[Popen[bytes], RunningGateway]]:
-    """A gateway without bare engines, in its own process."""
-    settings: dict[str, Any] = {"engines": "", "push_lease_s": 1, "poll_every_s": 0.1, "engine_wait_s": 5}
-    process, url = Processes(own_backends, logs).start(**settings)
-    try:
-        gateway = RunningGateway(url, own_backends.engine, own_backends.redis)
-        wait_until(lambda: live(gateway))
-        yield process, gateway
-        gateway.http.close()
-    finally:
-        process.kill()
-        process.wait()
-
-
-def live(gateway: RunningGateway) -> bool:
-    try:
-        return bool(gateway.get("/live").status_code == 200)
-    except httpx.TransportError:
-        return False
 
 
 def test_another_gateway_goes_on_with_the_push_of_one_that_is_killed(

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_queue.contract.delta import DELTA_SUFFIX
-from rollout_queue.contract.policy import FileSpec
+from rollout_queue.contract.policies.delta import DELTA_SUFFIX
+from rollout_queue.contract.policies.policy import FileSpec
 from rollout_server.weights.file_check import CheckEnded, FileCheck, check_path
 from rollout_server.weights.safetensors_file import BrokenWeights, read_header, weights_differ
 from rollout_server.weights.verify import ExpectedModel, read_manifest, verify_directory

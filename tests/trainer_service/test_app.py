@@ -6,7 +6,7 @@ import pytest
 from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry
 
-from rollout_queue.contract.policy import STABLE
+from rollout_queue.contract.policies.policy import STABLE
 from rollout_queue.http.keys import Keyring
 from trainer_service.app import create_app
 from trainer_service.status.shared_state import SharedState

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rollout_queue.contract.policy import MANIFEST, STABLE, Manifest, sha256_of
+from rollout_queue.contract.policies.policy import MANIFEST, STABLE, Manifest, sha256_of
 from tests.support.tolerances import ulps
 from tests.support.trainer_service.harness import Harness, MakeHarness, turn
 from tests.support.trainer_service.same_training import WELL_CONDITIONED, Weights, assert_moved_alike

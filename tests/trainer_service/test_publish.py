@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollout_queue.contract.policy import FileSpec, sha256_of
+from rollout_queue.contract.policies.policy import FileSpec, sha256_of
 from rollout_queue.protocol.policies import PolicyDetail
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.waiting import PATIENCE_S

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rollout_queue.contract.policy import FileSpec, TensorSpec
+from rollout_queue.contract.policies.policy import FileSpec, TensorSpec
 from trainer_service.model.export import NAMES, ExportTensor, StoredShape, header
 from trainer_service.model.huggingface import WEIGHTS
 from trainer_service.model.zero import gathered

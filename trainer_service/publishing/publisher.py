@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Protocol, TypeVar
 
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.contract.policy import FileSpec
+from rollout_queue.contract.policies.policy import FileSpec
 from rollout_queue.contract.stream import StreamReader
 from rollout_queue.protocol.policies import PushResult
 from trainer_service.metrics import TrainerMetrics

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from rollout_queue.contract.delta import DELTA_SUFFIX, DeltaHeader, Encoding, TensorChange
-from rollout_queue.contract.policy import DeltaFile
+from rollout_queue.contract.policies.delta import DELTA_SUFFIX, DeltaHeader, Encoding, TensorChange
+from rollout_queue.contract.policies.policy import DeltaFile
 
 LEVEL = 1
 """zstandard's level: changes are mostly zeros, and higher levels gain little."""

@@ -11,7 +11,14 @@ from pathlib import Path
 
 import msgspec
 
-from rollout_queue.contract.policy import MANIFEST, STABLE, FileSpec, Manifest, WeightDelta, sha256_of
+from rollout_queue.contract.policies.policy import (
+    MANIFEST,
+    STABLE,
+    FileSpec,
+    Manifest,
+    WeightDelta,
+    sha256_of,
+)
 from trainer_service.model.huggingface import copy_small_files
 from trainer_service.storage.delta_files import write_delta
 from trainer_service.storage.disk import written

@@ -15,8 +15,10 @@ from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer
 from gateway.engines.policies.push_driver import PushDriver
 from gateway.errors import ObjectNotFound, StateConflict
-from rollout_queue.contract.policy import PolicyRecord
-from rollout_queue.contract.serving import Admissible, Push, ServerPush, ServingHold, ServingPlan
+from rollout_queue.contract.policies.canary import CanaryState
+from rollout_queue.contract.policies.policy import PolicyRecord
+from rollout_queue.contract.policies.serving import Admissible, Push, ServerPush, ServingHold, ServingPlan
+from rollout_queue.redis.policies.canary_log import CanaryLog
 from rollout_queue.redis.policies.register import KnownPolicies, PolicyRegister
 from rollout_queue.redis.policies.serving import ServingRegister
 
@@ -39,9 +41,11 @@ class PushReport:
 class Policies:
     """The registered versions, and which of them the fleet is to serve."""
 
-    def __init__(self, redis: Redis, fleet: Fleet, driver: PushDriver) -> None:
+    def __init__(self, redis: Redis, fleet: Fleet, driver: PushDriver, *, auto_canary: bool = False) -> None:
+        self.auto_canary = auto_canary
         self._register = PolicyRegister(redis)
         self._serving = ServingRegister(redis)
+        self._log = CanaryLog(redis)
         self._fleet = fleet
         self._driver = driver
 
@@ -67,6 +71,8 @@ class Policies:
         A server with an admissible version keeps it: the push brings it to the next one in the rolling order.
         """
         plan = await self._serving.read()
+        if (own := plan.own_version(server.id)) is not None:
+            return await self._register.record(own.version)
         runs = server.state in ("ready", "loading", "draining")
         version = server.version if runs and server.version in plan.versions else plan.serving
         return None if version is None else await self._register.record(version)
@@ -94,25 +100,28 @@ class Policies:
         force: bool = False,
     ) -> tuple[int, Push | None]:
         """Register a version, and begin its push. Returns the version and the push; no push if the fleet is
-        held. A `version` of None stands for the next free number.
+        held, or if the version has to wait for a canary. A `version` of None stands for the next free number.
 
         Raises StateConflict for a number that is lower than the newest, that has other content, that the
         trainer has reserved for another location, or, without `force`, that is not the next one.
         """
         record = await self._registered(version, location, manifest_sha256, step, force)
+        if self.auto_canary:
+            self._driver.wake()
+            return record.version, None
         return record.version, await self._begin(record.version)
 
     async def promote(self, version: int) -> Push:
         """Push a registered version under its own number, and end a hold. Raises ObjectNotFound."""
         await self.one(version)
-        return await self._begin_forced(version, None)
+        return await self._begin_forced(version, None, "promoted")
 
     async def roll_back(self, version: int, *, hold: bool) -> Push:
         """Push a registered version under its own number. With `hold`, later versions are not pushed until an
         operator releases or promotes one. Raises ObjectNotFound."""
         await self.one(version)
         held = ServingHold(time.time(), f"rolled back to version {version}") if hold else None
-        return await self._begin_forced(version, held)
+        return await self._begin_forced(version, held, "rolled_back")
 
     async def hold(self, reason: str) -> ServingPlan:
         """From now on, versions are registered and not pushed."""
@@ -132,13 +141,12 @@ class Policies:
         and ObjectNotFound."""
         while True:
             plan, packed = await self._serving.read_packed()
-            needed = {*plan.versions, *([plan.target] if plan.target is not None else [])}
             if await self._register.record(version) is None:
                 if await self._register.was_removed(version):
                     return
                 raise await self._unknown(version)
-            if version in needed:
-                raise StateConflict(f"version {version} is served, or is to be served", code="needed")
+            if version in plan.needed:
+                raise StateConflict(f"a server serves version {version}, or is to serve it", code="needed")
             if version == max(await self._register.records()):
                 raise StateConflict(f"version {version} is the newest one", code="needed")
             if await self._register.remove(version, packed):
@@ -182,7 +190,9 @@ class Policies:
         there is one; a repeated request finds the first one's push."""
 
         def event(plan: ServingPlan) -> ServingPlan:
-            if plan.hold is not None or (plan.target is not None and plan.target > version):
+            if plan.hold is not None or plan.active_canary is not None:
+                return plan
+            if plan.target is not None and plan.target > version:
                 return plan
             if plan.target == version and plan.push is not None and plan.push.version == version:
                 return plan
@@ -191,9 +201,17 @@ class Policies:
         push = (await self._changed(event)).push
         return push if push is not None and push.version == version else None
 
-    async def _begin_forced(self, version: int, hold: ServingHold | None) -> Push:
+    async def _begin_forced(
+        self, version: int, hold: ServingHold | None, canary_becomes: CanaryState
+    ) -> Push:
+        """Begin a push that an operator asked for. It ends an open canary, whose numbers stay."""
+        report = msgspec.structs.replace(await self._log.report(), reason="an operator chose a version")
+
         def event(plan: ServingPlan) -> ServingPlan:
-            return msgspec.structs.replace(plan.begun(version, time.time(), force=True), hold=hold)
+            canary, now = plan.active_canary, time.time()
+            other = canary_becomes == "promoted" and canary is not None and canary.version != version
+            plan = plan.canary_closed("superseded" if other else canary_becomes, report, now)
+            return msgspec.structs.replace(plan.begun(version, now, force=True), hold=hold)
 
         push = (await self._changed(event)).push
         assert push is not None  # noqa: S101 - it has just begun

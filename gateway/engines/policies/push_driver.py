@@ -11,6 +11,7 @@ faster than servers load would never be served. An operator's push (`force`) end
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -20,10 +21,12 @@ from gateway.engines.cancellation import cancel_and_wait
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer
 from gateway.engines.policies.attempts import Attempts
+from gateway.engines.policies.push_progress import PushProgress
 from gateway.engines.policies.rolling import LoadSlots
 from gateway.engines.policies.server_reload import NotLoaded, PushOrder, ServerReloads
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.contract.serving import Push, PushState, ServerPush, ServerPushState, ServingPlan
+from rollout_queue.contract.policies.policy import PolicyRecord
+from rollout_queue.contract.policies.serving import ServerPush, ServerPushState, ServingPlan
 from rollout_queue.protocol.reload import Reloaded
 from rollout_queue.redis.policies.register import PolicyRegister
 from rollout_queue.redis.policies.serving import PushLease, ServingRegister
@@ -32,9 +35,6 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 """The pause between two attempts; it doubles with each."""
-ERROR_CHARACTERS = 2000
-"""The longest error of a push that is stored."""
-BARE = "bare engines cannot load a policy: put a rollout server in front of each"
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,15 @@ class PushDriver:
         self._serving = ServingRegister(redis)
         self._register = PolicyRegister(redis)
         self._lease = PushLease(redis, bounds.lease_s)
-        self._max_version_lag = bounds.max_version_lag
+        self._progress = PushProgress(self._serving, self._register, fleet, bounds.max_version_lag)
         self._slots = LoadSlots(bounds.max_unavailable, lambda: len(self._live()))
         self._attempts: dict[str, Attempts] = {}  # by server
+        self.leads = False
+        """Whether this process had the lease at its last step."""
         self._capacity = 1.0
-        self._push = (0, -1)  # the id and the version of the push that `_capacity` belongs to
+        self._push = 0  # the push that `_capacity` belongs to
+        self._orders: frozenset[tuple[int, int]] = frozenset()
+        """The keys of the orders that servers have now."""
         self._wake = asyncio.Event()
 
     def wake(self) -> None:
@@ -86,33 +90,54 @@ class PushDriver:
     async def step(self) -> None:
         """Begin what can begin now, and end the push if there is nothing left to wait for."""
         try:
-            if not await self._lease.hold():
+            self.leads = await self._lease.hold()
+            if not self.leads:
                 await self._stop()
                 return
             plan = await self._serving.read()
             self._fleet.adopt(plan)
-            if (order := await self._order(plan)) is not None:
-                for server in self._fleet.rollout_servers:
-                    await self._consider(server, order)
-                self._forget_servers()
-                await self._judge(plan, order)
+            orders = await self._orders_of(plan)
+            for server, order in orders:
+                await self._consider(server, order)
+            self._forget_servers()
+            await self._judge(plan, orders)
         except StorageUnavailable as error:
             logger.warning("pushes wait for Redis: %s", error)
 
-    async def _order(self, plan: ServingPlan) -> PushOrder | None:
-        """What servers are to serve now; None if there is no policy."""
-        if plan.target is None:
-            return None
-        record = await self._register.record(plan.target)
-        if record is None:
-            logger.error("version %d is to be served, and is not registered", plan.target)
-            return None
-        push = plan.push
-        if push is None:
-            return PushOrder(record, 0, force=False)
-        if (push.id, push.version) != self._push:
-            self._push, self._capacity = (push.id, push.version), 1.0
-        return PushOrder(record, push.id, force=push.force or push.version != record.version)
+    async def _orders_of(self, plan: ServingPlan) -> list[tuple[FleetServer, PushOrder]]:
+        """What each server is to serve now; no server is there while there is no policy."""
+        known: dict[int, PolicyRecord | None] = {}
+        orders: list[tuple[FleetServer, PushOrder]] = []
+        for server in self._fleet.rollout_servers:
+            own = plan.own_version(server.id)
+            version = plan.target if own is None else own.version
+            if version is None:
+                continue
+            if version not in known:
+                known[version] = await self._register.record(version)
+            if (record := known[version]) is None:
+                logger.error("version %d is to be served, and is not registered", version)
+            elif own is not None:
+                orders.append((server, PushOrder(record, own.id, force=True, own=True)))
+            else:
+                orders.append((server, _order_of(plan, record)))
+        self._orders = frozenset(order.key for _, order in orders)
+        if plan.push is not None and plan.push.id != self._push:
+            self._push, self._capacity = plan.push.id, 1.0
+        return orders
+
+    async def _judge(self, plan: ServingPlan, orders: Sequence[tuple[FleetServer, PushOrder]]) -> None:
+        """End the push, or open the canary, if no server is waited for."""
+        pushed = [server.id for server, order in orders if not order.own]
+        fleets = [self._attempts[each] for each in pushed if each in self._attempts]
+        await self._progress.judge_canary(plan, list(self._attempts.values()))
+        if not fleets and self._fleet.rollout_servers:
+            return  # every server has its own version
+        record = None if plan.target is None else await self._register.record(plan.target)
+        if record is not None and await self._progress.judge_push(
+            plan, _order_of(plan, record), fleets, self._capacity
+        ):
+            self.wake()
 
     # One server
 
@@ -176,7 +201,7 @@ class PushDriver:
             self._measure_capacity()
             await self._note(attempts, "loading")
             loaded = await self._reloads.load(server, attempts.order)
-            await self._admit(attempts.order)  # first, so that the server is always in rotation
+            await self._progress.admit(attempts.order)  # first, so that the server is always in rotation
             server.has_loaded(attempts.order.version, attempts.order.record.manifest_sha256)
             return loaded
         finally:
@@ -199,22 +224,8 @@ class PushDriver:
     async def _prove(self, attempts: Attempts) -> None:
         """The server serves the version of the order."""
         attempts.failures = 0
-        await self._admit(attempts.order)
+        await self._progress.admit(attempts.order)
         await self._note(attempts, "proved", version_served=attempts.order.version)
-
-    async def _admit(self, order: PushOrder) -> None:
-        """A server has proved the version: it may answer calls."""
-        if any((each.push, each.version) == order.key for each in self._fleet.plan.admissible):
-            return
-        if order.record.state != "serving":
-            await self._register.store(replace(order.record, state="serving"))
-        former = self._fleet.serving
-        plan = await self._serving.change(
-            lambda plan: plan.proved(order.version, order.push, self._max_version_lag)
-        )
-        self._fleet.adopt(plan)
-        if plan.serving != former:
-            logger.info("version %s is served", plan.serving)
 
     async def _note(
         self,
@@ -230,43 +241,12 @@ class PushDriver:
         total_s = before.total_s if total_s is None else total_s
         noted = replace(before, state=state, version_served=version_served, error=error, total_s=total_s)
         attempts.noted = noted
-        if noted == before or attempts.order.key != self._push:
+        if noted == before or attempts.order.key not in self._orders:
             return
         try:
             await self._serving.note_server(noted)
         except StorageUnavailable as failure:
             logger.warning("the state of the push on %s is not stored: %s", noted.server, failure)
-
-    # The whole push
-
-    async def _judge(self, plan: ServingPlan, order: PushOrder) -> None:
-        """End the push if no server is waited for."""
-        if not plan.pushing or plan.push is None:
-            return
-        servers = self._fleet.rollout_servers
-        found = [each for server in servers if (each := self._attempts.get(server.id))]
-        settled = [each for each in found if each.settled and each.order.key == order.key]
-        if len(settled) < len(servers):
-            return
-        states = {each.noted.state for each in found}
-        if not self._fleet.servers:
-            await self._admit(order)
-        if "proved" in states or not self._fleet.servers:
-            await self._end(plan.push, "serving")
-        elif states != {"unavailable"}:
-            errors = "; ".join(f"{a.noted.server}: {a.noted.error}" for a in found if a.noted.error) or BARE
-            await self._end(plan.push, "failed", errors[:ERROR_CHARACTERS])
-            logger.error("version %d was refused by every server", order.version)
-            if states <= {"refused"} and order.record.state == "published":
-                await self._register.forget(order.record)
-
-    async def _end(self, push: Push, state: PushState, error: str | None = None) -> None:
-        now, capacity = time.time(), self._capacity
-        ended = await self._serving.change(
-            lambda plan: plan.ended(push.id, state, now, error=error, capacity=capacity)
-        )
-        self._fleet.adopt(ended)
-        self.wake()
 
     def _forget_servers(self) -> None:
         gone = [i for i, each in self._attempts.items() if i not in self._fleet.servers and not each.running]
@@ -274,7 +254,11 @@ class PushDriver:
             del self._attempts[server_id]
 
     def _live(self) -> list[FleetServer]:
-        return [each for each in self._fleet.rollout_servers if each.live]
+        """The live servers that take part in pushes."""
+        plan = self._fleet.plan
+        return [
+            each for each in self._fleet.rollout_servers if each.live and plan.own_version(each.id) is None
+        ]
 
     def _measure_capacity(self) -> None:
         if live := len(self._live()):
@@ -285,3 +269,11 @@ class PushDriver:
         running = [each.task for each in self._attempts.values() if each.task is not None and each.running]
         await cancel_and_wait(running)
         self._attempts.clear()
+
+
+def _order_of(plan: ServingPlan, record: PolicyRecord) -> PushOrder:
+    """The order to serve the version that the fleet is to serve."""
+    push = plan.push
+    if push is None:
+        return PushOrder(record, 0, force=False)
+    return PushOrder(record, push.id, force=push.force or push.version != record.version)

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer
-from rollout_queue.contract.policy import PolicyRecord
+from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.protocol.errors import error_code, error_message
 from rollout_queue.protocol.message import MalformedMessage, first_fault
 from rollout_queue.protocol.reload import Aborted, ReloadBody, Reloaded
@@ -36,6 +36,8 @@ class PushOrder:
     record: PolicyRecord
     push: int
     force: bool
+    own: bool = False
+    """The version is the server's own, of a pin or a canary, and not the fleet's."""
 
     @property
     def version(self) -> int:

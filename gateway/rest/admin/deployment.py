@@ -9,7 +9,7 @@ from gateway.errors import ObjectNotFound
 from gateway.operators.warnings import emptied_redis
 from gateway.rest import export
 from gateway.rest.access import admins_only
-from gateway.rest.admin import actions, pipeline, policies, trainer
+from gateway.rest.admin import actions, canaries, pipeline, policies, trainer
 from gateway.rest.admin import keys as api_keys
 from gateway.rest.shapes import Removed
 from gateway.rest.workers import parts_of_all
@@ -34,6 +34,7 @@ SLOWEST_PARTS = 5
 router = APIRouter(prefix="/admin", tags=["admin"], dependencies=[Depends(admins_only)])
 router.include_router(export.router)
 router.include_router(pipeline.router)
+router.include_router(canaries.router)  # before the routes of a version, which these paths resemble
 router.include_router(policies.router)
 router.include_router(trainer.router)
 router.include_router(api_keys.router)

@@ -9,9 +9,10 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
 from gateway.engines.policies.policies import PushReport
+from gateway.rest.admin.canaries import canary_shape, pin_shape
 from gateway.wiring import parts_of
-from rollout_queue.contract.policy import PolicyRecord
-from rollout_queue.contract.serving import Push, ServerPush, ServingPlan
+from rollout_queue.contract.policies.policy import PolicyRecord
+from rollout_queue.contract.policies.serving import Push, ServerPush, ServingPlan
 from rollout_queue.protocol.policies import (
     HoldBody,
     HoldShape,
@@ -134,6 +135,8 @@ def serving_shape(plan: ServingPlan) -> ServingShape:
         admissible=tuple(each.version for each in plan.admissible),
         hold=None if hold is None else HoldShape(since=hold.since, reason=hold.reason),
         push=None if plan.push is None else _push_shape(plan.push),
+        canary=None if plan.active_canary is None else canary_shape(plan.active_canary),
+        pins=tuple(map(pin_shape, plan.pins)),
     )
 
 
@@ -143,7 +146,10 @@ async def _pushed(
     policies = parts_of(request).policies
     if push is None:
         plan = await policies.plan()
-        return Pushed(version=version, state="superseded" if plan.hold is None else "held")
+        if plan.hold is not None:
+            return Pushed(version=version, state="held")
+        waits = policies.auto_canary or plan.active_canary is not None
+        return Pushed(version=version, state="canary" if waits else "superseded")
     report = await (policies.ended(push) if wait else policies.report(push))
     response.status_code = _status(report, wait=wait)
     return Pushed(

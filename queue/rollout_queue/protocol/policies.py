@@ -6,6 +6,7 @@ trainer ◀── Pushed: one PushResult per server ── gateway
 
 from pydantic import ConfigDict, Field
 
+from rollout_queue.protocol.canaries import CanaryShape, PinShape
 from rollout_queue.protocol.message import ServiceMessage
 
 LARGEST = 2**53
@@ -81,7 +82,8 @@ class Pushed(ServiceMessage):
 
     version: int
     state: str | None = None
-    """The state of the push; `held` if none begins, because an operator holds the fleet."""
+    """The state of the push. If none begins: `held`, because an operator holds the fleet; `canary`, because
+    the version waits for its own canary or for the end of another one."""
     push: PushShape | None = None
     results: tuple[PushResult, ...] = ()
 
@@ -145,3 +147,6 @@ class ServingShape(ServiceMessage):
     hold: HoldShape | None = None
     push: PushShape | None = None
     """The last push."""
+    canary: CanaryShape | None = None
+    """The open canary, without its numbers."""
+    pins: tuple[PinShape, ...] = ()

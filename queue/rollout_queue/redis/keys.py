@@ -41,6 +41,12 @@ SERVER_PUSHES = "weir:server_pushes"
 """Hash: rollout server id → what it does in the last push, JSON."""
 PUSHES = "weir:pushes"
 """List: the last pushes that ended, JSON, the newest first."""
+CANARIES = "weir:canaries"
+"""List: the last canaries that ended, JSON, the newest first."""
+CANARY_LOG = "weir:canary_log"
+"""Stream: the calls and scores of the last canary, in `record`."""
+CANARY_REPORT = "weir:canary_report"
+"""String: the numbers of the canary that is open, JSON."""
 PUSH_LEASE = "weir:push_lease"
 """String: the token of the gateway process that drives pushes; expires unless that process renews it."""
 SERVERS = "weir:rollout_servers"
@@ -80,7 +86,8 @@ def session(session_id: str) -> str:
 
 
 def group(group_id: str) -> str:
-    """Hash of one group: `size`, `owner`, and how many members are `forgotten` (removed by retention)."""
+    """Hash of one group: `size`, `owner`, when it was `opened_at`, and how many members are `forgotten`
+    (removed by retention)."""
     return f"weir:g:{group_id}"
 
 

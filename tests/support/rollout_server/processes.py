@@ -37,8 +37,9 @@ class ServerProcess:
         self.process.kill()
         self.process.wait()
 
-    def control(self, **faults: float) -> None:
-        """Set how the server's engine behaves from now on: `load_s`, `checksum_s` (see `stub_engine`)."""
+    def control(self, **faults: Any) -> None:
+        """Set how the server's engine behaves from now on: `load_s`, `checksum_s`, `scores` (see
+        `stub_engine`)."""
         path = self.log.parent / f"engine-{self.engine_port}.json"
         aside = path.with_suffix(".new")
         aside.write_text(json.dumps(faults))

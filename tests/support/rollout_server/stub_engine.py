@@ -1,8 +1,9 @@
 """A process that takes SGLang's command line and answers as `FakeEngine` does. It samples, too.
 
 In the directory of the variable ENGINE_DOUBLE_DIR, `engine-{port}.json` says how long a load (`load_s`) and
-a checksum (`checksum_s`) take. It is read each time. If `tokenizer.json` is there, `/generate` samples. Its
-answers wait while the engine is paused.
+a checksum (`checksum_s`) take, and the log-probability that a version gives every token (`scores`). It is
+read each time. If `tokenizer.json` is there, `/generate` samples. Its answers wait while the engine is
+paused.
 """
 
 import argparse
@@ -11,11 +12,12 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import uvicorn
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 from tokenizers import Tokenizer
 
@@ -51,6 +53,9 @@ def main() -> None:
     sampler = FakeSampler(Tokenizer.from_file(str(tokenizer)), pace_s=0.01) if tokenizer.exists() else None
     delays = {"/update_weights_from_disk": "load_s", "/weights_checker": "checksum_s"}
 
+    def controls() -> dict[str, Any]:
+        return dict(json.loads(control.read_text())) if control.exists() else {}
+
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if sampler is not None and scope.get("path") == "/generate":
 
@@ -60,17 +65,43 @@ def main() -> None:
                 sampler.version = engine.version
                 await send(message)
 
-            await sampler.app()(scope, receive, send_unless_paused)
+            content = await Request(scope, receive).body()
+            if (scores := _scores(json.loads(content), str(engine.version), controls())) is not None:
+                await JSONResponse(scores)(scope, receive, send)
+                return
+            await sampler.app()(scope, _once(content, receive), send_unless_paused)
             return
         request = Request(scope, receive)
         content = await request.body()
-        if request.url.path in delays and control.exists():
-            delay_s = json.loads(control.read_text()).get(delays[request.url.path], 0.0)
+        if request.url.path in delays:
+            delay_s = controls().get(delays[request.url.path], 0.0)
             await asyncio.sleep(delay_s)  # the time that a large model takes
         said = await engine.handle(httpx.Request(request.method, str(request.url), content=content))
         await Response(said.content, said.status_code)(scope, receive, send)
 
     uvicorn.run(answer, host="127.0.0.1", port=given.port, log_level="warning", lifespan="off")
+
+
+def _scores(body: dict[str, Any], version: str, controls: dict[str, Any]) -> dict[str, Any] | None:
+    """The answer to a request for the log-probabilities of its prompt; None for other requests."""
+    start = body.get("logprob_start_len", -1)
+    if start < 0:
+        return None
+    logprob = controls.get("scores", {}).get(version, -1.0)
+    scored = [
+        [None if index == 0 else logprob, each, None] for index, each in enumerate(body["input_ids"][start:])
+    ]
+    return {"output_ids": [0], "meta_info": {"input_token_logprobs": scored, "weight_version": version}}
+
+
+def _once(content: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body again, which was read already."""
+    bodies: list[Message] = [{"type": "http.request", "body": content, "more_body": False}]
+
+    async def again() -> Message:
+        return bodies.pop() if bodies else await receive()
+
+    return again
 
 
 if __name__ == "__main__":

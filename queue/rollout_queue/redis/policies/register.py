@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 from redis.asyncio import Redis
 
-from rollout_queue.contract.policy import PolicyRecord
+from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.scripts import policies as policy_scripts

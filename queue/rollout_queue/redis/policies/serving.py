@@ -11,13 +11,22 @@ from collections.abc import Callable, Mapping
 import msgspec
 from redis.asyncio import Redis
 
-from rollout_queue.contract.serving import Push, ServerPush, ServingPlan, plan_of
+from rollout_queue.contract.policies.canary import Canary
+from rollout_queue.contract.policies.serving import Push, ServerPush, ServingPlan, plan_of
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.scripts import serving as scripts
 
 PUSHES_KEPT = 100
-"""How many ended pushes are kept."""
+"""How many ended pushes, and how many ended canaries, are kept."""
+REPLACED = [
+    keys.SERVING,
+    keys.SERVER_PUSHES,
+    keys.PUSHES,
+    keys.CANARIES,
+    keys.CANARY_LOG,
+    keys.CANARY_REPORT,
+]
 
 
 class ServingRegister:
@@ -40,7 +49,8 @@ class ServingRegister:
     async def change(self, event: Callable[[ServingPlan], ServingPlan]) -> ServingPlan:
         """Apply an event to the plan, and return the plan after it. Nothing is written if nothing changes.
 
-        The push that a newer one replaces is kept among the last pushes, as superseded.
+        Pushes and canaries that end are kept among the last ones. A push that a newer one replaces is kept as
+        superseded.
         """
         while True:
             packed = await stored(self._redis.get(keys.SERVING))
@@ -48,16 +58,28 @@ class ServingRegister:
             after = event(before)
             if after == before:
                 return after
-            history = [_packed(push) for push in _history(before, after)]
-            begins = after.push is not None and (before.push is None or before.push.id != after.push.id)
-            arguments = [packed or b"", _packed(after), int(begins), PUSHES_KEPT, *history]
-            if await stored(self._replace([keys.SERVING, keys.SERVER_PUSHES, keys.PUSHES], arguments)):
+            push, canary = _ended_push(before, after), _ended_canary(before, after)
+            arguments = [
+                packed or b"",
+                _packed(after),
+                int(_id(after.push) != _id(before.push)),
+                int(_id(after.canary) != _id(before.canary)),
+                PUSHES_KEPT,
+                _packed(push) if push else "",
+                _packed(canary) if canary else "",
+            ]
+            if await stored(self._replace(REPLACED, arguments)):
                 return after
 
     async def last_pushes(self) -> list[Push]:
         """The last pushes that ended, the newest first."""
         packed = await stored(self._redis.lrange(keys.PUSHES, 0, -1))
         return [msgspec.json.decode(each, type=Push) for each in packed]
+
+    async def last_canaries(self) -> list[Canary]:
+        """The last canaries that ended, the newest first."""
+        packed = await stored(self._redis.lrange(keys.CANARIES, 0, -1))
+        return [msgspec.json.decode(each, type=Canary) for each in packed]
 
     async def note_server(self, server_push: ServerPush) -> None:
         """Note what a server does in the push."""
@@ -89,14 +111,24 @@ class PushLease:
         await stored(self._release([keys.PUSH_LEASE], [self._token]))
 
 
-def _history(before: ServingPlan, after: ServingPlan) -> list[Push]:
-    """The pushes that end with this change."""
+def _ended_push(before: ServingPlan, after: ServingPlan) -> Push | None:
+    """The push that ends with this change."""
     former, push = before.push, after.push
-    if former is not None and push is not None and former.id != push.id and former.state == "pushing":
-        return [msgspec.structs.replace(former, state="superseded", ended_at=push.started_at)]
-    if push is not None and push.state != "pushing" and former is not None and former.state == "pushing":
-        return [push]
-    return []
+    if former is None or push is None or former.state != "pushing":
+        return None
+    if former.id != push.id:
+        return msgspec.structs.replace(former, state="superseded", ended_at=push.started_at)
+    return push if push.state != "pushing" else None
+
+
+def _ended_canary(before: ServingPlan, after: ServingPlan) -> Canary | None:
+    """The canary that ends with this change."""
+    ended = after.canary if before.canary is not None and before.canary.active else None
+    return ended if ended is not None and not ended.active else None
+
+
+def _id(part: Push | Canary | None) -> int | None:
+    return None if part is None else part.id
 
 
 def _packed(value: msgspec.Struct) -> str:

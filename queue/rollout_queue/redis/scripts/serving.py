@@ -4,15 +4,20 @@ A full Redis refuses a script whose first write is SET or HSET, and accepts DEL 
 """
 
 REPLACE = """
--- KEYS: plan, server pushes, pushes
--- ARGV: plan as read or '', new plan, whether a push begins, how many pushes are kept, pushes that end …
+-- KEYS: plan, server pushes, pushes, canaries, canary log, canary report
+-- ARGV: plan as read or '', new plan, whether a push begins, whether a canary begins, how many pushes and
+--       canaries are kept, push that ends or '', canary that ends or ''
 -- Returns 1 if the plan is replaced, 0 if it has changed since the caller read it.
 if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
 redis.call('DEL', KEYS[1])
 redis.call('SET', KEYS[1], ARGV[2])
 if ARGV[3] == '1' then redis.call('DEL', KEYS[2]) end
-for index = 5, #ARGV do redis.call('LPUSH', KEYS[3], ARGV[index]) end
-redis.call('LTRIM', KEYS[3], 0, tonumber(ARGV[4]) - 1)
+if ARGV[4] == '1' then redis.call('DEL', KEYS[5], KEYS[6]) end
+for place, list in ipairs({KEYS[3], KEYS[4]}) do
+    local ended = ARGV[5 + place]
+    if ended ~= '' then redis.call('LPUSH', list, ended) end
+    redis.call('LTRIM', list, 0, tonumber(ARGV[5]) - 1)
+end
 return 1
 """
 

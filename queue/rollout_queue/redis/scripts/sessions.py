@@ -19,6 +19,7 @@ if KEYS[8] then
     if ARGV[6] ~= '' and size ~= ARGV[6] then return {'size', size} end
     if size ~= '' and redis.call('SCARD', KEYS[9]) >= tonumber(size) then return {'full', size} end
     redis.call('HSET', KEYS[8], 'size', size, 'owner', ARGV[5])
+    redis.call('HSETNX', KEYS[8], 'opened_at', ARGV[3])
     redis.call('SADD', KEYS[9], ARGV[1])
 end
 redis.call('HSET', KEYS[1], 'spec', ARGV[2])
@@ -35,7 +36,7 @@ if redis.call('EXISTS', KEYS[1]) == 1 then return 'exists' end
 if redis.call('ZSCORE', KEYS[7], 'g:' .. ARGV[6]) then return 'forgotten' end
 local user = ARGV[5] ~= ''
 if user and redis.call('SISMEMBER', KEYS[5], ARGV[5]) == 1 then return 'user deleted' end
-redis.call('HSET', KEYS[1], 'size', ARGV[1], 'owner', ARGV[2])
+redis.call('HSET', KEYS[1], 'size', ARGV[1], 'owner', ARGV[2], 'opened_at', ARGV[3])
 for member = 8, #KEYS do
     local id, spec = ARGV[2 * member - 9], ARGV[2 * member - 8]
     redis.call('SADD', KEYS[2], id)

@@ -13,6 +13,8 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
+from rollout_queue.contract.policies.canary import Canary, CanaryReport, CanaryState, Pin
+
 PushState = Literal["pushing", "serving", "failed", "superseded"]
 ServerPushState = Literal[
     "waiting", "preparing", "prepared", "loading", "proved", "refused", "failed", "unavailable"
@@ -71,6 +73,14 @@ class ServingPlan(msgspec.Struct, frozen=True):
     admissible: tuple[Admissible, ...] = ()
     """The newest push first. A version comes once."""
     hold: ServingHold | None = None
+    canary: Canary | None = None
+    """The last canary, open or ended."""
+    pins: tuple[Pin, ...] = ()
+    """At most one for each server."""
+
+    @property
+    def active_canary(self) -> Canary | None:
+        return self.canary if self.canary is not None and self.canary.active else None
 
     @property
     def serving(self) -> int | None:
@@ -93,11 +103,60 @@ class ServingPlan(msgspec.Struct, frozen=True):
             return self.push.version
         return self.serving
 
+    @property
+    def needed(self) -> frozenset[int]:
+        """Every version that a server serves, or is to serve."""
+        canary = self.active_canary
+        tried = set() if canary is None else {canary.version, canary.baseline}
+        wanted = set() if self.target is None else {self.target}
+        return self.versions | wanted | tried | {pin.version for pin in self.pins}
+
+    def own_version(self, server: str) -> Pin | Canary | None:
+        """Why a server serves another version than the fleet; None if it does not."""
+        pin = next((pin for pin in self.pins if pin.server == server), None)
+        canary = self.active_canary
+        return pin or (canary if canary is not None and server in canary.servers else None)
+
+    def next_id(self, now: float) -> int:
+        """A number for a push, a canary or a pin. It grows with time, also after a loss of this plan."""
+        used = [each.id for each in (self.push, self.canary, *self.pins) if each is not None]
+        return max(max(used, default=0) + 1, int(now * 1000))
+
     def begun(self, version: int, now: float, *, force: bool) -> "ServingPlan":
-        """A push of `version` begins. Its id grows with time, also after a loss of this plan."""
-        former = self.push.id if self.push is not None else 0
-        push = Push(id=max(former + 1, int(now * 1000)), version=version, force=force, started_at=now)
+        """A push of `version` begins."""
+        push = Push(id=self.next_id(now), version=version, force=force, started_at=now)
         return replace(self, push=push)
+
+    def canary_opened(self, canary_id: int, now: float) -> "ServingPlan":
+        """The servers of the canary have proved its version: new groups may go there."""
+        canary = self.canary
+        if canary is None or canary.id != canary_id or canary.state != "opening":
+            return self
+        return replace(self, canary=replace(canary, state="open", opened_at=now))
+
+    def canary_closed(self, state: CanaryState, report: CanaryReport, now: float) -> "ServingPlan":
+        """The canary has ended, if one is active. What its servers load next follows from the next push."""
+        canary = self.active_canary
+        if canary is None:
+            return self
+        return replace(self, canary=replace(canary, state=state, ended_at=now, report=report))
+
+    def canary_ended(
+        self, canary_id: int, state: CanaryState, report: CanaryReport, now: float
+    ) -> "ServingPlan":
+        """The canary has ended, and a push begins: of its version if it is promoted, else of the baseline.
+
+        A version that is rolled back holds the fleet, unless every version passes through a canary.
+        """
+        canary = self.active_canary
+        if canary is None or canary.id != canary_id:
+            return self
+        plan = self.canary_closed(state, report, now)
+        if state == "promoted":
+            return plan.begun(canary.version, now, force=True)
+        if not canary.automatic:
+            plan = replace(plan, hold=plan.hold or ServingHold(now, report.reason or "a canary ended"))
+        return plan.begun(canary.baseline, now, force=True)
 
     def proved(self, version: int, push: int, max_lag: int) -> "ServingPlan":
         """A server has proved `version` in this push. At most `max_lag` older versions stay admissible.

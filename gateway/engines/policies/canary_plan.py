@@ -1,0 +1,66 @@
+"""The changes that begin and end a canary."""
+
+import time
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from gateway.engines.fleet import Fleet
+from rollout_queue.contract.policies.canary import Canary, CanaryGates, Sticky
+from rollout_queue.contract.policies.policy import PolicyRecord
+from rollout_queue.contract.policies.serving import ServingPlan
+from rollout_queue.redis.policies.register import PolicyRegister
+
+
+def canary_servers(fleet: Fleet, plan: ServingPlan, share: float) -> tuple[str, ...]:
+    """The servers that answer this share of the calls: at least one, and never all; none if the fleet cannot
+    be divided."""
+    pinned = {pin.server for pin in plan.pins}
+    live = sorted(each.id for each in fleet.rollout_servers if each.live and each.id not in pinned)
+    count = min(max(1, round(share * len(live))), len(live) - 1)
+    return tuple(live[: max(0, count)])
+
+
+def canary_begun(
+    plan: ServingPlan,
+    version: int,
+    servers: tuple[str, ...],
+    share: float,
+    sticky: Sticky,
+    gates: CanaryGates,
+    *,
+    automatic: bool = False,
+) -> ServingPlan:
+    """The plan with a new canary against the served version; the same plan while something else goes on."""
+    if plan.active_canary is not None or plan.pushing or plan.serving is None:
+        return plan
+    now = time.time()
+    canary = Canary(
+        id=plan.next_id(now),
+        version=version,
+        baseline=plan.serving,
+        servers=servers,
+        share=share,
+        sticky=sticky,
+        gates=gates,
+        automatic=automatic,
+        started_at=now,
+    )
+    return replace(plan, canary=canary)
+
+
+def untried(records: Iterable[PolicyRecord], plan: ServingPlan) -> PolicyRecord | None:
+    """The newest version after the served one, unless it was pushed or tried before."""
+    newest = max(records, key=lambda record: record.version, default=None)
+    served = -1 if plan.serving is None else plan.serving
+    if newest is None or newest.version <= served or newest.state != "published":
+        return None
+    tried = {each.version for each in (plan.push, plan.canary) if each is not None}
+    return None if newest.version in tried else newest
+
+
+async def note_failed(register: PolicyRegister, version: int) -> None:
+    """A canary of the version was rolled back."""
+    record = await register.record(version)
+    if record is not None and record.state == "published":
+        await register.store(replace(record, state="failed"))

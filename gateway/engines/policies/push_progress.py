@@ -1,0 +1,100 @@
+"""Notes in the shared plan what servers have proved, and ends a push or opens a canary once they have."""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from gateway.engines.fleet import Fleet
+from gateway.engines.policies.attempts import Attempts
+from gateway.engines.policies.server_reload import PushOrder
+from rollout_queue.contract.policies.canary import CanaryReport
+from rollout_queue.contract.policies.serving import PushState, ServingPlan
+from rollout_queue.redis.policies.register import PolicyRegister
+from rollout_queue.redis.policies.serving import ServingRegister
+
+logger = logging.getLogger(__name__)
+
+ERROR_CHARACTERS = 2000
+"""The longest error of a push that is stored."""
+BARE = "bare engines cannot load a policy: put a rollout server in front of each"
+
+
+class PlanEvent(Protocol):
+    """A change of the plan."""
+
+    def __call__(self, plan: ServingPlan, /) -> ServingPlan: ...
+
+
+class PushProgress:
+    """Every method may raise StorageUnavailable."""
+
+    def __init__(
+        self, serving: ServingRegister, register: PolicyRegister, fleet: Fleet, max_version_lag: int
+    ) -> None:
+        self._serving, self._register, self._fleet = serving, register, fleet
+        self._max_version_lag = max_version_lag
+
+    async def admit(self, order: PushOrder) -> None:
+        """A server has proved the version. If it is the fleet's, it may answer calls."""
+        if order.own or any((each.push, each.version) == order.key for each in self._fleet.plan.admissible):
+            return
+        if order.record.state != "serving":
+            await self._register.store(replace(order.record, state="serving"))
+        former = self._fleet.serving
+        plan = await self._change(lambda plan: plan.proved(order.version, order.push, self._max_version_lag))
+        if plan.serving != former:
+            logger.info("version %s is served", plan.serving)
+
+    async def judge_push(
+        self, plan: ServingPlan, order: PushOrder, attempts: Sequence[Attempts], capacity: float
+    ) -> bool:
+        """End the push if no server is waited for. Returns whether it has ended. `attempts` has one of every
+        server that takes part."""
+        if not plan.pushing or not all(each.settled and each.order.key == order.key for each in attempts):
+            return False
+        states = {each.noted.state for each in attempts}
+        if not self._fleet.servers:
+            await self.admit(order)
+        if "proved" in states or not self._fleet.servers:
+            await self._end(order.push, "serving", capacity)
+        elif states != {"unavailable"}:
+            await self._end(order.push, "failed", capacity, _errors(attempts) or BARE)
+            logger.error("version %d was refused by every server", order.version)
+            if states <= {"refused"} and order.record.state == "published":
+                await self._register.forget(order.record)
+        else:
+            return False
+        return True
+
+    async def judge_canary(self, plan: ServingPlan, attempts: Sequence[Attempts]) -> None:
+        """Open the canary once its servers have proved the version, or roll it back if they cannot."""
+        canary = plan.active_canary
+        if canary is None or canary.state != "opening":
+            return
+        own = [each for each in attempts if each.order.push == canary.id]
+        if not own or not all(each.settled for each in own):
+            return
+        states = {each.noted.state for each in own}
+        if "proved" in states:
+            await self._change(lambda plan: plan.canary_opened(canary.id, time.time()))
+            logger.info("the canary of version %d is open", canary.version)
+        elif states != {"unavailable"}:
+            report = CanaryReport(reason=f"its servers did not load it: {_errors(own)}")
+            await self._change(lambda plan: plan.canary_ended(canary.id, "rolled_back", report, time.time()))
+
+    async def _end(self, push: int, state: PushState, capacity: float, error: str | None = None) -> None:
+        now = time.time()
+        await self._change(lambda plan: plan.ended(push, state, now, error=error, capacity=capacity))
+
+    async def _change(self, event: PlanEvent) -> ServingPlan:
+        plan = await self._serving.change(event)
+        self._fleet.adopt(plan)
+        return plan
+
+
+def _errors(attempts: Sequence[Attempts]) -> str:
+    found = "; ".join(f"{each.noted.server}: {each.noted.error}" for each in attempts if each.noted.error)
+    return found[:ERROR_CHARACTERS]

@@ -1,0 +1,1 @@
+"""Policies: their files, changes between two of them, which ones are served, and canaries."""

@@ -1,0 +1,149 @@
+"""A gateway and rollout servers that are real processes with engine doubles, and the traffic to them."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from subprocess import Popen
+from threading import Event, Thread
+from typing import Any
+
+import httpx
+
+from tests.support.gateway.processes import Processes
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
+from tests.support.rollout_server.processes import ServerProcess
+from tests.support.rollout_server.weights import (
+    float32_tensors,
+    publish,
+    published_copy,
+    write_safetensors,
+)
+from tests.support.waiting import wait_until
+
+CALLS_PER_S = 30.0
+
+
+@dataclass
+class Deployment:
+    """Rollout servers of one gateway, and the policies that may be published."""
+
+    gateway: RunningGateway
+    directory: Path
+    servers: list[ServerProcess] = field(default_factory=list)
+
+    def write(self, version: int) -> Path:
+        """Write the files of a version."""
+        policy = self.directory / "policies" / f"v{version}"
+        if not policy.exists():
+            published_copy(self.directory / "model", policy, version)
+            write_safetensors(policy / "model.safetensors", float32_tensors(1.0 + version))
+            publish(policy, version)
+        return policy
+
+    def announce(self, version: int, location: str | None = None) -> Any:
+        """Publish a version, and do not wait for servers."""
+        body = {"version": version, "location": location or self.write(version).as_uri()}
+        reply = self.gateway.post("/admin/policies?wait=false", body, key=ADMIN_KEY)
+        assert reply.status_code in (200, 202), reply.text
+        return reply.json()
+
+    def plan(self) -> Any:
+        return self.gateway.get("/admin/policies/serving", key=ADMIN_KEY).json()
+
+    def results(self, version: int) -> dict[str, Any]:
+        detail = self.gateway.get(f"/admin/policies/{version}", key=ADMIN_KEY).json()
+        return {result["server"]: result for result in detail["results"]}
+
+    def until(self, state: str) -> Any:
+        """Wait until the last push is in this state; return it."""
+        wait_until(lambda: self.plan()["push"]["state"] == state)
+        return self.plan()["push"]
+
+    def versions(self) -> list[int]:
+        """What each server says that it serves."""
+        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        return [httpx.get(f"{s.url}/status", headers=headers).json()["version"] for s in self.servers]
+
+
+@dataclass
+class Traffic:
+    """Calls at an even pace, each in a session of its own."""
+
+    gateway: RunningGateway
+    statuses: list[int] = field(default_factory=list)
+    sessions: list[str] = field(default_factory=list)
+
+    def engines(self) -> Counter[str]:
+        """How many calls each server answered."""
+        turns = (self.gateway.turns({"session_id": session}) for session in self.sessions)
+        return Counter(turn["engine"] for session in turns for turn in session)
+
+    def versions(self) -> set[int]:
+        turns = (self.gateway.turns({"session_id": session}) for session in self.sessions)
+        return {span["version"] for session in turns for turn in session for span in turn["versions"]}
+
+
+@contextmanager
+def traffic(gateway: RunningGateway, per_s: float = CALLS_PER_S) -> Iterator[Traffic]:
+    """Send calls while the block runs; wait for their answers at its end."""
+    seen, over = Traffic(gateway), Event()
+
+    def call(session: str, http: httpx.Client) -> int:
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        headers = {"authorization": f"Bearer {CLIENT_KEY}"}
+        url = f"{gateway.url}/sessions/{session}/v1/chat/completions"
+        return http.post(url, json=body, headers=headers).status_code
+
+    def send() -> None:
+        with httpx.Client(timeout=60) as http, ThreadPoolExecutor(64) as pool:
+            sent: list[Future[int]] = []
+            began_at = time.monotonic()
+            while not over.is_set():
+                seen.sessions.append(f"call-{len(sent)}")
+                sent.append(pool.submit(call, seen.sessions[-1], http))
+                over.wait(max(0.0, began_at + len(sent) / per_s - time.monotonic()))
+            seen.statuses.extend(each.result() for each in sent)
+
+    thread = Thread(target=send)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
+
+
+def ready(gateway: RunningGateway) -> int:
+    page = gateway.get("/admin/rollout_servers", key=ADMIN_KEY).json()
+    return sum(server["state"] == "ready" for server in page["data"])
+
+
+Deploy = Callable[..., Deployment]
+
+
+@contextmanager
+def gateway_process(
+    own_backends: Backends, logs: Path, **more: Any
+) -> Iterator[tuple[Popen[bytes], RunningGateway]]:
+    """A gateway without bare engines, in its own process."""
+    settings: dict[str, Any] = {"engines": "", "push_lease_s": 1, "poll_every_s": 0.1, "engine_wait_s": 5}
+    process, url = Processes(own_backends, logs).start(**settings | more)
+    try:
+        gateway = RunningGateway(url, own_backends.engine, own_backends.redis)
+        wait_until(lambda: live(gateway))
+        yield process, gateway
+        gateway.http.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def live(gateway: RunningGateway) -> bool:
+    try:
+        return bool(gateway.get("/live").status_code == 200)
+    except httpx.TransportError:
+        return False

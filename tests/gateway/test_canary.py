@@ -118,6 +118,19 @@ def test_a_version_far_from_the_served_one_is_rolled_back_and_the_fleet_is_held(
     (record,) = [each for each in admin(deployment, "GET", "").json()["data"] if each["version"] == 1]
     assert record["state"] == "failed"
     assert deployment.announce(2)["state"] == "held"
+    assert admin(deployment, "POST", "/release").status_code == 200
+    assert deployment.versions() == [2, 2, 2]
+
+
+def test_a_version_that_a_canary_rolled_back_is_not_released(deploy: Deploy) -> None:
+    deployment = deploy(2, canary=EVEN_ODDS)
+    begin(deployment, 1)
+    assert admin(deployment, "DELETE", "/1/canary").status_code == 200
+    deployment.until("serving")
+    assert admin(deployment, "POST", "/release").json()["serving"] == 0
+    assert deployment.versions() == [0, 0]
+    assert admin(deployment, "POST", "/1/promote").status_code == 200, "an operator may insist"
+    assert deployment.versions() == [1, 1]
 
 
 def test_a_version_that_earns_less_is_rolled_back(deploy: Deploy) -> None:

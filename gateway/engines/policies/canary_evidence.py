@@ -169,7 +169,9 @@ class CanaryEvidence:
         # Longer and shorter count alike: the interval of |change|.
         least = max(0.0, low, -high)
         reading = _upper("length", abs(change.mean), least, max(-low, high), math.log1p(bound), groups)
-        return _shown(reading, math.exp(change.mean), math.exp(low), math.exp(high), bound)
+        if math.isfinite(low):
+            low, high = math.exp(low), math.exp(high)
+        return _shown(reading, math.exp(change.mean), low, high, bound)
 
 
 ARMS: tuple[Arm, Arm] = ("canary", "baseline")
@@ -228,7 +230,7 @@ def _shown(
     """The reading with these numbers; those that are not finite are left out."""
     if reading.state == "missing":
         return reading
-    known = [number if math.isfinite(number) else None for number in (value, low, high)]
+    known = [number + 0.0 if math.isfinite(number) else None for number in (value, low, high)]  # no -0.0
     return GateReading(
         gate=reading.gate,
         state=reading.state,

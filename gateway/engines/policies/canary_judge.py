@@ -15,7 +15,13 @@ from redis.asyncio import Redis
 
 from gateway.engines.fleet import Fleet
 from gateway.engines.policies.canary_evidence import CanaryEvidence
-from gateway.engines.policies.canary_plan import canary_begun, canary_servers, note_failed, untried
+from gateway.engines.policies.canary_plan import (
+    canary_begun,
+    canary_servers,
+    newest_version,
+    note_failed,
+    untried,
+)
 from gateway.settings import CanarySettings
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.head import SessionHead
@@ -105,8 +111,8 @@ class CanaryJudge:
 
     async def _push_newest(self, promoted: int) -> None:
         """Push a version that waited for the end of the canary. Read after that end, so none is missed."""
-        newest = max(await self._register.records(), default=promoted)
-        if newest > promoted:
+        newest = newest_version((await self._register.records()).values())
+        if newest is not None and newest > promoted:
             self._fleet.adopt(await self._serving.change(lambda plan: _pushed(plan, newest)))
 
     async def _begin_next(self) -> bool:

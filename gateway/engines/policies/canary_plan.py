@@ -59,6 +59,11 @@ def untried(records: Iterable[PolicyRecord], plan: ServingPlan) -> PolicyRecord 
     return None if newest.version in tried else newest
 
 
+def newest_version(records: Iterable[PolicyRecord]) -> int | None:
+    """The newest version that no canary has rolled back."""
+    return max((record.version for record in records if record.state != "failed"), default=None)
+
+
 async def note_failed(register: PolicyRegister, version: int) -> None:
     """A canary of the version was rolled back."""
     record = await register.record(version)

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer
+from gateway.engines.policies.canary_plan import newest_version
 from gateway.engines.policies.push_driver import PushDriver
 from gateway.errors import ObjectNotFound, StateConflict
 from rollout_queue.contract.policies.canary import CanaryState
@@ -129,9 +130,10 @@ class Policies:
         return await self._changed(lambda plan: msgspec.structs.replace(plan, hold=plan.hold or held))
 
     async def release(self) -> Push | None:
-        """End the hold, and push the newest version, unless it is served. Returns the push that begins."""
+        """End the hold, and push the newest version that no canary has rolled back, unless it is served.
+        Returns the push that begins."""
         await self._changed(lambda plan: msgspec.structs.replace(plan, hold=None))
-        newest, plan = max(await self._register.records(), default=None), self._fleet.plan
+        newest, plan = newest_version((await self._register.records()).values()), self._fleet.plan
         if newest is None or newest == plan.target:
             return None
         return await self._begin(newest)

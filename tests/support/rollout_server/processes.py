@@ -47,11 +47,11 @@ class ServerProcess:
 
 
 @contextmanager
-def running(directory: Path, settings: dict[str, Any]) -> Iterator[ServerProcess]:
+def running(directory: Path, settings: dict[str, Any], admin_key: str = ADMIN_KEY) -> Iterator[ServerProcess]:
     environment = os.environ | {
         f"WEIR_ROLLOUT_SERVER__{name}".upper(): str(value) for name, value in settings.items()
     }
-    environment["WEIR_ADMIN_KEYS"] = ADMIN_KEY
+    environment["WEIR_ADMIN_KEYS"] = admin_key
     environment["ENGINE_DOUBLE_DIR"] = str(directory)
     log = directory / f"server-{settings['port']}.log"
     with log.open("wb") as output:

@@ -63,8 +63,8 @@ class PushDriver:
         """Whether this process had the lease at its last step."""
         self._capacity = 1.0
         self._push = 0  # the push that `_capacity` belongs to
-        self._orders: frozenset[tuple[int, int]] = frozenset()
-        """The keys of the orders that servers have now."""
+        self._noted: frozenset[tuple[int, int]] = frozenset()
+        """The keys of the orders whose state on a server is stored."""
         self._wake = asyncio.Event()
 
     def wake(self) -> None:
@@ -121,7 +121,9 @@ class PushDriver:
                 orders.append((server, PushOrder(record, own.id, force=True, own=True)))
             else:
                 orders.append((server, _order_of(plan, record)))
-        self._orders = frozenset(order.key for _, order in orders)
+        # After a failed push, servers stay with the former version; what they did in the push stays noted.
+        pushed = None if plan.push is None else plan.push.version
+        self._noted = frozenset(order.key for _, order in orders if order.own or order.version == pushed)
         if plan.push is not None and plan.push.id != self._push:
             self._push, self._capacity = plan.push.id, 1.0
         return orders
@@ -241,7 +243,7 @@ class PushDriver:
         total_s = before.total_s if total_s is None else total_s
         noted = replace(before, state=state, version_served=version_served, error=error, total_s=total_s)
         attempts.noted = noted
-        if noted == before or attempts.order.key not in self._orders:
+        if noted == before or attempts.order.key not in self._noted:
             return
         try:
             await self._serving.note_server(noted)

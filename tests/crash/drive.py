@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import httpx
 import psutil
 from redis.exceptions import RedisError
 
@@ -52,6 +53,7 @@ def _kill(system: CrashSystem, window: Window, draw: random.Random, heard: int) 
         came = False
     hit = came and window.hit(system)
     healed_s = system.heal(window.victim)
+    window.after(system)
     return Kill(window.title, hit, healed_s, system.agents.heard - heard)
 
 
@@ -60,7 +62,7 @@ def _came(system: CrashSystem, window: Window) -> bool:
         try:
             window.wait(system)
             return True
-        except (NeverCame, RedisError, OSError) as error:
+        except (NeverCame, RedisError, OSError, httpx.HTTPError) as error:
             logger.info("%s did not come: %r", window.title, error)
     return False
 

@@ -4,22 +4,27 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 from redis import Redis
 from redis.exceptions import RedisError
 
-from rollout_queue.contract.policies.serving import plan_of
+from rollout_queue.contract.policies.serving import ServingPlan, plan_of
 from tests.crash.agents import Agents
 from tests.support.serving import free_port
+from weir.stack.probes import http_ready
+from weir.stack.process import Service
+from weir.stack.services import services_of
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
 
 CLIENT_KEY, ADMIN_KEY = "crash-client", "crash-admin"
 HEALS_WITHIN_S = 240.0
+SECOND = "second_rollout_server"
 NAMES = {"trainer": "trainer_service", "trainer rank 1": "trainer_service", "engine": "rollout_server"}
 """Some victims are children of a process that the stack starts. This names that process."""
 
@@ -41,12 +46,27 @@ class CrashSystem:
     def policies(self) -> Path:
         return self.settings.run_dir / "policies"
 
-    def rollout_state(self) -> str:
+    def rollout_states(self) -> list[str]:
+        """What each rollout server does."""
+        return [self._rollout_state(name) for name in ("rollout_server", SECOND)]
+
+    def _rollout_state(self, name: str) -> str:
         with suppress(httpx.HTTPError, ValueError, KeyError):
             headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-            reply = httpx.get(self.stack.rollout_url + "/status", headers=headers, timeout=2)
-            return str(reply.json()["state"])
+            url = self.stack.processes[name].service.url
+            return str(httpx.get(f"{url}/status", headers=headers, timeout=2).json()["state"])
         return "gone"
+
+    def admin(self, method: str, path: str, body: Any = None) -> Any:
+        """Ask the gateway, below `/admin/policies`. Raises httpx.HTTPError."""
+        url = f"{self.stack.gateway_url}/admin/policies{path}"
+        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        return httpx.request(method, url, json=body, headers=headers, timeout=120).raise_for_status().json()
+
+    def plan(self) -> ServingPlan:
+        """What the fleet serves, as it stands in Redis."""
+        packed: bytes | None = self.redis.get("weir:serving")  # type: ignore[assignment]
+        return plan_of(packed)
 
     def process_of(self, victim: str) -> psutil.Process:
         """Raises LookupError if the victim has no process."""
@@ -85,12 +105,12 @@ class CrashSystem:
         for process in self.stack.processes.values():
             if reason := process.service.ready() or "":
                 return f"{process.service.name}: {reason}"
-        return "" if self.rollout_state() == "ready" else f"rollout server: {self.rollout_state()}"
+        states = self.rollout_states()
+        return "" if set(states) == {"ready"} else f"rollout servers: {', '.join(states)}"
 
     def serving(self) -> int | None:
         """The version that the fleet serves."""
-        packed: bytes | None = self.redis.get("weir:serving")  # type: ignore[assignment]
-        return plan_of(packed).serving
+        return self.plan().serving
 
     def quiet(self) -> bool:
         """Whether the trainer has read everything and holds nothing that it could train."""
@@ -109,8 +129,29 @@ def kill(process: psutil.Process) -> None:
         process.wait(30)
 
 
+def _with_second_server(settings: StackSettings) -> list[Service]:
+    """The services of the stack, and one more rollout server: a canary needs two."""
+    services = list(services_of(settings))
+    (first,) = [service for service in services if service.name == "rollout_server"]
+    port, engine_port = free_port(), free_port()
+    second = {
+        "ID": SECOND,
+        "PORT": str(port),
+        "ENGINE_PORT": str(engine_port),
+        "ENGINE_LOG": str(settings.logs_dir.absolute() / "second-engine.log"),
+    }
+    url = f"http://127.0.0.1:{port}"
+    environment = dict(first.environment) | {
+        f"WEIR_ROLLOUT_SERVER__{name}": value for name, value in second.items()
+    }
+    ports = {port: "the second server", engine_port: "the second engine"}
+    added = replace(first, name=SECOND, ports=ports, url=url, ready=http_ready(url), environment=environment)
+    return [*services, added]
+
+
 @contextmanager
 def crash_system(run_dir: Path, model_path: Path, engine_python: Path) -> Iterator[CrashSystem]:
+    trainer_port = free_port()
     settings = StackSettings(
         run_dir=run_dir,
         model_path=model_path,
@@ -118,17 +159,20 @@ def crash_system(run_dir: Path, model_path: Path, engine_python: Path) -> Iterat
         gateway_port=free_port(),
         rollout_port=free_port(),
         engine_port=free_port(),
-        trainer_port=free_port(),
+        trainer_port=trainer_port,
         engine_python=engine_python,
         trainer_ranks=2,
         client_keys=[CLIENT_KEY],
         admin_keys=[ADMIN_KEY],
         services={
-            "gateway": {},
+            "gateway": {"canary": {"share": 0.5, "max_length_change": None, "max_reward_drop": None}},
             "rollout_server": {"max_running_requests": 16, "max_total_tokens": 32768},
             "trainer": {
                 "threads": 1,
                 "lease_s": 5,
+                "publish_url": f"http://127.0.0.1:{trainer_port}/weights",
+                "transport": "delta",
+                "anchor_every": 3,
                 "optimizer": {"lr": 1e-4},
                 "algorithm": {
                     "min_live_rows": 4,
@@ -139,6 +183,6 @@ def crash_system(run_dir: Path, model_path: Path, engine_python: Path) -> Iterat
             },
         },
     )
-    with Stack(settings) as stack:
+    with Stack(settings, _with_second_server(settings)) as stack:
         stack.wait_ready(timeout_s=300)
         yield CrashSystem(stack, settings, Redis.from_url(settings.redis_url))

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 from redis import Redis
 
+from rollout_queue.contract.policies.delta import DELTA_SUFFIX
 from tests.crash.system import CrashSystem
 from trainer_service.storage.checkpoint import CURRENT, STATE
 from trainer_service.storage.run_state import RunState
@@ -35,6 +36,8 @@ class Window:
     hit: Callable[[CrashSystem], bool] = lambda system: True
     lasting: bool = False
     """Whether the moment is a lasting state; then the kill comes at a random time in it."""
+    after: Callable[[CrashSystem], None] = lambda system: None
+    """Called when all is well again."""
 
     @property
     def title(self) -> str:
@@ -120,23 +123,60 @@ def in_push(system: CrashSystem) -> None:
 
 
 def in_reload(system: CrashSystem) -> None:
-    until(lambda: system.rollout_state() == "loading")
+    until(lambda: system.rollout_states()[0] == "loading")
+
+
+def changes_written(system: CrashSystem) -> None:
+    until(lambda: not half_changes(system))
+    until(lambda: half_changes(system))
+
+
+def half_changes(system: CrashSystem) -> bool:
+    """Whether a version that is written has its changes against the one before, or a part of them."""
+    return any(system.policies.glob(f"v*.tmp/*{DELTA_SUFFIX}*"))
+
+
+def canary_open(system: CrashSystem) -> None:
+    """Hold the fleet, and open a canary of the trainer's next version."""
+    system.admin("POST", "/hold", {})
+    newest = system.admin("GET", "")["data"][-1]["version"]
+    until(lambda: system.admin("GET", "")["data"][-1]["version"] > newest)
+    until(lambda: not system.plan().pushing)
+    version = system.admin("GET", "")["data"][-1]["version"]
+    system.admin("POST", f"/{version}/canary", {"gates": {"min_groups": 5000}})
+    until(lambda: trying(system))
+
+
+def trying(system: CrashSystem) -> bool:
+    canary = system.plan().active_canary
+    return canary is not None and canary.state == "open"
+
+
+def end_canary(system: CrashSystem) -> None:
+    """Promote what the canary tries, which also ends the hold."""
+    if (canary := system.plan().active_canary) is not None:
+        system.admin("POST", f"/{canary.version}/promote?wait=false", {})
+    else:
+        system.admin("POST", "/release?wait=false", {})
 
 
 WINDOWS = (
     Window("gateway", "turns in flight", under_load, lasting=True),
     Window("gateway", "in a push", in_push, unserved),
+    Window("gateway", "canary open", canary_open, trying, lasting=True, after=end_canary),
     Window("redis", "under load", under_load, lasting=True),
     Window("redis", "around an acknowledgement", lambda system: moved(system)),
     Window("engine", "sampling", under_load, lasting=True),
     Window("engine", "in a reload", in_reload),
     Window("rollout_server", "engine sampling", under_load, lasting=True),
     Window("rollout_server", "in a reload", in_reload),
+    Window("rollout_server", "canary open", canary_open, trying, lasting=True, after=end_canary),
     Window("trainer", "at any time", under_load, lasting=True),
     Window("trainer", "in a step", trainer_says("training")),
     Window("trainer", "in a checkpoint", in_checkpoint, unfinished_checkpoint),
     Window("trainer", "between checkpoint and acknowledgement", before_acknowledge, owed),
     Window("trainer", "writing a version", in_publish, half_published),
+    Window("trainer", "changes written", changes_written, half_changes),
     Window("trainer", "in a push", in_push, unserved),
     Window("trainer rank 1", "in a step", trainer_says("training")),
     Window("trainer rank 1", "in a checkpoint", in_checkpoint, unfinished_checkpoint),

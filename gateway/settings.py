@@ -196,6 +196,9 @@ class GatewaySettings(ServiceSettings):
     """How long after its death another gateway goes on with the push that a gateway was driving."""
     max_unavailable: float = Field(0.25, gt=0, le=1)
     """The share of the servers that may load a policy, and so pause, at once; at least one may."""
+    fetch_fan_out: int = Field(4, ge=1)
+    """How many servers may fetch a version at once over HTTP from the trainer, and from each server that has
+    it already."""
     max_version_lag: int = Field(4, ge=0)
     """How many versions before the served one may still answer calls, where no push has replaced them."""
     auto_canary: bool = False

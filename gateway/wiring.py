@@ -193,7 +193,11 @@ def _canary_judge(settings: GatewaySettings, redis: Redis, fleet: Fleet, writer:
 
 def _push_bounds(settings: GatewaySettings) -> PushBounds:
     return PushBounds(
-        settings.push_timeout_s, settings.push_lease_s, settings.max_unavailable, settings.max_version_lag
+        timeout_s=settings.push_timeout_s,
+        lease_s=settings.push_lease_s,
+        max_unavailable=settings.max_unavailable,
+        fetch_fan_out=settings.fetch_fan_out,
+        max_version_lag=settings.max_version_lag,
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, Response
 
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
 from rollout_queue.http.keys import Keyring
@@ -38,7 +38,7 @@ def _operations(server: RolloutServer) -> APIRouter:
     @router.post("/reload")
     async def reload(body: ReloadBody) -> JSONResponse:
         """Fetch, verify and load a version. If any of this fails, the server keeps the former version."""
-        wanted = WantedPolicy(body.version, body.location, body.manifest_sha256)
+        wanted = WantedPolicy(body.version, body.location, body.manifest_sha256, body.peer)
         await server.reloads.begin(body.push, force=body.force)
         if body.prepare:
             seconds = await server.reloads.run(body.version, server.reloader.prefetch(wanted))
@@ -63,6 +63,14 @@ def _operations(server: RolloutServer) -> APIRouter:
             version=server.engine.policy.version, aborted=aborted, loading=server.reloader.loading
         )
         return JSONResponse(answer.model_dump())
+
+    @router.get("/weights/{version}/{manifest_sha256}/{name}")
+    def weights(version: int, manifest_sha256: str, name: str) -> FileResponse:
+        """One file of a version that was verified here, for another rollout server."""
+        path = server.store.offered(version, manifest_sha256, name)
+        if path is None:
+            raise ApiError(404, f"version {version} has no file {name!r} here", type="not_found")
+        return FileResponse(path, media_type="application/octet-stream")
 
     @router.get("/status")
     async def status() -> JSONResponse:

@@ -29,11 +29,12 @@ from rollout_server.errors import (
 )
 from rollout_server.metrics import RolloutMetrics
 from rollout_server.settings import RolloutServerSettings
-from rollout_server.weights.fetch import Fetcher, WeightsStore, manifest_digest
+from rollout_server.weights.fetch import Fetcher
 from rollout_server.weights.file_check import CheckedFile
 from rollout_server.weights.locations import FileLocation, HttpLocation, parse_location
 from rollout_server.weights.policy import LocalPolicy, WantedPolicy
 from rollout_server.weights.safetensors_file import BrokenWeights, weights_differ
+from rollout_server.weights.store import WeightsStore, manifest_digest
 from rollout_server.weights.verify import read_manifest
 
 logger = logging.getLogger(__name__)
@@ -184,7 +185,7 @@ class Reloader:
             return kept
         part = self._store.begin(wanted.version)
         try:
-            checked = await self._files(place, manifest, part)
+            checked = await self._files(wanted, place, manifest, part, digest)
             (part / MANIFEST).write_bytes(text)
             seconds.fetch, began_at = monotonic() - began_at, monotonic()
             await self._store.verify(part, manifest, checked)
@@ -196,7 +197,12 @@ class Reloader:
         return LocalPolicy(wanted.version, target, digest)
 
     async def _files(
-        self, place: FileLocation | HttpLocation, manifest: Manifest, part: Path
+        self,
+        wanted: WantedPolicy,
+        place: FileLocation | HttpLocation,
+        manifest: Manifest,
+        part: Path,
+        digest: str,
     ) -> Mapping[str, CheckedFile]:
         """Fetch the files of a version: as changes, if they come over a network and their base is here."""
         delta = manifest.delta
@@ -211,7 +217,8 @@ class Reloader:
             except (BrokenWeights, OSError) as error:
                 logger.warning("version %d is fetched whole: %s", manifest.version, error)
                 self._store.begin(manifest.version)
-        return await self._fetcher.files(place, manifest, part)
+        peer = wanted.peer and HttpLocation.of_peer(wanted.peer, wanted.version, digest)
+        return await self._fetcher.files(place, manifest, part, peer or None)
 
     async def _kept(self, version: int, digest: str, seconds: Seconds) -> LocalPolicy | None:
         """The policy of this content, if an earlier reload has left its files here and they are unchanged."""

@@ -23,9 +23,10 @@ from rollout_server.registration import RegistrationClient
 from rollout_server.reload import Reloader
 from rollout_server.reload_requests import ReloadRequests
 from rollout_server.settings import Device, RolloutServerSettings
-from rollout_server.weights.fetch import Fetcher, WeightsStore
+from rollout_server.weights.fetch import Fetcher
 from rollout_server.weights.policy import LocalPolicy, WantedPolicy
 from rollout_server.weights.safetensors_file import BrokenWeights
+from rollout_server.weights.store import WeightsStore
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +57,10 @@ class RolloutServer:
         self._initial = LocalPolicy(settings.initial_version, settings.model_path.absolute())
         self.engine = Engine(settings, client, self._initial, start)
         self.metrics = RolloutMetrics(self.engine)
-        self._store = WeightsStore(weights_dir, self._initial.directory)
+        self.store = WeightsStore(weights_dir, self._initial.directory)
         fetcher = Fetcher(http, settings.trainer_url, next(iter(settings.admin_keys), None))
         self.reloader = Reloader(
-            settings, self.engine, self._store, fetcher, self.metrics, float32_engine=float32_engine
+            settings, self.engine, self.store, fetcher, self.metrics, float32_engine=float32_engine
         )
         self.reloads = ReloadRequests(lambda: self.reloader.loading)
         self.process = new_id()
@@ -133,7 +134,7 @@ class RolloutServer:
         if last.manifest_sha256 is not None:
             try:
                 await asyncio.to_thread(
-                    self._store.verify_again, last.directory, last.version, last.manifest_sha256
+                    self.store.verify_again, last.directory, last.version, last.manifest_sha256
                 )
             except (BrokenWeights, OSError) as error:
                 logger.error("the engine cannot start with version %d again: %s", last.version, error)

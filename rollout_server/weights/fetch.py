@@ -1,14 +1,13 @@
 """Copies a published set of weights onto this machine, while the engine goes on generating.
 
-location ─▶ manifest.json ─▶ files ─▶ v00000012.part/ ─ verified, renamed ─▶ v00000012-<digest>/
+location, or a peer ─▶ manifest.json ─▶ files ─▶ v00000012.part/
 """
 
 import asyncio
-import hashlib
 import logging
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from threading import Event
@@ -21,11 +20,9 @@ from rollout_server.weights.delta import apply_delta, tensors_of
 from rollout_server.weights.file_check import CheckedFile, FileCheck
 from rollout_server.weights.locations import FileLocation, HttpLocation, is_under
 from rollout_server.weights.safetensors_file import BrokenWeights
-from rollout_server.weights.verify import RESERVED, ExpectedModel, read_manifest, verify_directory
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS_ENDINGS = (".safetensors", ".index.json", ".bin", ".pt", ".pth")
 MAX_MANIFEST_BYTES = 32 * 2**20
 PIECE_BYTES = 2**20
 """How many bytes are written and checked at once."""
@@ -34,93 +31,10 @@ DOWNLOADS = 4
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 """The pauses before a broken download is resumed; they double while no byte arrives."""
 _Write = Callable[[bytes], object]
-Fingerprint = dict[str, tuple[int, int, int]]
-
-
-class WeightsStore:
-    """The directories that the engine loads from, one for each version and content."""
-
-    def __init__(self, directory: Path, model_path: Path) -> None:
-        self._directory = directory
-        self._model_path = model_path
-        self._expected: ExpectedModel | None = None
-        self._verified: dict[Path, Fingerprint] = {}
-        """What the files of a verified directory looked like."""
-        self._newest: set[Path] = set()
-        """The directory that is being filled, or the one that was completed last."""
-
-    @property
-    def expected(self) -> ExpectedModel:
-        """The names and shapes of the engine's model, read once."""
-        if self._expected is None:
-            self._expected = ExpectedModel.of(self._model_path)
-        return self._expected
-
-    def path_of(self, version: int, manifest_sha256: str) -> Path:
-        # The digest is part of the name, because `force` allows other content under a known number.
-        return self._directory / f"v{version:08d}-{manifest_sha256[:12]}"
-
-    def begin(self, version: int) -> Path:
-        """An empty directory for the files. Files that a killed server left there are removed."""
-        part = self._directory / f"v{version:08d}.part"
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        self._newest = {part}
-        return part
-
-    def commit(self, part: Path, target: Path) -> None:
-        """Complete `part` into a directory that SGLang can start from, and give it its name."""
-        for file in self._model_path.iterdir():
-            # The tokenizer and config are those of the first model, unless the published set has its own.
-            ours = file.is_file() and not file.name.endswith(WEIGHTS_ENDINGS) and file.name not in RESERVED
-            if ours and not (part / file.name).exists():
-                shutil.copyfile(file, part / file.name)
-        shutil.rmtree(target, ignore_errors=True)
-        part.rename(target)
-        self._newest = {target}
-        self._verified = {target: _fingerprint(target)} | {
-            directory: seen for directory, seen in self._verified.items() if directory.exists()
-        }
-
-    async def verify(self, directory: Path, manifest: Manifest, checked: Mapping[str, CheckedFile]) -> None:
-        """Verify the files in a thread, which ends if the caller is cancelled. Raises BrokenWeights and
-        OSError."""
-        ended = Event()
-        try:
-            await asyncio.to_thread(
-                verify_directory, directory, manifest, self.expected, checked, ended.is_set
-            )
-        finally:
-            ended.set()
-
-    def verify_again(self, directory: Path, version: int, manifest_sha256: str) -> None:
-        """Verify a kept directory before an engine loads from it: hard-linked files may have changed. Files
-        that this process has verified are read again only if they look changed.
-
-        Raises BrokenWeights.
-        """
-        try:
-            text = (directory / MANIFEST).read_bytes()
-        except OSError as error:
-            raise BrokenWeights(f"cannot be read: {error}", file=MANIFEST) from error
-        if manifest_digest(text) != manifest_sha256:
-            raise BrokenWeights("has changed since it was fetched", file=MANIFEST)
-        if self._verified.get(directory) == (seen := _fingerprint(directory)):
-            return
-        verify_directory(directory, read_manifest(text, version), self.expected)
-        self._verified[directory] = seen
-
-    def keep_only(self, keep: set[Path]) -> None:
-        """Remove the directories of all other versions, except the one that was fetched last: it may be
-        loaded next."""
-        for directory in self._directory.glob("v*"):
-            if directory not in keep | self._newest:
-                shutil.rmtree(directory, ignore_errors=True)
-                logger.info("removed %s", directory)
 
 
 class Fetcher:
-    """Reads published files, from a directory or over HTTP. Only the trainer's URL gets the admin key."""
+    """Reads published files, from a directory or over HTTP. Only the trainer and peers get the admin key."""
 
     def __init__(self, client: httpx.AsyncClient, trainer_url: str, admin_key: str | None) -> None:
         self._client = client
@@ -135,10 +49,15 @@ class Fetcher:
         return bytes(text)
 
     async def files(
-        self, location: FileLocation | HttpLocation, manifest: Manifest, into: Path
+        self,
+        location: FileLocation | HttpLocation,
+        manifest: Manifest,
+        into: Path,
+        peer: HttpLocation | None = None,
     ) -> dict[str, CheckedFile]:
         """Copy every file of the manifest, several at once. Files that come over HTTP are checked as they
-        arrive, and returned; the other ones only get their names here.
+        arrive, and returned; the other ones only get their names here. Files are read from `peer` first, and
+        from `location` if that fails.
 
         Raises BrokenWeights, LocationRefused, WeightsUnavailable, OSError.
         """
@@ -146,7 +65,7 @@ class Fetcher:
             for spec in manifest.files:
                 await asyncio.to_thread(_link_or_copy, location, spec, into / spec.name)
             return {}
-        return await self._downloads(location, manifest.files, into)
+        return await self._downloads(location, manifest.files, into, peer)
 
     async def changed_files(
         self, location: HttpLocation, manifest: Manifest, delta: WeightDelta, base: Path, into: Path
@@ -174,41 +93,59 @@ class Fetcher:
         return checked
 
     async def _downloads(
-        self, location: HttpLocation, specs: Sequence[FileSpec], into: Path
+        self,
+        location: HttpLocation,
+        specs: Sequence[FileSpec],
+        into: Path,
+        peer: HttpLocation | None = None,
     ) -> dict[str, CheckedFile]:
         slots = asyncio.Semaphore(DOWNLOADS)
         async with _failing_as_one() as group:
             tasks = [
-                group.create_task(self._download_file(location, spec, into / spec.name, slots))
+                group.create_task(self._download_file(location, spec, into / spec.name, slots, peer))
                 for spec in specs
             ]
         return {spec.name: task.result() for spec, task in zip(specs, tasks, strict=True)}
 
     async def _download_file(
-        self, location: HttpLocation, spec: FileSpec, target: Path, slots: asyncio.Semaphore
+        self,
+        location: HttpLocation,
+        spec: FileSpec,
+        target: Path,
+        slots: asyncio.Semaphore,
+        peer: HttpLocation | None,
     ) -> CheckedFile:
+        """Download and check one file, from the peer if that has it."""
+        async with slots:
+            if peer is not None:
+                try:
+                    return await self._resumed(peer, spec, target)
+                except (BrokenWeights, WeightsUnavailable) as error:
+                    logger.warning("%s is fetched from its own location: %s", spec.name, error)
+            return await self._resumed(location, spec, target)
+
+    async def _resumed(self, location: HttpLocation, spec: FileSpec, target: Path) -> CheckedFile:
         """Download and check one file. A connection that breaks is resumed where it broke, as long as each
         attempt brings new bytes."""
         check = FileCheck(spec)
-        async with slots:
-            with target.open("wb") as file:
+        with target.open("wb") as file:
 
-                def take(chunk: bytes) -> None:
-                    file.write(chunk)
-                    check.feed(chunk)
+            def take(chunk: bytes) -> None:
+                file.write(chunk)
+                check.feed(chunk)
 
-                pause_s = FIRST_PAUSE_S
-                while True:
-                    begun = check.size
-                    try:
-                        await self._download(location, spec.name, spec.size - begun, take, begun)
-                        return await asyncio.to_thread(check.finish)
-                    except WeightsUnavailable as error:
-                        if check.size == begun and pause_s > LONGEST_PAUSE_S:
-                            raise
-                        logger.warning("%s; it goes on after %d bytes", error, check.size)
-                    pause_s = FIRST_PAUSE_S if check.size > begun else 2 * pause_s
-                    await asyncio.sleep(pause_s)
+            pause_s = FIRST_PAUSE_S
+            while True:
+                begun = check.size
+                try:
+                    await self._download(location, spec.name, spec.size - begun, take, begun)
+                    return await asyncio.to_thread(check.finish)
+                except WeightsUnavailable as error:
+                    if check.size == begun and pause_s > LONGEST_PAUSE_S:
+                        raise
+                    logger.warning("%s; it goes on after %d bytes", error, check.size)
+                pause_s = FIRST_PAUSE_S if check.size > begun else 2 * pause_s
+                await asyncio.sleep(pause_s)
 
     async def _download(
         self, location: HttpLocation, name: str, max_bytes: int, write: _Write, start: int = 0
@@ -216,7 +153,8 @@ class Fetcher:
         """Pass the bytes from `start` on to `write`. Raises BrokenWeights, and WeightsUnavailable if the
         server or the connection fails; the bytes so far were passed on then."""
         url = f"{location.url}/{name}"
-        trusted = self._admin_key is not None and is_under(location.url, self._trainer_url)
+        ours = location.peer or is_under(location.url, self._trainer_url)
+        trusted = self._admin_key is not None and ours
         headers = {"authorization": f"Bearer {self._admin_key}"} if trusted else {}
         if start:
             headers["range"] = f"bytes={start}-"
@@ -252,16 +190,6 @@ async def _failing_as_one() -> AsyncIterator[asyncio.TaskGroup]:
             yield group
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
-
-
-def _fingerprint(directory: Path) -> Fingerprint:
-    """The inode, size and time of change of every file."""
-    stats = {path.name: path.stat() for path in directory.iterdir()}
-    return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
-
-
-def manifest_digest(text: bytes) -> str:
-    return hashlib.sha256(text).hexdigest()
 
 
 def _read_manifest_file(location: FileLocation) -> bytes:

@@ -39,6 +39,14 @@ class HttpLocation:
     """A URL without a trailing slash, under which each file has its name."""
 
     url: str
+    peer: bool = False
+    """It is another rollout server, which the gateway has named."""
+
+    @classmethod
+    def of_peer(cls, server: str, version: int, manifest_sha256: str) -> "HttpLocation":
+        """Where another server offers a version. Raises LocationRefused."""
+        _require_plain_path(_split(server))
+        return cls(f"{server.rstrip('/')}/weights/{version}/{manifest_sha256}", peer=True)
 
 
 def parse_location(location: str, allowed: Sequence[str]) -> FileLocation | HttpLocation:

@@ -11,6 +11,8 @@ class WantedPolicy:
     version: int
     location: str | None = None
     manifest_sha256: str | None = None
+    peer: str | None = None
+    """The URL of a rollout server that has its files."""
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,7 @@ def test_a_push_reaches_every_server_and_reports_each(
         "location": "file:///policies/3",
         "manifest_sha256": 64 * "a",
         "force": False,
+        "peer": None,
     }
     assert gateway.get("/admin/status", key=ADMIN_KEY).json()["policy"]["serving"] == 3
 

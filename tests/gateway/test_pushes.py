@@ -82,6 +82,34 @@ def test_a_fetch_slower_than_the_timeout_is_ended_and_the_next_version_is_served
         assert deployment.versions() == [2, 2]
 
 
+def test_servers_fetch_from_each_other_so_that_few_read_from_the_trainer(
+    deploy: Deploy, tmp_path: Path
+) -> None:
+    """At most one server reads from a source at once: the trainer, and each server that has the files."""
+    asked: list[str] = []
+
+    async def file(request: Request) -> Response:
+        asked.append(request.path_params["name"])
+        await asyncio.sleep(0.3)  # a slow trainer, so that the servers' own sources are free before it
+        return FileResponse(
+            tmp_path / "policies" / request.path_params["version"] / request.path_params["name"]
+        )
+
+    with serving(Starlette(routes=[Route("/{version}/{name}", file)])) as source:
+        deployment = deploy(5, fetch_fan_out=1, max_unavailable=1.0, locations=source)
+        deployment.write(1)
+        deployment.announce(1, f"{source}/v1")
+        deployment.until("serving")
+        assert deployment.versions() == [1] * 5
+        assert asked.count("manifest.json") >= 5, "each server trusts the trainer's manifest only"
+        assert asked.count("model.safetensors") < 5, "the second server finds the first one"
+        weights = [
+            (path, path.read_bytes()) for path in tmp_path.glob("weights/*/v00000001-*/model.safetensors")
+        ]
+        assert len(weights) == 5
+        assert {raw for _, raw in weights} == {(tmp_path / "policies/v1/model.safetensors").read_bytes()}
+
+
 def test_a_hung_server_is_not_waited_for_and_takes_the_version_when_it_goes_on(deploy: Deploy) -> None:
     deployment = deploy(3)
     hung = deployment.servers[1]

@@ -1,5 +1,6 @@
 """Weights are fetched over HTTP: sizes are checked, redirects refused, and only the trainer gets the key."""
 
+import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -81,6 +82,72 @@ async def test_all_but_the_probes_need_an_admin_key(harness: Harness) -> None:
     assert (await harness.http.get("/status")).status_code == 401
     for path in ("/reload", "/drain", "/resume"):
         assert (await harness.http.post(path, json={})).status_code == 401
+
+
+PEER = "http://r7:8100"
+
+
+def offer_at_peer(harness: Harness, version: int, directory: Path) -> str:
+    """Let another server have the files; return the SHA-256 of the manifest."""
+    digest = hashlib.sha256((directory / "manifest.json").read_bytes()).hexdigest()
+    offer(harness, f"{PEER}/weights/{version}/{digest}", directory)
+    return digest
+
+
+def weights_urls(harness: Harness) -> list[str]:
+    """Where the weights were asked for."""
+    urls = [str(request.url) for request in harness.network.requests]
+    return [url.removesuffix("/model.safetensors") for url in urls if url.endswith(".safetensors")]
+
+
+async def test_files_come_from_the_peer_and_the_manifest_from_the_location(harness: Harness) -> None:
+    directory = harness.policy(1)
+    offer(harness, f"{OTHER}/1", directory)
+    digest = offer_at_peer(harness, 1, directory)
+    answer = await harness.reload(1, f"{OTHER}/1", manifest_sha256=digest, peer=PEER)
+    assert answer.status_code == 200, answer.text
+    assert weights_urls(harness) == [f"{PEER}/weights/1/{digest}"]
+    keys = {str(r.url): r.headers.get("authorization") for r in harness.network.requests}
+    assert keys[f"{OTHER}/1/manifest.json"] is None
+    assert keys[f"{PEER}/weights/1/{digest}/model.safetensors"] == "Bearer one"
+
+
+@pytest.mark.parametrize("fault", ["gone", "corrupt", "short", "failing"])
+async def test_a_peer_without_the_right_files_is_replaced_by_the_location(
+    harness: Harness, fault: str
+) -> None:
+    directory = harness.policy(1)
+    offer(harness, f"{TRAINER}/weights/1", directory)
+    digest = offer_at_peer(harness, 1, directory)
+    raw = (directory / "model.safetensors").read_bytes()
+    harness.network.answers[f"{PEER}/weights/1/{digest}/model.safetensors"] = {
+        "gone": httpx.Response(404),
+        "corrupt": httpx.Response(200, content=raw[:-1] + bytes([raw[-1] ^ 1])),
+        "short": httpx.Response(200, content=raw[:-1]),
+        "failing": httpx.Response(500),
+    }[fault]
+    answer = await harness.reload(1, f"{TRAINER}/weights/1", peer=PEER)
+    assert answer.status_code == 200, answer.text
+    assert weights_urls(harness)[-1] == f"{TRAINER}/weights/1"
+    kept = next(harness.directory.glob("weights/own/v00000001-*/model.safetensors"))
+    assert kept.read_bytes() == raw
+
+
+async def test_a_server_offers_the_files_of_versions_that_it_has_verified(harness: Harness) -> None:
+    directory = harness.policy(1)
+    offer(harness, f"{TRAINER}/weights/1", directory)
+    digest = hashlib.sha256((directory / "manifest.json").read_bytes()).hexdigest()
+    path = f"/weights/1/{digest}"
+    assert (await harness.http.get(f"{path}/model.safetensors")).status_code == 404
+    await harness.reload(1, f"{TRAINER}/weights/1", prepare=True)
+    whole = await harness.http.get(f"{path}/model.safetensors")
+    assert whole.content == (directory / "model.safetensors").read_bytes()
+    part = await harness.http.get(f"{path}/model.safetensors", headers={"range": "bytes=100-"})
+    assert (part.status_code, part.content) == (206, whole.content[100:])
+    for wrong in (f"{path}/absent", f"{path}/..%2f..%2fmodel", f"/weights/1/{64 * '0'}/config.json"):
+        assert (await harness.http.get(wrong)).status_code == 404
+    harness.http.headers.pop("authorization")
+    assert (await harness.http.get(f"{path}/model.safetensors")).status_code == 401
 
 
 class BreakingSource:

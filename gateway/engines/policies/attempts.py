@@ -26,6 +26,12 @@ class Attempts:
     def running(self) -> bool:
         return self.task is not None and not self.task.done()
 
+    def has_files_of(self, order: PushOrder) -> bool:
+        """Whether the server has the files of an order, and has verified them."""
+        own, asked = self.order.record, order.record
+        same = own.version == asked.version and own.manifest_sha256 == asked.manifest_sha256
+        return same and self.noted.state in ("prepared", "loading", "proved")
+
     @property
     def settled(self) -> bool:
         """Whether the push does not wait for this server any more."""

@@ -22,7 +22,7 @@ from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer
 from gateway.engines.policies.attempts import Attempts
 from gateway.engines.policies.push_progress import PushProgress
-from gateway.engines.policies.rolling import LoadSlots
+from gateway.engines.policies.rolling import FetchSources, LoadSlots
 from gateway.engines.policies.server_reload import NotLoaded, PushOrder, ServerReloads
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.policies.policy import PolicyRecord
@@ -44,6 +44,7 @@ class PushBounds:
     timeout_s: float
     lease_s: float
     max_unavailable: float
+    fetch_fan_out: int
     max_version_lag: int
 
 
@@ -58,6 +59,7 @@ class PushDriver:
         self._lease = PushLease(redis, bounds.lease_s)
         self._progress = PushProgress(self._serving, self._register, fleet, bounds.max_version_lag)
         self._slots = LoadSlots(bounds.max_unavailable, lambda: len(self._live()))
+        self._sources = FetchSources(bounds.fetch_fan_out)
         self._attempts: dict[str, Attempts] = {}  # by server
         self.leads = False
         """Whether this process had the lease at its last step."""
@@ -176,9 +178,10 @@ class PushDriver:
         """Have the server prepare and load the version."""
         order, began_at = attempts.order, time.monotonic()
         try:
-            await self._note(attempts, "preparing")
-            await self._reloads.prepare(server, order)
-            await self._note(attempts, "prepared")
+            async with self._sources.taken(lambda: self._peers(order), order.on_shared_disk) as peer:
+                await self._note(attempts, "preparing")
+                await self._reloads.prepare(server, order, peer)
+                await self._note(attempts, "prepared")  # from now on, others may read from this server
             async with self._slots.taken():
                 loaded = await self._load(server, attempts)
         except StorageUnavailable as error:
@@ -249,6 +252,15 @@ class PushDriver:
             await self._serving.note_server(noted)
         except StorageUnavailable as failure:
             logger.warning("the state of the push on %s is not stored: %s", noted.server, failure)
+
+    def _peers(self, order: PushOrder) -> list[str]:
+        """The URLs of the live servers that have the files of the version."""
+        having = {name for name, each in self._attempts.items() if each.has_files_of(order)}
+        return [
+            server.registration.url
+            for server in self._fleet.rollout_servers
+            if server.live and server.id in having and server.registration.url is not None
+        ]
 
     def _forget_servers(self) -> None:
         gone = [i for i, each in self._attempts.items() if i not in self._fleet.servers and not each.running]

@@ -1,7 +1,8 @@
-"""The rolling order of a push: only some servers load at once, so that the others take the calls."""
+"""The order of a push: few servers fetch from one source, and few load, while the others take calls."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 
@@ -32,3 +33,48 @@ class LoadSlots:
             self._loading -= 1
             async with self._changed:
                 self._changed.notify_all()
+
+
+ORIGIN = ""
+"""The source of a version that has no other: its location."""
+
+
+class FetchSources:
+    """Lets a server fetch a version once few enough others read from the same source.
+
+    The sources are the version's location, and the servers that have its files already. So the number of
+    sources grows with each server, and the location is read by few.
+    """
+
+    def __init__(self, fan_out: int) -> None:
+        """`fan_out`: how many servers may read from one source at once."""
+        self._fan_out = fan_out
+        self._readers: Counter[str] = Counter()
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def taken(self, peers: Callable[[], Sequence[str]], shared: bool) -> AsyncIterator[str | None]:
+        """Wait for a source, and have it while the block runs: the URL of one of the `peers`, or None for the
+        version's location. A peer comes before the location. A `shared` disk has any number of readers."""
+        if shared:
+            yield None
+            return
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._free(peers()) is not None)
+            source = self._free(peers()) or ORIGIN
+            self._readers[source] += 1
+        try:
+            yield source or None
+        finally:
+            self._readers[source] -= 1
+            self._readers += Counter()  # drops those without readers
+            async with self._changed:
+                self._changed.notify_all()
+
+    def _free(self, peers: Sequence[str]) -> str | None:
+        """The source with the fewest readers that may have one more; None if there is none."""
+        found = min(peers, key=lambda peer: self._readers[peer], default=ORIGIN)
+        for source in (found, ORIGIN):
+            if self._readers[source] < self._fan_out:
+                return source
+        return None

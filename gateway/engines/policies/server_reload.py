@@ -44,6 +44,11 @@ class PushOrder:
         return self.record.version
 
     @property
+    def on_shared_disk(self) -> bool:
+        """Whether no server has to fetch the files over a network."""
+        return not (self.record.location or "").startswith("http")
+
+    @property
     def key(self) -> tuple[int, int]:
         """Equal for equal orders."""
         return self.push, self.version
@@ -65,10 +70,11 @@ class ServerReloads:
         self._fleet = fleet
         self._timeout_s = timeout_s
 
-    async def prepare(self, server: FleetServer, order: PushOrder) -> None:
-        """Have the server fetch and verify the version. Raises NotLoaded."""
+    async def prepare(self, server: FleetServer, order: PushOrder, peer: str | None = None) -> None:
+        """Have the server fetch and verify the version, from the server `peer` if that is given. Raises
+        NotLoaded."""
         try:
-            await self._post(server, order, prepare=True)
+            await self._post(server, order, prepare=True, peer=peer)
         except TimeoutError:
             said = await self.abort(server, order.version)
             raise NotLoaded(self._late("prepared", order, said)) from None
@@ -99,7 +105,9 @@ class ServerReloads:
                 return Aborted.read(body)
         return None
 
-    async def _post(self, server: FleetServer, order: PushOrder, *, prepare: bool) -> Reloaded:
+    async def _post(
+        self, server: FleetServer, order: PushOrder, *, prepare: bool, peer: str | None = None
+    ) -> Reloaded:
         """Raises NotLoaded, TimeoutError."""
         record, engine = order.record, self._fleet.engine
         try:
@@ -109,6 +117,7 @@ class ServerReloads:
                 manifest_sha256=record.manifest_sha256,
                 force=order.force,
                 prepare=prepare,
+                peer=peer,
                 push=order.push,
             )
             url, headers = f"{server.registration.url}/reload", self._fleet.headers

@@ -20,6 +20,9 @@ class ReloadBody(ServiceMessage):
     prepare: bool = False
     """Only fetch and verify the files, while the engine goes on with what it serves. A later request for the
     same version then loads them."""
+    peer: str | None = Field(None, max_length=4096)
+    """The URL of another rollout server that has the files: they are read from there first. The manifest is
+    read from `location` in any case."""
     push: int | None = Field(None, ge=0, lt=2**63)
     """The id of the gateway's push. A server refuses an id that is lower than one that it has seen."""
 

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from rollout_queue.contract.policies.policy import MANIFEST, STABLE, FileSpec, Manifest, TensorSpec, sha256_of
-from rollout_server.weights.fetch import manifest_digest
 from rollout_server.weights.safetensors_file import read_header
+from rollout_server.weights.store import manifest_digest
 
 Tensors = Mapping[str, tuple[str, list[int], bytes]]
 """By name: a tensor's dtype, shape and raw bytes."""

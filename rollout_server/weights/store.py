@@ -1,0 +1,119 @@
+"""The versions on this machine: directories that the engine loads from, and other servers read.
+
+v00000012.part/ ─ verified, renamed ─▶ v00000012-<digest>/
+"""
+
+import asyncio
+import hashlib
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Event
+
+from rollout_queue.contract.policies.policy import MANIFEST, Manifest
+from rollout_server.weights.file_check import CheckedFile
+from rollout_server.weights.safetensors_file import BrokenWeights
+from rollout_server.weights.verify import RESERVED, ExpectedModel, read_manifest, verify_directory
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS_ENDINGS = (".safetensors", ".index.json", ".bin", ".pt", ".pth")
+Fingerprint = dict[str, tuple[int, int, int]]
+
+
+class WeightsStore:
+    """The directories that the engine loads from, one for each version and content."""
+
+    def __init__(self, directory: Path, model_path: Path) -> None:
+        self._directory = directory
+        self._model_path = model_path
+        self._expected: ExpectedModel | None = None
+        self._verified: dict[Path, Fingerprint] = {}
+        """What the files of a verified directory looked like."""
+        self._newest: set[Path] = set()
+        """The directory that is being filled, or the one that was completed last."""
+
+    @property
+    def expected(self) -> ExpectedModel:
+        """The names and shapes of the engine's model, read once."""
+        if self._expected is None:
+            self._expected = ExpectedModel.of(self._model_path)
+        return self._expected
+
+    def path_of(self, version: int, manifest_sha256: str) -> Path:
+        # The digest is part of the name, because `force` allows other content under a known number.
+        return self._directory / f"v{version:08d}-{manifest_sha256[:12]}"
+
+    def begin(self, version: int) -> Path:
+        """An empty directory for the files. Files that a killed server left there are removed."""
+        part = self._directory / f"v{version:08d}.part"
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        self._newest = {part}
+        return part
+
+    def commit(self, part: Path, target: Path) -> None:
+        """Complete `part` into a directory that SGLang can start from, and give it its name."""
+        for file in self._model_path.iterdir():
+            # The tokenizer and config are those of the first model, unless the published set has its own.
+            ours = file.is_file() and not file.name.endswith(WEIGHTS_ENDINGS) and file.name not in RESERVED
+            if ours and not (part / file.name).exists():
+                shutil.copyfile(file, part / file.name)
+        shutil.rmtree(target, ignore_errors=True)
+        part.rename(target)
+        self._newest = {target}
+        self._verified = {target: _fingerprint(target)} | {
+            directory: seen for directory, seen in self._verified.items() if directory.exists()
+        }
+
+    def offered(self, version: int, manifest_sha256: str, name: str) -> Path | None:
+        """A file of a verified version, for another server; None if it is not here."""
+        directory = self.path_of(version, manifest_sha256)
+        return directory / name if name in self._verified.get(directory, {}) else None
+
+    async def verify(self, directory: Path, manifest: Manifest, checked: Mapping[str, CheckedFile]) -> None:
+        """Verify the files in a thread, which ends if the caller is cancelled. Raises BrokenWeights and
+        OSError."""
+        ended = Event()
+        try:
+            await asyncio.to_thread(
+                verify_directory, directory, manifest, self.expected, checked, ended.is_set
+            )
+        finally:
+            ended.set()
+
+    def verify_again(self, directory: Path, version: int, manifest_sha256: str) -> None:
+        """Verify a kept directory before an engine loads from it: hard-linked files may have changed. Files
+        that this process has verified are read again only if they look changed.
+
+        Raises BrokenWeights.
+        """
+        try:
+            text = (directory / MANIFEST).read_bytes()
+        except OSError as error:
+            raise BrokenWeights(f"cannot be read: {error}", file=MANIFEST) from error
+        if manifest_digest(text) != manifest_sha256:
+            raise BrokenWeights("has changed since it was fetched", file=MANIFEST)
+        if self._verified.get(directory) == (seen := _fingerprint(directory)):
+            return
+        verify_directory(directory, read_manifest(text, version), self.expected)
+        self._verified[directory] = seen
+
+    def keep_only(self, keep: set[Path]) -> None:
+        """Remove the directories of all other versions, except the one that was fetched last: it may be
+        loaded next."""
+        for directory in self._directory.glob("v*"):
+            if directory not in keep | self._newest:
+                shutil.rmtree(directory, ignore_errors=True)
+                logger.info("removed %s", directory)
+
+
+def _fingerprint(directory: Path) -> Fingerprint:
+    """The inode, size and time of change of every file."""
+    stats = {path.name: path.stat() for path in directory.iterdir()}
+    return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+
+
+def manifest_digest(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()

@@ -101,6 +101,7 @@ class PushDriver:
             orders = await self._orders_of(plan)
             for server, order in orders:
                 await self._consider(server, order)
+            self._measure_capacity()
             self._forget_servers()
             await self._judge(plan, orders)
         except StorageUnavailable as error:
@@ -172,7 +173,6 @@ class PushDriver:
         elif attempts.noted.state != "refused" and time.monotonic() >= attempts.next_at:
             attempts.task = asyncio.create_task(self._bring(server, attempts), name=f"push to {server.id}")
             attempts.task.add_done_callback(self._bring_ended)
-        self._measure_capacity()
 
     async def _bring(self, server: FleetServer, attempts: Attempts) -> None:
         """Have the server prepare and load the version."""

@@ -1,20 +1,20 @@
 """The order of a push: few servers fetch from one source, and few load, while the others take calls."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 
 class LoadSlots:
-    """Lets a server load once few enough others do."""
+    """Lets a server load once few enough others do. Who waits longest is next."""
 
     def __init__(self, max_unavailable: float, live: Callable[[], int]) -> None:
         """`max_unavailable` is a share of the live servers, whose number `live` returns."""
         self._max_unavailable = max_unavailable
         self._live = live
         self._loading = 0
-        self._changed = asyncio.Condition()
+        self._waiting: deque[asyncio.Future[None]] = deque()
 
     @property
     def allowed(self) -> int:
@@ -24,15 +24,25 @@ class LoadSlots:
     @asynccontextmanager
     async def taken(self) -> AsyncIterator[None]:
         """Wait for a slot, and have it while the block runs."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._loading < self.allowed)
-            self._loading += 1
+        given: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(given)
+        self._give()
         try:
+            await given
             yield
         finally:
-            self._loading -= 1
-            async with self._changed:
-                self._changed.notify_all()
+            if given.done() and not given.cancelled():
+                self._loading -= 1
+            self._give()
+
+    def _give(self) -> None:
+        """Give every free slot to a server that waits."""
+        allowed = self.allowed
+        while self._waiting and self._loading < allowed:
+            given = self._waiting.popleft()
+            if not given.done():  # else its server is not waited for any more
+                self._loading += 1
+                given.set_result(None)
 
 
 ORIGIN = ""
@@ -43,14 +53,14 @@ class FetchSources:
     """Lets a server fetch a version once few enough others read from the same source.
 
     The sources are the version's location, and the servers that have its files already. So the number of
-    sources grows with each server, and the location is read by few.
+    sources grows with each server, and the location is read by few. Who waits longest is next.
     """
 
     def __init__(self, fan_out: int) -> None:
         """`fan_out`: how many servers may read from one source at once."""
         self._fan_out = fan_out
         self._readers: Counter[str] = Counter()
-        self._changed = asyncio.Condition()
+        self._waiting: deque[tuple[asyncio.Future[str], Callable[[], Sequence[str]]]] = deque()
 
     @asynccontextmanager
     async def taken(self, peers: Callable[[], Sequence[str]], shared: bool) -> AsyncIterator[str | None]:
@@ -59,17 +69,27 @@ class FetchSources:
         if shared:
             yield None
             return
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._free(peers()) is not None)
-            source = self._free(peers()) or ORIGIN
-            self._readers[source] += 1
+        given: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._waiting.append((given, peers))
+        self._give()
         try:
-            yield source or None
+            yield await given or None
         finally:
-            self._readers[source] -= 1
-            self._readers += Counter()  # drops those without readers
-            async with self._changed:
-                self._changed.notify_all()
+            if given.done() and not given.cancelled():
+                self._readers[given.result()] -= 1
+                self._readers += Counter()  # drops those without readers
+            self._give()
+
+    def _give(self) -> None:
+        """Give every free source to a server that waits."""
+        while self._waiting:
+            given, peers = self._waiting[0]
+            if not given.done():  # else its server is not waited for any more
+                if (source := self._free(peers())) is None:
+                    return
+                self._readers[source] += 1
+                given.set_result(source)
+            self._waiting.popleft()
 
     def _free(self, peers: Sequence[str]) -> str | None:
         """The source with the fewest readers that may have one more; None if there is none."""

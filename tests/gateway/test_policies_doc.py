@@ -1,0 +1,65 @@
+"""The examples of docs/policies.md run as they stand, one after the other, against three rollout servers."""
+
+import re
+import shlex
+from pathlib import Path
+
+import httpx
+
+from tests.support.gateway.deployment import Deploy
+from tests.support.gateway.running import ADMIN_KEY
+from tests.support.waiting import wait_until
+
+PAGE = Path(__file__).parents[2] / "docs/policies.md"
+BLOCK = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
+VERSIONS = 4
+"""The page's examples begin with versions 0 to 4."""
+
+
+def examples() -> list[list[str]]:
+    """The words of every curl command of the page."""
+    text = "".join(BLOCK.findall(PAGE.read_text(encoding="utf-8"))).replace("\\\n", " ")
+    lines = (line for line in text.splitlines() if line.startswith("curl "))
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+def request(words: list[str]) -> tuple[str, str, str | None]:
+    """The method, the URL and the body of a curl command with the options that the page uses."""
+    method, url, body, left = "", "", None, list(words)
+    while left:
+        match left.pop(0):
+            case "-s":
+                pass
+            case "-H":
+                left.pop(0)
+            case "-X":
+                method = left.pop(0)
+            case "-d":
+                body = left.pop(0)
+            case word:
+                assert not word.startswith("-"), word
+                url = word
+    return method or ("POST" if body else "GET"), url, body
+
+
+def test_every_example_is_answered(deploy: Deploy) -> None:
+    deployment = deploy(3)
+    for version in range(1, VERSIONS + 1):
+        deployment.announce(version)
+        deployment.until("serving")
+    fifth = deployment.write(VERSIONS + 1).as_uri()
+    answers = []
+    for words in examples():
+        method, url, body = request(words)
+        reply = httpx.request(
+            method,
+            url.replace("$WEIR", deployment.gateway.url),
+            content=body and body.replace("file:///srv/policies/v00000005", fifth),
+            headers={"authorization": f"Bearer {ADMIN_KEY}", "content-type": "application/json"},
+            timeout=60,
+        )
+        assert reply.status_code == 200, (words, reply.text)
+        answers.append((method, url.removeprefix("$WEIR/admin/policies")))
+        wait_until(lambda: deployment.plan()["push"]["state"] != "pushing")
+    assert len(answers) == len(set(answers)) + 1, "hold comes twice"
+    assert {path for _, path in answers} >= {"/serving", "/rollback", "/5/canary", "/3/pin"}

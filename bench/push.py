@@ -29,7 +29,7 @@ from rollout_server.weights.policy import WantedPolicy
 from tests.support.rollout_server.fakes import FakeEngine
 from tests.support.serving import serving
 from trainer_service.model.export import ExportTensor
-from trainer_service.model.snapshot import HostTensor, WeightSnapshot, take_snapshot
+from trainer_service.model.snapshot import HostTensor, SnapshotMemory, WeightSnapshot
 from trainer_service.storage.delta_files import write_delta
 from trainer_service.storage.policy_store import PolicyStore
 
@@ -38,7 +38,8 @@ CHANGED = (0.015, 0.12)
 """The shares of values that a step at a learning rate of 1e-6, and of 1e-5, changes in bfloat16."""
 COLUMNS = (
     "GB",
-    "trainer blocked, s",
+    "trainer blocked by the first version, s",
+    "by a later one, s",
     "writing, s",
     "trainer's CPU, s/GB",
     "preparing files, s",
@@ -98,8 +99,11 @@ def measure(gigabytes: float, directory: Path) -> list[str]:
     base.mkdir()
     (base / "config.json").write_text("{}")
     store = PolicyStore(directory / "policies", base, keep=2)
+    memory = SnapshotMemory()
+    with spent() as first:
+        memory.take(tensors, dtypes, keep=True)
     with spent() as blocked:
-        snapshot = take_snapshot(tensors, dtypes, keep=True)
+        snapshot = memory.take(tensors, dtypes, keep=True)
     with spent() as written:
         version = store.write(1, 1, snapshot.write)
     initial = store.write(0, 0, snapshot.write)
@@ -121,6 +125,7 @@ def measure(gigabytes: float, directory: Path) -> list[str]:
         http, _ = asyncio.run(pushed(directory, initial, f"{source}/{version.name}", source))
     return [
         f"{gigabytes:g}",
+        f"{first.wall_s:.2f}",
         f"{blocked.wall_s:.2f}",
         f"{written.wall_s:.2f}",
         f"{(blocked.cpu_s + written.cpu_s) / gigabytes:.2f}",

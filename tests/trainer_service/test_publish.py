@@ -210,6 +210,18 @@ def test_what_a_publication_raises_reaches_the_training(
             harness.step("b")
 
 
+def test_a_snapshot_uses_the_memory_of_the_former_one(harness: Harness) -> None:
+    first = harness.start().policy.snapshot()
+    memory = [tensor.value.data_ptr() for tensor in first.tensors]
+    before = [tensor.value.clone() for tensor in first.tensors]
+    harness.step("a")
+    later = harness.policy.snapshot()
+    assert [tensor.value.data_ptr() for tensor in later.tensors] == memory
+    assert any(
+        not torch.equal(tensor.value, value) for tensor, value in zip(later.tensors, before, strict=True)
+    )
+
+
 @pytest.mark.parametrize("file_bytes", [1, 4096, 2**30])
 def test_large_weights_are_several_files_with_an_index(
     harness: Harness, tmp_path: Path, file_bytes: int

@@ -30,7 +30,7 @@ from trainer_service.model.randomness import random_states, restore_random_state
 from trainer_service.model.reference import Reference
 from trainer_service.model.schedule import schedule_of
 from trainer_service.model.settings import ModelSettings
-from trainer_service.model.snapshot import WeightSnapshot, take_snapshot
+from trainer_service.model.snapshot import SnapshotMemory, WeightSnapshot
 from trainer_service.model.zero import deepspeed_config, local_part, prepare_deepspeed
 from trainer_service.rows.rows import MicroBatch, balanced_shares
 
@@ -58,6 +58,7 @@ class DeepSpeedPolicy:
         self._equal_cost_length = EQUAL_COST_WIDTHS * model.config.get_text_config().hidden_size
         self._entropy_gradient = settings.learns_entropy
         self._published_dtypes = tensor_dtypes(settings.model_path)
+        self._snapshots = SnapshotMemory()
         self._adapters = Adapters(model, settings.lora, settings.model_path) if settings.lora else None
         if settings.activation_checkpointing:
             enable_activation_checkpointing(model)
@@ -205,9 +206,10 @@ class DeepSpeedPolicy:
 
     def snapshot(self) -> WeightSnapshot:
         """Copy the weights into the memory of rank 0's host, with the names and dtypes of the base model's
-        file. Each tied tensor comes once; adapters are merged. Every rank must call it."""
+        file. Each tied tensor comes once; adapters are merged. Every rank must call it. It overwrites the
+        former snapshot."""
         tensors = list(export_tensors(self.module))
-        return take_snapshot(tensors, self._published_dtypes, keep=self.rank == 0)
+        return self._snapshots.take(tensors, self._published_dtypes, keep=self.rank == 0)
 
     def _write(self, path: Path | None) -> None:
         write_tensors(path, list(export_tensors(self.module)), self._published_dtypes)

@@ -75,7 +75,7 @@ class OneRankLearner:
         )
 
     def exported(self) -> dict[str, torch.Tensor]:
-        return {tensor.name: tensor.value for tensor in self.leader.snapshot().tensors}
+        return {tensor.name: tensor.value.clone() for tensor in self.leader.snapshot().tensors}
 
 
 MakeLearner = Callable[..., OneRankLearner]

@@ -10,7 +10,7 @@ from rollout_queue.http.errors import ApiError, RequestIds, install_error_handle
 from rollout_queue.http.keys import Keyring
 from rollout_queue.http.probes import probes, text_of
 from rollout_queue.protocol.reload import Aborted, ReloadBody, Reloaded, ReloadSeconds
-from rollout_queue.protocol.status import ServerStatus
+from rollout_queue.protocol.status import AdapterShape, ServerStatus
 from rollout_server.errors import ReloadError
 from rollout_server.server import RolloutServer
 from rollout_server.weights.policy import WantedPolicy
@@ -100,6 +100,9 @@ async def _status(server: RolloutServer) -> JSONResponse:
         state=engine.state.value,
         version=engine.policy.version,
         manifest_sha256=engine.policy.manifest_sha256,
+        adapters=tuple(
+            AdapterShape(name=name, version=each.version) for name, each in engine.adapters.items()
+        ),
         engine_url=server.engine_url,
         restarts=engine.restarts,
         running=running,

@@ -17,8 +17,8 @@ from time import monotonic
 
 import msgspec
 
-from rollout_queue.contract.policies.policy import MANIFEST, Manifest
-from rollout_server.engine.control import EngineFailed
+from rollout_queue.contract.policies.policy import ADAPTER_CONFIG, MANIFEST, Manifest
+from rollout_server.engine.control import AdapterRefused, EngineFailed
 from rollout_server.engine.engine import Engine
 from rollout_server.errors import (
     EngineUnavailable,
@@ -128,22 +128,15 @@ class Reloader:
         return seconds
 
     async def _load(self, policy: LocalPolicy, seconds: Seconds) -> None:
-        former, client = self._engine.policy, self._engine.client
-        other = await asyncio.to_thread(
-            weights_differ, policy.directory, former.directory, float32_engine=self._float32_engine
-        )
+        former = self._engine.policy
         self.loading = policy.version
         try:
-            async with self._engine.swapping():
-                paused_at = monotonic()
-                await client.pause()
-                load_at = monotonic()
-                await client.load(str(policy.directory), policy.version)
-                await self._engine.prove(policy, differs_from=former if other else None)
-                seconds.load = monotonic() - load_at
-                await client.resume()
-                seconds.paused = monotonic() - paused_at
-                self._engine.serve(policy)
+            if policy.weights == former.weights:
+                await self._load_adapter(policy, seconds)
+            else:
+                await self._swap_weights(policy, seconds)
+        except AdapterRefused as error:
+            raise WeightsRefused(f"version {policy.version}: {error}") from error
         except EngineFailed as error:
             logger.error(
                 "version %d was not loaded: %s; the engine starts again with version %d",
@@ -156,8 +149,43 @@ class Reloader:
             self.loading = None
         whole_s = seconds.fetch + seconds.verify + seconds.load
         self._metrics.loaded(whole_s, seconds.paused)
-        self._store.keep_only({policy.directory, former.directory})
+        self._store.keep_only({policy.directory, former.directory, *self._adapters_to_keep()})
         logger.info("version %d replaces %d: paused %.3f s", policy.version, former.version, seconds.paused)
+
+    async def _load_adapter(self, policy: LocalPolicy, seconds: Seconds) -> None:
+        """Serve an adapter, or its base without one. Nothing pauses: what runs goes on as it began."""
+        load_at = monotonic()
+        await self._engine.prove_version(policy.weights)
+        await self._engine.load_adapter(policy)
+        await self._engine.prove_adapter(policy)
+        seconds.load = monotonic() - load_at
+        self._engine.serve(policy)
+
+    async def _swap_weights(self, policy: LocalPolicy, seconds: Seconds) -> None:
+        weights, former, client = policy.weights, self._engine.policy.weights, self._engine.client
+        other = await asyncio.to_thread(
+            weights_differ, weights.directory, former.directory, float32_engine=self._float32_engine
+        )
+        async with self._engine.swapping():
+            paused_at = monotonic()
+            await client.pause()
+            load_at = monotonic()
+            await client.load(str(weights.directory), weights.version)
+            await self._engine.prove(weights, differs_from=former if other else None)
+            await self._engine.load_adapter(policy)
+            seconds.load = monotonic() - load_at
+            await client.resume()
+            seconds.paused = monotonic() - paused_at
+            await self._engine.prove_adapter(policy)
+            self._engine.serve(policy)
+
+    def _adapters_to_keep(self) -> list[Path]:
+        """The directories of the last adapters: the engine reads one again that it has dropped, and calls may
+        name it."""
+        lora, adapters = self._settings.lora, self._engine.adapters
+        for name in list(adapters)[: -lora.max_loaded if lora else None]:
+            del adapters[name]
+        return [each.directory for each in adapters.values()]
 
     async def _is_same(
         self, wanted: WantedPolicy, place: FileLocation | HttpLocation | None, served: LocalPolicy
@@ -194,7 +222,7 @@ class Reloader:
             self._store.commit(part, target)
         finally:
             shutil.rmtree(part, ignore_errors=True)
-        return LocalPolicy(wanted.version, target, digest)
+        return self._local(wanted.version, target, digest)
 
     async def _files(
         self,
@@ -229,7 +257,11 @@ class Reloader:
         except BrokenWeights:
             return None
         seconds.verify = monotonic() - began_at
-        return LocalPolicy(version, target, digest)
+        return self._local(version, target, digest)
+
+    def _local(self, version: int, directory: Path, digest: str) -> LocalPolicy:
+        is_adapter = (directory / ADAPTER_CONFIG).exists()
+        return LocalPolicy(version, directory, digest, self._initial if is_adapter else None)
 
     def _place(self, wanted: WantedPolicy) -> FileLocation | HttpLocation | None:
         if wanted.location is None:

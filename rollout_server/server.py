@@ -57,7 +57,7 @@ class RolloutServer:
         self._initial = LocalPolicy(settings.initial_version, settings.model_path.absolute())
         self.engine = Engine(settings, client, self._initial, start)
         self.metrics = RolloutMetrics(self.engine)
-        self.store = WeightsStore(weights_dir, self._initial.directory)
+        self.store = WeightsStore(weights_dir, self._initial.directory, settings.lora)
         fetcher = Fetcher(http, settings.trainer_url, next(iter(settings.admin_keys), None))
         self.reloader = Reloader(
             settings, self.engine, self.store, fetcher, self.metrics, float32_engine=float32_engine

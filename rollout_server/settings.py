@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rollout_queue.http.addresses import http_url
 from rollout_queue.settings import CommaSeparated, ServiceSettings
@@ -14,6 +14,34 @@ from rollout_queue.settings import CommaSeparated, ServiceSettings
 Device = Literal["cpu", "cuda"]
 UNNAMEABLE = re.compile(r"[^A-Za-z0-9._-]+")
 """The characters that an id may not have. Host names may have them."""
+
+
+class EngineLoraSettings(BaseModel):
+    """The LoRA adapters that the engine takes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_rank: int = Field(64, ge=1)
+    target_modules: CommaSeparated = [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ]
+    """The layers that may have an adapter, by the last part of their names."""
+    max_loaded: int = Field(16, ge=2)
+    """How many adapters the engine keeps in host memory. It drops the one that was called least recently."""
+    max_per_batch: int = Field(8, ge=2)
+    """How many adapters, the base model included, one batch may have."""
+
+    @model_validator(mode="after")
+    def _batch_fits(self) -> "EngineLoraSettings":
+        if self.max_loaded < self.max_per_batch:
+            raise ValueError("rollout_server.lora: max_loaded is at least max_per_batch")
+        return self
 
 
 class RolloutServerSettings(ServiceSettings):
@@ -67,6 +95,8 @@ class RolloutServerSettings(ServiceSettings):
     max_running_requests: int | None = None
     max_total_tokens: int | None = None
     random_seed: int = 0
+    lora: EngineLoraSettings | None = None
+    """Take LoRA adapters; null takes whole weights only. It costs some speed."""
 
     boot_timeout_s: float = 900.0
     load_timeout_s: float = 600.0

@@ -11,6 +11,8 @@ from rollout_server.settings import Device, RolloutServerSettings
 
 SHIM = Path(__file__).parent / "shim"
 """Stand-ins for modules that need CUDA. Only an engine on CPU has them on its path."""
+NO_PINNED_MEMORY = "ENGINE_WITHOUT_PINNED_MEMORY"
+"""With this variable, `SHIM` lets torch ignore requests for pinned memory, which need CUDA."""
 CPU_MAX_TOTAL_TOKENS = 65536
 CPU_MAX_RUNNING_REQUESTS = 64
 
@@ -37,6 +39,7 @@ def engine_command(
     # Each chunk of a stream has only the new tokens, so an answer costs O(tokens) bytes, not O(tokens²).
     command += ["--incremental-streaming-output", "--sleep-on-idle", "--log-level-http", "warning"]
     command += _cpu(settings) if device == "cpu" else _cuda(settings)
+    command += _lora(settings, device)
     if settings.context_length is not None:
         command += ["--context-length", str(settings.context_length)]
     return command + settings.engine_args
@@ -57,7 +60,21 @@ def engine_environment(
     if device == "cpu":
         # With more OpenMP threads than free cores, the engine is up to a hundred times slower.
         environment |= {"OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(SHIM)}
+        if settings.lora is not None:
+            environment[NO_PINNED_MEMORY] = "1"
     return environment
+
+
+def _lora(settings: RolloutServerSettings, device: Device) -> list[str]:
+    lora = settings.lora
+    if lora is None:
+        return []
+    return [
+        *("--enable-lora", "--max-lora-rank", str(lora.max_rank)),
+        *("--max-loaded-loras", str(lora.max_loaded), "--max-loras-per-batch", str(lora.max_per_batch)),
+        *(["--lora-backend", "torch_native"] if device == "cpu" else []),
+        *("--lora-target-modules", *lora.target_modules),
+    ]
 
 
 def _cpu(settings: RolloutServerSettings) -> list[str]:

@@ -1,5 +1,7 @@
-"""The control calls to one SGLang server: version, checksum, pause, load, resume. Every answer is checked."""
+"""The control calls to one SGLang server: version, checksum, pause, load, resume, adapters. Every answer is
+checked."""
 
+import math
 from typing import Any
 
 import httpx
@@ -7,6 +9,10 @@ import httpx
 
 class EngineFailed(Exception):
     """The engine died, or a call to it failed. The text names the call and the reason."""
+
+
+class AdapterRefused(EngineFailed):
+    """The engine does not load an adapter, and goes on without it."""
 
 
 class EngineControl:
@@ -52,6 +58,36 @@ class EngineControl:
         if not answer.get("success"):
             raise EngineFailed(f"/update_weights_from_disk: {answer.get('message')}")
 
+    async def adapters(self) -> set[str]:
+        """The names of the adapters that can be called."""
+        listed = (await self._call("GET", "/v1/models")).get("data") or []
+        return {str(model["id"]) for model in listed if model.get("parent") is not None}
+
+    async def load_adapter(self, name: str, directory: str) -> None:
+        """Load a LoRA adapter under a name of its own; requests that run go on. Raises AdapterRefused."""
+        body = {"lora_name": name, "lora_path": directory}
+        answer = await self._call("POST", "/load_lora_adapter", body, self._load_timeout_s, (200, 400))
+        if not answer.get("success"):
+            raise AdapterRefused(f"the engine refuses the adapter {name}: {answer.get('error_message')}")
+
+    async def unload_adapter(self, name: str) -> None:
+        """Drop an adapter. Waits for its requests."""
+        body = {"lora_name": name}
+        await self._call("POST", "/unload_lora_adapter", body, self._load_timeout_s, (200, 400))
+
+    async def try_adapter(self, name: str) -> None:
+        """Sample one token with an adapter: an engine that cannot apply it dies then."""
+        body = {
+            "input_ids": [0],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+            "return_logprob": True,
+            "lora_path": name,
+        }
+        answer = await self._call("POST", "/generate", body)
+        sampled = (answer.get("meta_info") or {}).get("output_token_logprobs")
+        if not sampled or not math.isfinite(sampled[0][0]):
+            raise EngineFailed(f"the adapter {name} gives no log-probability: {answer}"[:500])
+
     async def load_counts(self) -> tuple[int, int]:
         """How many requests run, and how many wait."""
         loads = (await self._call("GET", "/v1/loads", timeout_s=2.0)).get("loads") or []
@@ -65,7 +101,12 @@ class EngineControl:
             return False
 
     async def _call(
-        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout_s: float | None = None,
+        expected: tuple[int, ...] = (200,),
     ) -> dict[str, Any]:
         timeout_s = timeout_s or self._control_timeout_s
         try:
@@ -73,6 +114,6 @@ class EngineControl:
             answer = response.json()
         except (httpx.HTTPError, ValueError) as error:
             raise EngineFailed(f"{path}: {error!r}") from error
-        if response.status_code != 200 or not isinstance(answer, dict):
+        if response.status_code not in expected or not isinstance(answer, dict):
             raise EngineFailed(f"{path} answers {response.status_code}: {response.text[:500]}")
         return answer

@@ -49,6 +49,7 @@ class ProcessHandle(Protocol):
 
 
 StartProcess = Callable[[LocalPolicy], Awaitable[ProcessHandle]]
+"""Starts an engine with whole weights."""
 ChoosePolicy = Callable[[LocalPolicy], Awaitable[LocalPolicy]]
 """Returns the policy of the next start, given the last one; never raises."""
 
@@ -76,6 +77,8 @@ class Engine:
         self._changed = asyncio.Condition()
         self._process: ProcessHandle | None = None
         self._checksums: dict[LocalPolicy, str] = {}
+        self.adapters: dict[str, LocalPolicy] = {}
+        """The adapters that can be called, by their names in the engine, in the order of their loading."""
         self._closing = False
 
     @property
@@ -148,9 +151,7 @@ class Engine:
     async def prove(self, policy: LocalPolicy, *, differs_from: LocalPolicy | None = None) -> None:
         """Check which weights the engine has. Raises EngineFailed if their version is not that of `policy`,
         if `policy` had another checksum before, or if their checksum is that of `differs_from`."""
-        version = await self.client.version()
-        if version != str(policy.version):
-            raise EngineFailed(f"the engine serves version {version}, not {policy.version}")
+        await self.prove_version(policy)
         checksum = await self.client.checksum()
         known = self._checksums.get(policy)
         if known is not None and checksum != known:
@@ -159,8 +160,38 @@ class Engine:
             raise EngineFailed(f"the weights of version {differs_from.version} are still in the engine")
         self._checksums[policy] = checksum
 
+    async def prove_version(self, policy: LocalPolicy) -> None:
+        """Check the version of the weights alone. Raises EngineFailed."""
+        version = await self.client.version()
+        if version != str(policy.version):
+            raise EngineFailed(f"the engine serves version {version}, not {policy.version}")
+
+    async def load_adapter(self, policy: LocalPolicy) -> None:
+        """Load an adapter, unless the engine has it. Requests that run go on. Raises AdapterRefused."""
+        name = policy.adapter_name
+        if name is not None and name not in await self.client.adapters():
+            await self.client.load_adapter(name, str(policy.directory))
+
+    async def prove_adapter(self, policy: LocalPolicy) -> None:
+        """Check that the engine has an adapter and samples with it. It must not be paused.
+
+        Raises EngineFailed.
+        """
+        name = policy.adapter_name
+        if name is None:
+            return
+        if name not in await self.client.adapters():
+            raise EngineFailed(f"the engine does not have the adapter {name}")
+        await self.client.try_adapter(name)
+        self.adapters.pop(name, None)
+        self.adapters[name] = policy
+
     def serve(self, policy: LocalPolicy) -> None:
         """Note that the engine serves `policy` now, and boots into it when it starts again."""
+        if policy.weights != self.policy.weights:  # adapters of other weights would be other models
+            self.adapters = {
+                name: each for name, each in self.adapters.items() if each.base == policy.weights
+            }
         self.policy = policy
         self.policy_since = monotonic()
         self.awaited_version = None
@@ -198,7 +229,8 @@ class Engine:
 
     @asynccontextmanager
     async def _started(self, policy: LocalPolicy) -> AsyncIterator[ProcessHandle]:
-        process = self._process = await self._start(policy)
+        process = self._process = await self._start(policy.weights)
+        self.adapters.clear()
         try:
             yield process
         finally:
@@ -214,7 +246,9 @@ class Engine:
             if monotonic() - started_at > self._settings.boot_timeout_s:
                 raise EngineFailed(f"not up after {self._settings.boot_timeout_s:.0f} s")
             await asyncio.sleep(POLL_S)
-        await self.prove(self.policy)
+        await self.prove(self.policy.weights)
+        await self.load_adapter(self.policy)
+        await self.prove_adapter(self.policy)
         logger.info("engine serves version %d after %.1f s", self.policy.version, monotonic() - started_at)
 
     async def _watch(self, process: ProcessHandle) -> None:

@@ -23,7 +23,23 @@ class LocalPolicy:
     directory: Path
     manifest_sha256: str | None = None
     """None for the model that the engine starts with: nobody published it."""
+    base: "LocalPolicy | None" = None
+    """For a LoRA adapter, the weights that it is applied to."""
 
     def __post_init__(self) -> None:
         if self.version < 0:
             raise ValueError(f"a version is not negative: {self.version}")
+
+    @property
+    def weights(self) -> "LocalPolicy":
+        """The whole weights that the engine has in memory when it serves this policy."""
+        return self.base or self
+
+    @property
+    def adapter_name(self) -> str | None:
+        """The adapter's name in the engine, which belongs to this content alone; None without an adapter.
+
+        SGLang loads an adapter that it has dropped again from the directory that its name had before. So a
+        name is never used for other content.
+        """
+        return self.directory.name if self.base is not None else None

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from threading import Event
 
-from rollout_queue.contract.policies.policy import MANIFEST, Manifest
+from rollout_queue.contract.policies.policy import ADAPTER_CONFIG, MANIFEST, Manifest
+from rollout_server.settings import EngineLoraSettings
 from rollout_server.weights.file_check import CheckedFile
 from rollout_server.weights.safetensors_file import BrokenWeights
 from rollout_server.weights.verify import RESERVED, ExpectedModel, read_manifest, verify_directory
@@ -25,9 +26,11 @@ Fingerprint = dict[str, tuple[int, int, int]]
 class WeightsStore:
     """The directories that the engine loads from, one for each version and content."""
 
-    def __init__(self, directory: Path, model_path: Path) -> None:
+    def __init__(self, directory: Path, model_path: Path, lora: EngineLoraSettings | None = None) -> None:
+        """`lora`: the adapters that the engine takes; None if it takes none."""
         self._directory = directory
         self._model_path = model_path
+        self._lora = lora
         self._expected: ExpectedModel | None = None
         self._verified: dict[Path, Fingerprint] = {}
         """What the files of a verified directory looked like."""
@@ -38,7 +41,7 @@ class WeightsStore:
     def expected(self) -> ExpectedModel:
         """The names and shapes of the engine's model, read once."""
         if self._expected is None:
-            self._expected = ExpectedModel.of(self._model_path)
+            self._expected = ExpectedModel.of(self._model_path, self._lora)
         return self._expected
 
     def path_of(self, version: int, manifest_sha256: str) -> Path:
@@ -55,7 +58,8 @@ class WeightsStore:
 
     def commit(self, part: Path, target: Path) -> None:
         """Complete `part` into a directory that SGLang can start from, and give it its name."""
-        for file in self._model_path.iterdir():
+        is_adapter = (part / ADAPTER_CONFIG).exists()
+        for file in [] if is_adapter else self._model_path.iterdir():
             # The tokenizer and config are those of the first model, unless the published set has its own.
             ours = file.is_file() and not file.name.endswith(WEIGHTS_ENDINGS) and file.name not in RESERVED
             if ours and not (part / file.name).exists():

@@ -16,7 +16,17 @@ from typing import Any
 import msgspec
 
 from rollout_queue.contract.policies.delta import DELTA_SUFFIX
-from rollout_queue.contract.policies.policy import MANIFEST, STABLE, DeltaFile, FileSpec, Manifest
+from rollout_queue.contract.policies.policy import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    MANIFEST,
+    STABLE,
+    DeltaFile,
+    FileSpec,
+    Manifest,
+)
+from rollout_server.settings import EngineLoraSettings
+from rollout_server.weights.adapter import check_adapter
 from rollout_server.weights.file_check import WEIGHTS_SUFFIX, CheckedFile, check_path
 from rollout_server.weights.safetensors_file import BrokenWeights, StoredTensor, read_header
 
@@ -49,15 +59,17 @@ class ExpectedModel:
 
     shapes: Mapping[str, tuple[int, ...]]
     config: Mapping[str, Any]
+    lora: EngineLoraSettings | None = None
+    """The adapters that the engine takes; None if it takes none."""
 
     @classmethod
-    def of(cls, model_path: Path) -> "ExpectedModel":
+    def of(cls, model_path: Path, lora: EngineLoraSettings | None = None) -> "ExpectedModel":
         """Read the model in the directory that the engine starts with. Raises BrokenWeights, OSError."""
         files = sorted(model_path.glob(f"*{WEIGHTS_SUFFIX}"))
         if not files:
             raise BrokenWeights(f"no {WEIGHTS_SUFFIX} file in {model_path}")
         shapes = {name: tensor.shape for file in files for name, tensor in read_header(file).items()}
-        return cls(shapes, _json_object(model_path / CONFIG))
+        return cls(shapes, _json_object(model_path / CONFIG), lora)
 
     @property
     def optional_shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -116,9 +128,12 @@ def verify_directory(
     headers = {spec.name: by_name[spec.name].tensors for spec in weights}
     for spec in weights:
         _verify_against_manifest(spec, headers[spec.name])
-    _verify_against_model(headers, expected)
-    _verify_index(directory, headers)
-    _verify_config(directory, expected)
+    if manifest.is_adapter:
+        _verify_adapter(directory, headers, expected)
+    else:
+        _verify_against_model(headers, expected)
+        _verify_index(directory, headers)
+        _verify_config(directory, expected)
     for spec in weights:
         if (tensor := by_name[spec.name].infinite) is not None:
             raise BrokenWeights("holds infinity or NaN", file=spec.name, tensor=tensor)
@@ -137,6 +152,17 @@ def _verify_against_manifest(spec: FileSpec, header: Mapping[str, StoredTensor])
                 file=spec.name,
                 tensor=name,
             )
+
+
+def _verify_adapter(
+    directory: Path, headers: Mapping[str, Mapping[str, StoredTensor]], expected: ExpectedModel
+) -> None:
+    if expected.lora is None:
+        raise BrokenWeights("is a LoRA adapter, and rollout_server.lora is not set", file=ADAPTER_CONFIG)
+    if set(headers) != {ADAPTER_WEIGHTS}:
+        raise BrokenWeights(f"an adapter has one file of weights, {ADAPTER_WEIGHTS}", file=MANIFEST)
+    config = _json_object(directory / ADAPTER_CONFIG)
+    check_adapter(config, headers[ADAPTER_WEIGHTS], expected.shapes, expected.lora)
 
 
 def _verify_against_model(headers: Mapping[str, Mapping[str, StoredTensor]], expected: ExpectedModel) -> None:

@@ -7,6 +7,14 @@ from rollout_queue.protocol.policies import ServingShape
 from rollout_queue.protocol.trainer import TrainerReport
 
 
+class AdapterShape(ServiceMessage):
+    """A LoRA adapter that an engine has."""
+
+    name: str
+    """Its name in the engine's requests (`lora_path`)."""
+    version: int
+
+
 class ServerStatus(ServiceMessage):
     """What a rollout server says of itself: rollout server ─▶ gateway, `GET /status`."""
 
@@ -17,6 +25,8 @@ class ServerStatus(ServiceMessage):
     """starting, loading, ready, draining or dead."""
     version: int | None
     manifest_sha256: str | None = None
+    adapters: tuple[AdapterShape, ...] = ()
+    """The adapters that calls may name, the newest last. They belong to the weights that the engine has."""
     engine_url: str | None = None
     restarts: int = 0
     running: int = 0

@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -32,11 +33,16 @@ class FakeEngine:
         self.on_load: Callable[[], httpx.Response | None] = lambda: None
         """Called before a load, and may answer in its place."""
         self.keeps_old_weights = False
+        self.adapters: dict[str, Path] = {}
+        self.refuses_adapters: str | None = None
+        self.dies_with_adapters = False
+        """The process dies when it samples with an adapter, as SGLang does that cannot apply one."""
 
     async def start(self, policy: LocalPolicy) -> "FakeProcess":
         self.boots.append(policy)
         self.directory, self.version, self.paused = policy.directory, str(policy.version), False
         self.process = FakeProcess()
+        self.adapters.clear()
         return self.process
 
     @property
@@ -65,8 +71,29 @@ class FakeEngine:
         if path == "/update_weights_from_disk":
             await self.load_gate.wait()
             return self._load(json.loads(request.content))
+        if path in ("/v1/models", "/load_lora_adapter", "/generate"):
+            return await self._adapter(path, json.loads(request.content or "{}"))
         self.paused = path == "/pause_generation"
         return httpx.Response(200, json={"status": "ok"})
+
+    async def _adapter(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        """The part of SGLang that has to do with LoRA adapters."""
+        assert self.process is not None
+        if path == "/v1/models":
+            listed = [{"id": name, "parent": "model"} for name in self.adapters]
+            return httpx.Response(200, json={"data": [{"id": "model", "parent": None}, *listed]})
+        if path == "/load_lora_adapter":
+            if self.refuses_adapters or body["lora_name"] in self.adapters:
+                said = {"success": False, "error_message": self.refuses_adapters or "already loaded"}
+                return httpx.Response(400, json=said)
+            self.adapters[body["lora_name"]] = Path(body["lora_path"])
+            return httpx.Response(200, json={"success": True, "loaded_adapters": {}})
+        assert not self.paused, "a request to a paused engine waits for ever"
+        if self.dies_with_adapters:
+            await self.process.kill()
+            raise httpx.ReadError("the engine died")
+        assert body["lora_path"] in self.adapters
+        return httpx.Response(200, json={"meta_info": {"output_token_logprobs": [[-1.5, 0, None]]}})
 
     def _load(self, body: dict[str, str]) -> httpx.Response:
         assert self.paused, "weights must not change under a running generation"

@@ -11,6 +11,9 @@ from typing import Literal
 import msgspec
 
 MANIFEST = "manifest.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""The files of a version that is a LoRA adapter, in PEFT's layout. Its base is the model that the engines
+start with."""
 STABLE = "STABLE"
 """An empty file that is written last, so a directory without it is not a published policy."""
 
@@ -59,6 +62,11 @@ class Manifest(msgspec.Struct, frozen=True):
     step: int
     files: list[FileSpec]
     delta: WeightDelta | None = None
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the version is a LoRA adapter, and not whole weights."""
+        return any(file.name == ADAPTER_CONFIG for file in self.files)
 
 
 class PolicyRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,8 +9,10 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
 from rollout_queue.http.keys import Keyring
 from rollout_queue.http.probes import probes, text_of
+from rollout_queue.protocol.adapters import AdapterShape
 from rollout_queue.protocol.reload import Aborted, ReloadBody, Reloaded, ReloadSeconds
-from rollout_queue.protocol.status import AdapterShape, ServerStatus
+from rollout_queue.protocol.status import ServerStatus
+from rollout_server.engine.engine import Engine
 from rollout_server.errors import ReloadError
 from rollout_server.server import RolloutServer
 from rollout_server.weights.policy import WantedPolicy
@@ -52,6 +54,7 @@ def _operations(server: RolloutServer) -> APIRouter:
             prepared=body.version if body.prepare else None,
             seconds=parts,
             paused_s=seconds.paused,
+            adapters=_adapters(server.engine),
         )
         return JSONResponse(answer.model_dump())
 
@@ -60,7 +63,10 @@ def _operations(server: RolloutServer) -> APIRouter:
         """End every reload of the version that has not paused the engine yet."""
         aborted = await server.reloads.abort(version)
         answer = Aborted(
-            version=server.engine.policy.version, aborted=aborted, loading=server.reloader.loading
+            version=server.engine.policy.version,
+            aborted=aborted,
+            loading=server.reloader.loading,
+            adapters=_adapters(server.engine),
         )
         return JSONResponse(answer.model_dump())
 
@@ -100,15 +106,20 @@ async def _status(server: RolloutServer) -> JSONResponse:
         state=engine.state.value,
         version=engine.policy.version,
         manifest_sha256=engine.policy.manifest_sha256,
-        adapters=tuple(
-            AdapterShape(name=name, version=each.version) for name, each in engine.adapters.items()
-        ),
+        adapters=_adapters(engine),
         engine_url=server.engine_url,
         restarts=engine.restarts,
         running=running,
         waiting=waiting,
     )
     return JSONResponse(status.model_dump())
+
+
+def _adapters(engine: Engine) -> tuple[AdapterShape, ...]:
+    adapters = [AdapterShape(version=each.version, name=name) for name, each in engine.adapters.items()]
+    if not adapters:
+        return ()
+    return (AdapterShape(version=engine.policy.weights.version, name=None), *adapters)
 
 
 async def _refused(_: Request, error: Exception) -> Response:

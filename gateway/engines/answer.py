@@ -11,7 +11,7 @@ from msgspec import UNSET, structs
 
 from gateway.engines.event_stream import OutputChunk
 from gateway.engines.generate_request import GenerateBody, SamplingParameters
-from gateway.engines.placement import Wish
+from gateway.engines.placement import Adapter, Wish
 from gateway.errors import EngineFault
 from rollout_queue.contract.records import Span
 
@@ -59,8 +59,8 @@ class PartialAnswer:
         self._engine_looks = True
         """The current engine looks for stop strings in its own output."""
 
-    def next_request(self, tokenizer: bool = True) -> GenerateBody:
-        """The request to the next engine, which continues where the last one ended.
+    def next_request(self, tokenizer: bool = True, adapter: Adapter | None = None) -> GenerateBody:
+        """The request to the next engine, which continues where the last one ended, with the adapter.
 
         An engine without a tokenizer cannot look for stop strings. Then each token comes in an event of its
         own, so that the answer can end with the token that completes one.
@@ -81,6 +81,7 @@ class PartialAnswer:
             # Frequency and presence penalties count the engine's own output only, so they start again at 0.
             sampling_params=structs.replace(parameters, max_new_tokens=parameters.max_new_tokens - have),
             top_logprobs_num=self._wanted.top_logprobs,
+            lora_path=UNSET if adapter is None else adapter.name,
         )
 
     def take(self, chunk: OutputChunk) -> Iterator[OutputChunk]:

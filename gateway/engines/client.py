@@ -15,6 +15,7 @@ from gateway.engines.aiohttp_transport import AiohttpTransport, engine_connector
 from gateway.engines.event_stream import EventStream, OutputChunk, engine_error
 from gateway.engines.generate_request import GenerateBody
 from gateway.engines.httptools_transport import HttptoolsTransport
+from gateway.engines.placement import Adapter
 from gateway.engines.transport import (
     IDLE_LIMIT_S,
     ConnectFailed,
@@ -54,7 +55,9 @@ class EngineClient:
         await self._transport.close()
         await self._control.close()
 
-    async def generate(self, engine_url: str, body: GenerateBody, server_id: str) -> "EngineAnswer":
+    async def generate(
+        self, engine_url: str, body: GenerateBody, server_id: str, adapter: Adapter | None = None
+    ) -> "EngineAnswer":
         """Request one answer; returns when the answer has begun. The caller closes it.
 
         Raises RequestRefused if the request is at fault, EngineFault if the engine is.
@@ -72,7 +75,7 @@ class EngineClient:
                 raise engine_error(response.status, await _error_body(response))
             finally:
                 response.release()
-        return EngineAnswer(response, EventStream(server_id))
+        return EngineAnswer(response, EventStream(server_id, adapter and adapter.version))
 
     async def abort(self, engine_url: str, rid: str) -> None:
         """Ask the engine to stop a generation. If this fails, the closed connection stops it."""

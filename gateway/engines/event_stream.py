@@ -75,14 +75,16 @@ _decode = msgspec.json.Decoder(_Event).decode
 class EventStream:
     """Decodes one answer from the bytes as they arrive."""
 
-    def __init__(self, server: str = "") -> None:
+    def __init__(self, server: str = "", version: int | None = None) -> None:
+        """`version`: that of the adapter that answers; without one, the engine tells the version."""
         self._server = server
+        self._adapter = version
         self._incomplete = b""
         """The beginning of an event whose end has not arrived yet."""
         self._have = 0
         """Output tokens so far."""
         self._version = "0"
-        self._number = 0
+        self._number = version or 0
         self._cached = 0
         self.finished = False
 
@@ -126,7 +128,8 @@ class EventStream:
                     chunks.append(self._chunk(ids, triples, tops))
                     ids, triples, tops = [], [], []
                 self._version = meta.weight_version
-                self._number = version_number(meta.weight_version)
+                if self._adapter is None:
+                    self._number = version_number(meta.weight_version)
             fresh = meta.completion_tokens - self._have
             if fresh == len(event.output_ids) == len(meta.output_token_logprobs):
                 ids += event.output_ids
@@ -180,10 +183,11 @@ class EventStream:
     def _spans(self, meta: _Meta) -> tuple[Span, ...]:
         """The version spans of the output.
 
-        SGLang before 0.5.20 reports no spans: all tokens then count for the last event's version.
+        An adapter is one version: the rollout server ends its requests before it loads other weights. SGLang
+        before 0.5.20 reports no spans: all tokens then count for the last event's version.
         """
         total = self._have
-        if not meta.weight_versions:
+        if self._adapter is not None or not meta.weight_versions:
             return (Span(self._number, 0, total),) if total else ()
         spans = (
             Span(version_number(span.version), span.start, min(span.end, total))

@@ -40,6 +40,10 @@ NOT_ACCEPTED = frozenset({"refused", "busy", "no_tokenizer"})
 NO_TOKENIZER = re.compile(r"[a-z ]+: stop=.* is unavailable when skip_tokenizer_init=True", re.DOTALL)
 """How SGLang refuses a stop string if it was started with `--skip-tokenizer-init`. Others may repeat a
 client's words, but do not begin so."""
+NO_ADAPTER = re.compile(
+    r"[a-z ]+: (Got LoRA adapter that has never|Failed to implicitly load|LoRA|The follow)"
+)
+"""How SGLang refuses an adapter that it does not have: it has started again since it was asked."""
 
 
 @dataclass
@@ -127,12 +131,13 @@ class Sampler:
         on_engine: OnEngine,
     ) -> None:
         """Let one engine continue the answer. Raises EngineFault if it fails before the answer's end."""
-        request, url = answer.next_request(server.has_tokenizer), server.registration.engine_url
+        adapter, url = server.adapter_of(answer.wish.version), server.registration.engine_url
+        request = answer.next_request(server.has_tokenizer, adapter)
         trial, wait = server.enter(), EngineWait(answer)
         server.begin_wait(wait)
         try:
             with wait:
-                stream = await self.engine.generate(url, request, server.id)
+                stream = await self.engine.generate(url, request, server.id, adapter)
             on_engine(True)
             try:
                 while not answer.finished:
@@ -156,6 +161,8 @@ class Sampler:
             if server.has_tokenizer and answer.has_stops and NO_TOKENIZER.match(error.message):
                 server.has_tokenizer = False
                 raise EngineFault("no_tokenizer", error.message) from error
+            if adapter is not None and NO_ADAPTER.match(error.message):
+                raise EngineFault("failed", error.message) from error
             if not answer.ids:
                 raise
             # An engine has accepted the request before, so the request is not at fault.

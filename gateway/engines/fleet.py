@@ -201,8 +201,8 @@ class Fleet:
 
     def _candidates(self, wish: Wish, avoid: str) -> list[FleetServer]:
         """The servers from which the one for a call is chosen; those of a canary only if no other can."""
-        if wish.version is not None:
-            return self._able(lambda server: server.version == wish.version, avoid)
+        if (version := wish.version) is not None:
+            return self._able(lambda server: server.can_answer(version), avoid)
         preferred = [s for s in self.servers.values() if s.version == wish.prefers and s.takes_calls]
         found = [server for server in preferred if server.id != avoid] if wish.prefers is not None else []
         if found := found or self._able(self._admits, avoid):
@@ -246,8 +246,8 @@ class Fleet:
         return choose_server(self._candidates(wish, avoid), session_id)
 
     def has(self, version: int) -> bool:
-        """Whether any server serves the version, in rotation or not."""
-        return any(server.version == version for server in self.servers.values())
+        """Whether any server can answer with the version, in rotation or not."""
+        return any(server.can_answer(version) for server in self.servers.values())
 
     async def acquire(self, session_id: str, wish: Wish, wait_s: float, avoid: str = "") -> FleetServer:
         """Choose a server; wait up to `wait_s` seconds until one can take the call. Raises NoServer."""

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,7 +11,9 @@ import msgspec
 
 from gateway.engines.breaker import Breaker
 from gateway.engines.engine_wait import EngineWait
+from gateway.engines.placement import Adapter
 from gateway.errors import EngineFault
+from rollout_queue.protocol.adapters import AdapterShape
 from rollout_queue.protocol.status import ServerShape
 
 Life = Literal["process", "scheduler"]
@@ -47,6 +50,8 @@ class FleetServer:
     version: int | None = None
     manifest_sha256: str | None = None
     """The digest of the version's manifest; None for the version that the engine started with."""
+    adapters: Mapping[int, str | None] = field(default_factory=dict)
+    """The versions that its engine has as adapters, with their names there; None for its weights alone."""
     reloads: int = 0
     """How often it has loaded a version that this gateway pushed."""
     drained: bool = False
@@ -82,11 +87,31 @@ class FleetServer:
         """It can load a policy: it answers, it is not drained, and its engine runs."""
         return self.state in ("ready", "loading") and not self.drained
 
-    def has_loaded(self, version: int, manifest_sha256: str | None) -> None:
+    def has_loaded(
+        self, version: int, manifest_sha256: str | None, adapters: Iterable[AdapterShape] = ()
+    ) -> None:
         """It has loaded a version that this gateway pushed to it, and goes on."""
         self.state = "ready" if self.state == "loading" else self.state
-        self.version, self.manifest_sha256 = version, manifest_sha256
+        self.serves_now(version, manifest_sha256, adapters)
         self.reloads += 1
+
+    def serves_now(
+        self, version: int | None, manifest_sha256: str | None, adapters: Iterable[AdapterShape]
+    ) -> None:
+        """It says what it serves."""
+        self.version, self.manifest_sha256 = version, manifest_sha256
+        self.adapters = {adapter.version: adapter.name for adapter in adapters}
+
+    def can_answer(self, version: int) -> bool:
+        """Whether its engine has the version."""
+        return version == self.version or version in self.adapters
+
+    def adapter_of(self, version: int | None) -> Adapter | None:
+        """The adapter with which it answers a call for the version; None if its weights alone do. Without a
+        version, that is the one that it serves."""
+        version = self.version if version is None else version
+        name = None if version is None else self.adapters.get(version)
+        return None if version is None or name is None else Adapter(name, version)
 
     @property
     def loads(self) -> bool:

@@ -36,3 +36,5 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     return_logprob: bool = True
     top_logprobs_num: int = 0
     stream: bool = True
+    lora_path: str | UnsetType = UNSET
+    """The name of the adapter that answers, at this engine."""

@@ -6,11 +6,18 @@ A call goes to another server only while the session's own server is far busier 
 import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 SLACK = 4
 """A session keeps its own server as long as this server has at most SLACK more calls in flight than the least
 busy one. If the least busy server has many calls, half of their number takes the place of SLACK."""
+
+
+class Adapter(NamedTuple):
+    """A LoRA adapter of an engine: its name there, and the version that it is."""
+
+    name: str
+    version: int
 
 
 class Loaded(Protocol):

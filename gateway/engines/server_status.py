@@ -30,7 +30,7 @@ async def read_status(server: FleetServer, engine: EngineClient, headers: Mappin
             status = await status_of(registration, engine, headers)
             if reloads == server.reloads:  # else the server has loaded another version since
                 server.state = status.state
-                server.version, server.manifest_sha256 = status.version, status.manifest_sha256
+                server.serves_now(status.version, status.manifest_sha256, status.adapters)
         server.seen_at, server.error, server.late = time.time(), None, 0
     except TimeoutError:
         server.late += 1

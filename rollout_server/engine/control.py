@@ -45,9 +45,9 @@ class EngineControl:
             raise EngineFailed(f"/weights_checker gives no checksum: {answer.get('message')}")
         return checksum
 
-    async def pause(self) -> None:
-        # `retract` puts running requests back in the queue; they go on with the new weights.
-        await self._call("POST", "/pause_generation", {"mode": "retract"})
+    async def pause(self, *, abort: bool = False) -> None:
+        """Let nothing run. Requests go on later with the weights that are loaded then; `abort` ends them."""
+        await self._call("POST", "/pause_generation", {"mode": "abort" if abort else "retract"})
 
     async def resume(self) -> None:
         await self._call("POST", "/continue_generation", {})

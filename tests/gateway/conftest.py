@@ -1,5 +1,6 @@
 """Fixtures: a gateway on a real port, in front of a fake engine, on a real Redis."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -57,7 +58,12 @@ def deploy(own_backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
     with ExitStack() as started:
 
         def deploy(
-            count: int, *, gateway: RunningGateway | None = None, locations: str = "", **settings: Any
+            count: int,
+            *,
+            gateway: RunningGateway | None = None,
+            locations: str = "",
+            lora: dict[str, Any] | None = None,
+            **settings: Any,
         ) -> Deployment:
             if gateway is None:
                 gateway = started.enter_context(
@@ -77,6 +83,7 @@ def deploy(own_backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
                     "weights_dir": tmp_path / "weights",
                     "policies_dir": tmp_path / "policies",
                 } | ({"locations": f"{tmp_path},{locations}"} if locations else {})
+                given |= {"lora": json.dumps(lora)} if lora else {}
                 made.servers.append(started.enter_context(running(tmp_path, given)))
             wait_until(lambda: ready(gateway) == count)
             return made

@@ -72,7 +72,7 @@ async def opened(directory: Path, **settings: Any) -> AsyncIterator[Harness]:
 
 
 def names(status: dict[str, Any]) -> list[tuple[int, str]]:
-    return [(each["version"], each["name"]) for each in status["adapters"]]
+    return [(each["version"], each["name"]) for each in status["adapters"] if each["name"]]
 
 
 async def test_an_adapter_is_loaded_without_a_pause_and_under_a_name_of_its_own(harness: Harness) -> None:

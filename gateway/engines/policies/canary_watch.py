@@ -49,6 +49,8 @@ class ScoreBody(ServiceMessage):
     sampling_params: dict[str, float] = {"temperature": 1.0, "max_new_tokens": 1}
     return_logprob: bool = True
     logprob_start_len: int
+    lora_path: str | None = None
+    """The adapter that scores; None for the engine's weights alone."""
 
 
 class NotScored(Exception):
@@ -177,7 +179,9 @@ class CanaryWatch:
         """The log-probability of each token of the answer under a version. Raises NotScored."""
         server = self._server_of(answer.trial.group, version)
         ids, start = [*answer.prompt_ids.tolist(), *answer.output_ids], len(answer.prompt_ids)
-        body = ScoreBody(input_ids=ids, logprob_start_len=start - 1)
+        adapter = server.adapter_of(version)
+        lora_path = None if adapter is None else adapter.name
+        body = ScoreBody(input_ids=ids, logprob_start_len=start - 1, lora_path=lora_path)
         status, raw = await self._engine.post(
             f"{server.registration.engine_url}/generate", body, SCORE_TIMEOUT_S
         )
@@ -189,14 +193,15 @@ class CanaryWatch:
             scored_by = str(meta["weight_version"])
         except (KeyError, TypeError, ValueError) as error:
             raise NotScored(f"{server.id} sent no log-probabilities: {error!r}") from error
-        if scored_by != str(version):
+        if adapter is None and scored_by != str(version):
             raise NotScored(f"{server.id} serves version {scored_by} by now")
         if [token for _, token in found] != list(answer.output_ids):
             raise NotScored(f"{server.id} scored other tokens")
         return [lp for lp, _ in found]
 
     def _server_of(self, group: str, version: int) -> FleetServer:
-        able = [each for each in self._fleet.servers.values() if each.version == version and each.takes_calls]
+        servers = self._fleet.servers.values()
+        able = [each for each in servers if each.can_answer(version) and each.takes_calls]
         if (server := choose_server(able, group)) is None:
             raise NotScored(f"no server serves version {version}")
         return server

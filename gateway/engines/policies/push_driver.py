@@ -207,7 +207,7 @@ class PushDriver:
             await self._note(attempts, "loading")
             loaded = await self._reloads.load(server, attempts.order)
             await self._progress.admit(attempts.order)  # first, so that the server is always in rotation
-            server.has_loaded(attempts.order.version, attempts.order.record.manifest_sha256)
+            server.has_loaded(attempts.order.version, attempts.order.record.manifest_sha256, loaded.adapters)
             return loaded
         finally:
             server.pushing = False

@@ -93,7 +93,7 @@ class ServerReloads:
             await asyncio.sleep(LOADING_POLL_S)
             said = await self.abort(server, order.version)
         if said is not None and said.version == order.version and said.loading is None:
-            return Reloaded(ok=True, version=order.version)
+            return Reloaded(ok=True, version=order.version, adapters=said.adapters)
         raise NotLoaded(self._late("loaded", order, said))
 
     async def abort(self, server: FleetServer, version: int) -> Aborted | None:

@@ -2,6 +2,7 @@
 
 from pydantic import ConfigDict, Field
 
+from rollout_queue.protocol.adapters import AdapterShape
 from rollout_queue.protocol.message import ServiceMessage
 
 
@@ -44,6 +45,8 @@ class Reloaded(ServiceMessage):
     """The version whose files are ready to be loaded, if the request was to prepare one."""
     seconds: ReloadSeconds | None = None
     paused_s: float | None = None
+    adapters: tuple[AdapterShape, ...] = ()
+    """As in the server's `/status`."""
 
 
 class Aborted(ServiceMessage):
@@ -55,3 +58,5 @@ class Aborted(ServiceMessage):
     """Whether reloads of the named version were ended, before the engine paused."""
     loading: int | None = None
     """The version that the engine is loading. That cannot be ended."""
+    adapters: tuple[AdapterShape, ...] = ()
+    """As in the server's `/status`."""

@@ -2,17 +2,10 @@
 
 from collections.abc import Mapping
 
+from rollout_queue.protocol.adapters import AdapterShape
 from rollout_queue.protocol.message import ServiceMessage
 from rollout_queue.protocol.policies import ServingShape
 from rollout_queue.protocol.trainer import TrainerReport
-
-
-class AdapterShape(ServiceMessage):
-    """A LoRA adapter that an engine has."""
-
-    name: str
-    """Its name in the engine's requests (`lora_path`)."""
-    version: int
 
 
 class ServerStatus(ServiceMessage):
@@ -26,7 +19,8 @@ class ServerStatus(ServiceMessage):
     version: int | None
     manifest_sha256: str | None = None
     adapters: tuple[AdapterShape, ...] = ()
-    """The adapters that calls may name, the newest last. They belong to the weights that the engine has."""
+    """The adapters that calls may name, the newest last, after the weights without one. Empty if the engine
+    has no adapters."""
     engine_url: str | None = None
     restarts: int = 0
     running: int = 0

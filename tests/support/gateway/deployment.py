@@ -1,5 +1,6 @@
 """A gateway and rollout servers that are real processes with engine doubles, and the traffic to them."""
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from rollout_queue.contract.policies.policy import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tests.support.gateway.processes import Processes
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
 from tests.support.rollout_server.processes import ServerProcess
@@ -42,6 +44,18 @@ class Deployment:
             published_copy(self.directory / "model", policy, version)
             write_safetensors(policy / "model.safetensors", float32_tensors(1.0 + version))
             publish(policy, version)
+        return policy
+
+    def write_adapter(self, version: int) -> Path:
+        """Write a version that is an adapter of the embedding, which has 4 rows and 2 columns."""
+        policy = self.directory / "policies" / f"v{version}"
+        policy.mkdir(parents=True)
+        config = {"peft_type": "LORA", "r": 1, "lora_alpha": 2, "target_modules": ["embed_tokens"]}
+        (policy / ADAPTER_CONFIG).write_text(json.dumps(config))
+        layer = "base_model.model.model.embed_tokens"
+        shapes = {f"{layer}.lora_A.weight": [1, 2], f"{layer}.lora_B.weight": [4, 1]}
+        write_safetensors(policy / ADAPTER_WEIGHTS, float32_tensors(float(version), shapes))
+        publish(policy, version)
         return policy
 
     def announce(self, version: int, location: str | None = None) -> Any:

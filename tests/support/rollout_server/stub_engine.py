@@ -3,7 +3,7 @@
 In the directory of the variable ENGINE_DOUBLE_DIR, `engine-{port}.json` says how long a load (`load_s`) and
 a checksum (`checksum_s`) take, and the log-probability that a version gives every token (`scores`). It is
 read each time. If `tokenizer.json` is there, `/generate` samples. Its answers wait while the engine is
-paused.
+paused. An answer with an adapter says the adapter's name.
 """
 
 import argparse
@@ -66,8 +66,20 @@ def main() -> None:
                 await send(message)
 
             content = await Request(scope, receive).body()
-            if (scores := _scores(json.loads(content), str(engine.version), controls())) is not None:
+            body = json.loads(content)
+            adapter = body.get("lora_path")
+            if adapter is not None and adapter not in engine.adapters:
+                message = f"Got LoRA adapter that has never been loaded: {adapter}"
+                await JSONResponse({"error": {"message": message}}, 400)(scope, receive, send)
+                return
+            sampler.mind = "hello" if adapter is None else f"hello from {adapter}"
+            version = engine.version if adapter is None else str(int(adapter[1:9]))
+            if (scores := _scores(body, version, controls())) is not None:
                 await JSONResponse(scores)(scope, receive, send)
+                return
+            if "stream" not in body:  # the rollout server tries an adapter
+                tried = {"meta_info": {"output_token_logprobs": [[-1.5, 0, None]]}}
+                await JSONResponse(tried)(scope, receive, send)
                 return
             await sampler.app()(scope, _once(content, receive), send_unless_paused)
             return

@@ -199,6 +199,8 @@ class GatewaySettings(ServiceSettings):
     fetch_fan_out: int = Field(4, ge=1)
     """How many servers may fetch a version at once over HTTP from the trainer, and from each server that has
     it already."""
+    max_adapters: int = Field(16, ge=1, le=1024)
+    """How many adapters may be policies of their own (`POST /admin/adapters`)."""
     max_version_lag: int = Field(4, ge=0)
     """How many versions before the served one may still answer calls, where no push has replaced them."""
     auto_canary: bool = False

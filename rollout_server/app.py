@@ -9,7 +9,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
 from rollout_queue.http.keys import Keyring
 from rollout_queue.http.probes import probes, text_of
-from rollout_queue.protocol.adapters import AdapterShape
+from rollout_queue.protocol.adapters import AdapterShape, LoadedAdapters, WantedAdapters
 from rollout_queue.protocol.reload import Aborted, ReloadBody, Reloaded, ReloadSeconds
 from rollout_queue.protocol.status import ServerStatus
 from rollout_server.engine.engine import Engine
@@ -30,12 +30,13 @@ def create_app(server: RolloutServer, keyring: Keyring) -> FastAPI:
     install_error_handlers(app)
     app.add_exception_handler(ReloadError, _refused)
     app.include_router(probes(server.unready_because, text_of(server.metrics.registry)))
-    app.include_router(_operations(server), dependencies=[Depends(keyring.require_admin)])
+    for router in (_reloading(server), _adapters(server), _rotation(server)):
+        app.include_router(router, dependencies=[Depends(keyring.require_admin)], tags=["rollout server"])
     return app
 
 
-def _operations(server: RolloutServer) -> APIRouter:
-    router = APIRouter(tags=["rollout server"])
+def _reloading(server: RolloutServer) -> APIRouter:
+    router = APIRouter()
 
     @router.post("/reload")
     async def reload(body: ReloadBody) -> JSONResponse:
@@ -54,7 +55,7 @@ def _operations(server: RolloutServer) -> APIRouter:
             prepared=body.version if body.prepare else None,
             seconds=parts,
             paused_s=seconds.paused,
-            adapters=_adapters(server.engine),
+            adapters=_shapes(server.engine),
         )
         return JSONResponse(answer.model_dump())
 
@@ -66,7 +67,7 @@ def _operations(server: RolloutServer) -> APIRouter:
             version=server.engine.policy.version,
             aborted=aborted,
             loading=server.reloader.loading,
-            adapters=_adapters(server.engine),
+            adapters=_shapes(server.engine),
         )
         return JSONResponse(answer.model_dump())
 
@@ -77,6 +78,25 @@ def _operations(server: RolloutServer) -> APIRouter:
         if path is None:
             raise ApiError(404, f"version {version} has no file {name!r} here", type="not_found")
         return FileResponse(path, media_type="application/octet-stream")
+
+    return router
+
+
+def _adapters(server: RolloutServer) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/adapters")
+    async def settle(body: WantedAdapters) -> JSONResponse:
+        """Have exactly these adapters beside the policy. The answer says which ones are loaded."""
+        server.adapters.want(body)
+        answer = LoadedAdapters(results=await server.adapters.settle())
+        return JSONResponse(answer.model_dump())
+
+    return router
+
+
+def _rotation(server: RolloutServer) -> APIRouter:
+    router = APIRouter()
 
     @router.get("/status")
     async def status() -> JSONResponse:
@@ -106,7 +126,7 @@ async def _status(server: RolloutServer) -> JSONResponse:
         state=engine.state.value,
         version=engine.policy.version,
         manifest_sha256=engine.policy.manifest_sha256,
-        adapters=_adapters(engine),
+        adapters=_shapes(engine),
         engine_url=server.engine_url,
         restarts=engine.restarts,
         running=running,
@@ -115,8 +135,11 @@ async def _status(server: RolloutServer) -> JSONResponse:
     return JSONResponse(status.model_dump())
 
 
-def _adapters(engine: Engine) -> tuple[AdapterShape, ...]:
-    adapters = [AdapterShape(version=each.version, name=name) for name, each in engine.adapters.items()]
+def _shapes(engine: Engine) -> tuple[AdapterShape, ...]:
+    adapters = [
+        AdapterShape(version=each.version, name=name, policy=each.name)
+        for name, each in engine.adapters.items()
+    ]
     if not adapters:
         return ()
     return (AdapterShape(version=engine.policy.weights.version, name=None), *adapters)

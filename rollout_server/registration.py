@@ -10,6 +10,7 @@ import logging
 import httpx
 from pydantic import ValidationError
 
+from rollout_queue.protocol.adapters import WantedAdapters
 from rollout_queue.protocol.errors import error_message
 from rollout_queue.protocol.message import MalformedMessage, first_fault
 from rollout_queue.protocol.registration import Registered, ServerBody
@@ -40,6 +41,8 @@ class RegistrationClient:
         """Whether the gateway accepted the last registration."""
         self.refusal: str | None = None
         """Why the gateway refused the last registration; None if it did not."""
+        self.adapters: WantedAdapters | None = None
+        """The adapters that the gateway wanted at the last registration, beside the policy."""
         self.addresses = addresses(settings.model_copy(update={"gateway_url": None}))
         """The URLs of the last registration. Before the first one, the URLs for callers on this machine."""
 
@@ -64,7 +67,7 @@ class RegistrationClient:
         if not self.reached:
             logger.info("the gateway registers this server again")
         self.reached, self.refusal = True, None
-        policy = registered.policy
+        self.adapters, policy = registered.adapters, registered.policy
         if policy is None or policy.location is None:
             return None
         return WantedPolicy(policy.version, policy.location, policy.manifest_sha256)

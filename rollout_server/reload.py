@@ -184,8 +184,9 @@ class Reloader:
         """The directories of the last adapters: the engine reads one again that it has dropped, and calls may
         name it."""
         lora, adapters = self._settings.lora, self._engine.adapters
-        for name in list(adapters)[: -lora.max_loaded if lora else None]:
-            del adapters[name]
+        own = [engine_name for engine_name, each in adapters.items() if each.name is None]
+        for engine_name in own[: -lora.max_loaded if lora else None]:
+            del adapters[engine_name]
         return [each.directory for each in adapters.values()]
 
     async def _is_same(
@@ -202,7 +203,7 @@ class Reloader:
         self, wanted: WantedPolicy, place: FileLocation | HttpLocation, seconds: Seconds
     ) -> LocalPolicy:
         announced = wanted.manifest_sha256.lower() if wanted.manifest_sha256 else None
-        if announced and (kept := await self._kept(wanted.version, announced, seconds)):
+        if announced and (kept := await self._kept(wanted, announced, seconds)):
             return kept
         began_at = monotonic()
         text = await self._fetcher.manifest(place)
@@ -210,20 +211,22 @@ class Reloader:
         if announced not in (None, digest):
             raise BrokenWeights("its SHA-256 is not the announced one", file=MANIFEST)
         manifest = read_manifest(text, wanted.version)
-        if not announced and (kept := await self._kept(wanted.version, digest, seconds)):
+        if not announced and (kept := await self._kept(wanted, digest, seconds)):
             return kept
-        part = self._store.begin(wanted.version)
+        if wanted.name is not None and not manifest.is_adapter:
+            raise BrokenWeights(f"is no adapter, and cannot be the policy {wanted.name!r}", file=MANIFEST)
+        part = self._store.begin(wanted.version, wanted.name)
         try:
             checked = await self._files(wanted, place, manifest, part, digest)
             (part / MANIFEST).write_bytes(text)
             seconds.fetch, began_at = monotonic() - began_at, monotonic()
             await self._store.verify(part, manifest, checked)
             seconds.verify = monotonic() - began_at
-            target = self._store.path_of(wanted.version, digest)
+            target = self._store.path_of(wanted.version, digest, wanted.name)
             self._store.commit(part, target)
         finally:
             shutil.rmtree(part, ignore_errors=True)
-        return self._local(wanted.version, target, digest)
+        return self._local(wanted, target, digest)
 
     async def _files(
         self,
@@ -249,20 +252,20 @@ class Reloader:
         peer = wanted.peer and HttpLocation.of_peer(wanted.peer, wanted.version, digest)
         return await self._fetcher.files(place, manifest, part, peer or None)
 
-    async def _kept(self, version: int, digest: str, seconds: Seconds) -> LocalPolicy | None:
+    async def _kept(self, wanted: WantedPolicy, digest: str, seconds: Seconds) -> LocalPolicy | None:
         """The policy of this content, if an earlier reload has left its files here and they are unchanged."""
-        target = self._store.path_of(version, digest)
+        target = self._store.path_of(wanted.version, digest, wanted.name)
         began_at = monotonic()
         try:
-            await asyncio.to_thread(self._store.verify_again, target, version, digest)
+            await asyncio.to_thread(self._store.verify_again, target, wanted.version, digest)
         except BrokenWeights:
             return None
         seconds.verify = monotonic() - began_at
-        return self._local(version, target, digest)
+        return self._local(wanted, target, digest)
 
-    def _local(self, version: int, directory: Path, digest: str) -> LocalPolicy:
-        is_adapter = (directory / ADAPTER_CONFIG).exists()
-        return LocalPolicy(version, directory, digest, self._initial if is_adapter else None)
+    def _local(self, wanted: WantedPolicy, directory: Path, digest: str) -> LocalPolicy:
+        base = self._initial if (directory / ADAPTER_CONFIG).exists() else None
+        return LocalPolicy(wanted.version, directory, digest, base, wanted.name)
 
     def _place(self, wanted: WantedPolicy) -> FileLocation | HttpLocation | None:
         if wanted.location is None:

@@ -13,6 +13,7 @@ from time import monotonic
 import httpx
 
 from rollout_queue.contract.ids import new_id
+from rollout_server.adapters import NamedAdapters
 from rollout_server.engine.command import engine_command, engine_dtype, engine_environment
 from rollout_server.engine.control import EngineControl, EngineFailed
 from rollout_server.engine.engine import Engine, StartProcess
@@ -63,6 +64,7 @@ class RolloutServer:
             settings, self.engine, self.store, fetcher, self.metrics, float32_engine=float32_engine
         )
         self.reloads = ReloadRequests(lambda: self.reloader.loading)
+        self.adapters = NamedAdapters(self.engine, self.reloader, self.store)
         self.process = new_id()
         """Tells this process from any other that has the same id or URL."""
         self._registration = RegistrationClient(settings, http, self.process)
@@ -73,6 +75,7 @@ class RolloutServer:
         self._tasks = [
             asyncio.create_task(self.engine.run(self._choose), name="engine"),
             asyncio.create_task(self._keep_registered(), name="registration"),
+            asyncio.create_task(self.adapters.keep(), name="adapters"),
         ]
         for task in self._tasks:
             task.add_done_callback(_report)
@@ -146,6 +149,7 @@ class RolloutServer:
             await asyncio.sleep(self._settings.register_every_s)
             served = self.engine.policy
             announced = await self._registration.announce()
+            self.adapters.want(self._registration.adapters)
             if announced is None and self._registration.reached:
                 self.engine.awaited_version = None
             if announced is None or not self._should_adopt(announced):

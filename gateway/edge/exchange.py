@@ -23,7 +23,7 @@ from gateway.edge.streaming import answer_stream, opening_headers, reply_headers
 from gateway.edge.writing import written
 from gateway.engines.event_stream import OutputChunk
 from gateway.generations.generation import ClientCall, Generation, tokens_of
-from gateway.generations.pinning import pinned_version
+from gateway.generations.pinning import pinned
 from gateway.metrics.calls import CallFigures
 from gateway.sessions.identity import Caller
 from gateway.sessions.resolution import HEADERS, SessionClues
@@ -87,12 +87,14 @@ class Exchange:
     ) -> None:
         """Answer a call in its session."""
         gateway = self.gateway
-        version = pinned_version(gateway.settings, gateway.fleet, parsed.model, head.spec.policy)
+        policy = await pinned(
+            gateway.settings, gateway.fleet, gateway.adapters, parsed.model, head.spec.policy
+        )
         client: ClientCall = call
         if parsed.background is not None:
             client = UnreadCall(call.digest, call.attempt, call.attempt, self.figures)
         generations = await gateway.generator.begin(
-            head, parsed.calls, parsed.n, version, self.dialect.prefix, request.heavy, client
+            head, parsed.calls, parsed.n, policy, self.dialect.prefix, request.heavy, client
         )
         request.release()
         if not head.stored:

@@ -131,7 +131,8 @@ class Sampler:
         on_engine: OnEngine,
     ) -> None:
         """Let one engine continue the answer. Raises EngineFault if it fails before the answer's end."""
-        adapter, url = server.adapter_of(answer.wish.version), server.registration.engine_url
+        wish, url = answer.wish, server.registration.engine_url
+        adapter = server.adapter_of(wish.version, wish.adapter)
         request = answer.next_request(server.has_tokenizer, adapter)
         trial, wait = server.enter(), EngineWait(answer)
         server.begin_wait(wait)

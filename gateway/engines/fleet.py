@@ -202,7 +202,7 @@ class Fleet:
     def _candidates(self, wish: Wish, avoid: str) -> list[FleetServer]:
         """The servers from which the one for a call is chosen; those of a canary only if no other can."""
         if (version := wish.version) is not None:
-            return self._able(lambda server: server.can_answer(version), avoid)
+            return self._able(lambda server: server.can_answer(version, wish.adapter), avoid)
         preferred = [s for s in self.servers.values() if s.version == wish.prefers and s.takes_calls]
         found = [server for server in preferred if server.id != avoid] if wish.prefers is not None else []
         if found := found or self._able(self._admits, avoid):

@@ -50,8 +50,9 @@ class FleetServer:
     version: int | None = None
     manifest_sha256: str | None = None
     """The digest of the version's manifest; None for the version that the engine started with."""
-    adapters: Mapping[int, str | None] = field(default_factory=dict)
-    """The versions that its engine has as adapters, with their names there; None for its weights alone."""
+    adapters: Mapping[tuple[str | None, int], str | None] = field(default_factory=dict)
+    """What its engine has as adapters: by policy (None for the fleet's) and version, the adapter's name
+    there; None for its weights alone."""
     reloads: int = 0
     """How often it has loaded a version that this gateway pushed."""
     drained: bool = False
@@ -100,17 +101,17 @@ class FleetServer:
     ) -> None:
         """It says what it serves."""
         self.version, self.manifest_sha256 = version, manifest_sha256
-        self.adapters = {adapter.version: adapter.name for adapter in adapters}
+        self.adapters = {(adapter.policy, adapter.version): adapter.name for adapter in adapters}
 
-    def can_answer(self, version: int) -> bool:
-        """Whether its engine has the version."""
-        return version == self.version or version in self.adapters
+    def can_answer(self, version: int, policy: str | None = None) -> bool:
+        """Whether its engine has the version of the fleet's policy, or of the adapter with this name."""
+        return (policy is None and version == self.version) or (policy, version) in self.adapters
 
-    def adapter_of(self, version: int | None) -> Adapter | None:
+    def adapter_of(self, version: int | None, policy: str | None = None) -> Adapter | None:
         """The adapter with which it answers a call for the version; None if its weights alone do. Without a
         version, that is the one that it serves."""
         version = self.version if version is None else version
-        name = None if version is None else self.adapters.get(version)
+        name = None if version is None else self.adapters.get((policy, version))
         return None if version is None or name is None else Adapter(name, version)
 
     @property

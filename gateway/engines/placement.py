@@ -38,6 +38,8 @@ class Wish:
 
     version: int | None = None
     """If set, only this one."""
+    adapter: str | None = None
+    """The name of the adapter whose version that is; None for the fleet's policy."""
     prefers: int | None = None
     """If set, this one as long as a server can answer with it, and else any that the fleet admits."""
 

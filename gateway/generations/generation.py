@@ -10,6 +10,7 @@ from gateway.conversations.conversation import Prompt
 from gateway.engines.event_stream import OutputChunk
 from gateway.engines.placement import Wish
 from gateway.engines.policies.canary_watch import Trial
+from gateway.generations.pinning import Pinned
 from gateway.language.chat_messages import Message, Tool
 from gateway.language.constraint import Constrain
 from gateway.language.thinking import Options
@@ -78,8 +79,8 @@ class Generation(msgspec.Struct):
     """The number of this answer among the choices of its call."""
     train: bool = True
     side_call: str | None = None
-    version: int | None = None
-    """If set, only this policy version may answer."""
+    pinned: Pinned = Pinned()
+    """What must answer."""
     trial: Trial | None = None
     """Its part in an open canary."""
     turn_id: str = msgspec.field(default_factory=new_id)
@@ -120,7 +121,7 @@ class Generation(msgspec.Struct):
     @property
     def wish(self) -> Wish:
         """Which versions may answer."""
-        return Wish(self.version) if self.trial is None else self.trial.wish
+        return Wish(self.pinned.version, self.pinned.adapter) if self.trial is None else self.trial.wish
 
     def note_engine(self, works: bool) -> None:
         """An engine accepted the request, or failed."""
@@ -135,7 +136,7 @@ class Generation(msgspec.Struct):
             parent_id=prompt.parent.turn_id if prompt.parent else None,
             group_id=spec.group_id,
             task_id=spec.task_id,
-            policy=(spec.policy or policy) if self.version is None else f"{policy}@{self.version}",
+            policy=(spec.policy or policy) if self.pinned.version is None else self.pinned.name(policy),
             attempt=self.client.attempt,
             joined_attempt=self.client.latest_attempt if self.client.joined_at else 0,
             joined_at=self.client.joined_at,

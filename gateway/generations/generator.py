@@ -21,6 +21,7 @@ from gateway.engines.failover import OnChunk, Sampler
 from gateway.engines.policies.canary_watch import CanaryWatch
 from gateway.errors import EngineFault, GatewayError, InvalidRequest, NoServer
 from gateway.generations.generation import Call, ClientCall, Generation
+from gateway.generations.pinning import Pinned
 from gateway.generations.recorder import Recorder
 from gateway.generations.sampling import decide, engine_parameters
 from gateway.language.begun_answer import beginning
@@ -66,7 +67,7 @@ class Generator:
         head: SessionHead,
         calls: Sequence[Call],
         n: int,
-        version: int | None,
+        pinned: Pinned,
         prefix: str,
         heavy: bool,
         client: ClientCall,
@@ -78,7 +79,7 @@ class Generator:
         """
         completion_id = f"{prefix}{new_id()}"
         generations: list[Generation] = []
-        trial = await self._canary.trial(head) if version is None else None
+        trial = await self._canary.trial(head) if pinned.version is None else None
         for asked in calls:
             call = self._settled(asked, head.spec.reasoning_effort, head.spec.thinking)
             prompt = await self._rendered(partial(self._locate, head, call), heavy, client.figures)
@@ -99,7 +100,7 @@ class Generator:
                         index=index,
                         train=train,
                         side_call=side_call,
-                        version=version,
+                        pinned=pinned,
                         trial=trial,
                     )
                 )

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, FiniteFloat
 
 from gateway.dialects.fields import check_metadata
 from gateway.errors import InvalidRequest
-from gateway.generations.pinning import version_in
+from gateway.generations.pinning import policy_name
 from gateway.language.thinking import effort_of
 from gateway.rest.access import client_of
 from gateway.rest.bodies import RestBody
@@ -124,8 +124,7 @@ async def delete_session(session_id: str, request: Request) -> Response:
 def _spec_of(body: SessionBody, gateway: GatewayParts, caller: Caller) -> SessionSpec:
     """The session that a body asks for; the settings give the values that it leaves out."""
     gateway.renderer.thinking(effort_of(body.reasoning_effort, "reasoning_effort"), "reasoning_effort")
-    if body.policy is not None:
-        version_in(body.policy, "policy")
+    named = None if body.policy is None else policy_name(body.policy, "policy")
     spec = gateway.sessions.new_spec(caller, body.session_id)
     return msgspec.structs.replace(
         spec,
@@ -134,7 +133,8 @@ def _spec_of(body: SessionBody, gateway: GatewayParts, caller: Caller) -> Sessio
         group_size=body.group_size,
         policy=body.policy,
         user=body.user,
-        train=body.train and "@" not in (body.policy or ""),  # `policy@12` is for evaluation
+        # A version is named for evaluation, and an adapter is not what the trainer trains.
+        train=body.train and (named is None or (named.version is None and named.adapter is None)),
         train_side_calls=spec.train_side_calls if body.train_side_calls is None else body.train_side_calls,
         ttl_s=spec.ttl_s if body.ttl_s is None else body.ttl_s,
         metadata=body.metadata,

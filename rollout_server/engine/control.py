@@ -70,11 +70,6 @@ class EngineControl:
         if not answer.get("success"):
             raise AdapterRefused(f"the engine refuses the adapter {name}: {answer.get('error_message')}")
 
-    async def unload_adapter(self, name: str) -> None:
-        """Drop an adapter. Waits for its requests."""
-        body = {"lora_name": name}
-        await self._call("POST", "/unload_lora_adapter", body, self._load_timeout_s, (200, 400))
-
     async def try_adapter(self, name: str) -> None:
         """Sample one token with an adapter: an engine that cannot apply it dies then."""
         body = {

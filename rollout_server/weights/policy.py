@@ -13,6 +13,8 @@ class WantedPolicy:
     manifest_sha256: str | None = None
     peer: str | None = None
     """The URL of a rollout server that has its files."""
+    name: str | None = None
+    """The name of an adapter that is a policy of its own; None for the fleet's policy."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class LocalPolicy:
     """None for the model that the engine starts with: nobody published it."""
     base: "LocalPolicy | None" = None
     """For a LoRA adapter, the weights that it is applied to."""
+    name: str | None = None
+    """As in `WantedPolicy`."""
 
     def __post_init__(self) -> None:
         if self.version < 0:

@@ -7,7 +7,7 @@ import asyncio
 import hashlib
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from threading import Event
 
@@ -20,6 +20,8 @@ from rollout_server.weights.verify import RESERVED, ExpectedModel, read_manifest
 logger = logging.getLogger(__name__)
 
 WEIGHTS_ENDINGS = (".safetensors", ".index.json", ".bin", ".pt", ".pth")
+NAMED = "adapter-"
+"""How the directories of adapters begin that are policies of their own."""
 Fingerprint = dict[str, tuple[int, int, int]]
 
 
@@ -44,13 +46,14 @@ class WeightsStore:
             self._expected = ExpectedModel.of(self._model_path, self._lora)
         return self._expected
 
-    def path_of(self, version: int, manifest_sha256: str) -> Path:
+    def path_of(self, version: int, manifest_sha256: str, name: str | None = None) -> Path:
+        """The directory of a version of the fleet's policy, or of the adapter `name`."""
         # The digest is part of the name, because `force` allows other content under a known number.
-        return self._directory / f"v{version:08d}-{manifest_sha256[:12]}"
+        return self._directory / f"{_prefix(name)}v{version:08d}-{manifest_sha256[:12]}"
 
-    def begin(self, version: int) -> Path:
+    def begin(self, version: int, name: str | None = None) -> Path:
         """An empty directory for the files. Files that a killed server left there are removed."""
-        part = self._directory / f"v{version:08d}.part"
+        part = self._directory / f"{_prefix(name)}v{version:08d}.part"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         self._newest = {part}
@@ -111,6 +114,16 @@ class WeightsStore:
             if directory not in keep | self._newest:
                 shutil.rmtree(directory, ignore_errors=True)
                 logger.info("removed %s", directory)
+
+    def keep_only_named(self, keep: Set[Path]) -> None:
+        """Remove the directories of all other adapters that have a name."""
+        for directory in set(self._directory.glob(f"{NAMED}*")) - keep:
+            shutil.rmtree(directory, ignore_errors=True)
+            logger.info("removed %s", directory)
+
+
+def _prefix(name: str | None) -> str:
+    return "" if name is None else f"{NAMED}{name}-"
 
 
 def _fingerprint(directory: Path) -> Fingerprint:

@@ -63,6 +63,7 @@ def deploy(own_backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
             gateway: RunningGateway | None = None,
             locations: str = "",
             lora: dict[str, Any] | None = None,
+            first: int = 0,
             **settings: Any,
         ) -> Deployment:
             if gateway is None:
@@ -70,7 +71,7 @@ def deploy(own_backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
                     own_backends.gateway(engines=[], engine_wait_s=5.0, **settings)
                 )
             made = Deployment(gateway, tmp_path)
-            for index in range(count):
+            for index in range(first, first + count):
                 given = {
                     "id": f"r{index}",
                     "port": free_port(),
@@ -85,7 +86,7 @@ def deploy(own_backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
                 } | ({"locations": f"{tmp_path},{locations}"} if locations else {})
                 given |= {"lora": json.dumps(lora)} if lora else {}
                 made.servers.append(started.enter_context(running(tmp_path, given)))
-            wait_until(lambda: ready(gateway) == count)
+            wait_until(lambda: ready(gateway) == first + count)
             return made
 
         yield deploy

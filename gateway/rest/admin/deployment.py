@@ -9,7 +9,7 @@ from gateway.errors import ObjectNotFound
 from gateway.operators.warnings import emptied_redis
 from gateway.rest import export
 from gateway.rest.access import admins_only
-from gateway.rest.admin import actions, canaries, pipeline, policies, trainer
+from gateway.rest.admin import actions, adapters, canaries, pipeline, policies, trainer
 from gateway.rest.admin import keys as api_keys
 from gateway.rest.shapes import Removed
 from gateway.rest.workers import parts_of_all
@@ -36,6 +36,7 @@ router.include_router(export.router)
 router.include_router(pipeline.router)
 router.include_router(canaries.router)  # before the routes of a version, which these paths resemble
 router.include_router(policies.router)
+router.include_router(adapters.router)
 router.include_router(trainer.router)
 router.include_router(api_keys.router)
 router.include_router(actions.router)
@@ -84,7 +85,11 @@ async def register_server(body: ServerBody, request: Request) -> Registered:
     if server.version is not None and gateway.fleet.serving is None:
         await gateway.policies.note_initial(server.version)
     policy = await gateway.policies.wanted_by(server)
-    return Registered(id=body.id, policy=policies.policy_version(policy) if policy else None)
+    return Registered(
+        id=body.id,
+        policy=policies.policy_version(policy) if policy else None,
+        adapters=await gateway.adapters.wanted(),
+    )
 
 
 @router.delete("/rollout_servers/{server_id}", responses={200: {"model": Removed}})

@@ -1,10 +1,10 @@
-"""The models that agents see: the policy under its public name, and one of its versions as `policy@12`."""
+"""The models that agents see: the policy, its versions as `policy@12`, adapters as `policy:name@3`."""
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from gateway.errors import ObjectNotFound
-from gateway.generations.pinning import pinned_version
+from gateway.generations.pinning import Pinned, pinned
 from gateway.rest.access import agent_of
 from gateway.rest.shapes import Model, ModelList
 
@@ -14,9 +14,11 @@ router = APIRouter(tags=["agent"])
 @router.get("/v1/models", responses={200: {"model": ModelList}})
 @router.get("/sessions/{session_id}/v1/models", responses={200: {"model": ModelList}})
 async def list_models(request: Request) -> JSONResponse:
-    """The policy, under its public name."""
+    """The policy, under its public name, and the adapters that are policies of their own."""
     gateway, _ = agent_of(request)
-    return JSONResponse({"object": "list", "data": [_model(gateway.settings.model_name)]})
+    model_name = gateway.settings.model_name
+    adapters = [Pinned(each.version, each.name).name(model_name) for each in await gateway.adapters.all()]
+    return JSONResponse({"object": "list", "data": [_model(name) for name in (model_name, *adapters)]})
 
 
 @router.get("/v1/models/{model:path}", responses={200: {"model": Model}})
@@ -24,7 +26,7 @@ async def list_models(request: Request) -> JSONResponse:
 async def read_model(model: str, request: Request) -> JSONResponse:
     """One model by its name. Unless `strict_models` is set, every other name also means the policy."""
     gateway, _ = agent_of(request)
-    pinned_version(gateway.settings, gateway.fleet, model, None)
+    await pinned(gateway.settings, gateway.fleet, gateway.adapters, model, None)
     return JSONResponse(_model(model))
 
 

@@ -2,6 +2,7 @@
 
 from pydantic import Field
 
+from rollout_queue.protocol.adapters import WantedAdapters
 from rollout_queue.protocol.ids import Id
 from rollout_queue.protocol.message import ServiceMessage
 from rollout_queue.protocol.policies import PolicyVersion
@@ -20,7 +21,9 @@ class ServerBody(ServiceMessage):
 
 
 class Registered(ServiceMessage):
-    """The gateway's answer: the policy that the fleet serves, null before the first."""
+    """The gateway's answer: the policy that the fleet serves, null before the first, and the adapters that
+    are policies of their own."""
 
     id: str
     policy: PolicyVersion | None = None
+    adapters: WantedAdapters | None = None

@@ -46,9 +46,9 @@ class Deployment:
             publish(policy, version)
         return policy
 
-    def write_adapter(self, version: int) -> Path:
+    def write_adapter(self, version: int, name: str = "") -> Path:
         """Write a version that is an adapter of the embedding, which has 4 rows and 2 columns."""
-        policy = self.directory / "policies" / f"v{version}"
+        policy = self.directory / "policies" / f"{name}v{version}"
         policy.mkdir(parents=True)
         config = {"peft_type": "LORA", "r": 1, "lora_alpha": 2, "target_modules": ["embed_tokens"]}
         (policy / ADAPTER_CONFIG).write_text(json.dumps(config))

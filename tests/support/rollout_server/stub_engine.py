@@ -73,7 +73,7 @@ def main() -> None:
                 await JSONResponse({"error": {"message": message}}, 400)(scope, receive, send)
                 return
             sampler.mind = "hello" if adapter is None else f"hello from {adapter}"
-            version = engine.version if adapter is None else str(int(adapter[1:9]))
+            version = engine.version if adapter is None else str(int(adapter.rpartition("-")[0][-8:]))
             if (scores := _scores(body, version, controls())) is not None:
                 await JSONResponse(scores)(scope, receive, send)
                 return

@@ -1,0 +1,110 @@
+"""Keeps the adapters in the engine that are policies of their own, as the gateway wants them.
+
+registration, POST /adapters ─▶ wanted ─▶ fetch, verify ─▶ load ─▶ prove
+                                  └─ not wanted any more ─▶ forgotten, its files removed
+
+The engine keeps an adapter that is forgotten until it needs the room: to unload it would hold up every load
+of another adapter until the last call of this one has ended.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+
+from rollout_queue.protocol.adapters import LoadedAdapter, WantedAdapter, WantedAdapters
+from rollout_server.engine.control import AdapterRefused, EngineFailed
+from rollout_server.engine.engine import Engine
+from rollout_server.errors import ReloadError
+from rollout_server.reload import Reloader
+from rollout_server.weights.policy import LocalPolicy, WantedPolicy
+from rollout_server.weights.store import WeightsStore
+
+logger = logging.getLogger(__name__)
+
+Key = tuple[str, int]
+LOOK_EVERY_S = 1.0
+"""How often the engine is compared with what is wanted: it may have started again."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""The pause before a failed load is repeated; it doubles with each."""
+
+
+class NamedAdapters:
+    """The adapters that have a name. `keep` runs in the background."""
+
+    def __init__(self, engine: Engine, reloader: Reloader, store: WeightsStore) -> None:
+        self._engine, self._reloader, self._store = engine, reloader, store
+        self._wanted: Mapping[Key, WantedAdapter] | None = None
+        self._revision = 0
+        self._loading = asyncio.Lock()
+        self._failures: dict[Key, tuple[int, float, str]] = {}
+        """How often a load has failed, when the next one may begin, and why the last one failed."""
+
+    def want(self, wanted: WantedAdapters | None) -> None:
+        """From now on, have these adapters. An older list than the last one is ignored."""
+        if wanted is None or wanted.revision < self._revision:
+            return
+        self._revision = wanted.revision
+        self._wanted = {(each.policy, each.version): each for each in wanted.adapters}
+        self._failures = {key: each for key, each in self._failures.items() if key in self._wanted}
+
+    async def keep(self) -> None:
+        """Load what is missing, and forget what is not wanted, again and again."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if self._wanted is not None and self._engine.serving:
+                await self.settle(again=False)
+
+    async def settle(self, *, again: bool = True) -> tuple[LoadedAdapter, ...]:
+        """Load what is missing now, and forget the others. With `again`, what has failed is tried at once."""
+        async with self._loading:
+            wanted = self._wanted or {}
+            results = [await self._settled(each, again=again) for each in wanted.values()]
+            self._forget_others()
+            return tuple(results)
+
+    def _forget_others(self) -> None:
+        """Forget the adapters that are not wanted, and remove their files."""
+        wanted = self._wanted or {}
+        for engine_name, policy in list(self._engine.adapters.items()):
+            if policy.name is not None and (policy.name, policy.version) not in wanted:
+                del self._engine.adapters[engine_name]
+        self._store.keep_only_named({each.directory for each in self._engine.adapters.values()})
+
+    async def _settled(self, adapter: WantedAdapter, *, again: bool) -> LoadedAdapter:
+        """Load one adapter, unless the engine has it."""
+        key = adapter.policy, adapter.version
+        failures, next_at, error = self._failures.get(key, (0, 0.0, ""))
+        if not self._has(adapter) and (again or time.monotonic() >= next_at):
+            try:
+                await self._load(adapter)
+            except (ReloadError, EngineFailed) as failure:
+                error = str(failure)
+                pause_s = min(FIRST_PAUSE_S * 2.0**failures, LONGEST_PAUSE_S)
+                self._failures[key] = (failures + 1, time.monotonic() + pause_s, error)
+                logger.error("the adapter %s@%d is not loaded: %s", *key, error)
+            else:
+                self._failures.pop(key, None)
+                logger.info("the adapter %s@%d is loaded", *key)
+        has = self._has(adapter)
+        return LoadedAdapter(policy=key[0], version=key[1], ok=has, error=None if has else error)
+
+    async def _load(self, adapter: WantedAdapter) -> None:
+        """Raises ReloadError, EngineFailed."""
+        wanted = WantedPolicy(adapter.version, adapter.location, adapter.manifest_sha256, name=adapter.policy)
+        policy = await self._reloader.prepare(wanted)
+        if not self._engine.serving:
+            raise EngineFailed("the engine does not run")
+        if self._engine.policy.weights != policy.base:
+            raise AdapterRefused("the engine serves other weights than those that the adapter belongs to")
+        await self._engine.load_adapter(policy)
+        await self._engine.prove_adapter(policy)
+
+    def _has(self, adapter: WantedAdapter) -> bool:
+        return any(_is(policy, adapter) for policy in self._engine.adapters.values())
+
+
+def _is(policy: LocalPolicy, adapter: WantedAdapter) -> bool:
+    digest = adapter.manifest_sha256
+    same = digest is None or digest.lower() == policy.manifest_sha256
+    return (policy.name, policy.version) == (adapter.policy, adapter.version) and same

@@ -27,6 +27,10 @@ class StoredShape(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class ExportTensor:
@@ -115,7 +119,7 @@ def header(tensors: Sequence[StoredShape]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
-        end = offset + math.prod(tensor.shape) * tensor.dtype.itemsize
+        end = offset + tensor.nbytes
         entries[tensor.name] = {
             "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),

@@ -204,12 +204,13 @@ class DeepSpeedPolicy:
         """A numpy array as a tensor on this rank's device."""
         return torch.from_numpy(values).to(self._engine.device)
 
-    def snapshot(self) -> WeightSnapshot:
-        """Copy the weights into the memory of rank 0's host, with the names and dtypes of the base model's
-        file. Each tied tensor comes once; adapters are merged. Every rank must call it. It overwrites the
-        former snapshot."""
+    def snapshot(self, spread: bool = False) -> WeightSnapshot:
+        """Copy the weights into host memory, with the names and dtypes of the base model's file: all of them
+        on rank 0, or a share on every rank (`spread`). Each tied tensor comes once; adapters are merged.
+        Every rank must call it. It overwrites the former snapshot."""
         tensors = list(export_tensors(self.module))
-        return self._snapshots.take(tensors, self._published_dtypes, keep=self.rank == 0)
+        keepers = self.ranks if spread else 1
+        return self._snapshots.take(tensors, self._published_dtypes, rank=self.rank, keepers=keepers)
 
     def _write(self, path: Path | None) -> None:
         write_tensors(path, list(export_tensors(self.module)), self._published_dtypes)

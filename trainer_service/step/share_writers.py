@@ -38,7 +38,7 @@ class WriteShare(NamedTuple):
 
 
 class LookFor(NamedTuple):
-    """Say whether this file exists."""
+    """Say whether this file exists, in a directory where this rank may write."""
 
     path: Path
 
@@ -51,14 +51,14 @@ class ShareWriters:
         self._answers = _Answers(ranks)
 
     def all_see(self, directory: Path) -> bool:
-        """Whether every rank sees the files that rank 0 makes in `directory`."""
+        """Whether every rank sees the files that rank 0 makes in `directory`, and may write there."""
         directory.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=directory.absolute(), prefix=".rank-0-") as file:
             self._orders.send(LookFor(Path(file.name)))
             seen = self._answers.gather(True)
         if lacking := [rank for rank, sees in enumerate(seen) if not sees]:
             logger.warning(
-                "ranks %s do not see rank 0's directory %s, so rank 0 keeps and writes all weights of each "
+                "ranks %s cannot use rank 0's directory %s, so rank 0 keeps and writes all weights of each "
                 "version; with a directory that all hosts share, each rank keeps and writes a part",
                 lacking,
                 directory,
@@ -112,7 +112,7 @@ class ShareWriter:
         while (order := self._orders.receive()) is not None:
             match order:
                 case LookFor(path):
-                    self._answers.gather(path.exists())
+                    self._answers.gather(os.access(path, os.F_OK) and os.access(path.parent, os.W_OK))
                 case WriteShare(directory, file_bytes):
                     self._answers.gather(_attempt(lambda: self._write(directory, file_bytes)))
 

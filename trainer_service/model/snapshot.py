@@ -121,7 +121,8 @@ class SnapshotMemory:
         for index, tensor in enumerate(tensors):
             with gathered(tensor.sources):
                 if index in own:
-                    value = self._copied(tensor.name, tensor.value().detach(), dtypes[tensor.name])
+                    dtype = dtypes[tensor.name]
+                    value = self._copied(tensor.name, tensor.value_for(dtype), dtype)
                     kept.append(HostTensor(tensor.name, value))
         return WeightSnapshot(kept, [[shapes[index] for index in share] for share in indices], rank)
 

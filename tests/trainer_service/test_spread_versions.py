@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -142,16 +143,21 @@ def test_a_full_disk_of_another_rank_delays_the_version(
     assert weight_files(version) == TWO_FILES, "nothing is left of the attempt that failed"
 
 
-def test_a_version_that_a_rank_left_half_written_is_written_after_the_restart(
+def test_a_rank_that_dies_while_it_writes_ends_the_trainer_and_the_restart_writes_the_version(
     pair: RankPair, make_learner: MakeLearner, tmp_path: Path
 ) -> None:
+    """Rank 0 notices it by itself: the launcher is stopped, so it ends nobody."""
     task = Task(tmp_path / "run", make_learner().settings, [random_rows(1, 5)], publishes=[1])
     task.run.mkdir()
     (task.run / SLOW).touch()
     with rank_pair(tmp_path / "tasks", forks=False) as dying:
         told = dying.begin(task)
         wait_until((task.run / WRITING).exists, 300)
-        dying.ranks()[1].send_signal(signal.SIGKILL)
+        dying.launcher.send_signal(signal.SIGSTOP)
+        leader, other = dying.ranks()
+        other.send_signal(signal.SIGKILL)
+        wait_until(lambda: leader.status() == psutil.STATUS_ZOMBIE)
+        dying.launcher.send_signal(signal.SIGCONT)
         assert dying.launcher.wait(60) != 0
     assert not told.exists()
     assert [path.name for path in task.policies.iterdir()] == ["v00000001.tmp"]

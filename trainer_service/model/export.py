@@ -21,7 +21,7 @@ from trainer_service.model.huggingface import SAFETENSORS_DTYPES
 from trainer_service.model.zero import full_shape, gathered
 
 NAMES = {getattr(torch, name): short for short, name in SAFETENSORS_DTYPES.items()}
-ROUNDED_AT_ONCE = 2**20
+ROUNDED_AT_ONCE = 2**18
 """How many values are rounded at once: few enough for the cache of a CPU."""
 
 

@@ -70,11 +70,11 @@ def saved_step(run: Path) -> int:
     return int(current.read_text().rpartition("-")[2]) if current.exists() else 0
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "lora"), [(1, None), (2, None), (3, None), (3, {"rank": 2})])
 def test_two_ranks_publish_the_tensors_of_one_and_each_holds_half(
-    pair: RankPair, make_learner: MakeLearner, model_path: Path, tmp_path: Path, stage: int
+    pair: RankPair, make_learner: MakeLearner, model_path: Path, tmp_path: Path, stage: int, lora: object
 ) -> None:
-    one = make_learner(zero_stage=stage)
+    one = make_learner(zero_stage=stage, lora=lora)
     task = Task(tmp_path / "run", one.settings, [random_rows(1, 5)], publishes=[0, 1])
     pair.learn(task)
     first, second = version_of(task.policies, 0), version_of(task.policies, 1)

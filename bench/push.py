@@ -101,9 +101,9 @@ def measure(gigabytes: float, directory: Path) -> list[str]:
     store = PolicyStore(directory / "policies", base, keep=2)
     memory = SnapshotMemory()
     with spent() as first:
-        memory.take(tensors, dtypes, keep=True)
+        memory.take(tensors, dtypes)
     with spent() as blocked:
-        snapshot = memory.take(tensors, dtypes, keep=True)
+        snapshot = memory.take(tensors, dtypes)
     with spent() as written:
         version = store.write(1, 1, snapshot.write)
     initial = store.write(0, 0, snapshot.write)

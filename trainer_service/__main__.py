@@ -105,7 +105,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
             if not held:
                 return
             metrics = TrainerMetrics(registry, chosen_sinks(settings))
-            policy = DistributedPolicy(DeepSpeedPolicy(settings))
+            policy = DistributedPolicy(DeepSpeedPolicy(settings), settings.policies_dir)
             stream = _open_stream(redis, lease, shared_state, settings.retry_s)
             if stream is None:
                 policy.close()

@@ -2,8 +2,11 @@
 
 rank 0    ExportTensor ─ gather ─▶ value ─▶ dtype of the base model ─▶ file
 rank 1 …  ExportTensor ─ gather ─▶ nothing
+
+The values of merged adapters are rounded stochastically to the dtype of the base model.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +21,8 @@ from trainer_service.model.huggingface import SAFETENSORS_DTYPES
 from trainer_service.model.zero import full_shape, gathered
 
 NAMES = {getattr(torch, name): short for short, name in SAFETENSORS_DTYPES.items()}
+ROUNDED_AT_ONCE = 2**18
+"""How many values are rounded at once: few enough for the cache of a CPU."""
 
 
 class StoredShape(NamedTuple):
@@ -26,6 +31,10 @@ class StoredShape(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -38,15 +47,25 @@ class ExportTensor:
     """The weights that every rank must gather before `value` is called."""
     value: Callable[[], Tensor]
     """Computes the tensor from the gathered weights."""
+    seed: int | None = None
+    """With a seed, `value` is float32 and is rounded stochastically."""
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> "ExportTensor":
         return cls(name, full_shape(tensor), [tensor], lambda: tensor)
 
+    def value_for(self, dtype: torch.dtype) -> Tensor:
+        """The tensor from the gathered weights, for a file with this dtype. The caller converts it."""
+        value = self.value().detach()
+        if self.seed is None or dtype not in (torch.bfloat16, torch.float16):
+            return value
+        return stochastically_rounded(value, dtype, self.seed)
 
-def export_tensors(model: Any) -> Iterator[ExportTensor]:
+
+def export_tensors(model: Any, merge_seed: int | None = None) -> Iterator[ExportTensor]:
     """The tensors of the model's file, with the names of the base model's file. Each tied tensor comes once.
-    LoRA adapters are added to copies of the weights that they belong to."""
+    LoRA adapters are added to copies of the weights that they belong to; with a `merge_seed`, the sums are
+    rounded stochastically."""
     adapted = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
     tied = set(getattr(model, "all_tied_weights_keys", {}))
     # keep_vars gives the parameters themselves: ZeRO marks its parameters with attributes, which copies lack.
@@ -55,12 +74,12 @@ def export_tensors(model: Any) -> Iterator[ExportTensor]:
             continue
         layer, is_base, leaf = name.partition(".base_layer.")
         if is_base and leaf == "weight":
-            yield _merged(f"{layer}.weight", tensor, adapted[layer])
+            yield _merged(f"{layer}.weight", tensor, adapted[layer], merge_seed)
         else:
             yield ExportTensor.of(f"{layer}.{leaf}" if is_base else name, tensor)
 
 
-def _merged(name: str, base: Tensor, layer: Any) -> ExportTensor:
+def _merged(name: str, base: Tensor, layer: Any, merge_seed: int | None) -> ExportTensor:
     (adapter,) = layer.active_adapters
     low_rank = [layer.lora_A[adapter].weight, layer.lora_B[adapter].weight]
 
@@ -68,7 +87,53 @@ def _merged(name: str, base: Tensor, layer: Any) -> ExportTensor:
         delta: Tensor = layer.get_delta_weight(adapter)
         return base.float() + delta.float()
 
-    return ExportTensor(name, full_shape(base), [base, *low_rank], value)
+    seed = None
+    if merge_seed is not None:
+        # The version is no part of the seed: two versions then differ only where the exact sums have moved
+        # across the drawn threshold, and their difference is small.
+        seed = int.from_bytes(hashlib.sha256(f"{merge_seed} {name}".encode()).digest()[:7])
+    return ExportTensor(name, full_shape(base), [base, *low_rank], value, seed)
+
+
+def stochastically_rounded(value: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
+    """Round float32 to bfloat16 or float16 without a bias: to the neighbour above with probability
+    (x - below) / (above - below), otherwise to the one below (Gupta et al. 2015, arXiv:1502.02551).
+
+    Rounding to the nearest loses changes that are smaller than half the distance of two neighbours. What
+    `dtype` can represent stays as it is. A finite value beyond the largest finite one becomes that one. The
+    same seed gives the same result.
+    """
+    generator = torch.Generator(value.device).manual_seed(seed)
+    rounded = torch.empty(value.shape, dtype=dtype, device=value.device)
+    exact, made = value.reshape(-1), rounded.view(-1)
+    for start in range(0, len(exact), ROUNDED_AT_ONCE):
+        part, target = (each[start : start + ROUNDED_AT_ONCE] for each in (exact, made))
+        words = torch.empty(-(-len(part) // 4), dtype=torch.int64, device=part.device)
+        words.random_(-(2**63), None, generator=generator)  # a number of 64 bits costs as much as one of 16
+        draws = words.view(torch.int16)[: len(part)].to(torch.int32).add_(2**15)  # 0 … 2¹⁶ - 1
+        target.copy_(_to_bfloat16(part, draws) if dtype is torch.bfloat16 else _to_float16(part, draws))
+        most = torch.finfo(dtype).max
+        inside = part.abs() < most
+        if not inside.all():  # infinities, NaN, and what has no neighbour above
+            edge = torch.where(part.isfinite(), part.clamp(-most, most), part)
+            target.copy_(torch.where(inside, target, edge.to(dtype)))
+    return rounded
+
+
+def _to_bfloat16(exact: Tensor, draws: Tensor) -> Tensor:
+    """bfloat16 is float32 without its last 16 bits. A number of 16 random bits, added to them, carries into
+    the others with the right probability."""
+    bits = draws.add_(exact.view(torch.int32)).bitwise_right_shift_(16)
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+def _to_float16(exact: Tensor, draws: Tensor) -> Tensor:
+    near = exact.to(torch.float16)
+    error = exact - near.float()
+    away = exact.abs() > near.float().abs()  # the other neighbour has a larger magnitude
+    other = (near.view(torch.int16) + torch.where(away, 1, -1).to(torch.int16)).view(torch.float16)
+    gap = (other.float() - near.float()).abs()
+    return torch.where(draws * gap < error.abs() * 2**16, other, near)
 
 
 @torch.no_grad()
@@ -99,7 +164,8 @@ def write_tensors(
 def _stream(file: BinaryIO, tensors: Iterator[ExportTensor], dtypes: Mapping[str, torch.dtype]) -> None:
     for tensor in tensors:
         with gathered(tensor.sources):
-            value_cpu = tensor.value().detach().to("cpu", dtypes[tensor.name]).contiguous()
+            dtype = dtypes[tensor.name]
+            value_cpu = tensor.value_for(dtype).to("cpu", dtype).contiguous()
         file.write(value_cpu.reshape(-1).view(torch.uint8).numpy().data)
 
 
@@ -115,7 +181,7 @@ def header(tensors: Sequence[StoredShape]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
-        end = offset + math.prod(tensor.shape) * tensor.dtype.itemsize
+        end = offset + tensor.nbytes
         entries[tensor.name] = {
             "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),

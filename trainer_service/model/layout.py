@@ -4,7 +4,7 @@ import msgspec
 
 
 class LoraLayout(msgspec.Struct, frozen=True):
-    """The LoRA adapters of a checkpoint, with the fields of `LoraSettings`."""
+    """The LoRA adapters of a checkpoint: the fields of `LoraSettings` that decide what is trained."""
 
     rank: int
     alpha: float

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer_service.model.critic import Critic
 from trainer_service.model.dropout import disable_dropout
-from trainer_service.model.export import export_tensors, write_tensors
+from trainer_service.model.export import ExportTensor, export_tensors, write_tensors
 from trainer_service.model.forward import forward
 from trainer_service.model.huggingface import (
     WEIGHTS,
@@ -93,7 +93,8 @@ class DeepSpeedPolicy:
     @property
     def layout(self) -> Layout:
         """How this policy's checkpoints are sharded."""
-        lora = LoraLayout(**self._settings.lora.model_dump()) if self._settings.lora else None
+        settings = self._settings.lora
+        lora = LoraLayout(settings.rank, settings.alpha, settings.target_modules) if settings else None
         return Layout(
             self.ranks, self._settings.zero_stage, self._settings.dtype, lora, self._critic is not None
         )
@@ -204,15 +205,20 @@ class DeepSpeedPolicy:
         """A numpy array as a tensor on this rank's device."""
         return torch.from_numpy(values).to(self._engine.device)
 
-    def snapshot(self) -> WeightSnapshot:
-        """Copy the weights into the memory of rank 0's host, with the names and dtypes of the base model's
-        file. Each tied tensor comes once; adapters are merged. Every rank must call it. It overwrites the
-        former snapshot."""
-        tensors = list(export_tensors(self.module))
-        return self._snapshots.take(tensors, self._published_dtypes, keep=self.rank == 0)
+    def snapshot(self, spread: bool = False) -> WeightSnapshot:
+        """Copy the weights into host memory, with the names and dtypes of the base model's file: all of them
+        on rank 0, or a share on every rank (`spread`). Each tied tensor comes once; adapters are merged.
+        Every rank must call it. It overwrites the former snapshot."""
+        keepers = self.ranks if spread else 1
+        return self._snapshots.take(self._exported(), self._published_dtypes, rank=self.rank, keepers=keepers)
 
     def _write(self, path: Path | None) -> None:
-        write_tensors(path, list(export_tensors(self.module)), self._published_dtypes)
+        write_tensors(path, self._exported(), self._published_dtypes)
+
+    def _exported(self) -> list[ExportTensor]:
+        lora = self._settings.lora
+        rounds = lora is not None and lora.merge_rounding == "stochastic"
+        return list(export_tensors(self.module, self._settings.seed if rounds else None))
 
     def save(self, directory: Path, tag: str) -> None:
         """Write the trained weights, optimizer, schedule and the states of the random generators below

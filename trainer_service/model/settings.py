@@ -61,6 +61,9 @@ class LoraSettings(BaseModel):
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """The layers with an adapter, by the last part of their names. all-linear: all linear layers except the
     head."""
+    merge_rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """How merged weights are rounded to the type of the base model's file, if it has 16 bits. stochastic: up
+    or down at random, without a bias. nearest: changes below half a rounding step are lost."""
 
 
 class ModelSettings(BaseModel):

@@ -1,7 +1,9 @@
 """A copy of the weights in host memory, which is written to files while the training goes on.
 
-every rank  gather ─▶ value ─▶ dtype of the base model ─▶ host memory of rank 0      (the training waits)
+every rank  gather ─▶ the tensors it keeps ─▶ dtype of the base model ─▶ host memory    (the training waits)
 a thread    host memory ─▶ header, bytes ─▶ SHA-256 and file, in one pass            (the training goes on)
+
+Ranks that share a disk keep about as many bytes each, so no host memory holds the whole weights.
 """
 
 import hashlib
@@ -9,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +27,18 @@ CHUNK_BYTES = 16 * 2**20
 INDEX = "model.safetensors.index.json"
 
 
+def shares_of(sizes: Sequence[int], keepers: int) -> list[list[int]]:
+    """Decides which rank keeps which tensor: the indices of each of the first `keepers` ranks. The largest
+    tensor comes first. Each goes to the rank with the fewest bytes, so all ranks decide alike."""
+    shares: list[list[int]] = [[] for _ in range(keepers)]
+    held = [0] * keepers
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        rank = held.index(min(held))
+        shares[rank].append(index)
+        held[rank] += sizes[index]
+    return [sorted(share) for share in shares]
+
+
 @dataclass(frozen=True)
 class HostTensor:
     """One tensor in host memory, with the name and dtype of the base model's file."""
@@ -36,25 +51,49 @@ class HostTensor:
         return StoredShape(self.name, tuple(self.value.shape), self.value.dtype)
 
 
+class PlannedFile(NamedTuple):
+    """A file of a version, and the rank that writes it."""
+
+    rank: int
+    name: str
+    tensors: Sequence[StoredShape]
+
+
 @dataclass(frozen=True)
 class WeightSnapshot:
-    """The weights after one step. `write` may be called in another thread."""
+    """What this rank keeps of the weights after one step. `write` may be called in another thread."""
 
     tensors: Sequence[HostTensor]
+    shares: Sequence[Sequence[StoredShape]] | None = None
+    """What each rank keeps, by rank; None if this rank keeps everything."""
+    rank: int = 0
 
     def write(self, directory: Path, file_bytes: int = FILE_BYTES) -> list[FileSpec]:
         """Write the weights into `directory`, in files of at most `file_bytes` with an index, or in a single
         file. Returns what a manifest says of these files; no byte is read back. Raises OSError."""
-        files = list(_files(self.tensors, file_bytes))
-        if len(files) == 1:
-            return [_write(directory / WEIGHTS, self.tensors)]
-        names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
-        specs = [_write(directory / name, part) for name, part in zip(names, files, strict=True)]
+        return self.indexed(directory, self.write_share(directory, file_bytes))
+
+    def write_share(self, directory: Path, file_bytes: int) -> list[FileSpec]:
+        """Write the files of this rank, without the index."""
+        own = {tensor.name: tensor for tensor in self.tensors}
+        return [
+            _write(directory / name, [own[tensor.name] for tensor in tensors])
+            for rank, name, tensors in _files(self._kept(), file_bytes)
+            if rank == self.rank
+        ]
+
+    def indexed(self, directory: Path, specs: list[FileSpec]) -> list[FileSpec]:
+        """Write the index of the files of all ranks, unless there is only one."""
+        if len(specs) == 1:
+            return specs
         weight_map = {tensor.name: spec.name for spec in specs for tensor in spec.tensors}
-        index = {"metadata": {"total_size": sum(map(_bytes, self.tensors))}, "weight_map": weight_map}
-        text = json.dumps(index, indent=2).encode()
+        total = sum(tensor.nbytes for share in self._kept() for tensor in share)
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode()
         (directory / INDEX).write_bytes(text)
         return [*specs, FileSpec(INDEX, len(text), hashlib.sha256(text).hexdigest())]
+
+    def _kept(self) -> Sequence[Sequence[StoredShape]]:
+        return self.shares if self.shares is not None else [[tensor.shape for tensor in self.tensors]]
 
 
 class SnapshotMemory:
@@ -66,17 +105,26 @@ class SnapshotMemory:
 
     @torch.no_grad()
     def take(
-        self, tensors: Sequence[ExportTensor], dtypes: Mapping[str, torch.dtype], *, keep: bool
+        self,
+        tensors: Sequence[ExportTensor],
+        dtypes: Mapping[str, torch.dtype],
+        *,
+        rank: int = 0,
+        keepers: int = 1,
     ) -> WeightSnapshot:
-        """Copy the tensors into this memory. Every rank must call this, because it gathers. A rank that does
-        not `keep` them returns an empty snapshot. A former snapshot may not be used any more."""
+        """Copy the share of this `rank` into this memory. The first `keepers` ranks have a share. Every rank
+        must call this, because it gathers. A former snapshot may not be used any more."""
+        shapes = [StoredShape(tensor.name, tensor.shape, dtypes[tensor.name]) for tensor in tensors]
+        indices = shares_of([shape.nbytes for shape in shapes], keepers)
+        own = set(indices[rank]) if rank < keepers else set()
         kept = []
-        for tensor in tensors:
+        for index, tensor in enumerate(tensors):
             with gathered(tensor.sources):
-                if keep:
-                    value = self._copied(tensor.name, tensor.value().detach(), dtypes[tensor.name])
+                if index in own:
+                    dtype = dtypes[tensor.name]
+                    value = self._copied(tensor.name, tensor.value_for(dtype), dtype)
                     kept.append(HostTensor(tensor.name, value))
-        return WeightSnapshot(kept)
+        return WeightSnapshot(kept, [[shapes[index] for index in share] for share in indices], rank)
 
     def _copied(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
         memory = self._values.get(name)
@@ -86,16 +134,29 @@ class SnapshotMemory:
         return memory.copy_(value)
 
 
-def _files(tensors: Sequence[HostTensor], file_bytes: int) -> Iterator[list[HostTensor]]:
-    part: list[HostTensor] = []
+def _files(shares: Sequence[Sequence[StoredShape]], file_bytes: int) -> list[PlannedFile]:
+    """The files of all ranks. Their names depend only on the shapes and the number of ranks."""
+    parts = [(rank, part) for rank, share in enumerate(shares) for part in _parts(share, file_bytes)]
+    if len(parts) == 1:
+        ((rank, part),) = parts
+        return [PlannedFile(rank, WEIGHTS, part)]
+    return [
+        PlannedFile(rank, f"model-{number:05d}-of-{len(parts):05d}.safetensors", part)
+        for number, (rank, part) in enumerate(parts, 1)
+    ]
+
+
+def _parts(tensors: Sequence[StoredShape], file_bytes: int) -> Iterator[list[StoredShape]]:
+    part: list[StoredShape] = []
     size = 0
     for tensor in tensors:
-        if part and size + _bytes(tensor) > file_bytes:
+        if part and size + tensor.nbytes > file_bytes:
             yield part
             part, size = [], 0
         part.append(tensor)
-        size += _bytes(tensor)
-    yield part
+        size += tensor.nbytes
+    if part:
+        yield part
 
 
 def _write(path: Path, tensors: Sequence[HostTensor]) -> FileSpec:
@@ -115,7 +176,3 @@ def _chunks(tensors: Sequence[HostTensor]) -> Iterator[memoryview]:
         content = tensor.value.reshape(-1).view(torch.uint8).numpy().data
         for start in range(0, len(content), CHUNK_BYTES):
             yield content[start : start + CHUNK_BYTES]
-
-
-def _bytes(tensor: HostTensor) -> int:
-    return tensor.value.numel() * tensor.value.itemsize

@@ -8,24 +8,19 @@ exit, the launcher ends the processes that are left, and the restart loads the l
 """
 
 import os
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
-
-import torch
 
 from trainer_service.model.layout import Layout
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.model.snapshot import WeightSnapshot
 from trainer_service.model.universal import converted
+from trainer_service.step.command_channel import CommandChannel
 from trainer_service.step.optimizer_step import OptimizerSteps
 from trainer_service.step.quarantine import has_finite_gradient
+from trainer_service.step.share_writers import ShareWriter, ShareWriters, SpreadSnapshot
 from trainer_service.step.step_request import StepRequest
 from trainer_service.storage.disk import Parted
-
-COMMAND_TIMEOUT = timedelta(days=365)
-"""The longest time between two commands. A trainer may wait for agents for days, but the process group that
-trains has a timeout of minutes."""
 
 
 class Train(NamedTuple):
@@ -60,7 +55,9 @@ class Load(NamedTuple):
 
 
 class TakeSnapshot(NamedTuple):
-    """Gather the weights, for rank 0 to copy them."""
+    """Gather the weights, for rank 0 to copy them, or for every rank to copy its share (`spread`)."""
+
+    spread: bool
 
 
 class CheckWeights(NamedTuple):
@@ -73,10 +70,7 @@ class CheckGradient(NamedTuple):
     request: StepRequest
 
 
-Command = (
-    Train | Accumulate | DiscardGradients | Save | Load | TakeSnapshot | CheckWeights | CheckGradient | None
-)
-"""None tells the other ranks to end."""
+Command = Train | Accumulate | DiscardGradients | Save | Load | TakeSnapshot | CheckWeights | CheckGradient
 
 
 def own_rank() -> int:
@@ -88,11 +82,15 @@ class DistributedPolicy:
     """The policy of all ranks. Only rank 0 has an instance. A method that needs the other ranks first sends
     them its command."""
 
-    def __init__(self, policy: DeepSpeedPolicy) -> None:
+    def __init__(self, policy: DeepSpeedPolicy, shared: Path | None = None) -> None:
+        """If all ranks see the directory `shared`, each keeps a share of the snapshots, and writes it there.
+        Otherwise, and without `shared`, rank 0 keeps the whole snapshots."""
         self._policy = policy
         """Rank 0's own part."""
         self._steps = OptimizerSteps(policy, policy.value_clip)
-        self._channel = _CommandChannel(policy.ranks)
+        self._channel = CommandChannel[Command](policy.ranks)
+        self._writers = ShareWriters(policy.ranks)
+        self._spread = policy.ranks > 1 and shared is not None and self._writers.all_see(shared)
         self.vocab_size, self.ranks = policy.vocab_size, policy.ranks
 
     def optimise(self, request: StepRequest) -> dict[str, float]:
@@ -132,7 +130,7 @@ class DistributedPolicy:
     def load(self, directory: Path, tag: str, layout: Layout | None) -> None:
         """Read back shards that were saved with `layout`; None stands for this trainer's layout. Shards of
         another number of ranks or another ZeRO stage are converted first. Meanwhile the other ranks wait for
-        the next command, for at most COMMAND_TIMEOUT.
+        the next command.
 
         Raises LayoutRefused if the shards cannot be converted, and NotConverted if the conversion failed.
         """
@@ -147,9 +145,13 @@ class DistributedPolicy:
         self._policy.load(directory, tag, universal)
 
     def snapshot(self) -> WeightSnapshot:
-        """Copy all weights into this host's memory."""
-        self._channel.send(TakeSnapshot())
-        return self._policy.snapshot()
+        """Copy all weights into the memory of rank 0's host, or a share of them on every rank."""
+        self._channel.send(TakeSnapshot(self._spread))
+        own = self._policy.snapshot(self._spread)
+        if not self._spread:
+            return own
+        self._channel.wait_for_all()  # only then, threads of the other ranks may write the snapshot
+        return SpreadSnapshot(own.tensors, own.shares, own.rank, writers=self._writers)
 
     def gradient_is_finite(self, request: StepRequest) -> bool:
         """Whether the gradient of this step's loss is finite. Changes nothing."""
@@ -164,13 +166,15 @@ class DistributedPolicy:
     def close(self) -> None:
         """End the other ranks. Do not call this after a failure: a rank that waits in a collective receives
         no command."""
+        self._writers.close()
         self._channel.send(None)
         self._channel.close()
 
 
 def follow(policy: DeepSpeedPolicy) -> None:
     """Carry out rank 0's commands until it sends None. Raises RuntimeError if rank 0 is gone."""
-    channel, steps = _CommandChannel(policy.ranks), OptimizerSteps(policy, policy.value_clip)
+    steps = OptimizerSteps(policy, policy.value_clip)
+    channel, writer = CommandChannel[Command](policy.ranks), ShareWriter(policy.ranks)
     while (command := channel.receive()) is not None:
         match command:
             case Train(request):
@@ -183,34 +187,13 @@ def follow(policy: DeepSpeedPolicy) -> None:
                 policy.save(directory, tag)
             case Load(directory, tag, universal):
                 policy.load(directory, tag, universal)
-            case TakeSnapshot():
-                policy.snapshot()
+            case TakeSnapshot(spread):
+                writer.snapshot = policy.snapshot(spread)
+                if spread:
+                    channel.wait_for_all()
             case CheckWeights():
                 policy.weights_are_finite()
             case CheckGradient(request):
                 has_finite_gradient(policy, request)
+    writer.join()
     channel.close()
-
-
-class _CommandChannel:
-    """Broadcasts commands from rank 0 to all others, over Gloo on the CPU, even if GPUs train."""
-
-    def __init__(self, ranks: int) -> None:
-        self._group = (
-            torch.distributed.new_group(backend="gloo", timeout=COMMAND_TIMEOUT) if ranks > 1 else None
-        )
-
-    def send(self, command: Command) -> None:
-        if self._group is not None:
-            torch.distributed.broadcast_object_list([command], src=0, group=self._group)
-
-    def receive(self) -> Command:
-        commands: list[Command] = [None]
-        torch.distributed.broadcast_object_list(commands, src=0, group=self._group)
-        return commands[0]
-
-    def close(self) -> None:
-        """Destroy the groups. A process that exits while Gloo's threads still run is aborted."""
-        if self._group is not None:
-            torch.distributed.barrier(group=self._group)
-            torch.distributed.destroy_process_group()

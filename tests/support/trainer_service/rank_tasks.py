@@ -12,6 +12,9 @@ from trainer_service.settings import TrainerSettings
 Steps = Sequence[Sequence[Row]]
 OVER = "over"
 """If this file exists, no further task follows."""
+SLOW, FULL, WRITING = "slow", "full", "writing"
+"""Files in a task's directory. As long as they exist, rank 1's disk makes no progress, or is full. Rank 1
+makes `writing` when it begins to write a version."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,21 @@ class Task:
     steps: Steps
     probes: Steps = ()
     in_parts: bool = False
+    publishes: Sequence[int] = ()
+    """The steps after which a version is published, in `policies`; 0 is before the first step."""
+    shares: bool = True
+    """Whether ranks share the disk of `policies`. Otherwise each has a working directory of its own."""
     port: int = field(default_factory=free_port)
     """The port of the process group."""
+
+    @property
+    def policies(self) -> Path:
+        """The directory of published versions."""
+        return self.run / "policies" if self.shares else Path("/proc/self/cwd/policies")
+
+    def directory_of(self, rank: int) -> Path:
+        """The working directory of a rank that shares no disk."""
+        return self.run / f"host-{rank}"
 
 
 @dataclass(frozen=True)
@@ -38,11 +54,18 @@ class Told:
     """Whether the gradient of each probe is finite."""
     finite: bool
     """Whether every weight is finite at the end."""
+    refusals: int = 0
+    """How many times a disk refused a version."""
 
 
 def place_of(folder: Path, number: int) -> Path:
     """The directory of a task and of the report on it."""
     return folder / f"task-{number}"
+
+
+def held_path(run: Path, rank: int) -> Path:
+    """A file with the most bytes of weights that a snapshot of this rank had in memory."""
+    return run / f"held-{rank}.pickle"
 
 
 def put(value: object, path: Path) -> None:

@@ -4,7 +4,8 @@ A test puts tasks into the folder, one after the other. At the end it adds the f
 Each task has its own policy and process group. With --forks it also has its own process, forked from one that
 has imported everything. A task trains the steps that the last checkpoint of its run lacks, and saves a
 checkpoint after each. With `in_parts` it first accumulates and discards gradients, and then learns each step
-in two parts. At the end rank 0 sends no command to rank 1 as long as the file `rest` exists.
+in two parts. At the end rank 0 sends no command to rank 1 as long as the file `rest` exists. A task that
+publishes writes versions meanwhile, and no `weights.safetensors`.
 """
 
 import gc
@@ -18,8 +19,8 @@ import deepspeed  # noqa: F401 - forked processes need it
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 from safetensors.torch import save_file
 
-from tests.support.trainer_service.rank_tasks import OVER, Task, Told, place_of, put
-from trainer_service.model.policy import DeepSpeedPolicy
+from tests.support.trainer_service.publishing_ranks import CountedPolicy, Publications, hinder_writes
+from tests.support.trainer_service.rank_tasks import OVER, Task, Told, held_path, place_of, put
 from trainer_service.step.ranks import DistributedPolicy, follow, own_rank
 from trainer_service.step.step_request import StepRequest
 from trainer_service.storage.checkpoint import Checkpoints
@@ -47,11 +48,17 @@ def main(folder: Path, forks: bool) -> None:
 def learn(task: Task, place: Path) -> None:
     # The launcher's store serves one process group only; each task needs its own.
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(task.port)}
-    policy = DeepSpeedPolicy(task.settings)
+    policy = CountedPolicy(task.settings)
+    if not task.shares:
+        task.directory_of(own_rank()).mkdir()
+        os.chdir(task.directory_of(own_rank()))
     if own_rank() > 0:
+        hinder_writes(task.run)
         follow(policy)
     else:
-        put(lead(DistributedPolicy(policy), task), place / "told.pickle")
+        told = lead(DistributedPolicy(policy, task.policies if task.publishes else None), task)
+        put(told, place / "told.pickle")
+    put(policy.held_bytes, held_path(task.run, own_rank()))
 
 
 def next_task(folder: Path, number: int) -> Task | None:
@@ -68,6 +75,8 @@ def lead(leader: DistributedPolicy, task: Task) -> Told:
     algorithm = task.settings.algorithm
     checkpoints = Checkpoints(task.run / "checkpoints", 2)
     done = (checkpoints.restore(leader) or RunState()).step
+    publications = Publications(leader, task)
+    publications.after(done)
     metrics = []
     for step, rows in enumerate(task.steps[done:], done + 1):
         half = len(rows) // 2 if task.in_parts else 0
@@ -77,15 +86,18 @@ def lead(leader: DistributedPolicy, task: Task) -> Told:
             leader.accumulate(StepRequest(rows[:half], 0, algorithm))
         metrics.append(leader.optimise(StepRequest(rows[half:], 0, algorithm)))
         checkpoints.save(leader, RunState(step=step), [])
+        publications.after(step)
+    publications.wait()
     sound = [leader.gradient_is_finite(StepRequest(rows, 0, algorithm)) for rows in task.probes]
     finite = leader.weights_are_finite()
-    weights = {tensor.name: tensor.value for tensor in leader.snapshot().tensors}
-    save_file(weights, task.run / "weights.safetensors")
+    if not task.publishes:
+        weights = {tensor.name: tensor.value for tensor in leader.snapshot().tensors}
+        save_file(weights, task.run / "weights.safetensors")
     (task.run / "idle").touch()
     while (task.run / "rest").exists():
         time.sleep(LOOKS_EVERY_S)  # the test removes the file, and nothing else announces it
     leader.close()
-    return Told(metrics, sound, finite)
+    return Told(metrics, sound, finite, publications.refusals)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,196 @@
+"""Two real ranks publish versions together: each keeps and writes about half of the weights."""
+
+import hashlib
+import pickle
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rollout_queue.contract.policies.policy import MANIFEST, STABLE, Manifest
+from rollout_server.weights.delta import apply_delta, tensors_of
+from rollout_server.weights.verify import ExpectedModel, read_manifest, verify_directory
+from tests.support.trainer_service.random_rows import MakeLearner, random_rows
+from tests.support.trainer_service.rank_pair import RankPair, rank_pair
+from tests.support.trainer_service.rank_tasks import FULL, SLOW, WRITING, Task, held_path
+from tests.support.waiting import wait_until
+from trainer_service.model.snapshot import shares_of
+
+pytestmark = pytest.mark.timeout(400)  # processes start one after another, and the machine may be busy
+
+TWO_FILES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPair]:
+    with rank_pair(tmp_path_factory.mktemp("pair")) as ranks:
+        yield ranks
+        assert ranks.close() == 0
+
+
+def version_of(policies: Path, version: int) -> Path:
+    return policies / f"v{version:08d}"
+
+
+def weight_files(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("*.safetensors"))
+
+
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {
+        name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, tensor in tensors.items()
+    }
+
+
+def published(directory: Path) -> dict[str, str]:
+    """The digest of each tensor of a version. Each tensor is in one file."""
+    found = [
+        tensors for path in directory.glob("*.safetensors") for tensors in digests(load_file(path)).items()
+    ]
+    assert len(found) == len(dict(found))
+    return dict(found)
+
+
+def held_bytes(run: Path, rank: int) -> int:
+    path = held_path(run, rank)
+    wait_until(path.exists)
+    held: int = pickle.loads(path.read_bytes())  # noqa: S301 - the test's own
+    return held
+
+
+def saved_step(run: Path) -> int:
+    current = run / "checkpoints" / "CURRENT"
+    return int(current.read_text().rpartition("-")[2]) if current.exists() else 0
+
+
+@pytest.mark.parametrize(("stage", "lora"), [(1, None), (2, None), (3, None), (3, {"rank": 2})])
+def test_two_ranks_publish_the_tensors_of_one_and_each_holds_half(
+    pair: RankPair, make_learner: MakeLearner, model_path: Path, tmp_path: Path, stage: int, lora: object
+) -> None:
+    one = make_learner(zero_stage=stage, lora=lora)
+    task = Task(tmp_path / "run", one.settings, [random_rows(1, 5)], publishes=[0, 1])
+    pair.learn(task)
+    first, second = version_of(task.policies, 0), version_of(task.policies, 1)
+    whole = one.exported()
+    assert published(first) == digests(whole)
+    (checkpoint,) = (task.run / "checkpoints").glob("*/model")
+    assert published(second) == digests(load_file(checkpoint / "model.safetensors"))
+    assert published(second) != published(first)
+    total = sum(tensor.nbytes for tensor in whole.values())
+    held = [held_bytes(task.run, rank) for rank in (0, 1)]
+    assert sum(held) == total
+    assert max(held) < 0.51 * total
+    for number, version in enumerate((first, second)):
+        manifest = read_manifest((version / MANIFEST).read_bytes(), number)
+        verify_directory(version, manifest, ExpectedModel.of(model_path))
+        assert weight_files(version) == TWO_FILES
+
+
+def test_a_server_makes_the_files_of_all_ranks_of_their_changes(
+    pair: RankPair, make_learner: MakeLearner, tmp_path: Path
+) -> None:
+    task = Task(tmp_path / "run", make_learner().settings, [random_rows(1, 5)], publishes=[0, 1])
+    pair.learn(task)
+    base, version = version_of(task.policies, 0), version_of(task.policies, 1)
+    manifest = msgspec.json.decode((version / MANIFEST).read_bytes(), type=Manifest)
+    specs = {spec.name: spec for spec in manifest.files}
+    assert manifest.delta is not None
+    assert manifest.delta.base_version == 0
+    assert sorted(file.target for file in manifest.delta.files) == TWO_FILES
+    for file in manifest.delta.files:
+        made = tmp_path / file.target
+        apply_delta(version / file.name, tensors_of(base), specs[file.target], made)
+        assert made.read_bytes() == (version / file.target).read_bytes()
+
+
+def test_the_training_goes_on_while_another_rank_writes_slowly(
+    pair: RankPair, make_learner: MakeLearner, tmp_path: Path
+) -> None:
+    """The version has the weights of its own step, although later steps have changed them since."""
+    steps = [random_rows(seed, 5) for seed in range(3)]
+    slow = Task(tmp_path / "slow", make_learner().settings, steps, publishes=[1])
+    slow.run.mkdir()
+    (slow.run / SLOW).touch()
+    told = pair.begin(slow)
+    wait_until(lambda: saved_step(slow.run) == 3)
+    assert (slow.run / WRITING).exists()
+    assert not version_of(slow.policies, 1).exists()
+    (slow.run / SLOW).unlink()
+    pair.end(told)
+    fast = Task(tmp_path / "fast", slow.settings, steps[:1], publishes=[1])
+    pair.learn(fast)
+    assert published(version_of(slow.policies, 1)) == published(version_of(fast.policies, 1))
+
+
+def test_a_full_disk_of_another_rank_delays_the_version(
+    pair: RankPair, make_learner: MakeLearner, tmp_path: Path
+) -> None:
+    task = Task(tmp_path / "run", make_learner().settings, [random_rows(1, 5)], publishes=[1])
+    task.run.mkdir()
+    (task.run / FULL).touch()
+    assert pair.learn(task).refusals == 1
+    (checkpoint,) = (task.run / "checkpoints").glob("*/model")
+    version = version_of(task.policies, 1)
+    assert published(version) == digests(load_file(checkpoint / "model.safetensors"))
+    assert [path.name for path in task.policies.iterdir()] == [version.name]
+    assert weight_files(version) == TWO_FILES, "nothing is left of the attempt that failed"
+
+
+def test_a_rank_that_dies_while_it_writes_ends_the_trainer_and_the_restart_writes_the_version(
+    pair: RankPair, make_learner: MakeLearner, tmp_path: Path
+) -> None:
+    """Rank 0 notices it by itself: the launcher is stopped, so it ends nobody."""
+    task = Task(tmp_path / "run", make_learner().settings, [random_rows(1, 5)], publishes=[1])
+    task.run.mkdir()
+    (task.run / SLOW).touch()
+    with rank_pair(tmp_path / "tasks", forks=False) as dying:
+        told = dying.begin(task)
+        wait_until((task.run / WRITING).exists, 300)
+        dying.launcher.send_signal(signal.SIGSTOP)
+        leader, other = dying.ranks()
+        other.send_signal(signal.SIGKILL)
+        wait_until(lambda: leader.status() == psutil.STATUS_ZOMBIE)
+        dying.launcher.send_signal(signal.SIGCONT)
+        assert dying.launcher.wait(60) != 0
+    assert not told.exists()
+    assert [path.name for path in task.policies.iterdir()] == ["v00000001.tmp"]
+    (task.run / SLOW).unlink()
+    pair.learn(Task(task.run, task.settings, task.steps, publishes=[1]))
+    assert [path.name for path in task.policies.iterdir()] == ["v00000001"]
+    assert (version_of(task.policies, 1) / STABLE).exists()
+    assert weight_files(version_of(task.policies, 1)) == TWO_FILES
+
+
+def test_ranks_without_a_common_disk_leave_the_whole_version_to_rank_0(
+    pair: RankPair, make_learner: MakeLearner, tmp_path: Path
+) -> None:
+    one = make_learner()
+    task = Task(tmp_path / "run", one.settings, [], publishes=[0], shares=False)
+    pair.learn(task)
+    version = version_of(task.directory_of(0) / "policies", 0)
+    assert published(version) == digests(one.exported())
+    assert weight_files(version) == ["model.safetensors"]
+    assert held_bytes(task.run, 1) == 0
+    assert not (task.directory_of(1) / "policies").exists()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "keepers", "shares"),
+    [
+        ([5, 5], 1, [[0, 1]]),
+        ([1, 2, 3, 4], 2, [[0, 3], [1, 2]]),
+        ([1, 100, 1, 1], 2, [[1], [0, 2, 3]]),
+        ([7], 3, [[0], [], []]),
+    ],
+)
+def test_shares_have_about_as_many_bytes_each_and_a_large_tensor_stands_alone(
+    sizes: list[int], keepers: int, shares: list[list[int]]
+) -> None:
+    assert shares_of(sizes, keepers) == shares

@@ -19,7 +19,7 @@ from gateway.conversations.conversation import FIRST_PROMPTS
 from gateway.engines.client import EngineClient, transport_of
 from gateway.engines.failover import Sampler
 from gateway.engines.fleet import Fleet
-from gateway.engines.policies.adapters import Adapters
+from gateway.engines.policies.adapters import AdapterPolicies
 from gateway.engines.policies.canaries import Canaries
 from gateway.engines.policies.canary_judge import CanaryJudge
 from gateway.engines.policies.canary_watch import CanaryWatch
@@ -76,7 +76,7 @@ class GatewayParts:
     silence: SilenceWatch
     policies: Policies
     push_driver: PushDriver
-    adapters: Adapters
+    adapters: AdapterPolicies
     canaries: Canaries
     canary_watch: CanaryWatch
     canary_judge: CanaryJudge
@@ -157,7 +157,7 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
         silence=SilenceWatch(fleet, engine, metrics, settings.scheduler_silence_s, settings.engine_wait_s),
         policies=Policies(redis, fleet, push_driver, auto_canary=settings.auto_canary),
         push_driver=push_driver,
-        adapters=Adapters(redis, fleet, settings.max_adapters, settings.push_timeout_s),
+        adapters=AdapterPolicies(redis, fleet, settings.max_adapters, settings.push_timeout_s),
         canaries=Canaries(redis, fleet, push_driver),
         canary_watch=canary_watch,
         canary_judge=_canary_judge(settings, redis, fleet, writer),

@@ -100,9 +100,10 @@ class TrainerSettings(ServiceSettings, ModelSettings):
     publish_every_steps: int = Field(1, ge=1)
     keep_checkpoints: int = Field(2, ge=2)
     keep_policies: int = Field(4, ge=2)
-    transport: Literal["files", "delta"] = "files"
-    """How versions travel to rollout servers over HTTP (`publish_url`). files: whole. delta: a server with
-    the former version fetches the changes only, and makes the same files of them."""
+    transport: Literal["files", "delta", "adapter"] = "files"
+    """What is published of a version. files: the whole weights. delta: also the changes against the former
+    version; a server that has that one fetches only these over HTTP (`publish_url`). adapter: only the LoRA
+    adapter (`lora`). If no rollout server takes it (`rollout_server.lora`), later versions are whole."""
     anchor_every: int = Field(10, ge=2)
     """With `delta`, every so many versions one is published without changes."""
     initial_version: int = Field(0, ge=0)
@@ -136,6 +137,12 @@ class TrainerSettings(ServiceSettings, ModelSettings):
                 f"trainer.critic: advantage {self.algorithm.advantage.name} "
                 + ("needs a critic; set it, {} is enough" if self.critic is None else "uses no critic")
             )
+        return self
+
+    @model_validator(mode="after")
+    def _published_adapters_are_trained(self) -> "TrainerSettings":
+        if self.transport == "adapter" and self.lora is None:
+            raise ValueError("trainer.transport: adapter needs trainer.lora; {} is enough")
         return self
 
     @model_validator(mode="after")

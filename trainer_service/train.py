@@ -24,7 +24,7 @@ from trainer_service.intake.entry_reader import BLOCK_S
 from trainer_service.intake.intake import Intake
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.publishing.hold import Hold
-from trainer_service.publishing.publisher import Publisher
+from trainer_service.publishing.publisher import Publisher, Snapshot
 from trainer_service.publishing.version_numbers import VersionNumbers
 from trainer_service.settings import TrainerSettings
 from trainer_service.status.heartbeat import Heartbeat, Stopped
@@ -72,6 +72,7 @@ class Trainer:
         self.hold = Hold(settings, publisher, intake.rewards.by_version, disk, shared_state, metrics)
         self._groups = GroupTrainer(policy, settings.algorithm, heartbeat, teacher)
         self._stopwatch = Stopwatch()
+        self._publishes_adapters = settings.transport == "adapter"
         self.step, self.version = 0, settings.initial_version
 
     def run(self) -> None:
@@ -102,7 +103,7 @@ class Trainer:
         self._shared_state.ready = True
         self.hold.take_over()
         if self.hold.reason is None and self.step and self.step % self._settings.publish_every_steps == 0:
-            self.publisher.resume(self.version, self.step, self._policy.snapshot)
+            self.publisher.resume(self.version, self.step, self._snapshot)
 
     def run_once(self) -> bool:
         """Read, select, train, save, publish. Returns whether a step was made."""
@@ -193,8 +194,15 @@ class Trainer:
             self._report("publishing")
             best = self.hold.rollback_target()
             self.publisher.publish(
-                self.version, self.step, self._policy.snapshot, best=best.version if best else None
+                self.version, self.step, self._snapshot, best=best.version if best else None
             )
+
+    def _snapshot(self) -> Snapshot:
+        """Copy what is published of a version: its adapter alone, or the whole weights."""
+        if self._publishes_adapters and self.publisher.refused is not None:
+            self._publishes_adapters = False
+            logger.warning("no server takes adapters: from version %d on, whole weights travel", self.version)
+        return self._policy.adapter_snapshot() if self._publishes_adapters else self._policy.snapshot()
 
     def _save_on_request(self) -> None:
         self._save(always=True)

@@ -9,7 +9,7 @@ policy:math@3      its version 3
 from typing import NamedTuple
 
 from gateway.engines.fleet import Fleet
-from gateway.engines.policies.adapters import Adapters
+from gateway.engines.policies.adapters import AdapterPolicies
 from gateway.errors import InvalidRequest, ObjectNotFound
 from gateway.settings import GatewaySettings
 
@@ -36,7 +36,7 @@ class Pinned(NamedTuple):
 
 
 async def pinned(
-    settings: GatewaySettings, fleet: Fleet, adapters: Adapters, model: str | None, policy: str | None
+    settings: GatewaySettings, fleet: Fleet, adapters: AdapterPolicies, model: str | None, policy: str | None
 ) -> Pinned:
     """What `model` names, or else the session's `policy`.
 

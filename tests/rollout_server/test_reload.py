@@ -329,6 +329,7 @@ async def test_a_reload_that_waits_is_ended_and_one_that_loads_is_not(harness: H
         "version": 1,
         "aborted": False,
         "loading": None,
+        "adapters": [],
     }
     assert (await harness.reload(2, harness.policy(3))).status_code == 422, "another version's files"
 

@@ -1,12 +1,18 @@
 """Adds low-rank adapters to a model, disables them for the reference policy, and writes them for PEFT."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from rollout_queue.contract.policies.policy import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from trainer_service.model.adapter_snapshot import AdapterSnapshot
 from trainer_service.model.export import ExportTensor, write_tensors
 from trainer_service.model.settings import LoraSettings
+from trainer_service.model.snapshot import SnapshotMemory
 
 ADAPTER = "default"
 """The name that PEFT gives to a single adapter."""
@@ -48,12 +54,27 @@ class Adapters:
     def write(self, directory: Path | None) -> None:
         """Write adapter_config.json and adapter_model.safetensors. Every rank must call it; only the rank
         that writes has a directory. Raises OSError."""
+        tensors, dtypes = self._exported()
+        if directory is not None:
+            (directory / ADAPTER_CONFIG).write_bytes(self._config_text())
+        write_tensors(directory / ADAPTER_WEIGHTS if directory else None, tensors, dtypes)
+
+    def snapshot(self, memory: SnapshotMemory, rank: int) -> AdapterSnapshot:
+        """Copy the adapters into the memory of rank 0's host. Every rank must call it."""
+        return AdapterSnapshot(self._config_text(), memory.take(*self._exported(), rank=rank).tensors)
+
+    def _exported(self) -> tuple[list[ExportTensor], dict[str, torch.dtype]]:
+        """The tensors under PEFT's names, and their dtypes."""
         tensors = [
             ExportTensor.of(f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}", parameter)
             for name, parameter in self._model.named_parameters()
             if f".{ADAPTER}." in name
         ]
-        dtypes = {tensor.name: tensor.sources[0].dtype for tensor in tensors}
-        if directory is not None:
-            self._config.save_pretrained(str(directory))
-        write_tensors(directory / "adapter_model.safetensors" if directory else None, tensors, dtypes)
+        return tensors, {tensor.name: tensor.sources[0].dtype for tensor in tensors}
+
+    def _config_text(self) -> bytes:
+        """adapter_config.json as PEFT writes it."""
+        config: dict[str, Any] = self._config.to_dict()  # type: ignore[no-untyped-call]
+        config["inference_mode"] = True
+        text = json.dumps(config, indent=2, sort_keys=True, default=sorted)  # PEFT keeps names in sets
+        return f"{text}\n".encode()

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from trainer_service.model.adapter_snapshot import AdapterSnapshot
 from trainer_service.model.critic import Critic
 from trainer_service.model.dropout import disable_dropout
 from trainer_service.model.export import ExportTensor, export_tensors, write_tensors
@@ -211,6 +212,12 @@ class DeepSpeedPolicy:
         Every rank must call it. It overwrites the former snapshot."""
         keepers = self.ranks if spread else 1
         return self._snapshots.take(self._exported(), self._published_dtypes, rank=self.rank, keepers=keepers)
+
+    def adapter_snapshot(self) -> AdapterSnapshot:
+        """Copy the adapters alone into the memory of rank 0's host. The settings must have adapters. Every
+        rank must call it. It overwrites the former one."""
+        assert self._adapters is not None  # noqa: S101 - TrainerSettings refuses transport adapter without
+        return self._adapters.snapshot(self._snapshots, self.rank)
 
     def _write(self, path: Path | None) -> None:
         write_tensors(path, self._exported(), self._published_dtypes)

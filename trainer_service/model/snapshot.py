@@ -77,7 +77,7 @@ class WeightSnapshot:
         """Write the files of this rank, without the index."""
         own = {tensor.name: tensor for tensor in self.tensors}
         return [
-            _write(directory / name, [own[tensor.name] for tensor in tensors])
+            write_file(directory / name, [own[tensor.name] for tensor in tensors])
             for rank, name, tensors in _files(self._kept(), file_bytes)
             if rank == self.rank
         ]
@@ -159,7 +159,8 @@ def _parts(tensors: Sequence[StoredShape], file_bytes: int) -> Iterator[list[Sto
         yield part
 
 
-def _write(path: Path, tensors: Sequence[HostTensor]) -> FileSpec:
+def write_file(path: Path, tensors: Sequence[HostTensor]) -> FileSpec:
+    """Write a safetensors file. Returns what a manifest says of it; no byte is read back. Raises OSError."""
     digest, size = hashlib.sha256(), 0
     with path.open("wb") as file:
         for chunk in _chunks(tensors):

@@ -70,6 +70,8 @@ class Publisher:
         """The newest version that the gateway knew when it was asked last; None before the first answer."""
         self._announced: int | None = None
         """The last announced version, until it is known how its push ended."""
+        self.refused: int | None = None
+        """The last version that no server has taken; None if there was none since the last that one took."""
         self._asked_at = 0.0
 
     def newest_version(self, own: int) -> int:
@@ -184,7 +186,7 @@ class Publisher:
         except VersionUnknown as error:
             logger.error("no server took version %d: %s", version, error)
             self._metrics.pushed(False)
-            self._announced = None
+            self._announced, self.refused = None, version
             return
         except GatewayUnavailable as error:
             logger.warning("the gateway does not tell how the push of version %d goes: %s", version, error)
@@ -270,5 +272,7 @@ class Publisher:
                 logger.error("server %s did not take version %d: %s", result.server, version, result.error)
         if results and not any(result.ok for result in results):
             logger.error("no server took version %d", version)
+            self.refused = version
         else:
+            self.refused = None
             logger.info("version %d is served by %d servers", version, sum(result.ok for result in results))

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from trainer_service.model.adapter_snapshot import AdapterSnapshot
 from trainer_service.model.layout import Layout
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.model.snapshot import WeightSnapshot
@@ -60,6 +61,10 @@ class TakeSnapshot(NamedTuple):
     spread: bool
 
 
+class TakeAdapterSnapshot(NamedTuple):
+    """Gather the adapters, for rank 0 to copy them."""
+
+
 class CheckWeights(NamedTuple):
     """Compute whether every weight is finite."""
 
@@ -70,7 +75,17 @@ class CheckGradient(NamedTuple):
     request: StepRequest
 
 
-Command = Train | Accumulate | DiscardGradients | Save | Load | TakeSnapshot | CheckWeights | CheckGradient
+Command = (
+    Train
+    | Accumulate
+    | DiscardGradients
+    | Save
+    | Load
+    | TakeSnapshot
+    | TakeAdapterSnapshot
+    | CheckWeights
+    | CheckGradient
+)
 
 
 def own_rank() -> int:
@@ -153,6 +168,11 @@ class DistributedPolicy:
         self._channel.wait_for_all()  # only then, threads of the other ranks may write the snapshot
         return SpreadSnapshot(own.tensors, own.shares, own.rank, writers=self._writers)
 
+    def adapter_snapshot(self) -> AdapterSnapshot:
+        """Copy the adapters alone into the memory of rank 0's host."""
+        self._channel.send(TakeAdapterSnapshot())
+        return self._policy.adapter_snapshot()
+
     def gradient_is_finite(self, request: StepRequest) -> bool:
         """Whether the gradient of this step's loss is finite. Changes nothing."""
         self._channel.send(CheckGradient(request.for_other_ranks()))
@@ -191,6 +211,8 @@ def follow(policy: DeepSpeedPolicy) -> None:
                 writer.snapshot = policy.snapshot(spread)
                 if spread:
                     channel.wait_for_all()
+            case TakeAdapterSnapshot():
+                policy.adapter_snapshot()
             case CheckWeights():
                 policy.weights_are_finite()
             case CheckGradient(request):

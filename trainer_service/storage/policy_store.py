@@ -17,6 +17,7 @@ from rollout_queue.contract.policies.policy import (
     FileSpec,
     Manifest,
     WeightDelta,
+    is_adapter,
     sha256_of,
 )
 from trainer_service.model.huggingface import copy_small_files
@@ -68,10 +69,12 @@ class PolicyStore:
     def _write(self, final: Path, version: int, step: int, write_weights: WeightsWriter) -> None:
         aside = final.with_name(f"{final.name}{ASIDE}")
         aside.mkdir()
-        copy_small_files(self._model_path, aside)
-        files = [_small_file(path) for path in sorted(aside.iterdir())]
-        files += write_weights(aside)
-        manifest = Manifest(version=version, step=step, files=files, delta=self._delta(version, aside))
+        files = list(write_weights(aside))
+        if not is_adapter(files):  # an engine takes the small files of an adapter from its base
+            written = {file.name for file in files}
+            copy_small_files(self._model_path, aside)
+            files += [_small_file(each) for each in sorted(aside.iterdir()) if each.name not in written]
+        manifest = Manifest(version=version, step=step, files=files, delta=self._delta(version, aside, files))
         (aside / MANIFEST).write_bytes(msgspec.json.encode(manifest))
         sync_tree(aside)
         aside.rename(final)
@@ -79,7 +82,7 @@ class PolicyStore:
         sync_tree(final)
         sync_directory(self.directory)
 
-    def _delta(self, version: int, aside: Path) -> WeightDelta | None:
+    def _delta(self, version: int, aside: Path, files: Sequence[FileSpec]) -> WeightDelta | None:
         """Write the changes against the version before, if there is one and no anchor is due."""
         earlier = [each for each in self.versions() if each < version]
         if self._anchor_every is None or not earlier:
@@ -88,7 +91,7 @@ class PolicyStore:
         text = (base / MANIFEST).read_bytes()
         before = msgspec.json.decode(text, type=Manifest)
         chain = 1 + (before.delta.chain if before.delta is not None else 0)
-        if chain >= self._anchor_every:
+        if chain >= self._anchor_every or is_adapter(files) or before.is_adapter:
             return None
         return WeightDelta(before.version, hashlib.sha256(text).hexdigest(), chain, write_delta(aside, base))
 

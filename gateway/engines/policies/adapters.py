@@ -21,7 +21,7 @@ from rollout_queue.protocol.message import MalformedMessage
 from rollout_queue.redis.policies.adapters import AdapterRegister
 
 
-class Adapters:
+class AdapterPolicies:
     """Every method may raise StorageUnavailable."""
 
     def __init__(self, redis: Redis, fleet: Fleet, most: int, timeout_s: float) -> None:

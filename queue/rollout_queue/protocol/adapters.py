@@ -10,6 +10,9 @@ from rollout_queue.protocol.message import ServiceMessage
 
 ADAPTER_NAME = r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}$"
 LARGEST = 2**53
+"""Every JSON reader represents whole numbers below this one exactly."""
+LARGEST_ASKED = 2**31
+"""Callers name lower versions than this one, so later versions of the same name do not reach LARGEST."""
 
 
 class AdapterShape(ServiceMessage):
@@ -62,7 +65,7 @@ class AdapterBody(ServiceMessage):
     model_config = ConfigDict(extra="forbid", str_min_length=0)
 
     name: str = Field(pattern=ADAPTER_NAME)
-    version: int | None = Field(None, ge=0, lt=LARGEST)
+    version: int | None = Field(None, ge=0, lt=LARGEST_ASKED)
     location: str = Field(max_length=4096)
     manifest_sha256: str | None = Field(None, pattern="^[0-9a-fA-F]{64}$")
 

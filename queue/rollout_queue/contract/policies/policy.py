@@ -5,6 +5,7 @@ rollout server ── verifies ──▶ names, shapes, dtypes, sizes and SHA-25
 """
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -66,7 +67,7 @@ class Manifest(msgspec.Struct, frozen=True):
     @property
     def is_adapter(self) -> bool:
         """Whether the version is a LoRA adapter, and not whole weights."""
-        return any(file.name == ADAPTER_CONFIG for file in self.files)
+        return is_adapter(self.files)
 
 
 class PolicyRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +80,11 @@ class PolicyRecord(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     created_at: float
     state: Literal["published", "serving", "failed", "retired"] = "published"
+
+
+def is_adapter(files: Iterable[FileSpec]) -> bool:
+    """Whether the files are those of a LoRA adapter."""
+    return any(file.name == ADAPTER_CONFIG for file in files)
 
 
 def sha256_of(path: Path) -> str:

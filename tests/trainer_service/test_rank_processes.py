@@ -1,0 +1,81 @@
+"""The trainer's own processes, with two ranks: a step on episodes from Redis is published in shares."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+from redis import Redis
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from rollout_queue.contract.policies.policy import STABLE
+from tests.support.serving import free_port, serving
+from tests.support.trainer_service.harness import FakeGateway
+from tests.support.trainer_service.redis_agents import RedisAgents
+from tests.support.waiting import wait_until
+from weir.stack.services import launcher
+
+pytestmark = pytest.mark.timeout(300)  # processes start one after another, and the machine may be busy
+
+STARTS_WITHIN_S = 200.0
+
+
+def over_http(gateway: FakeGateway) -> Starlette:
+    async def answer(request: Request) -> Response:
+        told = gateway(httpx.Request(request.method, str(request.url), content=await request.body()))
+        return Response(told.content, told.status_code, media_type="application/json")
+
+    return Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST", "DELETE"])])
+
+
+def test_two_rank_processes_publish_in_shares_and_end_when_told(
+    tmp_path: Path, model_path: Path, redis_url: str
+) -> None:
+    gateway, policies = FakeGateway(), tmp_path / "policies"
+    with Redis.from_url(redis_url) as redis, serving(over_http(gateway)) as url:
+        redis.flushdb()
+        trainer: dict[str, Any] = {
+            "model_path": str(model_path),
+            "redis_url": redis_url,
+            "gateway_url": url,
+            "checkpoint_dir": str(tmp_path / "checkpoints"),
+            "policies_dir": str(policies),
+            "metrics_path": None,
+            "port": free_port(),
+            "threads": 1,
+            "device": "cpu",
+            "algorithm": {"min_live_rows": 2},
+            # The logprobs of these agents are invented, so that these guards would always alarm.
+            "guards": {"max_abs_logp": None, "max_kl": None},
+        }
+        config = tmp_path / "weir.yaml"
+        config.write_text(yaml.safe_dump({"trainer": trainer}))
+        RedisAgents(redis_url).group("g", [1.0, 0.0])
+        command = [sys.executable, *launcher(2), "-m", "trainer_service", "--config", str(config)]
+        path = os.pathsep.join(path for path in sys.path if path)
+        with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}) as process:
+            try:
+                wait_until(lambda: gateway.announced or process.poll() is not None, STARTS_WITHIN_S)
+                assert [body["version"] for body in gateway.announced] == [1]
+                process.send_signal(signal.SIGTERM)
+                process.wait(60)
+            finally:
+                if process.poll() is None:
+                    for worker in psutil.Process(process.pid).children(recursive=True):
+                        worker.kill()
+                process.kill()
+    version = policies / "v00000001"
+    assert (version / STABLE).exists()
+    assert sorted(path.name for path in version.glob("*.safetensors")) == [
+        f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)
+    ]
+    assert [path.name for path in policies.iterdir()] == [version.name]

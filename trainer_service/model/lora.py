@@ -1,21 +1,38 @@
 """Adds low-rank adapters to a model, disables them for the reference policy, and writes them for PEFT."""
 
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rollout_queue.contract.policies.policy import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from trainer_service.model.adapter_snapshot import AdapterSnapshot
+from rollout_queue.contract.policies.policy import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FileSpec
 from trainer_service.model.export import ExportTensor, write_tensors
 from trainer_service.model.settings import LoraSettings
-from trainer_service.model.snapshot import SnapshotMemory
+from trainer_service.model.snapshot import HostTensor, SnapshotMemory, write_file
 
 ADAPTER = "default"
 """The name that PEFT gives to a single adapter."""
+
+
+@dataclass(frozen=True)
+class AdapterSnapshot:
+    """The adapters after one step. `write` may be called in another thread."""
+
+    config: bytes
+    """The text of adapter_config.json."""
+    tensors: Sequence[HostTensor]
+
+    def write(self, directory: Path) -> list[FileSpec]:
+        """Write both files into `directory`. Returns what a manifest says of them. Raises OSError."""
+        (directory / ADAPTER_CONFIG).write_bytes(self.config)
+        digest = hashlib.sha256(self.config).hexdigest()
+        config = FileSpec(ADAPTER_CONFIG, len(self.config), digest)
+        return [config, write_file(directory / ADAPTER_WEIGHTS, self.tensors)]
 
 
 class Adapters:

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from trainer_service.model.adapter_snapshot import AdapterSnapshot
 from trainer_service.model.critic import Critic
 from trainer_service.model.dropout import disable_dropout
 from trainer_service.model.export import ExportTensor, export_tensors, write_tensors
@@ -24,7 +23,7 @@ from trainer_service.model.huggingface import (
 )
 from trainer_service.model.layout import Layout, LoraLayout
 from trainer_service.model.logprob_head import set_head
-from trainer_service.model.lora import Adapters
+from trainer_service.model.lora import Adapters, AdapterSnapshot
 from trainer_service.model.optimizer import apply_configured_rates, make_optimizer
 from trainer_service.model.packed_attention import Packing, packing_of, set_attention
 from trainer_service.model.randomness import random_states, restore_random_states, seed_everything

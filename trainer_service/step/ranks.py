@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer_service.model.adapter_snapshot import AdapterSnapshot
 from trainer_service.model.layout import Layout
+from trainer_service.model.lora import AdapterSnapshot
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.model.snapshot import WeightSnapshot
 from trainer_service.model.universal import converted

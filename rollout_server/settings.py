@@ -46,8 +46,8 @@ class RolloutServerSettings(ServiceSettings):
     policies_dir: Path = Path("run/policies")
     trainer_url: str = "http://127.0.0.1:8200"
     locations: CommaSeparated = []
-    """Prefixes that weights may come from, such as s3://bucket/path; empty means weights_dir, policies_dir and
-    trainer_url."""
+    """Prefixes that weights may come from, such as s3://bucket/path; empty means weights_dir, policies_dir
+    and trainer_url."""
     object_store: ObjectStoreSettings = ObjectStoreSettings()
 
     engine_python: str = sys.executable

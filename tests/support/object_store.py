@@ -1,4 +1,4 @@
-"""A real S3-compatible store for one test: a process on loopback, with one bucket; and a proxy that cuts connections.
+"""A real S3-compatible store for tests: a process with one bucket, and a proxy that cuts its connections.
 
 The store is moto's server. It keeps everything in memory, and checks signatures once `check_keys` was called.
 """
@@ -17,6 +17,7 @@ from typing import Any
 
 import botocore.session
 import httpx
+import pytest
 
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
@@ -69,12 +70,6 @@ class StoreProcess:
     def put(self, key: str, content: bytes) -> None:
         self.client.put_object(Bucket=BUCKET, Key=key, Body=content)
 
-    def put_version(self, directory: Path, path: str) -> str:
-        """Upload a version's directory. Returns its location."""
-        for file in sorted(directory.iterdir()):
-            self.put(f"{path}/{file.name}", file.read_bytes())
-        return f"s3://{BUCKET}/{path}"
-
     def check_keys(self) -> dict[str, str]:
         """Refuse all calls from now on, except with the keys that are returned."""
         iam = self._client("iam")
@@ -83,6 +78,9 @@ class StoreProcess:
         made = iam.create_access_key(UserName="u")["AccessKey"]
         httpx.post(f"{self.url}/moto-api/reset-auth", content=b"0").raise_for_status()
         return {"AWS_ACCESS_KEY_ID": made["AccessKeyId"], "AWS_SECRET_ACCESS_KEY": made["SecretAccessKey"]}
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         self.kill()
@@ -112,8 +110,8 @@ class CuttingProxy:
         self._target = port
         self.cut_after: int | None = None
         """Bytes of the answers, with their headers; None cuts nothing."""
-        self.stall = False
-        """Keep the connection open in place of cutting it, and forward no more."""
+        self.gate: threading.Event | None = None
+        """Wait for this event in place of cutting the connection, and go on then."""
         self.requests: list[str] = []
         """The first line of each request, and its range if it asks for one."""
         self.open = 0
@@ -123,6 +121,8 @@ class CuttingProxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
+        if self.gate is not None:
+            self.gate.set()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
@@ -148,14 +148,15 @@ class CuttingProxy:
         left = self.cut_after
         with suppress(OSError):
             while data := store.recv(2**14):
-                if left is not None:
-                    data = data[:left]
-                    left -= len(data)
-                client.sendall(data)
-                if left == 0:
-                    if not self.stall:
+                if left is not None and len(data) >= left:
+                    client.sendall(data[:left])
+                    if self.gate is None:
                         client.shutdown(socket.SHUT_RDWR)
-                    return
+                        return
+                    self.gate.wait()
+                    data, left = data[left:], None
+                client.sendall(data)
+                left = None if left is None else left - len(data)
 
 
 @contextmanager
@@ -165,3 +166,14 @@ def object_store(directory: Path) -> Iterator[StoreProcess]:
         yield store
     finally:
         store.close()
+
+
+def set_environment(patch: pytest.MonkeyPatch, directory: Path) -> None:
+    """The credentials of a store, without what the machine's own environment and files say. `directory` may
+    get a file of credentials."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        patch.delenv(name)
+    for name, value in ENVIRONMENT.items():
+        patch.setenv(name, value)
+    patch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(directory / "credentials"))
+    patch.setenv("AWS_CONFIG_FILE", str(directory / "config"))

@@ -6,9 +6,11 @@ repeated here, because the callers know whether a repetition brings anything.
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from aiobotocore.session import AioSession
 from aiohttp import ClientError as ConnectionFault
 from botocore.exceptions import BotoCoreError, ClientError
 from s3fs import S3FileSystem
@@ -82,8 +84,11 @@ class ObjectStore:
 @asynccontextmanager
 async def opened(settings: ObjectStoreSettings, timeout_s: float) -> AsyncIterator[ObjectStore]:
     """A client for the store. `timeout_s` bounds connecting, and how long the store may be silent."""
+    session = AioSession()  # a new one, so that credentials that were mended are read
+    session.register_component("data_loader", _loader())
     files = S3FileSystem(
         asynchronous=True,
+        session=session,
         skip_instance_cache=True,
         use_listings_cache=False,
         endpoint_url=settings.endpoint_url,
@@ -104,6 +109,12 @@ async def opened(settings: ObjectStoreSettings, timeout_s: float) -> AsyncIterat
         yield ObjectStore(files, client)
     finally:
         await client.close()
+
+
+@cache
+def _loader() -> Any:
+    """Keeps the descriptions of AWS's services: the next client then takes 40 ms in place of 150."""
+    return AioSession().get_component("data_loader")
 
 
 @contextmanager

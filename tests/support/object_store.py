@@ -110,6 +110,8 @@ class CuttingProxy:
         self._target = port
         self.cut_after: int | None = None
         """Bytes of the answers, with their headers; None cuts nothing."""
+        self.only = ""
+        """Cut only answers to requests whose first line has this text."""
         self.gate: threading.Event | None = None
         """Wait for this event in place of cutting the connection, and go on then."""
         self.requests: list[str] = []
@@ -135,19 +137,23 @@ class CuttingProxy:
 
     def _serve(self, client: socket.socket) -> None:
         with client, suppress(OSError), socket.create_connection(("127.0.0.1", self._target)) as store:
-            threading.Thread(target=self._answer, args=(store, client), daemon=True).start()
+            asked: list[str] = []
+            threading.Thread(target=self._answer, args=(store, client, asked), daemon=True).start()
             while data := client.recv(2**16):
                 lines = data.decode("latin-1").split("\r\n")
                 if lines[0].endswith("HTTP/1.1"):
+                    asked.append(lines[0])
                     ranges = [line for line in lines if line.lower().startswith("range:")]
                     self.requests.append(" ".join([lines[0], *ranges]))
                 store.sendall(data)
         self.open -= 1
 
-    def _answer(self, store: socket.socket, client: socket.socket) -> None:
+    def _answer(self, store: socket.socket, client: socket.socket, asked: list[str]) -> None:
         left = self.cut_after
         with suppress(OSError):
             while data := store.recv(2**14):
+                if self.only not in asked[-1]:
+                    left = None
                 if left is not None and len(data) >= left:
                     client.sendall(data[:left])
                     if self.gate is None:

@@ -167,6 +167,10 @@ class Version:
             path.write_bytes(os.urandom(2 * LEAST_PART_BYTES + 7))
         return [FileSpec(path.name, path.stat().st_size, sha256_of(path)) for path in paths]
 
+    def add(self, size: int) -> None:
+        """One more file, which is copied after the others."""
+        (self.versions.path_of(1) / "model-3.safetensors").write_bytes(os.urandom(size))
+
     def files(self) -> dict[str, bytes]:
         return {f"{FIRST}/{path.name}": path.read_bytes() for path in self.versions.path_of(1).iterdir()}
 
@@ -227,9 +231,35 @@ def test_a_copy_that_failed_goes_on_after_the_files_that_are_there(
         version.place.offer(1)
     assert in_store(store) == version.files()
     assert order(proxy) == ["model-2.safetensors", "tokenizer.json", MANIFEST, STABLE]
+    assert store.uploads() == []
     version.place.withdraw(1)
     assert store.keys() == []
     assert store.uploads() == []
+
+
+def test_a_copy_to_a_store_that_hangs_fails_after_the_timeout(
+    version: Version, store: StoreProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hangs before a file that fits into no buffer of a connection."""
+    monkeypatch.setattr(places, "SILENCE_S", 2.0)
+    monkeypatch.setattr(client, "PART_BYTES", 4 * LEAST_PART_BYTES)
+    version.add(7 * LEAST_PART_BYTES)
+    write = client.ObjectStore.write
+
+    async def hangs(self: client.ObjectStore, place: ObjectPrefix, file: Path) -> None:
+        if file.name == "model-3.safetensors":
+            store.hang()
+        await write(self, place, file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client.ObjectStore, "write", hangs)
+        began_at = time.monotonic()
+        with pytest.raises(StoreUnavailable):
+            version.place.offer(1)
+        assert time.monotonic() - began_at < 30.0
+    store.go_on()
+    version.place.offer(1)
+    assert in_store(store) == version.files()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ PolicyStore ─ the trainer's own disk ─┬─▶ file://…, or http://…: r
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -95,7 +96,9 @@ class ObjectStorePlace:
     async def _copy(self, version: int) -> None:
         place, directory = self._place(version), self._versions.path_of(version)
         async with opened(self._settings, SILENCE_S) as store:
-            if self._begun != version:
+            if self._begun == version:
+                await store.end_uploads(place)  # of the attempt that failed
+            else:
                 if await _has(store, place, directory):
                     return
                 await _clear(store, place)  # what a dead process left
@@ -145,11 +148,14 @@ async def _has(store: ObjectStore, place: ObjectPrefix, directory: Path) -> bool
     """Whether the version in `directory` is in the store already, complete and with the same content."""
     if STABLE not in await store.names(place):
         return False
-    try:
-        text = b"".join([chunk async for chunk in store.read(place.below(MANIFEST))])
-    except ObjectAbsent:
-        return False
-    return text == (directory / MANIFEST).read_bytes()
+    own, text = (directory / MANIFEST).read_bytes(), b""
+    with suppress(ObjectAbsent):
+        async with aclosing(store.read(place.below(MANIFEST))) as chunks:
+            async for chunk in chunks:
+                text += chunk
+                if not own.startswith(text):
+                    break
+    return text == own
 
 
 async def _clear(store: ObjectStore, place: ObjectPrefix) -> None:

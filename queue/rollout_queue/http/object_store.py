@@ -4,6 +4,7 @@ Its credentials are those of AWS's own tools: AWS_ACCESS_KEY_ID and the like, ~/
 repeated here, because the callers know whether a repetition brings anything.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import cache
@@ -13,14 +14,15 @@ from typing import Any
 from aiobotocore.session import AioSession
 from aiohttp import ClientError as ConnectionFault
 from botocore.exceptions import BotoCoreError, ClientError
+from fsspec.callbacks import Callback
 from s3fs import S3FileSystem
 
 from rollout_queue.contract.policies.object_prefix import ObjectPrefix
 from rollout_queue.settings import ObjectStoreSettings
 
 CHUNK_BYTES = 2**18
-PART_BYTES = 16 * 2**20
-"""An object of twice this size or more is uploaded in parts. So a store takes objects of up to 160 GB."""
+PART_BYTES = 8 * 2**20
+"""An object of twice this size or more is uploaded in parts. So a store takes objects of up to 80 GB."""
 PARTS_AT_ONCE = 4
 ABSENT = frozenset({"NoSuchKey", "InvalidRange"})
 """Codes of answers that are about the object. All others are about the store, or about the credentials."""
@@ -37,8 +39,8 @@ class ObjectAbsent(Exception):
 class ObjectStore:
     """Every method raises StoreUnavailable."""
 
-    def __init__(self, files: S3FileSystem, client: Any) -> None:
-        self._files, self._client = files, client
+    def __init__(self, files: S3FileSystem, client: Any, timeout_s: float) -> None:
+        self._files, self._client, self._timeout_s = files, client, timeout_s
 
     async def read(self, place: ObjectPrefix, start: int = 0) -> AsyncGenerator[bytes, None]:
         """The bytes of an object from `start` on, as they arrive. Raises ObjectAbsent."""
@@ -50,11 +52,19 @@ class ObjectStore:
                     yield chunk
 
     async def write(self, place: ObjectPrefix, file: Path) -> None:
-        """Upload a file. Raises OSError if the file cannot be read."""
-        with _faults():
-            await self._files._put_file(
-                str(file), place.url, chunksize=PART_BYTES, max_concurrency=PARTS_AT_ONCE
-            )
+        """Upload a file. If no part of it ends within the timeout, this has failed. Raises OSError if the
+        file cannot be read."""
+        now = asyncio.get_running_loop().time
+        try:
+            with _faults():
+                # The client's own timeouts do not count while it sends.
+                async with asyncio.timeout(self._timeout_s) as limit:
+                    ended = Callback(hooks={"part": lambda *_: limit.reschedule(now() + self._timeout_s)})
+                    await self._files._put_file(
+                        str(file), place.url, ended, PART_BYTES, max_concurrency=PARTS_AT_ONCE
+                    )
+        except TimeoutError as error:
+            raise StoreUnavailable(f"the object store takes nothing of {file.name}") from error
 
     async def names(self, place: ObjectPrefix) -> list[str]:
         """The names of the objects below `place`."""
@@ -106,7 +116,7 @@ async def opened(settings: ObjectStoreSettings, timeout_s: float) -> AsyncIterat
     with _faults():
         client = await files.set_session()
     try:
-        yield ObjectStore(files, client)
+        yield ObjectStore(files, client, timeout_s)
     finally:
         await client.close()
 

@@ -148,7 +148,7 @@ class Push:
         name, fleet = f"s{number}", self._fleet
         if name in self._dead:
             await asyncio.sleep(fleet.boot_s)
-        async with self._sources.taken(lambda: self._having, shared=False) as peer:
+        async with self._sources.taken(lambda: self._having, any_readers=False) as peer:
             await self._fetch(number, peer)
             self._having.append(name)
         async with self._slots.taken():

@@ -31,7 +31,7 @@ from rollout_server.metrics import RolloutMetrics
 from rollout_server.settings import RolloutServerSettings
 from rollout_server.weights.fetch import Fetcher
 from rollout_server.weights.file_check import CheckedFile
-from rollout_server.weights.locations import FileLocation, HttpLocation, parse_location
+from rollout_server.weights.locations import FileLocation, HttpLocation, Location, parse_location
 from rollout_server.weights.policy import LocalPolicy, WantedPolicy
 from rollout_server.weights.safetensors_file import BrokenWeights, weights_differ
 from rollout_server.weights.store import WeightsStore, manifest_digest
@@ -110,9 +110,7 @@ class Reloader:
             with _as_reload_errors(wanted.version):
                 return await self._prepare(wanted, place, seconds)
 
-    async def _reload(
-        self, wanted: WantedPolicy, place: FileLocation | HttpLocation | None, force: bool
-    ) -> Seconds:
+    async def _reload(self, wanted: WantedPolicy, place: Location | None, force: bool) -> Seconds:
         served, seconds = self._engine.policy, Seconds()
         if wanted.version < served.version and not force:
             raise VersionRefused(f"version {wanted.version} is lower than {served.version}, which is served")
@@ -189,9 +187,7 @@ class Reloader:
             del adapters[engine_name]
         return [each.directory for each in adapters.values()]
 
-    async def _is_same(
-        self, wanted: WantedPolicy, place: FileLocation | HttpLocation | None, served: LocalPolicy
-    ) -> bool:
+    async def _is_same(self, wanted: WantedPolicy, place: Location | None, served: LocalPolicy) -> bool:
         if place is None or served.manifest_sha256 is None:
             return place is None and served == self._initial
         if wanted.manifest_sha256 is not None:
@@ -199,9 +195,7 @@ class Reloader:
         with _as_reload_errors(wanted.version):
             return manifest_digest(await self._fetcher.manifest(place)) == served.manifest_sha256
 
-    async def _prepare(
-        self, wanted: WantedPolicy, place: FileLocation | HttpLocation, seconds: Seconds
-    ) -> LocalPolicy:
+    async def _prepare(self, wanted: WantedPolicy, place: Location, seconds: Seconds) -> LocalPolicy:
         announced = wanted.manifest_sha256.lower() if wanted.manifest_sha256 else None
         if announced and (kept := await self._kept(wanted, announced, seconds)):
             return kept
@@ -231,14 +225,14 @@ class Reloader:
     async def _files(
         self,
         wanted: WantedPolicy,
-        place: FileLocation | HttpLocation,
+        place: Location,
         manifest: Manifest,
         part: Path,
         digest: str,
     ) -> Mapping[str, CheckedFile]:
         """Fetch the files of a version: as changes, if they come over a network and their base is here."""
         delta = manifest.delta
-        if delta is not None and isinstance(place, HttpLocation):
+        if delta is not None and not isinstance(place, FileLocation):
             base = self._store.path_of(delta.base_version, delta.base_manifest_sha256)
             try:
                 if base.exists():
@@ -267,7 +261,7 @@ class Reloader:
         base = self._initial if (directory / ADAPTER_CONFIG).exists() else None
         return LocalPolicy(wanted.version, directory, digest, base, wanted.name)
 
-    def _place(self, wanted: WantedPolicy) -> FileLocation | HttpLocation | None:
+    def _place(self, wanted: WantedPolicy) -> Location | None:
         if wanted.location is None:
             if wanted.version != self._initial.version:
                 raise LocationRefused(f"version {wanted.version} needs a location")

@@ -59,7 +59,13 @@ class RolloutServer:
         self.engine = Engine(settings, client, self._initial, start)
         self.metrics = RolloutMetrics(self.engine)
         self.store = WeightsStore(weights_dir, self._initial.directory, settings.lora)
-        fetcher = Fetcher(http, settings.trainer_url, next(iter(settings.admin_keys), None))
+        fetcher = Fetcher(
+            http,
+            settings.trainer_url,
+            next(iter(settings.admin_keys), None),
+            settings.object_store,
+            settings.fetch_timeout_s,
+        )
         self.reloader = Reloader(
             settings, self.engine, self.store, fetcher, self.metrics, float32_engine=float32_engine
         )

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rollout_queue.http.addresses import http_url
-from rollout_queue.settings import CommaSeparated, ServiceSettings
+from rollout_queue.settings import CommaSeparated, ObjectStoreSettings, ServiceSettings
 
 Device = Literal["cpu", "cuda"]
 UNNAMEABLE = re.compile(r"[^A-Za-z0-9._-]+")
@@ -74,7 +74,9 @@ class RolloutServerSettings(ServiceSettings):
     policies_dir: Path = Path("run/policies")
     trainer_url: str = "http://127.0.0.1:8200"
     locations: CommaSeparated = []
-    """Prefixes that weights may come from; empty means weights_dir, policies_dir and trainer_url."""
+    """Prefixes that weights may come from, such as s3://bucket/path; empty means weights_dir, policies_dir
+    and trainer_url."""
+    object_store: ObjectStoreSettings = ObjectStoreSettings()
 
     engine_python: str = sys.executable
     """The Python interpreter of the environment that has SGLang."""

@@ -29,6 +29,7 @@ from trainer_service.intake.intake import Intake
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.publishing.gateway_client import GatewayClient
+from trainer_service.publishing.places import place_of
 from trainer_service.publishing.publisher import Publisher
 from trainer_service.settings import TrainerSettings
 from trainer_service.sinks.chosen import chosen_sinks
@@ -113,13 +114,14 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
             shared_state.snapshot = replace(shared_state.snapshot, url=own_url(settings))
             heartbeat = Heartbeat(stream, shared_state, settings.retry_s)
             gateway = GatewayClient(client, settings.push_timeout_s)
+            place = place_of(settings, store, lambda: shared_state.stopping)
             teacher = TeacherClient(settings.teacher) if settings.teacher else None
             Trainer(
                 settings=settings,
                 policy=policy,
                 intake=Intake(stream, settings.algorithm, policy.vocab_size, heartbeat, metrics),
                 checkpoints=checkpoints,
-                publisher=Publisher(store, gateway, stream, settings.publish_url, heartbeat, metrics),
+                publisher=Publisher(store, gateway, stream, place, heartbeat, metrics),
                 metrics=metrics,
                 shared_state=shared_state,
                 heartbeat=heartbeat,

@@ -5,7 +5,8 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rollout_queue.settings import CommaSeparated, ServiceSettings
+from rollout_queue.contract.policies.object_prefix import ObjectPrefix
+from rollout_queue.settings import CommaSeparated, ObjectStoreSettings, ServiceSettings
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.model.settings import ModelSettings
 
@@ -90,7 +91,9 @@ class TrainerSettings(ServiceSettings, ModelSettings):
     wandb: WandbSettings | None = None
     """A run at Weights & Biases; needs the extra `wandb`."""
     publish_url: str | None = None
-    """Where rollout servers fetch versions: http://host:port/weights. By default they read `policies_dir`."""
+    """Where rollout servers fetch versions: http://host:port/weights, or s3://bucket/path, to which the
+    trainer copies them. By default they read `policies_dir`."""
+    object_store: ObjectStoreSettings = ObjectStoreSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     teacher: TeacherSettings | None = None
     """The teacher that scores each token, for losses that distil (preset `opd`)."""
@@ -102,7 +105,7 @@ class TrainerSettings(ServiceSettings, ModelSettings):
     keep_policies: int = Field(4, ge=2)
     transport: Literal["files", "delta", "adapter"] = "files"
     """What is published of a version. files: the whole weights. delta: also the changes against the former
-    version; a server that has that one fetches only these over HTTP (`publish_url`). adapter: only the LoRA
+    version; a server that has that one fetches only these (`publish_url`). adapter: only the LoRA
     adapter (`lora`). If no rollout server takes it (`rollout_server.lora`), later versions are whole."""
     anchor_every: int = Field(10, ge=2)
     """With `delta`, every so many versions one is published without changes."""
@@ -147,6 +150,14 @@ class TrainerSettings(ServiceSettings, ModelSettings):
 
     @model_validator(mode="after")
     def _publish_url_is_plain(self) -> "TrainerSettings":
-        if self.publish_url is not None and not self.publish_url.startswith(("http://", "https://")):
-            raise ValueError("trainer.publish_url: give an http:// address, or leave it out to use file://")
+        url = self.publish_url or "http://"
+        if url.startswith("s3://"):
+            try:
+                ObjectPrefix.parse(url)
+            except ValueError as error:
+                raise ValueError(f"trainer.publish_url: {error}") from error
+        elif not url.startswith(("http://", "https://")):
+            raise ValueError(
+                "trainer.publish_url: give an http:// or s3:// address, or leave it out to use file://"
+            )
         return self

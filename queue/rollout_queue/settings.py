@@ -6,9 +6,10 @@ Later wins:  defaults < weir.yaml < WEIR_REDIS_URL and the like < WEIR_GATEWAY__
 import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
+from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BeforeValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -32,6 +33,27 @@ def _split(value: object) -> object:
 
 CommaSeparated = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 """A list that an environment variable may give as `a,b,c`."""
+
+
+class ObjectStoreSettings(BaseModel):
+    """Where the S3-compatible store of policies is. Its keys come from the environment or from the files of
+    AWS's own tools, and never from the configuration."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    endpoint_url: str | None = None
+    """http://host:port; null means AWS, or what AWS_ENDPOINT_URL says."""
+    region: str | None = None
+    """Null means what AWS_DEFAULT_REGION or the profile says."""
+
+    @field_validator("endpoint_url")
+    @classmethod
+    def _plain(cls, value: str | None) -> str | None:
+        if value is not None:
+            parts = urlsplit(value)
+            if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+                raise ValueError("give an http:// or https:// address without credentials")
+        return value
 
 
 class ServiceSettings(BaseSettings):

@@ -8,18 +8,23 @@ import logging
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from threading import Event
+from time import monotonic
 
 import httpx
 
+from rollout_queue.contract.policies.object_prefix import ObjectPrefix
 from rollout_queue.contract.policies.policy import MANIFEST, STABLE, FileSpec, Manifest, WeightDelta
+from rollout_queue.http.object_store import StoreUnavailable, opened
+from rollout_queue.settings import ObjectStoreSettings
 from rollout_server.errors import WeightsUnavailable
 from rollout_server.weights.delta import apply_delta, tensors_of
 from rollout_server.weights.file_check import CheckedFile, FileCheck
-from rollout_server.weights.locations import FileLocation, HttpLocation, is_under
+from rollout_server.weights.locations import FileLocation, HttpLocation, Location, is_under
 from rollout_server.weights.safetensors_file import BrokenWeights
+from rollout_server.weights.sources import HttpSource, ObjectSource, Source
 
 logger = logging.getLogger(__name__)
 
@@ -34,30 +39,44 @@ _Write = Callable[[bytes], object]
 
 
 class Fetcher:
-    """Reads published files, from a directory or over HTTP. Only the trainer and peers get the admin key."""
+    """Reads published files, from a directory or over a network. Only the trainer and peers get the admin
+    key."""
 
-    def __init__(self, client: httpx.AsyncClient, trainer_url: str, admin_key: str | None) -> None:
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        trainer_url: str,
+        admin_key: str | None,
+        object_store: ObjectStoreSettings,
+        silence_s: float,
+    ) -> None:
+        """A source that sends no byte for `silence_s` has failed."""
         self._client = client
         self._trainer_url = trainer_url
         self._admin_key = admin_key
+        self._object_store = object_store
+        self._silence_s = silence_s
 
-    async def manifest(self, location: FileLocation | HttpLocation) -> bytes:
+    async def manifest(self, location: Location) -> bytes:
         if isinstance(location, FileLocation):
             return await asyncio.to_thread(_read_manifest_file, location)
         text = bytearray()
-        await self._download(location, MANIFEST, MAX_MANIFEST_BYTES, text.extend)
+        async with self._source(location) as source:
+            if isinstance(location, ObjectPrefix):
+                await self._download(source, STABLE, 0, text.extend)
+            await self._download(source, MANIFEST, MAX_MANIFEST_BYTES, text.extend)
         return bytes(text)
 
     async def files(
         self,
-        location: FileLocation | HttpLocation,
+        location: Location,
         manifest: Manifest,
         into: Path,
         peer: HttpLocation | None = None,
     ) -> dict[str, CheckedFile]:
-        """Copy every file of the manifest, several at once. Files that come over HTTP are checked as they
-        arrive, and returned; the other ones only get their names here. Files are read from `peer` first, and
-        from `location` if that fails.
+        """Copy every file of the manifest, several at once. Files that come over a network are checked as
+        they arrive, and returned; the other ones only get their names here. Files are read from `peer` first,
+        and from `location` if that fails.
 
         Raises BrokenWeights, LocationRefused, WeightsUnavailable, OSError.
         """
@@ -68,7 +87,12 @@ class Fetcher:
         return await self._downloads(location, manifest.files, into, peer)
 
     async def changed_files(
-        self, location: HttpLocation, manifest: Manifest, delta: WeightDelta, base: Path, into: Path
+        self,
+        location: HttpLocation | ObjectPrefix,
+        manifest: Manifest,
+        delta: WeightDelta,
+        base: Path,
+        into: Path,
     ) -> dict[str, CheckedFile]:
         """As `files`, but the weights are made of the version in `base` and the files of changes.
 
@@ -94,26 +118,37 @@ class Fetcher:
 
     async def _downloads(
         self,
-        location: HttpLocation,
+        location: HttpLocation | ObjectPrefix,
         specs: Sequence[FileSpec],
         into: Path,
         peer: HttpLocation | None = None,
     ) -> dict[str, CheckedFile]:
         slots = asyncio.Semaphore(DOWNLOADS)
-        async with _failing_as_one() as group:
+        other = self._http_source(peer) if peer is not None else None
+        async with self._source(location) as source, _failing_as_one() as group:
             tasks = [
-                group.create_task(self._download_file(location, spec, into / spec.name, slots, peer))
+                group.create_task(self._download_file(source, spec, into / spec.name, slots, other))
                 for spec in specs
             ]
         return {spec.name: task.result() for spec, task in zip(specs, tasks, strict=True)}
 
+    @asynccontextmanager
+    async def _source(self, location: HttpLocation | ObjectPrefix) -> AsyncIterator[Source]:
+        if isinstance(location, HttpLocation):
+            yield self._http_source(location)
+            return
+        try:
+            async with opened(self._object_store, self._silence_s) as store:
+                yield ObjectSource(store, location)
+        except StoreUnavailable as error:
+            raise WeightsUnavailable(str(error)) from error
+
+    def _http_source(self, location: HttpLocation) -> HttpSource:
+        trusted = location.peer or is_under(location.url, self._trainer_url)
+        return HttpSource(self._client, location, self._admin_key if trusted else None)
+
     async def _download_file(
-        self,
-        location: HttpLocation,
-        spec: FileSpec,
-        target: Path,
-        slots: asyncio.Semaphore,
-        peer: HttpLocation | None,
+        self, source: Source, spec: FileSpec, target: Path, slots: asyncio.Semaphore, peer: Source | None
     ) -> CheckedFile:
         """Download and check one file, from the peer if that has it."""
         async with slots:
@@ -122,9 +157,9 @@ class Fetcher:
                     return await self._resumed(peer, spec, target)
                 except (BrokenWeights, WeightsUnavailable) as error:
                     logger.warning("%s is fetched from its own location: %s", spec.name, error)
-            return await self._resumed(location, spec, target)
+            return await self._resumed(source, spec, target)
 
-    async def _resumed(self, location: HttpLocation, spec: FileSpec, target: Path) -> CheckedFile:
+    async def _resumed(self, source: Source, spec: FileSpec, target: Path) -> CheckedFile:
         """Download and check one file. A connection that breaks is resumed where it broke, as long as each
         attempt brings new bytes."""
         check = FileCheck(spec)
@@ -134,52 +169,42 @@ class Fetcher:
                 file.write(chunk)
                 check.feed(chunk)
 
-            pause_s = FIRST_PAUSE_S
+            pause_s, heard_at = FIRST_PAUSE_S, monotonic()
             while True:
                 begun = check.size
                 try:
-                    await self._download(location, spec.name, spec.size - begun, take, begun)
+                    await self._download(source, spec.name, spec.size - begun, take, begun)
                     return await asyncio.to_thread(check.finish)
                 except WeightsUnavailable as error:
-                    if check.size == begun and pause_s > LONGEST_PAUSE_S:
+                    if check.size > begun:
+                        pause_s, heard_at = FIRST_PAUSE_S, monotonic()
+                    elif pause_s > LONGEST_PAUSE_S or monotonic() - heard_at >= self._silence_s:
                         raise
+                    else:
+                        pause_s *= 2
                     logger.warning("%s; it goes on after %d bytes", error, check.size)
-                pause_s = FIRST_PAUSE_S if check.size > begun else 2 * pause_s
                 await asyncio.sleep(pause_s)
 
     async def _download(
-        self, location: HttpLocation, name: str, max_bytes: int, write: _Write, start: int = 0
+        self, source: Source, name: str, max_bytes: int, write: _Write, start: int = 0
     ) -> None:
         """Pass the bytes from `start` on to `write`. Raises BrokenWeights, and WeightsUnavailable if the
-        server or the connection fails; the bytes so far were passed on then."""
-        url = f"{location.url}/{name}"
-        ours = location.peer or is_under(location.url, self._trainer_url)
-        trusted = self._admin_key is not None and ours
-        headers = {"authorization": f"Bearer {self._admin_key}"} if trusted else {}
-        if start:
-            headers["range"] = f"bytes={start}-"
+        source or the connection fails; the bytes so far were passed on then."""
         received, piece = 0, bytearray()
         try:
-            async with self._client.stream("GET", url, headers=headers, follow_redirects=False) as response:
-                if response.status_code >= 500:
-                    raise WeightsUnavailable(f"{url} answers {response.status_code}")
-                if response.status_code not in (200, 206):
-                    raise BrokenWeights(f"cannot be fetched: HTTP {response.status_code}", file=name)
-                skip = 0 if response.status_code == 206 else start  # a server that knows no ranges sends all
-                async for chunk in response.aiter_bytes():
-                    skipped = min(skip, len(chunk))
-                    skip -= skipped
-                    received += len(chunk) - skipped
+            async with aclosing(source.chunks(name, start)) as chunks:
+                async for chunk in chunks:
+                    received += len(chunk)
                     if received > max_bytes:
                         raise BrokenWeights(f"is longer than {max_bytes + start} bytes", file=name)
-                    piece += memoryview(chunk)[skipped:]
+                    piece += chunk
                     if len(piece) >= PIECE_BYTES:
                         await asyncio.to_thread(write, bytes(piece))
                         piece.clear()
+        except WeightsUnavailable:
             await asyncio.to_thread(write, bytes(piece))
-        except httpx.TransportError as error:
-            await asyncio.to_thread(write, bytes(piece))
-            raise WeightsUnavailable(f"{url} cannot be fetched: {error!r}") from error
+            raise
+        await asyncio.to_thread(write, bytes(piece))
 
 
 @asynccontextmanager

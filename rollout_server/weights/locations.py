@@ -1,6 +1,7 @@
 """Decides from which places weights may come, before any file is opened or any URL called.
 
-location ─▶ parse_location ─▶ FileLocation (a directory here) or HttpLocation (a URL), else LocationRefused
+location ─▶ parse_location ─▶ FileLocation (a directory here), HttpLocation (a URL) or ObjectPrefix (s3://),
+                              else LocationRefused
 """
 
 import os
@@ -10,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
+from rollout_queue.contract.policies.object_prefix import ObjectPrefix
 from rollout_server.errors import LocationRefused
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
+OBJECT_SCHEME = "s3"
 PLAIN_URL_PATH = re.compile(r"[A-Za-z0-9._~/@=+-]*")
 """Paths without percent escapes, `;` and backslashes: this service and the other server read them alike."""
 
@@ -49,7 +52,10 @@ class HttpLocation:
         return cls(f"{server.rstrip('/')}/weights/{version}/{manifest_sha256}", peer=True)
 
 
-def parse_location(location: str, allowed: Sequence[str]) -> FileLocation | HttpLocation:
+Location = FileLocation | HttpLocation | ObjectPrefix
+
+
+def parse_location(location: str, allowed: Sequence[str]) -> Location:
     """Raises LocationRefused unless `location` lies under one of the `allowed` prefixes.
 
     The error does not repeat the location, which may hold a secret.
@@ -61,6 +67,11 @@ def parse_location(location: str, allowed: Sequence[str]) -> FileLocation | Http
         if not any(directory.is_relative_to(root) for root in (*roots, *(root.resolve() for root in roots))):
             raise LocationRefused("the location is in no allowed directory (rollout_server.locations)")
         return FileLocation(directory, roots)
+    if parts.scheme == OBJECT_SCHEME:
+        place = _object_prefix(location)
+        if not any(place.is_under(_object_prefix(each)) for each in allowed if each.startswith("s3:")):
+            raise LocationRefused("the location is under no allowed prefix (rollout_server.locations)")
+        return place
     _require_plain_path(parts)
     if not any(is_under(location, prefix) for prefix in allowed):
         raise LocationRefused("the location is under no allowed URL (rollout_server.locations)")
@@ -84,8 +95,8 @@ def _split(location: str) -> SplitResult:
         _ = parts.port
     except ValueError as error:
         raise LocationRefused("the location is not a URL") from error
-    if parts.scheme not in ("file", *DEFAULT_PORTS):
-        raise LocationRefused("the location is neither file:// nor http:// nor https://")
+    if parts.scheme not in ("file", OBJECT_SCHEME, *DEFAULT_PORTS):
+        raise LocationRefused("the location is neither file:// nor http:// nor https:// nor s3://")
     if parts.username is not None or parts.password is not None or "@" in parts.netloc:
         raise LocationRefused("the location holds credentials")
     if parts.query or parts.fragment or "?" in location or "#" in location:
@@ -103,6 +114,13 @@ def _file_path(parts: SplitResult) -> Path:
         raise LocationRefused("the location is not an absolute path on this machine")
     # `..` is resolved in the text, so no link on the disk can change its meaning.
     return Path(os.path.normpath(path))
+
+
+def _object_prefix(url: str) -> ObjectPrefix:
+    try:
+        return ObjectPrefix.parse(url)
+    except ValueError as error:
+        raise LocationRefused(f"the location {error}") from error
 
 
 def _require_plain_path(parts: SplitResult) -> None:

@@ -21,6 +21,7 @@ from tests.support.trainer_service.publications import InlineExecutor, OneTensor
 from tests.support.waiting import wait_until
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.publishing.gateway_client import GatewayClient
+from trainer_service.publishing.places import DiskPlace
 from trainer_service.publishing.publisher import Publisher
 from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.status.shared_state import SharedState
@@ -293,7 +294,15 @@ def trainer_that_keeps(keep: int, gateway: RunningGateway, tmp_path: Path) -> It
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
     with httpx.Client(base_url=gateway.url, headers=headers) as client:
         yield Trainer(
-            Publisher(store, GatewayClient(client, 10.0), stream, None, heartbeat, metrics, InlineExecutor())
+            Publisher(
+                store,
+                GatewayClient(client, 10.0),
+                stream,
+                DiskPlace(store),
+                heartbeat,
+                metrics,
+                InlineExecutor(),
+            )
         )
 
 

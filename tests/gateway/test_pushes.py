@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import time
+from contextlib import closing
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -15,6 +16,7 @@ from starlette.routing import Route
 
 from tests.support.gateway.deployment import Deploy, gateway_process, traffic
 from tests.support.gateway.running import ADMIN_KEY, Backends
+from tests.support.object_store import BUCKET, CuttingProxy, object_store, set_environment
 from tests.support.serving import serving
 from tests.support.waiting import wait_until
 
@@ -108,6 +110,25 @@ def test_servers_fetch_from_each_other_so_that_few_read_from_the_trainer(
         ]
         assert len(weights) == 5
         assert {raw for _, raw in weights} == {(tmp_path / "policies/v1/model.safetensors").read_bytes()}
+
+
+def test_all_servers_read_from_an_object_store_at_once(
+    deploy: Deploy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No server waits for its turn, and the store gives each of them all files."""
+    set_environment(monkeypatch, tmp_path)
+    with object_store(tmp_path) as store, closing(CuttingProxy(store.port)) as proxy:
+        monkeypatch.setenv("WEIR_ROLLOUT_SERVER__OBJECT_STORE__ENDPOINT_URL", proxy.url)
+        deployment = deploy(3, fetch_fan_out=1, max_unavailable=1.0, locations=f"s3://{BUCKET}/a")
+        for path in deployment.write(1).iterdir():
+            store.put(f"a/v00000001/{path.name}", path.read_bytes())
+        proxy.cut_after, proxy.gate = 0, Event()
+        deployment.announce(1, f"s3://{BUCKET}/a/v00000001")
+        wait_until(lambda: proxy.open == 3)
+        proxy.gate.set()
+        deployment.until("serving")
+        assert deployment.versions() == [1] * 3
+        assert sum("model.safetensors" in line for line in proxy.requests) == 3
 
 
 def test_a_hung_server_is_not_waited_for_and_takes_the_version_when_it_goes_on(deploy: Deploy) -> None:

@@ -25,6 +25,7 @@ EXTRAS = {
     "gateway": ["gateway"],
     "rollout_server": ["rollout"],
     "trainer_service": ["trainer", "wandb"],
+    "rollout_queue": ["object-store"],
     "weir": ["cli"],
 }
 """The groups of optional dependencies that a package may import, besides the common dependencies."""

@@ -10,10 +10,10 @@ ROOT = Path(__file__).parents[2]
 LOCKS = ROOT / "deploy" / "requirements"
 EVERY_LOCK = [*sorted(LOCKS.glob("*.txt")), *sorted(ROOT.glob("[bt]*/**/requirements.txt"))]
 EXTRAS = {
-    "services": ["gateway", "rollout", "trainer", "cli", "dev"],
+    "services": ["gateway", "rollout", "trainer", "object-store", "cli", "dev"],
     "gateway": ["gateway"],
-    "rollout_server": ["rollout"],
-    "trainer": ["trainer", "gateway", "cli"],
+    "rollout_server": ["rollout", "object-store"],
+    "trainer": ["trainer", "object-store", "gateway", "cli"],
 }
 
 

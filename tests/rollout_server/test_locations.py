@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from rollout_queue.contract.policies.object_prefix import ObjectPrefix
 from rollout_server.errors import LocationRefused
 from rollout_server.weights.locations import FileLocation, HttpLocation, is_under, parse_location
 
-ALLOWED = ["file:///srv/policies", "http://trainer:8200/weights"]
+ALLOWED = ["file:///srv/policies", "http://trainer:8200/weights", "s3://bucket/policies", "s3://whole-bucket"]
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,25 @@ ALLOWED = ["file:///srv/policies", "http://trainer:8200/weights"]
         "https://trainer:8200/weights/1",
         "http://trainer:port/weights/1",
         "http://trainer:8200/weights/1\n",
+        "s3://bucket",
+        "s3://bucket/pol",
+        "s3://bucket/policies-of-others/v1",
+        "s3://bucket/policies/../others/v1",
+        "s3://bucket/policies/./v1",
+        "s3://bucket/policies//v1",
+        "s3://bucket/policies/%2e%2e/v1",
+        "s3://bucket/policies/v1?versionId=3",
+        "s3://bucket/policies/v1#x",
+        "s3://bucket/policies/v1;x",
+        "s3://bucket/policies\\v1",
+        "s3://bucket:9000/policies/v1",
+        "s3://key:secret@bucket/policies/v1",
+        "s3://bucket.evil/policies/v1",
+        "s3://BUCKET/policies/v1",
+        "s3:///policies/v1",
+        "s3:bucket/policies/v1",
+        "s3a://bucket/policies/v1",
+        "https://bucket/policies/v1",
         "",
     ],
 )
@@ -54,6 +74,19 @@ def test_a_location_under_a_prefix_is_allowed() -> None:
     assert parse_location("http://trainer:8200/weights/1/", ALLOWED) == HttpLocation(
         "http://trainer:8200/weights/1"
     )
+
+
+@pytest.mark.parametrize(
+    ("location", "place"),
+    [
+        ("s3://bucket/policies/v1/", ObjectPrefix("bucket", "policies/v1")),
+        ("s3://bucket/policies", ObjectPrefix("bucket", "policies")),
+        ("s3://whole-bucket/a/v1", ObjectPrefix("whole-bucket", "a/v1")),
+    ],
+)
+def test_a_prefix_in_an_object_store_is_allowed(location: str, place: ObjectPrefix) -> None:
+    assert parse_location(location, ALLOWED) == place
+    assert place.url == location.rstrip("/")
 
 
 def test_a_default_port_may_be_left_out() -> None:

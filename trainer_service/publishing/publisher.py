@@ -1,7 +1,7 @@
 """Publishes versions while the training goes on: writes the files, and has the gateway push them.
 
-main thread      snapshot ─┐                                            ┌─▶ how the push ended
-background       └─▶ PolicyStore.write ─▶ POST {gateway}/admin/policies ┘ (202) ─▶ remove old versions
+main thread      snapshot ─┐                                                      ┌─▶ how the push ended
+background       └─▶ PolicyStore.write ─▶ offer ─▶ POST {gateway}/admin/policies ┘ (202) ─▶ remove old ones
 
 One version is published at a time: the next one waits until the former is announced.
 """
@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.policies.policy import FileSpec
 from rollout_queue.contract.stream import StreamReader
+from rollout_queue.http.object_store import StoreUnavailable
 from rollout_queue.protocol.policies import PushResult
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.publishing.gateway_client import (
@@ -25,6 +26,7 @@ from trainer_service.publishing.gateway_client import (
     VersionTaken,
     VersionUnknown,
 )
+from trainer_service.publishing.places import PolicyPlace
 from trainer_service.status.heartbeat import Heartbeat, Stopped
 from trainer_service.storage.disk import DiskTrouble
 from trainer_service.storage.policy_store import PolicyStore, WeightsWriter, manifest_sha256
@@ -45,14 +47,14 @@ class Snapshot(Protocol):
 
 
 class Publisher:
-    """Writes, announces and removes versions."""
+    """Writes, offers, announces and removes versions."""
 
     def __init__(
         self,
         store: PolicyStore,
         gateway: GatewayClient,
         stream: StreamReader,
-        publish_url: str | None,
+        place: PolicyPlace,
         heartbeat: Heartbeat,
         metrics: TrainerMetrics,
         executor: Executor | None = None,
@@ -64,7 +66,7 @@ class Publisher:
         self.waits_for: str | None = None
         """What the publication in the background waits for."""
         self._store, self._gateway, self._stream = store, gateway, stream
-        self._publish_url = publish_url
+        self._place = place
         self._heartbeat, self._metrics = heartbeat, metrics
         self._known: int | None = None
         """The newest version that the gateway knew when it was asked last; None before the first answer."""
@@ -101,7 +103,9 @@ class Publisher:
         higher. May raise Stopped.
         """
         return self._heartbeat.retry(
-            lambda: self._stream.reserve(version, self._location(version)), StorageUnavailable, "waiting"
+            lambda: self._stream.reserve(version, self._place.location(version)),
+            StorageUnavailable,
+            "waiting",
         )
 
     def publish(self, version: int, step: int, take: Callable[[], Snapshot], best: int | None = None) -> None:
@@ -142,7 +146,10 @@ class Publisher:
         path = self._retry(
             lambda: self._write(version, step, write), DiskTrouble, f"room on the disk for version {version}"
         )
-        location, digest = self._location(version), manifest_sha256(path)
+        self._retry(
+            lambda: self._offer(version), StoreUnavailable, f"the object store to take version {version}"
+        )
+        location, digest = self._place.location(version), manifest_sha256(path)
         try:
             announced = self._retry(
                 lambda: self._gateway.announce(version, location, digest, step), GatewayUnavailable, GATEWAY
@@ -226,12 +233,6 @@ class Publisher:
             self.reserve(version)  # a gateway or a Redis that lost its data knows no reservation
             self.publish(version, step, take)
 
-    def _location(self, version: int) -> str:
-        """Where rollout servers find a version: at the trainer's HTTP address, or on a shared disk."""
-        if self._publish_url is not None:
-            return f"{self._publish_url.rstrip('/')}/{version}"
-        return self._store.path_of(version).resolve().as_uri()
-
     def _write(self, version: int, step: int, write: WeightsWriter) -> Path:
         self._heartbeat.confirm()
         try:
@@ -240,18 +241,27 @@ class Publisher:
             self._metrics.disk_refused("publish")
             raise
 
+    def _offer(self, version: int) -> None:
+        self._heartbeat.confirm()
+        self._place.offer(version)
+
     def _prune(self, best: int | None) -> None:
         """Remove old versions. The gateway forgets each of them first, and refuses those that it needs."""
         try:
             for version in self._store.outdated(best):
                 if self._gateway.remove(version):
+                    self._place.withdraw(version)
                     self._store.remove(version)
             stored = set(self._store.versions())
             for policy in self._gateway.policies():
-                if policy.version not in stored and policy.location == self._location(policy.version):
-                    self._gateway.remove(policy.version)  # the disk has lost its files
+                lost = policy.version not in stored  # by the disk
+                ours = policy.location == self._place.location(policy.version)
+                if lost and ours and self._gateway.remove(policy.version):
+                    self._place.withdraw(policy.version)
         except GatewayUnavailable as error:
             logger.warning("old versions stay, because the gateway does not answer: %s", error)
+        except StoreUnavailable as error:
+            logger.warning("old versions stay, because they cannot be removed: %s", error)
 
     def _pushed(self, ask: Callable[[], Results]) -> Results:
         """Call `ask` until the gateway answers, and return its results. A push takes as long as its slowest

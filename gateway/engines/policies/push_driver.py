@@ -178,7 +178,7 @@ class PushDriver:
         """Have the server prepare and load the version."""
         order, began_at = attempts.order, time.monotonic()
         try:
-            async with self._sources.taken(lambda: self._peers(order), order.on_shared_disk) as peer:
+            async with self._sources.taken(lambda: self._peers(order), order.has_any_readers) as peer:
                 await self._note(attempts, "preparing")
                 await self._reloads.prepare(server, order, peer)
                 await self._note(attempts, "prepared")  # from now on, others may read from this server

@@ -63,10 +63,10 @@ class FetchSources:
         self._waiting: deque[tuple[asyncio.Future[str], Callable[[], Sequence[str]]]] = deque()
 
     @asynccontextmanager
-    async def taken(self, peers: Callable[[], Sequence[str]], shared: bool) -> AsyncIterator[str | None]:
+    async def taken(self, peers: Callable[[], Sequence[str]], any_readers: bool) -> AsyncIterator[str | None]:
         """Wait for a source, and have it while the block runs: the URL of one of the `peers`, or None for the
-        version's location. A peer comes before the location. A `shared` disk has any number of readers."""
-        if shared:
+        version's location. A peer comes before the location. With `any_readers`, the location takes all."""
+        if any_readers:
             yield None
             return
         given: asyncio.Future[str] = asyncio.get_running_loop().create_future()

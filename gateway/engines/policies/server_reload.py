@@ -44,9 +44,10 @@ class PushOrder:
         return self.record.version
 
     @property
-    def on_shared_disk(self) -> bool:
-        """Whether no server has to fetch the files over a network."""
-        return not (self.record.location or "").startswith("http")
+    def has_any_readers(self) -> bool:
+        """Whether all servers may read the files at once: from a shared disk, or an object store. An HTTP
+        server is one machine."""
+        return not (self.record.location or "").startswith(("http://", "https://"))
 
     @property
     def key(self) -> tuple[int, int]:

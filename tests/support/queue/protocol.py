@@ -29,6 +29,7 @@ from trainer_service.intake.intake import Intake
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.layout import Layout
 from trainer_service.publishing.gateway_client import GatewayClient
+from trainer_service.publishing.places import DiskPlace
 from trainer_service.publishing.publisher import Publisher
 from trainer_service.settings import TrainerSettings
 from trainer_service.status.heartbeat import Heartbeat
@@ -216,7 +217,9 @@ class System:
             policy=self.weights,  # type: ignore[arg-type]
             intake=Intake(stream, algorithm, Weights.vocab_size, heartbeat, metrics),
             checkpoints=checkpoints,
-            publisher=Publisher(store, gateway, stream, None, heartbeat, metrics, InlineExecutor()),
+            publisher=Publisher(
+                store, gateway, stream, DiskPlace(store), heartbeat, metrics, InlineExecutor()
+            ),
             metrics=metrics,
             shared_state=self.shared_state,
             heartbeat=heartbeat,

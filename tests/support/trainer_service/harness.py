@@ -21,6 +21,7 @@ from trainer_service.intake.intake import Intake
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.publishing.gateway_client import GatewayClient
+from trainer_service.publishing.places import place_of
 from trainer_service.publishing.publisher import Publisher
 from trainer_service.settings import TrainerSettings
 from trainer_service.sinks.chosen import chosen_sinks
@@ -265,7 +266,7 @@ class Harness:
                 self.store,
                 api,
                 self.stream,
-                self.settings.publish_url,
+                place_of(self.settings, self.store, lambda: self.shared_state.stopping),
                 heartbeat,
                 metrics,
                 self.executor,

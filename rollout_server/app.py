@@ -1,4 +1,5 @@
-"""The rollout server's HTTP routes: load a version, report the state, leave rotation and come back."""
+"""The rollout server's HTTP routes: load a version, report the state, leave rotation and come back, and give
+the engine's memory away."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,8 +10,10 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
 from rollout_queue.http.keys import Keyring
 from rollout_queue.http.probes import probes, text_of
+from rollout_queue.protocol.memory import MemoryReleased, MemoryResumed, ReleaseBody, ResumeBody
 from rollout_queue.protocol.reload import Aborted, ReloadBody, Reloaded, ReloadSeconds
 from rollout_queue.protocol.status import ServerStatus
+from rollout_server.engine.engine import ServerState
 from rollout_server.errors import ReloadError
 from rollout_server.server import RolloutServer
 from rollout_server.weights.policy import WantedPolicy
@@ -28,7 +31,8 @@ def create_app(server: RolloutServer, keyring: Keyring) -> FastAPI:
     install_error_handlers(app)
     app.add_exception_handler(ReloadError, _refused)
     app.include_router(probes(server.unready_because, text_of(server.metrics.registry)))
-    app.include_router(_operations(server), dependencies=[Depends(keyring.require_admin)])
+    for router in (_operations(server), _memory(server)):
+        app.include_router(router, dependencies=[Depends(keyring.require_admin)])
     return app
 
 
@@ -91,13 +95,36 @@ def _operations(server: RolloutServer) -> APIRouter:
     return router
 
 
+def _memory(server: RolloutServer) -> APIRouter:
+    router = APIRouter(tags=["memory"])
+
+    @router.post("/memory/release")
+    async def release_memory(body: ReleaseBody) -> JSONResponse:
+        """Give the engine's memory to a trainer. Calls wait meanwhile. If the memory is given away already,
+        `for_s` begins anew."""
+        renewed = await server.memory.release(body.holder, body.for_s)
+        return JSONResponse(
+            MemoryReleased(version=server.engine.policy.version, renewed=renewed).model_dump()
+        )
+
+    @router.post("/memory/resume")
+    async def resume_memory(body: ResumeBody) -> JSONResponse:
+        """Take the memory back, and sample with the version that it had, or with one that waits to be loaded.
+        Does nothing if the memory is not given away."""
+        await server.memory.resume(body.holder)
+        return JSONResponse(MemoryResumed(version=server.engine.policy.version).model_dump())
+
+    return router
+
+
 async def _status(server: RolloutServer) -> JSONResponse:
     running, waiting = await server.load_counts()
     engine = server.engine
     status = ServerStatus(
         id=server.name,
         process=server.process,
-        state=engine.state.value,
+        state="loading" if engine.state is ServerState.RELEASED else engine.state.value,
+        released=engine.withheld,
         version=engine.policy.version,
         manifest_sha256=engine.policy.manifest_sha256,
         engine_url=server.engine_url,

@@ -37,6 +37,12 @@ class RolloutMetrics:
             "weir_rollout_paused_seconds", "Time that generation stood still", registry=self.registry
         )
 
+        self._released_seconds = Counter(
+            "weir_rollout_released_seconds",
+            "Time that a trainer had the engine's memory",
+            registry=self.registry,
+        )
+
     @contextmanager
     def reload(self) -> Iterator[None]:
         """Counts one reload if it fails."""
@@ -49,6 +55,9 @@ class RolloutMetrics:
     def loaded(self, whole_s: float, paused_s: float) -> None:
         self._reload_seconds.observe(whole_s)
         self._paused_seconds.inc(paused_s)
+
+    def released(self, seconds: float) -> None:
+        self._released_seconds.inc(seconds)
 
     def _gauge(self, name: str, help_text: str, value: Callable[[], float]) -> None:
         Gauge(f"weir_rollout_{name}", help_text, registry=self.registry).set_function(value)

@@ -5,6 +5,9 @@ the checksum of what it loaded (*prove*).
 
 allowed? newer? ─▶ fetch ─▶ verify ─▶ pause ─▶ load ─▶ prove ─▶ resume ─▶ seconds
    400      409      503      422     └─ fails: kill the engine, boot the former version ─▶ 503
+
+While the trainer has the engine's memory (`memory.py`), a reload prepares its version, and waits. The engine
+takes its memory again with the version that waits.
 """
 
 import asyncio
@@ -18,7 +21,7 @@ from time import monotonic
 import msgspec
 
 from rollout_queue.contract.policies.policy import MANIFEST, Manifest
-from rollout_server.engine.control import EngineFailed
+from rollout_server.engine.control import KV_CACHE, WEIGHTS, EngineFailed
 from rollout_server.engine.engine import Engine
 from rollout_server.errors import (
     EngineUnavailable,
@@ -71,9 +74,12 @@ class Reloader:
         self._initial = engine.policy
         self.loading: int | None = None
         """The version that the engine loads now, from its pause to its resumption."""
-        self._swap = asyncio.Lock()
+        self.waits: LocalPolicy | None = None
+        """The newest version that is prepared, and waits for the engine's memory."""
+        self.swap = asyncio.Lock()
+        """Held while the engine loads a version, releases its memory, or takes it again."""
         self._fetch = asyncio.Lock()
-        """Separate from `_swap`: while a reload holds `_swap` and waits for an engine that restarts, the
+        """Separate from `swap`: while a reload holds `swap` and waits for an engine that restarts, the
         restart may have to fetch files."""
 
     async def reload(
@@ -84,11 +90,14 @@ class Reloader:
         With `instead_of`, nothing is loaded if an earlier reload has replaced that policy in the meantime.
         """
         place = self._place(wanted)
-        async with self._swap:
-            if instead_of is not None and self._engine.policy != instead_of:
-                return Seconds()
-            with self._metrics.reload():
-                return await self._reload(wanted, place, force)
+        with self._metrics.reload():
+            while True:
+                async with self.swap:
+                    if instead_of is not None and self._engine.policy != instead_of:
+                        return Seconds()
+                    if not self._engine.withheld:
+                        return await self._reload(wanted, place, force)
+                await self._wait_for_memory(wanted, force)
 
     async def prefetch(self, wanted: WantedPolicy) -> Seconds:
         """Fetch and verify the files of `wanted`, for a later reload. Raises ReloadError."""
@@ -110,12 +119,23 @@ class Reloader:
             with _as_reload_errors(wanted.version):
                 return await self._prepare(wanted, place, seconds)
 
+    async def _wait_for_memory(self, wanted: WantedPolicy, force: bool) -> None:
+        """Wait until the engine takes its memory again, with this version if it is to be served next."""
+        self._refuse_lower(wanted, force)
+        policy = await self.prepare(wanted)
+        if force or policy.version > self._engine.policy.version:
+            self.waits = policy
+        try:
+            await self._engine.until_memory()
+        finally:
+            if self.waits == policy:
+                self.waits = None
+
     async def _reload(
         self, wanted: WantedPolicy, place: FileLocation | HttpLocation | None, force: bool
     ) -> Seconds:
         served, seconds = self._engine.policy, Seconds()
-        if wanted.version < served.version and not force:
-            raise VersionRefused(f"version {wanted.version} is lower than {served.version}, which is served")
+        self._refuse_lower(wanted, force)
         if wanted.version == served.version and await self._is_same(wanted, place, served):
             await self._until_serving()
             return seconds
@@ -127,20 +147,35 @@ class Reloader:
             await self._load(policy, seconds)
         return seconds
 
+    def _refuse_lower(self, wanted: WantedPolicy, force: bool) -> None:
+        served = self._engine.policy
+        if wanted.version < served.version and not force:
+            raise VersionRefused(f"version {wanted.version} is lower than {served.version}, which is served")
+
+    async def reoccupy(self) -> None:
+        """Have an engine that has released its memory take it again, with the version that waits, or else
+        with the one that it had. The caller holds `swap`. Raises ReloadError; the engine then restarts."""
+        await self._load(self.waits or self._engine.policy, Seconds())
+
     async def _load(self, policy: LocalPolicy, seconds: Seconds) -> None:
-        former, client = self._engine.policy, self._engine.client
-        other = await asyncio.to_thread(
+        former, client, released = self._engine.policy, self._engine.client, self._engine.released
+        other = policy != former and await asyncio.to_thread(
             weights_differ, policy.directory, former.directory, float32_engine=self._float32_engine
         )
         self.loading = policy.version
         try:
             async with self._engine.swapping():
                 paused_at = monotonic()
-                await client.pause()
+                if released:  # it is paused, and its weights come back without their content
+                    await client.reoccupy(WEIGHTS)
+                else:
+                    await client.pause()
                 load_at = monotonic()
                 await client.load(str(policy.directory), policy.version)
                 await self._engine.prove(policy, differs_from=former if other else None)
                 seconds.load = monotonic() - load_at
+                if released:
+                    await client.reoccupy(KV_CACHE)
                 await client.resume()
                 seconds.paused = monotonic() - paused_at
                 self._engine.serve(policy)
@@ -156,6 +191,9 @@ class Reloader:
             self.loading = None
         whole_s = seconds.fetch + seconds.verify + seconds.load
         self._metrics.loaded(whole_s, seconds.paused)
+        if policy == former:
+            logger.info("version %d is loaded again: %.3f s", policy.version, seconds.paused)
+            return
         self._store.keep_only({policy.directory, former.directory})
         logger.info("version %d replaces %d: paused %.3f s", policy.version, former.version, seconds.paused)
 

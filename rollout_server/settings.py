@@ -57,6 +57,8 @@ class RolloutServerSettings(ServiceSettings):
     """Where the gateway reaches the engine; null means http://engine_host:engine_port. For 0.0.0.0 see
     `public_url`."""
     engine_device: Literal["auto", "cpu", "cuda"] = "auto"
+    memory: Literal["exclusive", "shared"] = "exclusive"
+    """shared: the engine gives the memory of its device to a trainer for each step (`memory.py`)."""
     engine_args: list[str] = []
     """Appended to SGLang's command line, so they override the arguments of this service."""
     engine_log: Path | None = None

@@ -57,7 +57,12 @@ def deploy(own_backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
     with ExitStack() as started:
 
         def deploy(
-            count: int, *, gateway: RunningGateway | None = None, locations: str = "", **settings: Any
+            count: int,
+            *,
+            gateway: RunningGateway | None = None,
+            locations: str = "",
+            memory: str = "exclusive",
+            **settings: Any,
         ) -> Deployment:
             if gateway is None:
                 gateway = started.enter_context(
@@ -76,6 +81,7 @@ def deploy(own_backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
                     "register_every_s": 0.5,
                     "weights_dir": tmp_path / "weights",
                     "policies_dir": tmp_path / "policies",
+                    "memory": memory,
                 } | ({"locations": f"{tmp_path},{locations}"} if locations else {})
                 made.servers.append(started.enter_context(running(tmp_path, given)))
             wait_until(lambda: ready(gateway) == count)

@@ -31,7 +31,13 @@ from trainer_service.model.reference import Reference
 from trainer_service.model.schedule import schedule_of
 from trainer_service.model.settings import ModelSettings
 from trainer_service.model.snapshot import SnapshotMemory, WeightSnapshot
-from trainer_service.model.zero import deepspeed_config, local_part, prepare_deepspeed
+from trainer_service.model.zero import (
+    deepspeed_config,
+    local_part,
+    offload_states,
+    prepare_deepspeed,
+    reload_states,
+)
 from trainer_service.rows.rows import MicroBatch, balanced_shares
 
 Value = TypeVar("Value")
@@ -74,7 +80,8 @@ class DeepSpeedPolicy:
         self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.value_clip = settings.critic.value_clip if settings.critic else None
         self._critic = Critic(deepspeed, self._load_base(), settings) if settings.critic else None
-        self._reference = Reference(self._load_base, self._engine.device, settings.reference_offload)
+        offload = settings.reference_offload or settings.memory == "shared"
+        self._reference = Reference(self._load_base, self._engine.device, offload)
 
     def _check_tensor_names(self, model: Any) -> None:
         """Raises SystemExit for a model whose weights have other names in memory than in its files."""
@@ -213,6 +220,18 @@ class DeepSpeedPolicy:
 
     def _write(self, path: Path | None) -> None:
         write_tensors(path, list(export_tensors(self.module)), self._published_dtypes)
+
+    def offload_states(self) -> None:
+        """Move weights and optimizer to host memory. `snapshot` and `save` work there, too."""
+        if self._critic is not None:
+            self._critic.offload_states()
+        offload_states(self._engine)
+
+    def reload_states(self) -> None:
+        """Move them back to the device, if they are in host memory."""
+        reload_states(self._engine)
+        if self._critic is not None:
+            self._critic.reload_states()
 
     def save(self, directory: Path, tag: str) -> None:
         """Write the trained weights, optimizer, schedule and the states of the random generators below

@@ -67,6 +67,14 @@ class CheckWeights(NamedTuple):
     """Compute whether every weight is finite."""
 
 
+class OffloadStates(NamedTuple):
+    """Move this rank's weights and optimizer to host memory."""
+
+
+class ReloadStates(NamedTuple):
+    """Move them back to the device."""
+
+
 class CheckGradient(NamedTuple):
     """Compute whether the gradient of these rows is finite."""
 
@@ -74,7 +82,17 @@ class CheckGradient(NamedTuple):
 
 
 Command = (
-    Train | Accumulate | DiscardGradients | Save | Load | TakeSnapshot | CheckWeights | CheckGradient | None
+    Train
+    | Accumulate
+    | DiscardGradients
+    | Save
+    | Load
+    | TakeSnapshot
+    | CheckWeights
+    | CheckGradient
+    | OffloadStates
+    | ReloadStates
+    | None
 )
 """None tells the other ranks to end."""
 
@@ -151,6 +169,16 @@ class DistributedPolicy:
         self._channel.send(TakeSnapshot())
         return self._policy.snapshot()
 
+    def offload_states(self) -> None:
+        """Move the weights and optimizers of all ranks to host memory."""
+        self._channel.send(OffloadStates())
+        self._policy.offload_states()
+
+    def reload_states(self) -> None:
+        """Move them back to the devices."""
+        self._channel.send(ReloadStates())
+        self._policy.reload_states()
+
     def gradient_is_finite(self, request: StepRequest) -> bool:
         """Whether the gradient of this step's loss is finite. Changes nothing."""
         self._channel.send(CheckGradient(request.for_other_ranks()))
@@ -187,6 +215,10 @@ def follow(policy: DeepSpeedPolicy) -> None:
                 policy.snapshot()
             case CheckWeights():
                 policy.weights_are_finite()
+            case OffloadStates():
+                policy.offload_states()
+            case ReloadStates():
+                policy.reload_states()
             case CheckGradient(request):
                 has_finite_gradient(policy, request)
     channel.close()

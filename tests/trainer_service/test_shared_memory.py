@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +14,7 @@ import httpx
 import pytest
 import torch
 from pydantic import ValidationError
+from redis import Redis
 
 from rollout_queue.memory import MemoryStream
 from tests.support.gateway.running import ADMIN_KEY
@@ -369,3 +373,45 @@ def test_a_rollout_server_that_is_killed_in_a_step_does_not_start_its_engine_bef
         harness.policy.step = restarting  # type: ignore[method-assign]
         harness.step("g0")
         wait_until(lambda: _status(rollout_server)["state"] == "ready")
+
+
+def test_a_trainer_process_loads_its_model_only_once_it_has_the_memory(
+    rollout_server: ServerProcess, model_path: Path, redis_url: str, tmp_path: Path
+) -> None:
+    """It is told to stop while it waits for a second server. The first one has its memory back at once."""
+    with Redis.from_url(redis_url) as redis:
+        redis.flushdb()
+    port, away = free_port(), free_port()
+    settings = {
+        "WEIR_REDIS_URL": redis_url,
+        "WEIR_MODEL_PATH": str(model_path),
+        "WEIR_ADMIN_KEYS": ADMIN_KEY,
+        "WEIR_TRAINER__CHECKPOINT_DIR": str(tmp_path / "checkpoints"),
+        "WEIR_TRAINER__PORT": str(port),
+        "WEIR_TRAINER__DEVICE": "cpu",
+        "WEIR_TRAINER__LEASE_S": "1",
+        "WEIR_TRAINER__MEMORY": "shared",
+        "WEIR_TRAINER__SHARED_WITH": f"{rollout_server.url},http://127.0.0.1:{away}",
+    }
+
+    def waits_for() -> str:
+        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        try:
+            status = httpx.get(f"http://127.0.0.1:{port}/status", headers=headers, timeout=10).json()
+        except httpx.TransportError:
+            return ""
+        return str(status["waiting_for"])
+
+    log = tmp_path / "trainer.log"
+    with log.open("wb") as output:
+        command = [sys.executable, "-m", "trainer_service"]
+        trainer = subprocess.Popen(command, cwd=tmp_path, env=os.environ | settings, stderr=output)
+    try:
+        wait_until(lambda: f"http://127.0.0.1:{away}" in waits_for() and "Connect" in waits_for())
+        assert _status(rollout_server)["released"]
+        trainer.terminate()
+        assert trainer.wait(60) == 0, log.read_text()
+        assert "stopped before the model was loaded" in log.read_text()
+    finally:
+        trainer.kill()
+    wait_until(lambda: _status(rollout_server)["state"] == "ready", 20.0)

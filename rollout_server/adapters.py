@@ -66,10 +66,10 @@ class NamedAdapters:
     def _forget_others(self) -> None:
         """Forget the adapters that are not wanted, and remove their files."""
         wanted = self._wanted or {}
-        for engine_name, policy in list(self._engine.adapters.items()):
+        for engine_name, policy in list(self._engine.adapters.loaded.items()):
             if policy.name is not None and (policy.name, policy.version) not in wanted:
-                del self._engine.adapters[engine_name]
-        self._store.keep_only_named({each.directory for each in self._engine.adapters.values()})
+                self._engine.adapters.forget(engine_name)
+        self._store.keep_only_named({each.directory for each in self._engine.adapters.loaded.values()})
 
     async def _settled(self, adapter: WantedAdapter, *, again: bool) -> LoadedAdapter:
         """Load one adapter, unless the engine has it."""
@@ -97,11 +97,11 @@ class NamedAdapters:
             raise EngineFailed("the engine does not run")
         if self._engine.policy.weights != policy.base:
             raise AdapterRefused("the engine serves other weights than those that the adapter belongs to")
-        await self._engine.load_adapter(policy)
-        await self._engine.prove_adapter(policy)
+        await self._engine.adapters.load(policy)
+        await self._engine.adapters.prove(policy)
 
     def _has(self, adapter: WantedAdapter) -> bool:
-        return any(_is(policy, adapter) for policy in self._engine.adapters.values())
+        return any(_is(policy, adapter) for policy in self._engine.adapters.loaded.values())
 
 
 def _is(policy: LocalPolicy, adapter: WantedAdapter) -> bool:

@@ -1,4 +1,5 @@
-"""The rollout server's HTTP routes: load a version, report the state, leave rotation and come back."""
+"""The rollout server's HTTP routes: load a version, report the state, leave rotation and come back, and give
+the engine's memory away."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,9 +11,11 @@ from rollout_queue.http.errors import ApiError, RequestIds, install_error_handle
 from rollout_queue.http.keys import Keyring
 from rollout_queue.http.probes import probes, text_of
 from rollout_queue.protocol.adapters import AdapterShape, LoadedAdapters, WantedAdapters
+from rollout_queue.protocol.memory import MemoryReleased, MemoryResumed, ReleaseBody, ResumeBody
 from rollout_queue.protocol.reload import Aborted, ReloadBody, Reloaded, ReloadSeconds
 from rollout_queue.protocol.status import ServerStatus
 from rollout_server.engine.engine import Engine
+from rollout_server.engine.state import ServerState
 from rollout_server.errors import ReloadError
 from rollout_server.server import RolloutServer
 from rollout_server.weights.policy import WantedPolicy
@@ -30,7 +33,7 @@ def create_app(server: RolloutServer, keyring: Keyring) -> FastAPI:
     install_error_handlers(app)
     app.add_exception_handler(ReloadError, _refused)
     app.include_router(probes(server.unready_because, text_of(server.metrics.registry)))
-    for router in (_reloading(server), _adapters(server), _rotation(server)):
+    for router in (_reloading(server), _adapters(server), _memory(server), _rotation(server)):
         app.include_router(router, dependencies=[Depends(keyring.require_admin)], tags=["rollout server"])
     return app
 
@@ -117,13 +120,36 @@ def _rotation(server: RolloutServer) -> APIRouter:
     return router
 
 
+def _memory(server: RolloutServer) -> APIRouter:
+    router = APIRouter(tags=["memory"])
+
+    @router.post("/memory/release")
+    async def release_memory(body: ReleaseBody) -> JSONResponse:
+        """Give the engine's memory to a trainer. Calls wait meanwhile. If the memory is given away already,
+        `for_s` begins anew."""
+        renewed = await server.memory.release(body.holder, body.for_s)
+        return JSONResponse(
+            MemoryReleased(version=server.engine.policy.version, renewed=renewed).model_dump()
+        )
+
+    @router.post("/memory/resume")
+    async def resume_memory(body: ResumeBody) -> JSONResponse:
+        """Take the memory back, and sample with the version that it had, or with one that waits to be loaded.
+        Does nothing if the memory is not given away."""
+        await server.memory.resume(body.holder)
+        return JSONResponse(MemoryResumed(version=server.engine.policy.version).model_dump())
+
+    return router
+
+
 async def _status(server: RolloutServer) -> JSONResponse:
     running, waiting = await server.load_counts()
     engine = server.engine
     status = ServerStatus(
         id=server.name,
         process=server.process,
-        state=engine.state.value,
+        state="loading" if engine.state is ServerState.RELEASED else engine.state.value,
+        released=engine.withheld,
         version=engine.policy.version,
         manifest_sha256=engine.policy.manifest_sha256,
         adapters=_shapes(engine),
@@ -138,7 +164,7 @@ async def _status(server: RolloutServer) -> JSONResponse:
 def _shapes(engine: Engine) -> tuple[AdapterShape, ...]:
     adapters = [
         AdapterShape(version=each.version, name=name, policy=each.name)
-        for name, each in engine.adapters.items()
+        for name, each in engine.adapters.loaded.items()
     ]
     if not adapters:
         return ()

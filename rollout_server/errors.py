@@ -5,6 +5,7 @@ ReloadError
 ├─ VersionRefused       409  the version is lower than the one served, or the same with other content
 ├─ PushReplaced         409  the gateway has begun a newer push since
 ├─ ReloadAborted        409  the gateway has ended this reload
+├─ MemoryRefused        409  the memory is not shared, or another trainer has it
 ├─ WeightsRefused       422  the files are not a sound set of weights for this model
 ├─ WeightsUnavailable   503  the files cannot be fetched or read now
 └─ EngineUnavailable    503  the engine is not ready, or did not load the version
@@ -50,6 +51,13 @@ class ReloadAborted(ReloadError):
 
     status = 409
     code = "reload_aborted"
+
+
+class MemoryRefused(ReloadError):
+    """The engine's memory is not shared, or another trainer has it."""
+
+    status = 409
+    code = "memory_refused"
 
 
 class WeightsRefused(ReloadError):

@@ -6,7 +6,8 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from rollout_server.engine.engine import Engine, ServerState
+from rollout_server.engine.engine import Engine
+from rollout_server.engine.state import ServerState
 from rollout_server.errors import ReloadError
 
 RELOAD_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
@@ -37,6 +38,12 @@ class RolloutMetrics:
             "weir_rollout_paused_seconds", "Time that generation stood still", registry=self.registry
         )
 
+        self._released_seconds = Counter(
+            "weir_rollout_released_seconds",
+            "Time that a trainer had the engine's memory",
+            registry=self.registry,
+        )
+
     @contextmanager
     def reload(self) -> Iterator[None]:
         """Counts one reload if it fails."""
@@ -49,6 +56,9 @@ class RolloutMetrics:
     def loaded(self, whole_s: float, paused_s: float) -> None:
         self._reload_seconds.observe(whole_s)
         self._paused_seconds.inc(paused_s)
+
+    def released(self, seconds: float) -> None:
+        self._released_seconds.inc(seconds)
 
     def _gauge(self, name: str, help_text: str, value: Callable[[], float]) -> None:
         Gauge(f"weir_rollout_{name}", help_text, registry=self.registry).set_function(value)

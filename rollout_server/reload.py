@@ -5,6 +5,9 @@ the checksum of what it loaded (*prove*).
 
 allowed? newer? ─▶ fetch ─▶ verify ─▶ pause ─▶ load ─▶ prove ─▶ resume ─▶ seconds
    400      409      503      422     └─ fails: kill the engine, boot the former version ─▶ 503
+
+While the trainer has the engine's memory (`memory.py`), a reload prepares its version, and waits. The engine
+takes its memory again with the version that waits.
 """
 
 import asyncio
@@ -15,10 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 
-import msgspec
-
 from rollout_queue.contract.policies.policy import ADAPTER_CONFIG, MANIFEST, Manifest
-from rollout_server.engine.control import AdapterRefused, EngineFailed
+from rollout_server.engine.control import EngineFailed
 from rollout_server.engine.engine import Engine
 from rollout_server.errors import (
     EngineUnavailable,
@@ -27,26 +28,18 @@ from rollout_server.errors import (
     WeightsRefused,
     WeightsUnavailable,
 )
+from rollout_server.loading import EngineLoader, Seconds
 from rollout_server.metrics import RolloutMetrics
 from rollout_server.settings import RolloutServerSettings
 from rollout_server.weights.fetch import Fetcher
 from rollout_server.weights.file_check import CheckedFile
 from rollout_server.weights.locations import FileLocation, HttpLocation, Location, parse_location
 from rollout_server.weights.policy import LocalPolicy, WantedPolicy
-from rollout_server.weights.safetensors_file import BrokenWeights, weights_differ
+from rollout_server.weights.safetensors_file import BrokenWeights
 from rollout_server.weights.store import WeightsStore, manifest_digest
 from rollout_server.weights.verify import read_manifest
 
 logger = logging.getLogger(__name__)
-
-
-class Seconds(msgspec.Struct):
-    """How long the parts of a reload took."""
-
-    fetch: float = 0.0
-    verify: float = 0.0
-    load: float = 0.0
-    paused: float = 0.0
 
 
 class Reloader:
@@ -67,14 +60,20 @@ class Reloader:
         self._store = store
         self._fetcher = fetcher
         self._metrics = metrics
-        self._float32_engine = float32_engine
+        self._loader = EngineLoader(settings, engine, store, metrics, float32_engine=float32_engine)
         self._initial = engine.policy
-        self.loading: int | None = None
-        """The version that the engine loads now, from its pause to its resumption."""
-        self._swap = asyncio.Lock()
+        self.waits: LocalPolicy | None = None
+        """The newest version that is prepared, and waits for the engine's memory."""
+        self.swap = asyncio.Lock()
+        """Held while the engine loads a version, releases its memory, or takes it again."""
         self._fetch = asyncio.Lock()
-        """Separate from `_swap`: while a reload holds `_swap` and waits for an engine that restarts, the
+        """Separate from `swap`: while a reload holds `swap` and waits for an engine that restarts, the
         restart may have to fetch files."""
+
+    @property
+    def loading(self) -> int | None:
+        """The version that the engine loads now."""
+        return self._loader.loading
 
     async def reload(
         self, wanted: WantedPolicy, *, force: bool = False, instead_of: LocalPolicy | None = None
@@ -84,11 +83,14 @@ class Reloader:
         With `instead_of`, nothing is loaded if an earlier reload has replaced that policy in the meantime.
         """
         place = self._place(wanted)
-        async with self._swap:
-            if instead_of is not None and self._engine.policy != instead_of:
-                return Seconds()
-            with self._metrics.reload():
-                return await self._reload(wanted, place, force)
+        with self._metrics.reload():
+            while True:
+                async with self.swap:
+                    if instead_of is not None and self._engine.policy != instead_of:
+                        return Seconds()
+                    if not self._engine.withheld:
+                        return await self._reload(wanted, place, force)
+                await self._wait_for_memory(wanted, force)
 
     async def prefetch(self, wanted: WantedPolicy) -> Seconds:
         """Fetch and verify the files of `wanted`, for a later reload. Raises ReloadError."""
@@ -110,10 +112,21 @@ class Reloader:
             with _as_reload_errors(wanted.version):
                 return await self._prepare(wanted, place, seconds)
 
+    async def _wait_for_memory(self, wanted: WantedPolicy, force: bool) -> None:
+        """Wait until the engine takes its memory again, with this version if it is to be served next."""
+        self._refuse_lower(wanted, force)
+        policy = await self.prepare(wanted)
+        if force or policy.version > self._engine.policy.version:
+            self.waits = policy
+        try:
+            await self._engine.until_memory()
+        finally:
+            if self.waits == policy:
+                self.waits = None
+
     async def _reload(self, wanted: WantedPolicy, place: Location | None, force: bool) -> Seconds:
         served, seconds = self._engine.policy, Seconds()
-        if wanted.version < served.version and not force:
-            raise VersionRefused(f"version {wanted.version} is lower than {served.version}, which is served")
+        self._refuse_lower(wanted, force)
         if wanted.version == served.version and await self._is_same(wanted, place, served):
             await self._until_serving()
             return seconds
@@ -122,70 +135,18 @@ class Reloader:
         policy = await self.prepare(wanted, seconds)
         await self._until_serving()
         if self._engine.policy != policy:  # an engine that was dead may have booted into it
-            await self._load(policy, seconds)
+            await self._loader.load(policy, seconds)
         return seconds
 
-    async def _load(self, policy: LocalPolicy, seconds: Seconds) -> None:
-        former = self._engine.policy
-        self.loading = policy.version
-        try:
-            if policy.weights == former.weights:
-                await self._load_adapter(policy, seconds)
-            else:
-                await self._swap_weights(policy, seconds)
-        except AdapterRefused as error:
-            raise WeightsRefused(f"version {policy.version}: {error}") from error
-        except EngineFailed as error:
-            logger.error(
-                "version %d was not loaded: %s; the engine starts again with version %d",
-                policy.version,
-                error,
-                former.version,
-            )
-            raise EngineUnavailable(f"version {policy.version} was not loaded: {error}") from error
-        finally:
-            self.loading = None
-        whole_s = seconds.fetch + seconds.verify + seconds.load
-        self._metrics.loaded(whole_s, seconds.paused)
-        self._store.keep_only({policy.directory, former.directory, *self._adapters_to_keep()})
-        logger.info("version %d replaces %d: paused %.3f s", policy.version, former.version, seconds.paused)
+    def _refuse_lower(self, wanted: WantedPolicy, force: bool) -> None:
+        served = self._engine.policy
+        if wanted.version < served.version and not force:
+            raise VersionRefused(f"version {wanted.version} is lower than {served.version}, which is served")
 
-    async def _load_adapter(self, policy: LocalPolicy, seconds: Seconds) -> None:
-        """Serve an adapter, or its base without one. Nothing pauses: what runs goes on as it began."""
-        load_at = monotonic()
-        await self._engine.prove_version(policy.weights)
-        await self._engine.load_adapter(policy)
-        await self._engine.prove_adapter(policy)
-        seconds.load = monotonic() - load_at
-        self._engine.serve(policy)
-
-    async def _swap_weights(self, policy: LocalPolicy, seconds: Seconds) -> None:
-        weights, former, client = policy.weights, self._engine.policy.weights, self._engine.client
-        other = await asyncio.to_thread(
-            weights_differ, weights.directory, former.directory, float32_engine=self._float32_engine
-        )
-        async with self._engine.swapping():
-            paused_at = monotonic()
-            # A request that goes on with an adapter, over other weights, would be of neither version.
-            await client.pause(abort=bool(self._engine.adapters))
-            load_at = monotonic()
-            await client.load(str(weights.directory), weights.version)
-            await self._engine.prove(weights, differs_from=former if other else None)
-            await self._engine.load_adapter(policy)
-            seconds.load = monotonic() - load_at
-            await client.resume()
-            seconds.paused = monotonic() - paused_at
-            await self._engine.prove_adapter(policy)
-            self._engine.serve(policy)
-
-    def _adapters_to_keep(self) -> list[Path]:
-        """The directories of the last adapters: the engine reads one again that it has dropped, and calls may
-        name it."""
-        lora, adapters = self._settings.lora, self._engine.adapters
-        own = [engine_name for engine_name, each in adapters.items() if each.name is None]
-        for engine_name in own[: -lora.max_loaded if lora else None]:
-            del adapters[engine_name]
-        return [each.directory for each in adapters.values()]
+    async def reoccupy(self) -> None:
+        """Have an engine that has released its memory take it again, with the version that waits, or else
+        with the one that it had. The caller holds `swap`. Raises ReloadError; the engine then restarts."""
+        await self._loader.load(self.waits or self._engine.policy, Seconds())
 
     async def _is_same(self, wanted: WantedPolicy, place: Location | None, served: LocalPolicy) -> bool:
         if place is None or served.manifest_sha256 is None:

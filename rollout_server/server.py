@@ -1,7 +1,8 @@
 """One rollout server: it owns the engine, the weights on disk, and the registration with the gateway.
 
 gateway ◀─▶ registration ─┐
-POST /reload ─▶ reloader ─┴─▶ engine ─▶ SGLang
+POST /reload ─▶ reloader ─┼─▶ engine ─▶ SGLang
+POST /memory/… ─▶ memory ─┘
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from rollout_server.engine.control import EngineControl, EngineFailed
 from rollout_server.engine.engine import Engine, StartProcess
 from rollout_server.engine.process import EngineProcess, port_in_use
 from rollout_server.errors import ReloadError
+from rollout_server.memory import EngineMemory
 from rollout_server.metrics import RolloutMetrics
 from rollout_server.registration import RegistrationClient
 from rollout_server.reload import Reloader
@@ -69,6 +71,7 @@ class RolloutServer:
         self.reloader = Reloader(
             settings, self.engine, self.store, fetcher, self.metrics, float32_engine=float32_engine
         )
+        self.memory = EngineMemory(settings, self.engine, self.reloader, self.metrics)
         self.reloads = ReloadRequests(lambda: self.reloader.loading)
         self.adapters = NamedAdapters(self.engine, self.reloader, self.store)
         self.process = new_id()
@@ -82,6 +85,7 @@ class RolloutServer:
             asyncio.create_task(self.engine.run(self._choose), name="engine"),
             asyncio.create_task(self._keep_registered(), name="registration"),
             asyncio.create_task(self.adapters.keep(), name="adapters"),
+            asyncio.create_task(self.memory.keep_time(), name="memory"),
         ]
         for task in self._tasks:
             task.add_done_callback(_report)
@@ -125,6 +129,8 @@ class RolloutServer:
             return None
         if engine.serving and engine.state == "loading":
             return f"the gateway serves version {engine.awaited_version}, this server {engine.policy.version}"
+        if engine.withheld:
+            return "the trainer has the engine's memory"
         return f"the engine is {engine.state}"
 
     async def _choose(self, last: LocalPolicy) -> LocalPolicy:

@@ -87,6 +87,8 @@ class RolloutServerSettings(ServiceSettings):
     """Where the gateway reaches the engine; null means http://engine_host:engine_port. For 0.0.0.0 see
     `public_url`."""
     engine_device: Literal["auto", "cpu", "cuda"] = "auto"
+    memory: Literal["exclusive", "shared"] = "exclusive"
+    """shared: the engine gives the memory of its device to a trainer for each step (`memory.py`)."""
     engine_args: list[str] = []
     """Appended to SGLang's command line, so they override the arguments of this service."""
     engine_log: Path | None = None
@@ -113,6 +115,12 @@ class RolloutServerSettings(ServiceSettings):
     """The pause before the second start; it doubles with each further one, up to 30 s."""
     drain_timeout_s: float = 30.0
     stop_timeout_s: float = 10.0
+
+    @model_validator(mode="after")
+    def _adapters_keep_their_memory(self) -> "RolloutServerSettings":
+        if self.lora is not None and self.memory == "shared":
+            raise ValueError("rollout_server.lora: adapters in the engine are lost with memory shared")
+        return self
 
     @field_validator("public_url", "gateway_url", "trainer_url", "engine_public_url")
     @classmethod

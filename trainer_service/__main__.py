@@ -7,8 +7,8 @@ import argparse
 import logging
 import os
 import signal
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import FrameType
 
@@ -33,9 +33,10 @@ from trainer_service.publishing.places import place_of
 from trainer_service.publishing.publisher import Publisher
 from trainer_service.settings import TrainerSettings
 from trainer_service.sinks.chosen import chosen_sinks
-from trainer_service.status.heartbeat import Heartbeat
+from trainer_service.status.heartbeat import Heartbeat, Stopped
 from trainer_service.status.lease_holder import keep_lease
 from trainer_service.status.shared_state import SharedState
+from trainer_service.step.device_memory import DeviceMemory, RolloutMemory
 from trainer_service.step.ranks import DistributedPolicy, follow, own_rank
 from trainer_service.step.teacher import TeacherClient
 from trainer_service.storage.checkpoint import Checkpoints
@@ -78,6 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         serve(settings, keyring, shared_state)
     except LeaseLost as error:
         raise SystemExit(str(error)) from error
+    except Stopped:
+        logger.info("stopped before the model was loaded")
 
 
 def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState) -> None:
@@ -106,32 +109,46 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
             if not held:
                 return
             metrics = TrainerMetrics(registry, chosen_sinks(settings))
-            policy = DistributedPolicy(DeepSpeedPolicy(settings), settings.policies_dir)
             stream = _open_stream(redis, lease, shared_state, settings.retry_s)
             if stream is None:
-                policy.close()
                 return
             shared_state.snapshot = replace(shared_state.snapshot, url=own_url(settings))
             heartbeat = Heartbeat(stream, shared_state, settings.retry_s)
-            gateway = GatewayClient(client, settings.push_timeout_s)
-            place = place_of(settings, store, lambda: shared_state.stopping)
-            teacher = TeacherClient(settings.teacher) if settings.teacher else None
-            Trainer(
-                settings=settings,
-                policy=policy,
-                intake=Intake(stream, settings.algorithm, policy.vocab_size, heartbeat, metrics),
-                checkpoints=checkpoints,
-                publisher=Publisher(store, gateway, stream, place, heartbeat, metrics),
-                metrics=metrics,
-                shared_state=shared_state,
-                heartbeat=heartbeat,
-                teacher=teacher,
-            ).run()
+            with device_memory(settings, headers, heartbeat) as memory:
+                policy = DistributedPolicy(DeepSpeedPolicy(settings), settings.policies_dir)
+                place = place_of(settings, store, lambda: shared_state.stopping)
+                gateway = GatewayClient(client, settings.push_timeout_s)
+                teacher = TeacherClient(settings.teacher) if settings.teacher else None
+                Trainer(
+                    settings=settings,
+                    policy=policy,
+                    intake=Intake(stream, settings.algorithm, policy.vocab_size, heartbeat, metrics),
+                    checkpoints=checkpoints,
+                    publisher=Publisher(store, gateway, stream, place, heartbeat, metrics),
+                    metrics=metrics,
+                    shared_state=shared_state,
+                    heartbeat=heartbeat,
+                    teacher=teacher,
+                    memory=memory,
+                ).run()
             if teacher is not None:
                 teacher.close()
             policy.close()  # not after an exception: ranks that wait in a collective receive no command
             metrics.close()
     logger.info("ended")
+
+
+@contextmanager
+def device_memory(
+    settings: TrainerSettings, headers: dict[str, str], heartbeat: Heartbeat
+) -> Iterator[DeviceMemory]:
+    """The memory of the device, taken from the engines so that the model can be loaded. May raise Stopped."""
+    with (
+        httpx.Client(headers=headers, trust_env=False) as client,  # the engines are on this machine
+        DeviceMemory([RolloutMemory(client, url) for url in settings.shared_with], heartbeat) as memory,
+    ):
+        memory.take()
+        yield memory
 
 
 def own_url(settings: TrainerSettings) -> str:

@@ -109,6 +109,8 @@ class TrainerSettings(ServiceSettings, ModelSettings):
     adapter (`lora`). If no rollout server takes it (`rollout_server.lora`), later versions are whole."""
     anchor_every: int = Field(10, ge=2)
     """With `delta`, every so many versions one is published without changes."""
+    shared_with: CommaSeparated = []
+    """With `memory: shared`, the rollout servers whose engines use the trainer's device: http://host:port."""
     initial_version: int = Field(0, ge=0)
     """The version number of the weights in `model_path`."""
     push_timeout_s: float = Field(600.0, gt=0)
@@ -146,6 +148,16 @@ class TrainerSettings(ServiceSettings, ModelSettings):
     def _published_adapters_are_trained(self) -> "TrainerSettings":
         if self.transport == "adapter" and self.lora is None:
             raise ValueError("trainer.transport: adapter needs trainer.lora; {} is enough")
+        return self
+
+    @model_validator(mode="after")
+    def _shared_memory_has_engines(self) -> "TrainerSettings":
+        if (self.memory == "shared") != bool(self.shared_with):
+            raise ValueError(
+                "trainer.shared_with: give the URL of each rollout server on the trainer's device"
+                if self.memory == "shared"
+                else "trainer.shared_with: needs trainer.memory shared"
+            )
         return self
 
     @model_validator(mode="after")

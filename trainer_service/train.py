@@ -31,6 +31,7 @@ from trainer_service.status.heartbeat import Heartbeat, Stopped
 from trainer_service.status.shared_state import Phase, SharedState
 from trainer_service.status.step_report import report_step
 from trainer_service.status.stopwatch import Stopwatch
+from trainer_service.step.device_memory import DeviceMemory
 from trainer_service.step.group_trainer import Diverged, GroupTrainer, NotFinite
 from trainer_service.step.ranks import DistributedPolicy
 from trainer_service.step.teacher import TeacherClient
@@ -48,7 +49,8 @@ class Trainer:
 
     `policy` is the model on all ranks, driven by rank 0. `heartbeat` reports the trainer to Redis, and
     confirms the lease: only one trainer at a time trains. `hold` pauses the training if a guard finds a bad
-    figure. `teacher` scores the sampled tokens with a better model.
+    figure. `teacher` scores the sampled tokens with a better model. `memory` is the device's; engines may use
+    it between steps.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Trainer:
         shared_state: SharedState,
         heartbeat: Heartbeat,
         teacher: TeacherClient | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
         disk = DiskRetry(heartbeat, metrics, "waiting", "checkpoint")
         self._settings = settings
@@ -70,6 +73,7 @@ class Trainer:
         self._cycle = CheckpointCycle(checkpoints, policy, heartbeat, disk)
         self._numbers = VersionNumbers(VersionFile(settings.checkpoint_dir), publisher, disk)
         self.hold = Hold(settings, publisher, intake.rewards.by_version, disk, shared_state, metrics)
+        self._memory = memory or DeviceMemory((), heartbeat)
         self._groups = GroupTrainer(policy, settings.algorithm, heartbeat, teacher)
         self._stopwatch = Stopwatch()
         self._publishes_adapters = settings.transport == "adapter"
@@ -90,10 +94,12 @@ class Trainer:
         finally:
             self._shared_state.stop()  # a publication that waits for the disk or the gateway ends
             self.publisher.close()
+            self._memory.close()
 
     def start(self) -> None:
         """Continue from the last checkpoint, and read the entries again that are not acknowledged."""
-        state = self._cycle.restore() or RunState(version=self._settings.initial_version)
+        with self._memory.held(self._policy):
+            state = self._cycle.restore() or RunState(version=self._settings.initial_version)
         self.step, self.version = state.step, state.version
         self._groups.resume(state.baselines)
         self._metrics.resume(self.step)
@@ -145,8 +151,11 @@ class Trainer:
 
     def _learn_early(self, groups: Sequence[ScreenedGroup], algorithm: AlgorithmSettings) -> None:
         """While the step waits for more groups, learn from those that are here: the early groups. A pass over
-        them begins once they fill a micro-batch for each rank."""
-        if early_pass := self._groups.early_pass(groups, self.version, algorithm):
+        them begins once they fill a micro-batch for each rank. If engines use the device, there is none: they
+        sample the groups that the step waits for."""
+        if not self._memory.shared and (
+            early_pass := self._groups.early_pass(groups, self.version, algorithm)
+        ):
             with self._stopwatch.timed("train"):
                 self._report("training")
                 early_pass()
@@ -162,7 +171,7 @@ class Trainer:
             return None
         # Before the step, because nothing may fail between new weights and their number.
         version = self._numbers.reserve_after(self.version)
-        with self._stopwatch.timed("train"):
+        with self._memory.held(self._policy), self._stopwatch.timed("train"):
             self._report("training")
             values = self._groups.step(scored, self.version, algorithm)
         if isinstance(values, NotFinite):

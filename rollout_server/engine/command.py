@@ -91,6 +91,8 @@ def _cpu(settings: RolloutServerSettings) -> list[str]:
 
 def _cuda(settings: RolloutServerSettings) -> list[str]:
     arguments = ["--device", "cuda", "--dtype", engine_dtype(settings, "cuda"), "--enable-metrics"]
+    if settings.memory == "shared":
+        arguments.append("--enable-memory-saver")  # needs CUDA; elsewhere, a release frees nothing
     if settings.max_total_tokens is not None:
         arguments += ["--max-total-tokens", str(settings.max_total_tokens)]
     if settings.max_running_requests is not None:

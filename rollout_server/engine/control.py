@@ -1,10 +1,15 @@
-"""The control calls to one SGLang server: version, checksum, pause, load, resume, adapters. Every answer is
-checked."""
+"""The control calls to one SGLang server: version, checksum, pause, load, resume, adapters, memory.
+
+Every answer is checked.
+"""
 
 import math
 from typing import Any
 
 import httpx
+
+KV_CACHE, WEIGHTS = "kv_cache", "weights"
+"""The parts of the memory that an engine releases."""
 
 
 class EngineFailed(Exception):
@@ -83,6 +88,23 @@ class EngineControl:
         if not sampled or not math.isfinite(sampled[0][0]):
             raise EngineFailed(f"the adapter {name} gives no log-probability: {answer}"[:500])
 
+    async def flush(self) -> bool:
+        """Empty the cache. Returns whether the engine was idle: requests in the queue of a paused engine do
+        not count."""
+        try:
+            response = await self._client.post("/flush_cache", timeout=self._control_timeout_s)
+        except httpx.HTTPError as error:
+            raise EngineFailed(f"/flush_cache: {error!r}") from error
+        return response.status_code == httpx.codes.OK
+
+    async def release(self, tag: str) -> None:
+        """Free a part of the engine's memory. Its content is lost. SGLang dies if a request runs."""
+        await self._call("POST", "/release_memory_occupation", {"tags": [tag]}, self._load_timeout_s)
+
+    async def reoccupy(self, tag: str) -> None:
+        """Take a part of the memory again that was released. SGLang dies if it was not released."""
+        await self._call("POST", "/resume_memory_occupation", {"tags": [tag]}, self._load_timeout_s)
+
     async def load_counts(self) -> tuple[int, int]:
         """How many requests run, and how many wait."""
         loads = (await self._call("GET", "/v1/loads", timeout_s=2.0)).get("loads") or []
@@ -109,6 +131,6 @@ class EngineControl:
             answer = response.json()
         except (httpx.HTTPError, ValueError) as error:
             raise EngineFailed(f"{path}: {error!r}") from error
-        if response.status_code not in expected or not isinstance(answer, dict):
+        if response.status_code not in expected or not isinstance(answer, dict | None):
             raise EngineFailed(f"{path} answers {response.status_code}: {response.text[:500]}")
-        return answer
+        return answer or {}  # a release of memory is answered with null

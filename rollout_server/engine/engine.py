@@ -4,37 +4,32 @@ choose policy ─▶ start ─▶ ready? ─▶ prove ─▶ serve … dies ─�
       └────────────────────────────────────────────────────────────────────────────────────┘
 
 To *prove* a policy is to ask the engine for the version and the checksum of its weights, and to check both.
+
+ready ─ withhold ─▶ paused, idle, memory released ─ load, prove (`memory.py`) ─▶ ready
+While its memory is *withheld*, an engine that dies does not start.
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from enum import StrEnum
 from time import monotonic
 from typing import Protocol
 
-from rollout_server.engine.control import EngineControl, EngineFailed
+from rollout_server.engine.adapters import EngineAdapters
+from rollout_server.engine.control import KV_CACHE, WEIGHTS, EngineControl, EngineFailed
+from rollout_server.engine.state import ServerState
 from rollout_server.settings import RolloutServerSettings
 from rollout_server.weights.policy import LocalPolicy
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
+IDLE_POLL_S = 0.1
 WATCH_S = 5.0
 POLLED_WITHIN_S = 1.0
 """The longest time between two polls of `/status` by one gateway."""
 MAX_BACKOFF_S = 30.0
-
-
-class ServerState(StrEnum):
-    """The state of a rollout server, as `/status` gives it."""
-
-    STARTING = "starting"
-    LOADING = "loading"
-    READY = "ready"
-    DRAINING = "draining"
-    DEAD = "dead"
 
 
 class ProcessHandle(Protocol):
@@ -77,13 +72,14 @@ class Engine:
         self._changed = asyncio.Condition()
         self._process: ProcessHandle | None = None
         self._checksums: dict[LocalPolicy, str] = {}
-        self.adapters: dict[str, LocalPolicy] = {}
-        """The adapters that can be called, by their names in the engine, in the order of their loading."""
+        self.adapters = EngineAdapters(client)
         self._closing = False
+        self.withheld = False
+        """Whether another process has the device's memory: the engine has released it, or may not start."""
 
     @property
     def state(self) -> ServerState:
-        if self._phase not in (ServerState.READY, ServerState.LOADING):
+        if self._phase not in (ServerState.READY, ServerState.LOADING, ServerState.RELEASED):
             return self._phase
         if self.draining or self._closing:
             return ServerState.DRAINING
@@ -94,10 +90,16 @@ class Engine:
         """Whether the engine runs with `policy`, also while the server drains."""
         return self._phase is ServerState.READY
 
+    @property
+    def released(self) -> bool:
+        """Whether the engine runs without its memory."""
+        return self._phase is ServerState.RELEASED
+
     async def run(self, choose: ChoosePolicy) -> None:
         """Keep an engine running until `close`."""
         backoff_s = self._settings.restart_backoff_s
         while not self._closing:
+            await self.until_memory()
             await self._become(ServerState.STARTING)
             self.policy = await choose(self.policy)
             ready_at = None
@@ -129,15 +131,46 @@ class Engine:
                 f"the engine is {self._phase} and did not come up in {timeout_s:.0f} s"
             ) from error
 
+    async def until_memory(self) -> None:
+        """Wait while the memory is withheld."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self.withheld)
+
+    async def withhold(self) -> None:
+        """Free the device's memory, until `give_back`: the engine pauses, waits until it is idle, and
+        releases KV cache and weights. Its requests stay queued. An engine that starts or fails is killed."""
+        self.withheld = True
+        if self.serving:
+            try:
+                async with self.swapping(ServerState.RELEASED):
+                    await self._pause_idle()
+                    for tag in (KV_CACHE, WEIGHTS):
+                        await self.client.release(tag)
+            except EngineFailed as error:
+                logger.error("the engine did not release its memory, and was killed: %s", error)
+        elif self._process is not None and not self.released:
+            await self._process.kill()
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.released or self._process is None)
+
+    async def give_back(self) -> None:
+        """The memory is the engine's again: an engine that is dead, or that has not taken it, starts."""
+        if self.released and self._process is not None:
+            await self._process.kill()
+        async with self._changed:
+            self.withheld = False
+            self._changed.notify_all()
+
     @asynccontextmanager
-    async def swapping(self) -> AsyncIterator[None]:
-        """Take the server out of rotation while the block loads other weights.
+    async def swapping(self, then: ServerState = ServerState.READY) -> AsyncIterator[None]:
+        """Take the server out of rotation while the block loads other weights. Afterwards it is in the state
+        `then`.
 
         If the block fails, the engine is killed and boots into `policy`. A paused engine stays paused until
         then: no client may get tokens of weights that were not proved.
         """
         process = self._process
-        if not self.serving or process is None:
+        if not (self.serving or self.released) or process is None:
             raise EngineFailed(f"the engine is {self._phase}")
         await self._become(ServerState.LOADING)
         try:
@@ -146,7 +179,7 @@ class Engine:
             await process.kill()
             raise
         if self._phase is ServerState.LOADING:
-            await self._become(ServerState.READY)
+            await self._become(then)
 
     async def prove(self, policy: LocalPolicy, *, differs_from: LocalPolicy | None = None) -> None:
         """Check which weights the engine has. Raises EngineFailed if their version is not that of `policy`,
@@ -166,32 +199,9 @@ class Engine:
         if version != str(policy.version):
             raise EngineFailed(f"the engine serves version {version}, not {policy.version}")
 
-    async def load_adapter(self, policy: LocalPolicy) -> None:
-        """Load an adapter, unless the engine has it. Requests that run go on. Raises AdapterRefused."""
-        name = policy.adapter_name
-        if name is not None and name not in await self.client.adapters():
-            await self.client.load_adapter(name, str(policy.directory))
-
-    async def prove_adapter(self, policy: LocalPolicy) -> None:
-        """Check that the engine has an adapter and samples with it. It must not be paused.
-
-        Raises EngineFailed.
-        """
-        name = policy.adapter_name
-        if name is None:
-            return
-        if name not in await self.client.adapters():
-            raise EngineFailed(f"the engine does not have the adapter {name}")
-        await self.client.try_adapter(name)
-        self.adapters.pop(name, None)
-        self.adapters[name] = policy
-
     def serve(self, policy: LocalPolicy) -> None:
         """Note that the engine serves `policy` now, and boots into it when it starts again."""
-        if policy.weights != self.policy.weights:  # adapters of other weights would be other models
-            self.adapters = {
-                name: each for name, each in self.adapters.items() if each.base == policy.weights
-            }
+        self.adapters.keep_only_of(policy.weights)
         self.policy = policy
         self.policy_since = monotonic()
         self.awaited_version = None
@@ -220,12 +230,24 @@ class Engine:
         process = self._process
         if process is None or process.exited or self._phase is ServerState.STARTING:
             return False
-        if self._phase is ServerState.LOADING:
+        if self._phase in (ServerState.LOADING, ServerState.RELEASED):
             return True  # requests wait in it, and go on with the new weights
         try:
             return sum(await self.client.load_counts()) > 0
         except EngineFailed:
             return not process.exited  # an engine under load answers late
+
+    async def _pause_idle(self) -> None:
+        """Pause the engine at a moment when no request needs its memory. Raises EngineFailed after
+        `control_timeout_s`."""
+        began_at, longest_s = monotonic(), self._settings.control_timeout_s
+        await self.client.pause()
+        while not await self.client.flush():
+            if monotonic() - began_at > longest_s:
+                raise EngineFailed(f"the engine is not idle {longest_s:g} s after it was paused")
+            await self.client.resume()  # for example, a grammar is never compiled while the engine is paused
+            await asyncio.sleep(IDLE_POLL_S)
+            await self.client.pause()
 
     @asynccontextmanager
     async def _started(self, policy: LocalPolicy) -> AsyncIterator[ProcessHandle]:
@@ -241,14 +263,16 @@ class Engine:
     async def _prove_boot(self, process: ProcessHandle) -> None:
         started_at = monotonic()
         while not await self.client.is_ready():
+            if self.withheld:
+                raise EngineFailed("ended while it started, because its memory is withheld")
             if process.exited:
                 raise EngineFailed(f"died while it started:\n{process.log_tail()}")
             if monotonic() - started_at > self._settings.boot_timeout_s:
                 raise EngineFailed(f"not up after {self._settings.boot_timeout_s:.0f} s")
             await asyncio.sleep(POLL_S)
         await self.prove(self.policy.weights)
-        await self.load_adapter(self.policy)
-        await self.prove_adapter(self.policy)
+        await self.adapters.load(self.policy)
+        await self.adapters.prove(self.policy)
         logger.info("engine serves version %d after %.1f s", self.policy.version, monotonic() - started_at)
 
     async def _watch(self, process: ProcessHandle) -> None:

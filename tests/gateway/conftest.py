@@ -64,6 +64,7 @@ def deploy(own_backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
             locations: str = "",
             lora: dict[str, Any] | None = None,
             first: int = 0,
+            memory: str = "exclusive",
             **settings: Any,
         ) -> Deployment:
             if gateway is None:
@@ -83,6 +84,7 @@ def deploy(own_backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
                     "register_every_s": 0.5,
                     "weights_dir": tmp_path / "weights",
                     "policies_dir": tmp_path / "policies",
+                    "memory": memory,
                 } | ({"locations": f"{tmp_path},{locations}"} if locations else {})
                 given |= {"lora": json.dumps(lora)} if lora else {}
                 made.servers.append(started.enter_context(running(tmp_path, given)))

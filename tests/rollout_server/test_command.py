@@ -41,6 +41,15 @@ def test_the_cuda_engine_warms_up_and_uses_the_checkpoints_dtype() -> None:
     assert "--incremental-streaming-output" in given
 
 
+def test_an_engine_that_shares_its_memory_can_release_it_on_cuda_and_starts_on_cpu() -> None:
+    def given(device: Any, memory: Any) -> dict[str, str | None]:
+        return options(engine_command(settings(memory=memory), device, Path("/models/m"), 0))
+
+    assert "--enable-memory-saver" in given("cuda", "shared")
+    assert "--enable-memory-saver" not in given("cpu", "shared"), "it needs a package that needs CUDA"
+    assert "--enable-memory-saver" not in given("cuda", "exclusive")
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_settings_reach_the_command_line(device: Any) -> None:
     chosen = settings(

@@ -1,24 +1,30 @@
-"""The real SGLang behind a real rollout server: a push, broken pushes, deaths, and a clean end."""
+"""The real SGLang behind a real rollout server: pushes, released memory, deaths, and a clean end."""
 
+import asyncio
 import os
 import shutil
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from rollout_server.weights.policy import LocalPolicy
+from tests.support.rollout_server.fakes import FakeEngine
 from tests.support.rollout_server.real_server import REAL_ENGINE, Running, real_server
 from tests.support.rollout_server.weights import WEIGHTS, publish
+from tests.support.waiting import wait_until
 
 pytestmark = REAL_ENGINE
 
 
 @pytest.fixture(scope="module")
 def running(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with real_server(tmp_path_factory.mktemp("rollout"), tiny_model) as server:
+    with real_server(tmp_path_factory.mktemp("rollout"), tiny_model, memory="shared") as server:
         yield server
 
 
@@ -76,6 +82,87 @@ def test_an_engine_killed_while_idle_comes_back_with_the_current_policy(running:
     assert running.served() == "3"
     assert running.checksum() == checksum
     assert running.generates() == ids
+
+
+def test_memory_is_released_under_load_and_the_calls_go_on_with_the_pushed_version(running: Running) -> None:
+    """On CPU, the engine frees nothing; the order of the calls is the same."""
+    restarts = running.status()["restarts"]
+    assert running.reload(4, running.version(4)).status_code == 200
+    with ThreadPoolExecutor(9) as pool:
+        calls = [pool.submit(running.generates, 1500) for _ in range(8)]
+        wait_until(lambda: running.status()["running"] > 0)
+        assert running.memory("release", holder="test", for_s=100).json() == {"version": 4, "renewed": False}
+        assert not any(call.done() for call in calls), (running.directory / "server.log").read_text()
+        assert running.memory("release", holder="test", for_s=100).json()["renewed"]
+        status = running.status()
+        assert (status["state"], status["released"]) == ("loading", True)
+        pushed = pool.submit(running.reload, 5, running.version(5))
+        checksum = running.checksum()
+        wait_until(lambda: any((running.directory / "run" / "weights").rglob("v00000005-*/manifest.json")))
+        assert running.memory("resume", holder="test").json() == {"version": 5}
+        assert pushed.result().status_code == 200
+        assert [len(call.result()) for call in calls] == [1500] * 8
+    assert running.served() == "5"
+    assert running.checksum() != checksum
+    assert running.memory("resume", holder="test").status_code == 200
+    assert running.status()["restarts"] == restarts
+
+
+ORDERS: dict[str, tuple[bool, list[str], bool]] = {
+    "released and taken": (False, ["release", "take"], True),
+    "released with retracted calls": (True, ["pause", "release", "take", "continue"], True),
+    "taken twice": (False, ["release", "take", "take"], False),
+    "released while a call runs": (True, ["release"], False),
+}
+"""Whether calls run, what the engine is asked, and whether it survives."""
+PATHS = {
+    "pause": ("/pause_generation", {"mode": "retract"}),
+    "continue": ("/continue_generation", {}),
+    "release": ("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}),
+    "take": ("/resume_memory_occupation", {"tags": ["kv_cache", "weights"]}),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_engine_dies_where_its_double_dies(running: Running, tmp_path: Path, order: str) -> None:
+    busy, asked, survives = ORDERS[order]
+    assert _double_survives(tmp_path, busy, asked) == survives
+    restarts = running.status()["restarts"]
+    with ThreadPoolExecutor(1) as pool:
+        if busy:
+            call = pool.submit(running.generates, 1500)
+            wait_until(lambda: running.status()["running"] > 0)
+        for each in asked:
+            path, body = PATHS[each]
+            with suppress(httpx.TransportError):
+                httpx.post(f"{running.engine_url}{path}", json=body, timeout=60)
+            if each == "pause":
+                wait_until(running.flushes)
+        if busy and survives:
+            assert len(call.result()) == 1500
+    if survives:
+        assert len(running.generates()) == 4
+        assert running.status()["restarts"] == restarts
+    else:
+        running.until_ready(restarts + 1)
+        former = running.engine_log.with_name(f"{running.engine_log.name}.1").read_text()
+        assert "only when server is idle" in former if busy else "KeyError" in former
+
+
+def _double_survives(directory: Path, busy: bool, asked: list[str]) -> bool:
+    engine = FakeEngine()
+    engine.running = 2 if busy else 0
+
+    async def ask() -> None:
+        await engine.start(LocalPolicy(0, directory))
+        for each in asked:
+            path, body = PATHS[each]
+            await engine.handle(httpx.Request("POST", f"http://engine{path}", json=body))
+            engine.garbage = False  # on CPU, the weights stay as they are
+
+    with suppress(httpx.ReadError):
+        asyncio.run(ask())
+    return not engine.deaths
 
 
 def test_sigterm_ends_server_and_engine_with_exit_code_0(running: Running) -> None:

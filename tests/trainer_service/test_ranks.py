@@ -57,6 +57,19 @@ def test_two_ranks_learn_in_parts_what_one_learns_at_once(
     assert of_two.sound == [True, False, True]
 
 
+def test_two_ranks_that_share_their_devices_learn_the_same(
+    pair: RankPair, make_learner: MakeLearner, tmp_path: Path
+) -> None:
+    steps, shared = (
+        [random_rows(seed, 5) for seed in range(3)],
+        {"memory": "shared", "shared_with": ["http://e"]},
+    )
+    own = pair.learn(Task(tmp_path / "own", make_learner(zero_stage=2).settings, steps))
+    of_shared = pair.learn(Task(tmp_path / "shared", make_learner(zero_stage=2, **shared).settings, steps))
+    assert of_shared.metrics == own.metrics
+    assert differs_by(weights_of(tmp_path / "shared"), weights_of(tmp_path / "own")) == 0
+
+
 def test_the_launcher_of_deepspeed_starts_the_same_ranks(
     pair: RankPair, make_learner: MakeLearner, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from trainer_service.model.optimizer import apply_configured_rates, make_optimiz
 from trainer_service.model.packed_attention import Packing, attention_arguments, packing_of
 from trainer_service.model.schedule import schedule_of
 from trainer_service.model.settings import ModelSettings
-from trainer_service.model.zero import deepspeed_config
+from trainer_service.model.zero import deepspeed_config, offload_states, reload_states
 from trainer_service.rows.rows import MicroBatch
 
 
@@ -102,6 +102,14 @@ class Critic:
         if getattr(self._engine.optimizer, "overflow", False):
             return float("inf")
         return float(self._engine.get_global_grad_norm())
+
+    def offload_states(self) -> None:
+        """Move weights and optimizer to host memory."""
+        offload_states(self._engine)
+
+    def reload_states(self) -> None:
+        """Move them back to the device."""
+        reload_states(self._engine)
 
     def save(self, directory: Path, tag: str) -> None:
         """Write weights and optimizer below `directory`/`tag`."""

@@ -1,4 +1,4 @@
-"""Reads and copies a model's Hugging Face directory: its weights, and the small files beside them."""
+"""Loads a model from its Hugging Face directory, and copies the small files beside its weights."""
 
 import re
 import shutil
@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from trainer_service.model.logprob_head import set_head
+from trainer_service.model.packed_attention import set_attention
+
 WEIGHTS = "model.safetensors"
 FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 """The allowed names of published files: rollout servers and the trainer's HTTP server accept no others."""
@@ -15,6 +18,19 @@ NOT_COPIED = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".p
 """File name endings of weights and of code. Published versions have weights of their own, and rollout servers
 refuse code."""
 SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def load_model(path: Path, dtype: torch.dtype, on_cuda: bool = False) -> Any:
+    """Load the base model. Its attention keeps packed rows apart, and its head computes log-probabilities of
+    sampled tokens."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    set_attention(model, flash=on_cuda and dtype is torch.bfloat16)
+    set_head(model)
+    return model
 
 
 def copy_small_files(source: Path, target: Path) -> None:

@@ -19,19 +19,25 @@ from trainer_service.model.huggingface import (
     WEIGHTS,
     copy_small_files,
     enable_activation_checkpointing,
+    load_model,
     tensor_dtypes,
 )
 from trainer_service.model.layout import Layout, LoraLayout
-from trainer_service.model.logprob_head import set_head
 from trainer_service.model.lora import Adapters, AdapterSnapshot
 from trainer_service.model.optimizer import apply_configured_rates, make_optimizer
-from trainer_service.model.packed_attention import Packing, packing_of, set_attention
+from trainer_service.model.packed_attention import Packing, packing_of
 from trainer_service.model.randomness import random_states, restore_random_states, seed_everything
 from trainer_service.model.reference import Reference
 from trainer_service.model.schedule import schedule_of
 from trainer_service.model.settings import ModelSettings
 from trainer_service.model.snapshot import SnapshotMemory, WeightSnapshot
-from trainer_service.model.zero import deepspeed_config, local_part, prepare_deepspeed
+from trainer_service.model.zero import (
+    deepspeed_config,
+    local_part,
+    offload_states,
+    prepare_deepspeed,
+    reload_states,
+)
 from trainer_service.rows.rows import MicroBatch, balanced_shares
 
 Value = TypeVar("Value")
@@ -74,7 +80,8 @@ class DeepSpeedPolicy:
         self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.value_clip = settings.critic.value_clip if settings.critic else None
         self._critic = Critic(deepspeed, self._load_base(), settings) if settings.critic else None
-        self._reference = Reference(self._load_base, self._engine.device, settings.reference_offload)
+        offload = settings.reference_offload or settings.memory == "shared"
+        self._reference = Reference(self._load_base, self._engine.device, offload)
 
     def _check_tensor_names(self, model: Any) -> None:
         """Raises SystemExit for a model whose weights have other names in memory than in its files."""
@@ -226,6 +233,18 @@ class DeepSpeedPolicy:
         rounds = lora is not None and lora.merge_rounding == "stochastic"
         return list(export_tensors(self.module, self._settings.seed if rounds else None))
 
+    def offload_states(self) -> None:
+        """Move weights and optimizer to host memory. `snapshot` and `save` work there, too."""
+        if self._critic is not None:
+            self._critic.offload_states()
+        offload_states(self._engine)
+
+    def reload_states(self) -> None:
+        """Move them back to the device, if they are in host memory."""
+        reload_states(self._engine)
+        if self._critic is not None:
+            self._critic.reload_states()
+
     def save(self, directory: Path, tag: str) -> None:
         """Write the trained weights, optimizer, schedule and the states of the random generators below
         `directory`/`tag`. Raises OSError."""
@@ -274,16 +293,3 @@ def _subdirectory(directory: Path | None, name: str) -> Path | None:
         return None
     (directory / name).mkdir()
     return directory / name
-
-
-def load_model(path: Path, dtype: torch.dtype, on_cuda: bool = False) -> Any:
-    """Load the base model. Its attention keeps packed rows apart, and its head computes log-probabilities of
-    sampled tokens."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    set_attention(model, flash=on_cuda and dtype is torch.bfloat16)
-    set_head(model)
-    return model

@@ -81,6 +81,9 @@ class ModelSettings(BaseModel):
     zero_stage: int = Field(1, ge=0, le=3)
     """The data that ZeRO partitions over ranks. 0: nothing; 1: the optimizer's state; 2: also gradients; 3:
     also weights."""
+    memory: Literal["exclusive", "shared"] = "exclusive"
+    """shared: between steps, weights and optimizer are in host memory, and the engines of `shared_with` have
+    the memory of the device. Needs zero_stage 1 or 2."""
     offload_optimizer: bool = False
     """Keep the optimizer's state in host memory, and make its steps there."""
     activation_checkpointing: bool = False
@@ -106,6 +109,11 @@ class ModelSettings(BaseModel):
             raise ValueError(
                 "trainer.dtype: bfloat16 needs zero_stage 1, 2 or 3; at stage 0 its rounding errors are ten "
                 "times larger"
+            )
+        if self.memory == "shared" and self.zero_stage not in (1, 2):
+            raise ValueError(
+                f"trainer.memory: shared needs zero_stage 1 or 2; at stage {self.zero_stage}, DeepSpeed "
+                "does not move the optimizer's state to host memory"
             )
         if self.zero_stage == 0 and self.offload_optimizer:
             raise ValueError("trainer.offload_optimizer: needs zero_stage 1, 2 or 3")

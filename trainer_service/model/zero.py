@@ -1,4 +1,5 @@
-"""Imports and configures DeepSpeed, joins its process group, and gathers weights that ZeRO partitions."""
+"""Imports and configures DeepSpeed, joins its process group, gathers weights that ZeRO partitions, and moves
+states between device and host."""
 
 import os
 import sys
@@ -58,6 +59,26 @@ def prepare_deepspeed(settings: ModelSettings) -> ModuleType:
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     module: ModuleType = deepspeed
     return module
+
+
+def offload_states(engine: Any) -> None:
+    """Move the weights and the optimizer's state of a DeepSpeed engine of stage 1 or 2 to host memory. There
+    must be no gradient."""
+    for parameter in _frozen(engine):
+        parameter.data = parameter.data.to("cpu")
+    engine.offload_states()
+
+
+def reload_states(engine: Any) -> None:
+    """Move everything back to the device."""
+    for parameter in _frozen(engine):
+        parameter.data = parameter.data.to(engine.device)
+    engine.reload_states()
+
+
+def _frozen(engine: Any) -> list[Tensor]:
+    """The weights that DeepSpeed does not move, because its optimizer does not have them."""
+    return [each for each in engine.module.parameters() if not each.requires_grad]
 
 
 @contextmanager

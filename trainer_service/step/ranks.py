@@ -69,6 +69,14 @@ class CheckWeights(NamedTuple):
     """Compute whether every weight is finite."""
 
 
+class OffloadStates(NamedTuple):
+    """Move this rank's weights and optimizer to host memory."""
+
+
+class ReloadStates(NamedTuple):
+    """Move them back to the device."""
+
+
 class CheckGradient(NamedTuple):
     """Compute whether the gradient of these rows is finite."""
 
@@ -85,6 +93,8 @@ Command = (
     | TakeAdapterSnapshot
     | CheckWeights
     | CheckGradient
+    | OffloadStates
+    | ReloadStates
 )
 
 
@@ -173,6 +183,16 @@ class DistributedPolicy:
         self._channel.send(TakeAdapterSnapshot())
         return self._policy.adapter_snapshot()
 
+    def offload_states(self) -> None:
+        """Move the weights and optimizers of all ranks to host memory."""
+        self._channel.send(OffloadStates())
+        self._policy.offload_states()
+
+    def reload_states(self) -> None:
+        """Move them back to the devices."""
+        self._channel.send(ReloadStates())
+        self._policy.reload_states()
+
     def gradient_is_finite(self, request: StepRequest) -> bool:
         """Whether the gradient of this step's loss is finite. Changes nothing."""
         self._channel.send(CheckGradient(request.for_other_ranks()))
@@ -215,6 +235,10 @@ def follow(policy: DeepSpeedPolicy) -> None:
                 policy.adapter_snapshot()
             case CheckWeights():
                 policy.weights_are_finite()
+            case OffloadStates():
+                policy.offload_states()
+            case ReloadStates():
+                policy.reload_states()
             case CheckGradient(request):
                 has_finite_gradient(policy, request)
     writer.join()

@@ -26,6 +26,8 @@ class ServerStatus(ServiceMessage):
     running: int = 0
     """Requests in the engine."""
     waiting: int = 0
+    released: bool = False
+    """Whether the trainer has the memory of its engine. Calls wait there, so its state is then loading."""
 
 
 class ServerShape(ServiceMessage):

@@ -1,4 +1,9 @@
-"""A fake SGLang for the reload tests: it has weights, lists its calls, and fails where a test says so."""
+"""A fake SGLang: it has weights, lists its calls, fails where a test says so, and dies where SGLang dies.
+
+Like SGLang's scheduler, it dies when memory is released while a request runs, when memory is taken again that
+was not released, and when it is to sample without its memory. Weights that were released are garbage until
+others are loaded.
+"""
 
 import asyncio
 import hashlib
@@ -17,12 +22,21 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.deaths: list[str] = []
+        """Why it died by itself."""
         self.boots: list[LocalPolicy] = []
         self.process: FakeProcess | None = None
         self.directory = Path()
         self.version = "0"
         self.paused = False
         self.running = 2
+        self.retracted = 0
+        self.released: set[str] = set()
+        """The parts of its memory that are released."""
+        self.garbage = False
+        """Whether its weights have lost their content."""
+        self.busy_pauses = 0
+        """How many pauses leave the engine busy."""
         self.boot_gate = asyncio.Event()
         """The engine finishes its start when this event is set."""
         self.boot_gate.set()
@@ -41,12 +55,23 @@ class FakeEngine:
     async def start(self, policy: LocalPolicy) -> "FakeProcess":
         self.boots.append(policy)
         self.directory, self.version, self.paused = policy.directory, str(policy.version), False
+        self.released, self.garbage = set(), False
         self.process = FakeProcess()
         self.adapters.clear()
         return self.process
 
     @property
+    def waiting(self) -> int:
+        return self.running // 2 + self.retracted
+
+    @property
+    def _idle(self) -> bool:
+        return not self.running and (self.paused or not self.waiting)
+
+    @property
     def checksum(self) -> str:
+        if self.garbage:
+            return "garbage"
         files = sorted(self.directory.glob("*.safetensors"))
         return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
@@ -58,7 +83,8 @@ class FakeEngine:
             return httpx.Response(200 if self.boot_gate.is_set() and not self.paused else 503)
         if path == "/ping":
             return httpx.Response(200)
-        self.calls.append(path)
+        tags = json.loads(request.content)["tags"] if path.endswith("memory_occupation") else []
+        self.calls.append(" ".join([path, *tags]))
         if path == "/model_info":
             return httpx.Response(200, json={"weight_version": self.says_version or self.version})
         if path == "/weights_checker":
@@ -66,19 +92,34 @@ class FakeEngine:
         if path == "/v1/loads":
             return httpx.Response(
                 200,
-                json={"loads": [{"num_running_reqs": self.running, "num_waiting_reqs": self.running // 2}]},
+                json={"loads": [{"num_running_reqs": self.running, "num_waiting_reqs": self.waiting}]},
             )
         if path == "/update_weights_from_disk":
             await self.load_gate.wait()
             return self._load(json.loads(request.content))
         if path in ("/v1/models", "/load_lora_adapter", "/generate"):
             return await self._adapter(path, json.loads(request.content or "{}"))
+        if path == "/flush_cache":
+            return httpx.Response(200 if self._idle else 400)
+        if path == "/release_memory_occupation":
+            return await self._release(tags)
+        if path == "/resume_memory_occupation":
+            return await self._reoccupy(tags)
         self.paused = path == "/pause_generation"
+        if self.paused:
+            if self.busy_pauses:
+                self.busy_pauses -= 1
+            else:
+                self.retracted, self.running = self.retracted + self.running, 0
+        elif self.released and self.running + self.waiting:
+            await self.die("a forward pass without its memory")
+        else:
+            assert not self.garbage, "no token may be sampled with weights that were released"
+            self.running, self.retracted = self.running + self.retracted, 0
         return httpx.Response(200, json={"status": "ok"})
 
     async def _adapter(self, path: str, body: dict[str, Any]) -> httpx.Response:
         """The part of SGLang that has to do with LoRA adapters."""
-        assert self.process is not None
         if path == "/v1/models":
             listed = [{"id": name, "parent": "model"} for name in self.adapters]
             return httpx.Response(200, json={"data": [{"id": "model", "parent": None}, *listed]})
@@ -90,15 +131,38 @@ class FakeEngine:
             return httpx.Response(200, json={"success": True, "loaded_adapters": {}})
         assert not self.paused, "a request to a paused engine waits for ever"
         if self.dies_with_adapters:
-            await self.process.kill()
-            raise httpx.ReadError("the engine died")
+            await self.die("Cannot find target module name")
         assert body["lora_path"] in self.adapters
         return httpx.Response(200, json={"meta_info": {"output_token_logprobs": [[-1.5, 0, None]]}})
 
+    async def die(self, why: str) -> None:
+        """Die as SGLang does when its scheduler raises: the request that caused it gets no answer."""
+        self.deaths.append(why)
+        assert self.process is not None
+        await self.process.kill()
+        raise httpx.ReadError(why)
+
+    async def _release(self, tags: list[str]) -> httpx.Response:
+        if not self._idle:
+            await self.die("release_memory_occupation should be called only when server is idle.")
+        self.released |= set(tags)
+        self.garbage = self.garbage or "weights" in tags
+        return httpx.Response(200, content=b"null")
+
+    async def _reoccupy(self, tags: list[str]) -> httpx.Response:
+        if not set(tags) <= self.released:
+            await self.die(f"KeyError: {tags}")
+        self.released -= set(tags)
+        return httpx.Response(200, content=b"null")
+
     def _load(self, body: dict[str, str]) -> httpx.Response:
         assert self.paused, "weights must not change under a running generation"
+        assert "weights" not in self.released, "released weights cannot be written"
         if (answer := self.on_load()) is not None:
             return answer
+        if not Path(body["model_path"]).is_dir():
+            return httpx.Response(400, json={"success": False, "message": "no such directory"})
+        self.garbage = False
         if not self.keeps_old_weights:
             self.directory = Path(body["model_path"])
         self.version = body["weight_version"]

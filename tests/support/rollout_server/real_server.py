@@ -60,10 +60,16 @@ class Running:
         answer = httpx.post(f"{self.engine_url}/weights_checker", json={"action": "checksum"}, timeout=10)
         return str(answer.json()["per_engine_checksum"])
 
-    def generates(self) -> list[int]:
-        sampling = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
+    def flushes(self) -> bool:
+        return httpx.post(f"{self.engine_url}/flush_cache", timeout=60).status_code == 200
+
+    def memory(self, action: str, **body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/memory/{action}", json=body, timeout=120)
+
+    def generates(self, tokens: int = 4) -> list[int]:
+        sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
         body = {"input_ids": [1, 2, 3], "sampling_params": sampling}
-        answer = httpx.post(f"{self.engine_url}/generate", json=body, timeout=60).json()
+        answer = httpx.post(f"{self.engine_url}/generate", json=body, timeout=120).json()
         ids: list[int] = answer["output_ids"]
         return ids
 
@@ -108,7 +114,8 @@ def real_server(directory: Path, model: Path, **settings: Any) -> Iterator[Runni
         "WEIR_ROLLOUT_SERVER__ENGINE_DEVICE": "cpu",
     }
     environment |= {
-        f"WEIR_ROLLOUT_SERVER__{name.upper()}": json.dumps(value) for name, value in settings.items()
+        f"WEIR_ROLLOUT_SERVER__{name.upper()}": value if isinstance(value, str) else json.dumps(value)
+        for name, value in settings.items()
     }
     with (directory / "server.log").open("wb") as log:
         process = subprocess.Popen(

@@ -3,13 +3,14 @@
 In the directory of the variable ENGINE_DOUBLE_DIR, `engine-{port}.json` says how long a load (`load_s`) and
 a checksum (`checksum_s`) take, and the log-probability that a version gives every token (`scores`). It is
 read each time. If `tokenizer.json` is there, `/generate` samples. Its answers wait while the engine is
-paused. An answer with an adapter says the adapter's name.
+paused. An answer with an adapter says the adapter's name. The process ends where `FakeEngine` dies.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ def main() -> None:
             async def send_unless_paused(message: Message) -> None:
                 while engine.paused:  # noqa: ASYNC110 - the engine is resumed by another request
                     await asyncio.sleep(0.01)  # until it is resumed
+                if engine.released or engine.garbage:
+                    signal.raise_signal(signal.SIGKILL)
                 sampler.version = engine.version
                 await send(message)
 
@@ -88,7 +91,10 @@ def main() -> None:
         if request.url.path in delays:
             delay_s = controls().get(delays[request.url.path], 0.0)
             await asyncio.sleep(delay_s)  # the time that a large model takes
-        said = await engine.handle(httpx.Request(request.method, str(request.url), content=content))
+        try:
+            said = await engine.handle(httpx.Request(request.method, str(request.url), content=content))
+        except httpx.ReadError:
+            signal.raise_signal(signal.SIGKILL)
         await Response(said.content, said.status_code)(scope, receive, send)
 
     uvicorn.run(answer, host="127.0.0.1", port=given.port, log_level="warning", lifespan="off")

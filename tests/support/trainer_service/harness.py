@@ -28,6 +28,7 @@ from trainer_service.sinks.chosen import chosen_sinks
 from trainer_service.sinks.sink import Sink
 from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.status.shared_state import SharedState
+from trainer_service.step.device_memory import DeviceMemory, RolloutMemory
 from trainer_service.step.ranks import DistributedPolicy
 from trainer_service.step.teacher import TeacherClient
 from trainer_service.storage.checkpoint import Checkpoints
@@ -231,6 +232,8 @@ class Harness:
     shared_state: SharedState = field(default_factory=SharedState)
     teacher: Callable[[httpx.Request], httpx.Response] = lambda request: httpx.Response(503)
     """Answers for the teacher, if the settings have one."""
+    memory_server: Callable[[httpx.Request], httpx.Response] = lambda request: httpx.Response(503)
+    """Answers for the rollout servers of `shared_with`, if the settings have any."""
     sinks: Sequence[Sink] = ()
     """Sinks in addition to those in the settings."""
     clock: Clock = field(default_factory=Clock)
@@ -249,6 +252,12 @@ class Harness:
         self.heartbeat = heartbeat = Heartbeat(
             self.stream, self.shared_state, self.settings.retry_s, self.clock.now
         )
+        servers = httpx.Client(transport=httpx.MockTransport(lambda request: self.memory_server(request)))
+        self.memory = DeviceMemory(
+            [RolloutMemory(servers, url) for url in self.settings.shared_with], heartbeat
+        )
+        self.closing.callback(servers.close)
+        self.closing.callback(self.memory.close)
         self.policy = DeepSpeedPolicy(self.settings)
         self.checkpoints = Checkpoints(self.settings.checkpoint_dir, self.settings.keep_checkpoints)
         self.store = PolicyStore(
@@ -275,6 +284,7 @@ class Harness:
             shared_state=self.shared_state,
             heartbeat=heartbeat,
             teacher=TeacherClient(self.settings.teacher, asked) if self.settings.teacher else None,
+            memory=self.memory,
         )
 
     def start(self) -> "Harness":

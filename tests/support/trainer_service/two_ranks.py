@@ -3,9 +3,10 @@
 A test puts tasks into the folder, one after the other. At the end it adds the file `over`.
 Each task has its own policy and process group. With --forks it also has its own process, forked from one that
 has imported everything. A task trains the steps that the last checkpoint of its run lacks, and saves a
-checkpoint after each. With `in_parts` it first accumulates and discards gradients, and then learns each step
-in two parts. At the end rank 0 sends no command to rank 1 as long as the file `rest` exists. A task that
-publishes writes versions meanwhile, and no `weights.safetensors`.
+checkpoint after each. With `memory: shared`, the states of all ranks are on the host between steps. With
+`in_parts` it first accumulates and discards gradients, and then learns each step in two parts. At the end
+rank 0 sends no command to rank 1 as long as the file `rest` exists. A task that publishes writes versions
+meanwhile, and no `weights.safetensors`.
 """
 
 import gc
@@ -80,11 +81,15 @@ def lead(leader: DistributedPolicy, task: Task) -> Told:
     metrics = []
     for step, rows in enumerate(task.steps[done:], done + 1):
         half = len(rows) // 2 if task.in_parts else 0
+        if task.settings.memory == "shared":
+            leader.reload_states()
         if half:
             leader.accumulate(StepRequest(rows, 0, algorithm))
             leader.discard_gradients()
             leader.accumulate(StepRequest(rows[:half], 0, algorithm))
         metrics.append(leader.optimise(StepRequest(rows[half:], 0, algorithm)))
+        if task.settings.memory == "shared":
+            leader.offload_states()
         checkpoints.save(leader, RunState(step=step), [])
         publications.after(step)
     publications.wait()

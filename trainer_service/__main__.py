@@ -13,6 +13,7 @@ from dataclasses import replace
 from types import FrameType
 
 import httpx
+import torch
 from prometheus_client import CollectorRegistry
 from redis import Redis
 from redis.backoff import NoBackoff
@@ -30,6 +31,7 @@ from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.publishing.gateway_client import GatewayClient
 from trainer_service.publishing.publisher import Publisher
+from trainer_service.publishing.tensor_sender import TensorSender
 from trainer_service.settings import TrainerSettings
 from trainer_service.sinks.chosen import chosen_sinks
 from trainer_service.status.heartbeat import Heartbeat
@@ -84,8 +86,16 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
     registry = CollectorRegistry()
     checkpoints = Checkpoints(settings.checkpoint_dir, settings.keep_checkpoints)
     anchor_every = settings.anchor_every if settings.transport == "delta" else None
-    store = PolicyStore(settings.policies_dir, settings.model_path, settings.keep_policies, anchor_every)
-    app = create_app(shared_state, checkpoints.ledger, store, keyring, registry)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    sender = TensorSender(settings.collective, device) if settings.transport == "collective" else None
+    store = PolicyStore(
+        settings.policies_dir,
+        settings.model_path,
+        settings.keep_policies,
+        anchor_every,
+        collective=sender is not None,
+    )
+    app = create_app(shared_state, checkpoints.ledger, store, keyring, registry, sender)
     logger.info("algorithm %s", settings.algorithm.model_dump_json())
     redis = connect(settings.redis_url)
     # The lease has its own connection: when a call on it times out, the lease is still valid for a retry.
@@ -119,7 +129,9 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
                 policy=policy,
                 intake=Intake(stream, settings.algorithm, policy.vocab_size, heartbeat, metrics),
                 checkpoints=checkpoints,
-                publisher=Publisher(store, gateway, stream, settings.publish_url, heartbeat, metrics),
+                publisher=Publisher(
+                    store, gateway, stream, settings.publish_url, heartbeat, metrics, sender=sender
+                ),
                 metrics=metrics,
                 shared_state=shared_state,
                 heartbeat=heartbeat,
@@ -127,6 +139,8 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
             ).run()
             if teacher is not None:
                 teacher.close()
+            if sender is not None:
+                sender.close()
             policy.close()  # not after an exception: ranks that wait in a collective receive no command
             metrics.close()
     logger.info("ended")

@@ -20,8 +20,10 @@ from rollout_queue.http.errors import ApiError, RequestIds, install_error_handle
 from rollout_queue.http.keys import Keyring
 from rollout_queue.http.probes import probes, text_of
 from rollout_queue.http.server import KEEP_ALIVE_S
+from rollout_queue.protocol.collective import JoinBody
 from rollout_queue.protocol.trainer import TrainerReport
 from trainer_service.model.huggingface import FILE_NAME
+from trainer_service.publishing.tensor_sender import NotSent, TensorSender
 from trainer_service.status.shared_state import SharedState
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep
@@ -42,7 +44,9 @@ def create_app(
     store: PolicyStore,
     keyring: Keyring,
     registry: CollectorRegistry,
+    sender: TensorSender | None = None,
 ) -> FastAPI:
+    """With a `sender`, rollout servers may ask it for the tensors of the newest version."""
     app = FastAPI(title="Weir trainer", docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
     app.add_middleware(RequestIds)
@@ -55,6 +59,8 @@ def create_app(
     app.include_router(_control(shared_state), dependencies=guarded)
     app.include_router(_ledger(ledger), dependencies=guarded)
     app.include_router(_weights(store), dependencies=guarded)
+    if sender is not None:
+        app.include_router(_collective(sender), dependencies=guarded)
     return app
 
 
@@ -121,6 +127,35 @@ def _weights(store: PolicyStore) -> APIRouter:
         path = _published_file(store, version, name)
         media_type = "application/json" if name == MANIFEST else "application/octet-stream"
         return FileResponse(path, media_type=media_type)
+
+    return router
+
+
+def _collective(sender: TensorSender) -> APIRouter:
+    router = APIRouter(prefix="/collective")
+
+    @router.get("/{version}")
+    async def held(version: int) -> JSONResponse:
+        """Whether the tensors of a version can be sent."""
+        return JSONResponse({"version": version, "held": sender.holds(version)})
+
+    @router.post("/{version}")
+    async def join(version: int, body: JoinBody) -> JSONResponse:
+        """Send the tensors of a version to an engine. The answer says where the engine joins, and comes when
+        a sender waits for it there."""
+        try:
+            answer = asyncio.wrap_future(sender.join(version, body))
+            joining = await asyncio.wait_for(answer, body.wait_s)
+        except NotSent as error:
+            raise ApiError(410, str(error)) from error
+        except TimeoutError as error:
+            raise ApiError(503, "every sender is busy", type="storage_unavailable") from error
+        return JSONResponse(joining.model_dump(mode="json"))
+
+    @router.delete("/{group}")
+    async def end(group: str) -> JSONResponse:
+        """The engine has the tensors, or will not take them."""
+        return JSONResponse({"ended": sender.end(group)})
 
     return router
 

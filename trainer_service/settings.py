@@ -63,6 +63,21 @@ class WandbSettings(BaseModel):
     dir: Path = Path("run")
 
 
+class CollectiveSettings(BaseModel):
+    """Section `trainer.collective`: how tensors are sent to engines, with `transport: collective`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    address: str = "127.0.0.1"
+    """The address of this machine that engines connect to. They need no key there, so another one than
+    loopback must be in a closed network."""
+    senders: int = Field(4, ge=1, le=64)
+    """How many engines get the tensors at once; more wait."""
+    timeout_s: float = Field(60.0, gt=0)
+    """How long an engine may take to join, and to take each bucket of tensors. The next snapshot waits as
+    long for engines that still receive the former one."""
+
+
 class TrainerSettings(ServiceSettings, ModelSettings):
     """Section `trainer` of weir.yaml."""
 
@@ -100,9 +115,11 @@ class TrainerSettings(ServiceSettings, ModelSettings):
     publish_every_steps: int = Field(1, ge=1)
     keep_checkpoints: int = Field(2, ge=2)
     keep_policies: int = Field(4, ge=2)
-    transport: Literal["files", "delta"] = "files"
+    transport: Literal["files", "delta", "collective"] = "files"
     """How versions travel to rollout servers over HTTP (`publish_url`). files: whole. delta: a server with
-    the former version fetches the changes only, and makes the same files of them."""
+    the former version fetches the changes only, and makes the same files of them. collective: engines get the
+    tensors in a process group, and the files afterwards."""
+    collective: CollectiveSettings = CollectiveSettings()
     anchor_every: int = Field(10, ge=2)
     """With `delta`, every so many versions one is published without changes."""
     initial_version: int = Field(0, ge=0)

@@ -44,6 +44,8 @@ class Reloaded(ServiceMessage):
     """The version whose files are ready to be loaded, if the request was to prepare one."""
     seconds: ReloadSeconds | None = None
     paused_s: float | None = None
+    fallback: str | None = None
+    """Why the files were loaded, although the trainer offered to send the tensors."""
 
 
 class Aborted(ServiceMessage):

@@ -52,6 +52,7 @@ def _operations(server: RolloutServer) -> APIRouter:
             prepared=body.version if body.prepare else None,
             seconds=parts,
             paused_s=seconds.paused,
+            fallback=seconds.fallback,
         )
         return JSONResponse(answer.model_dump())
 

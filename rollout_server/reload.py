@@ -5,30 +5,29 @@ the checksum of what it loaded (*prove*).
 
 allowed? newer? ─▶ fetch ─▶ verify ─▶ pause ─▶ load ─▶ prove ─▶ resume ─▶ seconds
    400      409      503      422     └─ fails: kill the engine, boot the former version ─▶ 503
+
+If the trainer sends the tensors to the engine (`collective.py`), only the manifest is fetched and verified
+before. The files follow after the load, for restarts and for other servers.
 """
 
 import asyncio
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic
 
-import msgspec
-
 from rollout_queue.contract.policies.policy import MANIFEST, Manifest
+from rollout_queue.protocol.collective import Joining
+from rollout_server.collective import NotSent, TensorReceiver
 from rollout_server.engine.control import EngineFailed
 from rollout_server.engine.engine import Engine
-from rollout_server.errors import (
-    EngineUnavailable,
-    LocationRefused,
-    VersionRefused,
-    WeightsRefused,
-    WeightsUnavailable,
-)
+from rollout_server.errors import EngineUnavailable, LocationRefused, VersionRefused
 from rollout_server.metrics import RolloutMetrics
+from rollout_server.received import ReceivedVersions
+from rollout_server.seconds import Seconds
 from rollout_server.settings import RolloutServerSettings
+from rollout_server.weights.failures import as_reload_errors
 from rollout_server.weights.fetch import Fetcher
 from rollout_server.weights.file_check import CheckedFile
 from rollout_server.weights.locations import FileLocation, HttpLocation, parse_location
@@ -40,15 +39,6 @@ from rollout_server.weights.verify import read_manifest
 logger = logging.getLogger(__name__)
 
 
-class Seconds(msgspec.Struct):
-    """How long the parts of a reload took."""
-
-    fetch: float = 0.0
-    verify: float = 0.0
-    load: float = 0.0
-    paused: float = 0.0
-
-
 class Reloader:
     """Loads versions into the engine, one at a time."""
 
@@ -58,6 +48,7 @@ class Reloader:
         engine: Engine,
         store: WeightsStore,
         fetcher: Fetcher,
+        receiver: TensorReceiver,
         metrics: RolloutMetrics,
         *,
         float32_engine: bool,
@@ -71,6 +62,9 @@ class Reloader:
         self._initial = engine.policy
         self.loading: int | None = None
         """The version that the engine loads now, from its pause to its resumption."""
+        self._former = engine.policy
+        """The policy that the engine served before."""
+        self._received = ReceivedVersions(store, fetcher, receiver, self.prepare)
         self._swap = asyncio.Lock()
         self._fetch = asyncio.Lock()
         """Separate from `_swap`: while a reload holds `_swap` and waits for an engine that restarts, the
@@ -94,7 +88,9 @@ class Reloader:
         """Fetch and verify the files of `wanted`, for a later reload. Raises ReloadError."""
         seconds = Seconds()
         with self._metrics.reload():
-            await self.prepare(wanted, seconds)
+            place = self._place(wanted)
+            if place is None or not await self._received.can_be_received(wanted, place):
+                await self.prepare(wanted, seconds)
         return seconds
 
     async def prepare(self, wanted: WantedPolicy, seconds: Seconds | None = None) -> LocalPolicy:
@@ -106,9 +102,18 @@ class Reloader:
         place = self._place(wanted)
         if place is None:
             return self._initial
+        self._received.make_way(wanted)
         async with self._fetch:
-            with _as_reload_errors(wanted.version):
+            with as_reload_errors(wanted.version):
                 return await self._prepare(wanted, place, seconds)
+
+    async def restore(self, last: LocalPolicy) -> LocalPolicy:
+        """The policy of which an engine can start: `last`, the one before it, or the initial one."""
+        return await self._received.bootable([last, self._former], self._initial)
+
+    async def close(self) -> None:
+        """End what runs in the background."""
+        await self._received.close()
 
     async def _reload(
         self, wanted: WantedPolicy, place: FileLocation | HttpLocation | None, force: bool
@@ -121,30 +126,65 @@ class Reloader:
             return seconds
         if wanted.version == served.version and not force:
             raise VersionRefused(f"version {wanted.version} is served already, with other content")
+        if place is not None and await self._receive(wanted, place, seconds):
+            return seconds
         policy = await self.prepare(wanted, seconds)
         await self._until_serving()
         if self._engine.policy != policy:  # an engine that was dead may have booted into it
             await self._load(policy, seconds)
         return seconds
 
-    async def _load(self, policy: LocalPolicy, seconds: Seconds) -> None:
+    async def _receive(
+        self, wanted: WantedPolicy, place: FileLocation | HttpLocation, seconds: Seconds
+    ) -> bool:
+        """Have the engine receive the tensors from the trainer, if that sends them. Returns False if the
+        files have to be loaded; the engine has changed nothing then. Raises ReloadError."""
+        began_at = monotonic()
+        if (offered := await self._received.offered(wanted, place)) is None:
+            return False
+        policy, manifest = offered
+        await self._until_serving()
+        if self._engine.policy == policy:
+            return True
+        try:
+            async with self._received.receiver.joining(manifest, policy) as joining:
+                seconds.fetch = monotonic() - began_at
+                await self._load(policy, seconds, joining)
+        except NotSent as error:
+            logger.warning("version %d is loaded from files: %s", wanted.version, error)
+            seconds.fallback = str(error)
+            return False
+        self._received.follow(wanted, policy)
+        return True
+
+    async def _load(self, policy: LocalPolicy, seconds: Seconds, joining: Joining | None = None) -> None:
+        """Load files, or with `joining` what the trainer sends. Raises EngineUnavailable, and NotSent if the
+        trainer sends nothing and the engine goes on as before."""
         former, client = self._engine.policy, self._engine.client
-        other = await asyncio.to_thread(
-            weights_differ, policy.directory, former.directory, float32_engine=self._float32_engine
-        )
+        other = await asyncio.to_thread(self._differ, policy, former, joining)
+        not_sent: NotSent | None = None
         self.loading = policy.version
         try:
             async with self._engine.swapping():
                 paused_at = monotonic()
                 await client.pause()
                 load_at = monotonic()
-                await client.load(str(policy.directory), policy.version)
-                await self._engine.prove(policy, differs_from=former if other else None)
+                try:
+                    if joining is None:
+                        await client.load(str(policy.directory), policy.version)
+                    else:
+                        await self._received.receiver.receive(joining, policy)
+                    await self._engine.prove(policy, differs_from=former if other else None)
+                except NotSent as error:
+                    not_sent = error
                 seconds.load = monotonic() - load_at
                 await client.resume()
-                seconds.paused = monotonic() - paused_at
-                self._engine.serve(policy)
+                seconds.paused += monotonic() - paused_at
+                if not_sent is None:
+                    self._engine.serve(policy)
         except EngineFailed as error:
+            if joining is not None:
+                self._received.receiver.rest()
             logger.error(
                 "version %d was not loaded: %s; the engine starts again with version %d",
                 policy.version,
@@ -154,10 +194,19 @@ class Reloader:
             raise EngineUnavailable(f"version {policy.version} was not loaded: {error}") from error
         finally:
             self.loading = None
+        if not_sent is not None:
+            raise not_sent
+        self._former = former
         whole_s = seconds.fetch + seconds.verify + seconds.load
         self._metrics.loaded(whole_s, seconds.paused)
         self._store.keep_only({policy.directory, former.directory})
         logger.info("version %d replaces %d: paused %.3f s", policy.version, former.version, seconds.paused)
+
+    def _differ(self, policy: LocalPolicy, former: LocalPolicy, joining: Joining | None) -> bool:
+        """Whether the engine certainly holds other weights after the load."""
+        if joining is not None:
+            return self._received.receiver.differs(joining, former, float32_engine=self._float32_engine)
+        return weights_differ(policy.directory, former.directory, float32_engine=self._float32_engine)
 
     async def _is_same(
         self, wanted: WantedPolicy, place: FileLocation | HttpLocation | None, served: LocalPolicy
@@ -166,7 +215,7 @@ class Reloader:
             return place is None and served == self._initial
         if wanted.manifest_sha256 is not None:
             return wanted.manifest_sha256.lower() == served.manifest_sha256
-        with _as_reload_errors(wanted.version):
+        with as_reload_errors(wanted.version):
             return manifest_digest(await self._fetcher.manifest(place)) == served.manifest_sha256
 
     async def _prepare(
@@ -243,13 +292,3 @@ class Reloader:
             await self._engine.wait_until_serving(self._settings.engine_wait_s)
         except EngineFailed as error:
             raise EngineUnavailable(str(error)) from error
-
-
-@contextmanager
-def _as_reload_errors(version: int) -> Iterator[None]:
-    try:
-        yield
-    except BrokenWeights as error:
-        raise WeightsRefused(f"version {version}: {error}") from error
-    except OSError as error:
-        raise WeightsUnavailable(f"version {version}: {error}") from error

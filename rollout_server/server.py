@@ -13,6 +13,7 @@ from time import monotonic
 import httpx
 
 from rollout_queue.contract.ids import new_id
+from rollout_server.collective import TensorReceiver
 from rollout_server.engine.command import engine_command, engine_dtype, engine_environment
 from rollout_server.engine.control import EngineControl, EngineFailed
 from rollout_server.engine.engine import Engine, StartProcess
@@ -25,7 +26,6 @@ from rollout_server.reload_requests import ReloadRequests
 from rollout_server.settings import Device, RolloutServerSettings
 from rollout_server.weights.fetch import Fetcher
 from rollout_server.weights.policy import LocalPolicy, WantedPolicy
-from rollout_server.weights.safetensors_file import BrokenWeights
 from rollout_server.weights.store import WeightsStore
 
 logger = logging.getLogger(__name__)
@@ -58,9 +58,13 @@ class RolloutServer:
         self.engine = Engine(settings, client, self._initial, start)
         self.metrics = RolloutMetrics(self.engine)
         self.store = WeightsStore(weights_dir, self._initial.directory)
-        fetcher = Fetcher(http, settings.trainer_url, next(iter(settings.admin_keys), None))
+        admin_key = next(iter(settings.admin_keys), None)
+        fetcher = Fetcher(http, settings.trainer_url, admin_key)
+        receiver = TensorReceiver(
+            http, client, settings.trainer_url, admin_key, settings.collective_timeout_s
+        )
         self.reloader = Reloader(
-            settings, self.engine, self.store, fetcher, self.metrics, float32_engine=float32_engine
+            settings, self.engine, self.store, fetcher, receiver, self.metrics, float32_engine=float32_engine
         )
         self.reloads = ReloadRequests(lambda: self.reloader.loading)
         self.process = new_id()
@@ -84,6 +88,7 @@ class RolloutServer:
     async def close(self) -> None:
         """End the engine and every task."""
         await self.engine.close()
+        await self.reloader.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -120,7 +125,7 @@ class RolloutServer:
 
     async def _choose(self, last: LocalPolicy) -> LocalPolicy:
         """The policy of the next start. It is the fleet's policy, or the last one if the fleet's is unknown
-        or cannot be loaded. If the files of the last one have changed, it is the initial one."""
+        or cannot be loaded. If the files of the last one have changed, it is an earlier one."""
         announced = await self._registration.announce()
         self.engine.awaited_version = None
         if announced is not None and not _names(announced, last):
@@ -131,15 +136,7 @@ class RolloutServer:
                     "version %d, which the gateway serves, was not loaded: %s", announced.version, error
                 )
                 self.engine.awaited_version = announced.version
-        if last.manifest_sha256 is not None:
-            try:
-                await asyncio.to_thread(
-                    self.store.verify_again, last.directory, last.version, last.manifest_sha256
-                )
-            except (BrokenWeights, OSError) as error:
-                logger.error("the engine cannot start with version %d again: %s", last.version, error)
-                return self._initial
-        return last
+        return await self.reloader.restore(last)
 
     async def _keep_registered(self) -> None:
         while True:

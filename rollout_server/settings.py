@@ -73,6 +73,8 @@ class RolloutServerSettings(ServiceSettings):
     control_timeout_s: float = 30.0
     fetch_timeout_s: float = 60.0
     """A download that brings no byte for so long has failed."""
+    collective_timeout_s: float = 60.0
+    """How long the trainer may take to begin to send tensors, and the engine to take a part of them."""
     engine_wait_s: float = 60.0
     """How long a reload waits for an engine that is just starting."""
     hang_timeout_s: float = 120.0

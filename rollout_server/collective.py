@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 END_TIMEOUT_S = 5.0
 """How long the trainer may take to answer a call that does not wait for anything."""
-REST_S = 600.0
-"""How long versions are loaded from files after an engine was lost in a transfer."""
 
 
 class NotSent(Exception):
@@ -44,12 +42,14 @@ class TensorReceiver:
         engine: EngineControl,
         trainer_url: str,
         admin_key: str | None,
+        *,
         timeout_s: float,
+        rest_s: float,
     ) -> None:
         self._client, self._engine = client, engine
         self._url = f"{trainer_url}/collective"
         self._headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
-        self._timeout_s = timeout_s
+        self._timeout_s, self._rest_s = timeout_s, rest_s
         self._rests_until = 0.0
         self._joined: str | None = None
         """The group for which the trainer waits."""
@@ -58,7 +58,7 @@ class TensorReceiver:
 
     def rest(self) -> None:
         """An engine was lost in a transfer: load files for a while."""
-        self._rests_until = monotonic() + REST_S
+        self._rests_until = monotonic() + self._rest_s
 
     async def offered(self, version: int) -> bool:
         """Whether the trainer can send the version now."""

@@ -61,7 +61,12 @@ class RolloutServer:
         admin_key = next(iter(settings.admin_keys), None)
         fetcher = Fetcher(http, settings.trainer_url, admin_key)
         receiver = TensorReceiver(
-            http, client, settings.trainer_url, admin_key, settings.collective_timeout_s
+            http,
+            client,
+            settings.trainer_url,
+            admin_key,
+            timeout_s=settings.collective_timeout_s,
+            rest_s=settings.collective_rest_s,
         )
         self.reloader = Reloader(
             settings, self.engine, self.store, fetcher, receiver, self.metrics, float32_engine=float32_engine

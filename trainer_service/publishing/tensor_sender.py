@@ -11,17 +11,19 @@ read the snapshot.
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from secrets import token_hex
 
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rollout_queue.protocol.collective import FINGERPRINT_VALUES, JoinBody, Joining, SentTensor
 from trainer_service.model.snapshot import HostTensor
-from trainer_service.publishing.process_group import joined_group, listening_store
+from trainer_service.publishing.process_group import Broadcaster, joined_group, listening_store
 from trainer_service.settings import CollectiveSettings
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,8 @@ BUCKET_BYTES = 256 * 2**20
 """The most bytes of tensors in one broadcast, unless a single tensor has more."""
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 Bucket = Sequence[HostTensor]
+Join = Callable[[TCPStore, str, int, torch.device, str, float], AbstractContextManager[Broadcaster]]
+"""Joins a group, as `joined_group` does."""
 
 
 class NotSent(Exception):
@@ -60,10 +64,16 @@ class TensorSender:
     """Offers one version at a time, to `settings.senders` engines at once."""
 
     def __init__(
-        self, settings: CollectiveSettings, device: torch.device, bucket_bytes: int = BUCKET_BYTES
+        self,
+        settings: CollectiveSettings,
+        device: torch.device,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        join: Join = joined_group,
     ) -> None:
-        """On a CUDA `device`, engines on CUDA get the tensors over NCCL."""
+        """On a CUDA `device`, engines on CUDA get the tensors over NCCL. `join` joins a group as rank 0."""
         self._settings, self._device, self._bucket_bytes = settings, device, bucket_bytes
+        self._join = join
         self._executor = ThreadPoolExecutor(settings.senders, "sender")
         self._changed = threading.Condition()
         self._reading = threading.Lock()
@@ -166,7 +176,7 @@ class TensorSender:
                 buckets=offer.described,
             )
             answer.set_result(joining)
-            with joined_group(
+            with self._join(
                 store, transfer.group, joining.world_size, device, address, timeout_s
             ) as process_group:
                 for content in self._contents(offer, transfer, device):

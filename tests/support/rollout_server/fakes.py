@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -32,10 +33,21 @@ class FakeEngine:
         self.on_load: Callable[[], httpx.Response | None] = lambda: None
         """Called before a load, and may answer in its place."""
         self.keeps_old_weights = False
+        self.info: dict[str, object] = {"tp_size": 2, "pp_size": 1, "dp_size": 1, "device": "cpu"}
+        self.groups: set[str] = set()
+        """The process groups that the engine has joined."""
+        self.in_session = False
+        self.bodies: list[dict[str, Any]] = []
+        """The bodies of the calls that receive tensors."""
+        self.broadcasts = Path()
+        """The files that have the tensors which a process group would bring."""
+        self.refuses: str | None = None
+        """The path of a call that the engine answers with 400, as when the other rank is gone."""
 
     async def start(self, policy: LocalPolicy) -> "FakeProcess":
         self.boots.append(policy)
         self.directory, self.version, self.paused = policy.directory, str(policy.version), False
+        self.groups, self.in_session = set(), False
         self.process = FakeProcess()
         return self.process
 
@@ -65,8 +77,39 @@ class FakeEngine:
         if path == "/update_weights_from_disk":
             await self.load_gate.wait()
             return self._load(json.loads(request.content))
+        if path == "/server_info":
+            return httpx.Response(200, json=self.info)
+        if "weight" in path:
+            return self._receive(path, json.loads(request.content))
         self.paused = path == "/pause_generation"
         return httpx.Response(200, json={"status": "ok"})
+
+    def _receive(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        """The calls of a transfer, which need a session, as with SGLang."""
+        self.bodies.append(body)
+        group = body.get("group_name", "")
+        wrong = {
+            "/init_weights_update_group": False,
+            "/begin_weight_update": self.in_session,
+            "/update_weights_from_distributed": not self.in_session or group not in self.groups,
+            "/end_weight_update": not self.in_session,
+            "/destroy_weights_update_group": group not in self.groups,
+        }[path]
+        if wrong or path == self.refuses:
+            return httpx.Response(400, json={"success": False, "message": "refused"})
+        match path:
+            case "/init_weights_update_group":
+                self.groups.add(group)
+            case "/destroy_weights_update_group":
+                self.groups.remove(group)
+            case "/update_weights_from_distributed":
+                assert self.paused, "weights must not change under a running generation"
+                if body["weight_version"] is not None:
+                    self.version = body["weight_version"]
+                    self.directory = self.directory if self.keeps_old_weights else self.broadcasts
+            case _:
+                self.in_session = path == "/begin_weight_update"
+        return httpx.Response(200, json={"success": True, "message": ""})
 
     def _load(self, body: dict[str, str]) -> httpx.Response:
         assert self.paused, "weights must not change under a running generation"

@@ -29,7 +29,7 @@ END_TIMEOUT_S = 5.0
 """How long the trainer may take to answer a call that does not wait for anything."""
 
 
-class NotSent(Exception):
+class NotReceived(Exception):
     """The tensors cannot be received, and the engine has changed nothing: files are loaded instead."""
 
 
@@ -67,22 +67,22 @@ class TensorReceiver:
         try:
             answer = await self._call("GET", str(version))
             return answer.status_code == 200 and answer.json().get("held") is True
-        except (NotSent, ValueError, AttributeError):
+        except (NotReceived, ValueError, AttributeError):
             return False
 
     @asynccontextmanager
     async def joining(self, manifest: Manifest, policy: LocalPolicy) -> AsyncIterator[Joining]:
-        """Have the trainer wait for the engine, as long as the block runs. Raises NotSent."""
+        """Have the trainer wait for the engine, as long as the block runs. Raises NotReceived."""
         if monotonic() < self._rests_until:
-            raise NotSent("an engine was lost when it received tensors")
+            raise NotReceived("an engine was lost when it received tensors")
         body = await self._join_body(policy.manifest_sha256 or "")
         answer = await self._call("POST", str(policy.version), body, self._timeout_s + END_TIMEOUT_S)
         if answer.status_code != 200:
-            raise NotSent(f"the trainer answers {answer.status_code}: {error_message(answer.content)}")
+            raise NotReceived(f"the trainer answers {answer.status_code}: {error_message(answer.content)}")
         try:
             joining = Joining.read(answer.content)
         except MalformedMessage as error:
-            raise NotSent(f"the trainer's answer: {error}") from error
+            raise NotReceived(f"the trainer's answer: {error}") from error
         self._joined = joining.group
         try:
             _check(joining, manifest)
@@ -92,12 +92,12 @@ class TensorReceiver:
             await self._end()
 
     async def receive(self, joining: Joining, policy: LocalPolicy) -> None:
-        """Have the engine, which is paused, take the tensors. Raises NotSent if it has changed nothing, and
-        EngineFailed if it may have a part of them."""
+        """Have the engine, which is paused, take the tensors. Raises NotReceived if it has changed nothing,
+        and EngineFailed if it may have a part of them."""
         try:
             await self._engine.join_group(joining, self._timeout_s)
         except EngineRefused as error:
-            raise NotSent(str(error)) from error
+            raise NotReceived(str(error)) from error
         await self._engine.receive(joining, policy.version, self._timeout_s)
         # Both at once: the end of a group over NCCL may wait for the other ranks.
         await asyncio.gather(self._end(), self._leave(joining))
@@ -107,7 +107,7 @@ class TensorReceiver:
         """Tell the trainer that nobody receives any more."""
         group, self._joined = self._joined, None
         if group is not None:
-            with suppress(NotSent):
+            with suppress(NotReceived):
                 await self._call("DELETE", group)
 
     def differs(self, joining: Joining, former: LocalPolicy, *, float32_engine: bool) -> bool:
@@ -134,7 +134,7 @@ class TensorReceiver:
         try:
             layout = await self._engine.layout()
             if layout.other_replicas != 1:
-                raise NotSent("the engine has pipeline or data parallelism")
+                raise NotReceived("the engine has pipeline or data parallelism")
             device: Device = "cuda" if layout.device == "cuda" else "cpu"
             return JoinBody(
                 manifest_sha256=manifest_sha256,
@@ -143,10 +143,10 @@ class TensorReceiver:
                 wait_s=self._timeout_s,
             )
         except (EngineFailed, ValidationError) as error:
-            raise NotSent(str(error)) from error
+            raise NotReceived(str(error)) from error
 
     async def _reach(self, joining: Joining) -> None:
-        """Raises NotSent if this machine cannot connect to the trainer's ranks. The engine would wait for
+        """Raises NotReceived if this machine cannot connect to the trainer's ranks. The engine would wait for
         half an hour."""
         address, port = joining.master_address, joining.master_port
         try:
@@ -155,7 +155,7 @@ class TensorReceiver:
                 writer.close()
                 await writer.wait_closed()
         except (OSError, TimeoutError) as error:
-            raise NotSent(f"{address}:{port} cannot be reached: {error!r}") from error
+            raise NotReceived(f"{address}:{port} cannot be reached: {error!r}") from error
 
     async def _leave(self, joining: Joining) -> None:
         try:
@@ -173,11 +173,11 @@ class TensorReceiver:
                 method, url, json=json, headers=self._headers, timeout=timeout_s, follow_redirects=False
             )
         except httpx.HTTPError as error:
-            raise NotSent(f"{url}: {error!r}") from error
+            raise NotReceived(f"{url}: {error!r}") from error
 
 
 def _check(joining: Joining, manifest: Manifest) -> None:
-    """Raises NotSent unless exactly the manifest's tensors come."""
+    """Raises NotReceived unless exactly the manifest's tensors come."""
     wanted = sorted(
         (tensor.name, TORCH_NAMES.get(tensor.dtype), tuple(tensor.shape))
         for spec in manifest.files
@@ -185,4 +185,4 @@ def _check(joining: Joining, manifest: Manifest) -> None:
     )
     sent = sorted((each.name, each.dtype, each.shape) for bucket in joining.buckets for each in bucket)
     if sent != wanted:
-        raise NotSent("the trainer would send other tensors than the manifest names")
+        raise NotReceived("the trainer would send other tensors than the manifest names")

@@ -7,6 +7,7 @@ engine starts again ─▶ files of the last version ─▶ else of the one befo
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from rollout_queue.contract.policies.policy import MANIFEST, Manifest
 from rollout_server.collective import TensorReceiver
@@ -67,12 +68,13 @@ class ReceivedVersions:
         other servers need them."""
         if self._fetching is not None:
             self._fetching.cancel()
+        wanted = replace(wanted, manifest_sha256=policy.manifest_sha256)  # then files that are here suffice
         self._last = (wanted, policy)
         self._fetching = asyncio.create_task(self._fetch(wanted), name="files of a received version")
 
     def make_way(self, wanted: WantedPolicy) -> None:
         """Other files are to be fetched now."""
-        if self._fetching is not None and self._last is not None and self._last[0] != wanted:
+        if self._fetching is not None and self._last is not None and self._last[0].version != wanted.version:
             self._fetching.cancel()
 
     async def bootable(self, candidates: list[LocalPolicy], initial: LocalPolicy) -> LocalPolicy:

@@ -19,7 +19,7 @@ from time import monotonic
 
 from rollout_queue.contract.policies.policy import MANIFEST, Manifest
 from rollout_queue.protocol.collective import Joining
-from rollout_server.collective import NotSent, TensorReceiver
+from rollout_server.collective import NotReceived, TensorReceiver
 from rollout_server.engine.control import EngineFailed
 from rollout_server.engine.engine import Engine
 from rollout_server.errors import EngineUnavailable, LocationRefused, VersionRefused
@@ -150,19 +150,20 @@ class Reloader:
             async with self._received.receiver.joining(manifest, policy) as joining:
                 seconds.fetch = monotonic() - began_at
                 await self._load(policy, seconds, joining)
-        except NotSent as error:
+        except NotReceived as error:
             logger.warning("version %d is loaded from files: %s", wanted.version, error)
             seconds.fallback = str(error)
             return False
+        logger.info("version %d was received from the trainer's process group", policy.version)
         self._received.follow(wanted, policy)
         return True
 
     async def _load(self, policy: LocalPolicy, seconds: Seconds, joining: Joining | None = None) -> None:
-        """Load files, or with `joining` what the trainer sends. Raises EngineUnavailable, and NotSent if the
-        trainer sends nothing and the engine goes on as before."""
+        """Load files, or with `joining` what the trainer sends. Raises EngineUnavailable, and NotReceived if
+        the trainer sends nothing and the engine goes on as before."""
         former, client = self._engine.policy, self._engine.client
         other = await asyncio.to_thread(self._differ, policy, former, joining)
-        not_sent: NotSent | None = None
+        not_sent: NotReceived | None = None
         self.loading = policy.version
         try:
             async with self._engine.swapping():
@@ -175,7 +176,7 @@ class Reloader:
                     else:
                         await self._received.receiver.receive(joining, policy)
                     await self._engine.prove(policy, differs_from=former if other else None)
-                except NotSent as error:
+                except NotReceived as error:
                     not_sent = error
                 seconds.load = monotonic() - load_at
                 await client.resume()

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from types import FrameType
 
@@ -85,16 +85,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
     """Build the trainer's parts, and train until told to stop."""
     registry = CollectorRegistry()
     checkpoints = Checkpoints(settings.checkpoint_dir, settings.keep_checkpoints)
-    anchor_every = settings.anchor_every if settings.transport == "delta" else None
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    sender = TensorSender(settings.collective, device) if settings.transport == "collective" else None
-    store = PolicyStore(
-        settings.policies_dir,
-        settings.model_path,
-        settings.keep_policies,
-        anchor_every,
-        collective=sender is not None,
-    )
+    store, sender = _policy_store(settings), _tensor_sender(settings)
     app = create_app(shared_state, checkpoints.ledger, store, keyring, registry, sender)
     logger.info("algorithm %s", settings.algorithm.model_dump_json())
     redis = connect(settings.redis_url)
@@ -106,6 +97,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
     with (
         lock_directory(settings.checkpoint_dir),
         HttpThread(app, settings.host, settings.port),
+        closing(sender) if sender is not None else nullcontext(),
         redis,
         lease_redis,
         client,
@@ -139,11 +131,26 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
             ).run()
             if teacher is not None:
                 teacher.close()
-            if sender is not None:
-                sender.close()
             policy.close()  # not after an exception: ranks that wait in a collective receive no command
             metrics.close()
     logger.info("ended")
+
+
+def _policy_store(settings: TrainerSettings) -> PolicyStore:
+    return PolicyStore(
+        settings.policies_dir,
+        settings.model_path,
+        settings.keep_policies,
+        settings.anchor_every if settings.transport == "delta" else None,
+        collective=settings.transport == "collective",
+    )
+
+
+def _tensor_sender(settings: TrainerSettings) -> TensorSender | None:
+    if settings.transport != "collective":
+        return None
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return TensorSender(settings.collective, device)
 
 
 def own_url(settings: TrainerSettings) -> str:

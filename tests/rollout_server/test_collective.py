@@ -109,6 +109,7 @@ async def test_the_files_follow_for_other_servers_and_restarts(pair: Pair) -> No
 
     while await status() != 200:
         await wait_until_async(lambda: pair.kept() == ["v00000001"])
+    (directory / "manifest.json").unlink()  # the trainer is gone
     await pair.harness.kill_engine()
     await pair.harness.until_ready()
     assert (await pair.harness.status())["version"] == 1

@@ -1,4 +1,4 @@
-"""The trainer sends tensors from its snapshot: exact bytes, and a hung engine delays the next one a little."""
+"""The trainer sends tensors from its snapshot: exact bytes, and a hung engine delays the next one briefly."""
 
 import time
 from collections.abc import Iterator

@@ -131,11 +131,10 @@ class TensorSender:
         return transfer is not None
 
     def close(self) -> None:
-        """End every transfer. Waits for the broadcasts that run, at most `timeout_s`."""
-        with self._changed:
-            self._offer = None
-            for transfer in self._transfers.values():
-                transfer.ended.set()
+        """Offer nothing any more, and wait until every thread has ended."""
+        self.withdraw()
+        for transfer in list(self._transfers.values()):
+            transfer.ended.set()
         self._executor.shutdown()
 
     def _copied_all(self) -> bool:

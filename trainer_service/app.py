@@ -8,10 +8,11 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic
 
 import msgspec
 import uvicorn
-from fastapi import APIRouter, Depends, FastAPI, Query
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from prometheus_client import CollectorRegistry
 
@@ -30,6 +31,8 @@ from trainer_service.storage.run_state import LedgerStep
 
 LEDGER_LIMIT = 1000
 CHECKPOINT_TIMEOUT_S = 60.0
+DISCONNECT_POLL_S = 0.5
+"""How often it is checked whether a rollout server still waits for a sender."""
 STATUS = {"state", "step", "version", "waiting_for", "metrics"}
 """The fields of the trainer's report that `GET /status` returns."""
 
@@ -140,16 +143,20 @@ def _collective(sender: TensorSender) -> APIRouter:
         return JSONResponse({"version": version, "held": sender.holds(version)})
 
     @router.post("/{version}")
-    async def join(version: int, body: JoinBody) -> JSONResponse:
+    async def join(version: int, body: JoinBody, request: Request) -> JSONResponse:
         """Send the tensors of a version to an engine. The answer says where the engine joins, and comes when
         a sender waits for it there."""
         try:
             answer = asyncio.wrap_future(sender.join(version, body))
-            joining = await asyncio.wait_for(answer, body.wait_s)
+            until_s = monotonic() + body.wait_s
+            while not answer.done() and monotonic() < until_s and not await request.is_disconnected():
+                await asyncio.wait({answer}, timeout=min(body.wait_s, DISCONNECT_POLL_S))
+            if not answer.done():
+                answer.cancel()
+                raise ApiError(503, "every sender is busy", type="storage_unavailable")
+            joining = await answer
         except NotSent as error:
             raise ApiError(410, str(error)) from error
-        except TimeoutError as error:
-            raise ApiError(503, "every sender is busy", type="storage_unavailable") from error
         return JSONResponse(joining.model_dump(mode="json"))
 
     @router.delete("/{group}")

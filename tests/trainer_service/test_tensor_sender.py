@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import msgspec
 import numpy as np
 import pytest
@@ -17,10 +18,11 @@ from rollout_queue.http.keys import Keyring
 from rollout_queue.protocol.collective import JoinBody, Joining
 from rollout_server.weights.safetensors_file import fingerprint as fingerprint_of_file
 from rollout_server.weights.safetensors_file import read_header
+from tests.support.serving import serving
 from tests.support.trainer_service.harness import MakeHarness
 from tests.support.trainer_service.receiving import join, receive, receive_bucket
 from tests.support.waiting import PATIENCE_S, wait_until
-from trainer_service.app import create_app
+from trainer_service.app import DISCONNECT_POLL_S, create_app
 from trainer_service.model.snapshot import HostTensor, WeightSnapshot
 from trainer_service.publishing.tensor_sender import NotSent, TensorSender, fingerprint, is_finite
 from trainer_service.settings import CollectiveSettings
@@ -30,7 +32,7 @@ from trainer_service.storage.policy_store import PolicyStore, manifest_sha256
 CPU = torch.device("cpu")
 DIGEST = "0" * 64
 WISH = JoinBody(manifest_sha256=DIGEST, ranks=1, device="cpu", wait_s=20.0)
-TIMEOUT_S = 3.0
+TIMEOUT_S = 5.0
 
 
 def tensors(fill: float = 1.0) -> list[HostTensor]:
@@ -187,6 +189,28 @@ def test_rollout_servers_ask_with_the_admin_key(sender: TensorSender, tmp_path: 
     assert receive(joining)
     assert client.delete(f"/collective/{joining.group}").json() == {"ended": True}
     wait_until(lambda: client.delete(f"/collective/{joining.group}").json() == {"ended": False})
+
+
+def test_a_rollout_server_that_went_away_takes_no_sender(sender: TensorSender, tmp_path: Path) -> None:
+    store = PolicyStore(tmp_path / "policies", tmp_path, keep=2)
+    app = create_app(SharedState(), lambda *_: [], store, Keyring([], []), CollectorRegistry(), sender)
+    sender.offer(1, DIGEST, tensors())
+    first = begun(sender)
+    group = join(first)
+    with serving(app) as url:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/collective/1", json=WISH.model_dump(), timeout=0.5)
+        waiting = sender.join(1, WISH)
+        with pytest.raises(TimeoutError):
+            waiting.result(2 * DISCONNECT_POLL_S)
+        for bucket in first.buckets:
+            receive_bucket(group, bucket)
+        sender.end(first.group)
+        began_at = time.monotonic()
+        second = waiting.result(PATIENCE_S)
+        assert time.monotonic() - began_at < TIMEOUT_S, "a sender has waited for the server that went away"
+        assert receive(second)
+        sender.end(second.group)
 
 
 def test_each_published_version_is_offered_until_the_next_step(make_harness: MakeHarness) -> None:

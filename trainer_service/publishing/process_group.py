@@ -7,6 +7,7 @@ training thread uses.
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -58,20 +59,28 @@ def joined_group(
     make = _nccl if device.type == "cuda" else _gloo
     group = make(own, ranks, address, timedelta(seconds=timeout_s))
     try:
-        yield _Group(group)
-    finally:
-        group.shutdown()
+        yield _Group(group, timeout_s)
+    except BaseException:
+        group.abort()  # NCCL's shutdown may wait for the other ranks
+        raise
+    group.shutdown()
 
 
 class _Group:
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    def __init__(self, group: Any, timeout_s: float) -> None:
+        self._group, self._timeout_s = group, timeout_s
 
     def broadcast(self, tensor: Tensor) -> None:
         """Raises RuntimeError if a rank does not take the tensor in time, or is gone."""
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        self._group.broadcast([tensor], options).wait()
+        # NCCL connects the ranks in the first broadcast, and has no timeout for that.
+        guard = threading.Timer(2 * self._timeout_s, self._group.abort)
+        guard.start()
+        try:
+            self._group.broadcast([tensor], options).wait()
+        finally:
+            guard.cancel()
 
 
 def _gloo(store: PrefixStore, ranks: int, address: str, timeout: timedelta) -> Any:

@@ -132,7 +132,6 @@ def test_received_tensors_are_those_of_the_files(running: RunningServer, trainer
     trainer.offer(1)
     answer = load(running, trainer, 1)
     assert (answer["status"], answer["version"], answer["fallback"]) == (200, 1, None), answer
-    print("received:", answer)
     assert running.served() == "1"
     received, told = running.checksum(), logprobs(running)
     assert received != before
@@ -141,7 +140,6 @@ def test_received_tensors_are_those_of_the_files(running: RunningServer, trainer
     assert load(running, trainer, 2)["fallback"] is not None  # of version 2, there are only files
     assert running.checksum() not in (before, received)
     answer = load(running, trainer, 1, force=True)
-    print("from files:", answer)
     assert (answer["status"], answer["fallback"]) == (200, None)
     assert (running.checksum(), logprobs(running)) == (received, told)
 

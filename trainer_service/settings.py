@@ -74,8 +74,8 @@ class CollectiveSettings(BaseModel):
     senders: int = Field(4, ge=1, le=64)
     """How many engines get the tensors at once; more wait."""
     timeout_s: float = Field(60.0, gt=0)
-    """How long an engine may take to join, and to take each bucket of tensors. The next snapshot waits as
-    long for engines that still receive the former one."""
+    """How long an engine may take to join, and to take each bucket of tensors. The next snapshot waits while
+    engines receive the former one, and at most so long for a bucket."""
 
 
 class TrainerSettings(ServiceSettings, ModelSettings):

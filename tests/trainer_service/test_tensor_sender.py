@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -124,6 +125,22 @@ def test_the_next_snapshot_waits_for_an_engine_that_receives(sender: TensorSende
         tensor.value.fill_(2.0)
     assert all(bool((value == 1.0).all()) for value in received.values())
     sender.end(joining.group)
+
+
+def test_the_next_snapshot_waits_longer_than_the_timeout_for_an_engine_that_goes_on() -> None:
+    sender = TensorSender(CollectiveSettings(timeout_s=TIMEOUT_S), CPU, bucket_bytes=128)
+    sender.offer(1, DIGEST, tensors())
+    joining = begun(sender)
+    group = join(joining)
+    with ThreadPoolExecutor(1) as threads:
+        withdrawn = threads.submit(sender.withdraw)
+        for bucket in joining.buckets:
+            with suppress(TimeoutError):  # each bucket is taken late, and in time
+                withdrawn.result(0.6 * TIMEOUT_S)
+            assert receive_bucket(group, bucket)
+        withdrawn.result(PATIENCE_S)
+    sender.end(joining.group)
+    sender.close()
 
 
 def test_an_engine_that_hangs_delays_the_next_snapshot_by_the_timeout_only(sender: TensorSender) -> None:

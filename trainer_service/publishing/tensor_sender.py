@@ -80,6 +80,7 @@ class TensorSender:
         """Held while a thread reads the snapshot."""
         self._offer: Offer | None = None
         self._transfers: dict[str, Transfer] = {}
+        self._buckets_copied = 0
 
     def offer(self, version: int, manifest_sha256: str, tensors: Sequence[HostTensor]) -> None:
         """Offer the version until `withdraw`. Engines check no tensor that they receive, so a version with
@@ -94,12 +95,18 @@ class TensorSender:
             self._offer = Offer(version, manifest_sha256, buckets, described)
 
     def withdraw(self) -> None:
-        """Offer nothing any more, and return when no thread reads the snapshot. Engines that receive have
-        `timeout_s` to go on; then they are left with a part of the tensors, and their servers start them
-        again."""
+        """Offer nothing any more, and return when no thread reads the snapshot. Waits as long as engines
+        take buckets. If none does for `timeout_s`, those that receive are left with a part of the tensors,
+        and their servers start them again."""
         with self._changed:
             self._offer = None
-            self._changed.wait_for(self._copied_all, self._settings.timeout_s)
+            copied = -1
+            while not self._copied_all() and copied != self._buckets_copied:
+                copied = self._buckets_copied
+                self._changed.wait_for(
+                    lambda: self._copied_all() or self._buckets_copied != copied,  # noqa: B023 - called here
+                    self._settings.timeout_s,
+                )
         with self._reading:
             for transfer in list(self._transfers.values()):
                 if not transfer.copied:
@@ -197,10 +204,10 @@ class TensorSender:
                 for tensor in bucket:
                     memory[place : place + tensor.value.nbytes].copy_(_raw(tensor.value))
                     place += tensor.value.nbytes
-            if bucket is offer.buckets[-1]:
-                with self._changed:
-                    transfer.copied = True
-                    self._changed.notify_all()
+            with self._changed:
+                transfer.copied = bucket is offer.buckets[-1]
+                self._buckets_copied += 1
+                self._changed.notify_all()
             yield memory[:size]
 
 

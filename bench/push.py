@@ -23,17 +23,22 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.staticfiles import StaticFiles
 
+from rollout_queue.protocol.collective import JoinBody
 from rollout_server.server import RolloutServer
 from rollout_server.settings import RolloutServerSettings
 from rollout_server.weights.policy import WantedPolicy
 from tests.support.rollout_server.fakes import FakeEngine
 from tests.support.serving import serving
+from tests.support.trainer_service.receiving import receive
 from trainer_service.model.export import ExportTensor
 from trainer_service.model.snapshot import HostTensor, SnapshotMemory, WeightSnapshot
+from trainer_service.publishing.tensor_sender import TensorSender
+from trainer_service.settings import CollectiveSettings
 from trainer_service.storage.delta_files import write_delta
 from trainer_service.storage.policy_store import PolicyStore
 
 GB = 10**9
+DIGEST = "0" * 64
 CHANGED = (0.015, 0.12)
 """The shares of values that a step at a learning rate of 1e-6, and of 1e-5, changes in bfloat16."""
 COLUMNS = (
@@ -50,6 +55,9 @@ COLUMNS = (
     "CPU, s/GB",
     "changes, 12 %",
     "CPU, s/GB",
+    "offering tensors, s",
+    "sending them, s",
+    "CPU of both sides, s/GB",
 )
 TENSOR_VALUES = 4096 * 4096
 
@@ -119,7 +127,9 @@ def measure(gigabytes: float, directory: Path) -> list[str]:
             f"{sum(file.size for file in files) / (gigabytes * GB):.1%}",
             f"{encoded.cpu_s / gigabytes:.1f}",
         ]
-    del snapshot, tensors, moved
+    del moved
+    offered, sent = transferred(snapshot)
+    del snapshot, tensors
     with serving(Starlette(routes=[Mount("/", StaticFiles(directory=directory / "policies"))])) as source:
         file, pause_s = asyncio.run(pushed(directory, initial, version.as_uri()))
         http, _ = asyncio.run(pushed(directory, initial, f"{source}/{version.name}", source))
@@ -134,7 +144,24 @@ def measure(gigabytes: float, directory: Path) -> list[str]:
         f"{http.wall_s:.2f}",
         f"{1000 * pause_s:.0f}",
         *rows,
+        f"{offered.wall_s:.2f}",
+        f"{sent.wall_s:.2f}",
+        f"{(offered.cpu_s + sent.cpu_s) / gigabytes:.2f}",
     ]
+
+
+def transferred(snapshot: WeightSnapshot) -> tuple[Spent, Spent]:
+    """What it takes to offer tensors, and to send them to a process group over loopback (gloo)."""
+    sender = TensorSender(CollectiveSettings(), torch.device("cpu"))
+    with spent() as offered:
+        sender.offer(1, DIGEST, snapshot.tensors)
+    wish = JoinBody(manifest_sha256=DIGEST, ranks=1, device="cpu", wait_s=60)
+    with spent() as sent:
+        joining = sender.join(1, wish).result()
+        receive(joining)
+    sender.end(joining.group)
+    sender.close()
+    return offered, sent
 
 
 def moved_by(share: float, tensor: HostTensor) -> HostTensor:

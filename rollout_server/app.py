@@ -59,6 +59,7 @@ def _reloading(server: RolloutServer) -> APIRouter:
             seconds=parts,
             paused_s=seconds.paused,
             adapters=_shapes(server.engine),
+            fallback=seconds.fallback,
         )
         return JSONResponse(answer.model_dump())
 

@@ -9,27 +9,19 @@ import logging
 from pathlib import Path
 from time import monotonic
 
-import msgspec
-
+from rollout_queue.protocol.collective import Joining
+from rollout_server.collective import NotReceived, TensorReceiver
 from rollout_server.engine.control import KV_CACHE, WEIGHTS, AdapterRefused, EngineFailed
 from rollout_server.engine.engine import Engine
 from rollout_server.errors import EngineUnavailable, WeightsRefused
 from rollout_server.metrics import RolloutMetrics
+from rollout_server.seconds import Seconds
 from rollout_server.settings import RolloutServerSettings
 from rollout_server.weights.policy import LocalPolicy
 from rollout_server.weights.safetensors_file import weights_differ
 from rollout_server.weights.store import WeightsStore
 
 logger = logging.getLogger(__name__)
-
-
-class Seconds(msgspec.Struct):
-    """How long the parts of a reload took."""
-
-    fetch: float = 0.0
-    verify: float = 0.0
-    load: float = 0.0
-    paused: float = 0.0
 
 
 class EngineLoader:
@@ -40,28 +32,36 @@ class EngineLoader:
         settings: RolloutServerSettings,
         engine: Engine,
         store: WeightsStore,
+        receiver: TensorReceiver,
         metrics: RolloutMetrics,
         *,
         float32_engine: bool,
     ) -> None:
         self._settings, self._engine, self._store, self._metrics = settings, engine, store, metrics
-        self._float32_engine = float32_engine
+        self._receiver, self._float32_engine = receiver, float32_engine
         self.loading: int | None = None
         """The version that the engine loads now."""
+        self.former = engine.policy
+        """The policy that the engine served before."""
 
-    async def load(self, policy: LocalPolicy, seconds: Seconds) -> None:
-        """Serve the version. Raises EngineUnavailable, and WeightsRefused if the engine refuses an adapter:
-        the former version stays then."""
+    async def load(self, policy: LocalPolicy, seconds: Seconds, joining: Joining | None = None) -> None:
+        """Serve the version, from its files, or with `joining` from what the trainer sends.
+
+        Raises EngineUnavailable, and WeightsRefused if the engine refuses an adapter: the former version
+        stays then. Raises NotReceived if the trainer sends nothing, and the engine goes on as before.
+        """
         former = self._engine.policy
         self.loading = policy.version
         try:
             if policy.weights == former.weights and not self._engine.released:
                 await self._load_adapter(policy, seconds)
             else:
-                await self._load_weights(policy, seconds)
+                await self._load_weights(policy, seconds, joining)
         except AdapterRefused as error:
             raise WeightsRefused(f"version {policy.version}: {error}") from error
         except EngineFailed as error:
+            if joining is not None:
+                self._receiver.rest()
             logger.error(
                 "version %d was not loaded: %s; the engine starts again with version %d",
                 policy.version,
@@ -75,16 +75,16 @@ class EngineLoader:
         if policy == former:
             logger.info("version %d is loaded again: %.3f s", policy.version, seconds.paused)
             return
+        self.former = former
         self._store.keep_only({policy.directory, former.directory, *self._adapters_to_keep()})
         logger.info("version %d replaces %d: paused %.3f s", policy.version, former.version, seconds.paused)
 
-    async def _load_weights(self, policy: LocalPolicy, seconds: Seconds) -> None:
+    async def _load_weights(self, policy: LocalPolicy, seconds: Seconds, joining: Joining | None) -> None:
         """Load the weights of the version, and then its adapter, if it is one."""
         engine, client, weights = self._engine, self._engine.client, policy.weights
         former, released = engine.policy.weights, engine.released
-        other = weights != former and await asyncio.to_thread(
-            weights_differ, weights.directory, former.directory, float32_engine=self._float32_engine
-        )
+        other = weights != former and await asyncio.to_thread(self._differ, weights, former, joining)
+        not_sent: NotReceived | None = None
         async with engine.swapping():
             paused_at = monotonic()
             if released:  # it is paused, and its weights come back without their content
@@ -93,16 +93,31 @@ class EngineLoader:
                 # A request that goes on with an adapter, over other weights, would be of neither version.
                 await client.pause(abort=bool(engine.adapters.loaded))
             load_at = monotonic()
-            await client.load(str(weights.directory), weights.version)
-            await engine.prove(weights, differs_from=former if other else None)
-            await engine.adapters.load(policy)
+            try:
+                if joining is None:
+                    await client.load(str(weights.directory), weights.version)
+                else:
+                    await self._receiver.receive(joining, policy)
+                await engine.prove(weights, differs_from=former if other else None)
+                await engine.adapters.load(policy)
+            except NotReceived as error:
+                not_sent = error
             seconds.load = monotonic() - load_at
             if released:
                 await client.reoccupy(KV_CACHE)
             await client.resume()
-            seconds.paused = monotonic() - paused_at
-            await engine.adapters.prove(policy)
-            engine.serve(policy)
+            seconds.paused += monotonic() - paused_at
+            if not_sent is None:
+                await engine.adapters.prove(policy)
+                engine.serve(policy)
+        if not_sent is not None:
+            raise not_sent
+
+    def _differ(self, weights: LocalPolicy, former: LocalPolicy, joining: Joining | None) -> bool:
+        """Whether the engine certainly holds other weights after the load."""
+        if joining is not None:
+            return self._receiver.differs(joining, former, float32_engine=self._float32_engine)
+        return weights_differ(weights.directory, former.directory, float32_engine=self._float32_engine)
 
     async def _load_adapter(self, policy: LocalPolicy, seconds: Seconds) -> None:
         """Serve an adapter, or its base without one. Nothing pauses: what runs goes on as it began."""

@@ -15,6 +15,7 @@ import httpx
 
 from rollout_queue.contract.ids import new_id
 from rollout_server.adapters import NamedAdapters
+from rollout_server.collective import TensorReceiver
 from rollout_server.engine.command import engine_command, engine_dtype, engine_environment
 from rollout_server.engine.control import EngineControl, EngineFailed
 from rollout_server.engine.engine import Engine, StartProcess
@@ -28,7 +29,6 @@ from rollout_server.reload_requests import ReloadRequests
 from rollout_server.settings import Device, RolloutServerSettings
 from rollout_server.weights.fetch import Fetcher
 from rollout_server.weights.policy import LocalPolicy, WantedPolicy
-from rollout_server.weights.safetensors_file import BrokenWeights
 from rollout_server.weights.store import WeightsStore
 
 logger = logging.getLogger(__name__)
@@ -61,15 +61,20 @@ class RolloutServer:
         self.engine = Engine(settings, client, self._initial, start)
         self.metrics = RolloutMetrics(self.engine)
         self.store = WeightsStore(weights_dir, self._initial.directory, settings.lora)
+        admin_key = next(iter(settings.admin_keys), None)
         fetcher = Fetcher(
+            http, settings.trainer_url, admin_key, settings.object_store, settings.fetch_timeout_s
+        )
+        receiver = TensorReceiver(
             http,
+            client,
             settings.trainer_url,
-            next(iter(settings.admin_keys), None),
-            settings.object_store,
-            settings.fetch_timeout_s,
+            admin_key,
+            timeout_s=settings.collective_timeout_s,
+            rest_s=settings.collective_rest_s,
         )
         self.reloader = Reloader(
-            settings, self.engine, self.store, fetcher, self.metrics, float32_engine=float32_engine
+            settings, self.engine, self.store, fetcher, receiver, self.metrics, float32_engine=float32_engine
         )
         self.memory = EngineMemory(settings, self.engine, self.reloader, self.metrics)
         self.reloads = ReloadRequests(lambda: self.reloader.loading)
@@ -97,6 +102,7 @@ class RolloutServer:
     async def close(self) -> None:
         """End the engine and every task."""
         await self.engine.close()
+        await self.reloader.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -135,7 +141,7 @@ class RolloutServer:
 
     async def _choose(self, last: LocalPolicy) -> LocalPolicy:
         """The policy of the next start. It is the fleet's policy, or the last one if the fleet's is unknown
-        or cannot be loaded. If the files of the last one have changed, it is the initial one."""
+        or cannot be loaded. If the files of the last one have changed, it is an earlier one."""
         announced = await self._registration.announce()
         self.engine.awaited_version = None
         if announced is not None and not _names(announced, last):
@@ -146,15 +152,7 @@ class RolloutServer:
                     "version %d, which the gateway serves, was not loaded: %s", announced.version, error
                 )
                 self.engine.awaited_version = announced.version
-        if last.manifest_sha256 is not None:
-            try:
-                await asyncio.to_thread(
-                    self.store.verify_again, last.directory, last.version, last.manifest_sha256
-                )
-            except (BrokenWeights, OSError) as error:
-                logger.error("the engine cannot start with version %d again: %s", last.version, error)
-                return self._initial
-        return last
+        return await self.reloader.restore(last)
 
     async def _keep_registered(self) -> None:
         while True:

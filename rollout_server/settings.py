@@ -107,6 +107,10 @@ class RolloutServerSettings(ServiceSettings):
     control_timeout_s: float = 30.0
     fetch_timeout_s: float = 60.0
     """A download that brings no byte for so long has failed."""
+    collective_timeout_s: float = 60.0
+    """How long the trainer may take to begin to send tensors, and the engine to take a part of them."""
+    collective_rest_s: float = 600.0
+    """After an engine was lost while it received tensors, versions are loaded from files for so long."""
     engine_wait_s: float = 60.0
     """How long a reload waits for an engine that is just starting."""
     hang_timeout_s: float = 120.0

@@ -8,11 +8,13 @@ import logging
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 
 import httpx
+import torch
 from prometheus_client import CollectorRegistry
 from redis import Redis
 from redis.backoff import NoBackoff
@@ -31,6 +33,7 @@ from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.publishing.gateway_client import GatewayClient
 from trainer_service.publishing.places import place_of
 from trainer_service.publishing.publisher import Publisher
+from trainer_service.publishing.tensor_sender import TensorSender
 from trainer_service.settings import TrainerSettings
 from trainer_service.sinks.chosen import chosen_sinks
 from trainer_service.status.heartbeat import Heartbeat, Stopped
@@ -87,9 +90,8 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
     """Build the trainer's parts, and train until told to stop."""
     registry = CollectorRegistry()
     checkpoints = Checkpoints(settings.checkpoint_dir, settings.keep_checkpoints)
-    anchor_every = settings.anchor_every if settings.transport == "delta" else None
-    store = PolicyStore(settings.policies_dir, settings.model_path, settings.keep_policies, anchor_every)
-    app = create_app(shared_state, checkpoints.ledger, store, keyring, registry)
+    store, sender = _policy_store(settings), _tensor_sender(settings)
+    app = create_app(shared_state, checkpoints.ledger, store, keyring, registry, sender)
     logger.info("algorithm %s", settings.algorithm.model_dump_json())
     redis = connect(settings.redis_url)
     # The lease has its own connection: when a call on it times out, the lease is still valid for a retry.
@@ -100,6 +102,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
     with (
         lock_directory(settings.checkpoint_dir),
         HttpThread(app, settings.host, settings.port),
+        closing(sender) if sender is not None else nullcontext(),
         redis,
         lease_redis,
         client,
@@ -115,7 +118,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
             shared_state.snapshot = replace(shared_state.snapshot, url=own_url(settings))
             heartbeat = Heartbeat(stream, shared_state, settings.retry_s)
             with device_memory(settings, headers, heartbeat) as memory:
-                policy = DistributedPolicy(DeepSpeedPolicy(settings), settings.policies_dir)
+                policy = DistributedPolicy(DeepSpeedPolicy(settings), _shared_directory(settings))
                 place = place_of(settings, store, lambda: shared_state.stopping)
                 gateway = GatewayClient(client, settings.push_timeout_s)
                 teacher = TeacherClient(settings.teacher) if settings.teacher else None
@@ -124,7 +127,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
                     policy=policy,
                     intake=Intake(stream, settings.algorithm, policy.vocab_size, heartbeat, metrics),
                     checkpoints=checkpoints,
-                    publisher=Publisher(store, gateway, stream, place, heartbeat, metrics),
+                    publisher=Publisher(store, gateway, stream, place, heartbeat, metrics, sender=sender),
                     metrics=metrics,
                     shared_state=shared_state,
                     heartbeat=heartbeat,
@@ -149,6 +152,28 @@ def device_memory(
     ):
         memory.take()
         yield memory
+
+
+def _shared_directory(settings: TrainerSettings) -> Path | None:
+    """Where every rank writes its share of a version; None if rank 0 keeps all of it, to send it."""
+    return None if settings.transport == "collective" else settings.policies_dir
+
+
+def _policy_store(settings: TrainerSettings) -> PolicyStore:
+    return PolicyStore(
+        settings.policies_dir,
+        settings.model_path,
+        settings.keep_policies,
+        settings.anchor_every if settings.transport == "delta" else None,
+        collective=settings.transport == "collective",
+    )
+
+
+def _tensor_sender(settings: TrainerSettings) -> TensorSender | None:
+    if settings.transport != "collective":
+        return None
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return TensorSender(settings.collective, device)
 
 
 def own_url(settings: TrainerSettings) -> str:

@@ -8,10 +8,11 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic
 
 import msgspec
 import uvicorn
-from fastapi import APIRouter, Depends, FastAPI, Query
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from prometheus_client import CollectorRegistry
 
@@ -20,14 +21,18 @@ from rollout_queue.http.errors import ApiError, RequestIds, install_error_handle
 from rollout_queue.http.keys import Keyring
 from rollout_queue.http.probes import probes, text_of
 from rollout_queue.http.server import KEEP_ALIVE_S
+from rollout_queue.protocol.collective import JoinBody
 from rollout_queue.protocol.trainer import TrainerReport
 from trainer_service.model.huggingface import FILE_NAME
+from trainer_service.publishing.tensor_sender import NotSent, TensorSender
 from trainer_service.status.shared_state import SharedState
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep
 
 LEDGER_LIMIT = 1000
 CHECKPOINT_TIMEOUT_S = 60.0
+DISCONNECT_POLL_S = 0.5
+"""How often it is checked whether a rollout server still waits for a sender."""
 STATUS = {"state", "step", "version", "waiting_for", "metrics"}
 """The fields of the trainer's report that `GET /status` returns."""
 
@@ -42,7 +47,9 @@ def create_app(
     store: PolicyStore,
     keyring: Keyring,
     registry: CollectorRegistry,
+    sender: TensorSender | None = None,
 ) -> FastAPI:
+    """With a `sender`, rollout servers may ask it for the tensors of the newest version."""
     app = FastAPI(title="Weir trainer", docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
     app.add_middleware(RequestIds)
@@ -55,6 +62,8 @@ def create_app(
     app.include_router(_control(shared_state), dependencies=guarded)
     app.include_router(_ledger(ledger), dependencies=guarded)
     app.include_router(_weights(store), dependencies=guarded)
+    if sender is not None:
+        app.include_router(_collective(sender), dependencies=guarded)
     return app
 
 
@@ -121,6 +130,39 @@ def _weights(store: PolicyStore) -> APIRouter:
         path = _published_file(store, version, name)
         media_type = "application/json" if name == MANIFEST else "application/octet-stream"
         return FileResponse(path, media_type=media_type)
+
+    return router
+
+
+def _collective(sender: TensorSender) -> APIRouter:
+    router = APIRouter(prefix="/collective")
+
+    @router.get("/{version}")
+    async def held(version: int) -> JSONResponse:
+        """Whether the tensors of a version can be sent."""
+        return JSONResponse({"version": version, "held": sender.holds(version)})
+
+    @router.post("/{version}")
+    async def join(version: int, body: JoinBody, request: Request) -> JSONResponse:
+        """Send the tensors of a version to an engine. The answer says where the engine joins, and comes when
+        a sender waits for it there."""
+        try:
+            answer = asyncio.wrap_future(sender.join(version, body))
+            until_s = monotonic() + body.wait_s
+            while not answer.done() and monotonic() < until_s and not await request.is_disconnected():
+                await asyncio.wait({answer}, timeout=min(body.wait_s, DISCONNECT_POLL_S))
+            if not answer.done():
+                answer.cancel()
+                raise ApiError(503, "every sender is busy", type="storage_unavailable")
+            joining = await answer
+        except NotSent as error:
+            raise ApiError(410, str(error)) from error
+        return JSONResponse(joining.model_dump(mode="json"))
+
+    @router.delete("/{group}")
+    async def end(group: str) -> JSONResponse:
+        """The engine has the tensors, or will not take them."""
+        return JSONResponse({"ended": sender.end(group)})
 
     return router
 

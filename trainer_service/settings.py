@@ -64,6 +64,21 @@ class WandbSettings(BaseModel):
     dir: Path = Path("run")
 
 
+class CollectiveSettings(BaseModel):
+    """Section `trainer.collective`: how tensors are sent to engines, with `transport: collective`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    address: str = "127.0.0.1"
+    """The address of this machine that engines connect to. They need no key there, so another one than
+    loopback must be in a closed network."""
+    senders: int = Field(4, ge=1, le=64)
+    """How many engines get the tensors at once; more wait."""
+    timeout_s: float = Field(60.0, gt=0)
+    """How long an engine may take to join, and to take each bucket of tensors. The next snapshot waits while
+    engines receive the former one, and at most so long for a bucket."""
+
+
 class TrainerSettings(ServiceSettings, ModelSettings):
     """Section `trainer` of weir.yaml."""
 
@@ -103,10 +118,12 @@ class TrainerSettings(ServiceSettings, ModelSettings):
     publish_every_steps: int = Field(1, ge=1)
     keep_checkpoints: int = Field(2, ge=2)
     keep_policies: int = Field(4, ge=2)
-    transport: Literal["files", "delta", "adapter"] = "files"
+    transport: Literal["files", "delta", "adapter", "collective"] = "files"
     """What is published of a version. files: the whole weights. delta: also the changes against the former
     version; a server that has that one fetches only these (`publish_url`). adapter: only the LoRA
-    adapter (`lora`). If no rollout server takes it (`rollout_server.lora`), later versions are whole."""
+    adapter (`lora`). If no rollout server takes it (`rollout_server.lora`), later versions are whole.
+    collective: the files, and engines receive the tensors in a process group before (`collective`)."""
+    collective: CollectiveSettings = CollectiveSettings()
     anchor_every: int = Field(10, ge=2)
     """With `delta`, every so many versions one is published without changes."""
     shared_with: CommaSeparated = []

@@ -4,9 +4,12 @@ Every answer is checked.
 """
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import httpx
+
+from rollout_queue.protocol.collective import Joining
 
 KV_CACHE, WEIGHTS = "kv_cache", "weights"
 """The parts of the memory that an engine releases."""
@@ -18,6 +21,29 @@ class EngineFailed(Exception):
 
 class AdapterRefused(EngineFailed):
     """The engine does not load an adapter, and goes on without it."""
+
+
+class EngineRefused(EngineFailed):
+    """The engine answered that it did not do it. It goes on as before."""
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """How many processes have a part of the engine's weights, and on what."""
+
+    tensor_parallel: int
+    other_replicas: int
+    """The product of the sizes of pipeline and data parallelism."""
+    device: str
+
+    @classmethod
+    def of(cls, server_info: dict[str, Any]) -> Self:
+        """Raises EngineFailed."""
+        try:
+            sizes = {name: int(server_info[f"{name}_size"]) for name in ("tp", "pp", "dp")}
+            return cls(sizes["tp"], sizes["pp"] * sizes["dp"], str(server_info["device"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineFailed(f"/server_info: {error!r}") from error
 
 
 class EngineControl:
@@ -105,6 +131,45 @@ class EngineControl:
         """Take a part of the memory again that was released. SGLang dies if it was not released."""
         await self._call("POST", "/resume_memory_occupation", {"tags": [tag]}, self._load_timeout_s)
 
+    async def layout(self) -> EngineLayout:
+        """How the engine's weights are divided."""
+        return EngineLayout.of(await self._call("GET", "/server_info"))
+
+    async def join_group(self, joining: Joining, timeout_s: float) -> None:
+        """Have every rank of the engine join the trainer's process group. Raises EngineRefused if they could
+        not, and stay as they are."""
+        body = {
+            "master_address": joining.master_address,
+            "master_port": joining.master_port,
+            "rank_offset": 1,
+            "world_size": joining.world_size,
+            "group_name": joining.group,
+            "backend": joining.backend,
+        }
+        await self._call("POST", "/init_weights_update_group", body, timeout_s)
+
+    async def receive(self, joining: Joining, version: int, timeout_s: float) -> None:
+        """Take every bucket of tensors, each within `timeout_s`. If this fails, the engine may have a part of
+        them."""
+        await self._call("POST", "/begin_weight_update", {}, timeout_s)
+        for bucket in joining.buckets:
+            last = bucket is joining.buckets[-1]
+            body = {
+                "names": [tensor.name for tensor in bucket],
+                "dtypes": [tensor.dtype for tensor in bucket],
+                "shapes": [tensor.shape for tensor in bucket],
+                "group_name": joining.group,
+                "load_format": "flattened_bucket",
+                # A version, or an empty cache, belongs to whole weights only.
+                "flush_cache": last,
+                "weight_version": str(version) if last else None,
+            }
+            await self._call("POST", "/update_weights_from_distributed", body, timeout_s)
+        await self._call("POST", "/end_weight_update", {}, timeout_s)
+
+    async def leave_group(self, group: str) -> None:
+        await self._call("POST", "/destroy_weights_update_group", {"group_name": group})
+
     async def load_counts(self) -> tuple[int, int]:
         """How many requests run, and how many wait."""
         loads = (await self._call("GET", "/v1/loads", timeout_s=2.0)).get("loads") or []
@@ -132,5 +197,6 @@ class EngineControl:
         except (httpx.HTTPError, ValueError) as error:
             raise EngineFailed(f"{path}: {error!r}") from error
         if response.status_code not in expected or not isinstance(answer, dict | None):
-            raise EngineFailed(f"{path} answers {response.status_code}: {response.text[:500]}")
+            kind = EngineRefused if response.status_code == 400 else EngineFailed
+            raise kind(f"{path} answers {response.status_code}: {response.text[:500]}")
         return answer or {}  # a release of memory is answered with null

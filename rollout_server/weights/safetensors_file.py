@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rollout_queue.protocol.collective import FINGERPRINT_VALUES
+
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes per value of the types that weights may have."""
 EXPONENT_MASKS = {"F32": 0x7F80_0000, "F16": 0x7C00, "BF16": 0x7F80}
@@ -98,6 +100,13 @@ def weights_differ(one: Path, other: Path, *, float32_engine: bool) -> bool:
         if any(not np.array_equal(bits, other_bits) for bits, other_bits in pairs):
             return True
     return False
+
+
+def fingerprint(path: Path, tensor: StoredTensor) -> int:
+    """The sum of the bits of the tensor's first values, taken as signed whole numbers."""
+    item_bytes = ITEM_BYTES[tensor.dtype]
+    count = min((tensor.end - tensor.start) // item_bytes, FINGERPRINT_VALUES)
+    return int(np.fromfile(path, f"<i{item_bytes}", count, offset=tensor.start).sum(dtype=np.int64))
 
 
 def _tensors_of(directory: Path) -> dict[str, tuple[Path, StoredTensor]]:

@@ -28,7 +28,7 @@ from rollout_queue.contract.policies.policy import (
 from rollout_server.settings import EngineLoraSettings
 from rollout_server.weights.adapter import check_adapter
 from rollout_server.weights.file_check import WEIGHTS_SUFFIX, CheckedFile, check_path
-from rollout_server.weights.safetensors_file import BrokenWeights, StoredTensor, read_header
+from rollout_server.weights.safetensors_file import ITEM_BYTES, BrokenWeights, StoredTensor, read_header
 
 THREADS = 4
 """How many files are read at once."""
@@ -137,6 +137,21 @@ def verify_directory(
     for spec in weights:
         if (tensor := by_name[spec.name].infinite) is not None:
             raise BrokenWeights("holds infinity or NaN", file=spec.name, tensor=tensor)
+
+
+def verify_tensors(manifest: Manifest, expected: ExpectedModel) -> None:
+    """Raises BrokenWeights unless the tensors that the manifest names fit the engine's model."""
+    headers = {
+        spec.name: {
+            each.name: StoredTensor(each.name, each.dtype, tuple(each.shape), 0, 0) for each in spec.tensors
+        }
+        for spec in manifest.files
+    }
+    for file, header in headers.items():
+        for tensor in header.values():
+            if tensor.dtype not in ITEM_BYTES:
+                raise BrokenWeights(f"dtype {tensor.dtype} is not one of {', '.join(ITEM_BYTES)}", file=file)
+    _verify_against_model(headers, expected)
 
 
 def _verify_against_manifest(spec: FileSpec, header: Mapping[str, StoredTensor]) -> None:

@@ -10,8 +10,9 @@ from weir.stack.stack import Stack
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the demo first. It starts its own engine, and two at once are too many for a small machine."""
-    items.sort(key=lambda item: item.path.name != "test_demo.py" or item.path.parent.name != "system")
+    """Run the tests first that start engines of their own: two at once are too many for a small machine."""
+    first = ("test_demo.py", "test_collective.py")
+    items.sort(key=lambda item: item.path.name not in first or item.path.parent.name != "system")
 
 
 @pytest.fixture(scope="session")

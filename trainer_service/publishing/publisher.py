@@ -3,7 +3,8 @@
 main thread      snapshot ─┐                                                      ┌─▶ how the push ended
 background       └─▶ PolicyStore.write ─▶ offer ─▶ POST {gateway}/admin/policies ┘ (202) ─▶ remove old ones
 
-One version is published at a time: the next one waits until the former is announced.
+One version is published at a time: the next one waits until the former is announced. With a `TensorSender`,
+engines may also receive the tensors from the snapshot, until the next one is taken.
 """
 
 import logging
@@ -20,6 +21,7 @@ from rollout_queue.contract.stream import StreamReader
 from rollout_queue.http.object_store import StoreUnavailable
 from rollout_queue.protocol.policies import PushResult
 from trainer_service.metrics import TrainerMetrics
+from trainer_service.model.snapshot import HostTensor
 from trainer_service.publishing.gateway_client import (
     GatewayClient,
     GatewayUnavailable,
@@ -27,6 +29,7 @@ from trainer_service.publishing.gateway_client import (
     VersionUnknown,
 )
 from trainer_service.publishing.places import PolicyPlace
+from trainer_service.publishing.tensor_sender import TensorSender
 from trainer_service.status.heartbeat import Heartbeat, Stopped
 from trainer_service.storage.disk import DiskTrouble
 from trainer_service.storage.policy_store import PolicyStore, WeightsWriter, manifest_sha256
@@ -35,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 FOLLOW_EVERY_S = 2.0
 GATEWAY = "the gateway to take the newest version"
+ENGINES = "engines that receive the former version"
 Reply = TypeVar("Reply")
 Results = tuple[PushResult, ...]
 """The results of a push, one per server."""
@@ -43,6 +47,8 @@ Results = tuple[PushResult, ...]
 class Snapshot(Protocol):
     """The weights of one step, which stay as they are while the training goes on."""
 
+    @property
+    def tensors(self) -> Sequence[HostTensor]: ...
     def write(self, directory: Path) -> Sequence[FileSpec]: ...
 
 
@@ -58,6 +64,7 @@ class Publisher:
         heartbeat: Heartbeat,
         metrics: TrainerMetrics,
         executor: Executor | None = None,
+        sender: TensorSender | None = None,
     ) -> None:
         """`executor` runs publications; by default, one thread."""
         self._executor = executor or ThreadPoolExecutor(1, "publisher")
@@ -66,7 +73,7 @@ class Publisher:
         self.waits_for: str | None = None
         """What the publication in the background waits for."""
         self._store, self._gateway, self._stream = store, gateway, stream
-        self._place = place
+        self._place, self._sender = place, sender
         self._heartbeat, self._metrics = heartbeat, metrics
         self._known: int | None = None
         """The newest version that the gateway knew when it was asked last; None before the first answer."""
@@ -115,8 +122,11 @@ class Publisher:
         """
         self.wait()
         self._heartbeat.confirm()
+        if self._sender is not None:
+            self._running = self._executor.submit(self._sender.withdraw)
+            self._heartbeat.wait_for(self._running, "publishing", lambda: ENGINES)
         snapshot = take()
-        self._running = self._executor.submit(self._publish, version, step, snapshot.write, best)
+        self._running = self._executor.submit(self._publish, version, step, snapshot, best)
         self._collect()
 
     def wait(self) -> None:
@@ -139,17 +149,21 @@ class Publisher:
             running, self._running = self._running, None
             running.result()
 
-    def _publish(self, version: int, step: int, write: WeightsWriter, best: int | None) -> None:
+    def _publish(self, version: int, step: int, snapshot: Snapshot, best: int | None) -> None:
         """Runs in the background. If the number is taken, this is only logged, because the next version will
         replace this one."""
         self._follow()
         path = self._retry(
-            lambda: self._write(version, step, write), DiskTrouble, f"room on the disk for version {version}"
+            lambda: self._write(version, step, snapshot.write),
+            DiskTrouble,
+            f"room on the disk for version {version}",
         )
         self._retry(
             lambda: self._offer(version), StoreUnavailable, f"the object store to take version {version}"
         )
         location, digest = self._place.location(version), manifest_sha256(path)
+        if self._sender is not None:
+            self._sender.offer(version, digest, snapshot.tensors)
         try:
             announced = self._retry(
                 lambda: self._gateway.announce(version, location, digest, step), GatewayUnavailable, GATEWAY

@@ -34,10 +34,19 @@ ASIDE = ".tmp"
 class PolicyStore:
     """Writes, lists and removes the published versions in one directory."""
 
-    def __init__(self, directory: Path, model_path: Path, keep: int, anchor_every: int | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        model_path: Path,
+        keep: int,
+        anchor_every: int | None = None,
+        *,
+        collective: bool = False,
+    ) -> None:
         """With `anchor_every`, versions also have their changes against the one before, except each
-        `anchor_every`th."""
+        `anchor_every`th. With `collective`, manifests say that the trainer sends the tensors."""
         self._anchor_every = anchor_every
+        self._collective = collective
         self.directory = directory
         self._model_path = model_path
         self._keep = keep
@@ -74,7 +83,13 @@ class PolicyStore:
             written = {file.name for file in files}
             copy_small_files(self._model_path, aside)
             files += [_small_file(each) for each in sorted(aside.iterdir()) if each.name not in written]
-        manifest = Manifest(version=version, step=step, files=files, delta=self._delta(version, aside, files))
+        manifest = Manifest(
+            version=version,
+            step=step,
+            files=files,
+            delta=self._delta(version, aside, files),
+            collective=self._collective,
+        )
         (aside / MANIFEST).write_bytes(msgspec.json.encode(manifest))
         sync_tree(aside)
         aside.rename(final)

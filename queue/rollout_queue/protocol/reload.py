@@ -47,6 +47,8 @@ class Reloaded(ServiceMessage):
     paused_s: float | None = None
     adapters: tuple[AdapterShape, ...] = ()
     """As in the server's `/status`."""
+    fallback: str | None = None
+    """Why the files were loaded, although the trainer offered to send the tensors."""
 
 
 class Aborted(ServiceMessage):

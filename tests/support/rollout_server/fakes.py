@@ -51,11 +51,22 @@ class FakeEngine:
         self.refuses_adapters: str | None = None
         self.dies_with_adapters = False
         """The process dies when it samples with an adapter, as SGLang does that cannot apply one."""
+        self.info: dict[str, object] = {"tp_size": 2, "pp_size": 1, "dp_size": 1, "device": "cpu"}
+        self.groups: set[str] = set()
+        """The process groups that the engine has joined."""
+        self.in_session = False
+        self.bodies: list[dict[str, Any]] = []
+        """The bodies of the calls that receive tensors."""
+        self.broadcasts = Path()
+        """The files that have the tensors which a process group would bring."""
+        self.refuses: str | None = None
+        """The path of a call that the engine answers with 400, as when the other rank is gone."""
 
     async def start(self, policy: LocalPolicy) -> "FakeProcess":
         self.boots.append(policy)
         self.directory, self.version, self.paused = policy.directory, str(policy.version), False
         self.released, self.garbage = set(), False
+        self.groups, self.in_session = set(), False
         self.process = FakeProcess()
         self.adapters.clear()
         return self.process
@@ -105,6 +116,10 @@ class FakeEngine:
             return await self._release(tags)
         if path == "/resume_memory_occupation":
             return await self._reoccupy(tags)
+        if path == "/server_info":
+            return httpx.Response(200, json=self.info)
+        if "weight" in path:
+            return self._receive(path, json.loads(request.content))
         self.paused = path == "/pause_generation"
         if self.paused:
             if self.busy_pauses:
@@ -154,6 +169,33 @@ class FakeEngine:
             await self.die(f"KeyError: {tags}")
         self.released -= set(tags)
         return httpx.Response(200, content=b"null")
+
+    def _receive(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        """The calls of a transfer, which need a session, as with SGLang."""
+        self.bodies.append(body)
+        group = body.get("group_name", "")
+        wrong = {
+            "/init_weights_update_group": False,
+            "/begin_weight_update": self.in_session,
+            "/update_weights_from_distributed": not self.in_session or group not in self.groups,
+            "/end_weight_update": not self.in_session,
+            "/destroy_weights_update_group": group not in self.groups,
+        }[path]
+        if wrong or path == self.refuses:
+            return httpx.Response(400, json={"success": False, "message": "refused"})
+        match path:
+            case "/init_weights_update_group":
+                self.groups.add(group)
+            case "/destroy_weights_update_group":
+                self.groups.remove(group)
+            case "/update_weights_from_distributed":
+                assert self.paused, "weights must not change under a running generation"
+                if body["weight_version"] is not None:
+                    self.version = body["weight_version"]
+                    self.directory = self.directory if self.keeps_old_weights else self.broadcasts
+            case _:
+                self.in_session = path == "/begin_weight_update"
+        return httpx.Response(200, json={"success": True, "message": ""})
 
     def _load(self, body: dict[str, str]) -> httpx.Response:
         assert self.paused, "weights must not change under a running generation"

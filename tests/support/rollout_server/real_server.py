@@ -40,6 +40,8 @@ class Running:
     directory: Path
     url: str
     engine_url: str
+    collective: bool = False
+    """Whether manifests say that the trainer sends the tensors."""
 
     @property
     def engine_log(self) -> Path:
@@ -97,12 +99,14 @@ class Running:
         directory = self.directory / "run" / "policies" / f"v{number:08d}"
         if not directory.exists():
             make_tiny_model(directory, seed=number)
-            publish(directory, number)
+            publish(directory, number, collective=self.collective)
         return directory
 
 
 @contextmanager
-def real_server(directory: Path, model: Path, **settings: Any) -> Iterator[Running]:
+def real_server(
+    directory: Path, model: Path, *, collective: bool = False, **settings: Any
+) -> Iterator[Running]:
     """A rollout server for the model, ready. `settings` are its own, beside the model's and the ports'."""
     port, engine_port = free_port(), free_port()
     environment = os.environ | {
@@ -121,7 +125,8 @@ def real_server(directory: Path, model: Path, **settings: Any) -> Iterator[Runni
         process = subprocess.Popen(
             [sys.executable, "-m", "rollout_server"], cwd=directory, env=environment, stdout=log, stderr=log
         )
-    running = Running(process, directory, f"http://127.0.0.1:{port}", f"http://127.0.0.1:{engine_port}")
+    url, engine_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{engine_port}"
+    running = Running(process, directory, url, engine_url, collective)
     try:
         running.until_ready()
         yield running

@@ -43,7 +43,7 @@ def write_model(directory: Path, tensors: Tensors | None = None, **config: objec
     return directory
 
 
-def publish(directory: Path, version: int) -> str:
+def publish(directory: Path, version: int, *, collective: bool = False) -> str:
     """Make a model directory a published policy; return the SHA-256 of its manifest."""
     files = []
     for path in sorted(directory.iterdir()):
@@ -52,7 +52,7 @@ def publish(directory: Path, version: int) -> str:
         tensors = read_header(path).values() if path.suffix == ".safetensors" else []
         specs = [TensorSpec(tensor.name, list(tensor.shape), tensor.dtype) for tensor in tensors]
         files.append(FileSpec(path.name, path.stat().st_size, sha256_of(path), specs))
-    text = msgspec.json.encode(Manifest(version=version, step=version, files=files))
+    text = msgspec.json.encode(Manifest(version=version, step=version, files=files, collective=collective))
     (directory / MANIFEST).write_bytes(text)
     (directory / STABLE).touch()
     return manifest_digest(text)

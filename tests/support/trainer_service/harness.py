@@ -23,6 +23,7 @@ from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.publishing.gateway_client import GatewayClient
 from trainer_service.publishing.places import place_of
 from trainer_service.publishing.publisher import Publisher
+from trainer_service.publishing.tensor_sender import TensorSender
 from trainer_service.settings import TrainerSettings
 from trainer_service.sinks.chosen import chosen_sinks
 from trainer_service.sinks.sink import Sink
@@ -260,8 +261,15 @@ class Harness:
         self.closing.callback(self.memory.close)
         self.policy = DeepSpeedPolicy(self.settings)
         self.checkpoints = Checkpoints(self.settings.checkpoint_dir, self.settings.keep_checkpoints)
+        collective = self.settings.transport == "collective"
+        self.sender = TensorSender(self.settings.collective, torch.device("cpu")) if collective else None
+        if self.sender is not None:
+            self.closing.callback(self.sender.close)
         self.store = PolicyStore(
-            self.settings.policies_dir, self.settings.model_path, self.settings.keep_policies
+            self.settings.policies_dir,
+            self.settings.model_path,
+            self.settings.keep_policies,
+            collective=collective,
         )
         api = GatewayClient(client, self.settings.push_timeout_s)
         self.intake = Intake(self.stream, self.settings.algorithm, self.policy.vocab_size, heartbeat, metrics)
@@ -279,6 +287,7 @@ class Harness:
                 heartbeat,
                 metrics,
                 self.executor,
+                self.sender,
             ),
             metrics=metrics,
             shared_state=self.shared_state,

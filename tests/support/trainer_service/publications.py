@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from rollout_queue.contract.policies.policy import FileSpec, TensorSpec, sha256_of
 from trainer_service.model.huggingface import WEIGHTS
+from trainer_service.model.snapshot import HostTensor
 
 
 class InlineExecutor(Executor):
@@ -31,6 +32,7 @@ class OneTensor:
 
     name: str
     number: int
+    tensors: Sequence[HostTensor] = ()
 
     def write(self, directory: Path) -> Sequence[FileSpec]:
         path = directory / WEIGHTS

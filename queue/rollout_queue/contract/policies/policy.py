@@ -63,6 +63,8 @@ class Manifest(msgspec.Struct, frozen=True):
     step: int
     files: list[FileSpec]
     delta: WeightDelta | None = None
+    collective: bool = False
+    """The trainer sends the tensors to engines in a process group, as long as it has them in memory."""
 
     @property
     def is_adapter(self) -> bool:

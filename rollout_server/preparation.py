@@ -1,0 +1,127 @@
+"""Fetches and verifies the files of a version, for the engine to load.
+
+allowed? ─▶ here already? ─▶ manifest ─▶ files, or changes and a base ─▶ verify ─▶ a directory of the version
+  400                         422                    503                  422
+"""
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from time import monotonic
+
+from rollout_queue.contract.policies.policy import ADAPTER_CONFIG, MANIFEST, Manifest
+from rollout_server.errors import LocationRefused
+from rollout_server.seconds import Seconds
+from rollout_server.settings import RolloutServerSettings
+from rollout_server.weights.failures import as_reload_errors
+from rollout_server.weights.fetch import Fetcher
+from rollout_server.weights.file_check import CheckedFile
+from rollout_server.weights.locations import FileLocation, HttpLocation, Location, parse_location
+from rollout_server.weights.policy import LocalPolicy, WantedPolicy
+from rollout_server.weights.safetensors_file import BrokenWeights
+from rollout_server.weights.store import WeightsStore, manifest_digest
+from rollout_server.weights.verify import read_manifest
+
+logger = logging.getLogger(__name__)
+
+
+class Preparation:
+    """Prepares one version at a time."""
+
+    def __init__(
+        self, settings: RolloutServerSettings, store: WeightsStore, fetcher: Fetcher, initial: LocalPolicy
+    ) -> None:
+        self._settings, self._store, self._fetcher, self._initial = settings, store, fetcher, initial
+        self._one = asyncio.Lock()
+
+    def place(self, wanted: WantedPolicy) -> Location | None:
+        """Where the files are; None for the version that the engine starts with. Raises LocationRefused."""
+        if wanted.location is None:
+            if wanted.version != self._initial.version:
+                raise LocationRefused(f"version {wanted.version} needs a location")
+            return None
+        return parse_location(wanted.location, self._settings.allowed_locations)
+
+    async def prepare(self, wanted: WantedPolicy, seconds: Seconds) -> LocalPolicy:
+        """Fetch and verify the files. Files that are here are verified again. Raises ReloadError."""
+        place = self.place(wanted)
+        if place is None:
+            return self._initial
+        async with self._one:
+            with as_reload_errors(wanted.version):
+                return await self._prepare(wanted, place, seconds)
+
+    async def manifest_sha256(self, wanted: WantedPolicy, place: Location) -> str:
+        """The digest of the version's manifest. Raises ReloadError."""
+        if wanted.manifest_sha256 is not None:
+            return wanted.manifest_sha256.lower()
+        with as_reload_errors(wanted.version):
+            return manifest_digest(await self._fetcher.manifest(place))
+
+    async def _prepare(self, wanted: WantedPolicy, place: Location, seconds: Seconds) -> LocalPolicy:
+        announced = wanted.manifest_sha256.lower() if wanted.manifest_sha256 else None
+        if announced and (kept := await self._kept(wanted, announced, seconds)):
+            return kept
+        began_at = monotonic()
+        text = await self._fetcher.manifest(place)
+        digest = manifest_digest(text)
+        if announced not in (None, digest):
+            raise BrokenWeights("its SHA-256 is not the announced one", file=MANIFEST)
+        manifest = read_manifest(text, wanted.version)
+        if not announced and (kept := await self._kept(wanted, digest, seconds)):
+            return kept
+        if wanted.name is not None and not manifest.is_adapter:
+            raise BrokenWeights(f"is no adapter, and cannot be the policy {wanted.name!r}", file=MANIFEST)
+        part = self._store.begin(wanted.version, wanted.name)
+        try:
+            checked = await self._files(wanted, place, manifest, part, digest)
+            (part / MANIFEST).write_bytes(text)
+            seconds.fetch, began_at = monotonic() - began_at, monotonic()
+            await self._store.verify(part, manifest, checked)
+            seconds.verify = monotonic() - began_at
+            target = self._store.path_of(wanted.version, digest, wanted.name)
+            self._store.commit(part, target)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        return self._local(wanted, target, digest)
+
+    async def _files(
+        self,
+        wanted: WantedPolicy,
+        place: Location,
+        manifest: Manifest,
+        part: Path,
+        digest: str,
+    ) -> Mapping[str, CheckedFile]:
+        """Fetch the files of a version: as changes, if they come over a network and their base is here."""
+        delta = manifest.delta
+        if delta is not None and not isinstance(place, FileLocation):
+            base = self._store.path_of(delta.base_version, delta.base_manifest_sha256)
+            try:
+                if base.exists():
+                    await asyncio.to_thread(
+                        self._store.verify_again, base, delta.base_version, delta.base_manifest_sha256
+                    )
+                    return await self._fetcher.changed_files(place, manifest, delta, base, part)
+            except (BrokenWeights, OSError) as error:
+                logger.warning("version %d is fetched whole: %s", manifest.version, error)
+                self._store.begin(manifest.version)
+        peer = wanted.peer and HttpLocation.of_peer(wanted.peer, wanted.version, digest)
+        return await self._fetcher.files(place, manifest, part, peer or None)
+
+    async def _kept(self, wanted: WantedPolicy, digest: str, seconds: Seconds) -> LocalPolicy | None:
+        """The policy of this content, if an earlier reload has left its files here and they are unchanged."""
+        target = self._store.path_of(wanted.version, digest, wanted.name)
+        began_at = monotonic()
+        try:
+            await asyncio.to_thread(self._store.verify_again, target, wanted.version, digest)
+        except BrokenWeights:
+            return None
+        seconds.verify = monotonic() - began_at
+        return self._local(wanted, target, digest)
+
+    def _local(self, wanted: WantedPolicy, directory: Path, digest: str) -> LocalPolicy:
+        base = self._initial if (directory / ADAPTER_CONFIG).exists() else None
+        return LocalPolicy(wanted.version, directory, digest, base, wanted.name)

@@ -1,0 +1,241 @@
+"""An engine receives tensors from the trainer behind the same `POST /reload`: the order of the calls, files
+as the fallback, and a restart wherever the engine may have a part of the tensors."""
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rollout_queue.protocol.collective import SentTensor
+from tests.support.rollout_server.fake_trainer import GROUP, FakeTrainer, fake_trainer
+from tests.support.rollout_server.harness import Harness, make_harness
+from tests.support.rollout_server.weights import WEIGHTS, float32_tensors, publish, write_safetensors
+from tests.support.waiting import wait_until_async
+
+RECEIVING = [
+    "/init_weights_update_group",
+    "/begin_weight_update",
+    *["/update_weights_from_distributed"] * 3,
+    "/end_weight_update",
+    "/destroy_weights_update_group",
+]
+PROOF = ["/model_info", "/weights_checker"]
+
+
+@dataclass
+class Pair:
+    """A rollout server with fake engine, and the trainer that sends."""
+
+    harness: Harness
+    trainer: FakeTrainer
+
+    def offer(self, version: int) -> Path:
+        """Publish a version, and have the trainer offer its tensors."""
+        directory = self.harness.policy(version)
+        publish(directory, version, collective=True)
+        self.trainer.directory = self.harness.engine.broadcasts = directory
+        return directory
+
+    def kept(self) -> list[str]:
+        return sorted(path.name[:9] for path in (self.harness.directory / "weights" / "own").glob("v*"))
+
+
+@pytest.fixture
+async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
+    harness = make_harness(tmp_path, admin_keys=["key"])
+    harness.http.headers["authorization"] = "Bearer key"
+    await harness.server.open()
+    await harness.until_ready()
+    async with fake_trainer() as trainer:
+        harness.network.source = trainer.handle
+        yield Pair(harness, trainer)
+        await harness.http.aclose()
+        await harness.server.close()
+
+
+async def test_the_engine_receives_while_paused_and_is_proved(pair: Pair) -> None:
+    directory = pair.offer(1)
+    engine = pair.harness.engine
+    engine.calls.clear()
+    answer = await pair.harness.reload(1, directory)
+    assert (answer.status_code, answer.json()["fallback"]) == (200, None), answer.text
+    assert answer.json()["paused_s"] > 0
+    assert engine.calls == [
+        "/server_info",
+        "/pause_generation",
+        *RECEIVING,
+        *PROOF,
+        "/continue_generation",
+    ]
+    assert pair.trainer.calls == [("POST", "/collective/1"), ("DELETE", f"/collective/{GROUP}")]
+    assert pair.trainer.keys == {"Bearer key"}
+    joined = engine.bodies[0]
+    assert (joined["rank_offset"], joined["world_size"], joined["backend"]) == (1, 3, "gloo")
+    buckets = [body for body in engine.bodies if "names" in body]
+    assert [(body["weight_version"], body["flush_cache"]) for body in buckets] == [
+        (None, False),
+        (None, False),
+        ("1", True),
+    ]
+    assert sorted(name for body in buckets for name in body["names"]) == sorted(float32_tensors())
+    assert not engine.groups
+    assert not engine.paused
+
+
+async def test_preparing_fetches_no_weights_and_a_prepared_version_that_is_gone_needs_files(
+    pair: Pair,
+) -> None:
+    directory = pair.offer(1)
+    assert (await pair.harness.reload(1, directory, prepare=True)).status_code == 200
+    assert pair.kept() == []
+    pair.trainer.refusal = httpx.Response(410)
+    assert (await pair.harness.reload(1, directory, prepare=True)).status_code == 200
+    assert pair.kept() == ["v00000001"]
+    pair.harness.engine.calls.clear()
+    assert (await pair.harness.reload(1, directory)).json()["fallback"] is None, "its files are here"
+    assert "/update_weights_from_disk" in pair.harness.engine.calls
+
+
+async def test_the_files_follow_for_other_servers_and_restarts(pair: Pair) -> None:
+    directory = pair.offer(1)
+    digest = publish(directory, 1, collective=True)
+    assert (await pair.harness.reload(1, directory)).status_code == 200
+    file = f"/weights/1/{digest}/{WEIGHTS}"
+
+    async def status() -> int:
+        return (await pair.harness.http.get(file)).status_code
+
+    while await status() != 200:
+        await wait_until_async(lambda: pair.kept() == ["v00000001"])
+    (directory / "manifest.json").unlink()  # the trainer is gone
+    await pair.harness.kill_engine()
+    await pair.harness.until_ready()
+    assert (await pair.harness.status())["version"] == 1
+    boot = pair.harness.engine.boots[-1]
+    assert (boot.version, (boot.directory / WEIGHTS).exists()) == (1, True)
+
+
+async def test_without_files_an_engine_starts_again_with_the_version_before(pair: Pair) -> None:
+    first = pair.harness.policy(1)
+    assert (await pair.harness.reload(1, first)).status_code == 200
+    second = pair.offer(2)
+    weights = (second / WEIGHTS).read_bytes()
+    pair.harness.engine.broadcasts = pair.harness.policy(3, fill=3.0)
+    (second / WEIGHTS).write_bytes(weights[:-1])
+    pair.trainer.directory = pair.harness.engine.broadcasts
+    assert (await pair.harness.reload(2, second)).json()["fallback"] is None
+    await pair.harness.kill_engine()
+    await pair.harness.until_ready()
+    assert (await pair.harness.status())["version"] == 1
+    (second / WEIGHTS).write_bytes(weights)
+    pair.trainer.refusal = httpx.Response(410)
+    assert (await pair.harness.reload(2, second)).status_code == 200
+
+
+async def test_a_manifest_whose_tensors_do_not_fit_is_refused(pair: Pair) -> None:
+    directory = pair.offer(1)
+    write_safetensors(directory / WEIGHTS, float32_tensors() | {"lm_head.weight": ("F32", [2, 4], bytes(32))})
+    publish(directory, 1, collective=True)
+    for prepare in (True, False):
+        answer = await pair.harness.reload(1, directory, prepare=prepare)
+        assert (answer.status_code, "lm_head.weight" in answer.text) == (422, True)
+    assert pair.trainer.calls == []
+
+
+def no_snapshot(pair: Pair) -> None:
+    pair.trainer.refusal = httpx.Response(410)
+
+
+def nonsense(pair: Pair) -> None:
+    pair.trainer.refusal = httpx.Response(200, content=b"<html>")
+
+
+def away(pair: Pair) -> None:
+    pair.harness.network.source = None
+
+
+def other_tensors(pair: Pair) -> None:
+    pair.trainer.more = [SentTensor(name="extra", dtype="float32", shape=(1,), fingerprint=0)]
+
+
+def unreachable(pair: Pair) -> None:
+    pair.trainer.port = 1
+
+
+def replicas(pair: Pair) -> None:
+    pair.harness.engine.info["dp_size"] = 2
+
+
+def strange_engine(pair: Pair) -> None:
+    pair.harness.engine.info = {}
+
+
+def no_group(pair: Pair) -> None:
+    pair.harness.engine.refuses = "/init_weights_update_group"
+
+
+FALLBACKS: dict[str, tuple[Callable[[Pair], None], str]] = {
+    "the snapshot is gone": (no_snapshot, "410"),
+    "a proxy answers": (nonsense, "not a Joining"),
+    "the trainer is away": (away, "nobody listens"),
+    "it would send other tensors": (other_tensors, "other tensors"),
+    "its port cannot be reached": (unreachable, "127.0.0.1:1 cannot be reached"),
+    "the engine has replicas": (replicas, "data parallelism"),
+    "the engine does not tell its size": (strange_engine, "tp_size"),
+    "the engine cannot join": (no_group, "/init_weights_update_group answers 400"),
+}
+
+
+@pytest.mark.parametrize("reason", FALLBACKS)
+async def test_files_are_loaded_in_the_same_reload(pair: Pair, reason: str) -> None:
+    directory = pair.offer(1)
+    change, sentence = FALLBACKS[reason]
+    change(pair)
+    pair.harness.engine.calls.clear()
+    answer = await pair.harness.reload(1, directory)
+    assert (answer.status_code, answer.json()["version"]) == (200, 1), answer.text
+    assert sentence in answer.json()["fallback"]
+    assert "/begin_weight_update" not in pair.harness.engine.calls
+    assert pair.harness.engine.calls[-5:] == [
+        "/pause_generation",
+        "/update_weights_from_disk",
+        *PROOF,
+        "/continue_generation",
+    ]
+    assert len(pair.harness.engine.boots) == 1
+    posts = [call for call in pair.trainer.calls if call[0] == "POST"]
+    if posts and pair.trainer.refusal is None:
+        assert ("DELETE", f"/collective/{GROUP}") in pair.trainer.calls, "the trainer waits for nobody"
+
+
+@pytest.mark.parametrize("path", sorted(set(RECEIVING[1:-1])))
+async def test_an_engine_that_may_have_a_part_of_the_tensors_starts_again(pair: Pair, path: str) -> None:
+    directory = pair.offer(1)
+    pair.harness.engine.refuses = path
+    answer = await pair.harness.reload(1, directory)
+    assert (answer.status_code, path in answer.text) == (503, True)
+    assert pair.trainer.calls[-1] == ("DELETE", f"/collective/{GROUP}")
+    await pair.harness.until_ready()
+    assert [policy.version for policy in pair.harness.engine.boots] == [0, 0]
+    again = await pair.harness.reload(1, directory)
+    assert (again.status_code, "an engine was lost" in again.json()["fallback"]) == (200, True)
+
+
+async def test_an_engine_that_takes_the_version_and_keeps_its_weights_starts_again(pair: Pair) -> None:
+    first = pair.offer(1)
+    assert (await pair.harness.reload(1, first)).status_code == 200
+    second = pair.offer(2)
+    pair.harness.engine.keeps_old_weights = True
+    answer = await pair.harness.reload(2, second)
+    assert (answer.status_code, "still in the engine" in answer.text) == (503, True)
+    await pair.harness.until_ready()
+    assert (await pair.harness.status())["version"] == 1
+
+
+async def test_a_group_that_the_engine_does_not_leave_fails_no_reload(pair: Pair) -> None:
+    directory = pair.offer(1)
+    pair.harness.engine.refuses = "/destroy_weights_update_group"
+    answer = await pair.harness.reload(1, directory)
+    assert (answer.status_code, answer.json()["fallback"]) == (200, None)

@@ -16,7 +16,7 @@ from rollout_queue.protocol.adapters import LoadedAdapter, WantedAdapter, Wanted
 from rollout_server.engine.control import AdapterRefused, EngineFailed
 from rollout_server.engine.engine import Engine
 from rollout_server.errors import ReloadError
-from rollout_server.reload import Reloader
+from rollout_server.reloading.reload import Reloader
 from rollout_server.weights.policy import LocalPolicy, WantedPolicy
 from rollout_server.weights.store import WeightsStore
 

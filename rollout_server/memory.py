@@ -15,7 +15,7 @@ from time import monotonic
 from rollout_server.engine.engine import Engine
 from rollout_server.errors import MemoryRefused, ReloadError
 from rollout_server.metrics import RolloutMetrics
-from rollout_server.reload import Reloader
+from rollout_server.reloading.reload import Reloader
 from rollout_server.settings import RolloutServerSettings
 from rollout_server.weights.safetensors_file import BrokenWeights
 

@@ -15,7 +15,6 @@ import httpx
 
 from rollout_queue.contract.ids import new_id
 from rollout_server.adapters import NamedAdapters
-from rollout_server.collective import TensorReceiver
 from rollout_server.engine.command import engine_command, engine_dtype, engine_environment
 from rollout_server.engine.control import EngineControl, EngineFailed
 from rollout_server.engine.engine import Engine, StartProcess
@@ -24,8 +23,9 @@ from rollout_server.errors import ReloadError
 from rollout_server.memory import EngineMemory
 from rollout_server.metrics import RolloutMetrics
 from rollout_server.registration import RegistrationClient
-from rollout_server.reload import Reloader
-from rollout_server.reload_requests import ReloadRequests
+from rollout_server.reloading.collective import TensorReceiver
+from rollout_server.reloading.reload import Reloader
+from rollout_server.reloading.requests import ReloadRequests
 from rollout_server.settings import Device, RolloutServerSettings
 from rollout_server.weights.fetch import Fetcher
 from rollout_server.weights.policy import LocalPolicy, WantedPolicy

@@ -19,7 +19,6 @@ from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.policies.policy import FileSpec
 from rollout_queue.contract.stream import StreamReader
 from rollout_queue.http.object_store import StoreUnavailable
-from rollout_queue.protocol.policies import PushResult
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.snapshot import HostTensor
 from trainer_service.publishing.gateway_client import (
@@ -29,6 +28,7 @@ from trainer_service.publishing.gateway_client import (
     VersionUnknown,
 )
 from trainer_service.publishing.places import PolicyPlace
+from trainer_service.publishing.push_follower import PushFollower, Results
 from trainer_service.publishing.tensor_sender import TensorSender
 from trainer_service.status.heartbeat import Heartbeat, Stopped
 from trainer_service.storage.disk import DiskTrouble
@@ -40,8 +40,6 @@ FOLLOW_EVERY_S = 2.0
 GATEWAY = "the gateway to take the newest version"
 ENGINES = "engines that receive the former version"
 Reply = TypeVar("Reply")
-Results = tuple[PushResult, ...]
-"""The results of a push, one per server."""
 
 
 class Snapshot(Protocol):
@@ -77,10 +75,7 @@ class Publisher:
         self._heartbeat, self._metrics = heartbeat, metrics
         self._known: int | None = None
         """The newest version that the gateway knew when it was asked last; None before the first answer."""
-        self._announced: int | None = None
-        """The last announced version, until it is known how its push ended."""
-        self.refused: int | None = None
-        """The last version that no server has taken; None if there was none since the last that one took."""
+        self._pushes = PushFollower(gateway, metrics)
         self._asked_at = 0.0
 
     def newest_version(self, own: int) -> int:
@@ -152,7 +147,7 @@ class Publisher:
     def _publish(self, version: int, step: int, snapshot: Snapshot, best: int | None) -> None:
         """Runs in the background. If the number is taken, this is only logged, because the next version will
         replace this one."""
-        self._follow()
+        self._pushes.follow()
         path = self._retry(
             lambda: self._write(version, step, snapshot.write),
             DiskTrouble,
@@ -176,7 +171,7 @@ class Publisher:
             logger.warning("version %d is published and not served: an operator holds the fleet", version)
         else:
             logger.info("version %d is announced", version)
-            self._announced = version
+            self._pushes.announced = version
         self._prune(best)
 
     def _retry(self, call: Callable[[], Reply], failure: type[Exception], what: str) -> Reply:
@@ -192,33 +187,16 @@ class Publisher:
         """Report how the push of the last version ended, once it has: asks in the background, at most every
         FOLLOW_EVERY_S, and not while a version is published. Raises what the last publication raised."""
         self._collect()
-        due = self._announced is not None and monotonic() - self._asked_at >= FOLLOW_EVERY_S
+        due = self._pushes.announced is not None and monotonic() - self._asked_at >= FOLLOW_EVERY_S
         if due and self._running is None:
             self._asked_at = monotonic()
-            self._running = self._executor.submit(self._follow)
+            self._running = self._executor.submit(self._pushes.follow)
             self._collect()
 
-    def _follow(self) -> None:
-        if self._announced is None:
-            return
-        version = self._announced
-        try:
-            detail = self._gateway.push_of(version)
-        except VersionUnknown as error:
-            logger.error("no server took version %d: %s", version, error)
-            self._metrics.pushed(False)
-            self._announced, self.refused = None, version
-            return
-        except GatewayUnavailable as error:
-            logger.warning("the gateway does not tell how the push of version %d goes: %s", version, error)
-            return
-        if detail.push is not None and detail.push.state == "superseded":
-            logger.info("a newer version has replaced version %d before every server had it", version)
-        elif detail.push is not None and detail.push.state != "pushing":
-            self._account(version, detail.results)
-        else:
-            return
-        self._announced = None
+    @property
+    def refused(self) -> int | None:
+        """The last version that no server has taken; None if a server has taken one since."""
+        return self._pushes.refused
 
     def versions(self) -> list[int]:
         """The versions that can be served again, ascending."""
@@ -236,7 +214,7 @@ class Publisher:
         except VersionUnknown as error:
             logger.error("the fleet goes on with what it serves: %s", error)
             return False
-        self._account(version, results)
+        self._pushes.account(version, results)
         return any(result.ok for result in results)
 
     def resume(self, version: int, step: int, take: Callable[[], Snapshot]) -> None:
@@ -288,15 +266,3 @@ class Publisher:
                 return push.result()
 
         return self._heartbeat.retry(pushed, GatewayUnavailable, "publishing")
-
-    def _account(self, version: int, results: Results) -> None:
-        for result in results:
-            self._metrics.pushed(result.ok)
-            if not result.ok:
-                logger.error("server %s did not take version %d: %s", result.server, version, result.error)
-        if results and not any(result.ok for result in results):
-            logger.error("no server took version %d", version)
-            self.refused = version
-        else:
-            self.refused = None
-            logger.info("version %d is served by %d servers", version, sum(result.ok for result in results))

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from rollout_queue.contract.policies.policy import MANIFEST, Manifest
-from rollout_server.collective import TensorReceiver
 from rollout_server.errors import ReloadError
+from rollout_server.reloading.collective import TensorReceiver
 from rollout_server.weights.failures import as_reload_errors
 from rollout_server.weights.fetch import Fetcher
 from rollout_server.weights.locations import Location

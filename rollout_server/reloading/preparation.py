@@ -13,7 +13,7 @@ from time import monotonic
 
 from rollout_queue.contract.policies.policy import ADAPTER_CONFIG, MANIFEST, Manifest
 from rollout_server.errors import LocationRefused
-from rollout_server.seconds import Seconds
+from rollout_server.reloading.seconds import Seconds
 from rollout_server.settings import RolloutServerSettings
 from rollout_server.weights.failures import as_reload_errors
 from rollout_server.weights.fetch import Fetcher

@@ -17,15 +17,15 @@ import asyncio
 import logging
 from time import monotonic
 
-from rollout_server.collective import NotReceived, TensorReceiver
 from rollout_server.engine.control import EngineFailed
 from rollout_server.engine.engine import Engine
 from rollout_server.errors import EngineUnavailable, VersionRefused
-from rollout_server.loading import EngineLoader
 from rollout_server.metrics import RolloutMetrics
-from rollout_server.preparation import Preparation
-from rollout_server.received import ReceivedVersions
-from rollout_server.seconds import Seconds
+from rollout_server.reloading.collective import NotReceived, TensorReceiver
+from rollout_server.reloading.loading import EngineLoader
+from rollout_server.reloading.preparation import Preparation
+from rollout_server.reloading.received import ReceivedVersions
+from rollout_server.reloading.seconds import Seconds
 from rollout_server.settings import RolloutServerSettings
 from rollout_server.weights.fetch import Fetcher
 from rollout_server.weights.locations import Location

@@ -10,12 +10,12 @@ from pathlib import Path
 from time import monotonic
 
 from rollout_queue.protocol.collective import Joining
-from rollout_server.collective import NotReceived, TensorReceiver
 from rollout_server.engine.control import KV_CACHE, WEIGHTS, AdapterRefused, EngineFailed
 from rollout_server.engine.engine import Engine
 from rollout_server.errors import EngineUnavailable, WeightsRefused
 from rollout_server.metrics import RolloutMetrics
-from rollout_server.seconds import Seconds
+from rollout_server.reloading.collective import NotReceived, TensorReceiver
+from rollout_server.reloading.seconds import Seconds
 from rollout_server.settings import RolloutServerSettings
 from rollout_server.weights.policy import LocalPolicy
 from rollout_server.weights.safetensors_file import weights_differ

@@ -1,0 +1,59 @@
+"""Finds out how the push of the last announced version ended."""
+
+import logging
+
+from rollout_queue.protocol.policies import PushResult
+from trainer_service.metrics import TrainerMetrics
+from trainer_service.publishing.gateway_client import GatewayClient, GatewayUnavailable, VersionUnknown
+
+logger = logging.getLogger(__name__)
+
+Results = tuple[PushResult, ...]
+"""The results of a push, one per server."""
+
+
+class PushFollower:
+    """Asks the gateway, and reports what servers did: in the log and in the metrics."""
+
+    def __init__(self, gateway: GatewayClient, metrics: TrainerMetrics) -> None:
+        self._gateway, self._metrics = gateway, metrics
+        self.announced: int | None = None
+        """The last announced version, until it is known how its push ended."""
+        self.refused: int | None = None
+        """The last version that no server has taken; None if a server has taken one since."""
+
+    def follow(self) -> None:
+        """Ask how the push goes, if one is not known to have ended."""
+        if self.announced is None:
+            return
+        version = self.announced
+        try:
+            detail = self._gateway.push_of(version)
+        except VersionUnknown as error:
+            logger.error("no server took version %d: %s", version, error)
+            self._metrics.pushed(False)
+            self.announced, self.refused = None, version
+            return
+        except GatewayUnavailable as error:
+            logger.warning("the gateway does not tell how the push of version %d goes: %s", version, error)
+            return
+        if detail.push is not None and detail.push.state == "superseded":
+            logger.info("a newer version has replaced version %d before every server had it", version)
+        elif detail.push is not None and detail.push.state != "pushing":
+            self.account(version, detail.results)
+        else:
+            return
+        self.announced = None
+
+    def account(self, version: int, results: Results) -> None:
+        """Report the results of a push that has ended."""
+        for result in results:
+            self._metrics.pushed(result.ok)
+            if not result.ok:
+                logger.error("server %s did not take version %d: %s", result.server, version, result.error)
+        if results and not any(result.ok for result in results):
+            logger.error("no server took version %d", version)
+            self.refused = version
+        else:
+            self.refused = None
+            logger.info("version %d is served by %d servers", version, sum(result.ok for result in results))

@@ -17,7 +17,7 @@ import httpx
 from rollout_queue.contract.policies.policy import MANIFEST, STABLE, FileSpec, Manifest, WeightDelta
 from rollout_server.errors import WeightsUnavailable
 from rollout_server.weights.delta import apply_delta, tensors_of
-from rollout_server.weights.file_check import CheckedFile, FileCheck
+from rollout_server.weights.file_check import CheckedFile, FileCheck, WrongDigest
 from rollout_server.weights.locations import FileLocation, HttpLocation, is_under
 from rollout_server.weights.safetensors_file import BrokenWeights
 
@@ -122,6 +122,10 @@ class Fetcher:
                     return await self._resumed(peer, spec, target)
                 except (BrokenWeights, WeightsUnavailable) as error:
                     logger.warning("%s is fetched from its own location: %s", spec.name, error)
+            try:
+                return await self._resumed(location, spec, target)
+            except WrongDigest as error:
+                logger.warning("%s; it is fetched once more", error)
             return await self._resumed(location, spec, target)
 
     async def _resumed(self, location: HttpLocation, spec: FileSpec, target: Path) -> CheckedFile:

@@ -65,7 +65,8 @@ class FakeEngine:
         if path == "/update_weights_from_disk":
             await self.load_gate.wait()
             return self._load(json.loads(request.content))
-        self.paused = path == "/pause_generation"
+        if path in ("/pause_generation", "/continue_generation"):
+            self.paused = path == "/pause_generation"
         return httpx.Response(200, json={"status": "ok"})
 
     def _load(self, body: dict[str, str]) -> httpx.Response:

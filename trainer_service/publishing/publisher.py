@@ -141,9 +141,12 @@ class Publisher:
             lambda: self._write(version, step, write), DiskTrouble, f"room on the disk for version {version}"
         )
         location, digest = self._location(version), manifest_sha256(path)
+        size = self._store.size_of(version)
         try:
             announced = self._retry(
-                lambda: self._gateway.announce(version, location, digest, step), GatewayUnavailable, GATEWAY
+                lambda: self._gateway.announce(version, location, digest, step, size),
+                GatewayUnavailable,
+                GATEWAY,
             )
         except VersionTaken as error:
             logger.error("version %d is not published: %s", version, error)

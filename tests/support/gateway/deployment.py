@@ -36,6 +36,8 @@ class Deployment:
     directory: Path
     redis_url: str
     servers: list[ServerProcess] = field(default_factory=list)
+    sampled: dict[int, float] = field(default_factory=dict)
+    """The log-probability that each version gives every token, as far as it was asked for."""
 
     def write(self, version: int) -> Path:
         """Write the files of a version."""

@@ -84,14 +84,18 @@ class Link:
     """
 
     def __init__(self, url: str) -> None:
-        host, port = url.split("//")[-1].split(":")
-        self._target = host, int(port)
+        self.lead_to(url)
         self._loop = asyncio.new_event_loop()
         self._to, self._back = asyncio.Event(), asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.url = f"http://127.0.0.1:{self._loop.run_until_complete(self._listen())}"
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
+
+    def lead_to(self, url: str) -> None:
+        """From now on, new connections lead to this address."""
+        host, port = url.split("//")[-1].split(":")
+        self._target = host, int(port)
 
     def cut(self, *, to: bool = True, back: bool = True) -> None:
         """Forward nothing more to the address, nothing back from it, or neither."""

@@ -20,7 +20,7 @@ def check_four_ends(deployment: Deployment, seen: Traffic, version: int) -> None
     assert set(seen.statuses) == {200}, seen.statuses
     wait_until(lambda: ends_on(deployment, version))
     assert not list(wrong_tokens(deployment, seen))
-    directory = deployment.directory / "no-checkpoints"
+    directory = deployment.directory / "checkpoints"  # a trainer's, if there is one
     directory.mkdir(exist_ok=True)
     sources = Sources(deployment.redis_url, f"http://127.0.0.1:{free_port()}", None, directory)
     assert audit(sources, seen.heard).findings == ()
@@ -40,7 +40,7 @@ def ends_on(deployment: Deployment, version: int) -> bool:
 
 def wrong_tokens(deployment: Deployment, seen: Traffic) -> Iterator[str]:
     """The recorded tokens whose version is not the one that sampled them."""
-    sampled: dict[int, float] = {}
+    sampled = deployment.sampled
     for turn in seen.turns():
         assert [span["end"] for span in turn["versions"]][-1] == len(turn["output_ids"])
         for span in turn["versions"]:

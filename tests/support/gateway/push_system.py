@@ -99,6 +99,7 @@ class PushSystem(Deployment):
     links: dict[str, Link] = field(default_factory=dict)
     """The paths of r1, by what they lead to: `server`, `engine` and `gateway`."""
     newest: int = 0
+    max_version_lag: int = 4
     _number: Iterator[int] = field(default_factory=itertools.count)
 
     # Versions
@@ -190,6 +191,7 @@ class PushSystem(Deployment):
             push_lease_s=1,
             poll_every_s=0.1,
             max_unavailable=0.34,
+            max_version_lag=self.max_version_lag,
         )
         self.stack.callback(ended, process)
         gateway = RunningGateway(f"http://127.0.0.1:{port}", own.engine, own.redis)
@@ -215,6 +217,7 @@ class PushSystem(Deployment):
             "register_every_s": 0.5,
             "weights_dir": self.directory / "weights",
             "locations": f"{self.directory},{self.source_url}",
+            "trainer_url": self.source_url,
             "fetch_timeout_s": 0.7,
             "restart_backoff_s": 0.1,
         }
@@ -264,9 +267,20 @@ def limit_files(process: subprocess.Popen[bytes], size: int = resource.RLIM_INFI
 
 
 @contextmanager
-def push_system(root: Path, backends: Backends) -> Iterator[PushSystem]:
-    """`backends` gives the model whose tokenizer the gateways use."""
-    write_model(root / "model", float32_tensors(1.0, SHAPES))
+def push_system(
+    root: Path,
+    backends: Backends,
+    *,
+    servers: int = 3,
+    source_url: str | None = None,
+    max_version_lag: int = 4,
+) -> Iterator[PushSystem]:
+    """`backends` gives the model whose tokenizer the gateways use. With a `source_url`, files come from
+    there, and the rollout servers have that model; else files come from `Source`, of a smaller model."""
+    if source_url is None:
+        write_model(root / "model", float32_tensors(1.0, SHAPES))
+    else:
+        shutil.copytree(backends.model_path, root / "model")
     shutil.copy(backends.model_path / "tokenizer.json", root)
     stub_interpreter(root)
     with ExitStack() as stack:
@@ -281,20 +295,21 @@ def push_system(root: Path, backends: Backends) -> Iterator[PushSystem]:
             root,
             redis.url,
             source=source,
-            source_url=stack.enter_context(serving(source.app())),
+            source_url=source_url or stack.enter_context(serving(source.app())),
             processes=Processes(own, root),
             stack=stack,
             redis_link=stack.enter_context(link(f"http://127.0.0.1:{redis.port}")),
             gateways=gateways,
+            max_version_lag=max_version_lag,
         )
         system.gateway_processes = [system.start_gateway(index, port) for index, port in enumerate(ports)]
-        addresses = [(free_port(), free_port()) for _ in range(3)]
+        addresses = [(free_port(), free_port()) for _ in range(servers)]
         targets = {"server": addresses[1][0], "engine": addresses[1][1], "gateway": ports[1]}
         for name, port in targets.items():
             system.links[name] = stack.enter_context(link(f"http://127.0.0.1:{port}"))
         for index, (port, engine_port) in enumerate(addresses):
             system.servers.append(system.start_server(index, port, engine_port))
-        wait_until(lambda: all(ready_servers(gateway) == 3 for gateway in gateways))
+        wait_until(lambda: all(ready_servers(gateway) == servers for gateway in gateways))
         yield system
 
 

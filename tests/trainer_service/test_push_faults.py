@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from tests.support.gateway.engine_processes import Link, link
 from tests.support.gateway.fake_engine import FakeEngine
-from tests.support.gateway.four_ends import files_of
+from tests.support.gateway.four_ends import ends_on, files_of
 from tests.support.gateway.push_system import PushSystem, ended, limit_files, push_system
 from tests.support.gateway.running import ADMIN_KEY, Backends
 from tests.support.rollout_server.weights_sampler import logprob_of_weights
@@ -206,7 +206,7 @@ def test_a_server_that_was_away_while_its_base_was_removed_fetches_the_whole_ver
         known = training.system.gateway.get("/admin/policies", key=ADMIN_KEY).json()["data"]
         assert own not in {policy["version"] for policy in known}, "its files are removed"
         training.system.replace_server(1)
-        wait_until(lambda: training.system.versions() == [training.newest()] * 2)
+        wait_until(lambda: ends_on(training.system, training.newest()))
         training.train_and_serve()
     training.check(seen)
 

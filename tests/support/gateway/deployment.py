@@ -64,8 +64,7 @@ class Deployment:
 
     def gateway_versions(self) -> list[int]:
         """What the gateway thinks that each server serves."""
-        page = self.gateway.get("/admin/rollout_servers", key=ADMIN_KEY).json()
-        return [server["version"] for server in page["data"]]
+        return [*self.gateway.server_versions().values()]
 
     def until(self, state: str) -> Any:
         """Wait until the last push is in this state; return it."""

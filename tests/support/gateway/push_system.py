@@ -133,10 +133,9 @@ class PushSystem(Deployment):
         plan = self.plan()
         return bool(plan["serving"] == version and plan["push"]["state"] == "serving")
 
-    def state_of(self, index: int) -> str | None:
-        """What a server does in the newest push."""
-        results = self.results(self.newest)
-        return results[f"r{index}"]["state"] if f"r{index}" in results else None
+    def result_of(self, index: int) -> dict[str, Any]:
+        """What a server does, or did, in the newest push; empty before it takes part."""
+        return dict(self.results(self.newest).get(f"r{index}", {}))
 
     def server_in(self, *states: str) -> int:
         """Wait until a server is in one of these states in the newest push; return its index."""
@@ -148,8 +147,7 @@ class PushSystem(Deployment):
         return int(wait_until(found)[0][1:])
 
     def gateway_versions(self) -> list[int]:
-        pages = [each.get("/admin/rollout_servers", key=ADMIN_KEY).json()["data"] for each in self.gateways]
-        return [server["version"] for page in pages for server in page]
+        return [version for each in self.gateways for version in each.server_versions().values()]
 
     # Traffic
 

@@ -168,6 +168,35 @@ def test_gateways_know_what_a_server_serves_when_a_push_times_out(system: PushSy
     system.check(seen)
 
 
+# Canaries
+
+
+@pytest.mark.parametrize("fault", ["server dies", "numbers are missing"])
+def test_a_canary_that_cannot_be_judged_well_is_rolled_back(system: PushSystem, fault: str) -> None:
+    """No session ends, so there is no reward to compare; the server's death makes its calls errors."""
+    served = system.publish(wait=True)
+    gates = {"max_reward_drop": None} if fault == "server dies" else {"deadline_s": 3.0}
+    body = {"share": 0.3, "gates": gates | {"min_groups": 1000, "max_length_change": None}}
+    system.gateway.post("/admin/policies/hold", key=ADMIN_KEY)
+    version = system.publish()
+    path = f"/admin/policies/{version}/canary"
+    (name,) = system.gateway.post(path, body, key=ADMIN_KEY).json()["servers"]
+
+    def state() -> str:
+        return str(system.gateway.get(path, key=ADMIN_KEY).json()["state"])
+
+    wait_until(lambda: state() == "open")
+    with system.traffic() as seen:
+        if fault == "server dies":
+            wait_until(lambda: len(seen.heard) > 16)
+            system.servers[int(name[1:])].kill()
+        wait_until(lambda: state() == "rolled_back")
+        if fault == "server dies":
+            system.replace_server(int(name[1:]))
+    system.check(seen, served)
+    system.gateway.post("/admin/policies/release", key=ADMIN_KEY)
+
+
 # Files
 
 

@@ -49,18 +49,19 @@ class Training:
 
     def start(self) -> None:
         """Start a trainer on the only checkpoint directory, and wait until it works."""
-        self.trainer = self.process(self.port)
+        self.trainer = self.process(self.port, ".")
         wait_until(lambda: self.status() is not None, STARTS_WITHIN_S)
 
-    def process(self, port: int) -> subprocess.Popen[bytes]:
-        system = self.system
+    def process(self, port: int, name: str) -> subprocess.Popen[bytes]:
+        """Start a trainer whose directories are in this one."""
+        system, directory = self.system, self.system.directory / name
         settings = {
             "PORT": port,
-            "CHECKPOINT_DIR": system.directory / "checkpoints",
-            "POLICIES_DIR": system.directory / "policies",
+            "CHECKPOINT_DIR": directory / "checkpoints",
+            "POLICIES_DIR": directory / "policies",
             "PUBLISH_URL": f"{self.link.url}/weights",
             "GATEWAY_URL": system.gateway.url,
-            "METRICS_PATH": system.directory / "metrics.jsonl",
+            "METRICS_PATH": directory / "metrics.jsonl",
             "TRANSPORT": "delta",
             "KEEP_POLICIES": 2,
             "THREADS": 1,
@@ -127,8 +128,8 @@ class Training:
         self.note_weights()
         self.system.check(seen, self.newest())
 
-    def stop_in_a_write(self) -> None:
-        """Train, and suspend the trainer while it writes a version."""
+    def stop_in_a_write(self) -> int:
+        """Train, and suspend the trainer while it writes a version. Returns the newest one before it."""
         policies = self.system.directory / "policies"
         for _ in range(TRIES):
             before = self.train()
@@ -138,7 +139,7 @@ class Training:
                     continue
                 self.trainer.send_signal(signal.SIGSTOP)
                 if any(policies.glob("v*.tmp")):
-                    return
+                    return before
                 self.trainer.send_signal(signal.SIGCONT)
         raise AssertionError(f"no write was seen in {TRIES} steps")
 
@@ -225,15 +226,22 @@ def test_a_trainer_that_dies_after_the_announcement_is_not_needed_by_the_push(tr
     training.check(seen)
 
 
-def test_a_trainer_that_slept_in_a_write_ends_and_the_one_after_it_goes_on(training: Training) -> None:
-    """The second trainer writes the version again, and no version has the weights of both."""
+def test_a_trainer_that_dies_in_a_write_publishes_the_version_when_it_is_back(training: Training) -> None:
     with training.system.traffic() as seen:
-        training.stop_in_a_write()
-        former, training.port = training.trainer, free_port()
-        training.link.lead_to(f"http://127.0.0.1:{training.port}")
-        training.trainer = training.process(training.port)
-        wait_until(lambda: training.status() is not None, STARTS_WITHIN_S)
-        former.send_signal(signal.SIGCONT)
-        assert former.wait(60) == 1
+        before = training.stop_in_a_write()
+        training.trainer.kill()
+        training.start()
+        wait_until(lambda: training.newest() > before)
+        wait_until(lambda: training.system.served(training.newest()))
+    training.check(seen)
+
+
+def test_a_second_trainer_ends_and_the_first_one_goes_on_publishing(training: Training) -> None:
+    with training.system.traffic() as seen:
+        second = training.process(free_port(), "second")
+        while second.poll() is None:
+            training.train_and_serve()
+        assert second.returncode == 1
         training.train_and_serve()
     training.check(seen)
+    assert not any((training.system.directory / "second" / "policies").iterdir())

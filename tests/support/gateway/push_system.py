@@ -237,11 +237,11 @@ class PushSystem(Deployment):
         for server in self.servers:
             server.control(**faults)
 
-    def cut_off(self, *, to: bool = True, back: bool = True) -> None:
-        """Cut r1 off from the gateways: what they send it (`to`), what it answers (`back`), or both."""
+    def cut_off(self, *, to: bool) -> None:
+        """Drop what r1 sends to the gateways, and with `to` what they send to it, too."""
         for name in ("server", "engine"):
-            self.links[name].cut(to=to, back=back)
-        self.links["gateway"].cut(to=back, back=to)
+            self.links[name].cut(to=to)
+        self.links["gateway"].cut(back=to)
 
     def heal(self) -> None:
         """End every fault that leaves the processes alive."""

@@ -50,20 +50,31 @@ def test_another_gateway_goes_on_with_the_push_of_one_that_is_killed(system: Pus
     system.check(seen)
 
 
-def test_a_gateway_that_hung_in_a_push_does_not_undo_a_newer_one(system: PushSystem) -> None:
+def test_a_gateway_that_hung_in_a_push_does_not_undo_a_rollback(system: PushSystem) -> None:
+    """When it wakes up, servers wait for their slot in its push."""
+    served = system.publish(wait=True)
     system.control(load_s=1.0)
     leader = system.leader()
-    system.gateway = system.gateways[1 - leader]
+    hung, system.gateway = system.gateways[leader], system.gateways[1 - leader]
     with system.traffic() as seen:
         system.publish()
         system.server_in("loading")
+        wait_until(
+            lambda: [each["state"] for each in system.results(system.newest).values()].count("prepared")
+        )
         system.gateway_processes[leader].send_signal(signal.SIGSTOP)
         try:
             system.until_led_by(1 - leader)
-            system.publish(wait=True)
+            system.control()
+            body = {"to": served, "hold": False}
+            system.gateway.post("/admin/policies/rollback?wait=false", body, key=ADMIN_KEY)
+            wait_until(lambda: system.served(served))
         finally:
             system.gateway_processes[leader].send_signal(signal.SIGCONT)
-    system.check(seen)
+        wait_until(lambda: hung.get("/admin/policies/serving", key=ADMIN_KEY).json()["target"] == served)
+        answered = len(seen.heard)
+        wait_until(lambda: len(seen.heard) > answered + 10)  # meanwhile late requests would have their effect
+    system.check(seen, served)
 
 
 def test_a_gateway_without_redis_leaves_its_push_to_another_one(system: PushSystem) -> None:

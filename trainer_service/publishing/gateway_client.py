@@ -54,7 +54,7 @@ class GatewayClient:
         return serving.serving == serving.target == version
 
     def announce(
-        self, version: int, location: str, manifest_sha256: str, step: int, size_bytes: int
+        self, version: int, location: str, manifest_sha256: str, step: int, size_bytes: int | None = None
     ) -> Pushed:
         """Have a version pushed to every server; does not wait for them. Raises VersionTaken when the number
         cannot be used."""

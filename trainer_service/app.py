@@ -14,7 +14,7 @@ import msgspec
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 
 from rollout_queue.contract.policies.policy import MANIFEST
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
@@ -58,6 +58,7 @@ def create_app(
         return None if shared_state.ready else "the trainer is starting: it has not read the stream yet"
 
     app.include_router(probes(readiness, text_of(registry)))
+    _show_disk(store, registry)
     guarded = [Depends(keyring.require_admin)]
     app.include_router(_control(shared_state), dependencies=guarded)
     app.include_router(_ledger(ledger), dependencies=guarded)
@@ -65,6 +66,13 @@ def create_app(
     if sender is not None:
         app.include_router(_collective(sender), dependencies=guarded)
     return app
+
+
+def _show_disk(store: PolicyStore, registry: CollectorRegistry) -> None:
+    used = Gauge("weir_trainer_policies_bytes", "Bytes that published versions take", registry=registry)
+    used.set_function(lambda: store.size)
+    free = Gauge("weir_trainer_disk_free_bytes", "Free bytes on the disk of the versions", registry=registry)
+    free.set_function(lambda: store.free)
 
 
 def _control(shared_state: SharedState) -> APIRouter:
@@ -122,7 +130,9 @@ def _weights(store: PolicyStore) -> APIRouter:
 
     @router.get("/weights")
     def versions() -> JSONResponse:
-        return JSONResponse({"data": [{"version": v} for v in store.versions()], "next_cursor": None})
+        """Every version on this disk with the bytes that it takes, and the bytes that are free."""
+        data = [{"version": v, "size_bytes": store.size_of(v)} for v in store.versions()]
+        return JSONResponse({"data": data, "next_cursor": None, "free_bytes": store.free})
 
     @router.get("/weights/{version}/{name}")
     def file(version: int, name: str) -> Response:

@@ -21,7 +21,7 @@ from rollout_queue.http.object_store import StoreUnavailable, opened
 from rollout_queue.settings import ObjectStoreSettings
 from rollout_server.errors import WeightsUnavailable
 from rollout_server.weights.delta import apply_delta, tensors_of
-from rollout_server.weights.file_check import CheckedFile, FileCheck
+from rollout_server.weights.file_check import CheckedFile, FileCheck, WrongDigest
 from rollout_server.weights.locations import FileLocation, HttpLocation, Location, is_under
 from rollout_server.weights.safetensors_file import BrokenWeights
 from rollout_server.weights.sources import HttpSource, ObjectSource, Source
@@ -157,6 +157,10 @@ class Fetcher:
                     return await self._resumed(peer, spec, target)
                 except (BrokenWeights, WeightsUnavailable) as error:
                     logger.warning("%s is fetched from its own location: %s", spec.name, error)
+            try:
+                return await self._resumed(source, spec, target)
+            except WrongDigest as error:
+                logger.warning("%s; it is fetched once more", error)
             return await self._resumed(source, spec, target)
 
     async def _resumed(self, source: Source, spec: FileSpec, target: Path) -> CheckedFile:

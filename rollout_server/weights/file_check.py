@@ -27,6 +27,10 @@ SCAN_ITEMS = 2**17
 """How many values are tested at once: they stay in the processor's cache."""
 
 
+class WrongDigest(BrokenWeights):
+    """The bytes are not those that were published: the file is broken, or a byte changed on its way."""
+
+
 class CheckEnded(Exception):
     """Nobody waits for the result any more."""
 
@@ -88,7 +92,7 @@ class FileCheck:
         if self._size != spec.size:
             raise BrokenWeights(f"has {self._size} bytes, the manifest says {spec.size}", file=spec.name)
         if self._digest.hexdigest() != spec.sha256.lower():
-            raise BrokenWeights("its SHA-256 is not the manifest's", file=spec.name)
+            raise WrongDigest("its SHA-256 is not the manifest's", file=spec.name)
         if self._scans and self._left is None and self._fault is None:
             self._fault = BrokenWeights("is truncated: its header is not complete", file=spec.name)
         if self._fault is not None:

@@ -14,6 +14,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from rollout_queue.contract.policies.serving import ServingPlan, plan_of
+from rollout_queue.redis import keys
 from tests.crash.agents import Agents
 from tests.support.serving import free_port
 from weir.stack.probes import http_ready
@@ -24,7 +25,8 @@ from weir.stack.stack import Stack
 
 CLIENT_KEY, ADMIN_KEY = "crash-client", "crash-admin"
 HEALS_WITHIN_S = 240.0
-SECOND = "second_rollout_server"
+SECOND, SECOND_GATEWAY = "second_rollout_server", "second_gateway"
+DRIVER = "driving gateway"
 NAMES = {"trainer": "trainer_service", "trainer rank 1": "trainer_service", "engine": "rollout_server"}
 """Some victims are children of a process that the stack starts. This names that process."""
 
@@ -68,9 +70,18 @@ class CrashSystem:
         packed: bytes | None = self.redis.get("weir:serving")  # type: ignore[assignment]
         return plan_of(packed)
 
+    def driver(self) -> int | None:
+        """The process of the gateway that drives pushes."""
+        lease: bytes | None = self.redis.get(keys.PUSH_LEASE)  # type: ignore[assignment]
+        return None if lease is None else int(lease.split(b"-")[0])
+
     def process_of(self, victim: str) -> psutil.Process:
         """Raises LookupError if the victim has no process."""
         self.stack.check()  # notes the descendants, so that they are ended with their service
+        if victim == DRIVER:
+            if (pid := self.driver()) is None:
+                raise LookupError("no gateway drives pushes")
+            return psutil.Process(pid)
         parent = psutil.Process(self.stack.processes[NAMES.get(victim, victim)].pid)
         if victim in ("gateway", "redis", "rollout_server"):
             return parent
@@ -85,7 +96,7 @@ class CrashSystem:
     def heal(self, victim: str) -> float:
         """Restart the ended services, as a supervisor does; return the seconds until all is well."""
         began = time.monotonic()
-        name = NAMES.get(victim, victim)
+        name = self._driver_that_ended() if victim == DRIVER else NAMES.get(victim, victim)
         while victim != "engine" and self.stack.processes[name].exit_code is None:
             time.sleep(0.05)  # another process ends
             if time.monotonic() - began > HEALS_WITHIN_S:
@@ -97,6 +108,18 @@ class CrashSystem:
                 raise TimeoutError(f"not well {HEALS_WITHIN_S:g} s after {victim} was killed: {reason}")
             time.sleep(0.1)  # other processes start
         return time.monotonic() - began
+
+    def _driver_that_ended(self) -> str:
+        """Wait until the other gateway drives pushes. Returns the name of the one that was killed."""
+        began = time.monotonic()
+        while True:
+            pids = {name: self.stack.processes[name].pid for name in ("gateway", SECOND_GATEWAY)}
+            ended = [name for name in pids if self.stack.processes[name].exit_code is not None]
+            if ended and self.driver() in {pid for name, pid in pids.items() if name not in ended}:
+                return ended[0]
+            if time.monotonic() - began > HEALS_WITHIN_S:
+                raise TimeoutError("no other gateway took over the pushes")
+            time.sleep(0.05)  # the lease of the killed gateway expires
 
     def unwell(self) -> str:
         """The reason why a part of the system does not work; empty when all is well."""
@@ -129,9 +152,23 @@ def kill(process: psutil.Process) -> None:
         process.wait(30)
 
 
-def _with_second_server(settings: StackSettings) -> list[Service]:
-    """The services of the stack, and one more rollout server: a canary needs two."""
+def _with_second_ones(settings: StackSettings) -> list[Service]:
+    """The services of the stack, one more rollout server (a canary needs two), and one more gateway: it takes
+    over the pushes of the first one."""
     services = list(services_of(settings))
+    (gateway,) = [service for service in services if service.name == "gateway"]
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    services.append(
+        replace(
+            gateway,
+            name=SECOND_GATEWAY,
+            ports={port: "the second gateway"},
+            url=url,
+            ready=http_ready(url),
+            environment=dict(gateway.environment) | {"WEIR_GATEWAY__PORT": str(port)},
+        )
+    )
     (first,) = [service for service in services if service.name == "rollout_server"]
     port, engine_port = free_port(), free_port()
     second = {
@@ -183,6 +220,6 @@ def crash_system(run_dir: Path, model_path: Path, engine_python: Path) -> Iterat
             },
         },
     )
-    with Stack(settings, _with_second_server(settings)) as stack:
+    with Stack(settings, _with_second_ones(settings)) as stack:
         stack.wait_ready(timeout_s=300)
         yield CrashSystem(stack, settings, Redis.from_url(settings.redis_url))

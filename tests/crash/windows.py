@@ -17,7 +17,9 @@ from tests.crash.system import CrashSystem
 from trainer_service.storage.checkpoint import CURRENT, STATE
 from trainer_service.storage.run_state import RunState
 
-Victim = Literal["gateway", "redis", "engine", "rollout_server", "trainer", "trainer rank 1"]
+Victim = Literal[
+    "gateway", "driving gateway", "redis", "engine", "rollout_server", "trainer", "trainer rank 1"
+]
 LONGEST_WAIT_S = 30.0
 
 
@@ -122,6 +124,12 @@ def in_push(system: CrashSystem) -> None:
     until(lambda: unserved(system))
 
 
+def driven(system: CrashSystem) -> None:
+    """A push begins, and a gateway drives it."""
+    until(lambda: not system.plan().pushing)
+    until(lambda: system.plan().pushing and system.driver() is not None)
+
+
 def in_reload(system: CrashSystem) -> None:
     until(lambda: system.rollout_states()[0] == "loading")
 
@@ -164,6 +172,7 @@ WINDOWS = (
     Window("gateway", "turns in flight", under_load, lasting=True),
     Window("gateway", "in a push", in_push, unserved),
     Window("gateway", "canary open", canary_open, trying, lasting=True, after=end_canary),
+    Window("driving gateway", "push taken over", driven, lambda system: system.plan().pushing),
     Window("redis", "under load", under_load, lasting=True),
     Window("redis", "around an acknowledgement", lambda system: moved(system)),
     Window("engine", "sampling", under_load, lasting=True),

@@ -57,6 +57,24 @@ async def test_a_missing_file_is_422(harness: Harness) -> None:
     assert (answer.status_code, "HTTP 404" in answer.text) == (422, True)
 
 
+@pytest.mark.parametrize(("spoiled", "status"), [(1, 200), (2, 422)])
+async def test_a_file_that_arrives_broken_is_fetched_once_more(
+    harness: Harness, spoiled: int, status: int
+) -> None:
+    directory = harness.policy(1)
+    offer(harness, f"{TRAINER}/weights/1", directory)
+
+    async def spoiling(request: httpx.Request) -> httpx.Response:
+        name = str(request.url).rsplit("/", 1)[1]
+        raw = (directory / name).read_bytes()
+        broken = name == "model.safetensors" and len(weights_urls(harness)) <= spoiled
+        return httpx.Response(200, content=raw[:-1] + bytes([raw[-1] ^ 1]) if broken else raw)
+
+    harness.network.source = spoiling
+    assert (await harness.reload(1, f"{TRAINER}/weights/1")).status_code == status
+    assert len(weights_urls(harness)) == 2
+
+
 @pytest.mark.parametrize(("change", "reason"), [(b"", "the manifest says"), (b"x", "is longer than")])
 async def test_a_download_of_another_length_is_422(harness: Harness, change: bytes, reason: str) -> None:
     directory = harness.policy(1)

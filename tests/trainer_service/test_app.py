@@ -53,6 +53,15 @@ def test_every_path_but_the_probes_needs_the_admin_key(client: TestClient, path:
         assert client.post(f"/{name}").status_code == 401
 
 
+def test_the_disk_use_of_versions_is_shown(client: TestClient) -> None:
+    page = client.get("/weights", headers=ADMIN).json()
+    assert page["data"] == [{"version": 1, "size_bytes": len("{}") + len("secret")}]
+    assert page["free_bytes"] > 0
+    metrics = dict(line.split() for line in client.get("/metrics").text.splitlines() if line[0] != "#")
+    assert float(metrics["weir_trainer_policies_bytes"]) == 8
+    assert float(metrics["weir_trainer_disk_free_bytes"]) > 0
+
+
 def test_the_trainer_is_ready_when_the_main_thread_says_so(
     client: TestClient, shared_state: SharedState
 ) -> None:

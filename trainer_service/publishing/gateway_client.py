@@ -53,10 +53,18 @@ class GatewayClient:
         serving = _read(ServingShape, self._call("GET", "/admin/policies/serving"))
         return serving.serving == serving.target == version
 
-    def announce(self, version: int, location: str, manifest_sha256: str, step: int) -> Pushed:
+    def announce(
+        self, version: int, location: str, manifest_sha256: str, step: int, size_bytes: int | None = None
+    ) -> Pushed:
         """Have a version pushed to every server; does not wait for them. Raises VersionTaken when the number
         cannot be used."""
-        body = PolicyBody(version=version, location=location, manifest_sha256=manifest_sha256, step=step)
+        body = PolicyBody(
+            version=version,
+            location=location,
+            manifest_sha256=manifest_sha256,
+            step=step,
+            size_bytes=size_bytes,
+        )
         reply = self._call("POST", "/admin/policies?wait=false", body)
         if reply.status_code == 409:
             raise VersionTaken(error_message(reply.content))

@@ -159,9 +159,12 @@ class Publisher:
         location, digest = self._place.location(version), manifest_sha256(path)
         if self._sender is not None:
             self._sender.offer(version, digest, snapshot.tensors)
+        size = self._store.size_of(version)
         try:
             announced = self._retry(
-                lambda: self._gateway.announce(version, location, digest, step), GatewayUnavailable, GATEWAY
+                lambda: self._gateway.announce(version, location, digest, step, size),
+                GatewayUnavailable,
+                GATEWAY,
             )
         except VersionTaken as error:
             logger.error("version %d is not published: %s", version, error)

@@ -62,6 +62,23 @@ class PolicyStore:
         )
         return sorted(int(match[1]) for match in found if match)
 
+    def size_of(self, version: int) -> int:
+        """How many bytes the files of a version take, its changes included; 0 if it was removed."""
+        try:
+            return sum(path.stat().st_size for path in self.path_of(version).iterdir())
+        except FileNotFoundError:  # another thread removes the version
+            return 0
+
+    @property
+    def size(self) -> int:
+        """How many bytes all versions take."""
+        return sum(self.size_of(version) for version in self.versions())
+
+    @property
+    def free(self) -> int:
+        """How many bytes are free on the disk."""
+        return shutil.disk_usage(self.directory).free
+
     def write(self, version: int, step: int, write_weights: WeightsWriter) -> Path:
         """Write a version. If it exists already, it is kept: a crashed process wrote the same weights.
 

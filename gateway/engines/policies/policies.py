@@ -98,6 +98,7 @@ class Policies:
         manifest_sha256: str | None,
         step: int | None,
         *,
+        size_bytes: int | None = None,
         force: bool = False,
     ) -> tuple[int, Push | None]:
         """Register a version, and begin its push. Returns the version and the push; no push if the fleet is
@@ -106,7 +107,7 @@ class Policies:
         Raises StateConflict for a number that is lower than the newest, that has other content, that the
         trainer has reserved for another location, or, without `force`, that is not the next one.
         """
-        record = await self._registered(version, location, manifest_sha256, step, force)
+        record = await self._registered(version, location, manifest_sha256, step, size_bytes, force)
         if self.auto_canary:
             self._driver.wake()
             return record.version, None
@@ -226,7 +227,13 @@ class Policies:
         return plan
 
     async def _registered(
-        self, version: int | None, location: str, manifest_sha256: str | None, step: int | None, force: bool
+        self,
+        version: int | None,
+        location: str,
+        manifest_sha256: str | None,
+        step: int | None,
+        size_bytes: int | None,
+        force: bool,
     ) -> PolicyRecord:
         """Register the policy. Start again if a gateway or the trainer changed the register meanwhile."""
         while True:
@@ -236,6 +243,7 @@ class Policies:
                 location=location,
                 manifest_sha256=manifest_sha256,
                 step=step,
+                size_bytes=size_bytes,
                 created_at=time.time(),
             )
             record = _accepted(asked, known, force=force)

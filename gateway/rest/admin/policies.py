@@ -47,7 +47,12 @@ async def list_policies(request: Request) -> PolicyPage:
 async def publish_policy(body: PolicyBody, request: Request, response: Response, wait: Wait = True) -> Pushed:
     """Register a version, and push it to every server, unless the fleet is held."""
     version, push = await parts_of(request).policies.publish(
-        body.version, body.location, body.manifest_sha256, body.step, force=body.force
+        body.version,
+        body.location,
+        body.manifest_sha256,
+        body.step,
+        size_bytes=body.size_bytes,
+        force=body.force,
     )
     return await _pushed(request, response, version, push, wait=wait)
 
@@ -122,6 +127,7 @@ def policy_version(record: PolicyRecord) -> PolicyVersion:
         location=record.location,
         manifest_sha256=record.manifest_sha256,
         step=record.step,
+        size_bytes=record.size_bytes,
         created_at=record.created_at,
         state=record.state,
     )

@@ -26,6 +26,8 @@ class PolicyBody(ServiceMessage):
     manifest_sha256: str | None = None
     step: int | None = Field(None, ge=0, lt=LARGEST)
     """The optimizer step that made the weights."""
+    size_bytes: int | None = Field(None, ge=0, lt=LARGEST)
+    """What the version's files take on the publisher's disk, changes included."""
     force: bool = False
     """Accept a number that is higher than the next free one."""
 
@@ -102,6 +104,8 @@ class PolicyVersion(ServiceMessage):
     location: str | None = None
     manifest_sha256: str | None = None
     step: int | None = None
+    size_bytes: int | None = None
+    """What its files take on the publisher's disk; null if the publisher did not say."""
     created_at: float | None = None
     state: str | None = None
     """published, serving, failed or retired."""

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import Popen
@@ -25,6 +25,7 @@ from tests.support.rollout_server.weights import (
     write_safetensors,
 )
 from tests.support.waiting import wait_until
+from weir.audit.facts import ClientAnswer
 
 CALLS_PER_S = 30.0
 
@@ -35,11 +36,14 @@ class Deployment:
 
     gateway: RunningGateway
     directory: Path
+    redis_url: str
     servers: list[ServerProcess] = field(default_factory=list)
+    sampled: dict[int, float] = field(default_factory=dict)
+    """The log-probability that each version gives every token, as far as it was asked for."""
 
     def write(self, version: int) -> Path:
         """Write the files of a version."""
-        policy = self.directory / "policies" / f"v{version}"
+        policy = self.directory / "policies" / f"v{version:08d}"
         if not policy.exists():
             published_copy(self.directory / "model", policy, version)
             write_safetensors(policy / "model.safetensors", float32_tensors(1.0 + version))
@@ -72,6 +76,10 @@ class Deployment:
         detail = self.gateway.get(f"/admin/policies/{version}", key=ADMIN_KEY).json()
         return {result["server"]: result for result in detail["results"]}
 
+    def gateway_versions(self) -> list[int]:
+        """What the gateway thinks that each server serves."""
+        return [*self.gateway.server_versions().values()]
+
     def until(self, state: str) -> Any:
         """Wait until the last push is in this state; return it."""
         wait_until(lambda: self.plan()["push"]["state"] == state)
@@ -79,8 +87,7 @@ class Deployment:
 
     def versions(self) -> list[int]:
         """What each server says that it serves."""
-        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-        return [httpx.get(f"{s.url}/status", headers=headers).json()["version"] for s in self.servers]
+        return [server.status()["version"] for server in self.servers]
 
 
 @dataclass
@@ -90,35 +97,48 @@ class Traffic:
     gateway: RunningGateway
     statuses: list[int] = field(default_factory=list)
     sessions: list[str] = field(default_factory=list)
+    heard: list[ClientAnswer] = field(default_factory=list)
+    """What the clients were told is stored."""
+
+    def turns(self) -> Iterator[dict[str, Any]]:
+        for session in self.sessions:
+            yield from self.gateway.turns({"session_id": session})
 
     def engines(self) -> Counter[str]:
         """How many calls each server answered."""
-        turns = (self.gateway.turns({"session_id": session}) for session in self.sessions)
-        return Counter(turn["engine"] for session in turns for turn in session)
+        return Counter(turn["engine"] for turn in self.turns())
 
     def versions(self) -> set[int]:
-        turns = (self.gateway.turns({"session_id": session}) for session in self.sessions)
-        return {span["version"] for session in turns for turn in session for span in turn["versions"]}
+        return {span["version"] for turn in self.turns() for span in turn["versions"]}
 
 
 @contextmanager
-def traffic(gateway: RunningGateway, per_s: float = CALLS_PER_S) -> Iterator[Traffic]:
-    """Send calls while the block runs; wait for their answers at its end."""
-    seen, over = Traffic(gateway), Event()
+def traffic(*gateways: RunningGateway, per_s: float = CALLS_PER_S, name: str = "call") -> Iterator[Traffic]:
+    """Send calls while the block runs, to the gateways in turn; wait for their answers at its end. A client
+    whose connection breaks tries the next gateway, as behind a load balancer."""
+    seen, over = Traffic(gateways[0]), Event()
 
-    def call(session: str, http: httpx.Client) -> int:
+    def call(number: int, session: str, http: httpx.Client) -> int:
         body = {"messages": [{"role": "user", "content": "hi"}]}
         headers = {"authorization": f"Bearer {CLIENT_KEY}"}
-        url = f"{gateway.url}/sessions/{session}/v1/chat/completions"
-        return http.post(url, json=body, headers=headers).status_code
+        for attempt in range(len(gateways)):
+            gateway = gateways[(number + attempt) % len(gateways)]
+            url = f"{gateway.url}/sessions/{session}/v1/chat/completions"
+            with suppress(httpx.TransportError):
+                reply = http.post(url, json=body, headers=headers)
+                if reply.status_code == 200:
+                    seen.heard.append(ClientAnswer(session, reply.headers["x-weir-turn-id"]))
+                return reply.status_code
+            headers["x-stainless-retry-count"] = str(attempt + 1)
+        return 0
 
     def send() -> None:
         with httpx.Client(timeout=60) as http, ThreadPoolExecutor(64) as pool:
             sent: list[Future[int]] = []
             began_at = time.monotonic()
             while not over.is_set():
-                seen.sessions.append(f"call-{len(sent)}")
-                sent.append(pool.submit(call, seen.sessions[-1], http))
+                seen.sessions.append(f"{name}-{len(sent)}")
+                sent.append(pool.submit(call, len(sent), seen.sessions[-1], http))
                 over.wait(max(0.0, began_at + len(sent) / per_s - time.monotonic()))
             seen.statuses.extend(each.result() for each in sent)
 

@@ -78,23 +78,34 @@ def engine_process(tokenizer: Path, pace_s: float, tokens: int) -> Iterator[Engi
 
 
 class Link:
-    """A TCP proxy before one address. While it is cut, it forwards nothing and keeps every connection."""
+    """A TCP proxy before one address. While it is cut, it forwards nothing and keeps every connection.
+
+    A network that drops packets does the same: what was sent meanwhile arrives after it is mended.
+    """
 
     def __init__(self, url: str) -> None:
-        host, port = url.removeprefix("http://").split(":")
-        self._target = host, int(port)
+        self.lead_to(url)
         self._loop = asyncio.new_event_loop()
-        self._whole = asyncio.Event()
+        self._to, self._back = asyncio.Event(), asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.url = f"http://127.0.0.1:{self._loop.run_until_complete(self._listen())}"
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
-    def cut(self) -> None:
-        self._loop.call_soon_threadsafe(self._whole.clear)
+    def lead_to(self, url: str) -> None:
+        """From now on, new connections lead to this address."""
+        host, port = url.split("//")[-1].split(":")
+        self._target = host, int(port)
+
+    def cut(self, *, to: bool = True, back: bool = True) -> None:
+        """Forward nothing more to the address, nothing back from it, or neither."""
+        for way, cut in ((self._to, to), (self._back, back)):
+            if cut:
+                self._loop.call_soon_threadsafe(way.clear)
 
     def mend(self) -> None:
-        self._loop.call_soon_threadsafe(self._whole.set)
+        for way in (self._to, self._back):
+            self._loop.call_soon_threadsafe(way.set)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -104,26 +115,37 @@ class Link:
         self._loop.close()
 
     async def _listen(self) -> int:
-        self._whole.set()
+        self._to.set()
+        self._back.set()
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there_reader, there_writer = await asyncio.open_connection(*self._target)
-        for each in (self._forward(reader, there_writer), self._forward(there_reader, writer)):
+        try:
+            there_reader, there_writer = await asyncio.open_connection(*self._target)
+        except OSError:  # nobody listens there
+            writer.close()
+            return
+        ways = (
+            self._forward(reader, there_writer, self._to),
+            self._forward(there_reader, writer, self._back),
+        )
+        for each in ways:
             task = asyncio.create_task(each)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, whole: asyncio.Event
+    ) -> None:
         with suppress(OSError):
             while data := await reader.read(2**16):
-                await self._whole.wait()
+                await whole.wait()
                 writer.write(data)
                 await writer.drain()
-            await self._whole.wait()
-            writer.close()
+            await whole.wait()
+        writer.close()
 
 
 @contextmanager

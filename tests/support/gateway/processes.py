@@ -29,8 +29,8 @@ class Processes:
 
     def start(self, **settings: object) -> tuple[subprocess.Popen[bytes], str]:
         """Start a gateway. A nested setting is named as in a variable: `connections__per_address`. Without a
-        setting `engines`, it has the bare engine."""
-        port = free_port()
+        setting `engines`, it has the bare engine; without a `port`, any free one."""
+        port = settings.pop("port", None) or free_port()
         environment = os.environ | {
             "WEIR_REDIS_URL": self.backends.redis_url,
             "WEIR_MODEL_PATH": str(self.backends.model_path),

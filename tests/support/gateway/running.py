@@ -57,6 +57,11 @@ class RunningGateway:
         found: list[dict[str, Any]] = view["turns"]
         return found
 
+    def server_versions(self) -> dict[str, int]:
+        """What the gateway takes for the version of each rollout server."""
+        page = self.get("/admin/rollout_servers", key=ADMIN_KEY).json()
+        return {server["id"]: server["version"] for server in page["data"]}
+
     def client(self, session: dict[str, Any]) -> openai.OpenAI:
         return openai.OpenAI(base_url=session["base_url"], api_key=session["api_key"], max_retries=0)
 

@@ -48,6 +48,8 @@ class FakeEngine:
         """Called before a load, and may answer in its place."""
         self.keeps_old_weights = False
         self.adapters: dict[str, Path] = {}
+        self.aborts = 0
+        """How often the requests that ran were aborted."""
         self.refuses_adapters: str | None = None
         self.dies_with_adapters = False
         """The process dies when it samples with an adapter, as SGLang does that cannot apply one."""
@@ -120,8 +122,11 @@ class FakeEngine:
             return httpx.Response(200, json=self.info)
         if "weight" in path:
             return self._receive(path, json.loads(request.content))
+        if path not in ("/pause_generation", "/continue_generation"):
+            return httpx.Response(200, json={"status": "ok"})
         self.paused = path == "/pause_generation"
         if self.paused:
+            self.aborts += json.loads(request.content or "{}").get("mode") == "abort"
             if self.busy_pauses:
                 self.busy_pauses -= 1
             else:

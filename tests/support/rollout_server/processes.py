@@ -25,6 +25,12 @@ class ServerProcess:
     log: Path
     engine_port: int
 
+    def status(self) -> dict[str, Any]:
+        """What the server says of itself. Raises httpx.HTTPError."""
+        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        reply = httpx.get(f"{self.url}/status", headers=headers, timeout=10).raise_for_status()
+        return dict(reply.json())
+
     def why_unready(self) -> str:
         """The sentence of `/ready`; empty while the server is ready or does not answer."""
         try:
@@ -38,7 +44,7 @@ class ServerProcess:
         self.process.wait()
 
     def control(self, **faults: Any) -> None:
-        """Set how the server's engine behaves from now on: `load_s`, `checksum_s`, `scores` (see
+        """Set how the server's engine behaves from now on: `load_s`, `checksum_s`, `pace_s`, `scores` (see
         `stub_engine`)."""
         path = self.log.parent / f"engine-{self.engine_port}.json"
         aside = path.with_suffix(".new")

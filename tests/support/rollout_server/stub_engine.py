@@ -1,9 +1,9 @@
 """A process that takes SGLang's command line and answers as `FakeEngine` does. It samples, too.
 
-In the directory of the variable ENGINE_DOUBLE_DIR, `engine-{port}.json` says how long a load (`load_s`) and
-a checksum (`checksum_s`) take, and the log-probability that a version gives every token (`scores`). It is
-read each time. If `tokenizer.json` is there, `/generate` samples. Its answers wait while the engine is
-paused. An answer with an adapter says the adapter's name. The process ends where `FakeEngine` dies.
+In the directory of the variable ENGINE_DOUBLE_DIR, `engine-{port}.json` says how long a load (`load_s`), a
+checksum (`checksum_s`) and a token (`pace_s`) take, and the log-probability that a version gives every token
+of a prompt (`scores`). It is read each time. If `tokenizer.json` is there, `/generate` samples
+(`weights_sampler`). The process ends where `FakeEngine` dies.
 """
 
 import argparse
@@ -18,13 +18,13 @@ from typing import Any
 import httpx
 import uvicorn
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 from tokenizers import Tokenizer
 
 from rollout_server.weights.policy import LocalPolicy
-from tests.support.gateway.fake_engine import FakeEngine as FakeSampler
 from tests.support.rollout_server.fakes import FakeEngine
+from tests.support.rollout_server.weights_sampler import WeightsSampler
 
 ROOT = Path(__file__).parents[3]
 
@@ -51,53 +51,53 @@ def main() -> None:
     asyncio.run(engine.start(LocalPolicy(given.weight_version, given.model_path)))
     directory = Path(os.environ.get("ENGINE_DOUBLE_DIR", "."))
     control, tokenizer = directory / f"engine-{given.port}.json", directory / "tokenizer.json"
-    sampler = FakeSampler(Tokenizer.from_file(str(tokenizer)), pace_s=0.01) if tokenizer.exists() else None
     delays = {"/update_weights_from_disk": "load_s", "/weights_checker": "checksum_s"}
 
     def controls() -> dict[str, Any]:
         return dict(json.loads(control.read_text())) if control.exists() else {}
 
+    sampler = (
+        WeightsSampler(
+            engine, Tokenizer.from_file(str(tokenizer)), lambda: float(controls().get("pace_s", 0.01))
+        )
+        if tokenizer.exists()
+        else None
+    )
+
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        if sampler is not None and scope.get("path") == "/generate":
-
-            async def send_unless_paused(message: Message) -> None:
-                while engine.paused:  # noqa: ASYNC110 - the engine is resumed by another request
-                    await asyncio.sleep(0.01)  # until it is resumed
-                if engine.released or engine.garbage:
-                    signal.raise_signal(signal.SIGKILL)
-                sampler.version = engine.version
-                await send(message)
-
-            content = await Request(scope, receive).body()
-            body = json.loads(content)
-            adapter = body.get("lora_path")
-            if adapter is not None and adapter not in engine.adapters:
-                message = f"Got LoRA adapter that has never been loaded: {adapter}"
-                await JSONResponse({"error": {"message": message}}, 400)(scope, receive, send)
-                return
-            sampler.mind = "hello" if adapter is None else f"hello from {adapter}"
-            version = engine.version if adapter is None else str(int(adapter.rpartition("-")[0][-8:]))
-            if (scores := _scores(body, version, controls())) is not None:
-                await JSONResponse(scores)(scope, receive, send)
-                return
-            if "stream" not in body:  # the rollout server tries an adapter
-                tried = {"meta_info": {"output_token_logprobs": [[-1.5, 0, None]]}}
-                await JSONResponse(tried)(scope, receive, send)
-                return
-            await sampler.app()(scope, _once(content, receive), send_unless_paused)
-            return
         request = Request(scope, receive)
         content = await request.body()
+        if sampler is not None and request.url.path == "/generate":
+            await _generate(engine, sampler, json.loads(content), controls())(scope, receive, send)
+            return
         if request.url.path in delays:
             delay_s = controls().get(delays[request.url.path], 0.0)
             await asyncio.sleep(delay_s)  # the time that a large model takes
+        asked = httpx.Request(request.method, str(request.url), content=content)
         try:
-            said = await engine.handle(httpx.Request(request.method, str(request.url), content=content))
+            answered = await engine.handle(asked)
         except httpx.ReadError:
             signal.raise_signal(signal.SIGKILL)
-        await Response(said.content, said.status_code)(scope, receive, send)
+        if sampler is not None and request.url.path == "/update_weights_from_disk":
+            sampler.note_weights()
+        await Response(answered.content, answered.status_code)(scope, receive, send)
 
     uvicorn.run(answer, host="127.0.0.1", port=given.port, log_level="warning", lifespan="off")
+
+
+def _generate(
+    engine: FakeEngine, sampler: WeightsSampler, body: dict[str, Any], controls: dict[str, Any]
+) -> Response:
+    adapter = body.get("lora_path")
+    if adapter is not None and adapter not in engine.adapters:
+        message = f"Got LoRA adapter that has never been loaded: {adapter}"
+        return JSONResponse({"error": {"message": message}}, 400)
+    version = engine.version if adapter is None else str(int(adapter.rpartition("-")[0][-8:]))
+    if (scores := _scores(body, version, controls)) is not None:
+        return JSONResponse(scores)
+    if "stream" not in body:  # the rollout server tries an adapter
+        return JSONResponse({"meta_info": {"output_token_logprobs": [[-1.5, 0, None]]}})
+    return StreamingResponse(sampler.events(body), media_type="text/event-stream")
 
 
 def _scores(body: dict[str, Any], version: str, controls: dict[str, Any]) -> dict[str, Any] | None:
@@ -110,16 +110,6 @@ def _scores(body: dict[str, Any], version: str, controls: dict[str, Any]) -> dic
         [None if index == 0 else logprob, each, None] for index, each in enumerate(body["input_ids"][start:])
     ]
     return {"output_ids": [0], "meta_info": {"input_token_logprobs": scored, "weight_version": version}}
-
-
-def _once(content: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body again, which was read already."""
-    bodies: list[Message] = [{"type": "http.request", "body": content, "more_body": False}]
-
-    async def again() -> Message:
-        return bodies.pop() if bodies else await receive()
-
-    return again
 
 
 if __name__ == "__main__":

@@ -80,6 +80,8 @@ class PolicyRecord(msgspec.Struct, frozen=True, kw_only=True):
     location: str | None = None
     manifest_sha256: str | None = None
     step: int | None = None
+    size_bytes: int | None = None
+    """What its files take on the trainer's disk; None if the publisher did not say."""
     created_at: float
     state: Literal["published", "serving", "failed", "retired"] = "published"
 

@@ -5,6 +5,7 @@ gateway ── read ──▶ plan ── change it ──▶ replace, unless an
    └──────────────────────────────────── read again ◀───────────────────────────────────────────┘
 """
 
+import os
 import secrets
 from collections.abc import Callable, Mapping
 
@@ -97,7 +98,7 @@ class PushLease:
 
     def __init__(self, redis: Redis, lease_s: float) -> None:
         self._redis = redis
-        self._token = secrets.token_hex(16)
+        self._token = f"{os.getpid()}-{secrets.token_hex(16)}"  # tells an operator which process drives
         self._lease_ms = int(lease_s * 1000)
         self._hold = redis.register_script(scripts.HOLD_LEASE)
         self._release = redis.register_script(scripts.RELEASE_LEASE)

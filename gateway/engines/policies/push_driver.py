@@ -98,6 +98,8 @@ class PushDriver:
                 return
             plan = await self._serving.read()
             self._fleet.adopt(plan)
+            if not self._fleet.servers:  # one may have registered at another gateway since the last poll
+                await self._fleet.refresh()
             orders = await self._orders_of(plan)
             for server, order in orders:
                 await self._consider(server, order)

@@ -1,9 +1,10 @@
-"""The cost of a push: how long the trainer and a server stand still, and CPU time per GB of weights.
+"""The cost of a push: bytes, how long the trainer and a server stand still, and CPU time per GB of weights.
 
 python -m bench.push [GB …]     sizes of the weights; 0.1 and 1 by default
 
 The weights are random, in bfloat16. The engine is a double that loads in no time, so the pause is what the
-rollout server adds to the engine's own load.
+rollout server adds to the load of the engine, and for tensors from the trainer their transfer. *To served*
+begins when the trainer goes on: it writes the version, and the server prepares and loads it.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,46 +26,38 @@ from starlette.staticfiles import StaticFiles
 
 from rollout_queue.protocol.collective import JoinBody
 from rollout_server.server import RolloutServer
-from rollout_server.settings import RolloutServerSettings
+from rollout_server.settings import EngineLoraSettings, RolloutServerSettings
 from rollout_server.weights.policy import WantedPolicy
 from tests.support.rollout_server.fakes import FakeEngine
 from tests.support.serving import serving
 from tests.support.trainer_service.receiving import receive
 from trainer_service.model.export import ExportTensor
+from trainer_service.model.lora import AdapterSnapshot
 from trainer_service.model.snapshot import HostTensor, SnapshotMemory, WeightSnapshot
 from trainer_service.publishing.tensor_sender import TensorSender
 from trainer_service.settings import CollectiveSettings
-from trainer_service.storage.delta_files import write_delta
-from trainer_service.storage.policy_store import PolicyStore
+from trainer_service.storage.policy_store import PolicyStore, WeightsWriter
 
 GB = 10**9
 DIGEST = "0" * 64
-CHANGED = (0.015, 0.12)
-"""The shares of values that a step at a learning rate of 1e-6, and of 1e-5, changes in bfloat16."""
+CHANGED = {"1.5 % (1e-6)": 0.015, "12 % (1e-5)": 0.12}
+"""The shares of values that a step changes in bfloat16, at these learning rates."""
+WIDTH, RANK = 4096, 16
+"""The width of each layer, and the rank of its adapter."""
 COLUMNS = (
     "GB",
-    "trainer blocked by the first version, s",
-    "by a later one, s",
-    "writing, s",
-    "trainer's CPU, s/GB",
-    "preparing files, s",
-    "server's CPU, s/GB",
-    "preparing over HTTP, s",
-    "pause without the load, ms",
-    "changes, 1.5 %",
+    "transport",
+    "bytes, of the whole",
+    "trainer blocked, s",
+    "server paused, s",
+    "to served, s",
     "CPU, s/GB",
-    "changes, 12 %",
-    "CPU, s/GB",
-    "offering tensors, s",
-    "sending them, s",
-    "CPU of both sides, s/GB",
 )
-TENSOR_VALUES = 4096 * 4096
 
 
 @dataclass
 class Spent:
-    """Wall-clock and CPU seconds of a block."""
+    """Wall-clock and CPU seconds of a block, in all threads of this process."""
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
@@ -91,77 +84,179 @@ class InstantEngine(FakeEngine):
         return str(self.directory)
 
 
-def random_weights(size_bytes: float) -> dict[str, torch.Tensor]:
-    values = int(size_bytes / 2)
-    torch.manual_seed(0)
-    sizes = [TENSOR_VALUES] * (values // TENSOR_VALUES) + [values % TENSOR_VALUES]
-    return {f"layer.{n}.weight": torch.randn(size).bfloat16() for n, size in enumerate(sizes) if size}
+@dataclass(frozen=True)
+class Push:
+    """What one version costs on its way."""
 
+    transport: str
+    share: float
+    """The bytes that travel, of those of the whole weights."""
+    blocked: Spent
+    written: Spent
+    prepared: Spent
+    paused_s: float
+    loaded: Spent
 
-def measure(gigabytes: float, directory: Path) -> list[str]:
-    """One row of the table."""
-    weights = random_weights(gigabytes * GB)
-    tensors = [ExportTensor.of(name, tensor) for name, tensor in weights.items()]
-    dtypes = {name: tensor.dtype for name, tensor in weights.items()}
-    base = directory / "base"
-    base.mkdir()
-    (base / "config.json").write_text("{}")
-    store = PolicyStore(directory / "policies", base, keep=2)
-    memory = SnapshotMemory()
-    with spent() as first:
-        memory.take(tensors, dtypes)
-    with spent() as blocked:
-        snapshot = memory.take(tensors, dtypes)
-    with spent() as written:
-        version = store.write(1, 1, snapshot.write)
-    initial = store.write(0, 0, snapshot.write)
-    changed = directory / "changed"
-    changed.mkdir()
-    rows = []
-    for share in CHANGED:
-        moved = WeightSnapshot([moved_by(share, each) for each in snapshot.tensors])
-        moved.write(changed)
-        with spent() as encoded:
-            files = write_delta(changed, version)
-        rows += [
-            f"{sum(file.size for file in files) / (gigabytes * GB):.1%}",
-            f"{encoded.cpu_s / gigabytes:.1f}",
+    def row(self, gigabytes: float) -> list[str]:
+        to_served_s = self.written.wall_s + self.prepared.wall_s + self.loaded.wall_s
+        cpu_s = sum(each.cpu_s for each in (self.blocked, self.written, self.prepared, self.loaded))
+        return [
+            f"{gigabytes:g}",
+            self.transport,
+            f"{self.share:.2%}",
+            f"{self.blocked.wall_s:.3f}",
+            f"{self.paused_s:.3f}",
+            f"{to_served_s:.2f}",
+            f"{cpu_s / gigabytes:.2f}",
         ]
-    del moved
-    offered, sent = transferred(snapshot)
-    del snapshot, tensors
-    with serving(Starlette(routes=[Mount("/", StaticFiles(directory=directory / "policies"))])) as source:
-        file, pause_s = asyncio.run(pushed(directory, initial, version.as_uri()))
-        http, _ = asyncio.run(pushed(directory, initial, f"{source}/{version.name}", source))
-    return [
-        f"{gigabytes:g}",
-        f"{first.wall_s:.2f}",
-        f"{blocked.wall_s:.2f}",
-        f"{written.wall_s:.2f}",
-        f"{(blocked.cpu_s + written.cpu_s) / gigabytes:.2f}",
-        f"{file.wall_s:.2f}",
-        f"{file.cpu_s / gigabytes:.2f}",
-        f"{http.wall_s:.2f}",
-        f"{1000 * pause_s:.0f}",
-        *rows,
-        f"{offered.wall_s:.2f}",
-        f"{sent.wall_s:.2f}",
-        f"{(offered.cpu_s + sent.cpu_s) / gigabytes:.2f}",
-    ]
 
 
-def transferred(snapshot: WeightSnapshot) -> tuple[Spent, Spent]:
-    """What it takes to offer tensors, and to send them to a process group over loopback (gloo)."""
-    sender = TensorSender(CollectiveSettings(), torch.device("cpu"))
-    with spent() as offered:
-        sender.offer(1, DIGEST, snapshot.tensors)
-    wish = JoinBody(manifest_sha256=DIGEST, ranks=1, device="cpu", wait_s=60)
-    with spent() as sent:
-        joining = sender.join(1, wish).result()
-        receive(joining)
-    sender.end(joining.group)
-    sender.close()
-    return offered, sent
+def random_weights(size_bytes: float) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    rows, left = [], round(size_bytes / 2 / WIDTH)
+    while left:
+        rows.append(min(left, WIDTH))
+        left -= rows[-1]
+    layers = enumerate(rows)
+    return {
+        f"model.layers.{n}.mlp.down_proj.weight": torch.randn(each, WIDTH).bfloat16() for n, each in layers
+    }
+
+
+class Bench:
+    """Pushes one set of weights by every transport."""
+
+    def __init__(self, gigabytes: float, directory: Path) -> None:
+        self._weights = random_weights(gigabytes * GB)
+        self._gigabytes, self._directory = gigabytes, directory
+        self._dtypes = {name: tensor.dtype for name, tensor in self._weights.items()}
+        base = directory / "base"
+        base.mkdir()
+        (base / "config.json").write_text("{}")
+        self._policies = directory / "policies"
+        self._store = PolicyStore(self._policies, base, keep=2)
+        self._changes = PolicyStore(self._policies, base, keep=2, anchor_every=100)
+        self._memory = SnapshotMemory()
+        self._take()  # its memory is touched for the first time
+        self._initial = self._store.write(0, 0, self._take()[0].write)
+
+    def pushes(self) -> Iterator[Push]:
+        snapshot, blocked = self._take()
+        written = self._written(self._store, 1, snapshot.write)
+        with self._source() as source:
+            for transport, location in (("files, shared disk", ""), ("files, HTTP", source)):
+                yield self._pushed(transport, 1.0, blocked, written, 1, location)
+            version = 1
+            for name, share in CHANGED.items():
+                version += 1
+                moved = WeightSnapshot([moved_by(share, each) for each in snapshot.tensors])
+                written = self._written(self._changes, version, moved.write)
+                snapshot = moved
+                files = self._store.path_of(version).glob("*.delta")
+                sent = sum(file.stat().st_size for file in files) / (self._gigabytes * GB)
+                yield self._pushed(f"changes, {name}", sent, blocked, written, version, source, version - 1)
+            yield self._adapter(version + 1, source)
+        yield self._received(snapshot, blocked)
+
+    def _take(self) -> tuple[WeightSnapshot, Spent]:
+        tensors = [ExportTensor.of(name, tensor) for name, tensor in self._weights.items()]
+        with spent() as blocked:
+            snapshot = self._memory.take(tensors, self._dtypes)
+        return snapshot, blocked
+
+    def _written(self, store: PolicyStore, version: int, write: WeightsWriter) -> Spent:
+        with spent() as written:
+            store.write(version, version, write)
+        return written
+
+    @contextmanager
+    def _source(self) -> Iterator[str]:
+        with serving(Starlette(routes=[Mount("/", StaticFiles(directory=self._policies))])) as source:
+            yield source
+
+    def _pushed(
+        self,
+        transport: str,
+        share: float,
+        blocked: Spent,
+        written: Spent,
+        version: int,
+        source: str,
+        base: int | None = None,
+    ) -> Push:
+        """Push the version to one rollout server, which has the version `base` already."""
+        prepared, paused_s, loaded = asyncio.run(self._loaded(version, source, base))
+        return Push(transport, share, blocked, written, prepared, paused_s, loaded)
+
+    async def _loaded(self, version: int, source: str, base: int | None) -> tuple[Spent, float, Spent]:
+        settings = RolloutServerSettings(
+            model_path=self._initial,
+            weights_dir=self._directory / "weights",
+            locations=[str(self._directory), *([source] if source else [])],
+            lora=EngineLoraSettings(target_modules=["down_proj"]),
+            drain_timeout_s=0,
+        )
+        engine = InstantEngine()
+        server = RolloutServer(
+            settings,
+            httpx.AsyncClient(transport=httpx.MockTransport(engine.handle), base_url="http://engine"),
+            httpx.AsyncClient(timeout=60),
+            engine.start,
+            settings.weights_dir / "own",
+            float32_engine=False,
+        )
+        await server.open()
+        await server.engine.wait_until_serving(60)
+        if base is not None:
+            await server.reloader.reload(WantedPolicy(base, self._location(base, source)))
+        wanted = WantedPolicy(version, self._location(version, source))
+        with spent() as prepared:
+            await server.reloader.prefetch(wanted)
+        with spent() as loaded:
+            seconds = await server.reloader.reload(wanted)
+        await server.close()
+        shutil.rmtree(settings.weights_dir)
+        return prepared, seconds.paused, loaded
+
+    def _location(self, version: int, source: str) -> str:
+        path = self._store.path_of(version)
+        return f"{source}/{path.name}" if source else path.as_uri()
+
+    def _adapter(self, version: int, source: str) -> Push:
+        """Push an adapter of every layer."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
+        factors = adapter_of(shapes)
+        tensors = [ExportTensor.of(name, tensor) for name, tensor in factors.items()]
+        dtypes = {name: tensor.dtype for name, tensor in factors.items()}
+        with spent() as blocked:
+            kept = SnapshotMemory().take(tensors, dtypes).tensors
+        config = b'{"peft_type": "LORA", "r": %d, "lora_alpha": 32, "target_modules": ["down_proj"]}' % RANK
+        snapshot = AdapterSnapshot(config, kept)
+        written = self._written(self._store, version, snapshot.write)
+        sent = sum(tensor.nbytes for tensor in factors.values()) / (self._gigabytes * GB)
+        return self._pushed(f"adapter, rank {RANK}", sent, blocked, written, version, source)
+
+    def _received(self, snapshot: WeightSnapshot, blocked: Spent) -> Push:
+        """Send the tensors to a process group over loopback (gloo). The files are not waited for."""
+        sender = TensorSender(CollectiveSettings(), torch.device("cpu"))
+        with spent() as offered:
+            sender.offer(1, DIGEST, snapshot.tensors)
+        wish = JoinBody(manifest_sha256=DIGEST, ranks=1, device="cpu", wait_s=60)
+        with spent() as sent:
+            joining = sender.join(1, wish).result()
+            receive(joining)
+        sender.end(joining.group)
+        sender.close()
+        return Push("tensors, gloo", 1.0, blocked, offered, Spent(), sent.wall_s, sent)
+
+
+def adapter_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
+    factors = {}
+    for name, (rows, columns) in shapes.items():
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        factors[f"{layer}.lora_A.weight"] = torch.randn(RANK, columns).bfloat16()
+        factors[f"{layer}.lora_B.weight"] = torch.randn(rows, RANK).bfloat16()
+    return factors
 
 
 def moved_by(share: float, tensor: HostTensor) -> HostTensor:
@@ -171,40 +266,13 @@ def moved_by(share: float, tensor: HostTensor) -> HostTensor:
     return HostTensor(tensor.name, (bits + steps.to(torch.int16)).view(torch.bfloat16))
 
 
-async def pushed(directory: Path, model: Path, location: str, source: str = "") -> tuple[Spent, float]:
-    """What preparing the version takes on a rollout server, and how long its engine then pauses."""
-    settings = RolloutServerSettings(
-        model_path=model,
-        weights_dir=directory / "weights",
-        locations=[str(directory), *([source] if source else [])],
-        drain_timeout_s=0,
-    )
-    engine = InstantEngine()
-    server = RolloutServer(
-        settings,
-        httpx.AsyncClient(transport=httpx.MockTransport(engine.handle), base_url="http://engine"),
-        httpx.AsyncClient(timeout=60),
-        engine.start,
-        settings.weights_dir / "own",
-        float32_engine=False,
-    )
-    await server.open()
-    await server.engine.wait_until_serving(60)
-    wanted = WantedPolicy(1, location)
-    with spent() as prepared:
-        await server.reloader.prefetch(wanted)
-    seconds = await server.reloader.reload(wanted)
-    await server.close()
-    shutil.rmtree(settings.weights_dir)
-    return prepared, seconds.paused
-
-
 def main(arguments: list[str]) -> None:
     print(f"| {' | '.join(COLUMNS)} |")
     print("|" + "---|" * len(COLUMNS))
     for gigabytes in [float(argument) for argument in arguments] or [0.1, 1.0]:
         with tempfile.TemporaryDirectory() as directory:
-            print(f"| {' | '.join(measure(gigabytes, Path(directory)))} |", flush=True)
+            for push in Bench(gigabytes, Path(directory)).pushes():
+                print(f"| {' | '.join(push.row(gigabytes))} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The examples of docs/policies.md run as they stand, one after the other, against three rollout servers."""
+"""The examples of docs/policies.md and docs/transports.md run as they stand, on three rollout servers."""
 
 import re
 import shlex
@@ -10,15 +10,16 @@ from tests.support.gateway.deployment import Deploy
 from tests.support.gateway.running import ADMIN_KEY
 from tests.support.waiting import wait_until
 
-PAGE = Path(__file__).parents[2] / "docs/policies.md"
+PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("policies.md", "transports.md")]
 BLOCK = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
 VERSIONS = 4
 """The page's examples begin with versions 0 to 4. All are adapters, or the page's adapter would not fit."""
 
 
 def examples() -> list[list[str]]:
-    """The words of every curl command of the page."""
-    text = "".join(BLOCK.findall(PAGE.read_text(encoding="utf-8"))).replace("\\\n", " ")
+    """The words of every curl command of the pages."""
+    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    text = "".join(BLOCK.findall(pages)).replace("\\\n", " ")
     lines = (line for line in text.splitlines() if line.startswith("curl "))
     return [shlex.split(line, comments=True)[1:] for line in lines]
 

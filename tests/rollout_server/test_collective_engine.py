@@ -174,6 +174,7 @@ def test_a_version_that_is_no_snapshot_any_more_is_loaded_from_files(
     assert running.served() == "4"
 
 
+@pytest.mark.long
 def test_an_engine_that_starts_again_boots_what_it_received(
     running: Running, trainer: SendingTrainer
 ) -> None:
@@ -197,6 +198,7 @@ def interrupted(running: Running, trainer: SendingTrainer, version: int) -> tupl
     return served, checksum
 
 
+@pytest.mark.long
 def test_a_trainer_that_dies_while_it_sends_leaves_the_former_version(
     running: Running, trainer: SendingTrainer
 ) -> None:
@@ -209,6 +211,7 @@ def test_a_trainer_that_dies_while_it_sends_leaves_the_former_version(
     assert running.served() == "7"
 
 
+@pytest.mark.long
 def test_a_trainer_that_hangs_while_it_sends_leaves_the_former_version(
     running: Running, trainer: SendingTrainer
 ) -> None:
@@ -222,6 +225,7 @@ def test_a_trainer_that_hangs_while_it_sends_leaves_the_former_version(
     assert (answer["status"], answer["fallback"]) == (200, None), answer
 
 
+@pytest.mark.long
 def test_an_engine_that_dies_while_it_receives_holds_up_nobody(
     running: Running, trainer: SendingTrainer
 ) -> None:

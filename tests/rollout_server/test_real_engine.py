@@ -123,6 +123,7 @@ PATHS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_engine_dies_where_its_double_dies(running: Running, tmp_path: Path, order: str) -> None:
     busy, asked, survives = ORDERS[order]

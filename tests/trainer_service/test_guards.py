@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from prometheus_client import CollectorRegistry
 
 from rollout_queue.http.keys import Keyring
 from tests.support.trainer_service.harness import Harness, MakeHarness, turn
@@ -105,10 +106,8 @@ def held(make_harness: MakeHarness) -> Harness:
 
 
 def door(harness: Harness) -> TestClient:
-    keyring = Keyring([], ["admin"])
-    app = create_app(
-        harness.shared_state, harness.checkpoints.ledger, harness.store, keyring, harness.registry
-    )
+    keyring, registry = Keyring([], ["admin"]), CollectorRegistry()
+    app = create_app(harness.shared_state, harness.checkpoints.ledger, harness.store, keyring, registry)
     return TestClient(app, headers={"authorization": "Bearer admin"})
 
 

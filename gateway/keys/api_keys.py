@@ -40,6 +40,8 @@ class ApiKeys:
         self._stored: tuple[ApiKey, ...] = ()
         self._last_change: bytes | None = None
         self._unshared: dict[str, KeyUse] = {}
+        self._sharing: dict[str, KeyUse] = {}
+        """What Redis is told now: it may not be part of `_spent` yet."""
         self._spent: Mapping[str, int] = {}
         """By name, the tokens in all, as of the last poll; only of keys with a budget."""
         self._index()
@@ -101,9 +103,8 @@ class ApiKeys:
         key = self._by_owner.get(owner)
         if key is None or key.limits.token_budget is None:
             return None
-        unshared = self._unshared.get(key.name)
-        spent = self._spent.get(key.name, 0) + (0 if unshared is None else unshared.tokens)
-        return max(0, key.limits.token_budget - spent)
+        own = sum(each[key.name].tokens for each in (self._unshared, self._sharing) if key.name in each)
+        return max(0, key.limits.token_budget - self._spent.get(key.name, 0) - own)
 
     def _usage(self, name: str) -> KeyUse:
         usage = self._unshared.get(name)
@@ -146,6 +147,7 @@ class ApiKeys:
 
     async def _share(self, store: KeyStore) -> None:
         usage, self._unshared = self._unshared, {}
+        self._sharing = usage
         # A budget that other gateways use is read with no usage of this gateway's own.
         asked = {key.name: KeyUse() for key in self.all if key.limits.token_budget is not None} | usage
         try:
@@ -156,3 +158,5 @@ class ApiKeys:
                 later.tokens += each.tokens
                 later.at = max(later.at, each.at)
             raise
+        finally:
+            self._sharing = {}

@@ -92,13 +92,17 @@ class NamedAdapters:
     async def _load(self, adapter: WantedAdapter) -> None:
         """Raises ReloadError, EngineFailed."""
         wanted = WantedPolicy(adapter.version, adapter.location, adapter.manifest_sha256, name=adapter.policy)
+        self._check_engine()  # before anything is fetched
         policy = await self._reloader.prepare(wanted)
-        if not self._engine.serving:
-            raise EngineFailed("the engine does not run")
-        if self._engine.policy.weights != policy.base:
-            raise AdapterRefused("the engine serves other weights than those that the adapter belongs to")
+        self._check_engine()
         await self._engine.adapters.load(policy)
         await self._engine.adapters.prove(policy)
+
+    def _check_engine(self) -> None:
+        if not self._engine.serving:
+            raise EngineFailed("the engine does not run")
+        if self._engine.policy.weights.manifest_sha256 is not None:  # published weights are no adapter's base
+            raise AdapterRefused("the engine serves other weights than those that the adapter belongs to")
 
     def _has(self, adapter: WantedAdapter) -> bool:
         return any(_is(policy, adapter) for policy in self._engine.adapters.loaded.values())

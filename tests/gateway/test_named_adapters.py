@@ -130,3 +130,14 @@ def test_a_server_that_joins_later_gets_the_adapters(deploy: Deploy) -> None:
     assert publish(deployment, "math", 1).status_code == 200
     deploy(1, gateway=deployment.gateway, lora=LORA, first=1)
     wait_until(lambda: has(deployment, "math") == [["r0", "r1"]])
+
+
+def test_an_adapter_that_is_published_again_stays_if_no_server_answers(deploy: Deploy) -> None:
+    deployment = deploy(1, lora=LORA, push_timeout_s=0.5)
+    assert publish(deployment, "math", 1).status_code == 200
+    location = (deployment.directory / "policies" / "mathv1").as_uri()
+    deployment.servers[0].process.send_signal(signal.SIGSTOP)
+    again = {"name": "math", "version": 1, "location": location}
+    deployment.gateway.post("/admin/adapters", again, key=ADMIN_KEY)
+    deployment.servers[0].process.send_signal(signal.SIGCONT)
+    assert len(has(deployment, "math")) == 1

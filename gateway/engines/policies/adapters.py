@@ -72,10 +72,11 @@ class AdapterPolicies:
             created_at=time.time(),
         )
         known = next((each for each in await self.all() if each.field == adapter.field), None)
-        if known is None or (known.location, known.manifest_sha256) != (location, manifest_sha256):
+        new = known is None or (known.location, known.manifest_sha256) != (location, manifest_sha256)
+        if new:
             await self._add(adapter)
         results = await self._spread(adapter)
-        if results and not any(result.ok for result in results):
+        if new and results and not any(result.ok for result in results):
             await self._register.remove(adapter)
         return adapter, results
 

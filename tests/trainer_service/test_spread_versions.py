@@ -1,7 +1,6 @@
 """Two real ranks publish versions together: each keeps and writes about half of the weights."""
 
 import hashlib
-import pickle
 import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from rollout_server.weights.delta import apply_delta, tensors_of
 from rollout_server.weights.verify import ExpectedModel, read_manifest, verify_directory
 from tests.support.trainer_service.random_rows import MakeLearner, random_rows
 from tests.support.trainer_service.rank_pair import RankPair, rank_pair
-from tests.support.trainer_service.rank_tasks import FULL, SLOW, WRITING, Task, held_path
+from tests.support.trainer_service.rank_tasks import FULL, SLOW, WRITING, Task
 from tests.support.waiting import wait_until
 from trainer_service.model.snapshot import shares_of
 
@@ -58,13 +57,6 @@ def published(directory: Path) -> dict[str, str]:
     return dict(found)
 
 
-def held_bytes(run: Path, rank: int) -> int:
-    path = held_path(run, rank)
-    wait_until(path.exists)
-    held: int = pickle.loads(path.read_bytes())  # noqa: S301 - the test's own
-    return held
-
-
 def saved_step(run: Path) -> int:
     current = run / "checkpoints" / "CURRENT"
     return int(current.read_text().rpartition("-")[2]) if current.exists() else 0
@@ -76,7 +68,7 @@ def test_two_ranks_publish_the_tensors_of_one_and_each_holds_half(
 ) -> None:
     one = make_learner(zero_stage=stage, lora=lora)
     task = Task(tmp_path / "run", one.settings, [random_rows(1, 5)], publishes=[0, 1])
-    pair.learn(task)
+    told = pair.learn(task)
     first, second = version_of(task.policies, 0), version_of(task.policies, 1)
     whole = one.exported()
     assert published(first) == digests(whole)
@@ -84,9 +76,8 @@ def test_two_ranks_publish_the_tensors_of_one_and_each_holds_half(
     assert published(second) == digests(load_file(checkpoint / "model.safetensors"))
     assert published(second) != published(first)
     total = sum(tensor.nbytes for tensor in whole.values())
-    held = [held_bytes(task.run, rank) for rank in (0, 1)]
-    assert sum(held) == total
-    assert max(held) < 0.51 * total
+    assert sum(told.held) == total
+    assert max(told.held) < 0.51 * total
     for number, version in enumerate((first, second)):
         manifest = read_manifest((version / MANIFEST).read_bytes(), number)
         verify_directory(version, manifest, ExpectedModel.of(model_path))
@@ -173,11 +164,11 @@ def test_ranks_without_a_common_disk_leave_the_whole_version_to_rank_0(
 ) -> None:
     one = make_learner()
     task = Task(tmp_path / "run", one.settings, [], publishes=[0], shares=False)
-    pair.learn(task)
+    told = pair.learn(task)
     version = version_of(task.directory_of(0) / "policies", 0)
     assert published(version) == digests(one.exported())
     assert weight_files(version) == ["model.safetensors"]
-    assert held_bytes(task.run, 1) == 0
+    assert told.held[1] == 0
     assert not (task.directory_of(1) / "policies").exists()
 
 

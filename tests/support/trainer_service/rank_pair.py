@@ -6,11 +6,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
-from tests.support.trainer_service.rank_tasks import OVER, Task, Told, place_of, put
+from tests.support.trainer_service.rank_tasks import OVER, Task, Told, held_path, place_of, put
 from tests.support.waiting import wait_until
 from weir.stack.services import launcher as launcher_of
 
@@ -38,12 +39,14 @@ class RankPair:
         return place / "told.pickle"
 
     def end(self, told: Path) -> Told:
-        """Wait for the report at this path."""
-        wait_until(lambda: told.exists() or self.launcher.poll() is not None, PATIENCE_S)
-        assert told.exists(), f"the ranks ended with {self.launcher.poll()}"
-        found: Told = pickle.loads(told.read_bytes())  # noqa: S301 - the test's own
+        """Wait until both ranks are done with the task, and return the report at this path."""
+        files = [told, *(held_path(told.parent, rank) for rank in (0, 1))]
+        wait_until(lambda: all(map(Path.exists, files)) or self.launcher.poll() is not None, PATIENCE_S)
+        assert all(map(Path.exists, files)), f"the ranks ended with {self.launcher.poll()}"
+        found: Told
+        found, *held = (pickle.loads(path.read_bytes()) for path in files)  # noqa: S301 - the test's own
         assert found.finite
-        return found
+        return replace(found, held=held)
 
     def learn(self, task: Task) -> Told:
         return self.end(self.begin(task))

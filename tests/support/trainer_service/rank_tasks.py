@@ -56,6 +56,8 @@ class Told:
     """Whether every weight is finite at the end."""
     refusals: int = 0
     """How many times a disk refused a version."""
+    held: Sequence[int] = ()
+    """For each rank, the most bytes of weights that a snapshot had in memory."""
 
 
 def place_of(folder: Path, number: int) -> Path:
@@ -63,9 +65,9 @@ def place_of(folder: Path, number: int) -> Path:
     return folder / f"task-{number}"
 
 
-def held_path(run: Path, rank: int) -> Path:
-    """A file with the most bytes of weights that a snapshot of this rank had in memory."""
-    return run / f"held-{rank}.pickle"
+def held_path(place: Path, rank: int) -> Path:
+    """The last file of a rank for a task: its number in `Told.held`."""
+    return place / f"held-{rank}.pickle"
 
 
 def put(value: object, path: Path) -> None:

@@ -59,7 +59,7 @@ def learn(task: Task, place: Path) -> None:
     else:
         told = lead(DistributedPolicy(policy, task.policies if task.publishes else None), task)
         put(told, place / "told.pickle")
-    put(policy.held_bytes, held_path(task.run, own_rank()))
+    put(policy.held_bytes, held_path(place, own_rank()))
 
 
 def next_task(folder: Path, number: int) -> Task | None:

@@ -142,6 +142,7 @@ class Bench:
 
     def pushes(self) -> Iterator[Push]:
         snapshot, blocked = self._take()
+        snapshot = moved_snapshot(0.015, snapshot)
         written = self._written(self._store, 1, snapshot.write)
         with self._source() as source:
             for transport, location in (("files, shared disk", ""), ("files, HTTP", source)):
@@ -149,9 +150,8 @@ class Bench:
             version = 1
             for name, share in CHANGED.items():
                 version += 1
-                moved = WeightSnapshot([moved_by(share, each) for each in snapshot.tensors])
-                written = self._written(self._changes, version, moved.write)
-                snapshot = moved
+                snapshot = moved_snapshot(share, snapshot)
+                written = self._written(self._changes, version, snapshot.write)
                 files = self._store.path_of(version).glob("*.delta")
                 sent = sum(file.stat().st_size for file in files) / (self._gigabytes * GB)
                 yield self._pushed(f"changes, {name}", sent, blocked, written, version, source, version - 1)
@@ -228,8 +228,10 @@ class Bench:
         factors = adapter_of(shapes)
         tensors = [ExportTensor.of(name, tensor) for name, tensor in factors.items()]
         dtypes = {name: tensor.dtype for name, tensor in factors.items()}
+        memory = SnapshotMemory()
+        memory.take(tensors, dtypes)
         with spent() as blocked:
-            kept = SnapshotMemory().take(tensors, dtypes).tensors
+            kept = memory.take(tensors, dtypes).tensors
         config = b'{"peft_type": "LORA", "r": %d, "lora_alpha": 32, "target_modules": ["down_proj"]}' % RANK
         snapshot = AdapterSnapshot(config, kept)
         written = self._written(self._store, version, snapshot.write)
@@ -259,10 +261,15 @@ def adapter_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
     return factors
 
 
+def moved_snapshot(share: float, snapshot: WeightSnapshot) -> WeightSnapshot:
+    """The weights after a step that moves a share of the values to a neighbouring value."""
+    return WeightSnapshot([moved_by(share, each) for each in snapshot.tensors])
+
+
 def moved_by(share: float, tensor: HostTensor) -> HostTensor:
-    """The tensor after a step that moves a share of its values to a neighbouring value."""
     bits = tensor.value.view(torch.int16)
-    steps = torch.where(torch.rand(bits.shape) < share, torch.randint(0, 2, bits.shape) * 2 - 1, 0)
+    moves = (torch.rand(bits.shape) < share) & (tensor.value != 0)  # one step below 0 is NaN
+    steps = torch.where(moves, torch.randint(0, 2, bits.shape) * 2 - 1, 0)
     return HostTensor(tensor.name, (bits + steps.to(torch.int16)).view(torch.bfloat16))
 
 

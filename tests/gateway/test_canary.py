@@ -249,6 +249,27 @@ def test_every_version_of_a_trainer_passes_through_a_canary(deploy: Deploy) -> N
     wait_until(lambda: state_of(deployment, 3) in ("opening", "open"))
 
 
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaves the fleet", "stays dead"])
+def test_a_canary_whose_server_goes_away_before_it_opens_is_rolled_back(deploy: Deploy, leaves: bool) -> None:
+    """Without a server of the canary, nothing is left to wait for. A dead one may come back until the
+    canary's time is over."""
+    deployment = deploy(2, canary={"deadline_s": 3600.0 if leaves else 3.0}, auto_canary=True)
+    for server in deployment.servers:
+        server.control(load_s=600.0)
+    deployment.announce(1)
+    wait_until(lambda: state_of(deployment, 1) == "opening")
+    (name,) = canary_of(deployment, 1)["servers"]
+    deployment.servers.pop(int(name[1:])).kill()
+    if leaves:
+        assert deployment.gateway.call("DELETE", f"/admin/rollout_servers/{name}", key=ADMIN_KEY).is_success
+    wait_until(lambda: state_of(deployment, 1) == "rolled_back")
+    reason = "left the fleet" if leaves else "not loaded within 3 s"
+    assert reason in canary_of(deployment, 1)["reason"]
+    deployment.servers[0].control()
+    deployment.announce(2)
+    wait_until(lambda: deployment.versions() == [2])
+
+
 def test_a_version_for_a_single_server_is_pushed_without_a_canary(deploy: Deploy) -> None:
     deployment = deploy(1, auto_canary=True)
     assert deployment.announce(1)["state"] == "canary"

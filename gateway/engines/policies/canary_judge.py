@@ -65,10 +65,24 @@ class CanaryJudge:
             canary = self._fleet.plan.active_canary
             if canary is None:
                 return self._automatic and await self._begin_next()
-            return canary.opened_at is not None and await self._judge(canary, time.time() - canary.opened_at)
+            if canary.opened_at is None:
+                return await self._end_if_it_cannot_open(canary)
+            return await self._judge(canary, time.time() - canary.opened_at)
         except StorageUnavailable as error:
             logger.warning("the canary waits for Redis: %s", error)
             return False
+
+    async def _end_if_it_cannot_open(self, canary: Canary) -> bool:
+        """Roll back a canary whose servers take too long to load it, or are not in the fleet any more."""
+        deadline_s = canary.gates.deadline_s
+        if not self._fleet.servers.keys() & set(canary.servers):
+            reason = "its servers have left the fleet"
+        elif time.time() - canary.started_at >= deadline_s:
+            reason = f"not loaded within {deadline_s:g} s"
+        else:
+            return False
+        await self._end(canary, "rolled_back", CanaryReport(reason=reason))
+        return True
 
     async def _judge(self, canary: Canary, open_s: float) -> bool:
         if canary.id != self._canary_id:

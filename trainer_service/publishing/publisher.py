@@ -198,7 +198,7 @@ class Publisher:
 
     @property
     def refused(self) -> int | None:
-        """The last version that no server has taken; None if a server has taken one since."""
+        """The last version that every server has refused; None if a server has taken one since."""
         return self._pushes.refused
 
     def versions(self) -> list[int]:

@@ -18,8 +18,8 @@ from gateway.engines.policies.canary_evidence import CanaryEvidence
 from gateway.engines.policies.canary_plan import (
     canary_begun,
     canary_servers,
-    newest_version,
-    note_failed,
+    known_policies,
+    newest_policy,
     untried,
 )
 from gateway.settings import CanarySettings
@@ -118,16 +118,14 @@ class CanaryJudge:
         )
         self._fleet.adopt(plan)
         logger.info("the canary of version %d is %s: %s", canary.version, state, report.reason)
-        if state == "rolled_back":
-            await note_failed(self._register, canary.version)
-        elif not self._automatic:
+        if state == "promoted" and not self._automatic:
             await self._push_newest(canary.version)
 
     async def _push_newest(self, promoted: int) -> None:
         """Push a version that waited for the end of the canary. Read after that end, so none is missed."""
-        newest = newest_version((await self._register.records()).values())
-        if newest is not None and newest > promoted:
-            self._fleet.adopt(await self._serving.change(lambda plan: _pushed(plan, newest)))
+        newest = newest_policy(await known_policies(self._register, self._serving))
+        if newest is not None and newest.version > promoted:
+            self._fleet.adopt(await self._serving.change(lambda plan: _pushed(plan, newest.version)))
 
     async def _begin_next(self) -> bool:
         """Begin the canary of the newest version that was never served or tried. A fleet that is too small to
@@ -135,7 +133,7 @@ class CanaryJudge:
         plan = self._fleet.plan
         if plan.hold is not None or plan.pushing:
             return False
-        found = untried((await self._register.records()).values(), plan)
+        found = untried(await known_policies(self._register, self._serving), plan)
         if found is None:
             return False
         servers = canary_servers(self._fleet, plan, self._defaults.share)

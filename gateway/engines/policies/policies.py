@@ -180,9 +180,12 @@ class Policies:
     async def ended(self, push: Push) -> PushReport:
         """Wait until the push has ended, or no server that could load the version is alive."""
         while True:
-            report = await self.report(push)
-            absent = [each for each in report.servers if each.state == "unavailable"]
-            if report.push.state != "pushing" or len(absent) >= len(self._fleet.rollout_servers) > 0:
+            report, servers = await self.report(push), self._fleet.rollout_servers
+            absent = {each.server for each in report.servers if each.state == "unavailable"}
+            apart = {each.id for each in servers if self._fleet.plan.own_version(each.id) is not None}
+            if report.push.state != "pushing" or (
+                servers and {each.id for each in servers} <= absent | apart
+            ):
                 return report
             await asyncio.sleep(WAIT_POLL_S)
 

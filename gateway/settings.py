@@ -96,7 +96,7 @@ class CanarySettings(BaseModel):
     max_length_change: float | None = Field(0.5, gt=0)
     """By which factor, above 1, answers may become longer or shorter."""
     deadline_s: float = Field(3600.0, gt=0)
-    """How long it may be open. Then it is rolled back."""
+    """How long it may take to load, and then be open. Then it is rolled back."""
 
     def gates(self, **others: float | None) -> CanaryGates:
         """The bounds, except `others`."""

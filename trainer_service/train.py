@@ -210,7 +210,9 @@ class Trainer:
         """Copy what is published of a version: its adapter alone, or the whole weights."""
         if self._publishes_adapters and self.publisher.refused is not None:
             self._publishes_adapters = False
-            logger.warning("no server takes adapters: from version %d on, whole weights travel", self.version)
+            logger.warning(
+                "every server refuses adapters: from version %d on, whole weights travel", self.version
+            )
         return self._policy.adapter_snapshot() if self._publishes_adapters else self._policy.snapshot()
 
     def _save_on_request(self) -> None:

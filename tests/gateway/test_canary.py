@@ -133,6 +133,34 @@ def test_a_version_that_a_canary_rolled_back_is_not_released(deploy: Deploy) -> 
     assert deployment.versions() == [1, 1]
 
 
+@pytest.mark.parametrize("why", ["an operator rolls back", "its servers refuse it"])
+def test_a_version_whose_canary_ended_by_itself_is_not_released(deploy: Deploy, why: str) -> None:
+    deployment = deploy(2)
+    if why == "an operator rolls back":
+        begin(deployment, 1)
+        assert admin(deployment, "POST", "/rollback", {"to": 0}).status_code == 200
+    else:
+        admin(deployment, "POST", "/hold", {})
+        deployment.announce(1, (deployment.directory / "absent").as_uri())
+        assert admin(deployment, "POST", "/1/canary", {}).status_code == 200
+    wait_until(lambda: state_of(deployment, 1) == "rolled_back")
+    deployment.until("serving")
+    assert admin(deployment, "GET", "/1").json()["state"] == "failed"
+    assert admin(deployment, "POST", "/release").json()["serving"] == 0
+    assert (deployment.plan()["target"], deployment.versions()) == (0, [0, 0])
+
+
+def test_the_number_of_a_version_that_had_a_canary_stays_taken(deploy: Deploy) -> None:
+    """Every server refuses its push, but a server of the canary may have sampled with it."""
+    deployment = deploy(2)
+    admin(deployment, "POST", "/hold", {})
+    deployment.announce(1, (deployment.directory / "absent").as_uri())
+    assert admin(deployment, "POST", "/1/canary", {}).status_code == 200
+    wait_until(lambda: state_of(deployment, 1) == "rolled_back")
+    assert admin(deployment, "POST", "/1/promote").json()["state"] == "failed"
+    assert [each["state"] for each in admin(deployment, "GET", "").json()["data"]] == ["serving", "failed"]
+
+
 def test_a_version_that_earns_less_is_rolled_back(deploy: Deploy) -> None:
     deployment = deploy(2, canary=EVEN_ODDS | {"min_groups": 50})
     begin(deployment, 1)
@@ -247,6 +275,42 @@ def test_every_version_of_a_trainer_passes_through_a_canary(deploy: Deploy) -> N
     assert (plan["serving"], plan["hold"]) == (1, None), "the next version has a canary of its own"
     assert deployment.announce(3)["state"] == "canary"
     wait_until(lambda: state_of(deployment, 3) in ("opening", "open"))
+
+
+def test_a_version_that_is_released_passes_through_a_canary_if_every_one_does(deploy: Deploy) -> None:
+    deployment = deploy(2, canary=EVEN_ODDS, auto_canary=True)
+    admin(deployment, "POST", "/hold", {})
+    assert deployment.announce(1)["state"] == "held"
+    released = admin(deployment, "POST", "/release").json()
+    assert (released["hold"], released["target"]) == (None, 0)
+    wait_until(lambda: state_of(deployment, 1) == "open")
+    play_until_ended(deployment, 1)
+    deployment.until("serving")
+    assert deployment.versions() == [1, 1]
+    assert admin(deployment, "POST", "/rollback", {"to": 0}).status_code == 200
+    assert admin(deployment, "POST", "/release").json()["target"] == 1, "it has been served before"
+    assert deployment.versions() == [1, 1]
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaves the fleet", "stays dead"])
+def test_a_canary_whose_server_goes_away_before_it_opens_is_rolled_back(deploy: Deploy, leaves: bool) -> None:
+    """Without a server of the canary, nothing is left to wait for. A dead one may come back until the
+    canary's time is over."""
+    deployment = deploy(2, canary={"deadline_s": 3600.0 if leaves else 3.0}, auto_canary=True)
+    for server in deployment.servers:
+        server.control(load_s=600.0)
+    deployment.announce(1)
+    wait_until(lambda: state_of(deployment, 1) == "opening")
+    (name,) = canary_of(deployment, 1)["servers"]
+    deployment.servers.pop(int(name[1:])).kill()
+    if leaves:
+        assert deployment.gateway.call("DELETE", f"/admin/rollout_servers/{name}", key=ADMIN_KEY).is_success
+    wait_until(lambda: state_of(deployment, 1) == "rolled_back")
+    reason = "left the fleet" if leaves else "not loaded within 3 s"
+    assert reason in canary_of(deployment, 1)["reason"]
+    deployment.servers[0].control()
+    deployment.announce(2)
+    wait_until(lambda: deployment.versions() == [2])
 
 
 def test_a_version_for_a_single_server_is_pushed_without_a_canary(deploy: Deploy) -> None:

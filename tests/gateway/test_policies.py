@@ -211,6 +211,21 @@ def test_a_known_number_that_went_by_is_not_published_again(
     assert states == {0: "retired", 1: "retired", 2: "serving"}
 
 
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaves the fleet", "is dead"])
+def test_nobody_waits_for_a_push_if_the_only_servers_left_are_pinned(
+    gateway: RunningGateway, servers: list[FakeRolloutServer], leaves: bool
+) -> None:
+    assert post(gateway, "/0/pin", {"servers": ["r0"]}).status_code == 200
+    if leaves:
+        assert gateway.call("DELETE", "/admin/rollout_servers/r1", key=ADMIN_KEY).is_success
+    else:
+        servers[1].status_nonsense = "dead"
+        wait_until(lambda: [s["state"] for s in status_of(gateway)["rollout_servers"]] == ["ready", "dead"])
+    reply = publish(gateway, 1)
+    assert (reply.status_code, reply.json()["state"]) == (207, "pushing")
+    assert servers[0].version == 0
+
+
 def test_numbers_only_grow_and_name_one_content(
     gateway: RunningGateway, servers: list[FakeRolloutServer]
 ) -> None:

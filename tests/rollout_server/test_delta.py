@@ -1,6 +1,7 @@
 """A version as changes against another one: the files that a server makes of them are the published ones."""
 
 import hashlib
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -95,6 +96,20 @@ def test_the_smallest_encoding_is_chosen(share: float, encodings: set[str], most
     encoding, payload = encode(new.view(np.uint8), old.view(np.uint8), 2)
     assert encoding in encodings
     assert len(payload) <= most * old.nbytes
+
+
+def test_a_tensor_that_has_changed_entirely_takes_little_memory() -> None:
+    """The differences and the payload have the tensor's size; a list of places would have four times that."""
+    new = np.arange(2**18, dtype=np.uint16)
+    old = new ^ np.uint16(1)
+    tracemalloc.start()
+    try:
+        encoding, _ = encode(new.view(np.uint8), old.view(np.uint8), 2)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert encoding == "dense"
+    assert peak < 4 * new.nbytes
 
 
 def test_changes_against_another_base_or_with_a_flipped_bit_are_refused(tmp_path: Path) -> None:

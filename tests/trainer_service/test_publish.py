@@ -1,6 +1,8 @@
 """Publishing: training loses nothing if the gateway is away, answers nonsense, or has a newer version."""
 
+import errno
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -9,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollout_queue.contract.policies.policy import FileSpec, sha256_of
+from rollout_queue.contract.policies.policy import STABLE, FileSpec, sha256_of
 from rollout_queue.protocol.policies import PolicyDetail
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.waiting import PATIENCE_S
@@ -104,6 +106,37 @@ def test_no_version_is_removed_while_the_gateway_does_not_say_which_it_needs(
 
 def test_a_fleet_that_serves_nothing_needs_no_old_version(make_harness: MakeHarness) -> None:
     assert published(make_harness, idle=True) == [4, 5]
+
+
+@pytest.mark.parametrize("refused", ["rename", "rmdir"])
+def test_an_old_version_that_cannot_be_removed_is_removed_later(
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """Its directory may be read-only, or have `.nfs` files of a reader."""
+    harness = make_harness(keep_policies=2).start()
+    harness.step("a")
+    call = getattr(os, refused)
+
+    def refusing(path: str | Path, *given: object, **more: object) -> None:
+        if "v00000001" in str(path):
+            raise OSError(errno.EBUSY, "in use", str(path))
+        call(path, *given, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, refused, refusing)
+        harness.step("b")
+        harness.step("c")
+        harness.step("d")
+    harness.step("e")
+    assert {path.name for path in harness.settings.policies_dir.iterdir()} == {"v00000004", "v00000005"}
+
+
+def test_a_version_whose_removal_a_crash_has_ended_is_removed(make_harness: MakeHarness) -> None:
+    harness = make_harness().start()
+    harness.step("a")
+    (harness.store.path_of(1) / STABLE).unlink()
+    harness.step("b")
+    assert [path.name for path in harness.settings.policies_dir.iterdir()] == ["v00000002"]
 
 
 # In the background

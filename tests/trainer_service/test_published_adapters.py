@@ -66,7 +66,7 @@ def test_the_base_with_the_published_adapter_is_what_was_trained(make_harness: M
         torch.testing.assert_close(merged[name].float(), tensor.float(), atol=bound, rtol=0)
 
 
-def test_whole_weights_are_published_once_no_server_takes_an_adapter(make_harness: MakeHarness) -> None:
+def test_whole_weights_are_published_once_every_server_refuses_an_adapter(make_harness: MakeHarness) -> None:
     harness = adapted(make_harness)
     harness.gateway.server_ok = False
     harness.step("g")
@@ -77,6 +77,21 @@ def test_whole_weights_are_published_once_no_server_takes_an_adapter(make_harnes
     harness.gateway.server_ok = True
     harness.step("i")
     assert not manifest_of(harness.store.path_of(3)).is_adapter
+
+
+@pytest.mark.parametrize("has_results", [True, False])
+def test_adapters_go_on_after_a_push_that_failed(
+    make_harness: MakeHarness, caplog: pytest.LogCaptureFixture, has_results: bool
+) -> None:
+    """The server may take the next version: its disk was full, or it was starting again."""
+    harness = adapted(make_harness)
+    harness.gateway.server_ok = harness.gateway.refuses = False
+    harness.gateway.has_results = has_results
+    harness.step("g")
+    harness.step("h")  # it hears meanwhile that the push of version 1 has failed
+    assert manifest_of(harness.store.path_of(2)).is_adapter
+    assert "no server took version 1" in caplog.text
+    assert "version 1 is served" not in caplog.text
 
 
 def test_adapters_are_published_only_if_they_are_trained(model_path: Path) -> None:

@@ -5,9 +5,11 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Event, Lock
 from typing import Any
 
 import httpx
@@ -24,7 +26,7 @@ from tests.support.rollout_server.weights import write_model
 from tests.support.serving import free_port
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.memory_server import MemoryServer
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from trainer_service.settings import TrainerSettings
 from trainer_service.status.heartbeat import Heartbeat, Stopped
 from trainer_service.status.shared_state import SharedState
@@ -234,23 +236,50 @@ def test_a_server_that_does_not_take_its_memory_back_delays_nothing(make_shared:
 
 
 def test_all_engines_have_given_their_memory_away_at_the_same_time() -> None:
-    """The time of the first one is over when the second one answers."""
-    one, other, asked = MemoryServer(), MemoryServer(), []
+    """The time of the first one is over when both have answered once."""
+    one, other, asked, lock = MemoryServer(), MemoryServer(), Counter[str](), Lock()
 
     def answer(request: httpx.Request) -> httpx.Response:
-        asked.append(request.url.host)
-        if asked == ["one", "other"]:
-            one.released = False
-        return (one if request.url.host == "one" else other)(request)
+        with lock:
+            asked[request.url.host] += 1
+            reply = (one if request.url.host == "one" else other)(request)
+            if asked == {"one": 1, "other": 1}:
+                one.released = False
+            return reply
 
     state = SharedState()
     with httpx.Client(transport=httpx.MockTransport(answer)) as http:
         servers = [RolloutMemory(http, f"http://{name}") for name in ("one", "other")]
         with DeviceMemory(servers, Heartbeat(MemoryStream(), state, 0.01)) as memory:
             memory.take()
-            assert asked == ["one", "other"] * 3
+            assert asked == {"one": 3, "other": 3}
             assert one.released
             assert other.released
+
+
+def test_servers_that_hang_do_not_keep_the_trainer_from_asking_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The memory of an engine whose server answers is not taken back during a long step."""
+    monkeypatch.setattr(device_memory, "ASK_EVERY_S", 0.01)
+    servers = {name: MemoryServer() for name in ("hangs", "hangs-too", "answers")}
+    hanging, over = Event(), Event()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if hanging.is_set() and request.url.host != "answers":
+            over.wait(PATIENCE_S)
+        return servers[request.url.host](request)
+
+    with httpx.Client(transport=httpx.MockTransport(answer)) as http:
+        asked = [RolloutMemory(http, f"http://{name}") for name in servers]
+        with DeviceMemory(asked, Heartbeat(MemoryStream(), SharedState(), 0.01)) as memory:
+            memory.take()
+            hanging.set()
+            before = servers["answers"].releases
+            try:
+                wait_until(lambda: servers["answers"].releases > before + 3)
+            finally:
+                over.set()
 
 
 def test_nothing_is_learned_early_while_the_engine_samples(make_shared: MakeShared) -> None:

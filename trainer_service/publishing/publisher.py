@@ -198,7 +198,7 @@ class Publisher:
 
     @property
     def refused(self) -> int | None:
-        """The last version that no server has taken; None if a server has taken one since."""
+        """The last version that every server has refused; None if a server has taken one since."""
         return self._pushes.refused
 
     def versions(self) -> list[int]:
@@ -246,7 +246,7 @@ class Publisher:
             for version in self._store.outdated(best):
                 if self._gateway.remove(version):
                     self._place.withdraw(version)
-                    self._store.remove(version)
+                    self._remove(version)
             stored = set(self._store.versions())
             for policy in self._gateway.policies():
                 lost = policy.version not in stored  # by the disk
@@ -257,6 +257,12 @@ class Publisher:
             logger.warning("old versions stay, because the gateway does not answer: %s", error)
         except StoreUnavailable as error:
             logger.warning("old versions stay, because they cannot be removed: %s", error)
+
+    def _remove(self, version: int) -> None:
+        try:
+            self._store.remove(version)
+        except OSError as error:
+            logger.warning("the files of version %d stay until the next one is published: %s", version, error)
 
     def _pushed(self, ask: Callable[[], Results]) -> Results:
         """Call `ask` until the gateway answers, and return its results. A push takes as long as its slowest

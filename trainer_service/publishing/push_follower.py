@@ -20,7 +20,7 @@ class PushFollower:
         self.announced: int | None = None
         """The last announced version, until it is known how its push ended."""
         self.refused: int | None = None
-        """The last version that no server has taken; None if a server has taken one since."""
+        """The last version that every server has refused; None if a server has taken one since."""
 
     def follow(self) -> None:
         """Ask how the push goes, if one is not known to have ended."""
@@ -40,20 +40,22 @@ class PushFollower:
         if detail.push is not None and detail.push.state == "superseded":
             logger.info("a newer version has replaced version %d before every server had it", version)
         elif detail.push is not None and detail.push.state != "pushing":
-            self.account(version, detail.results)
+            self.account(version, detail.results, failed=detail.push.state == "failed")
         else:
             return
         self.announced = None
 
-    def account(self, version: int, results: Results) -> None:
-        """Report the results of a push that has ended."""
+    def account(self, version: int, results: Results, *, failed: bool = False) -> None:
+        """Report the results of a push that has ended. The gateway knows no results of one that a later push
+        has replaced, but whether it has `failed`."""
         for result in results:
             self._metrics.pushed(result.ok)
             if not result.ok:
                 logger.error("server %s did not take version %d: %s", result.server, version, result.error)
-        if results and not any(result.ok for result in results):
+        if failed or (results and not any(result.ok for result in results)):
             logger.error("no server took version %d", version)
-            self.refused = version
+            if results and all(result.state == "refused" for result in results):
+                self.refused = version
         else:
             self.refused = None
             logger.info("version %d is served by %d servers", version, sum(result.ok for result in results))

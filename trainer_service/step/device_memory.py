@@ -7,7 +7,7 @@ servers   └─ POST /memory/release, asked again while it is needed           
 import logging
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from types import TracebackType
@@ -82,12 +82,13 @@ class RolloutMemory:
 class DeviceMemory:
     """The memory of the trainer's device. With no `servers`, it is the trainer's alone.
 
-    A thread asks the servers again while the memory is taken. `close` ends it.
+    Each server has a thread, so that none waits for the answer of another one. While the memory is taken,
+    it asks the server again. `close` ends the threads.
     """
 
     def __init__(self, servers: Sequence[RolloutMemory], heartbeat: Heartbeat) -> None:
         self._servers, self._heartbeat = servers, heartbeat
-        self._thread = ThreadPoolExecutor(1, "memory")
+        self._threads = [ThreadPoolExecutor(1, "memory") for _ in servers]
         self._taken: threading.Event | None = None
         """Set when the memory is not needed any more; None while the engines have it."""
 
@@ -102,10 +103,10 @@ class DeviceMemory:
         try:
             self._heartbeat.retry(self._ask_all, MemoryUnavailable, "waiting", self._sentence)
         except Stopped:
-            self._thread.submit(self._resume)
+            self._submit(_resume)
             raise
-        self._taken = threading.Event()
-        self._thread.submit(self._keep, self._taken).add_done_callback(_report)
+        over = self._taken = threading.Event()
+        self._submit(lambda server: _keep(server, over))
 
     @contextmanager
     def held(self, states: MovableStates) -> Iterator[None]:
@@ -119,12 +120,13 @@ class DeviceMemory:
         yield
         states.offload_states()
         self._end()
-        self._thread.submit(self._resume).add_done_callback(_report)
+        self._submit(_resume)
 
     def close(self) -> None:
         """Do not ask for the memory any more, and wait for the answers of servers that take it back."""
         self._end()
-        self._thread.shutdown()
+        for thread in self._threads:
+            thread.shutdown()
 
     def __enter__(self) -> "DeviceMemory":
         return self
@@ -146,31 +148,40 @@ class DeviceMemory:
     def _ask_all(self) -> None:
         """Raises MemoryUnavailable unless all engines have given their memory away at the same time."""
         for _ in range(ATTEMPTS):
-            asked = self._thread.submit(lambda: [server.release() for server in self._servers])
-            self._heartbeat.wait_for(asked, "waiting", lambda: self._sentence)
-            if all(asked.result()):
+            asked = [
+                thread.submit(server.release)
+                for thread, server in zip(self._threads, self._servers, strict=True)
+            ]
+            for each in asked:
+                self._heartbeat.wait_for(each, "waiting", lambda: self._sentence)
+            renewed = [each.result() for each in asked]
+            if all(renewed):
                 return
         raise MemoryUnavailable("an engine has taken it back meanwhile")
 
-    def _keep(self, over: threading.Event) -> None:
-        """Runs in the thread: have the servers wait until `over` is set."""
-        while not over.wait(ASK_EVERY_S):
-            for server in self._servers:
-                try:
-                    if not server.release():
-                        logger.error("%s has taken its engine's memory back during a step", server.url)
-                except MemoryUnavailable as error:
-                    logger.warning("the engine's memory may be taken back during a step: %s", error)
+    def _submit(self, work: Callable[[RolloutMemory], None]) -> None:
+        """Have each thread do this after what it was given before."""
+        for thread, server in zip(self._threads, self._servers, strict=True):
+            thread.submit(work, server).add_done_callback(_report)
 
-    def _resume(self) -> None:
-        """Runs in the thread, as the last or before the next `take`."""
-        for server in self._servers:
-            for attempt in range(1, ATTEMPTS + 1):
-                try:
-                    server.resume()
-                    break
-                except MemoryUnavailable as error:
-                    logger.warning("%s; attempt %d of %d to give its memory back", error, attempt, ATTEMPTS)
+
+def _keep(server: RolloutMemory, over: threading.Event) -> None:
+    """Have the server wait until `over` is set."""
+    while not over.wait(ASK_EVERY_S):
+        try:
+            if not server.release():
+                logger.error("%s has taken its engine's memory back during a step", server.url)
+        except MemoryUnavailable as error:
+            logger.warning("the engine's memory may be taken back during a step: %s", error)
+
+
+def _resume(server: RolloutMemory) -> None:
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            server.resume()
+            return
+        except MemoryUnavailable as error:
+            logger.warning("%s; attempt %d of %d to give its memory back", error, attempt, ATTEMPTS)
 
 
 def _report(done: "Future[None]") -> None:

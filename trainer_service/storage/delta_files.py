@@ -48,12 +48,13 @@ def encode(new: Raw, old: Raw | None, item_bytes: int) -> tuple[Encoding, bytes]
         return "dense", new.tobytes()
     words = f"<u{item_bytes}"
     changes = new.view(words) ^ old.view(words)
-    (changed,) = np.nonzero(changes)
-    if not len(changed):
+    count = np.count_nonzero(changes)
+    if not count:
         return "same", b""
-    share, compressor = len(changed) / len(changes), zstandard.ZstdCompressor(level=LEVEL)
+    share, compressor = count / len(changes), zstandard.ZstdCompressor(level=LEVEL)
     tried: list[tuple[Encoding, bytes]] = []
     if share <= SPARSE_SHARE and len(changes) < 2**32:
+        (changed,) = np.nonzero(changes)  # 8 bytes for each
         gaps = np.diff(changed, prepend=0).astype("<u4")
         tried.append(("sparse", compressor.compress(gaps.tobytes() + changes[changed].tobytes())))
     if share <= XOR_SHARE:

@@ -132,17 +132,20 @@ class PolicyStore:
         return [version for version in self.versions()[: -self._keep] if version != best]
 
     def remove(self, version: int) -> None:
-        """Remove the files of a version."""
+        """Remove the files of a version. Files that cannot be removed now are when the next version is
+        written. Raises OSError if the version stays."""
         path = self.path_of(version)
-        (path / STABLE).unlink()
-        shutil.rmtree(path)
+        aside = path.with_name(f"{path.name}{ASIDE}")
+        path.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
 
     def _sweep(self, final: Path) -> None:
-        """Remove incomplete files of this version, and of versions that a dead process was writing."""
+        """Remove incomplete files of this version, and of versions that a process was writing or removing."""
         (final / STABLE).unlink(missing_ok=True)
-        for leftover in (final, *self.directory.glob(f"v*{ASIDE}")):
-            if VERSION_DIRECTORY.fullmatch(leftover.name.removesuffix(ASIDE)):
-                shutil.rmtree(leftover, ignore_errors=True)
+        for path in self.directory.glob("v*"):
+            incomplete = path.suffix == ASIDE or not (path / STABLE).exists()
+            if incomplete and VERSION_DIRECTORY.fullmatch(path.name.removesuffix(ASIDE)):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def manifest_sha256(path: Path) -> str:

@@ -7,22 +7,20 @@ from msgspec.structs import replace
 from redis.asyncio import Redis
 
 from gateway.engines.fleet import Fleet
-from gateway.engines.policies.canary_plan import canary_begun, canary_servers, note_failed
+from gateway.engines.policies.canary_plan import canary_begun, canary_servers
 from gateway.engines.policies.push_driver import PushDriver
-from gateway.engines.policies.push_progress import PlanEvent
 from gateway.errors import ObjectNotFound, StateConflict
 from rollout_queue.contract.policies.canary import Canary, CanaryGates, Pin, Sticky
 from rollout_queue.contract.policies.serving import ServingPlan
 from rollout_queue.redis.policies.canary_log import CanaryLog
-from rollout_queue.redis.policies.register import PolicyRegister
-from rollout_queue.redis.policies.serving import ServingRegister
+from rollout_queue.redis.policies.serving import PlanEvent, ServingRegister
 
 
 class Canaries:
     """Every method may raise StorageUnavailable."""
 
     def __init__(self, redis: Redis, fleet: Fleet, driver: PushDriver) -> None:
-        self._register, self._serving = PolicyRegister(redis), ServingRegister(redis)
+        self._serving = ServingRegister(redis)
         self._log = CanaryLog(redis)
         self._fleet, self._driver = fleet, driver
 
@@ -55,7 +53,6 @@ class Canaries:
         plan = await self._changed(
             lambda plan: plan.canary_ended(canary.id, "rolled_back", report, time.time())
         )
-        await note_failed(self._register, version)
         return plan.canary if plan.canary is not None and plan.canary.id == canary.id else canary
 
     async def last(self) -> list[Canary]:

@@ -18,8 +18,8 @@ from gateway.engines.policies.canary_evidence import CanaryEvidence
 from gateway.engines.policies.canary_plan import (
     canary_begun,
     canary_servers,
-    newest_version,
-    note_failed,
+    known_policies,
+    newest_policy,
     untried,
 )
 from gateway.settings import CanarySettings
@@ -65,10 +65,24 @@ class CanaryJudge:
             canary = self._fleet.plan.active_canary
             if canary is None:
                 return self._automatic and await self._begin_next()
-            return canary.opened_at is not None and await self._judge(canary, time.time() - canary.opened_at)
+            if canary.opened_at is None:
+                return await self._end_if_it_cannot_open(canary)
+            return await self._judge(canary, time.time() - canary.opened_at)
         except StorageUnavailable as error:
             logger.warning("the canary waits for Redis: %s", error)
             return False
+
+    async def _end_if_it_cannot_open(self, canary: Canary) -> bool:
+        """Roll back a canary whose servers take too long to load it, or are not in the fleet any more."""
+        deadline_s = canary.gates.deadline_s
+        if not self._fleet.servers.keys() & set(canary.servers):
+            reason = "its servers have left the fleet"
+        elif time.time() - canary.started_at >= deadline_s:
+            reason = f"not loaded within {deadline_s:g} s"
+        else:
+            return False
+        await self._end(canary, "rolled_back", CanaryReport(reason=reason))
+        return True
 
     async def _judge(self, canary: Canary, open_s: float) -> bool:
         if canary.id != self._canary_id:
@@ -104,16 +118,14 @@ class CanaryJudge:
         )
         self._fleet.adopt(plan)
         logger.info("the canary of version %d is %s: %s", canary.version, state, report.reason)
-        if state == "rolled_back":
-            await note_failed(self._register, canary.version)
-        elif not self._automatic:
+        if state == "promoted" and not self._automatic:
             await self._push_newest(canary.version)
 
     async def _push_newest(self, promoted: int) -> None:
         """Push a version that waited for the end of the canary. Read after that end, so none is missed."""
-        newest = newest_version((await self._register.records()).values())
-        if newest is not None and newest > promoted:
-            self._fleet.adopt(await self._serving.change(lambda plan: _pushed(plan, newest)))
+        newest = newest_policy(await known_policies(self._register, self._serving))
+        if newest is not None and newest.version > promoted:
+            self._fleet.adopt(await self._serving.change(lambda plan: _pushed(plan, newest.version)))
 
     async def _begin_next(self) -> bool:
         """Begin the canary of the newest version that was never served or tried. A fleet that is too small to
@@ -121,7 +133,7 @@ class CanaryJudge:
         plan = self._fleet.plan
         if plan.hold is not None or plan.pushing:
             return False
-        found = untried((await self._register.records()).values(), plan)
+        found = untried(await known_policies(self._register, self._serving), plan)
         if found is None:
             return False
         servers = canary_servers(self._fleet, plan, self._defaults.share)

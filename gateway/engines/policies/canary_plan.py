@@ -1,7 +1,7 @@
 """The changes that begin and end a canary."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from msgspec.structs import replace
 
@@ -10,6 +10,7 @@ from rollout_queue.contract.policies.canary import Canary, CanaryGates, Sticky
 from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.contract.policies.serving import ServingPlan
 from rollout_queue.redis.policies.register import PolicyRegister
+from rollout_queue.redis.policies.serving import ServingRegister
 
 
 def canary_servers(fleet: Fleet, plan: ServingPlan, share: float) -> tuple[str, ...]:
@@ -59,13 +60,26 @@ def untried(records: Iterable[PolicyRecord], plan: ServingPlan) -> PolicyRecord 
     return None if newest.version in tried else newest
 
 
-def newest_version(records: Iterable[PolicyRecord]) -> int | None:
+def newest_policy(records: Iterable[PolicyRecord]) -> PolicyRecord | None:
     """The newest version that no canary has rolled back."""
-    return max((record.version for record in records if record.state != "failed"), default=None)
+    sound = (record for record in records if record.state != "failed")
+    return max(sound, key=lambda record: record.version, default=None)
 
 
-async def note_failed(register: PolicyRegister, version: int) -> None:
-    """A canary of the version was rolled back."""
-    record = await register.record(version)
-    if record is not None and record.state == "published":
-        await register.store(replace(record, state="failed"))
+async def known_policies(register: PolicyRegister, serving: ServingRegister) -> list[PolicyRecord]:
+    """Every registered version, ascending. One that was not served is `failed` if its last canary was rolled
+    back."""
+    records = await register.records()
+    failed = _rolled_back(await serving.last_canaries())  # read last, so that no end is missed
+    return [_judged(records[version], failed) for version in sorted(records)]
+
+
+def _judged(record: PolicyRecord, failed: Collection[int]) -> PolicyRecord:
+    lost = record.state == "published" and record.version in failed
+    return replace(record, state="failed") if lost else record
+
+
+def _rolled_back(canaries: Sequence[Canary]) -> set[int]:
+    """The versions whose last canary with a decision was rolled back. `canaries`: the newest first."""
+    ends = {each.version: each.state for each in reversed(canaries) if each.state != "superseded"}
+    return {version for version, state in ends.items() if state == "rolled_back"}

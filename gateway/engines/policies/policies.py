@@ -5,7 +5,7 @@ POST /admin/policies ──▶ register ──▶ a push begins, unless the flee
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer
-from gateway.engines.policies.canary_plan import newest_version
+from gateway.engines.policies.canary_plan import known_policies, newest_policy
 from gateway.engines.policies.push_driver import PushDriver
 from gateway.errors import ObjectNotFound, StateConflict
 from rollout_queue.contract.policies.canary import CanaryState
@@ -21,10 +21,8 @@ from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.contract.policies.serving import Admissible, Push, ServerPush, ServingHold, ServingPlan
 from rollout_queue.redis.policies.canary_log import CanaryLog
 from rollout_queue.redis.policies.register import KnownPolicies, PolicyRegister
-from rollout_queue.redis.policies.serving import ServingRegister
+from rollout_queue.redis.policies.serving import PlanEvent, ServingRegister
 
-PlanEvent = Callable[[ServingPlan], ServingPlan]
-"""A change of the plan."""
 WAIT_POLL_S = 0.05
 """How often a caller who waits for a push looks whether it has ended."""
 NAMED_VERSIONS = 20
@@ -52,15 +50,15 @@ class Policies:
 
     async def all(self) -> list[PolicyRecord]:
         """Every version that can be served, ascending. Raises StorageUnavailable."""
-        plan, known = await self._serving.read(), await self._register.records()
-        return [_with_state(known[version], plan) for version in sorted(known)]
+        plan = await self._serving.read()
+        return [_with_state(each, plan) for each in await known_policies(self._register, self._serving)]
 
     async def one(self, version: int) -> PolicyRecord:
         """Raises ObjectNotFound, StorageUnavailable."""
-        record = await self._register.record(version)
-        if record is None:
-            raise await self._unknown(version)
-        return _with_state(record, await self._serving.read())
+        for record in await self.all():
+            if record.version == version:
+                return record
+        raise await self._unknown(version)
 
     async def plan(self) -> ServingPlan:
         """What all gateways agreed on. Raises StorageUnavailable."""
@@ -131,13 +129,15 @@ class Policies:
         return await self._changed(lambda plan: msgspec.structs.replace(plan, hold=plan.hold or held))
 
     async def release(self) -> Push | None:
-        """End the hold, and push the newest version that no canary has rolled back, unless it is served.
-        Returns the push that begins."""
+        """End the hold, and push the newest version that no canary has rolled back, unless it is served, or
+        has to pass through a canary. Returns the push that begins."""
         await self._changed(lambda plan: msgspec.structs.replace(plan, hold=None))
-        newest, plan = newest_version((await self._register.records()).values()), self._fleet.plan
-        if newest is None or newest == plan.target:
+        newest = newest_policy(await known_policies(self._register, self._serving))
+        if newest is None or newest.version == self._fleet.plan.target:
             return None
-        return await self._begin(newest)
+        if self.auto_canary and newest.state == "published":  # never served: the driver begins its canary
+            return None
+        return await self._begin(newest.version)
 
     async def remove(self, version: int) -> None:
         """Forget a version, because its files are to be removed. Raises StateConflict if it is still needed,
@@ -180,9 +180,12 @@ class Policies:
     async def ended(self, push: Push) -> PushReport:
         """Wait until the push has ended, or no server that could load the version is alive."""
         while True:
-            report = await self.report(push)
-            absent = [each for each in report.servers if each.state == "unavailable"]
-            if report.push.state != "pushing" or len(absent) >= len(self._fleet.rollout_servers) > 0:
+            report, servers = await self.report(push), self._fleet.rollout_servers
+            absent = {each.server for each in report.servers if each.state == "unavailable"}
+            apart = {each.id for each in servers if self._fleet.plan.own_version(each.id) is not None}
+            if report.push.state != "pushing" or (
+                servers and {each.id for each in servers} <= absent | apart
+            ):
                 return report
             await asyncio.sleep(WAIT_POLL_S)
 

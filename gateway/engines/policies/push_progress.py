@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -11,21 +10,16 @@ from gateway.engines.fleet import Fleet
 from gateway.engines.policies.attempts import Attempts
 from gateway.engines.policies.server_reload import PushOrder
 from rollout_queue.contract.policies.canary import CanaryReport
+from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.contract.policies.serving import PushState, ServingPlan
 from rollout_queue.redis.policies.register import PolicyRegister
-from rollout_queue.redis.policies.serving import ServingRegister
+from rollout_queue.redis.policies.serving import PlanEvent, ServingRegister
 
 logger = logging.getLogger(__name__)
 
 ERROR_CHARACTERS = 2000
 """The longest error of a push that is stored."""
 BARE = "bare engines cannot load a policy: put a rollout server in front of each"
-
-
-class PlanEvent(Protocol):
-    """A change of the plan."""
-
-    def __call__(self, plan: ServingPlan, /) -> ServingPlan: ...
 
 
 class PushProgress:
@@ -64,10 +58,15 @@ class PushProgress:
             await self._end(order.push, "failed", capacity, _errors(attempts) or BARE)
             logger.error("version %d was refused by every server", order.version)
             if states <= {"refused"} and order.record.state == "published":
-                await self._register.forget(order.record)
+                await self._free_number(order.record)
         else:
             return False
         return True
+
+    async def _free_number(self, record: PolicyRecord) -> None:
+        """Every server has refused the version. One of its canary may have sampled with it before."""
+        if record.version not in {each.version for each in await self._serving.last_canaries()}:
+            await self._register.forget(record)
 
     async def judge_canary(self, plan: ServingPlan, attempts: Sequence[Attempts]) -> None:
         """Open the canary once its servers have proved the version, or roll it back if they cannot."""

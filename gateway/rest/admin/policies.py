@@ -85,7 +85,7 @@ async def hold(request: Request, body: HoldBody | None = None) -> ServingShape:
 
 @router.post("/release", responses=PUSHED)
 async def release(request: Request, response: Response, wait: Wait = True) -> ServingShape:
-    """End a hold, and push the newest version."""
+    """End a hold, and push the newest version, unless it has to pass through a canary."""
     policies = parts_of(request).policies
     push = await policies.release()
     if push is not None and wait:

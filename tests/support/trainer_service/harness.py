@@ -46,6 +46,10 @@ class FakeGateway:
     refusals: int = 0
     """How many announcements get a 503 before one is accepted."""
     server_ok: bool = True
+    refuses: bool = True
+    """Whether a server that does not take a version refuses it; else it fails, and may take it later."""
+    has_results: bool = True
+    """Whether the gateway still knows what each server did in a push."""
     conflict: bool = False
     serving: int | None = None
     """The version that is served whatever is published; None serves the newest."""
@@ -110,9 +114,8 @@ class FakeGateway:
 
     def _detail(self, version: int) -> httpx.Response:
         push = self._push(version, "serving" if self.server_ok else "failed")
-        return httpx.Response(
-            200, json={"version": version, "push": push, "results": [self._result(version)]}
-        )
+        results = [self._result(version)] if self.has_results else []
+        return httpx.Response(200, json={"version": version, "push": push, "results": results})
 
     def _pushed(self, version: int) -> httpx.Response:
         status = 200 if self.server_ok else 207
@@ -123,9 +126,11 @@ class FakeGateway:
 
     def _result(self, version: int) -> dict[str, Any]:
         error = None if self.server_ok else "broken"
+        unproved = "refused" if self.refuses else "failed"
         return {
             "server": "r0",
             "ok": self.server_ok,
+            "state": "proved" if self.server_ok else unproved,
             "version_served": version,
             "total_s": 0.1,
             "error": error,

@@ -32,7 +32,7 @@ class CanaryGates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_length_change: float | None = 0.5
     """By which factor, above 1, answers may become longer or shorter."""
     deadline_s: float = 3600.0
-    """How long it may be open. Then it is rolled back."""
+    """How long it may take to load, and then be open. Then it is rolled back."""
 
 
 class GateReading(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,8 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.scripts import serving as scripts
 
+PlanEvent = Callable[[ServingPlan], ServingPlan]
+"""A change of the plan."""
 PUSHES_KEPT = 100
 """How many ended pushes, and how many ended canaries, are kept."""
 REPLACED = [
@@ -47,7 +49,7 @@ class ServingRegister:
         packed = await stored(self._redis.get(keys.SERVING))
         return plan_of(packed), packed or b""
 
-    async def change(self, event: Callable[[ServingPlan], ServingPlan]) -> ServingPlan:
+    async def change(self, event: PlanEvent) -> ServingPlan:
         """Apply an event to the plan, and return the plan after it. Nothing is written if nothing changes.
 
         Pushes and canaries that end are kept among the last ones. A push that a newer one replaces is kept as

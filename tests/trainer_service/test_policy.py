@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rollout_queue.contract.policies.policy import MANIFEST, STABLE, Manifest, sha256_of
@@ -215,4 +216,18 @@ def test_a_model_that_cannot_be_published_is_refused_at_the_start(
     Qwen3MoeForCausalLM(config).save_pretrained(directory)
     (directory / "tokenizer.json").write_text("{}", encoding="utf-8")
     with pytest.raises(SystemExit, match="cannot be published"):
+        make_harness(model_path=directory)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8])
+def test_a_model_with_quantized_weights_is_refused_by_name(
+    make_harness: MakeHarness, model_path: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """As FP8 and MXFP4 (pairs of 4-bit values in bytes) are stored."""
+    directory = tmp_path / "quantized"
+    shutil.copytree(model_path, directory)
+    weights = load_file(directory / "model.safetensors")
+    name = next(name for name in weights if name.endswith("down_proj.weight"))
+    save_file(weights | {name: weights[name].to(dtype)}, directory / "model.safetensors")
+    with pytest.raises(SystemExit, match=rf"{re.escape(name)} in (F8_E4M3|U8), and quantized"):
         make_harness(model_path=directory)

@@ -56,6 +56,7 @@ class DeepSpeedPolicy:
 
     def __init__(self, settings: ModelSettings) -> None:
         self._settings = settings
+        self._published_dtypes = tensor_dtypes(settings.model_path)
         deepspeed = prepare_deepspeed(settings)
         seed_everything(settings.seed)
         model = self._load_base()
@@ -63,7 +64,6 @@ class DeepSpeedPolicy:
         self._packing = packing_of(model)
         self._equal_cost_length = EQUAL_COST_WIDTHS * model.config.get_text_config().hidden_size
         self._entropy_gradient = settings.learns_entropy
-        self._published_dtypes = tensor_dtypes(settings.model_path)
         self._snapshots = SnapshotMemory()
         self._adapters = Adapters(model, settings.lora, settings.model_path) if settings.lora else None
         if settings.activation_checkpointing:

@@ -16,8 +16,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from rollout_queue.contract.policies.policy import MANIFEST, STABLE, Manifest, sha256_of
 from tests.support.tolerances import ulps
 from tests.support.trainer_service.harness import Harness, MakeHarness, turn
+from tests.support.trainer_service.made_rows import rows_of
 from tests.support.trainer_service.same_training import WELL_CONDITIONED, Weights, assert_moved_alike
-from trainer_service.rows.rows import micro_batches, rows_of
+from trainer_service.rows.rows import micro_batches
 
 pytestmark = pytest.mark.numeric
 

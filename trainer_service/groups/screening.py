@@ -1,6 +1,6 @@
 """Decides which members of a complete group are trained, and why the others are not.
 
-Group ─ screen ─▶ ScreenedGroup: rows for the step, and a verdict for every member that is not trained
+Group ─ screen ─▶ ScreenedGroup: plans of rows, and a verdict for every member that is not trained
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from trainer_service.algorithms.advantages.rollouts import Rollout
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.assemble import Group, Member
 from trainer_service.groups.comparison import compare, rollout_of
-from trainer_service.rows.rows import Row, rows_of
+from trainer_service.rows.rows import PlannedRow, Row, planned_rows
 from trainer_service.rows.turns import exclusions
 
 
@@ -20,8 +20,9 @@ class ScreenedGroup:
     """A complete group: the rows that are trained, and the verdicts of the members that are not."""
 
     group: Group
-    rows: tuple[Row, ...]
-    """The rows of the rollouts that are trained. Their advantages are computed later, over the whole step."""
+    planned: tuple[PlannedRow, ...]
+    """The rows of the rollouts that are trained, without their tokens: a group that waits for more groups is
+    screened again with every poll."""
     rollouts: tuple[Rollout, ...]
     """The rollouts that are trained, with their shaped rewards."""
     live_rows: int
@@ -30,6 +31,11 @@ class ScreenedGroup:
     """The members that are not trained. The verdict is None if the gateway has given one already."""
     skip_reason: str | None
     """Why no member is trained; None if the group has rows."""
+
+    @property
+    def rows(self) -> list[Row]:
+        """Makes the rows. Their advantages are computed later, over the whole step."""
+        return [planned.row() for planned in self.planned]
 
 
 def screen(group: Group, version: int, algorithm: AlgorithmSettings) -> ScreenedGroup:
@@ -62,16 +68,16 @@ def screen(group: Group, version: int, algorithm: AlgorithmSettings) -> Screened
         untrained += [(member, verdict) for member in able.values()]
         able = {}
     shaped = {rollout.rollout_id: rollout.reward for rollout in found.rollouts}
-    rows = tuple(
+    planned = tuple(
         row
         for session_id, member in able.items()
         for row in _rows(member, trainable[session_id], name, shaped[session_id])
     )
     return ScreenedGroup(
         group=group,
-        rows=rows,
+        planned=planned,
         rollouts=found.rollouts if able else (),
-        live_rows=sum(row.session_id in found.live for row in rows),
+        live_rows=sum(row.session_id in found.live for row in planned),
         untrained=tuple(untrained),
         skip_reason=skip_reason,
     )
@@ -83,7 +89,7 @@ def with_verdict(screened: ScreenedGroup, verdict: Verdict) -> ScreenedGroup:
     others = tuple((m, verdict) for m in screened.group.members if m.session_id not in untrained)
     return replace(
         screened,
-        rows=(),
+        planned=(),
         rollouts=(),
         live_rows=0,
         untrained=screened.untrained + others,
@@ -95,15 +101,15 @@ def without_sessions(screened: ScreenedGroup, reasons: Mapping[str, str]) -> Scr
     """The same group without the sessions that a teacher refuses. `reasons` has the refused ids, and why
     each was refused. These sessions end as invalid."""
     leaving = [member for member in screened.group.members if member.session_id in reasons]
-    rows = tuple(row for row in screened.rows if row.session_id not in reasons)
+    planned = tuple(row for row in screened.planned if row.session_id not in reasons)
     ended = ((m, Verdict(code="invalid", detail=f"the teacher: {reasons[m.session_id]}")) for m in leaving)
     return replace(
         screened,
-        rows=rows,
+        planned=planned,
         rollouts=tuple(each for each in screened.rollouts if each.rollout_id not in reasons),
-        live_rows=min(screened.live_rows, len(rows)),
+        live_rows=min(screened.live_rows, len(planned)),
         untrained=screened.untrained + tuple(ended),
-        skip_reason=screened.skip_reason if rows else "the teacher refuses all of its rollouts",
+        skip_reason=screened.skip_reason if planned else "the teacher refuses all of its rollouts",
     )
 
 
@@ -130,10 +136,10 @@ def _refusal(
     return None
 
 
-def _rows(member: Member, trainable: frozenset[str], group_id: str, reward: float) -> tuple[Row, ...]:
+def _rows(member: Member, trainable: frozenset[str], group_id: str, reward: float) -> tuple[PlannedRow, ...]:
     """The rows of a member. `reward` is its reward after shaping."""
     credit = _credit(member, trainable, reward)
-    return rows_of(member.session_id, member.turns, trainable, credit, group_id)
+    return planned_rows(member.session_id, member.turns, trainable, credit, group_id)
 
 
 def _credit(member: Member, trainable: frozenset[str], reward: float) -> dict[str | None, float]:

@@ -44,10 +44,10 @@ def select(complete: Iterable[Group], version: int, algorithm: AlgorithmSettings
             batch.skipped.append(screened)
             continue
         live_rows += screened.live_rows
-        if selected >= algorithm.min_live_rows and rows + len(screened.rows) > algorithm.max_rows:
+        if selected >= algorithm.min_live_rows and rows + len(screened.planned) > algorithm.max_rows:
             break
         batch.groups.append(screened)
-        rows += len(screened.rows)
+        rows += len(screened.planned)
         selected += screened.live_rows
     full = selected >= algorithm.min_live_rows or (flush and selected > 0)
     return batch._replace(full=full, live_rows=live_rows)

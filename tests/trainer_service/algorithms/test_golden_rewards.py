@@ -16,6 +16,7 @@ from gateway.admission.staleness import StalenessBudget
 from rollout_queue.contract.tokens import TokenIds
 from tests.support.trainer_service.canonical import CASES, INPUTS, MASK, ROWS_T, close
 from tests.support.trainer_service.harness import turn
+from tests.support.trainer_service.made_rows import rows_of
 from trainer_service.algorithms.advantages.advantages import ADVANTAGES, baselines_after, to_tokens
 from trainer_service.algorithms.advantages.filters import groups_without_signal
 from trainer_service.algorithms.advantages.returns import (
@@ -36,7 +37,6 @@ from trainer_service.algorithms.advantages.settings import (
 from trainer_service.algorithms.advantages.shaping import shaped
 from trainer_service.algorithms.critic import value_loss
 from trainer_service.algorithms.staleness import staleness
-from trainer_service.rows.rows import rows_of
 
 pytestmark = pytest.mark.numeric
 

@@ -302,7 +302,10 @@ def test_rollout_number(case: str) -> None:
 @pytest.mark.parametrize("case", ["async.prime_staleness"])
 def test_staleness(case: str) -> None:
     rows = CASES[case]["params"]["rows"]
-    got = [list(staleness(step - 1, first, last)) for step, first, last in rows]
+    got = [
+        [int(each_R) for each_R in staleness(step - 1, torch.tensor([first]), torch.tensor([last]))]
+        for step, first, last in rows
+    ]
     assert got == CASES[case]["expected"]["staleness"]
 
 

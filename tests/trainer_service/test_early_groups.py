@@ -103,7 +103,7 @@ def test_parts_and_discarded_gradients_change_nothing_with_other_settings(
     whole, parted = (make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED, **given) for _ in range(2))
     parted.leader.accumulate(StepRequest(grouped(2), 0, parted.settings.algorithm))
     parted.leader.discard_gradients()
-    # Gradients of bfloat16 are added up in bfloat16, over at most 12 micro-batches for the 12 rows.
+    # A gradient of bfloat16 is rounded in each of at most 12 micro-batches for the 12 rows.
     unit, roundings = (BFLOAT16, 12) if given.get("dtype") else (FLOAT32, TERMS)
     told = learn(parted, grouped(3), 4)
     wanted = pytest.approx(learn(whole, grouped(3))["grad_norm"], rel=ulps(roundings, unit=unit))

@@ -100,11 +100,13 @@ class DeepSpeedPolicy:
     @property
     def layout(self) -> Layout:
         """How this policy's checkpoints are sharded."""
-        settings = self._settings.lora
-        lora = LoraLayout(settings.rank, settings.alpha, settings.target_modules) if settings else None
-        return Layout(
-            self.ranks, self._settings.zero_stage, self._settings.dtype, lora, self._critic is not None
+        settings = self._settings
+        lora = (
+            LoraLayout(settings.lora.rank, settings.lora.alpha, settings.lora.target_modules)
+            if settings.lora
+            else None
         )
+        return Layout(self.ranks, settings.sharding_stage, settings.dtype, lora, self._critic is not None)
 
     def _load_base(self) -> Any:
         on_cuda = torch.distributed.get_backend() == "nccl"

@@ -76,7 +76,7 @@ def test_after_an_outage_a_step_screens_only_the_groups_that_it_may_take(
         return screen(group, *given)
 
     monkeypatch.setattr("trainer_service.groups.selection.screen", noting)
-    harness = make_harness(algorithm={"max_rows": 4, "max_staleness": 1}).start()
+    harness = make_harness(algorithm={"intake": "oldest", "max_rows": 4, "max_staleness": 1}).start()
     for number in range(12):
         harness.agents.group(f"g{number:02}", [1.0, 0.0])
     assert [harness.trainer.run_once() for _ in range(3)] == [True, True, False]

@@ -42,22 +42,16 @@ def screen(group: Group, version: int, algorithm: AlgorithmSettings) -> Screened
     """Decide for every member whether it is trained by a step that starts from `version`."""
     untrained: list[tuple[Member, Verdict | None]] = []
     able: dict[str, Member] = {}
-    trainable: dict[str, frozenset[str]] = {}
-    # The group's own id is not unique: a session without a group makes a group under its own id, which may
-    # also be the id of a real group. A session is in one group only, so its id is unique here.
-    name = group.members[0].session_id
+    name = group.name
     for member in group.members:
         if not member.rewarded:
             untrained.append((member, member.verdict))
             continue
-        turn_ids = trainable[member.session_id] = _trainable(member)
-        if verdict := _refusal(member, turn_ids, version, algorithm):
+        if verdict := _refusal(member, version, algorithm):
             untrained.append((member, verdict))
         else:
             able[member.session_id] = member
-    found = compare(
-        [rollout_of(member, name, trainable[session_id]) for session_id, member in able.items()], algorithm
-    )
+    found = compare([rollout_of(member, name, member.trainable) for member in able.values()], algorithm)
     for session_id, reason in found.refused.items():
         untrained.append((able.pop(session_id), Verdict(code="invalid", detail=reason)))
     skip_reason = found.silence.detail if found.silence else None
@@ -69,9 +63,7 @@ def screen(group: Group, version: int, algorithm: AlgorithmSettings) -> Screened
         able = {}
     shaped = {rollout.rollout_id: rollout.reward for rollout in found.rollouts}
     planned = tuple(
-        row
-        for session_id, member in able.items()
-        for row in _rows(member, trainable[session_id], name, shaped[session_id])
+        row for session_id, member in able.items() for row in _rows(member, name, shaped[session_id])
     )
     return ScreenedGroup(
         group=group,
@@ -81,6 +73,22 @@ def screen(group: Group, version: int, algorithm: AlgorithmSettings) -> Screened
         untrained=tuple(untrained),
         skip_reason=skip_reason,
     )
+
+
+def overtaken(group: Group, version: int, algorithm: AlgorithmSettings) -> ScreenedGroup | None:
+    """The end of a group that steps have passed over; None as long as one of its rollouts is young enough."""
+    spans = [member.sampled_by for member in group.rollouts if member.sampled_by is not None]
+    judged_by = max(spans, default=(version, version))[0]
+    if algorithm.stale == "mask":
+        judged_by = max((newest for _, newest in spans), default=version)
+    if version - judged_by <= algorithm.max_staleness:
+        return None
+    untrained = [
+        (m, Verdict(code="skipped_for_newer", detail=_age(m, version)) if m.rewarded else m.verdict)
+        for m in group.members
+    ]
+    reason = "newer groups were trained until all of its rollouts were too old"
+    return ScreenedGroup(group, (), (), 0, tuple(untrained), reason)
 
 
 def with_verdict(screened: ScreenedGroup, verdict: Verdict) -> ScreenedGroup:
@@ -113,36 +121,31 @@ def without_sessions(screened: ScreenedGroup, reasons: Mapping[str, str]) -> Scr
     )
 
 
-def _trainable(member: Member) -> frozenset[str]:
-    """Ids of the turns that may be trained."""
-    excluded = exclusions(member.turns)
-    return frozenset(t.turn_id for t in member.turns if t.output_ids and t.turn_id not in excluded)
-
-
-def _refusal(
-    member: Member, trainable: frozenset[str], version: int, algorithm: AlgorithmSettings
-) -> Verdict | None:
+def _refusal(member: Member, version: int, algorithm: AlgorithmSettings) -> Verdict | None:
     """Why a rewarded member cannot be trained: it has no trainable turn, or its tokens are too old."""
-    if not trainable:
+    if member.sampled_by is None:
         codes = {verdict.code for verdict in exclusions(member.turns).values()}
         code = codes.pop() if len(codes) == 1 else "not_for_training"
         return Verdict(code=code, detail="no turn of the session can be trained")
-    sampled_by = [s.version for t in member.turns if t.turn_id in trainable for s in t.versions]
-    oldest, youngest = min(sampled_by), max(sampled_by)
-    judged_by = {"correct": version, "mask": youngest}.get(algorithm.stale, oldest)
+    oldest, newest = member.sampled_by
+    judged_by = {"correct": version, "mask": newest}.get(algorithm.stale, oldest)
     if version - judged_by > algorithm.max_staleness:
-        detail = f"sampled by version {oldest}, {version - oldest} before the trainer's {version}"
-        return Verdict(code="stale", detail=detail)
+        return Verdict(code="stale", detail=_age(member, version))
     return None
 
 
-def _rows(member: Member, trainable: frozenset[str], group_id: str, reward: float) -> tuple[PlannedRow, ...]:
+def _age(member: Member, version: int) -> str:
+    oldest, _ = member.sampled_by or (version, version)
+    return f"sampled by version {oldest}, {version - oldest} before the trainer's {version}"
+
+
+def _rows(member: Member, group_id: str, reward: float) -> tuple[PlannedRow, ...]:
     """The rows of a member. `reward` is its reward after shaping."""
-    credit = _credit(member, trainable, reward)
-    return planned_rows(member.session_id, member.turns, trainable, credit, group_id)
+    credit = _credit(member, reward)
+    return planned_rows(member.session_id, member.turns, member.trainable, credit, group_id)
 
 
-def _credit(member: Member, trainable: frozenset[str], reward: float) -> dict[str | None, float]:
+def _credit(member: Member, reward: float) -> dict[str | None, float]:
     """The sum of the rewards that name a turn, by turn id. The key None has the sum of the rest: rewards of
     the whole session, rewards of turns that are not trained, and the difference that shaping makes."""
     if member.truncated and reward == 0:  # shaping took the session's reward, so no turn keeps its own
@@ -150,6 +153,6 @@ def _credit(member: Member, trainable: frozenset[str], reward: float) -> dict[st
     assert member.reward is not None  # noqa: S101 - the member is rewarded
     credit: dict[str | None, float] = {None: reward - member.reward}
     for each in member.rewards:
-        turn_id = each.turn_id if each.turn_id in trainable else None
+        turn_id = each.turn_id if each.turn_id in member.trainable else None
         credit[turn_id] = credit.get(turn_id, 0.0) + each.value
     return credit

@@ -1,7 +1,7 @@
 """Selects the groups of the next step.
 
 complete groups ─ screen, one after the other ─┬─▶ skipped: they end without a step
-                                               └─▶ live: the oldest ones make the step
+                                               └─▶ live: the first ones make the step
 """
 
 from collections.abc import Iterable
@@ -21,8 +21,6 @@ class Batch(NamedTuple):
     """Whether `groups` are enough for a step now. If not, the step waits for more groups."""
     skipped: list[ScreenedGroup]
     """The groups that have nothing to train. They end, whether a step is made or not."""
-    screened: list[Group]
-    """Every group that was screened."""
     live_rows: int
     """Rows with an advantage in the groups that were screened."""
 
@@ -35,11 +33,10 @@ def select(complete: Iterable[Group], version: int, algorithm: AlgorithmSettings
     is never split. Screening ends at the first group that does not fit. After an outage thousands of groups
     may wait, and otherwise each step would screen all of them again, with its own version.
     """
-    batch = Batch([], False, [], [], 0)
+    batch = Batch([], False, [], 0)
     rows = selected = live_rows = 0
     for group in complete:
         screened = screen(group, version, algorithm)
-        batch.screened.append(group)
         if screened.skip_reason:
             batch.skipped.append(screened)
             continue

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rollout_queue.contract.policies.policy import MANIFEST, STABLE, Manifest, sha256_of
 from tests.support.tolerances import ulps
@@ -198,25 +197,15 @@ def test_a_checkpoint_brings_back_the_random_generators(harness: Harness) -> Non
 
 
 def test_a_model_that_cannot_be_published_is_refused_at_the_start(
-    make_harness: MakeHarness, tmp_path: Path
+    make_harness: MakeHarness, model_path: Path, tmp_path: Path
 ) -> None:
-    """The model's experts are fused in memory, but separate tensors in its files."""
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=16,
-        moe_intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-    directory = tmp_path / "experts"
-    Qwen3MoeForCausalLM(config).save_pretrained(directory)
-    (directory / "tokenizer.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(SystemExit, match="cannot be published"):
+    """The file lacks a tensor of the model. transformers loads it with random numbers, and a warning."""
+    directory = tmp_path / "lacking"
+    shutil.copytree(model_path, directory)
+    weights = load_file(directory / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SystemExit, match=r"no tensor model\.norm\.weight"):
         make_harness(model_path=directory)
 
 

@@ -18,7 +18,7 @@ class Order:
         self._passed_over: set[str] = set()
 
     def in_order(self, complete: Sequence[Group], intake: str, first: Collection[str]) -> list[Group]:
-        """`complete` has the group whose last record is the oldest first. Groups without a rollout come first,
+        """`complete` has the group whose last record is the oldest first. Groups without a rollout lead,
         because they take no place in a step; then the groups whose ids are in `first`."""
         ended = [group for group in complete if not group.rollouts]
         ordered = [group for group in complete if group.rollouts]

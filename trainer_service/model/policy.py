@@ -88,8 +88,7 @@ class DeepSpeedPolicy:
         if missing := {tensor.name for tensor in export_tensors(model)} - set(self._published_dtypes):
             raise SystemExit(
                 f"trainer.model_path: {self._settings.model_path} has no tensor {sorted(missing)[0]}, but "
-                "the loaded model has; a model whose tensors change when it is loaded (for instance, fused "
-                "experts) cannot be published"
+                "the loaded model has, and it could not be published"
             )
 
     @property

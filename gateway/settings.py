@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from rollout_queue.contract.exactness import inexact
 from rollout_queue.contract.policies.canary import CanaryGates, Sticky
 from rollout_queue.contract.records import ReasoningEffort, SamplingMode
 from rollout_queue.http.connections import ConnectionBounds
@@ -13,7 +14,8 @@ from rollout_queue.settings import CommaSeparated, ServiceSettings
 
 
 class SamplingSettings(BaseModel):
-    """Sampling parameters of sessions that set none. Recorded logprobs are exact only with these defaults."""
+    """Sampling parameters of sessions that set none. Recorded logprobs are exact if `top_p` is 1, and
+    `temperature` above 0."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -140,6 +142,9 @@ class GatewaySettings(ServiceSettings):
     train_constrained: bool = True
     """Train turns whose answer a grammar constrained (`tool_choice`, `response_format`). Their logprobs are
     those of the constrained distribution, which differs from the policy's unconstrained one."""
+    train_inexact: bool = False
+    """Train turns that were sampled at temperature 0 or with parameters other than the temperature (top-p,
+    top-k, min-p, penalties, a bias). Their recorded logprobs are not those of the sampled distribution."""
     train_side_calls: bool = True
     """Train the requests that an agent's harness makes for itself: for titles, topics, quotas and summaries
     (`conversations/side_calls.py`). Sessions may choose otherwise."""
@@ -212,6 +217,15 @@ class GatewaySettings(ServiceSettings):
     """How long calls in flight may continue after `leave_s`. Then each client gets an error."""
     poll_every_s: float = 0.5
     """Interval of the background tasks: they read the fleet's state, expire sessions, refresh limits, …"""
+
+    @model_validator(mode="after")
+    def _trainable(self) -> "GatewaySettings":
+        if not self.train_inexact and (found := inexact(self.sampling.model_dump())):
+            message = (
+                f"sampling: no turn sampled with {', '.join(found)} is trained, unless train_inexact is true"
+            )
+            raise ValueError(message)
+        return self
 
     def share(self) -> "GatewaySettings":
         """The settings of one of the workers, whose bounds are shares of the whole gateway's, rounded up."""

@@ -30,6 +30,7 @@ from gateway.language.thinking import effort_of
 from gateway.metrics.calls import CallFigures
 from gateway.metrics.prompt_time import PromptTime
 from gateway.settings import GatewaySettings
+from rollout_queue.contract.exactness import inexact
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import PastThoughts, ReasoningEffort
@@ -58,6 +59,7 @@ class Generator:
         self._canary = canary
         self._template_ids_are_valid = renderer.tokenizer.vocabulary_size <= renderer.config.vocab_size
         self._train_constrained = settings.train_constrained
+        self._train_inexact = settings.train_inexact
         self._reasoning_effort = settings.reasoning_effort
         self._context_length = renderer.context_length
         self._encoders = ThreadPoolExecutor(ENCODERS, "encoder")
@@ -98,7 +100,7 @@ class Generator:
                         completion_id=completion_id,
                         client=client,
                         index=index,
-                        train=train,
+                        train=train and (self._train_inexact or not inexact(sampling.used)),
                         side_call=side_call,
                         pinned=pinned,
                         trial=trial,

@@ -2,7 +2,8 @@
 
 The engine's logprobs are of softmax(logits / temperature), before top-p and top-k. They are exact for the
 sampled distribution only if nothing but the temperature changes it. So mode `enforce` ignores the parameters
-of a call except `max_tokens` and `seed`.
+of a call except `max_tokens`. It ignores a `seed`, too: a harness that always sends the same would have every
+session of a group sample the same answer.
 """
 
 from typing import Any
@@ -39,7 +40,7 @@ def decide(policy: SamplingPolicy, call: Call, room: int, train: bool, index: in
         used["constraint"] = asked["constraint"]
     if call.thinking:
         used["thinking"] = dict(call.thinking)
-    if "seed" in asked:
+    if "seed" in asked and mode != "enforce":
         used["seed"] = asked["seed"] + index  # with equal seeds, all choices would be equal
     return Sampling(asked=dict(asked), used=used)
 

@@ -344,13 +344,6 @@ def test_a_grammar_that_the_engine_cannot_compile_is_the_callers_fault(
     assert not gateway.turns(session)
 
 
-def test_each_choice_has_a_seed_of_its_own(gateway: RunningGateway) -> None:
-    gateway.chat(seed=40, n=3)
-    seeds = {request["sampling_params"]["sampling_seed"] for request in gateway.engine.requests}
-    assert seeds == {40, 41, 42}
-    assert "seed" not in gateway.engine.requests[0]["sampling_params"]
-
-
 def test_biases_reach_the_engine_where_the_caller_owns_the_sampling(gateway: RunningGateway) -> None:
     trained, evaluated = gateway.session(), gateway.session(train=False)
     for session in (trained, evaluated):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from gateway.settings import GatewaySettings, SamplingSettings
 from tests.support.gateway.running import Backends, RunningGateway
 
 HARNESS: dict[str, Any] = {
@@ -72,8 +73,58 @@ def test_a_deployment_sets_the_parameters_of_sessions_that_set_none(backends: Ba
         assert sent(gateway)["temperature"] == 0.9
 
 
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"top_p": 0.5, "top_k": 5}, "top_p 0.5, top_k 5"),
+        ({"min_p": 0.1}, "min_p 0.1"),
+        (
+            {"repetition_penalty": 1.2, "frequency_penalty": 0.5},
+            "repetition_penalty 1.2, frequency_penalty 0.5",
+        ),
+        ({"logit_bias": {"100": -5}}, "logit_bias"),
+        ({"temperature": 0}, "temperature 0"),
+    ],
+)
+def test_a_turn_whose_logprobs_are_of_another_distribution_is_not_trained(
+    gateway: RunningGateway, asked: dict[str, Any], named: str
+) -> None:
+    session = gateway.session(sampling={"mode": "allow"})
+    path = f"/sessions/{session['session_id']}/v1/chat/completions"
+    gateway.chat("the first", path=path, temperature=0.5, top_p=1.0)
+    gateway.chat("the second", path=path, **asked)
+    first, second = gateway.turns(session)
+    assert first["verdict"]["code"] == "open"
+    assert second["verdict"]["code"] == "not_for_training"
+    assert second["verdict"]["detail"].startswith(f"sampled with {named}: ")
+
+
+@pytest.mark.parametrize("defaults", [{"top_p": 0.9}, {"temperature": 0}])
+def test_a_gateway_whose_defaults_keep_every_turn_from_training_does_not_start(
+    backends: Backends, defaults: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match="unless train_inexact is true"):
+        GatewaySettings(model_path=backends.model_path, sampling=SamplingSettings(**defaults))
+
+
+def test_a_deployment_may_train_such_turns(backends: Backends) -> None:
+    backends.clear(None)
+    with backends.gateway(sampling={"mode": "default"}, train_inexact=True) as gateway:
+        reply = gateway.chat(top_p=0.5)
+        (turn,) = gateway.turns({"session_id": reply.headers["x-weir-session-id"]})
+        assert (sent(gateway)["top_p"], turn["verdict"]["code"]) == (0.5, "open")
+
+
+def test_a_harness_with_a_fixed_seed_does_not_make_a_group_sample_one_answer(gateway: RunningGateway) -> None:
+    reply = gateway.chat(seed=41)
+    assert "sampling_seed" not in sent(gateway)
+    (turn,) = gateway.turns({"session_id": reply.headers["x-weir-session-id"]})
+    assert (turn["sampling"]["asked"]["seed"], "seed" in turn["sampling"]["used"]) == (41, False)
+
+
 def test_every_choice_has_a_seed_of_its_own(gateway: RunningGateway) -> None:
-    gateway.chat(n=3, seed=41)
+    path = f"/sessions/{gateway.session(train=False)['session_id']}/v1/chat/completions"
+    gateway.chat(path=path, n=3, seed=41)
     assert sorted(request["sampling_params"]["sampling_seed"] for request in gateway.engine.requests) == [
         41,
         42,

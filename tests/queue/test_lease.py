@@ -378,6 +378,19 @@ def test_entries_that_were_deleted_are_no_longer_owed(redis: Redis) -> None:
     assert redis.xlen(keys.STREAM) == PAGE + 3
 
 
+def test_one_entry_that_nobody_acknowledges_keeps_no_later_ones(redis: Redis) -> None:
+    """A session of days, beside millions of short ones."""
+    reader = claimed_reader(redis)
+    straggler, *others = append(redis, *(f"s{number}" for number in range(2 * PAGE + 5)))
+    names(reader)
+    for first in range(0, len(others), PAGE):
+        reader.acknowledge(others[first : first + PAGE], NOTHING)
+    assert [entry.entry_id for entry in reader.reclaim()] == [straggler]
+    assert redis.xlen(keys.STREAM) == 2  # the last delivered entry stays in the stream
+    append(redis, "new")
+    assert names(reader) == ["new"]
+
+
 def test_a_trim_that_fails_repeats_nothing(redis: Redis, caplog: pytest.LogCaptureFixture) -> None:
     redis.hset(keys.session("a"), "spec", b"")
     reader = claimed_reader(redis)
@@ -385,9 +398,9 @@ def test_a_trim_that_fails_repeats_nothing(redis: Redis, caplog: pytest.LogCaptu
     names(reader)
 
     with pytest.MonkeyPatch.context() as patch:
-        break_script(patch, redis, consumer_scripts.TRIM)
+        break_script(patch, redis, consumer_scripts.FREE)
         reader.acknowledge(entry_ids[:2], Verdicts({"a": TRAINED}, {}))
-    assert "not trimmed" in caplog.text
+    assert "stay in the stream" in caplog.text
     assert redis.xlen(keys.STREAM) == 3
     assert redis.hgetall(keys.VERDICTS) == {b"session:trained": b"1"}
     reader.acknowledge(entry_ids[2:], NOTHING)

@@ -491,7 +491,7 @@ def has_no_fence(patch: pytest.MonkeyPatch) -> None:
             return Pages(self.redis, fence.decode()).page(count, what)
 
     patch.setattr(reader, "Pages", UnfencedPages)
-    for name in ("CONFIRM", "READ", "DELIVERED_LAST", "ACKNOWLEDGE", "TRIM", "SET_ASIDE", "REPORT"):
+    for name in ("CONFIRM", "READ", "DELIVERED_LAST", "ACKNOWLEDGE", "FREE", "SET_ASIDE", "REPORT"):
         script = getattr(consumer_scripts, name)
         assert script.startswith(FENCED)
         patch.setattr(consumer_scripts, name, script.removeprefix(FENCED))

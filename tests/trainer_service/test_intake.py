@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import tracemalloc
 from collections.abc import Sequence
 from contextlib import suppress
 from threading import Thread
@@ -75,7 +76,7 @@ def test_after_an_outage_a_step_screens_only_the_groups_that_it_may_take(
         return screen(group, *given)
 
     monkeypatch.setattr("trainer_service.groups.selection.screen", noting)
-    harness = make_harness(algorithm={"max_rows": 4, "max_staleness": 1}).start()
+    harness = make_harness(algorithm={"intake": "oldest", "max_rows": 4, "max_staleness": 1}).start()
     for number in range(12):
         harness.agents.group(f"g{number:02}", [1.0, 0.0])
     assert [harness.trainer.run_once() for _ in range(3)] == [True, True, False]
@@ -250,3 +251,20 @@ def test_an_orphan_is_not_trained_although_it_was_read_before_its_retry(
     codes = {turn_id: verdict.code for turn_id, verdict in harness.stream.heads["a"].turn_verdicts.items()}
     assert codes == {"first": "orphan_retry", "again": "trained"}
     assert sorted(harness.checkpoints.ledger(0, 1)[0].turns) == ["again", "again"]
+
+
+def test_a_poll_does_not_touch_the_tokens_of_groups_that_wait(make_harness: MakeHarness) -> None:
+    """A row takes 44 bytes for each token. Making the rows of every poll cost seconds with 16M tokens."""
+    tokens = 100_000
+    harness = make_harness(algorithm={"min_live_rows": 4, "max_tokens": 3 * tokens}).start()
+    long = {"output_ids": [10] * tokens, "logprobs": [-1.0] * tokens}
+    for name, reward in (("a", 1.0), ("b", 0.0)):
+        harness.agents.episode(name, reward, group_id="g", size=2, **long)
+    assert not harness.trainer.run_once()
+    tracemalloc.start()
+    try:
+        assert not harness.trainer.run_once()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < tokens

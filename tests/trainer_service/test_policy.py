@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from safetensors.torch import load_file, save_file
 
 from rollout_queue.contract.policies.policy import MANIFEST, STABLE, Manifest, sha256_of
 from tests.support.tolerances import ulps
 from tests.support.trainer_service.harness import Harness, MakeHarness, turn
+from tests.support.trainer_service.made_rows import rows_of
 from tests.support.trainer_service.same_training import WELL_CONDITIONED, Weights, assert_moved_alike
-from trainer_service.rows.rows import micro_batches, rows_of
+from trainer_service.rows.rows import micro_batches
 
 pytestmark = pytest.mark.numeric
 
@@ -196,23 +197,27 @@ def test_a_checkpoint_brings_back_the_random_generators(harness: Harness) -> Non
 
 
 def test_a_model_that_cannot_be_published_is_refused_at_the_start(
-    make_harness: MakeHarness, tmp_path: Path
+    make_harness: MakeHarness, model_path: Path, tmp_path: Path
 ) -> None:
-    """The model's experts are fused in memory, but separate tensors in its files."""
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=16,
-        moe_intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-    directory = tmp_path / "experts"
-    Qwen3MoeForCausalLM(config).save_pretrained(directory)
-    (directory / "tokenizer.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(SystemExit, match="cannot be published"):
+    """The file lacks a tensor of the model. transformers loads it with random numbers, and a warning."""
+    directory = tmp_path / "lacking"
+    shutil.copytree(model_path, directory)
+    weights = load_file(directory / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SystemExit, match=r"no tensor model\.norm\.weight"):
+        make_harness(model_path=directory)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8])
+def test_a_model_with_quantized_weights_is_refused_by_name(
+    make_harness: MakeHarness, model_path: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """As FP8 and MXFP4 (pairs of 4-bit values in bytes) are stored."""
+    directory = tmp_path / "quantized"
+    shutil.copytree(model_path, directory)
+    weights = load_file(directory / "model.safetensors")
+    name = next(name for name in weights if name.endswith("down_proj.weight"))
+    save_file(weights | {name: weights[name].to(dtype)}, directory / "model.safetensors")
+    with pytest.raises(SystemExit, match=rf"{re.escape(name)} in (F8_E4M3|U8), and quantized"):
         make_harness(model_path=directory)

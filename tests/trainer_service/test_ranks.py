@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.support.trainer_service.random_rows import POISON, MakeLearner, random_rows
 from tests.support.trainer_service.rank_pair import DEEPSPEED, RankPair, rank_pair
-from tests.support.trainer_service.rank_tasks import Task
+from tests.support.trainer_service.rank_tasks import SYNCED, Task
 from tests.support.trainer_service.same_training import (
     WELL_CONDITIONED,
     Weights,
@@ -39,6 +39,18 @@ def weights_of(run: Path) -> Weights:
 
 
 @pytest.mark.numeric
+def test_each_rank_makes_its_own_shards_durable(
+    pair: RankPair, make_learner: MakeLearner, tmp_path: Path
+) -> None:
+    """Rank 0 may be on another host, where a sync does nothing for the files of this one."""
+    task = Task(tmp_path / "run", make_learner().settings, [random_rows(1, 5)])
+    pair.learn(task)
+    (checkpoint,) = (task.run / "checkpoints").glob("*-step-*")
+    own = {path.name for path in checkpoint.glob("*_rank_1_*")}
+    assert own
+    assert own <= set((task.run / SYNCED).read_text(encoding="utf-8").splitlines())
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_learn_in_parts_what_one_learns_at_once(
     pair: RankPair, make_learner: MakeLearner, untrained: Weights, tmp_path: Path, stage: int

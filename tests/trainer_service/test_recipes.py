@@ -16,6 +16,7 @@ from rollout_queue.contract.tokens import Logprobs
 from rollout_queue.memory import MemoryStream
 from tests.support.tolerances import ulps
 from tests.support.trainer_service.harness import Harness, MakeHarness, turn
+from tests.support.trainer_service.made_rows import rows_of
 from tests.support.trainer_service.same_training import (
     WELL_CONDITIONED,
     Weights,
@@ -25,7 +26,7 @@ from tests.support.trainer_service.same_training import (
 from trainer_service.algorithms.losses.settings import Ppo, Sapo
 from trainer_service.algorithms.policy_loss import policy_loss
 from trainer_service.algorithms.settings import PRESETS, AlgorithmSettings
-from trainer_service.rows.rows import micro_batches, rows_of
+from trainer_service.rows.rows import micro_batches
 
 ADVANTAGES: dict[str, Any] = {
     "drgrpo": "drgrpo",

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from rollout_queue.contract.records import Turn
 from tests.support.tolerances import ulps
 from tests.support.trainer_service.harness import Harness, MakeHarness, turn
+from tests.support.trainer_service.made_rows import rows_of
 from trainer_service.algorithms.policy_loss import policy_loss
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.tokens import Tokens
-from trainer_service.rows.rows import MicroBatch, Row, micro_batches, rows_of
+from trainer_service.rows.rows import MicroBatch, Row, micro_batches
 from trainer_service.step.optimizer_step import counts_of
 
 pytestmark = pytest.mark.numeric

@@ -15,6 +15,7 @@ from torch import Tensor
 from rollout_queue.contract.policies.policy import MANIFEST, STABLE, Manifest
 from rollout_server.weights.delta import apply_delta, tensors_of
 from rollout_server.weights.verify import ExpectedModel, read_manifest, verify_directory
+from tests.support.trainer_service.expert_models import made_experts
 from tests.support.trainer_service.random_rows import MakeLearner, random_rows
 from tests.support.trainer_service.rank_pair import RankPair, rank_pair
 from tests.support.trainer_service.rank_tasks import FULL, SLOW, WRITING, Task
@@ -82,6 +83,17 @@ def test_two_ranks_publish_the_tensors_of_one_and_each_holds_half(
         manifest = read_manifest((version / MANIFEST).read_bytes(), number)
         verify_directory(version, manifest, ExpectedModel.of(model_path))
         assert weight_files(version) == TWO_FILES
+
+
+def test_two_ranks_publish_experts_under_the_names_of_their_file(
+    pair: RankPair, make_learner: MakeLearner, tmp_path: Path
+) -> None:
+    """transformers fuses the experts of a layer. At stage 3 each fused tensor is gathered once for all."""
+    file = made_experts("Qwen3Moe", tmp_path / "base")
+    settings = make_learner(model_path=tmp_path / "base", zero_stage=3).settings
+    task = Task(tmp_path / "run", settings, [], publishes=[0])
+    pair.learn(task)
+    assert published(version_of(task.policies, 0)) == digests(file)
 
 
 def test_a_server_makes_the_files_of_all_ranks_of_their_changes(

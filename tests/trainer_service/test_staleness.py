@@ -1,5 +1,6 @@
 """Tokens that are too old are dropped, masked, corrected or waited for, by configuration."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -156,3 +157,36 @@ def test_auto_masks_after_a_step_that_measured_badly(make_harness: MakeHarness) 
 def test_nothing_is_corrected_where_no_correction_is_set() -> None:
     with pytest.raises(ValueError, match="set a correction, or a loss with anchor: rollout"):
         AlgorithmSettings.model_validate({"stale": "correct", "correction": "none"})
+
+
+@pytest.mark.parametrize(("intake", "ages"), [("newest", [0] * 9), ("oldest", [0, 1, 1, 2, 2, 2, 2, 2, 2])])
+def test_with_twice_the_traffic_that_can_be_trained_the_newest_rollouts_are(
+    make_harness: MakeHarness, intake: str, ages: list[int]
+) -> None:
+    most = 2
+    bounds = {"intake": intake, "max_staleness": most, "min_live_rows": 2, "max_rows": 2}
+    harness = make_harness(algorithm=bounds).start()
+    found = []
+    for number in range(9):
+        for half in (0, 1):
+            versions = (Span(harness.trainer.version, 0, 3),)
+            at = 100.0 + 2 * number + half
+            harness.agents.group(f"g{number}-{half}", [1.0, 0.0], versions=versions, at=at)
+        assert harness.trainer.run_once()
+        found.append(harness.shared_state.snapshot.metrics["staleness/total_max"])
+    assert found == ages
+    codes = Counter(harness.session_codes().values())
+    lost = "skipped_for_newer" if intake == "newest" else "stale"
+    assert codes["trained"] == 2 * 9
+    assert codes.keys() == {"trained", lost, None}
+    assert codes[None] <= 2 * 2 * (most + 1)
+
+
+def test_a_group_that_was_passed_over_is_trained_if_nothing_newer_is_there(make_harness: MakeHarness) -> None:
+    harness = make_harness(algorithm={"min_live_rows": 2, "max_rows": 2}).start()
+    for name, at in (("a", 101.0), ("b", 102.0)):
+        harness.agents.group(name, [1.0, 0.0], at=at)
+    assert harness.trainer.run_once()
+    assert harness.session_codes() | {"a-0": None} == harness.session_codes()
+    assert harness.trainer.run_once()
+    assert set(harness.session_codes().values()) == {"trained"}

@@ -1,5 +1,6 @@
 """Every stage of ZeRO on one rank learns the same, and exports, saves and refuses the same."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from tests.support.tolerances import BFLOAT16, ulps
-from tests.support.trainer_service.random_rows import POISON, MakeLearner, random_rows
+from tests.support.trainer_service.random_rows import POISON, MakeLearner, random_rows, row_of
 from tests.support.trainer_service.same_training import (
     WELL_CONDITIONED,
     Weights,
@@ -63,6 +64,29 @@ def test_weights_that_are_not_finite_are_detected(make_learner: MakeLearner, sta
     learner = make_learner(zero_stage=stage, optimizer={"lr": float("inf"), "warmup_steps": 0})
     learner.learn(1)
     assert not learner.leader.weights_are_finite()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_bfloat16_step_of_many_equal_micro_batches_is_that_of_one(
+    make_learner: MakeLearner, stage: int, offload: bool
+) -> None:
+    """Each of 64 gradients is exactly a 64th of the one. Only their float32 sum is exact."""
+    row = row_of(38)
+    made = {
+        "zero_stage": stage,
+        "dtype": "bfloat16",
+        "offload_optimizer": offload,
+        "optimizer": WELL_CONDITIONED,
+        "algorithm": {"max_tokens": len(row)},
+    }
+    one, many = make_learner(**made), make_learner(**made)
+    norms = []
+    for learner, count in ((one, 1), (many, 64)):
+        rows = [replace(row, session_id=f"s{number}") for number in range(count)]
+        norms.append(learner.leader.optimise(StepRequest(rows, 0, learner.settings.algorithm))["grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=ulps(2))
+    assert differs_by(one.exported(), many.exported()) == 0
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -26,8 +26,8 @@ class RowIndex:
         return self.sum(values_T) / self.lengths_R
 
     def largest(self, values_T: Tensor) -> Tensor:
-        lowest_R = values_T.new_full((len(self.lengths_R),), -torch.inf)
-        return lowest_R.scatter_reduce(0, self.of_T, values_T, "amax")
+        some_R = values_T.new_empty(len(self.lengths_R))  # each row has a token, so no value of it stays
+        return some_R.scatter_reduce(0, self.of_T, values_T, "amax", include_self=False)
 
     def any(self, flags_T: Tensor) -> Tensor:
         found_R: Tensor = self.sum(flags_T.to(torch.int64)) > 0

@@ -56,6 +56,10 @@ class AlgorithmSettings(LossSettings):
     step on many groups, because Adam divides a gradient by its usual
     size."""
     max_rows: int = Field(256, ge=1)
+    intake: Literal["newest", "oldest"] = "newest"
+    """Which complete groups a step takes first. If more arrive than are trained, `oldest` trains all of them
+    at an age of `max_staleness`, and `newest` at the youngest age: the others get too old meanwhile, and end
+    as skipped_for_newer."""
     max_tokens: int = Field(1024, ge=1)
     """The largest number of tokens in a micro-batch. A longer row is packed alone."""
     max_staleness: int = Field(8, ge=0)

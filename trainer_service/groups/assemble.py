@@ -46,6 +46,12 @@ class Group:
     members: tuple[Member, ...]
 
     @property
+    def name(self) -> str:
+        """Unique, unlike the group's own id: a session without a group makes a group under its own id, which
+        may also be the id of a real group. A session is in one group only."""
+        return self.members[0].session_id
+
+    @property
     def rollouts(self) -> tuple[Member, ...]:
         return tuple(member for member in self.members if member.rewarded)
 

@@ -1,6 +1,7 @@
 """One session, as the trainer reads it from the stream: its records in any order, and how it ended."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from rollout_queue.contract.records import Deletion, Outcome, Reward, Turn, Verdict
@@ -40,6 +41,18 @@ class Member:
     """The agent finished it with the status `truncated`."""
     evaluation: Evaluation | None = None
     """What the session shows about a version; None if it is not an evaluation session."""
+
+    @cached_property
+    def trainable(self) -> frozenset[str]:
+        """Ids of the turns that may be trained."""
+        excluded = exclusions(self.turns)
+        return frozenset(t.turn_id for t in self.turns if t.output_ids and t.turn_id not in excluded)
+
+    @cached_property
+    def sampled_by(self) -> tuple[int, int] | None:
+        """The oldest and the newest version that sampled its trainable tokens; None if it has none."""
+        found = [s.version for t in self.turns if t.turn_id in self.trainable for s in t.versions]
+        return (min(found), max(found)) if found else None
 
     @property
     def rewarded(self) -> bool:

@@ -9,7 +9,7 @@ from trainer_service.groups.version_scores import VersionScores
 
 
 class GroupRewards:
-    """Counts each group once. A group may be screened many times before its step; only the first counts."""
+    """Counts each group once, when it is complete. It may wait for its step for many polls."""
 
     def __init__(self) -> None:
         self._counted: set[str] = set()

@@ -1,7 +1,7 @@
 """Selects the groups of the next step.
 
 complete groups ─ screen, one after the other ─┬─▶ skipped: they end without a step
-                                               └─▶ live: the oldest ones make the step
+                                               └─▶ live: the first ones make the step
 """
 
 from collections.abc import Iterable
@@ -21,8 +21,6 @@ class Batch(NamedTuple):
     """Whether `groups` are enough for a step now. If not, the step waits for more groups."""
     skipped: list[ScreenedGroup]
     """The groups that have nothing to train. They end, whether a step is made or not."""
-    screened: list[Group]
-    """Every group that was screened."""
     live_rows: int
     """Rows with an advantage in the groups that were screened."""
 
@@ -35,19 +33,18 @@ def select(complete: Iterable[Group], version: int, algorithm: AlgorithmSettings
     is never split. Screening ends at the first group that does not fit. After an outage thousands of groups
     may wait, and otherwise each step would screen all of them again, with its own version.
     """
-    batch = Batch([], False, [], [], 0)
+    batch = Batch([], False, [], 0)
     rows = selected = live_rows = 0
     for group in complete:
         screened = screen(group, version, algorithm)
-        batch.screened.append(group)
         if screened.skip_reason:
             batch.skipped.append(screened)
             continue
         live_rows += screened.live_rows
-        if selected >= algorithm.min_live_rows and rows + len(screened.rows) > algorithm.max_rows:
+        if selected >= algorithm.min_live_rows and rows + len(screened.planned) > algorithm.max_rows:
             break
         batch.groups.append(screened)
-        rows += len(screened.rows)
+        rows += len(screened.planned)
         selected += screened.live_rows
     full = selected >= algorithm.min_live_rows or (flush and selected > 0)
     return batch._replace(full=full, live_rows=live_rows)

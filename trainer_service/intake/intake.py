@@ -11,8 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from rollout_queue.contract.stream import StreamReader
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.acknowledgement import acknowledgement_of
-from trainer_service.groups.assemble import Assembler, Rules
+from trainer_service.groups.assemble import Assembler, Group, Rules
 from trainer_service.groups.group_rewards import GroupRewards
+from trainer_service.groups.order import Order
 from trainer_service.groups.screening import ScreenedGroup
 from trainer_service.groups.selection import Batch, select
 from trainer_service.groups.tally import Tally
@@ -50,6 +51,7 @@ class Intake:
             algorithm.group_min_size,
         )
         self._assembler = Assembler(self._rules)
+        self._order = Order()
         self._reader = EntryReader(stream, heartbeat)
         self._acknowledger = Acknowledger(stream, heartbeat, metrics)
         self.evaluations = EvaluationCounts(heartbeat, metrics)
@@ -81,19 +83,29 @@ class Intake:
         groups that train nothing."""
         patience_s = algorithm.flush_after_s
         flush = patience_s is not None and self._reader.idle_s >= patience_s
-        complete = self._assembler.complete(self._reader.caught_up)
-        self.rewards.keep(self._assembler.group_ids())
-        complete.sort(key=lambda group: group.group_id not in first)
+        complete = self._complete(version, algorithm, first)
         batch = select(complete, version, algorithm, flush)
         self._live_rows = batch.live_rows
-        for group in batch.screened:
-            self.rewards.add(group)
         self.end(batch.skipped)
         self._too_old_after_step = 0
         if batch.full and algorithm.stale == "wait":
             oldest_allowed = version - algorithm.max_staleness
             self._too_old_after_step = self._assembler.count_oldest_at(oldest_allowed, complete)
-        return batch._replace(full=batch.full and not self._too_old_after_step)
+        batch = batch._replace(full=batch.full and not self._too_old_after_step)
+        self._order.note(complete, batch)
+        return batch
+
+    def _complete(self, version: int, algorithm: AlgorithmSettings, first: Collection[str]) -> list[Group]:
+        """The complete groups in the order in which steps take them. Ends those that are overtaken."""
+        complete = self._assembler.complete(self._reader.caught_up)
+        self.rewards.keep(self._assembler.group_ids())
+        for group in complete:
+            self.rewards.add(group)
+        ends = self._order.overtaken(complete, version, algorithm)
+        self.end(ends)
+        ended = {end.group.name for end in ends}
+        left = [group for group in complete if group.name not in ended]
+        return self._order.in_order(left, algorithm.intake, first)
 
     def mark_trained(
         self, groups: Sequence[ScreenedGroup], rows: Sequence[Row], step: int, version: int

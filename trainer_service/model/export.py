@@ -9,8 +9,10 @@ The values of merged adapters are rounded stochastically to the dtype of the bas
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -76,7 +78,39 @@ def export_tensors(model: Any, merge_seed: int | None = None) -> Iterator[Export
         if is_base and leaf == "weight":
             yield _merged(f"{layer}.weight", tensor, adapted[layer], merge_seed)
         else:
-            yield ExportTensor.of(f"{layer}.{leaf}" if is_base else name, tensor)
+            yield from _stored(model, f"{layer}.{leaf}" if is_base else name, tensor)
+
+
+def in_turn(tensors: Iterable[ExportTensor]) -> Iterator[ExportTensor]:
+    """The tensors in order, each while its sources are gathered. Consecutive tensors with the same sources,
+    such as the experts of a layer, share one gathering. Every rank must take all of them."""
+    for _, some in groupby(tensors, key=lambda tensor: [id(source) for source in tensor.sources]):
+        together = list(some)
+        with gathered(together[0].sources):
+            yield from together
+
+
+def _stored(model: Any, name: str, tensor: Tensor) -> Iterator[ExportTensor]:
+    """The tensors of the file that transformers has loaded as this one; it fuses experts, for instance."""
+    shape = torch.empty(full_shape(tensor), dtype=tensor.dtype, device="meta")
+    parts = _unfused(model, name, shape)
+    if parts.keys() == {name}:
+        yield ExportTensor.of(name, tensor)
+        return
+    for part, meta in parts.items():
+        value = partial(_part, model, name, tensor, part)
+        yield ExportTensor(part, tuple(meta.shape), [tensor], value)
+
+
+def _part(model: Any, name: str, tensor: Tensor, part: str) -> Tensor:
+    return _unfused(model, name, tensor.detach())[part]
+
+
+def _unfused(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
+    return found
 
 
 def _merged(name: str, base: Tensor, layer: Any, merge_seed: int | None) -> ExportTensor:
@@ -146,10 +180,10 @@ def write_tensors(
     If a write fails, raises OSError, but only after the last tensor is gathered, because the other ranks wait
     for this rank in every gathering."""
     if path is None:
-        _gather_only(tensors)
+        _gather_only(in_turn(tensors))
         return
     failure: OSError | None = None
-    left = iter(tensors)
+    left = in_turn(tensors)
     try:
         with path.open("wb") as file:
             file.write(header([StoredShape(each.name, each.shape, dtypes[each.name]) for each in tensors]))
@@ -163,16 +197,14 @@ def write_tensors(
 
 def _stream(file: BinaryIO, tensors: Iterator[ExportTensor], dtypes: Mapping[str, torch.dtype]) -> None:
     for tensor in tensors:
-        with gathered(tensor.sources):
-            dtype = dtypes[tensor.name]
-            value_cpu = tensor.value_for(dtype).to("cpu", dtype).contiguous()
+        dtype = dtypes[tensor.name]
+        value_cpu = tensor.value_for(dtype).to("cpu", dtype).contiguous()
         file.write(value_cpu.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _gather_only(tensors: Sequence[ExportTensor] | Iterator[ExportTensor]) -> None:
-    for tensor in tensors:
-        with gathered(tensor.sources):
-            pass
+def _gather_only(tensors: Iterator[ExportTensor]) -> None:
+    for _ in tensors:
+        pass
 
 
 def header(tensors: Sequence[StoredShape]) -> bytes:

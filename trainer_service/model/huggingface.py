@@ -41,15 +41,21 @@ def copy_small_files(source: Path, target: Path) -> None:
 
 
 def tensor_dtypes(directory: Path) -> dict[str, torch.dtype]:
-    """The dtype of every tensor in a directory's safetensors files, by name. Raises FileNotFoundError without
-    such files."""
+    """The dtype of every tensor in a directory's safetensors files, by name. Raises SystemExit without such
+    files, and for quantized weights: they cannot be trained."""
     dtypes: dict[str, torch.dtype] = {}
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
-                dtypes[name] = getattr(torch, SAFETENSORS_DTYPES[file.get_slice(name).get_dtype()])
+                stored = file.get_slice(name).get_dtype()
+                if stored not in SAFETENSORS_DTYPES:
+                    raise SystemExit(
+                        f"trainer.model_path: {path} has {name} in {stored}, and quantized weights cannot be "
+                        f"trained: give a copy of the model with {', '.join(SAFETENSORS_DTYPES)} tensors only"
+                    )
+                dtypes[name] = getattr(torch, SAFETENSORS_DTYPES[stored])
     if not dtypes:
-        raise FileNotFoundError(f"{directory} holds no safetensors weights")
+        raise SystemExit(f"trainer.model_path: {directory} holds no safetensors weights")
     return dtypes
 
 

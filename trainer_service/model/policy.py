@@ -56,6 +56,7 @@ class DeepSpeedPolicy:
 
     def __init__(self, settings: ModelSettings) -> None:
         self._settings = settings
+        self._published_dtypes = tensor_dtypes(settings.model_path)
         deepspeed = prepare_deepspeed(settings)
         seed_everything(settings.seed)
         model = self._load_base()
@@ -63,7 +64,6 @@ class DeepSpeedPolicy:
         self._packing = packing_of(model)
         self._equal_cost_length = EQUAL_COST_WIDTHS * model.config.get_text_config().hidden_size
         self._entropy_gradient = settings.learns_entropy
-        self._published_dtypes = tensor_dtypes(settings.model_path)
         self._snapshots = SnapshotMemory()
         self._adapters = Adapters(model, settings.lora, settings.model_path) if settings.lora else None
         if settings.activation_checkpointing:
@@ -88,8 +88,7 @@ class DeepSpeedPolicy:
         if missing := {tensor.name for tensor in export_tensors(model)} - set(self._published_dtypes):
             raise SystemExit(
                 f"trainer.model_path: {self._settings.model_path} has no tensor {sorted(missing)[0]}, but "
-                "the loaded model has; a model whose tensors change when it is loaded (for instance, fused "
-                "experts) cannot be published"
+                "the loaded model has, and it could not be published"
             )
 
     @property
@@ -100,11 +99,13 @@ class DeepSpeedPolicy:
     @property
     def layout(self) -> Layout:
         """How this policy's checkpoints are sharded."""
-        settings = self._settings.lora
-        lora = LoraLayout(settings.rank, settings.alpha, settings.target_modules) if settings else None
-        return Layout(
-            self.ranks, self._settings.zero_stage, self._settings.dtype, lora, self._critic is not None
+        settings = self._settings
+        lora = (
+            LoraLayout(settings.lora.rank, settings.lora.alpha, settings.lora.target_modules)
+            if settings.lora
+            else None
         )
+        return Layout(self.ranks, settings.sharding_stage, settings.dtype, lora, self._critic is not None)
 
     def _load_base(self) -> Any:
         on_cuda = torch.distributed.get_backend() == "nccl"

@@ -80,7 +80,7 @@ class ModelSettings(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     zero_stage: int = Field(1, ge=0, le=3)
     """The data that ZeRO partitions over ranks. 0: nothing; 1: the optimizer's state; 2: also gradients; 3:
-    also weights."""
+    also weights. With bfloat16, 1 is as 2."""
     memory: Literal["exclusive", "shared"] = "exclusive"
     """shared: between steps, weights and optimizer are in host memory, and the engines of `shared_with` have
     the memory of the device. Needs zero_stage 1 or 2."""
@@ -97,6 +97,12 @@ class ModelSettings(BaseModel):
     """Whether each checkpoint also holds its weights as a Hugging Face directory, `model/`."""
     threads: int | None = Field(None, ge=1)
     """The number of CPU threads of torch; None leaves the choice to torch."""
+
+    @property
+    def sharding_stage(self) -> int:
+        """The stage that DeepSpeed runs. It adds up gradients of bfloat16 in float32 at stages 2 and 3; at 1
+        it does so only with an optimizer class that cannot move its state to host memory."""
+        return max(2, self.zero_stage) if self.dtype == "bfloat16" else self.zero_stage
 
     @property
     def learns_entropy(self) -> bool:

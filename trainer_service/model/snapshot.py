@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from rollout_queue.contract.policies.policy import FileSpec, TensorSpec
-from trainer_service.model.export import NAMES, ExportTensor, StoredShape, header
+from trainer_service.model.export import NAMES, ExportTensor, StoredShape, header, in_turn
 from trainer_service.model.huggingface import WEIGHTS
-from trainer_service.model.zero import gathered
 
 FILE_BYTES = 4 * 2**30
 """The most bytes of tensors in one file, unless a single tensor has more."""
@@ -118,12 +117,11 @@ class SnapshotMemory:
         indices = shares_of([shape.nbytes for shape in shapes], keepers)
         own = set(indices[rank]) if rank < keepers else set()
         kept = []
-        for index, tensor in enumerate(tensors):
-            with gathered(tensor.sources):
-                if index in own:
-                    dtype = dtypes[tensor.name]
-                    value = self._copied(tensor.name, tensor.value_for(dtype), dtype)
-                    kept.append(HostTensor(tensor.name, value))
+        for index, tensor in enumerate(in_turn(tensors)):
+            if index in own:
+                dtype = dtypes[tensor.name]
+                value = self._copied(tensor.name, tensor.value_for(dtype), dtype)
+                kept.append(HostTensor(tensor.name, value))
         return WeightSnapshot(kept, [[shapes[index] for index in share] for share in indices], rank)
 
     def _copied(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,10 @@ from trainer_service.model.settings import ModelSettings
 
 def deepspeed_config(settings: ModelSettings) -> dict[str, object]:
     """DeepSpeed's JSON configuration for these settings."""
-    zero: dict[str, object] = {"stage": settings.zero_stage, "overlap_comm": False}
+    half = settings.dtype == "bfloat16"
+    zero: dict[str, object] = {"stage": settings.sharding_stage, "overlap_comm": False}
+    if half:
+        zero["reduce_scatter"] = False  # at stage 2 it reduces in bfloat16 whatever the settings say
     if settings.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}
     return {
@@ -28,7 +31,9 @@ def deepspeed_config(settings: ModelSettings) -> dict[str, object]:
         # Otherwise an offloaded optimizer must be DeepSpeed's own, which is compiled at the start.
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
-        "bf16": {"enabled": settings.dtype == "bfloat16"},
+        "bf16": {"enabled": half},
+        # Gradients of bfloat16 weights are added up and reduced in float32.
+        **({"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"} if half else {}),
         # At stage 0 the optimizer clips: see ClippingAdamW.
         "gradient_clipping": settings.optimizer.max_grad_norm if settings.zero_stage else 0.0,
         "steps_per_print": 1_000_000_000,

@@ -1,6 +1,6 @@
 """Makes rows of a session's turns, and packs rows into micro-batches.
 
-    turns ─▶ branches ─▶ Row (ids, mask 1 where a token is trained)
+    turns ─▶ branches ─▶ PlannedRow ─▶ Row (ids, mask 1 where a token is trained)
     Row, Row, Row ─▶ MicroBatch: one sequence whose positions start at 0 again for each row
 
 Each branch becomes one row. A token that several branches share is trained in the first of them only.
@@ -117,13 +117,61 @@ class MicroBatch:
         )
 
 
-def rows_of(
+@dataclass(frozen=True)
+class PlannedRow:
+    """A row that takes no memory yet. Groups may wait for their step for long."""
+
+    session_id: str
+    branch: Branch
+    turn_ids: tuple[str, ...]
+    """The turns that are trained in this row."""
+    rewards: Mapping[str | None, float]
+    group_id: str
+
+    def __len__(self) -> int:
+        return sum(len(turn.context_ids) + len(turn.output_ids) for turn in self.branch)
+
+    def row(self) -> Row:
+        length = len(self)
+        ids_L, mask_L = np.empty(length, np.int64), np.zeros(length, np.int64)
+        logprobs_L, rewards_L = np.zeros(length, np.float32), np.zeros(length, np.float32)
+        versions_L, turns_L = np.full(length, -1), np.full(length, -1)
+        temperatures_L = np.empty(length, np.float32)
+        end = 0
+        for number, turn in enumerate(self.branch):
+            begin, start = end, end + len(turn.context_ids)
+            end = start + len(turn.output_ids)
+            ids_L[begin:start], ids_L[start:end] = turn.context_ids, turn.output_ids
+            temperatures_L[begin:end] = temperature_of(turn)
+            if turn.turn_id in self.turn_ids:
+                mask_L[start:end], turns_L[start:end] = 1, number
+                logprobs_L[start:end] = turn.logprobs
+                counts = [span.end - span.start for span in turn.versions]
+                versions_L[start:end] = np.repeat([span.version for span in turn.versions], counts)
+                rewards_L[end - 1] = self.rewards.get(turn.turn_id, 0.0)
+        rewards_L[np.flatnonzero(mask_L)[-1]] += self.rewards.get(None, 0.0)
+        return Row(
+            session_id=self.session_id,
+            turn_ids=self.turn_ids,
+            advantage=0.0,
+            ids_L=ids_L,
+            mask_L=mask_L,
+            logprobs_L=logprobs_L,
+            versions_L=versions_L,
+            temperatures_L=temperatures_L,
+            turns_L=turns_L,
+            rewards_L=rewards_L,
+            group_id=self.group_id,
+        )
+
+
+def planned_rows(
     session_id: str,
     turns: Sequence[Turn],
     trainable: Iterable[str],
     rewards: Mapping[str | None, float] | None = None,
     group_id: str = "",
-) -> tuple[Row, ...]:
+) -> tuple[PlannedRow, ...]:
     """The rows that train each turn of `trainable` (turn ids) exactly once.
 
     `rewards` maps each turn id to the sum of the turn's rewards, and None to the sum of the session's own.
@@ -134,12 +182,17 @@ def rows_of(
         trained = tuple(turn.turn_id for turn in branch if turn.turn_id in left and turn.output_ids)
         left.difference_update(trained)
         if trained:
-            rows.append(_row(session_id, branch, trained, rewards or {}, group_id))
+            rows.append(PlannedRow(session_id, branch, trained, rewards or {}, group_id))
     return tuple(rows)
 
 
 def micro_batches(rows: Sequence[Row], max_tokens: int) -> Iterator[MicroBatch]:
-    """Packs whole rows into few micro-batches of at most `max_tokens` tokens. A longer row is packed alone.
+    """Packs whole rows into few micro-batches of at most `max_tokens` tokens. A longer row stands alone."""
+    return (_pack(rows, pack) for pack in packs_of(rows, max_tokens))
+
+
+def packs_of(rows: Sequence[Row] | Sequence[PlannedRow], max_tokens: int) -> list[list[int]]:
+    """The indices of the rows of each micro-batch.
 
     First fit decreasing: each row, the longest first, goes into the first pack with enough room. Rows of
     equal length keep their order, so equal rows always make equal packs."""
@@ -153,7 +206,7 @@ def micro_batches(rows: Sequence[Row], max_tokens: int) -> Iterator[MicroBatch]:
             room.append(max_tokens)
         packs[place].append(index)
         room[place] -= length
-    return (_pack(rows, pack) for pack in packs)
+    return packs
 
 
 def balanced_shares(costs: Sequence[float], ranks: int) -> list[list[int]]:
@@ -167,53 +220,6 @@ def balanced_shares(costs: Sequence[float], ranks: int) -> list[list[int]]:
         for share, index in zip(lightest, order[start : start + ranks], strict=False):
             share.append(index)
     return shares
-
-
-def _row(
-    session_id: str,
-    branch: Branch,
-    trained: tuple[str, ...],
-    rewards: Mapping[str | None, float],
-    group_id: str,
-) -> Row:
-    ids: list[int] = []
-    mask: list[int] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    temperatures: list[float] = []
-    turn_numbers: list[int] = []
-    credited: list[float] = []
-    for number, turn in enumerate(branch):
-        context = len(turn.context_ids)
-        ids += turn.context_ids
-        ids += turn.output_ids
-        mask += [0] * context + [int(turn.turn_id in trained)] * len(turn.output_ids)
-        logprobs += [0.0] * context
-        logprobs += turn.logprobs
-        versions += [-1] * context
-        for span in turn.versions:
-            versions += [span.version] * (span.end - span.start)
-        temperatures += [temperature_of(turn)] * (context + len(turn.output_ids))
-        turn_numbers += [-1] * context + [number] * len(turn.output_ids)
-        credited += [0.0] * (context + len(turn.output_ids))
-        if turn.turn_id in trained:
-            credited[-1] = rewards.get(turn.turn_id, 0.0)
-    mask_L = np.array(mask, np.int64)
-    rewards_L = np.array(credited, np.float32)
-    rewards_L[np.flatnonzero(mask_L)[-1]] += rewards.get(None, 0.0)
-    return Row(
-        session_id=session_id,
-        turn_ids=trained,
-        advantage=0.0,
-        ids_L=np.array(ids, np.int64),
-        mask_L=mask_L,
-        logprobs_L=np.array(logprobs, np.float32) * mask_L.astype(np.float32),
-        versions_L=np.where(mask_L == 1, np.array(versions, np.int64), -1),
-        temperatures_L=np.array(temperatures, np.float32),
-        turns_L=np.where(mask_L == 1, np.array(turn_numbers, np.int64), -1),
-        rewards_L=rewards_L,
-        group_id=group_id,
-    )
 
 
 def temperature_of(turn: Turn) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.screening import ScreenedGroup
-from trainer_service.rows.rows import Row, micro_batches
+from trainer_service.rows.rows import packs_of
 from trainer_service.step.ranks import DistributedPolicy
 from trainer_service.step.step_request import StepRequest
 
@@ -49,13 +49,14 @@ class EarlyGroups:
         """The groups that are not in the accumulated gradient."""
         return [judged for judged in groups if _fingerprint(judged) not in self._learned]
 
-    def fills_a_pass(self, rows: Sequence[Row], algorithm: AlgorithmSettings) -> bool:
-        """Whether these rows make a micro-batch for each rank, and have at least `max_tokens` tokens for
-        each rank."""
+    def fills_a_pass(self, groups: Sequence[ScreenedGroup], algorithm: AlgorithmSettings) -> bool:
+        """Whether the rows of these groups make a micro-batch for each rank, and have at least `max_tokens`
+        tokens for each rank."""
+        rows = [row for judged in groups for row in judged.planned]
         ranks, tokens = self._policy.ranks, sum(len(row) for row in rows)
         if self._has_changed or tokens < ranks * algorithm.max_tokens:
             return False
-        return len(list(micro_batches(rows, algorithm.max_tokens))) >= ranks
+        return len(packs_of(rows, algorithm.max_tokens)) >= ranks
 
     def learn(self, groups: Sequence[ScreenedGroup], request: StepRequest) -> None:
         """Add the gradient of `groups`. The request holds their rows, with advantages."""
@@ -67,7 +68,7 @@ class EarlyGroups:
         """Add the gradients of the remaining groups and make the step. The request holds the rows of all
         `groups`. Returns the step's metrics by name."""
         self.drop_if_changed(groups)
-        remaining = {row.session_id for judged in self.remaining(groups) for row in judged.rows}
+        remaining = {row.session_id for judged in self.remaining(groups) for row in judged.planned}
         early = self.tokens / sum(row.trained_tokens for row in request.rows)
         self._learned, self._has_changed, self.tokens = {}, False, 0
         others = [row for row in request.rows if row.session_id in remaining]
@@ -78,4 +79,4 @@ def _fingerprint(judged: ScreenedGroup) -> Fingerprint:
     rollouts = tuple(
         (rollout.rollout_id, rollout.reward, *sorted(rollout.parts.items())) for rollout in judged.rollouts
     )
-    return (rollouts, tuple(row.turn_ids for row in judged.rows))
+    return (rollouts, tuple(row.turn_ids for row in judged.planned))

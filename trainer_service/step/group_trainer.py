@@ -86,10 +86,10 @@ class GroupTrainer:
             return None
         self._early.drop_if_changed(groups)
         remaining = self._early.remaining(groups)
-        rows = self._rows(remaining)
-        if not self._early.fills_a_pass(rows, algorithm):
+        if not self._early.fills_a_pass(remaining, algorithm):
             return None
-        return partial(self._early.learn, remaining, self._request(rows, version, algorithm))
+        request = self._request(self._rows(remaining), version, algorithm)
+        return partial(self._early.learn, remaining, request)
 
     def ask_teacher(self, groups: list[ScreenedGroup]) -> ScoredRows:
         """The rows of a step, with the teacher's scores if there is a teacher. A session that the teacher

@@ -18,9 +18,16 @@ from trainer_service.algorithms.critic import value_loss
 from trainer_service.algorithms.policy_loss import policy_loss
 from trainer_service.algorithms.prox import loglinear
 from trainer_service.algorithms.settings import AlgorithmSettings
+from trainer_service.algorithms.sums import Sums
 from trainer_service.algorithms.tokens import Tokens
 from trainer_service.rows.rows import MicroBatch, Row, micro_batches
-from trainer_service.step.diagnostics import CriticDiagnostics, TokenDiagnostics, critic_metrics, diagnostics
+from trainer_service.step.diagnostics import (
+    SampledTokens,
+    critic_metrics,
+    critic_sums,
+    diagnostics,
+    token_sums,
+)
 from trainer_service.step.pre_pass import (
     PrePass,
     PrePassCritic,
@@ -59,7 +66,7 @@ class TrainablePolicy(PrePassPolicy, Protocol):
 
 class OptimizerSteps:
     """Makes the optimizer steps of one rank. It can learn from some groups before their step is full: their
-    gradients accumulate in the policy, and their diagnostics accumulate here.
+    gradients accumulate in the policy, and their diagnostics accumulate here, as sums.
 
     Every rank makes the same calls with the same rows, and takes its share of the micro-batches. The loss
     does not depend on the number of ranks, or on the parts in which the rows of a step arrive."""
@@ -80,7 +87,7 @@ class OptimizerSteps:
             pre_passes.append(pre_pass(policy, batch, request.version, algorithm))
             request.beat()
         context = step_context(policy, share, pre_passes, algorithm)
-        part = _StepPart(share, pre_passes, context, counts_of(rows), len(self._rows))
+        part = _StepPart(share, pre_passes, context, counts_of(rows))
         self._rows += rows
         self._parts.append(part)
         part.diagnostics = self._learn(part, request)
@@ -117,11 +124,9 @@ class OptimizerSteps:
             grad_norm = policy.step(of_first / of_step)
             if not math.isfinite(grad_norm):  # DeepSpeed has left the weights as they were, on every rank
                 return {"grad_norm": grad_norm, "epochs": epoch}
-            own = [each.cpu() for part in self._parts for each in part.in_step(of_step, algorithm)]
-            step = TokenDiagnostics.joined(policy.all_gather(own))
-            measured = diagnostics(step, request.version)
+            own = [each for part in self._parts for each in part.in_step(of_step, algorithm)]
+            measured = diagnostics(Sums.joined(policy.all_gather(own)))
             if epoch == 0:
-                self._log_masked_sessions(step)
                 metrics = {**measured, "grad_norm": grad_norm}
             else:  # in the first epoch, the ratios to the weights before the step are 1
                 metrics |= {name: value for name, value in measured.items() if name.startswith("ppo/")}
@@ -130,15 +135,7 @@ class OptimizerSteps:
             metrics |= _critic_step(policy, part, counts.tokens, self._value_clip, request.beat)
         return metrics
 
-    def _log_masked_sessions(self, step: TokenDiagnostics) -> None:
-        """Log the sessions that have tokens without a finite log-probability: the loss leaves these tokens
-        out."""
-        if not bool(step.finite_T.all()):
-            rows = set(step.rows_T[~step.finite_T].tolist())
-            names = sorted({self._rows[row].session_id for row in rows})
-            logger.warning("tokens without a finite log-probability are left out, of sessions %s", names)
-
-    def _learn(self, part: "_StepPart", request: StepRequest) -> list[TokenDiagnostics]:
+    def _learn(self, part: "_StepPart", request: StepRequest) -> list[Sums]:
         policy, algorithm, found = self._policy, request.algorithm, []
         weight = part.divisor(algorithm) / self._parts[0].divisor(algorithm)
         for (batch, is_ours), before, advantages_T in zip(
@@ -151,11 +148,10 @@ class OptimizerSteps:
             if is_ours:
                 versions_T = policy.tensor(batch.versions_T)
                 lp_begin_T = lp_new_T.detach() if before.lp_prox_T is None else before.lp_prox_T
-                found.append(
-                    TokenDiagnostics.of(
-                        tokens, losses, lp_begin_T=lp_begin_T, entropy_T=entropy_T, versions_T=versions_T
-                    )
-                )
+                sampled = SampledTokens(lp_begin_T, entropy_T, versions_T)
+                found.append(token_sums(tokens, sampled, losses, request.version))
+                if not part.diagnostics:  # the first pass over them
+                    _log_masked_sessions(tokens.rows_T[~losses.finite_T], request.rows)
             request.beat()
         return found
 
@@ -169,20 +165,17 @@ class _StepPart:
     pre_passes: Sequence[PrePass]
     context: StepContext
     counts: StepCounts
-    rows_before: int
-    """The number of rows in the earlier parts of the step."""
-    diagnostics: Sequence[TokenDiagnostics] = ()
+    diagnostics: Sequence[Sums] = ()
     """The diagnostics of its micro-batches, from the last pass that computed gradients."""
 
     def divisor(self, algorithm: AlgorithmSettings) -> int:
         return divisor(self.counts, algorithm.aggregation)
 
-    def in_step(self, whole: int, algorithm: AlgorithmSettings) -> list[TokenDiagnostics]:
-        """The diagnostics with the row numbers and loss weights of the whole step. `whole` is the step's
-        divisor."""
+    def in_step(self, whole: int, algorithm: AlgorithmSettings) -> list[Sums]:
+        """The diagnostics with the loss weights of the whole step. `whole` is the step's divisor."""
         share = self.divisor(algorithm) / whole
         return [
-            replace(each, rows_T=each.rows_T + self.rows_before, aggregation_T=each.aggregation_T * share)
+            replace(each, totals={**each.totals, "loss": each.totals["loss"] * share})
             for each in self.diagnostics
         ]
 
@@ -206,14 +199,18 @@ def _critic_step(
         )
         policy.critic.backward(found.loss if is_ours else 0.0 * found.loss)
         if is_ours:
-            own.append(
-                CriticDiagnostics(before.values_T, returns_T, found.per_token_T, found.clipped_T).cpu()
-            )
+            own.append(critic_sums(before.values_T, returns_T, found))
         beat()
     grad_norm = policy.critic.step()
     if not math.isfinite(grad_norm):
         logger.warning("the critic makes no step: the norm of its gradient is %s", grad_norm)
-    return {**critic_metrics(CriticDiagnostics.joined(policy.all_gather(own))), "critic/grad_norm": grad_norm}
+    return {**critic_metrics(Sums.joined(policy.all_gather(own))), "critic/grad_norm": grad_norm}
+
+
+def _log_masked_sessions(rows_N: Tensor, rows: Sequence[Row]) -> None:
+    """Log the sessions of N tokens that the loss leaves out."""
+    if names := sorted({rows[row].session_id for row in set(rows_N.tolist())}):
+        logger.warning("tokens without a finite log-probability are left out, of sessions %s", names)
 
 
 def counts_of(rows: Sequence[Row]) -> StepCounts:

@@ -22,6 +22,7 @@ from trainer_service.step.quarantine import has_finite_gradient
 from trainer_service.step.share_writers import ShareWriter, ShareWriters, SpreadSnapshot
 from trainer_service.step.step_request import StepRequest
 from trainer_service.storage.disk import Parted
+from trainer_service.storage.files import sync_tree
 
 
 class Train(NamedTuple):
@@ -141,7 +142,7 @@ class DistributedPolicy:
         """
         self._channel.send(Save(directory, tag))
         try:
-            self._policy.save(directory, tag)
+            _save(self._policy, self._channel, directory, tag)
         except Exception as error:
             if self._policy.ranks == 1:
                 raise
@@ -211,6 +212,15 @@ class DistributedPolicy:
         self._channel.close()
 
 
+def _save(policy: DeepSpeedPolicy, channel: CommandChannel[Command], directory: Path, tag: str) -> None:
+    """Write this rank's shards, and return when those of all ranks are durable: rank 0 cannot sync what a
+    rank on another host has written to a common disk."""
+    policy.save(directory, tag)
+    if policy.ranks > 1:
+        sync_tree(directory / tag)
+        channel.wait_for_all()
+
+
 def follow(policy: DeepSpeedPolicy) -> None:
     """Carry out rank 0's commands until it sends None. Raises RuntimeError if rank 0 is gone."""
     steps = OptimizerSteps(policy, policy.value_clip)
@@ -224,7 +234,7 @@ def follow(policy: DeepSpeedPolicy) -> None:
             case DiscardGradients():
                 steps.discard_gradients()
             case Save(directory, tag):
-                policy.save(directory, tag)
+                _save(policy, channel, directory, tag)
             case Load(directory, tag, universal):
                 policy.load(directory, tag, universal)
             case TakeSnapshot(spread):

@@ -247,6 +247,7 @@ VerdictCode = Literal[
     "ready",
     "trained",
     "stale",
+    "skipped_for_newer",
     "zero_advantage",
     "truncated",
     "failed",

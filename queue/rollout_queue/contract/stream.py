@@ -200,7 +200,7 @@ class StreamReader(Protocol):
         ...
 
     def acknowledge(self, entry_ids: Sequence[str], verdicts: Verdicts) -> None:
-        """Write the verdicts and acknowledge the entries in one transaction; then trim the stream.
+        """Write the verdicts and acknowledge the entries in one transaction; then free their memory.
 
         A deleted session gets no verdict. Repeating an acknowledgement changes and counts nothing.
         """

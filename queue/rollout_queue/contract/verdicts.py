@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from rollout_queue.contract.attempts import retraction_id
+from rollout_queue.contract.exactness import inexact
 from rollout_queue.contract.records import Outcome, SessionSpec, Turn, Verdict
 
 OPENED_UNTRAINED = Verdict(
@@ -31,6 +32,8 @@ def exclusion(turn: Turn, orphans: Mapping[str, str]) -> Verdict | None:
         return OPENED_UNTRAINED
     reasons = [f"a {turn.side_call} that the agent's harness asked for"] if turn.side_call else []
     reasons += ["sampled under a constraint"] if "constraint" in turn.sampling.used else []
+    if others := inexact(turn.sampling.used):
+        reasons.append(f"sampled with {', '.join(others)}: its logprobs are of another distribution")
     return Verdict(code="not_for_training", detail=", ".join(reasons)) if reasons else OPENED_UNTRAINED
 
 

@@ -48,7 +48,7 @@ class RedisReader:
         self._read = redis.register_script(consumer_scripts.READ)
         self._delivered_last = redis.register_script(consumer_scripts.DELIVERED_LAST)
         self._acknowledge = redis.register_script(consumer_scripts.ACKNOWLEDGE)
-        self._trim = redis.register_script(consumer_scripts.TRIM)
+        self._free = redis.register_script(consumer_scripts.FREE)
         self._set_aside = redis.register_script(consumer_scripts.SET_ASIDE)
         self._reserve = redis.register_script(policy_scripts.RESERVE)
         self._report = redis.register_script(consumer_scripts.REPORT)
@@ -86,9 +86,9 @@ class RedisReader:
     def acknowledge(self, entry_ids: Sequence[str], verdicts: Verdicts) -> None:
         self._acknowledged(entry_ids, verdicts)
         try:
-            self._fenced(self._trim, [keys.STREAM], [keys.GROUP])
-        except StorageUnavailable as error:  # the entries are acknowledged; the next trim removes them too
-            logger.warning("the stream was not trimmed: %s", error)
+            self._fenced(self._free, [keys.STREAM], [keys.GROUP, *entry_ids])
+        except StorageUnavailable as error:  # they are acknowledged, and go when all before them are
+            logger.warning("acknowledged entries stay in the stream for now: %s", error)
 
     def verdict_codes(self, session_ids: Collection[str]) -> Mapping[str, str]:
         codes: dict[str, str] = {}

@@ -75,3 +75,15 @@ def hinder_writes(run: Path) -> None:
         return write(snapshot, directory, file_bytes)
 
     WeightSnapshot.write_share = hindered  # type: ignore[method-assign, assignment]
+
+
+def note_synced(path: Path) -> None:
+    """Append the name of each file that this rank syncs to the file at `path`."""
+    sync = os.fsync
+
+    def noting(descriptor: int) -> None:
+        sync(descriptor)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(Path(f"/proc/self/fd/{descriptor}").readlink().name + "\n")
+
+    os.fsync = noting  # type: ignore[assignment]

@@ -16,6 +16,9 @@ SLOW, FULL, WRITING = "slow", "full", "writing"
 """Files in a task's directory. As long as they exist, rank 1's disk makes no progress, or is full. Rank 1
 makes `writing` when it begins to write a version."""
 
+SYNCED = "synced"
+"""A file in a task's directory with the names of the files that rank 1 has synced."""
+
 
 @dataclass(frozen=True)
 class Task:

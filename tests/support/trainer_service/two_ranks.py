@@ -20,8 +20,13 @@ import deepspeed  # noqa: F401 - forked processes need it
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 from safetensors.torch import save_file
 
-from tests.support.trainer_service.publishing_ranks import CountedPolicy, Publications, hinder_writes
-from tests.support.trainer_service.rank_tasks import OVER, Task, Told, held_path, place_of, put
+from tests.support.trainer_service.publishing_ranks import (
+    CountedPolicy,
+    Publications,
+    hinder_writes,
+    note_synced,
+)
+from tests.support.trainer_service.rank_tasks import OVER, SYNCED, Task, Told, held_path, place_of, put
 from trainer_service.step.ranks import DistributedPolicy, follow, own_rank
 from trainer_service.step.step_request import StepRequest
 from trainer_service.storage.checkpoint import Checkpoints
@@ -55,6 +60,7 @@ def learn(task: Task, place: Path) -> None:
         os.chdir(task.directory_of(own_rank()))
     if own_rank() > 0:
         hinder_writes(task.run)
+        note_synced(task.run / SYNCED)
         follow(policy)
     else:
         told = lead(DistributedPolicy(policy, task.policies if task.publishes else None), task)

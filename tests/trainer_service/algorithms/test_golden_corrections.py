@@ -37,7 +37,7 @@ from trainer_service.algorithms.corrections.masks import (
     product,
     rejection,
 )
-from trainer_service.algorithms.corrections.mismatch import mismatch
+from trainer_service.algorithms.corrections.mismatch import mismatch, mismatch_sums
 from trainer_service.algorithms.logits import selected_logprobs
 from trainer_service.algorithms.prox import interpolation_weight, loglinear
 from trainer_service.algorithms.row_index import RowIndex
@@ -127,7 +127,7 @@ MISMATCH = {
 
 @pytest.mark.parametrize("case", cases("metrics."))
 def test_metrics(case: str) -> None:
-    got = mismatch(given("lp_prox"), given("lp_roll"), ROWS_T)
+    got = mismatch(mismatch_sums(given("lp_prox"), given("lp_roll"), ROWS_T))
     wanted = expected(case)
     for name, value in wanted.items():
         assert close(got[f"mismatch/{MISMATCH.get(name, name)}"], value), name

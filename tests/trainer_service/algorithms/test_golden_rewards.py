@@ -16,6 +16,7 @@ from gateway.admission.staleness import StalenessBudget
 from rollout_queue.contract.tokens import TokenIds
 from tests.support.trainer_service.canonical import CASES, INPUTS, MASK, ROWS_T, close
 from tests.support.trainer_service.harness import turn
+from tests.support.trainer_service.made_rows import rows_of
 from trainer_service.algorithms.advantages.advantages import ADVANTAGES, baselines_after, to_tokens
 from trainer_service.algorithms.advantages.filters import groups_without_signal
 from trainer_service.algorithms.advantages.returns import (
@@ -36,7 +37,6 @@ from trainer_service.algorithms.advantages.settings import (
 from trainer_service.algorithms.advantages.shaping import shaped
 from trainer_service.algorithms.critic import value_loss
 from trainer_service.algorithms.staleness import staleness
-from trainer_service.rows.rows import rows_of
 
 pytestmark = pytest.mark.numeric
 
@@ -302,7 +302,10 @@ def test_rollout_number(case: str) -> None:
 @pytest.mark.parametrize("case", ["async.prime_staleness"])
 def test_staleness(case: str) -> None:
     rows = CASES[case]["params"]["rows"]
-    got = [list(staleness(step - 1, first, last)) for step, first, last in rows]
+    got = [
+        [int(each_R) for each_R in staleness(step - 1, torch.tensor([first]), torch.tensor([last]))]
+        for step, first, last in rows
+    ]
     assert got == CASES[case]["expected"]["staleness"]
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from pydantic import TypeAdapter, ValidationError
 
 from trainer_service.algorithms.advantages.advantages import ADVANTAGES
@@ -102,9 +103,10 @@ def test_a_session_without_any_reward_has_no_return() -> None:
 
 
 def test_a_row_of_a_later_version_is_not_stale() -> None:
-    assert staleness(3, 4, 5) == (0, 0, 0)
-    found = staleness(9, 4, 7)
-    assert (found.total, found.in_flight, found.in_queue) == (5, 3, 2)
+    younger = staleness(3, torch.tensor([4]), torch.tensor([5]))
+    assert [each_R.tolist() for each_R in younger] == [[0], [0], [0]]
+    found = staleness(9, torch.tensor([4]), torch.tensor([7]))
+    assert [each_R.tolist() for each_R in found] == [[5], [3], [2]]
 
 
 def test_a_name_alone_stands_for_its_defaults() -> None:

@@ -7,29 +7,47 @@ from torch import Tensor
 
 from trainer_service.algorithms.ratios import bounded
 from trainer_service.algorithms.row_index import RowIndex
+from trainer_service.algorithms.sums import Sums
+
+MEANS = ("kl", "k3", "abs_logp", "train_ppl", "rollout_ppl", "log_ppl", "abs_log_ppl", "ppl_ratio")
 
 
-def mismatch(lp_train_T: Tensor, lp_roll_T: Tensor, rows_T: Tensor) -> dict[str, float]:
-    """The metrics by name: means over the T tokens, and over rows for perplexities and `chi2_seq` (verl's
-    rollout correction metrics; `metrics.mismatch`). T must be at least 1, and all log-probabilities finite,
-    in nats."""
+def mismatch_sums(lp_train_T: Tensor, lp_roll_T: Tensor, rows_T: Tensor) -> Sums:
+    """The sums over T tokens, and over whole rows, that `mismatch` needs. T must be at least 1, and all
+    log-probabilities finite, in nats."""
     lp_train_T, lp_roll_T = lp_train_T.double(), lp_roll_T.double()
     log_rho_T = lp_train_T - lp_roll_T
     rho_T = bounded(log_rho_T).exp()
     rows = RowIndex.of(rows_T)
     total_R, mean_R = rows.sum(log_rho_T), rows.mean(log_rho_T)
+    return Sums.of(
+        {
+            "mismatch/kl": -log_rho_T,
+            "mismatch/k3": rho_T - log_rho_T - 1,
+            "mismatch/abs_logp": log_rho_T.abs(),
+            "mismatch/train_ppl": (-rows.mean(lp_train_T)).exp(),
+            "mismatch/rollout_ppl": (-rows.mean(lp_roll_T)).exp(),
+            "mismatch/log_ppl": -mean_R,
+            "mismatch/abs_log_ppl": mean_R.abs(),
+            "mismatch/ppl_ratio": (-mean_R).exp(),
+            "mismatch/rho": rho_T,
+            "mismatch/rho_squared": rho_T**2,
+            "mismatch/rho_of_row_squared": bounded(2 * total_R).exp(),
+        },
+        largest={"mismatch/rho": rho_T, "mismatch/minus_rho": -rho_T},
+    )
+
+
+def mismatch(sums: Sums) -> dict[str, float]:
+    """The metrics by name: means over tokens, and over rows for perplexities and `chi2_seq` (verl's rollout
+    correction metrics; `metrics.mismatch`). None if no token had finite log-probabilities."""
+    if "mismatch/rho" not in sums.totals:
+        return {}
     return {
-        "mismatch/kl": float(-log_rho_T.mean()),
-        "mismatch/k3": float((rho_T - log_rho_T - 1).mean()),
-        "mismatch/abs_logp": float(log_rho_T.abs().mean()),
-        "mismatch/train_ppl": float((-rows.mean(lp_train_T)).exp().mean()),
-        "mismatch/rollout_ppl": float((-rows.mean(lp_roll_T)).exp().mean()),
-        "mismatch/log_ppl": float(-mean_R.mean()),
-        "mismatch/abs_log_ppl": float(mean_R.abs().mean()),
-        "mismatch/ppl_ratio": float((-mean_R).exp().mean()),
-        "mismatch/chi2_token": float((rho_T**2).mean() - 1),
-        "mismatch/chi2_seq": float(bounded(2 * total_R).exp().mean() - 1),
-        "mismatch/ess": float(rho_T.sum() ** 2 / (len(rho_T) * (rho_T**2).sum())),
-        "mismatch/rho_max": float(rho_T.max()),
-        "mismatch/rho_min": float(rho_T.min()),
+        **{f"mismatch/{name}": sums.mean(f"mismatch/{name}") for name in MEANS},
+        "mismatch/chi2_token": sums.mean("mismatch/rho_squared") - 1,
+        "mismatch/chi2_seq": sums.mean("mismatch/rho_of_row_squared") - 1,
+        "mismatch/ess": sums.mean("mismatch/rho") ** 2 / sums.mean("mismatch/rho_squared"),
+        "mismatch/rho_max": sums.largest["mismatch/rho"],
+        "mismatch/rho_min": -sums.largest["mismatch/minus_rho"],
     }

@@ -72,14 +72,18 @@ end
 """
 )
 
-TRIM = (
+FREE = (
     FENCED
     + LAST_DELIVERED
     + """
--- KEYS: fence, stream   ARGV: token, group
--- Acknowledging frees no memory; trimming below the oldest unacknowledged entry does.
-local oldest_pending = redis.call('XPENDING', KEYS[2], ARGV[2])[2] or last_delivered(KEYS[2], ARGV[2])
-return redis.call('XTRIM', KEYS[2], 'MINID', '=', oldest_pending)
+-- KEYS: fence, stream   ARGV: token, group, acknowledged entry…
+-- Acknowledging frees no memory. What is below the oldest unacknowledged entry goes at once, also what an
+-- earlier call has left; the acknowledged entries above it go one by one. The last delivered entry stays.
+local last = last_delivered(KEYS[2], ARGV[2])
+redis.call('XTRIM', KEYS[2], 'MINID', '=', redis.call('XPENDING', KEYS[2], ARGV[2])[2] or last)
+for at = 3, #ARGV do
+    if ARGV[at] ~= last then redis.call('XDEL', KEYS[2], ARGV[at]) end
+end
 """
 )
 

@@ -1,0 +1,86 @@
+"""Sums values over the tokens or rows of a step's parts. The metrics of the step are computed from the sums.
+
+values of a micro-batch ─▶ Sums ─┬─ joined ─▶ totals, means, variances, largest values of the step
+values of another one ───▶ Sums ─┘
+
+So ranks exchange some numbers, and not the values of every token.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What is known of several sets of values, by the name of the set. It is computed in float64."""
+
+    totals: Mapping[str, float]
+    counts: Mapping[str, int]
+    """How many values each total has."""
+    largest: Mapping[str, float]
+    deviations: Mapping[str, float]
+    """The sum of squared differences from the mean."""
+
+    @classmethod
+    def of(
+        cls,
+        summed: Mapping[str, Tensor],
+        largest: Mapping[str, Tensor] | None = None,
+        spread: Mapping[str, Tensor] | None = None,
+    ) -> "Sums":
+        """Of sets that have at least one value each. `spread` are sets that also have deviations."""
+        every = {**summed, **(spread or {})}
+        return cls(
+            _numbers({name: values.double().sum() for name, values in every.items()}),
+            {name: values.numel() for name, values in every.items()},
+            _numbers({name: values.double().max() for name, values in (largest or {}).items()}),
+            _numbers({name: _deviation(values.double()) for name, values in (spread or {}).items()}),
+        )
+
+    @classmethod
+    def joined(cls, parts: Iterable["Sums"]) -> "Sums":
+        """Of all values of the parts. Deviations are joined as by Chan et al. 1979, "Updating formulae and a
+        pairwise algorithm for computing sample variances"."""
+        some = list(parts)
+
+        def of(name: str) -> list[Sums]:
+            return [part for part in some if name in part.totals]
+
+        totals = {name: sum(each.totals[name] for each in of(name)) for name in _names(some, "totals")}
+        counts = {name: sum(each.counts[name] for each in of(name)) for name in totals}
+        deviations = {
+            name: sum(
+                each.deviations[name]
+                + each.counts[name] * (each.mean(name) - totals[name] / counts[name]) ** 2
+                for each in of(name)
+            )
+            for name in _names(some, "deviations")
+        }
+        largest = {
+            name: max(part.largest[name] for part in some if name in part.largest)
+            for name in _names(some, "largest")
+        }
+        return cls(totals, counts, largest, deviations)
+
+    def mean(self, name: str) -> float:
+        return self.totals[name] / self.counts[name]
+
+    def variance(self, name: str) -> float:
+        """The mean squared difference from the mean."""
+        return self.deviations[name] / self.counts[name]
+
+
+def _deviation(values: Tensor) -> Tensor:
+    return (values - values.mean()).square().sum()
+
+
+def _numbers(scalars: Mapping[str, Tensor]) -> dict[str, float]:
+    """One transfer from the device for all."""
+    return dict(zip(scalars, torch.stack(list(scalars.values())).tolist(), strict=True)) if scalars else {}
+
+
+def _names(parts: Iterable[Sums], field: str) -> list[str]:
+    return list({name: None for part in parts for name in getattr(part, field)})

@@ -23,14 +23,14 @@ from rollout_server.weights.store import WeightsStore
 logger = logging.getLogger(__name__)
 
 Key = tuple[str, int]
-LOOK_EVERY_S = 1.0
+COMPARE_EVERY_S = 1.0
 """How often the engine is compared with what is wanted: it may have started again."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """The pause before a failed load is repeated; it doubles with each."""
 
 
 class NamedAdapters:
-    """The adapters that have a name. `keep` runs in the background."""
+    """The adapters that have a name. `keep` runs every COMPARE_EVERY_S."""
 
     def __init__(self, engine: Engine, reloader: Reloader, store: WeightsStore) -> None:
         self._engine, self._reloader, self._store = engine, reloader, store
@@ -49,11 +49,9 @@ class NamedAdapters:
         self._failures = {key: each for key, each in self._failures.items() if key in self._wanted}
 
     async def keep(self) -> None:
-        """Load what is missing, and forget what is not wanted, again and again."""
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            if self._wanted is not None and self._engine.serving:
-                await self.settle(again=False)
+        """Load what is missing, and forget what is not wanted."""
+        if self._wanted is not None and self._engine.serving:
+            await self.settle(again=False)
 
     async def settle(self, *, again: bool = True) -> tuple[LoadedAdapter, ...]:
         """Load what is missing now, and forget the others. With `again`, what has failed is tried at once."""

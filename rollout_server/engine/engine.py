@@ -46,7 +46,7 @@ class ProcessHandle(Protocol):
 StartProcess = Callable[[LocalPolicy], Awaitable[ProcessHandle]]
 """Starts an engine with whole weights."""
 ChoosePolicy = Callable[[LocalPolicy], Awaitable[LocalPolicy]]
-"""Returns the policy of the next start, given the last one; never raises."""
+"""Returns the policy of the next start, given the last one."""
 
 
 class Engine:
@@ -101,9 +101,9 @@ class Engine:
         while not self._closing:
             await self.until_memory()
             await self._become(ServerState.STARTING)
-            self.policy = await choose(self.policy)
             ready_at = None
             try:
+                self.policy = await choose(self.policy)
                 async with self._started(self.policy) as process:
                     await self._prove_boot(process)
                     ready_at = monotonic()
@@ -113,6 +113,8 @@ class Engine:
                 if self._closing:
                     return
                 logger.error("engine failed: %s", error)
+            except Exception:  # outermost frame of a task: log the bug and start again
+                logger.exception("the task of the engine failed")
             await self._become(ServerState.DEAD)
             self.restarts += 1
             if ready_at is not None and monotonic() - ready_at > MAX_BACKOFF_S:

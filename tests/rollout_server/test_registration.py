@@ -115,6 +115,28 @@ async def test_a_server_follows_a_rollback_that_it_missed(tmp_path: Path) -> Non
     await harness.server.close()
 
 
+async def test_a_failure_that_nobody_foresaw_ends_neither_the_registration_nor_the_engine(
+    tmp_path: Path,
+) -> None:
+    harness = joining(tmp_path, None)
+    await harness.server.open()
+    await harness.until_ready()
+
+    async def fails(_: httpx.Request) -> httpx.Response:
+        raise RuntimeError("a fault of the program")
+
+    harness.network.source = fails
+    before = len(harness.network.requests)
+    await wait_until_async(lambda: len(harness.network.requests) > before)
+    await harness.kill_engine()
+    await wait_until_async(lambda: harness.server.engine.restarts >= 2)
+    harness.network.source = None
+    before = len(harness.network.requests)
+    await harness.until_ready()
+    await wait_until_async(lambda: len(harness.network.requests) > before + 3)
+    await harness.server.close()
+
+
 async def test_a_drained_server_says_so_and_can_resume(tmp_path: Path) -> None:
     harness = make_harness(tmp_path)
     await harness.server.open()

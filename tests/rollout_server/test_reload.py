@@ -169,6 +169,13 @@ async def test_an_engine_that_kept_the_old_weights_fails_the_reload(harness: Har
     assert not harness.engine.calls[-1].startswith("/continue"), "its tokens must reach no client"
 
 
+async def test_a_damaged_file_of_the_former_version_hinders_no_reload(harness: Harness) -> None:
+    await harness.reload(1, harness.policy(1))
+    (harness.server.engine.policy.directory / WEIGHTS).write_bytes(b"damaged")
+    assert (await harness.reload(2, harness.policy(2))).status_code == 200
+    assert (await harness.status())["version"] == 2
+
+
 async def test_a_new_version_with_equal_weights_is_loaded(harness: Harness) -> None:
     assert (await harness.reload(1, harness.policy(1, fill=1.0))).status_code == 200
 

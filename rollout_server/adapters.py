@@ -95,6 +95,8 @@ class NamedAdapters:
         self._check_engine()
         await self._engine.adapters.load(policy)
         await self._engine.adapters.prove(policy)
+        self._check_engine()  # a push may have replaced the weights meanwhile
+        self._engine.adapters.note(policy)
 
     def _check_engine(self) -> None:
         if not self._engine.serving:

@@ -204,6 +204,7 @@ class Engine:
     def serve(self, policy: LocalPolicy) -> None:
         """Note that the engine serves `policy` now, and boots into it when it starts again."""
         self.adapters.keep_only_of(policy.weights)
+        self.adapters.note(policy)
         self.policy = policy
         self.policy_since = monotonic()
         self.awaited_version = None
@@ -275,6 +276,7 @@ class Engine:
         await self.prove(self.policy.weights)
         await self.adapters.load(self.policy)
         await self.adapters.prove(self.policy)
+        self.adapters.note(self.policy)
         logger.info("engine serves version %d after %.1f s", self.policy.version, monotonic() - started_at)
 
     async def _watch(self, process: ProcessHandle) -> None:

@@ -43,6 +43,9 @@ class FakeEngine:
         self.load_gate = asyncio.Event()
         """A load of weights continues when this event is set."""
         self.load_gate.set()
+        self.sample_gate = asyncio.Event()
+        """A request for a token continues when this event is set."""
+        self.sample_gate.set()
         self.says_version: str | None = None
         self.on_load: Callable[[], httpx.Response | None] = lambda: None
         """Called before a load, and may answer in its place."""
@@ -149,6 +152,7 @@ class FakeEngine:
                 return httpx.Response(400, json=said)
             self.adapters[body["lora_name"]] = Path(body["lora_path"])
             return httpx.Response(200, json={"success": True, "loaded_adapters": {}})
+        await self.sample_gate.wait()
         assert not self.paused, "a request to a paused engine waits for ever"
         if self.dies_with_adapters:
             await self.die("Cannot find target module name")

@@ -1,0 +1,46 @@
+"""Adapters that are policies of their own, as the gateway wants them beside the fleet's policy."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.rollout_server.adapters import LORA, adapter, names, opened, whole_weights
+from tests.support.rollout_server.harness import Harness
+from tests.support.waiting import wait_until_async
+
+
+@pytest.fixture
+async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
+    async for each in opened(tmp_path, lora=LORA):
+        yield each
+
+
+async def want(harness: Harness, revision: int, **locations: str) -> list[dict[str, Any]]:
+    """Have the server load version 1 of these adapters, and no others. Returns what it says of each."""
+    adapters = [{"policy": name, "version": 1, "location": each} for name, each in locations.items()]
+    answer = await harness.http.post("/adapters", json={"revision": revision, "adapters": adapters})
+    assert answer.status_code == 200, answer.text
+    results: list[dict[str, Any]] = answer.json()["results"]
+    return results
+
+
+async def test_an_adapter_with_a_name_is_loaded_beside_the_policy(harness: Harness) -> None:
+    (said,) = await want(harness, 1, math=adapter(harness, 1).as_uri())
+    assert (said["ok"], said["error"]) == (True, None)
+    assert [version for version, _ in names(await harness.status())] == [1]
+    assert await want(harness, 2) == []
+    assert names(await harness.status()) == []
+
+
+async def test_an_adapter_is_not_offered_if_its_base_is_replaced_while_it_is_tried(harness: Harness) -> None:
+    harness.engine.sample_gate.clear()
+    asked = asyncio.create_task(want(harness, 1, math=adapter(harness, 1).as_uri()))
+    await wait_until_async(lambda: "/generate" in harness.engine.calls)
+    assert (await harness.reload(5, whole_weights(harness, 5))).status_code == 200
+    harness.engine.sample_gate.set()
+    (said,) = await asked
+    assert (said["ok"], "other weights" in (said["error"] or "")) == (False, True)
+    assert names(await harness.status()) == []

@@ -10,7 +10,6 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from time import monotonic
 
 import httpx
 
@@ -24,12 +23,13 @@ from rollout_server.errors import ReloadError
 from rollout_server.memory import POLL_S, EngineMemory
 from rollout_server.metrics import RolloutMetrics
 from rollout_server.registration import RegistrationClient
+from rollout_server.reloading.adoption import Adoption
 from rollout_server.reloading.collective import TensorReceiver
 from rollout_server.reloading.reload import Reloader
 from rollout_server.reloading.requests import ReloadRequests
 from rollout_server.settings import Device, RolloutServerSettings
 from rollout_server.weights.fetch import Fetcher
-from rollout_server.weights.policy import LocalPolicy, WantedPolicy
+from rollout_server.weights.policy import LocalPolicy
 from rollout_server.weights.store import WeightsStore
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,7 @@ class RolloutServer:
         )
         self.memory = EngineMemory(settings, self.engine, self.reloader, self.metrics)
         self.reloads = ReloadRequests(lambda: self.reloader.loading)
+        self._adoption = Adoption(settings, self.engine, self.reloader, self.reloads)
         self.adapters = NamedAdapters(self.engine, self.reloader, self.store)
         self.process = new_id()
         """Tells this process from any other that has the same id or URL."""
@@ -102,6 +103,7 @@ class RolloutServer:
     async def close(self) -> None:
         """End the engine and every task."""
         await self.engine.close()
+        await self._adoption.close()
         await self.reloader.close()
         for task in self._tasks:
             task.cancel()
@@ -144,7 +146,7 @@ class RolloutServer:
         or cannot be loaded. If the files of the last one have changed, it is an earlier one."""
         announced = await self._registration.announce()
         self.engine.awaited_version = None
-        if announced is not None and not _names(announced, last):
+        if announced is not None and not announced.is_same_as(last):
             try:
                 return await self.reloader.prepare(announced)
             except ReloadError as error:
@@ -160,22 +162,8 @@ class RolloutServer:
         self.adapters.want(self._registration.adapters)
         if announced is None and self._registration.reached:
             self.engine.awaited_version = None
-        if announced is None or not self._should_adopt(announced):
-            return
-        try:
-            await self.reloader.reload(announced, force=True, instead_of=served)
-        except ReloadError as error:
-            logger.error("version %d, which the gateway serves, was not loaded: %s", announced.version, error)
-
-    def _should_adopt(self, announced: WantedPolicy) -> bool:
-        engine = self.engine
-        if _names(announced, engine.policy):
-            engine.awaited_version = None
-            return False
-        if announced.version > engine.policy.version or announced.version == engine.awaited_version:
-            return engine.serving
-        # While a push goes on, the gateway still names the version before it.
-        return engine.serving and monotonic() - engine.policy_since > self._settings.settle_s
+        if announced is not None:
+            self._adoption.consider(announced, served)
 
 
 def build_server(settings: RolloutServerSettings, device: Device, weights_dir: Path) -> RolloutServer:
@@ -204,11 +192,6 @@ def build_server(settings: RolloutServerSettings, device: Device, weights_dir: P
 
 def port_message(host: str, port: int, field: str) -> str:
     return f"port {port} on {host} is in use: stop what listens there, or set rollout_server.{field}"
-
-
-def _names(announced: WantedPolicy, policy: LocalPolicy) -> bool:
-    same_content = announced.manifest_sha256 in (None, policy.manifest_sha256)
-    return announced.version == policy.version and same_content
 
 
 async def _repeat(work: Callable[[], Awaitable[None]], every_s: float) -> None:

@@ -62,7 +62,8 @@ class RolloutServerSettings(ServiceSettings):
     """Where to register; null for a server without a gateway."""
     register_every_s: float = 5.0
     settle_s: float = 60.0
-    """How long after a reload the gateway may name the older version, while its push to the fleet goes on."""
+    """How long the gateway may name another version than this server serves, before the server loads it
+    without a push. While a push goes on, the gateway may name the version before it."""
 
     model_path: Path
     """The Hugging Face directory that the engine starts with, known as `initial_version`."""

@@ -65,7 +65,6 @@ class Engine:
         self.draining = False
         self.awaited_version: int | None = None
         """The version that the fleet serves and this server could not load; None if there is none."""
-        self.policy_since = monotonic()
         self._settings = settings
         self._start = start
         self._phase = ServerState.STARTING
@@ -206,7 +205,6 @@ class Engine:
         self.adapters.keep_only_of(policy.weights)
         self.adapters.note(policy)
         self.policy = policy
-        self.policy_since = monotonic()
         self.awaited_version = None
 
     async def drain(self) -> None:

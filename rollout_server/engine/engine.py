@@ -148,7 +148,7 @@ class Engine:
                     for tag in (KV_CACHE, WEIGHTS):
                         await self.client.release(tag)
             except EngineFailed as error:
-                logger.error("the engine did not release its memory, and was killed: %s", error)
+                logger.error("the engine did not release its memory: %s", error)
         elif self._process is not None and not self.released:
             await self._process.kill()
         async with self._changed:
@@ -177,6 +177,7 @@ class Engine:
         try:
             yield
         except BaseException:
+            logger.error("the engine is killed, and starts again with version %d", self.policy.version)
             await process.kill()
             raise
         if self._phase is ServerState.LOADING:

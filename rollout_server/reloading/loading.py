@@ -62,12 +62,7 @@ class EngineLoader:
         except EngineFailed as error:
             if joining is not None:
                 self._receiver.rest()
-            logger.error(
-                "version %d was not loaded: %s; the engine starts again with version %d",
-                policy.version,
-                error,
-                former.version,
-            )
+            logger.error("version %d was not loaded: %s", policy.version, error)
             raise EngineUnavailable(f"version {policy.version} was not loaded: {error}") from error
         finally:
             self.loading = None

@@ -35,6 +35,13 @@ async def test_an_adapter_with_a_name_is_loaded_beside_the_policy(harness: Harne
     assert names(await harness.status()) == []
 
 
+async def test_the_trial_of_an_adapter_may_wait_behind_the_calls_that_run(tmp_path: Path) -> None:
+    async for harness in opened(tmp_path, lora=LORA, control_timeout_s=1, load_timeout_s=50):
+        (said,) = await want(harness, 1, math=adapter(harness, 1).as_uri())
+        assert said["ok"]
+        assert harness.engine.timeouts_s["/generate"] == 50
+
+
 async def test_an_adapter_is_not_offered_if_its_base_is_replaced_while_it_is_tried(harness: Harness) -> None:
     harness.engine.sample_gate.clear()
     asked = asyncio.create_task(want(harness, 1, math=adapter(harness, 1).as_uri()))

@@ -22,6 +22,8 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.timeouts_s: dict[str, float] = {}
+        """How long the last call of each path would have waited for its answer."""
         self.deaths: list[str] = []
         """Why it died by itself."""
         self.boots: list[LocalPolicy] = []
@@ -101,6 +103,7 @@ class FakeEngine:
             return httpx.Response(200)
         tags = json.loads(request.content)["tags"] if path.endswith("memory_occupation") else []
         self.calls.append(" ".join([path, *tags]))
+        self.timeouts_s[path] = request.extensions.get("timeout", {}).get("read", 0.0)
         if path == "/model_info":
             return httpx.Response(200, json={"weight_version": self.says_version or self.version})
         if path == "/weights_checker":

@@ -2,7 +2,9 @@
 loaded it. Otherwise the engine keeps the old version, or restarts on it."""
 
 import asyncio
+import errno
 import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,6 +122,22 @@ async def test_a_broken_set_never_reaches_the_engine(harness: Harness, broken: s
     assert (await harness.status())["version"] == 0
     assert (await harness.status())["state"] == "ready"
     assert not list((harness.directory / "weights").rglob("*.part"))
+
+
+@pytest.mark.parametrize(("broken", "status"), [(False, 200), (True, 422)])
+async def test_files_of_another_file_system_are_copied_and_checked(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, broken: bool, status: int
+) -> None:
+    def link(*_: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", link)
+    directory = harness.policy(1)
+    if broken:
+        flip(directory)
+    assert (await harness.reload(1, directory)).status_code == status
+    copies = list((harness.directory / "weights").rglob(f"v00000001*/{WEIGHTS}"))
+    assert [copy.read_bytes() for copy in copies] == ([] if broken else [(directory / WEIGHTS).read_bytes()])
 
 
 async def test_a_manifest_other_than_the_announced_one_is_refused(harness: Harness) -> None:

@@ -6,7 +6,6 @@ allowed? ─▶ here already? ─▶ manifest ─▶ files, or changes and a bas
 
 import asyncio
 import logging
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic
@@ -84,7 +83,7 @@ class Preparation:
             target = self._store.path_of(wanted.version, digest, wanted.name)
             self._store.commit(part, target)
         finally:
-            shutil.rmtree(part, ignore_errors=True)
+            self._store.remove(part)
         return self._local(wanted, target, digest)
 
     async def _files(

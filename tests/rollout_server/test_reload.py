@@ -5,6 +5,8 @@ import asyncio
 import errno
 import hashlib
 import os
+import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -269,8 +271,27 @@ async def test_an_engine_that_reports_another_version_fails_the_reload(harness: 
 async def test_only_the_current_and_the_former_version_stay_on_disk(harness: Harness) -> None:
     for version in (1, 2, 3):
         await harness.reload(version, harness.policy(version))
-    kept = sorted(path.name[:9] for path in (harness.directory / "weights" / "own").iterdir())
+    kept = sorted(path.name[:9] for path in (harness.directory / "weights" / "own").glob("v*"))
     assert kept == ["v00000002", "v00000003"]
+
+
+async def test_the_event_loop_removes_no_files(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, rmtree = [], shutil.rmtree
+
+    def noting(path: Path, *, ignore_errors: bool) -> None:
+        threads.append(threading.current_thread())
+        rmtree(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", noting)
+    for version in (1, 2, 3):
+        await harness.reload(version, harness.policy(version))
+    broken = harness.policy(4)
+    flip(broken)
+    assert (await harness.reload(4, broken)).status_code == 422
+    await wait_until_async(lambda: len(threads) >= 2)
+    assert threading.main_thread() not in threads
+    own = harness.directory / "weights" / "own"
+    await wait_until_async(lambda: len(list(own.iterdir())) == 2)
 
 
 async def test_a_version_that_is_prepared_while_another_one_loads_stays_on_disk(harness: Harness) -> None:
@@ -284,7 +305,7 @@ async def test_a_version_that_is_prepared_while_another_one_loads_stays_on_disk(
     assert (await loading).status_code == 200
     (second / WEIGHTS).unlink()
     assert (await harness.reload(2, second, manifest_sha256=digest)).status_code == 200
-    kept = sorted(path.name[:9] for path in (harness.directory / "weights" / "own").iterdir())
+    kept = sorted(path.name[:9] for path in (harness.directory / "weights" / "own").glob("v*"))
     assert kept == ["v00000001", "v00000002"]
 
 

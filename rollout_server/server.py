@@ -80,7 +80,7 @@ class RolloutServer:
         self.memory = EngineMemory(settings, self.engine, self.reloader, self.metrics)
         self.reloads = ReloadRequests(lambda: self.reloader.loading)
         self._adoption = Adoption(settings, self.engine, self.reloader, self.reloads)
-        self.adapters = NamedAdapters(self.engine, self.reloader, self.store)
+        self.adapters = NamedAdapters(settings, self.engine, self.reloader, self.store)
         self.process = new_id()
         """Tells this process from any other that has the same id or URL."""
         self._registration = RegistrationClient(settings, http, self.process)

@@ -108,6 +108,8 @@ class RolloutServerSettings(ServiceSettings):
     control_timeout_s: float = 30.0
     fetch_timeout_s: float = 60.0
     """A download that brings no byte for so long has failed."""
+    adapter_timeout_s: float = 300.0
+    """How long it may take to fetch and verify an adapter that has a name."""
     collective_timeout_s: float = 60.0
     """How long the trainer may take to begin to send tensors, and the engine to take a part of them."""
     collective_rest_s: float = 600.0

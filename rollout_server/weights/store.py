@@ -45,7 +45,7 @@ class WeightsStore:
         self._verified: dict[Path, Fingerprint] = {}
         """What the files of a verified directory looked like."""
         self._newest: set[Path] = set()
-        """The directory that is being filled, or the one that was completed last."""
+        """The directory of the fleet's policy that is being filled, or the one that was completed last."""
         self._remover = ThreadPoolExecutor(1, "remover")
         for directory in self._directory.glob(f"{REMOVED}*"):  # of a server that was killed
             self._remover.submit(shutil.rmtree, directory, ignore_errors=True)
@@ -67,7 +67,8 @@ class WeightsStore:
         part = self._directory / f"{_prefix(name)}v{version:08d}.part"
         self.remove(part)
         part.mkdir(parents=True)
-        self._newest = {part}
+        if name is None:
+            self._newest = {part}
         return part
 
     def commit(self, part: Path, target: Path) -> None:
@@ -80,10 +81,9 @@ class WeightsStore:
                 shutil.copyfile(file, part / file.name)
         self.remove(target)
         part.rename(target)
-        self._newest = {target}
-        self._verified = {target: _fingerprint(target)} | {
-            directory: seen for directory, seen in self._verified.items() if directory.exists()
-        }
+        if part in self._newest:
+            self._newest = {target}
+        self._verified[target] = _fingerprint(target)
 
     def offered(self, version: int, manifest_sha256: str, name: str) -> Path | None:
         """A file of a verified version, for another server; None if it is not here."""

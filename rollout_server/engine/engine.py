@@ -14,10 +14,10 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from time import monotonic
-from typing import Protocol
 
 from rollout_server.engine.adapters import EngineAdapters
 from rollout_server.engine.control import KV_CACHE, WEIGHTS, EngineControl, EngineFailed
+from rollout_server.engine.handle import ProcessHandle
 from rollout_server.engine.state import ServerState
 from rollout_server.settings import RolloutServerSettings
 from rollout_server.weights.policy import LocalPolicy
@@ -30,18 +30,8 @@ WATCH_S = 5.0
 POLLED_WITHIN_S = 1.0
 """The longest time between two polls of `/status` by one gateway."""
 MAX_BACKOFF_S = 30.0
-
-
-class ProcessHandle(Protocol):
-    """What `Engine` needs of an operating-system process."""
-
-    @property
-    def exited(self) -> bool: ...
-    async def wait(self) -> int: ...
-    async def kill(self) -> None: ...
-    async def stop(self) -> None: ...
-    def log_tail(self) -> str: ...
-
+KNOWN_CHECKSUMS = 64
+"""Of how many sets of weights, the last ones that were proved, the checksum is remembered."""
 
 StartProcess = Callable[[LocalPolicy], Awaitable[ProcessHandle]]
 """Starts an engine with whole weights."""
@@ -193,7 +183,10 @@ class Engine:
             raise EngineFailed(f"version {policy.version} has other weights in the engine than before")
         if differs_from is not None and checksum == self._checksums.get(differs_from):
             raise EngineFailed(f"the weights of version {differs_from.version} are still in the engine")
+        self._checksums.pop(policy, None)
         self._checksums[policy] = checksum
+        for oldest in list(self._checksums)[:-KNOWN_CHECKSUMS]:
+            del self._checksums[oldest]
 
     async def prove_version(self, policy: LocalPolicy) -> None:
         """Check the version of the weights alone. Raises EngineFailed."""

@@ -19,10 +19,10 @@ from rollout_queue.contract.policies.policy import MANIFEST, STABLE, FileSpec, M
 from rollout_queue.http.object_store import StoreUnavailable, opened
 from rollout_queue.settings import ObjectStoreSettings
 from rollout_server.errors import WeightsUnavailable
-from rollout_server.weights.delta import apply_delta, tensors_of
+from rollout_server.weights.delta import apply_delta
 from rollout_server.weights.file_check import CheckedFile, FileCheck, WrongDigest, copy_checked
 from rollout_server.weights.locations import FileLocation, HttpLocation, Location, is_under
-from rollout_server.weights.safetensors_file import BrokenWeights
+from rollout_server.weights.safetensors_file import BrokenWeights, tensors_of
 from rollout_server.weights.sources import HttpSource, ObjectSource, Source
 
 logger = logging.getLogger(__name__)

@@ -113,7 +113,7 @@ async def test_a_newer_version_is_left_to_the_push(tmp_path: Path) -> None:
     say(harness, named(2, harness.policy(2)))
     before = len(harness.network.requests)
     await wait_until_async(lambda: len(harness.network.requests) >= before + 3)
-    assert not list((tmp_path / "weights").rglob("v00000002*"))
+    assert not list((tmp_path / "weights" / "own").glob("v00000002*"))
     assert (await harness.status())["version"] == 0
     await harness.server.close()
 

@@ -123,7 +123,7 @@ async def test_a_broken_set_never_reaches_the_engine(harness: Harness, broken: s
     assert harness.engine.calls == []
     assert (await harness.status())["version"] == 0
     assert (await harness.status())["state"] == "ready"
-    assert not list((harness.directory / "weights").rglob("*.part"))
+    assert not list((harness.directory / "weights" / "own").glob("*.part"))
 
 
 @pytest.mark.parametrize(("broken", "status"), [(False, 200), (True, 422)])
@@ -138,7 +138,7 @@ async def test_files_of_another_file_system_are_copied_and_checked(
     if broken:
         flip(directory)
     assert (await harness.reload(1, directory)).status_code == status
-    copies = list((harness.directory / "weights").rglob(f"v00000001*/{WEIGHTS}"))
+    copies = list((harness.directory / "weights" / "own").glob(f"v00000001*/{WEIGHTS}"))
     assert [copy.read_bytes() for copy in copies] == ([] if broken else [(directory / WEIGHTS).read_bytes()])
 
 
@@ -255,7 +255,9 @@ async def test_reloads_run_one_at_a_time(harness: Harness) -> None:
     await wait_until_async(lambda: "/update_weights_from_disk" in harness.engine.calls)
     waiting = asyncio.create_task(harness.reload(2, second))
     await asyncio.sleep(0.05)  # the second reload would fetch within this time if it did not wait
-    assert not list((harness.directory / "weights").rglob("v00000002*")), "the second has not even fetched"
+    assert not list((harness.directory / "weights" / "own").glob("v00000002*")), (
+        "the second has not even fetched"
+    )
     harness.engine.load_gate.set()
     assert [(await running).status_code, (await waiting).status_code] == [200, 200]
     assert (await harness.status())["version"] == 2

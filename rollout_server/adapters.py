@@ -15,45 +15,54 @@ from collections.abc import Mapping
 from rollout_queue.protocol.adapters import LoadedAdapter, WantedAdapter, WantedAdapters
 from rollout_server.engine.control import AdapterRefused, EngineFailed
 from rollout_server.engine.engine import Engine
-from rollout_server.errors import ReloadError
+from rollout_server.errors import ReloadError, WeightsUnavailable
 from rollout_server.reloading.reload import Reloader
+from rollout_server.settings import RolloutServerSettings
 from rollout_server.weights.policy import LocalPolicy, WantedPolicy
 from rollout_server.weights.store import WeightsStore
 
 logger = logging.getLogger(__name__)
 
 Key = tuple[str, int]
-LOOK_EVERY_S = 1.0
+COMPARE_EVERY_S = 1.0
 """How often the engine is compared with what is wanted: it may have started again."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """The pause before a failed load is repeated; it doubles with each."""
 
 
 class NamedAdapters:
-    """The adapters that have a name. `keep` runs in the background."""
+    """The adapters that have a name. `keep` runs every COMPARE_EVERY_S."""
 
-    def __init__(self, engine: Engine, reloader: Reloader, store: WeightsStore) -> None:
+    def __init__(
+        self, settings: RolloutServerSettings, engine: Engine, reloader: Reloader, store: WeightsStore
+    ) -> None:
         self._engine, self._reloader, self._store = engine, reloader, store
+        self._timeout_s = settings.adapter_timeout_s
         self._wanted: Mapping[Key, WantedAdapter] | None = None
         self._revision = 0
         self._loading = asyncio.Lock()
         self._failures: dict[Key, tuple[int, float, str]] = {}
         """How often a load has failed, when the next one may begin, and why the last one failed."""
+        self._preparing: tuple[WantedAdapter, asyncio.Timeout] | None = None
+        """The adapter that is fetched and verified now, and the bound of its time."""
 
     def want(self, wanted: WantedAdapters | None) -> None:
-        """From now on, have these adapters. An older list than the last one is ignored."""
+        """From now on, have these adapters. An older list than the last one is ignored. Ends the preparation
+        of an adapter that is not wanted any more."""
         if wanted is None or wanted.revision < self._revision:
             return
         self._revision = wanted.revision
         self._wanted = {(each.policy, each.version): each for each in wanted.adapters}
         self._failures = {key: each for key, each in self._failures.items() if key in self._wanted}
+        if self._preparing is not None:
+            adapter, bound = self._preparing
+            if not self._wants(adapter) and not bound.expired():
+                bound.reschedule(asyncio.get_running_loop().time())
 
     async def keep(self) -> None:
-        """Load what is missing, and forget what is not wanted, again and again."""
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            if self._wanted is not None and self._engine.serving:
-                await self.settle(again=False)
+        """Load what is missing, and forget what is not wanted."""
+        if self._wanted is not None and self._engine.serving:
+            await self.settle(again=False)
 
     async def settle(self, *, again: bool = True) -> tuple[LoadedAdapter, ...]:
         """Load what is missing now, and forget the others. With `again`, what has failed is tried at once."""
@@ -75,13 +84,15 @@ class NamedAdapters:
         """Load one adapter, unless the engine has it."""
         key = adapter.policy, adapter.version
         failures, next_at, error = self._failures.get(key, (0, 0.0, ""))
-        if not self._has(adapter) and (again or time.monotonic() >= next_at):
+        due = self._wants(adapter) and (again or time.monotonic() >= next_at)
+        if due and not self._has(adapter):
             try:
                 await self._load(adapter)
             except (ReloadError, EngineFailed) as failure:
                 error = str(failure)
                 pause_s = min(FIRST_PAUSE_S * 2.0**failures, LONGEST_PAUSE_S)
-                self._failures[key] = (failures + 1, time.monotonic() + pause_s, error)
+                if self._wants(adapter):
+                    self._failures[key] = (failures + 1, time.monotonic() + pause_s, error)
                 logger.error("the adapter %s@%d is not loaded: %s", *key, error)
             else:
                 self._failures.pop(key, None)
@@ -91,12 +102,29 @@ class NamedAdapters:
 
     async def _load(self, adapter: WantedAdapter) -> None:
         """Raises ReloadError, EngineFailed."""
-        wanted = WantedPolicy(adapter.version, adapter.location, adapter.manifest_sha256, name=adapter.policy)
         self._check_engine()  # before anything is fetched
-        policy = await self._reloader.prepare(wanted)
+        policy = await self._prepare(adapter)
         self._check_engine()
         await self._engine.adapters.load(policy)
         await self._engine.adapters.prove(policy)
+        self._check_engine()  # a push may have replaced the weights meanwhile
+        self._engine.adapters.note(policy)
+
+    async def _prepare(self, adapter: WantedAdapter) -> LocalPolicy:
+        """Fetch and verify the files. Raises ReloadError."""
+        wanted = WantedPolicy(adapter.version, adapter.location, adapter.manifest_sha256, name=adapter.policy)
+        try:
+            async with asyncio.timeout(self._timeout_s) as bound:
+                self._preparing = adapter, bound
+                return await self._reloader.prepare(wanted)
+        except TimeoutError as error:
+            late = f"was not here and verified within {self._timeout_s:g} s"
+            raise WeightsUnavailable(late if self._wants(adapter) else "is not wanted any more") from error
+        finally:
+            self._preparing = None
+
+    def _wants(self, adapter: WantedAdapter) -> bool:
+        return self._wanted is not None and adapter in self._wanted.values()
 
     def _check_engine(self) -> None:
         if not self._engine.serving:

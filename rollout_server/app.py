@@ -5,9 +5,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import JSONResponse, Response
 
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
+from rollout_queue.http.files import LargeFile
 from rollout_queue.http.keys import Keyring
 from rollout_queue.http.probes import probes, text_of
 from rollout_queue.protocol.adapters import AdapterShape, LoadedAdapters, WantedAdapters
@@ -76,12 +77,12 @@ def _reloading(server: RolloutServer) -> APIRouter:
         return JSONResponse(answer.model_dump())
 
     @router.get("/weights/{version}/{manifest_sha256}/{name}")
-    def weights(version: int, manifest_sha256: str, name: str) -> FileResponse:
+    def weights(version: int, manifest_sha256: str, name: str) -> LargeFile:
         """One file of a version that was verified here, for another rollout server."""
         path = server.store.offered(version, manifest_sha256, name)
         if path is None:
             raise ApiError(404, f"version {version} has no file {name!r} here", type="not_found")
-        return FileResponse(path, media_type="application/octet-stream")
+        return LargeFile(path, media_type="application/octet-stream")
 
     return router
 

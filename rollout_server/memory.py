@@ -8,7 +8,6 @@ dies of a second one, never gets it. If anything fails, the engine is killed, an
 the trainer has given the memory back.
 """
 
-import asyncio
 import logging
 from time import monotonic
 
@@ -17,11 +16,11 @@ from rollout_server.errors import MemoryRefused, ReloadError
 from rollout_server.metrics import RolloutMetrics
 from rollout_server.reloading.reload import Reloader
 from rollout_server.settings import RolloutServerSettings
-from rollout_server.weights.safetensors_file import BrokenWeights
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
+"""How often the time is compared."""
 
 
 class EngineMemory:
@@ -61,15 +60,13 @@ class EngineMemory:
             await self._take_back()
 
     async def keep_time(self) -> None:
-        """Take the memory back whenever its time is over."""
-        while True:
-            await asyncio.sleep(POLL_S)
-            if not self._is_over():
-                continue
-            async with self._reloader.swap:
-                if self._is_over():
-                    logger.warning("%s did not give the engine's memory back in its time", self._holder)
-                    await self._take_back()
+        """Take the memory back if its time is over."""
+        if not self._is_over():
+            return
+        async with self._reloader.swap:
+            if self._is_over():
+                logger.warning("%s did not give the engine's memory back in its time", self._holder)
+                await self._take_back()
 
     def _is_over(self) -> bool:
         return self._engine.withheld and monotonic() >= self._until
@@ -78,7 +75,7 @@ class EngineMemory:
         try:
             if self._engine.released:
                 await self._reloader.reoccupy()
-        except (ReloadError, BrokenWeights, OSError) as error:
+        except ReloadError as error:
             logger.error("the engine did not take its memory again, and starts again: %s", error)
         finally:
             await self._engine.give_back()

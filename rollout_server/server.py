@@ -8,27 +8,28 @@ POST /memory/… ─▶ memory ─┘
 import asyncio
 import contextlib
 import logging
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from time import monotonic
 
 import httpx
 
 from rollout_queue.contract.ids import new_id
-from rollout_server.adapters import NamedAdapters
+from rollout_server.adapters import COMPARE_EVERY_S, NamedAdapters
 from rollout_server.engine.command import engine_command, engine_dtype, engine_environment
 from rollout_server.engine.control import EngineControl, EngineFailed
 from rollout_server.engine.engine import Engine, StartProcess
 from rollout_server.engine.process import EngineProcess, port_in_use
 from rollout_server.errors import ReloadError
-from rollout_server.memory import EngineMemory
+from rollout_server.memory import POLL_S, EngineMemory
 from rollout_server.metrics import RolloutMetrics
 from rollout_server.registration import RegistrationClient
+from rollout_server.reloading.adoption import Adoption
 from rollout_server.reloading.collective import TensorReceiver
 from rollout_server.reloading.reload import Reloader
 from rollout_server.reloading.requests import ReloadRequests
 from rollout_server.settings import Device, RolloutServerSettings
 from rollout_server.weights.fetch import Fetcher
-from rollout_server.weights.policy import LocalPolicy, WantedPolicy
+from rollout_server.weights.policy import LocalPolicy
 from rollout_server.weights.store import WeightsStore
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,8 @@ class RolloutServer:
         )
         self.memory = EngineMemory(settings, self.engine, self.reloader, self.metrics)
         self.reloads = ReloadRequests(lambda: self.reloader.loading)
-        self.adapters = NamedAdapters(self.engine, self.reloader, self.store)
+        self._adoption = Adoption(settings, self.engine, self.reloader, self.reloads)
+        self.adapters = NamedAdapters(settings, self.engine, self.reloader, self.store)
         self.process = new_id()
         """Tells this process from any other that has the same id or URL."""
         self._registration = RegistrationClient(settings, http, self.process)
@@ -86,14 +88,13 @@ class RolloutServer:
 
     async def open(self) -> None:
         """Start the engine and the registration. Returns at once, while the engine boots."""
-        self._tasks = [
-            asyncio.create_task(self.engine.run(self._choose), name="engine"),
-            asyncio.create_task(self._keep_registered(), name="registration"),
-            asyncio.create_task(self.adapters.keep(), name="adapters"),
-            asyncio.create_task(self.memory.keep_time(), name="memory"),
-        ]
-        for task in self._tasks:
-            task.add_done_callback(_report)
+        repeated = (
+            (self._keep_registered, self._settings.register_every_s),
+            (self.adapters.keep, COMPARE_EVERY_S),
+            (self.memory.keep_time, POLL_S),
+        )
+        self._tasks = [asyncio.create_task(self.engine.run(self._choose), name="engine")]
+        self._tasks += [asyncio.create_task(_repeat(work, every_s)) for work, every_s in repeated]
 
     async def leave(self) -> None:
         """Drain the engine, while `/status` still tells the gateways that this server drains."""
@@ -102,6 +103,7 @@ class RolloutServer:
     async def close(self) -> None:
         """End the engine and every task."""
         await self.engine.close()
+        await self._adoption.close()
         await self.reloader.close()
         for task in self._tasks:
             task.cancel()
@@ -144,7 +146,7 @@ class RolloutServer:
         or cannot be loaded. If the files of the last one have changed, it is an earlier one."""
         announced = await self._registration.announce()
         self.engine.awaited_version = None
-        if announced is not None and not _names(announced, last):
+        if announced is not None and not announced.is_same_as(last):
             try:
                 return await self.reloader.prepare(announced)
             except ReloadError as error:
@@ -155,31 +157,13 @@ class RolloutServer:
         return await self.reloader.restore(last)
 
     async def _keep_registered(self) -> None:
-        while True:
-            await asyncio.sleep(self._settings.register_every_s)
-            served = self.engine.policy
-            announced = await self._registration.announce()
-            self.adapters.want(self._registration.adapters)
-            if announced is None and self._registration.reached:
-                self.engine.awaited_version = None
-            if announced is None or not self._should_adopt(announced):
-                continue
-            try:
-                await self.reloader.reload(announced, force=True, instead_of=served)
-            except ReloadError as error:
-                logger.error(
-                    "version %d, which the gateway serves, was not loaded: %s", announced.version, error
-                )
-
-    def _should_adopt(self, announced: WantedPolicy) -> bool:
-        engine = self.engine
-        if _names(announced, engine.policy):
-            engine.awaited_version = None
-            return False
-        if announced.version > engine.policy.version or announced.version == engine.awaited_version:
-            return engine.serving
-        # While a push goes on, the gateway still names the version before it.
-        return engine.serving and monotonic() - engine.policy_since > self._settings.settle_s
+        served = self.engine.policy
+        announced = await self._registration.announce()
+        self.adapters.want(self._registration.adapters)
+        if announced is None and self._registration.reached:
+            self.engine.awaited_version = None
+        if announced is not None:
+            self._adoption.consider(announced, served)
 
 
 def build_server(settings: RolloutServerSettings, device: Device, weights_dir: Path) -> RolloutServer:
@@ -210,11 +194,11 @@ def port_message(host: str, port: int, field: str) -> str:
     return f"port {port} on {host} is in use: stop what listens there, or set rollout_server.{field}"
 
 
-def _names(announced: WantedPolicy, policy: LocalPolicy) -> bool:
-    same_content = announced.manifest_sha256 in (None, policy.manifest_sha256)
-    return announced.version == policy.version and same_content
-
-
-def _report(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.critical("the task %s failed", task.get_name(), exc_info=error)
+async def _repeat(work: Callable[[], Awaitable[None]], every_s: float) -> None:
+    """Do the work again and again; a failure does not end it."""
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            await work()
+        except Exception:  # outermost frame of a task: log the bug and go on
+            logger.exception("the background task %s failed", getattr(work, "__name__", work))

@@ -62,7 +62,8 @@ class RolloutServerSettings(ServiceSettings):
     """Where to register; null for a server without a gateway."""
     register_every_s: float = 5.0
     settle_s: float = 60.0
-    """How long after a reload the gateway may name the older version, while its push to the fleet goes on."""
+    """How long the gateway may name another version than this server serves, before the server loads it
+    without a push. While a push goes on, the gateway may name the version before it."""
 
     model_path: Path
     """The Hugging Face directory that the engine starts with, known as `initial_version`."""
@@ -107,6 +108,8 @@ class RolloutServerSettings(ServiceSettings):
     control_timeout_s: float = 30.0
     fetch_timeout_s: float = 60.0
     """A download that brings no byte for so long has failed."""
+    adapter_timeout_s: float = 300.0
+    """How long it may take to fetch and verify an adapter that has a name."""
     collective_timeout_s: float = 60.0
     """How long the trainer may take to begin to send tensors, and the engine to take a part of them."""
     collective_rest_s: float = 600.0

@@ -13,11 +13,12 @@ from time import monotonic
 import msgspec
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry, Gauge
 
 from rollout_queue.contract.policies.policy import MANIFEST
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
+from rollout_queue.http.files import LargeFile
 from rollout_queue.http.keys import Keyring
 from rollout_queue.http.probes import probes, text_of
 from rollout_queue.http.server import KEEP_ALIVE_S
@@ -139,7 +140,7 @@ def _weights(store: PolicyStore) -> APIRouter:
         """One file of a complete version, for example its manifest."""
         path = _published_file(store, version, name)
         media_type = "application/json" if name == MANIFEST else "application/octet-stream"
-        return FileResponse(path, media_type=media_type)
+        return LargeFile(path, media_type=media_type)
 
     return router
 

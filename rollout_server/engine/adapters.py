@@ -38,8 +38,13 @@ class EngineAdapters:
         if name not in await self._client.adapters():
             raise EngineFailed(f"the engine does not have the adapter {name}")
         await self._client.try_adapter(name)
-        self._loaded.pop(name, None)
-        self._loaded[name] = policy
+
+    def note(self, policy: LocalPolicy) -> None:
+        """Let calls name the adapter of a policy, if it is one: it is proved over the weights that the
+        engine serves."""
+        if (name := policy.adapter_name) is not None:
+            self._loaded.pop(name, None)
+            self._loaded[name] = policy
 
     def forget(self, name: str) -> None:
         """Let calls not name an adapter any more. The engine drops it when it needs the room."""

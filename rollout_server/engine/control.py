@@ -47,7 +47,8 @@ class EngineLayout:
 
 
 class EngineControl:
-    """Calls one engine. `control_timeout_s` bounds the quick calls, `load_timeout_s` loads and checksums."""
+    """Calls one engine. `control_timeout_s` bounds the quick calls, `load_timeout_s` loads, checksums and
+    a token."""
 
     def __init__(self, client: httpx.AsyncClient, *, control_timeout_s: float, load_timeout_s: float) -> None:
         self._client = client
@@ -109,7 +110,8 @@ class EngineControl:
             "return_logprob": True,
             "lora_path": name,
         }
-        answer = await self._call("POST", "/generate", body)
+        # It waits in the engine's queue, behind the calls that run.
+        answer = await self._call("POST", "/generate", body, self._load_timeout_s)
         sampled = (answer.get("meta_info") or {}).get("output_token_logprobs")
         if not sampled or not math.isfinite(sampled[0][0]):
             raise EngineFailed(f"the adapter {name} gives no log-probability: {answer}"[:500])

@@ -14,10 +14,10 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from time import monotonic
-from typing import Protocol
 
 from rollout_server.engine.adapters import EngineAdapters
 from rollout_server.engine.control import KV_CACHE, WEIGHTS, EngineControl, EngineFailed
+from rollout_server.engine.handle import ProcessHandle
 from rollout_server.engine.state import ServerState
 from rollout_server.settings import RolloutServerSettings
 from rollout_server.weights.policy import LocalPolicy
@@ -30,23 +30,13 @@ WATCH_S = 5.0
 POLLED_WITHIN_S = 1.0
 """The longest time between two polls of `/status` by one gateway."""
 MAX_BACKOFF_S = 30.0
-
-
-class ProcessHandle(Protocol):
-    """What `Engine` needs of an operating-system process."""
-
-    @property
-    def exited(self) -> bool: ...
-    async def wait(self) -> int: ...
-    async def kill(self) -> None: ...
-    async def stop(self) -> None: ...
-    def log_tail(self) -> str: ...
-
+KNOWN_CHECKSUMS = 64
+"""Of how many sets of weights, the last ones that were proved, the checksum is remembered."""
 
 StartProcess = Callable[[LocalPolicy], Awaitable[ProcessHandle]]
 """Starts an engine with whole weights."""
 ChoosePolicy = Callable[[LocalPolicy], Awaitable[LocalPolicy]]
-"""Returns the policy of the next start, given the last one; never raises."""
+"""Returns the policy of the next start, given the last one."""
 
 
 class Engine:
@@ -65,7 +55,6 @@ class Engine:
         self.draining = False
         self.awaited_version: int | None = None
         """The version that the fleet serves and this server could not load; None if there is none."""
-        self.policy_since = monotonic()
         self._settings = settings
         self._start = start
         self._phase = ServerState.STARTING
@@ -101,9 +90,9 @@ class Engine:
         while not self._closing:
             await self.until_memory()
             await self._become(ServerState.STARTING)
-            self.policy = await choose(self.policy)
             ready_at = None
             try:
+                self.policy = await choose(self.policy)
                 async with self._started(self.policy) as process:
                     await self._prove_boot(process)
                     ready_at = monotonic()
@@ -113,6 +102,8 @@ class Engine:
                 if self._closing:
                     return
                 logger.error("engine failed: %s", error)
+            except Exception:  # outermost frame of a task: log the bug and start again
+                logger.exception("the task of the engine failed")
             await self._become(ServerState.DEAD)
             self.restarts += 1
             if ready_at is not None and monotonic() - ready_at > MAX_BACKOFF_S:
@@ -147,7 +138,7 @@ class Engine:
                     for tag in (KV_CACHE, WEIGHTS):
                         await self.client.release(tag)
             except EngineFailed as error:
-                logger.error("the engine did not release its memory, and was killed: %s", error)
+                logger.error("the engine did not release its memory: %s", error)
         elif self._process is not None and not self.released:
             await self._process.kill()
         async with self._changed:
@@ -176,6 +167,7 @@ class Engine:
         try:
             yield
         except BaseException:
+            logger.error("the engine is killed, and starts again with version %d", self.policy.version)
             await process.kill()
             raise
         if self._phase is ServerState.LOADING:
@@ -191,7 +183,10 @@ class Engine:
             raise EngineFailed(f"version {policy.version} has other weights in the engine than before")
         if differs_from is not None and checksum == self._checksums.get(differs_from):
             raise EngineFailed(f"the weights of version {differs_from.version} are still in the engine")
+        self._checksums.pop(policy, None)
         self._checksums[policy] = checksum
+        for oldest in list(self._checksums)[:-KNOWN_CHECKSUMS]:
+            del self._checksums[oldest]
 
     async def prove_version(self, policy: LocalPolicy) -> None:
         """Check the version of the weights alone. Raises EngineFailed."""
@@ -202,8 +197,8 @@ class Engine:
     def serve(self, policy: LocalPolicy) -> None:
         """Note that the engine serves `policy` now, and boots into it when it starts again."""
         self.adapters.keep_only_of(policy.weights)
+        self.adapters.note(policy)
         self.policy = policy
-        self.policy_since = monotonic()
         self.awaited_version = None
 
     async def drain(self) -> None:
@@ -273,6 +268,7 @@ class Engine:
         await self.prove(self.policy.weights)
         await self.adapters.load(self.policy)
         await self.adapters.prove(self.policy)
+        self.adapters.note(self.policy)
         logger.info("engine serves version %d after %.1f s", self.policy.version, monotonic() - started_at)
 
     async def _watch(self, process: ProcessHandle) -> None:

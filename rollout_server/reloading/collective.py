@@ -18,9 +18,8 @@ from rollout_queue.protocol.collective import Device, JoinBody, Joining, SentTen
 from rollout_queue.protocol.errors import error_message
 from rollout_queue.protocol.message import MalformedMessage
 from rollout_server.engine.control import EngineControl, EngineFailed, EngineRefused
-from rollout_server.weights.delta import tensors_of
 from rollout_server.weights.policy import LocalPolicy
-from rollout_server.weights.safetensors_file import fingerprint
+from rollout_server.weights.safetensors_file import fingerprint, tensors_of
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from rollout_server.reloading.collective import NotReceived, TensorReceiver
 from rollout_server.reloading.seconds import Seconds
 from rollout_server.settings import RolloutServerSettings
 from rollout_server.weights.policy import LocalPolicy
-from rollout_server.weights.safetensors_file import weights_differ
+from rollout_server.weights.safetensors_file import BrokenWeights, weights_differ
 from rollout_server.weights.store import WeightsStore
 
 logger = logging.getLogger(__name__)
@@ -62,12 +62,7 @@ class EngineLoader:
         except EngineFailed as error:
             if joining is not None:
                 self._receiver.rest()
-            logger.error(
-                "version %d was not loaded: %s; the engine starts again with version %d",
-                policy.version,
-                error,
-                former.version,
-            )
+            logger.error("version %d was not loaded: %s", policy.version, error)
             raise EngineUnavailable(f"version {policy.version} was not loaded: {error}") from error
         finally:
             self.loading = None
@@ -114,10 +109,15 @@ class EngineLoader:
             raise not_sent
 
     def _differ(self, weights: LocalPolicy, former: LocalPolicy, joining: Joining | None) -> bool:
-        """Whether the engine certainly holds other weights after the load."""
-        if joining is not None:
-            return self._receiver.differs(joining, former, float32_engine=self._float32_engine)
-        return weights_differ(weights.directory, former.directory, float32_engine=self._float32_engine)
+        """Whether the engine certainly holds other weights after the load. Files that cannot be read say
+        nothing: the former version's may be damaged by now."""
+        try:
+            if joining is not None:
+                return self._receiver.differs(joining, former, float32_engine=self._float32_engine)
+            return weights_differ(weights.directory, former.directory, float32_engine=self._float32_engine)
+        except (BrokenWeights, OSError) as error:
+            logger.warning("versions %d and %d are not compared: %s", weights.version, former.version, error)
+            return False
 
     async def _load_adapter(self, policy: LocalPolicy, seconds: Seconds) -> None:
         """Serve an adapter, or its base without one. Nothing pauses: what runs goes on as it began."""

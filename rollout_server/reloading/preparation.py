@@ -6,7 +6,7 @@ allowed? ─▶ here already? ─▶ manifest ─▶ files, or changes and a bas
 
 import asyncio
 import logging
-import shutil
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic
@@ -28,13 +28,14 @@ logger = logging.getLogger(__name__)
 
 
 class Preparation:
-    """Prepares one version at a time."""
+    """Prepares one version of the fleet's policy, and one of each named adapter, at a time."""
 
     def __init__(
         self, settings: RolloutServerSettings, store: WeightsStore, fetcher: Fetcher, initial: LocalPolicy
     ) -> None:
         self._settings, self._store, self._fetcher, self._initial = settings, store, fetcher, initial
-        self._one = asyncio.Lock()
+        self._one = defaultdict[str | None, asyncio.Lock](asyncio.Lock)
+        """By the adapter's name; None for the fleet's policy."""
 
     def place(self, wanted: WantedPolicy) -> Location | None:
         """Where the files are; None for the version that the engine starts with. Raises LocationRefused."""
@@ -49,7 +50,7 @@ class Preparation:
         place = self.place(wanted)
         if place is None:
             return self._initial
-        async with self._one:
+        async with self._one[wanted.name]:
             with as_reload_errors(wanted.version):
                 return await self._prepare(wanted, place, seconds)
 
@@ -84,7 +85,7 @@ class Preparation:
             target = self._store.path_of(wanted.version, digest, wanted.name)
             self._store.commit(part, target)
         finally:
-            shutil.rmtree(part, ignore_errors=True)
+            self._store.remove(part)
         return self._local(wanted, target, digest)
 
     async def _files(

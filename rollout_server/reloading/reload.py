@@ -96,7 +96,8 @@ class Reloader:
 
         Raises ReloadError.
         """
-        self._received.make_way(wanted)
+        if wanted.name is None:
+            self._received.make_way(wanted)
         return await self._preparation.prepare(wanted, seconds or Seconds())
 
     async def restore(self, last: LocalPolicy) -> LocalPolicy:

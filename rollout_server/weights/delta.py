@@ -22,18 +22,11 @@ from rollout_server.weights.safetensors_file import (
     BrokenWeights,
     StoredTensor,
     parse_header,
-    read_header,
 )
 
 Raw = npt.NDArray[np.uint8]
 Tensors = Mapping[str, tuple[Path, StoredTensor]]
 """By name: the file that has the tensor, and where."""
-
-
-def tensors_of(directory: Path) -> dict[str, tuple[Path, StoredTensor]]:
-    """The tensors of a version's files. Raises BrokenWeights, OSError."""
-    files = sorted(directory.glob("*.safetensors"))
-    return {name: (file, tensor) for file in files for name, tensor in read_header(file).items()}
 
 
 def apply_delta(

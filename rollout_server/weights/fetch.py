@@ -6,7 +6,6 @@ location, or a peer ─▶ manifest.json ─▶ files ─▶ v00000012.part/
 import asyncio
 import logging
 import os
-import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -20,10 +19,10 @@ from rollout_queue.contract.policies.policy import MANIFEST, STABLE, FileSpec, M
 from rollout_queue.http.object_store import StoreUnavailable, opened
 from rollout_queue.settings import ObjectStoreSettings
 from rollout_server.errors import WeightsUnavailable
-from rollout_server.weights.delta import apply_delta, tensors_of
-from rollout_server.weights.file_check import CheckedFile, FileCheck, WrongDigest
+from rollout_server.weights.delta import apply_delta
+from rollout_server.weights.file_check import CheckedFile, FileCheck, WrongDigest, copy_checked
 from rollout_server.weights.locations import FileLocation, HttpLocation, Location, is_under
-from rollout_server.weights.safetensors_file import BrokenWeights
+from rollout_server.weights.safetensors_file import BrokenWeights, tensors_of
 from rollout_server.weights.sources import HttpSource, ObjectSource, Source
 
 logger = logging.getLogger(__name__)
@@ -74,16 +73,14 @@ class Fetcher:
         into: Path,
         peer: HttpLocation | None = None,
     ) -> dict[str, CheckedFile]:
-        """Copy every file of the manifest, several at once. Files that come over a network are checked as
-        they arrive, and returned; the other ones only get their names here. Files are read from `peer` first,
-        and from `location` if that fails.
+        """Copy every file of the manifest, several at once. Files that come over a network, or from another
+        file system, are checked as they arrive, and returned; the other ones only get their names here. Files
+        are read from `peer` first, and from `location` if that fails.
 
         Raises BrokenWeights, LocationRefused, WeightsUnavailable, OSError.
         """
         if isinstance(location, FileLocation):
-            for spec in manifest.files:
-                await asyncio.to_thread(_link_or_copy, location, spec, into / spec.name)
-            return {}
+            return await _links_or_copies(location, manifest.files, into)
         return await self._downloads(location, manifest.files, into, peer)
 
     async def changed_files(
@@ -194,21 +191,22 @@ class Fetcher:
     ) -> None:
         """Pass the bytes from `start` on to `write`. Raises BrokenWeights, and WeightsUnavailable if the
         source or the connection fails; the bytes so far were passed on then."""
-        received, piece = 0, bytearray()
+        received, piece, piece_bytes = 0, list[bytes](), 0
         try:
             async with aclosing(source.chunks(name, start)) as chunks:
                 async for chunk in chunks:
                     received += len(chunk)
                     if received > max_bytes:
                         raise BrokenWeights(f"is longer than {max_bytes + start} bytes", file=name)
-                    piece += chunk
-                    if len(piece) >= PIECE_BYTES:
-                        await asyncio.to_thread(write, bytes(piece))
-                        piece.clear()
+                    piece.append(chunk)
+                    piece_bytes += len(chunk)
+                    if piece_bytes >= PIECE_BYTES:
+                        await asyncio.to_thread(write, b"".join(piece))
+                        piece, piece_bytes = [], 0
         except WeightsUnavailable:
-            await asyncio.to_thread(write, bytes(piece))
+            await asyncio.to_thread(write, b"".join(piece))
             raise
-        await asyncio.to_thread(write, bytes(piece))
+        await asyncio.to_thread(write, b"".join(piece))
 
 
 @asynccontextmanager
@@ -219,6 +217,23 @@ async def _failing_as_one() -> AsyncIterator[asyncio.TaskGroup]:
             yield group
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+
+
+async def _links_or_copies(
+    location: FileLocation, specs: Sequence[FileSpec], into: Path
+) -> dict[str, CheckedFile]:
+    slots, ended = asyncio.Semaphore(DOWNLOADS), Event()
+
+    async def brought(spec: FileSpec) -> CheckedFile | None:
+        async with slots:
+            return await asyncio.to_thread(_link_or_copy, location, spec, into / spec.name, ended.is_set)
+
+    try:
+        async with _failing_as_one() as group:
+            tasks = [group.create_task(brought(spec)) for spec in specs]
+    finally:
+        ended.set()
+    return {checked.name: checked for task in tasks if (checked := task.result()) is not None}
 
 
 def _read_manifest_file(location: FileLocation) -> bytes:
@@ -232,8 +247,11 @@ def _read_manifest_file(location: FileLocation) -> bytes:
     return path.read_bytes()
 
 
-def _link_or_copy(location: FileLocation, spec: FileSpec, target: Path) -> None:
-    """Make a hard link, which costs neither time nor space. On another file system, make a copy."""
+def _link_or_copy(
+    location: FileLocation, spec: FileSpec, target: Path, ended: Callable[[], bool]
+) -> CheckedFile | None:
+    """Make a hard link, which costs neither time nor space. To another file system, make a copy, and check
+    it. Raises CheckEnded once `ended` returns True."""
     source = location.resolve(spec.name)
     if not source.is_file():
         raise BrokenWeights("is missing", file=spec.name)
@@ -244,4 +262,5 @@ def _link_or_copy(location: FileLocation, spec: FileSpec, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:
-        shutil.copyfile(source, target)
+        return copy_checked(source, target, spec, ended)
+    return None

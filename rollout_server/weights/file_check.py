@@ -7,6 +7,7 @@ bytes ─▶ SHA-256
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -147,10 +148,28 @@ def check_path(path: Path, spec: FileSpec, ended: Callable[[], bool] = lambda: F
     size = path.stat().st_size
     if size != spec.size:
         raise BrokenWeights(f"has {size} bytes, the manifest says {spec.size}", file=spec.name)
-    check, buffer = FileCheck(spec), bytearray(READ_BYTES)
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            if ended():
-                raise CheckEnded
-            check.feed(memoryview(buffer)[:count])
+        return _checked(file, spec, ended)
+
+
+def copy_checked(source: Path, target: Path, spec: FileSpec, ended: Callable[[], bool]) -> CheckedFile:
+    """Copy a file, and check what is copied. Raises as `check_path` does."""
+    with source.open("rb", buffering=0) as file, target.open("wb") as copy:
+        return _checked(file, spec, ended, copy.write)
+
+
+def _checked(
+    file: FileIO,
+    spec: FileSpec,
+    ended: Callable[[], bool],
+    take: Callable[[memoryview], object] | None = None,
+) -> CheckedFile:
+    check, buffer = FileCheck(spec), bytearray(READ_BYTES)
+    while count := file.readinto(buffer):
+        if ended():
+            raise CheckEnded
+        piece = memoryview(buffer)[:count]
+        if take is not None:
+            take(piece)
+        check.feed(piece)
     return check.finish()

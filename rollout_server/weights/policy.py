@@ -16,6 +16,12 @@ class WantedPolicy:
     name: str | None = None
     """The name of an adapter that is a policy of its own; None for the fleet's policy."""
 
+    def is_same_as(self, policy: "LocalPolicy") -> bool:
+        """Whether `policy` is this version, with this content."""
+        digest = self.manifest_sha256
+        same_content = digest is None or digest.lower() == policy.manifest_sha256
+        return self.version == policy.version and same_content
+
 
 @dataclass(frozen=True)
 class LocalPolicy:

@@ -85,13 +85,19 @@ def parse_header(text: bytes, size: int, name: str) -> dict[str, StoredTensor]:
     return tensors
 
 
+def tensors_of(directory: Path) -> dict[str, tuple[Path, StoredTensor]]:
+    """The tensors of a version's files. Raises BrokenWeights, OSError."""
+    files = sorted(directory.glob("*.safetensors"))
+    return {name: (file, tensor) for file in files for name, tensor in read_header(file).items()}
+
+
 def weights_differ(one: Path, other: Path, *, float32_engine: bool) -> bool:
     """Whether an engine certainly holds other values after loading `one` than after loading `other`.
 
     Tensors that the engine may round to the same values do not count. Equal weights may lie in different
     files (metadata, sharding), so values are compared, up to the first difference.
     """
-    ones, others = _tensors_of(one), _tensors_of(other)
+    ones, others = tensors_of(one), tensors_of(other)
     for name in sorted(ones.keys() & others.keys()):
         (path, tensor), (other_path, other_tensor) = ones[name], others[name]
         if tensor.dtype != other_tensor.dtype or not (float32_engine or tensor.dtype == "BF16"):
@@ -107,11 +113,6 @@ def fingerprint(path: Path, tensor: StoredTensor) -> int:
     item_bytes = ITEM_BYTES[tensor.dtype]
     count = min((tensor.end - tensor.start) // item_bytes, FINGERPRINT_VALUES)
     return int(np.fromfile(path, f"<i{item_bytes}", count, offset=tensor.start).sum(dtype=np.int64))
-
-
-def _tensors_of(directory: Path) -> dict[str, tuple[Path, StoredTensor]]:
-    files = sorted(directory.glob("*.safetensors"))
-    return {name: (file, tensor) for file in files for name, tensor in read_header(file).items()}
 
 
 def _bits(path: Path, tensor: StoredTensor) -> Iterator[npt.NDArray[np.unsignedinteger[Any]]]:

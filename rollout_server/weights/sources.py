@@ -12,6 +12,10 @@ from rollout_server.errors import WeightsUnavailable
 from rollout_server.weights.locations import HttpLocation
 from rollout_server.weights.safetensors_file import BrokenWeights
 
+NOT_THERE = (404, 410, 416)
+"""A place that answers so does not have the file, or has a shorter one. Any other failure may pass, such as
+that of a key that is being replaced, or of a proxy."""
+
 
 class Source(Protocol):
     """A place that has the files of one version."""
@@ -27,22 +31,24 @@ class HttpSource:
 
     def __init__(self, client: httpx.AsyncClient, location: HttpLocation, admin_key: str | None) -> None:
         self._client, self._url = client, location.url
-        self._headers = {"authorization": f"Bearer {admin_key}"} if admin_key is not None else {}
+        self._headers = {"accept-encoding": "identity"}
+        if admin_key is not None:
+            self._headers["authorization"] = f"Bearer {admin_key}"
 
     async def chunks(self, name: str, start: int = 0) -> AsyncGenerator[bytes, None]:
         url = f"{self._url}/{name}"
         headers = self._headers | ({"range": f"bytes={start}-"} if start else {})
         try:
             async with self._client.stream("GET", url, headers=headers, follow_redirects=False) as response:
-                if response.status_code >= 500:
-                    raise WeightsUnavailable(f"{url} answers {response.status_code}")
-                if response.status_code not in (200, 206):
+                if response.status_code in NOT_THERE:
                     raise BrokenWeights(f"cannot be fetched: HTTP {response.status_code}", file=name)
+                if response.status_code not in (200, 206):
+                    raise WeightsUnavailable(f"{url} cannot be fetched: HTTP {response.status_code}")
                 skip = 0 if response.status_code == 206 else start  # a server that knows no ranges sends all
                 async for chunk in response.aiter_bytes():
                     yield chunk[skip:]
                     skip = max(0, skip - len(chunk))
-        except httpx.TransportError as error:
+        except httpx.HTTPError as error:
             raise WeightsUnavailable(f"{url} cannot be fetched: {error!r}") from error
 
 

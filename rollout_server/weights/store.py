@@ -1,6 +1,9 @@
 """The versions on this machine: directories that the engine loads from, and other servers read.
 
-v00000012.part/ ─ verified, renamed ─▶ v00000012-<digest>/
+v00000012.part/ ─ verified, renamed ─▶ v00000012-<digest>/ ─ not needed any more ─▶ removed-<id>/
+
+To remove a large version takes seconds. So its directory only gets another name at once, and another thread
+removes it.
 """
 
 import asyncio
@@ -8,9 +11,12 @@ import hashlib
 import logging
 import shutil
 from collections.abc import Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
 
+from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.policies.policy import ADAPTER_CONFIG, MANIFEST, Manifest
 from rollout_server.settings import EngineLoraSettings
 from rollout_server.weights.file_check import CheckedFile
@@ -20,6 +26,8 @@ from rollout_server.weights.verify import RESERVED, ExpectedModel, read_manifest
 logger = logging.getLogger(__name__)
 
 WEIGHTS_ENDINGS = (".safetensors", ".index.json", ".bin", ".pt", ".pth")
+REMOVED = "removed-"
+"""How the directories begin that are being removed."""
 NAMED = "adapter-"
 """How the directories of adapters begin that are policies of their own."""
 Fingerprint = dict[str, tuple[int, int, int]]
@@ -37,7 +45,10 @@ class WeightsStore:
         self._verified: dict[Path, Fingerprint] = {}
         """What the files of a verified directory looked like."""
         self._newest: set[Path] = set()
-        """The directory that is being filled, or the one that was completed last."""
+        """The directory of the fleet's policy that is being filled, or the one that was completed last."""
+        self._remover = ThreadPoolExecutor(1, "remover")
+        for directory in self._directory.glob(f"{REMOVED}*"):  # of a server that was killed
+            self._remover.submit(shutil.rmtree, directory, ignore_errors=True)
 
     @property
     def expected(self) -> ExpectedModel:
@@ -54,9 +65,10 @@ class WeightsStore:
     def begin(self, version: int, name: str | None = None) -> Path:
         """An empty directory for the files. Files that a killed server left there are removed."""
         part = self._directory / f"{_prefix(name)}v{version:08d}.part"
-        shutil.rmtree(part, ignore_errors=True)
+        self.remove(part)
         part.mkdir(parents=True)
-        self._newest = {part}
+        if name is None:
+            self._newest = {part}
         return part
 
     def commit(self, part: Path, target: Path) -> None:
@@ -67,12 +79,11 @@ class WeightsStore:
             ours = file.is_file() and not file.name.endswith(WEIGHTS_ENDINGS) and file.name not in RESERVED
             if ours and not (part / file.name).exists():
                 shutil.copyfile(file, part / file.name)
-        shutil.rmtree(target, ignore_errors=True)
+        self.remove(target)
         part.rename(target)
-        self._newest = {target}
-        self._verified = {target: _fingerprint(target)} | {
-            directory: seen for directory, seen in self._verified.items() if directory.exists()
-        }
+        if part in self._newest:
+            self._newest = {target}
+        self._verified[target] = _fingerprint(target)
 
     def offered(self, version: int, manifest_sha256: str, name: str) -> Path | None:
         """A file of a verified version, for another server; None if it is not here."""
@@ -112,14 +123,22 @@ class WeightsStore:
         loaded next."""
         for directory in self._directory.glob("v*"):
             if directory not in keep | self._newest:
-                shutil.rmtree(directory, ignore_errors=True)
+                self.remove(directory)
                 logger.info("removed %s", directory)
 
     def keep_only_named(self, keep: Set[Path]) -> None:
         """Remove the directories of all other adapters that have a name."""
         for directory in set(self._directory.glob(f"{NAMED}*")) - keep:
-            shutil.rmtree(directory, ignore_errors=True)
+            self.remove(directory)
             logger.info("removed %s", directory)
+
+    def remove(self, directory: Path) -> None:
+        """Remove a directory, if it is there."""
+        self._verified.pop(directory, None)
+        removed = self._directory / f"{REMOVED}{new_id()}"
+        with suppress(OSError):
+            directory.rename(removed)
+            self._remover.submit(shutil.rmtree, removed, ignore_errors=True)
 
 
 def _prefix(name: str | None) -> str:

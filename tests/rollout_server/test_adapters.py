@@ -1,78 +1,19 @@
 """Adapters: a version may be a LoRA adapter, which the engine loads beside the weights that it has."""
 
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.rollout_server.harness import Harness, make_harness
-from tests.support.rollout_server.weights import float32_tensors, publish, write_model, write_safetensors
-
-LAYER = "model.layers.0.self_attn."
-SHAPES = {
-    "model.embed_tokens.weight": [4, 2],
-    f"{LAYER}q_proj.weight": [6, 2],
-    f"{LAYER}v_proj.weight": [3, 2],
-    f"{LAYER}o_proj.weight": [2, 6],
-    "lm_head.weight": [4, 2],
-}
-CONFIG = {
-    "peft_type": "LORA",
-    "r": 4,
-    "lora_alpha": 8,
-    "bias": "none",
-    "target_modules": ["q_proj", "v_proj"],
-}
-LORA = {"max_rank": 8}
-
-
-def factors(rank: int, *modules: str) -> dict[str, list[int]]:
-    """The shapes of an adapter's tensors."""
-    shapes = {}
-    for module in modules:
-        rows, columns = SHAPES[f"{LAYER}{module}.weight"]
-        shapes[f"base_model.model.{LAYER}{module}.lora_A.weight"] = [rank, columns]
-        shapes[f"base_model.model.{LAYER}{module}.lora_B.weight"] = [rows, rank]
-    return shapes
-
-
-def adapter(
-    harness: Harness,
-    version: int,
-    shapes: dict[str, list[int]] | None = None,
-    fill: float = 1.0,
-    **config: Any,
-) -> Path:
-    """Publish an adapter."""
-    directory = harness.directory / "policies" / f"v{version}"
-    directory.mkdir(parents=True)
-    (directory / "adapter_config.json").write_text(json.dumps({**CONFIG, **config}))
-    tensors = float32_tensors(fill * version, shapes or factors(4, "q_proj", "v_proj"))
-    write_safetensors(directory / "adapter_model.safetensors", tensors)
-    publish(directory, version)
-    return directory
+from tests.support.rollout_server.adapters import LORA, adapter, factors, names, opened, whole_weights
+from tests.support.rollout_server.harness import Harness
 
 
 @pytest.fixture
 async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
     async for each in opened(tmp_path, lora=LORA):
         yield each
-
-
-async def opened(directory: Path, **settings: Any) -> AsyncIterator[Harness]:
-    write_model(directory / "model", float32_tensors(shapes=SHAPES))
-    harness = make_harness(directory, **settings)
-    await harness.server.open()
-    await harness.until_ready()
-    yield harness
-    await harness.server.close()
-    await harness.http.aclose()
-
-
-def names(status: dict[str, Any]) -> list[tuple[int, str]]:
-    return [(each["version"], each["name"]) for each in status["adapters"] if each["name"]]
 
 
 async def test_an_adapter_is_loaded_without_a_pause_and_under_a_name_of_its_own(harness: Harness) -> None:
@@ -124,12 +65,9 @@ async def test_the_base_is_served_again_without_a_load(harness: Harness) -> None
     assert "/update_weights_from_disk" not in harness.engine.calls
 
 
-async def test_whole_weights_end_the_adapters_of_the_others(harness: Harness, tmp_path: Path) -> None:
+async def test_whole_weights_end_the_adapters_of_the_others(harness: Harness) -> None:
     assert (await harness.reload(1, adapter(harness, 1))).status_code == 200
-    whole = tmp_path / "policies" / "v2"
-    write_model(whole, float32_tensors(2.0, SHAPES))
-    publish(whole, 2)
-    assert (await harness.reload(2, whole)).status_code == 200
+    assert (await harness.reload(2, whole_weights(harness, 2))).status_code == 200
     assert names(await harness.status()) == []
     harness.engine.calls.clear()
     # The adapter's own weights are loaded before it.

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_queue.contract.policies.policy import MANIFEST, FileSpec, TensorSpec
-from rollout_server.weights.delta import apply_delta, tensors_of
-from rollout_server.weights.safetensors_file import BrokenWeights
+from rollout_server.weights.delta import apply_delta
+from rollout_server.weights.safetensors_file import BrokenWeights, tensors_of
 from tests.support.rollout_server.harness import Harness, make_harness
 from tests.support.rollout_server.weights import (
     SHAPES,

@@ -46,8 +46,20 @@ async def test_a_redirect_is_not_followed(harness: Harness) -> None:
     elsewhere = {"location": f"{OTHER}/1/manifest.json"}
     harness.network.answers[f"{TRAINER}/weights/1/manifest.json"] = httpx.Response(302, headers=elsewhere)
     answer = await harness.reload(1, f"{TRAINER}/weights/1")
-    assert (answer.status_code, "HTTP 302" in answer.text) == (422, True)
+    assert (answer.status_code, "HTTP 302" in answer.text) == (503, True)
     assert len(harness.network.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "status"),
+    [(404, 422), (410, 422), (416, 422), (401, 503), (403, 503), (408, 503), (429, 503), (500, 503)],
+)
+async def test_only_a_source_that_lacks_the_file_is_definite(
+    harness: Harness, source: int, status: int
+) -> None:
+    harness.network.answers[f"{TRAINER}/weights/1/manifest.json"] = httpx.Response(source)
+    answer = await harness.reload(1, f"{TRAINER}/weights/1")
+    assert (answer.status_code, f"HTTP {source}" in answer.text) == (status, True)
 
 
 async def test_a_missing_file_is_422(harness: Harness) -> None:
@@ -55,6 +67,19 @@ async def test_a_missing_file_is_422(harness: Harness) -> None:
     harness.network.answers[f"{TRAINER}/weights/1/model.safetensors"] = httpx.Response(404)
     answer = await harness.reload(1, f"{TRAINER}/weights/1")
     assert (answer.status_code, "HTTP 404" in answer.text) == (422, True)
+
+
+async def test_files_are_asked_for_as_they_are_and_a_damaged_encoding_may_pass(harness: Harness) -> None:
+    async def damaged(request: httpx.Request) -> httpx.Response:
+        async def content() -> AsyncIterator[bytes]:
+            yield b"not gzip"
+
+        return httpx.Response(200, headers={"content-encoding": "gzip"}, content=content())
+
+    harness.network.source = damaged
+    answer = await harness.reload(1, f"{TRAINER}/weights/1")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "storage_unavailable")
+    assert harness.network.requests[0].headers["accept-encoding"] == "identity"
 
 
 @pytest.mark.parametrize(("spoiled", "status"), [(1, 200), (2, 422)])

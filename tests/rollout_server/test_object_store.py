@@ -288,7 +288,8 @@ async def test_a_reload_that_is_ended_leaves_no_connection_and_no_file(
     assert answer.json()["aborted"]
     assert (await reload).json()["error"]["code"] == "reload_aborted"
     await wait_until_async(lambda: proxy.open == 0)
-    assert not list((harness.directory / "weights/own").glob("*"))
+    own = harness.directory / "weights/own"
+    await wait_until_async(lambda: not list(own.iterdir()))
     assert not [each for each in threading.enumerate() if "fsspec" in each.name]
     proxy.cut_after = None
     assert (await harness.reload(1, location)).status_code == 200

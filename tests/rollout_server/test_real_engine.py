@@ -98,7 +98,7 @@ def test_memory_is_released_under_load_and_the_calls_go_on_with_the_pushed_versi
         assert (status["state"], status["released"]) == ("loading", True)
         pushed = pool.submit(running.reload, 5, running.version(5))
         checksum = running.checksum()
-        wait_until(lambda: any((running.directory / "run" / "weights").rglob("v00000005-*/manifest.json")))
+        wait_until(lambda: any((running.directory / "run" / "weights").glob("*/v00000005-*/manifest.json")))
         assert running.memory("resume", holder="test").json() == {"version": 5}
         assert pushed.result().status_code == 200
         assert [len(call.result()) for call in calls] == [1500] * 8

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from rollout_server.weights.store import manifest_digest
 from tests.support.rollout_server.harness import Harness, make_harness
 from tests.support.waiting import PATIENCE_S, wait_until_async
 
@@ -72,7 +73,7 @@ async def test_a_server_that_cannot_fetch_the_policy_is_not_ready_until_it_can(t
 
 
 async def test_a_server_starts_without_its_gateway_and_follows_it_later(tmp_path: Path) -> None:
-    harness = joining(tmp_path, None)
+    harness = joining(tmp_path, None, settle_s=0.0)
     answer = harness.network.answers.pop(REGISTER)
     await harness.server.open()
     await until_status(harness, state="ready", version=0)
@@ -105,6 +106,82 @@ async def test_the_gateways_old_version_does_not_undo_a_push_that_still_runs(tmp
     await harness.server.close()
 
 
+async def test_a_newer_version_is_left_to_the_push(tmp_path: Path) -> None:
+    harness = joining(tmp_path, None)
+    await harness.server.open()
+    await harness.until_ready()
+    say(harness, named(2, harness.policy(2)))
+    before = len(harness.network.requests)
+    await wait_until_async(lambda: len(harness.network.requests) >= before + 3)
+    assert not list((tmp_path / "weights" / "own").glob("v00000002*"))
+    assert (await harness.status())["version"] == 0
+    await harness.server.close()
+
+
+class NamedOverHttp:
+    """A gateway that names version 7, and the HTTP server that has its files."""
+
+    URL = "http://127.0.0.1:8200/weights/7"
+
+    def __init__(self, harness: Harness) -> None:
+        self.directory = harness.policy(7)
+        self.gate = asyncio.Event()
+        """The files of weights are sent when this event is set."""
+        self.registrations = self.fetches = 0
+        self.weights_status = 200
+        policy = named(7, self.directory) | {"location": self.URL}
+        policy["manifest_sha256"] = manifest_digest((self.directory / "manifest.json").read_bytes())
+        self._registered = httpx.Response(200, json={"id": "rollout-0", "policy": policy})
+        harness.network.source = self.handle
+
+    async def handle(self, request: httpx.Request) -> httpx.Response:
+        url = str(request.url)
+        if url == REGISTER:
+            self.registrations += 1
+            return httpx.Response(200, content=self._registered.content)
+        name = url.removeprefix(f"{self.URL}/")
+        if name.endswith(".safetensors"):
+            self.fetches += 1
+            await self.gate.wait()
+            return httpx.Response(self.weights_status, content=(self.directory / name).read_bytes())
+        return httpx.Response(200, content=(self.directory / name).read_bytes())
+
+
+async def test_a_version_that_is_fetched_without_a_push_holds_up_nothing_and_can_be_ended(
+    tmp_path: Path,
+) -> None:
+    harness = joining(tmp_path, None, settle_s=0.0, memory="shared")
+    await harness.server.open()
+    await harness.until_ready()
+    source = NamedOverHttp(harness)
+    await wait_until_async(lambda: source.fetches == 1)
+    async with asyncio.timeout(PATIENCE_S):
+        released = await harness.http.post("/memory/release", json={"holder": "trainer", "for_s": 60})
+        assert released.status_code == 200
+        await harness.http.post("/memory/resume", json={"holder": "trainer"})
+    told = source.registrations
+    await wait_until_async(lambda: source.registrations >= told + 3)
+    assert (await harness.http.delete("/reload/7")).json()["aborted"]
+    source.gate.set()
+    await until_status(harness, state="ready", version=7)
+    await harness.server.close()
+
+
+async def test_a_version_that_was_refused_as_broken_is_not_fetched_again(tmp_path: Path) -> None:
+    harness = joining(tmp_path, None, settle_s=0.0)
+    await harness.server.open()
+    await harness.until_ready()
+    source = NamedOverHttp(harness)
+    source.weights_status = 404
+    source.gate.set()
+    await wait_until_async(lambda: source.fetches == 1)
+    told = source.registrations
+    await wait_until_async(lambda: source.registrations >= told + 10)
+    assert source.fetches == 1
+    assert (await harness.status())["state"] == "ready"
+    await harness.server.close()
+
+
 async def test_a_server_follows_a_rollback_that_it_missed(tmp_path: Path) -> None:
     harness = joining(tmp_path, None, settle_s=0.0)
     say(harness, named(2, harness.policy(2)))
@@ -112,6 +189,28 @@ async def test_a_server_follows_a_rollback_that_it_missed(tmp_path: Path) -> Non
     await harness.until_ready()
     say(harness, named(1, harness.policy(1)))
     await until_status(harness, state="ready", version=1)
+    await harness.server.close()
+
+
+async def test_a_failure_that_nobody_foresaw_ends_neither_the_registration_nor_the_engine(
+    tmp_path: Path,
+) -> None:
+    harness = joining(tmp_path, None)
+    await harness.server.open()
+    await harness.until_ready()
+
+    async def fails(_: httpx.Request) -> httpx.Response:
+        raise RuntimeError("a fault of the program")
+
+    harness.network.source = fails
+    before = len(harness.network.requests)
+    await wait_until_async(lambda: len(harness.network.requests) > before)
+    await harness.kill_engine()
+    await wait_until_async(lambda: harness.server.engine.restarts >= 2)
+    harness.network.source = None
+    before = len(harness.network.requests)
+    await harness.until_ready()
+    await wait_until_async(lambda: len(harness.network.requests) > before + 3)
     await harness.server.close()
 
 

@@ -2,7 +2,11 @@
 loaded it. Otherwise the engine keeps the old version, or restarts on it."""
 
 import asyncio
+import errno
 import hashlib
+import os
+import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -119,7 +123,23 @@ async def test_a_broken_set_never_reaches_the_engine(harness: Harness, broken: s
     assert harness.engine.calls == []
     assert (await harness.status())["version"] == 0
     assert (await harness.status())["state"] == "ready"
-    assert not list((harness.directory / "weights").rglob("*.part"))
+    assert not list((harness.directory / "weights" / "own").glob("*.part"))
+
+
+@pytest.mark.parametrize(("broken", "status"), [(False, 200), (True, 422)])
+async def test_files_of_another_file_system_are_copied_and_checked(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, broken: bool, status: int
+) -> None:
+    def link(*_: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", link)
+    directory = harness.policy(1)
+    if broken:
+        flip(directory)
+    assert (await harness.reload(1, directory)).status_code == status
+    copies = list((harness.directory / "weights" / "own").glob(f"v00000001*/{WEIGHTS}"))
+    assert [copy.read_bytes() for copy in copies] == ([] if broken else [(directory / WEIGHTS).read_bytes()])
 
 
 async def test_a_manifest_other_than_the_announced_one_is_refused(harness: Harness) -> None:
@@ -167,6 +187,13 @@ async def test_an_engine_that_kept_the_old_weights_fails_the_reload(harness: Har
     assert answer.status_code == 503
     assert "still in the engine" in error_of(answer)["message"]
     assert not harness.engine.calls[-1].startswith("/continue"), "its tokens must reach no client"
+
+
+async def test_a_damaged_file_of_the_former_version_hinders_no_reload(harness: Harness) -> None:
+    await harness.reload(1, harness.policy(1))
+    (harness.server.engine.policy.directory / WEIGHTS).write_bytes(b"damaged")
+    assert (await harness.reload(2, harness.policy(2))).status_code == 200
+    assert (await harness.status())["version"] == 2
 
 
 async def test_a_new_version_with_equal_weights_is_loaded(harness: Harness) -> None:
@@ -228,7 +255,9 @@ async def test_reloads_run_one_at_a_time(harness: Harness) -> None:
     await wait_until_async(lambda: "/update_weights_from_disk" in harness.engine.calls)
     waiting = asyncio.create_task(harness.reload(2, second))
     await asyncio.sleep(0.05)  # the second reload would fetch within this time if it did not wait
-    assert not list((harness.directory / "weights").rglob("v00000002*")), "the second has not even fetched"
+    assert not list((harness.directory / "weights" / "own").glob("v00000002*")), (
+        "the second has not even fetched"
+    )
     harness.engine.load_gate.set()
     assert [(await running).status_code, (await waiting).status_code] == [200, 200]
     assert (await harness.status())["version"] == 2
@@ -244,8 +273,27 @@ async def test_an_engine_that_reports_another_version_fails_the_reload(harness: 
 async def test_only_the_current_and_the_former_version_stay_on_disk(harness: Harness) -> None:
     for version in (1, 2, 3):
         await harness.reload(version, harness.policy(version))
-    kept = sorted(path.name[:9] for path in (harness.directory / "weights" / "own").iterdir())
+    kept = sorted(path.name[:9] for path in (harness.directory / "weights" / "own").glob("v*"))
     assert kept == ["v00000002", "v00000003"]
+
+
+async def test_the_event_loop_removes_no_files(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, rmtree = [], shutil.rmtree
+
+    def noting(path: Path, *, ignore_errors: bool) -> None:
+        threads.append(threading.current_thread())
+        rmtree(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", noting)
+    for version in (1, 2, 3):
+        await harness.reload(version, harness.policy(version))
+    broken = harness.policy(4)
+    flip(broken)
+    assert (await harness.reload(4, broken)).status_code == 422
+    await wait_until_async(lambda: len(threads) >= 2)
+    assert threading.main_thread() not in threads
+    own = harness.directory / "weights" / "own"
+    await wait_until_async(lambda: len(list(own.iterdir())) == 2)
 
 
 async def test_a_version_that_is_prepared_while_another_one_loads_stays_on_disk(harness: Harness) -> None:
@@ -259,7 +307,7 @@ async def test_a_version_that_is_prepared_while_another_one_loads_stays_on_disk(
     assert (await loading).status_code == 200
     (second / WEIGHTS).unlink()
     assert (await harness.reload(2, second, manifest_sha256=digest)).status_code == 200
-    kept = sorted(path.name[:9] for path in (harness.directory / "weights" / "own").iterdir())
+    kept = sorted(path.name[:9] for path in (harness.directory / "weights" / "own").glob("v*"))
     assert kept == ["v00000001", "v00000002"]
 
 

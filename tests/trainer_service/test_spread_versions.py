@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rollout_queue.contract.policies.policy import MANIFEST, STABLE, Manifest
-from rollout_server.weights.delta import apply_delta, tensors_of
+from rollout_server.weights.delta import apply_delta
+from rollout_server.weights.safetensors_file import tensors_of
 from rollout_server.weights.verify import ExpectedModel, read_manifest, verify_directory
 from tests.support.trainer_service.expert_models import made_experts
 from tests.support.trainer_service.random_rows import MakeLearner, random_rows

@@ -22,6 +22,8 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.timeouts_s: dict[str, float] = {}
+        """How long the last call of each path would have waited for its answer."""
         self.deaths: list[str] = []
         """Why it died by itself."""
         self.boots: list[LocalPolicy] = []
@@ -43,6 +45,9 @@ class FakeEngine:
         self.load_gate = asyncio.Event()
         """A load of weights continues when this event is set."""
         self.load_gate.set()
+        self.sample_gate = asyncio.Event()
+        """A request for a token continues when this event is set."""
+        self.sample_gate.set()
         self.says_version: str | None = None
         self.on_load: Callable[[], httpx.Response | None] = lambda: None
         """Called before a load, and may answer in its place."""
@@ -98,6 +103,7 @@ class FakeEngine:
             return httpx.Response(200)
         tags = json.loads(request.content)["tags"] if path.endswith("memory_occupation") else []
         self.calls.append(" ".join([path, *tags]))
+        self.timeouts_s[path] = request.extensions.get("timeout", {}).get("read", 0.0)
         if path == "/model_info":
             return httpx.Response(200, json={"weight_version": self.says_version or self.version})
         if path == "/weights_checker":
@@ -149,6 +155,7 @@ class FakeEngine:
                 return httpx.Response(400, json=said)
             self.adapters[body["lora_name"]] = Path(body["lora_path"])
             return httpx.Response(200, json={"success": True, "loaded_adapters": {}})
+        await self.sample_gate.wait()
         assert not self.paused, "a request to a paused engine waits for ever"
         if self.dies_with_adapters:
             await self.die("Cannot find target module name")

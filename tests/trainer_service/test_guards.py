@@ -93,6 +93,11 @@ def test_an_extreme_value_that_comes_again_raises_a_second_alarm() -> None:
     assert [at for at, _ in watched(Guards(GuardSettings()), [off, STEADY, off])] == [1, 3]
 
 
+def sleepless(harness: Harness) -> None:
+    """Let a paused trainer go on looking without a pause."""
+    harness.shared_state.sleep = lambda seconds: None  # type: ignore[method-assign]
+
+
 @pytest.fixture
 def held(make_harness: MakeHarness) -> Harness:
     """A trainer that a guard has paused, because the harness's invented logprobs differ from the model's."""
@@ -100,7 +105,7 @@ def held(make_harness: MakeHarness) -> Harness:
     harness.agents.group("g", [1.0, 0.0])
     assert harness.trainer.run_once()
     harness.agents.group("h", [1.0, 0.0])
-    harness.shared_state.stop()  # so that the paused loop does not sleep
+    sleepless(harness)
     assert not harness.trainer.run_once()
     return harness
 
@@ -154,7 +159,7 @@ def test_a_reward_that_falls_to_0_pauses_the_training_although_no_step_is_made(
         harness.agents.group(name, [1.0, 1.0])
     for name in ("c", "d"):
         harness.agents.group(name, [0.0, 0.0])
-    harness.shared_state.stop()
+    sleepless(harness)
     assert not harness.trainer.run_once()
     harness.trainer.run_once()
     assert harness.shared_state.paused
@@ -178,7 +183,7 @@ def collapsed(make_harness: MakeHarness, **settings: Any) -> Harness:
     assert harness.trainer.run_once()
     for name, reward, version in (("b", 0.75, 0), ("c", 0.0, 1), ("d", 0.0, 1)):
         harness.agents.group(name, [reward, reward], version=version)
-    harness.shared_state.stop()
+    sleepless(harness)
     assert not harness.trainer.run_once()
     assert harness.shared_state.paused
     return harness
@@ -198,7 +203,7 @@ def test_a_resume_serves_the_newest_version_although_it_was_served_before(
 
 def test_a_held_training_stays_held_after_a_restart(make_harness: MakeHarness) -> None:
     harness = collapsed(make_harness).restart()
-    harness.shared_state.stop()
+    sleepless(harness)
     assert not harness.trainer.run_once()
     assert harness.gateway.served == 0
     said = door(harness).get("/status").json()
@@ -273,7 +278,7 @@ def served_by(make_harness: MakeHarness, *rewards: tuple[float, float], **settin
     assert [body["version"] for body in harness.gateway.announced] == [*range(1, len(rewards) + 1)]
     harness.agents.group("strange", [1.0, 0.0], version=len(rewards), logprobs=[-400.0] * 3)
     assert harness.trainer.run_once()
-    harness.shared_state.stop()  # so that the paused loop does not sleep
+    sleepless(harness)
     assert not harness.trainer.run_once()
     return harness
 
@@ -335,7 +340,7 @@ def test_an_operators_pause_says_so_and_holds_no_version_back(make_harness: Make
     harness = make_harness().start()
     harness.agents.group("g", [1.0, 0.0])
     harness.shared_state.pause()
-    harness.shared_state.stop()
+    sleepless(harness)
     assert not harness.trainer.run_once()
     assert harness.shared_state.snapshot.waiting_for == "POST /resume"
     harness.shared_state.resume()

@@ -115,7 +115,11 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
             stream = _open_stream(redis, lease, shared_state, settings.retry_s)
             if stream is None:
                 return
-            shared_state.snapshot = replace(shared_state.snapshot, url=own_url(settings))
+            shared_state.snapshot = replace(
+                shared_state.snapshot,
+                url=own_url(settings),
+                max_row_tokens=settings.algorithm.max_row_tokens,
+            )
             heartbeat = Heartbeat(stream, shared_state, settings.retry_s)
             with device_memory(settings, headers, heartbeat) as memory:
                 policy = DistributedPolicy(DeepSpeedPolicy(settings), _shared_directory(settings))

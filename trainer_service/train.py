@@ -16,6 +16,7 @@ If `checkpoint_every_steps` is above 1, a version may be published before the ch
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.screening import ScreenedGroup
@@ -34,11 +35,12 @@ from trainer_service.status.stopwatch import Stopwatch
 from trainer_service.step.device_memory import DeviceMemory
 from trainer_service.step.group_trainer import Diverged, GroupTrainer, NotFinite
 from trainer_service.step.ranks import DistributedPolicy
+from trainer_service.step.step_attempts import StepAttempts
 from trainer_service.step.teacher import TeacherClient
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.checkpoint_cycle import CheckpointCycle
 from trainer_service.storage.disk_retry import DiskRetry
-from trainer_service.storage.run_files import VersionFile
+from trainer_service.storage.run_files import AttemptFile, VersionFile
 from trainer_service.storage.run_state import LedgerStep, RunState
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,7 @@ class Trainer:
         self._numbers = VersionNumbers(VersionFile(settings.checkpoint_dir), publisher, disk)
         self.hold = Hold(settings, publisher, intake.rewards.by_version, disk, shared_state, metrics)
         self._memory = memory or DeviceMemory((), heartbeat)
+        self._attempts = StepAttempts(AttemptFile(settings.checkpoint_dir))
         self._groups = GroupTrainer(policy, settings.algorithm, heartbeat, teacher)
         self._stopwatch = Stopwatch()
         self._publishes_adapters = settings.transport == "adapter"
@@ -102,6 +105,7 @@ class Trainer:
             state = self._cycle.restore() or RunState(version=self._settings.initial_version)
         self.step, self.version = state.step, state.version
         self._groups.resume(state.baselines)
+        self._attempts.resume()
         self._metrics.resume(self.step)
         self._heartbeat.note(self.step, self.version)
         self._report("waiting")
@@ -147,6 +151,7 @@ class Trainer:
         with self._stopwatch.timed("read"):
             self._intake.read()
             algorithm = self._settings.algorithm.after(self._shared_state.snapshot.metrics)
+            algorithm = self._attempts.eased(algorithm)
             return self._intake.select(self.version, algorithm, self._groups.early_group_ids), algorithm
 
     def _learn_early(self, groups: Sequence[ScreenedGroup], algorithm: AlgorithmSettings) -> None:
@@ -156,7 +161,7 @@ class Trainer:
         if not self._memory.shared and (
             early_pass := self._groups.early_pass(groups, self.version, algorithm)
         ):
-            with self._stopwatch.timed("train"):
+            with self._stopwatch.timed("train"), self._attempts.noted(groups):
                 self._report("training")
                 early_pass()
         self._report("waiting")
@@ -164,6 +169,11 @@ class Trainer:
     def _train(self, groups: list[ScreenedGroup], algorithm: AlgorithmSettings) -> Mapping[str, float] | None:
         """Make a step of these groups. Returns its metrics, or None if these groups allow no step. Raises
         Diverged if the weights can no longer be used."""
+        attempt = partial(self._groups.gradient_is_finite, version=self.version, algorithm=algorithm)
+        with self._memory.held(self._policy):
+            if refused := self._attempts.refused(groups, lambda each: attempt([each])):
+                self._intake.end(refused)
+                return None
         scored = self._groups.ask_teacher(groups)
         if scored.refused:  # by the teacher
             self._intake.end(scored.refused)
@@ -171,7 +181,8 @@ class Trainer:
             return None
         # Before the step, because nothing may fail between new weights and their number.
         version = self._numbers.reserve_after(self.version)
-        with self._memory.held(self._policy), self._stopwatch.timed("train"):
+        noted = self._attempts.noted(scored.groups)
+        with self._memory.held(self._policy), self._stopwatch.timed("train"), noted:
             self._report("training")
             values = self._groups.step(scored, self.version, algorithm)
         if isinstance(values, NotFinite):

@@ -56,6 +56,12 @@ class Admission:
         self._open_limits = {name: limit for name, limit in named.items() if limit is not None}
         self._entries, self._bytes, self._opened, self._versions = Trend(), Trend(), Trend(), Trend()
 
+    @property
+    def max_row_tokens(self) -> int | None:
+        """The bound of the trainer's rows at the last poll; None without one."""
+        trainer = self._downstream.trainer
+        return trainer.max_row_tokens if trainer else None
+
     # Calls
 
     def check_call(self, owner: str) -> None:

@@ -11,7 +11,14 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.retention import forgotten_sessions
 
-TRAINER_FIELDS = ("version", "rollouts_waiting", "rollouts_owed", "rollouts_per_step", "last_seen")
+TRAINER_FIELDS = (
+    "version",
+    "rollouts_waiting",
+    "rollouts_owed",
+    "rollouts_per_step",
+    "max_row_tokens",
+    "last_seen",
+)
 
 
 class TrainerBacklog(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +30,8 @@ class TrainerBacklog(msgspec.Struct, frozen=True, kw_only=True):
     rollouts_owed: int
     """Rollouts that were trained, but are in no checkpoint yet. They have no verdict, and need no step."""
     rollouts_per_step: float
+    max_row_tokens: int | None = None
+    """Rollouts with longer rows are not trained."""
     last_seen: float
 
 

@@ -11,6 +11,8 @@ from gateway.language.deltas import AnswerStream, RawTextStream
 from gateway.wiring import GatewayParts
 from rollout_queue.contract.tokens import TokenIds
 
+NEAR = 0.8
+"""The share of the trainer's bound of a row from which on replies have the header `x-weir-row-tokens`."""
 MAX_HEADER_CHARS = 2048
 """aiohttp refuses a header over 8 KiB, Node headers over 16 KiB in total."""
 
@@ -34,9 +36,13 @@ def opening_headers(generations: Sequence[Generation]) -> dict[str, str] | None:
 
 
 def reply_headers(generations: Sequence[Generation]) -> dict[str, str]:
-    """Headers that name the session, the turns, the policy version and the sampling of the answers."""
+    """Headers that name the session, the turns, the policy version and the sampling of the answers, and how
+    near the prompt, with the answer so far, is to the trainer's bound of a row."""
     first = generations[0]
+    tokens = max(len(each.prompt.prompt_ids) + len(each.ids) for each in generations)
+    near = first.max_row_tokens is not None and tokens >= NEAR * first.max_row_tokens
     return {
+        **({"x-weir-row-tokens": f"{tokens} of {first.max_row_tokens}"} if near else {}),
         "x-weir-session-id": first.head.spec.shown_id,
         "x-weir-turn-id": ",".join([generation.turn_id for generation in generations]),
         "x-weir-policy-version": str(first.versions[0].version) if first.versions else "",

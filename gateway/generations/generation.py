@@ -83,6 +83,8 @@ class Generation(msgspec.Struct):
     """What must answer."""
     trial: Trial | None = None
     """Its part in an open canary."""
+    max_row_tokens: int | None = None
+    """The tokens of prompt and answer with which it could no longer be trained; None if there is no bound."""
     turn_id: str = msgspec.field(default_factory=new_id)
     started_at: float = msgspec.field(default_factory=time.time)
     engine: str = ""

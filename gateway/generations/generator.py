@@ -52,11 +52,14 @@ class Generator:
         sampler: Sampler,
         recorder: Recorder,
         canary: CanaryWatch,
+        max_row_tokens: Callable[[], int | None],
     ) -> None:
+        """`max_row_tokens` gives the trainer's bound of a row, None without one."""
         self._renderer = renderer
         self._sampler = sampler
         self._recorder = recorder
         self._canary = canary
+        self._max_row_tokens = max_row_tokens
         self._template_ids_are_valid = renderer.tokenizer.vocabulary_size <= renderer.config.vocab_size
         self._train_constrained = settings.train_constrained
         self._train_inexact = settings.train_inexact
@@ -104,6 +107,7 @@ class Generator:
                         side_call=side_call,
                         pinned=pinned,
                         trial=trial,
+                        max_row_tokens=self._max_row_tokens() if train else None,
                     )
                 )
         return generations

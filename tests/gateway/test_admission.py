@@ -376,3 +376,21 @@ def functions_called(work: Callable[[], None]) -> int:
         sys.setprofile(None)
         gc.enable()
     return len(called) - 1  # without `work`
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_replies_say_when_a_conversation_is_near_the_trainers_bound(
+    gateway: RunningGateway, stream: bool
+) -> None:
+    header, usage = "x-weir-row-tokens", gateway.chat().json()["usage"]
+    prompt, whole = usage["prompt_tokens"], usage["total_tokens"]
+    trainer_says(gateway, max_row_tokens=prompt * 5 // 4)
+    reply = gateway.chat(stream=stream)
+    tokens, of, most = reply.headers[header].split()
+    assert (of, int(most)) == ("of", prompt * 5 // 4)
+    assert int(tokens) in (range(prompt, whole + 1) if stream else [whole])
+    session = gateway.session(train=False)
+    path = f"/sessions/{session['session_id']}/v1/chat/completions"
+    assert header not in gateway.chat(path=path, stream=stream).headers
+    trainer_says(gateway, max_row_tokens=2 * whole)
+    assert header not in gateway.chat(stream=stream).headers

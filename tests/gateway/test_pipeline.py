@@ -335,7 +335,15 @@ def reached(gateway: RunningGateway, code: VerdictCode) -> str:
             end(gateway, {"session_id": name}, reward=1.0)
         case "ready":
             end(gateway, {"session_id": name}, reward=1.0)
-        case "trained" | "stale" | "skipped_for_newer" | "zero_advantage" | "truncated" | "invalid":
+        case (
+            "trained"
+            | "stale"
+            | "skipped_for_newer"
+            | "too_long"
+            | "zero_advantage"
+            | "truncated"
+            | "invalid"
+        ):
             end(gateway, {"session_id": name}, reward=1.0)
             decide(gateway.redis, name, Verdict(code=code, step=3, version=4))
         case "failed" | "abandoned":

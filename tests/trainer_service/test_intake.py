@@ -268,3 +268,15 @@ def test_a_poll_does_not_touch_the_tokens_of_groups_that_wait(make_harness: Make
     finally:
         tracemalloc.stop()
     assert peak < tokens
+
+
+def test_a_rollout_with_too_long_a_row_is_not_trained(make_harness: MakeHarness) -> None:
+    harness = make_harness(algorithm={"max_row_tokens": 20}).start()
+    for name, reward, tokens in (("a", 1.0, 3), ("b", 0.0, 3), ("c", 1.0, 20)):
+        answer = {"output_ids": [10] * tokens, "logprobs": [-1.0] * tokens}
+        harness.agents.episode(name, reward, group_id="g", size=3, **answer)
+    assert harness.trainer.run_once()
+    assert harness.session_codes() == {"a": "trained", "b": "trained", "c": "too_long"}
+    verdict = harness.stream.heads["c"].verdict
+    assert verdict is not None
+    assert verdict.detail.endswith(" tokens, at most 20 are trained")

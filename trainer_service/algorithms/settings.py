@@ -62,6 +62,8 @@ class AlgorithmSettings(LossSettings):
     as skipped_for_newer."""
     max_tokens: int = Field(1024, ge=1)
     """The largest number of tokens in a micro-batch. A longer row is packed alone."""
+    max_row_tokens: int | None = Field(None, ge=1)
+    """A rollout with a longer row is not trained. None: no bound."""
     max_staleness: int = Field(8, ge=0)
     """The largest number of versions between the weights that sampled a token and the weights that learn from
     it. 0 is synchronous training."""

@@ -8,6 +8,7 @@ from rollout_queue.contract.records import Deletion, Outcome, Reward, Turn, Verd
 from rollout_queue.contract.stream import Entry
 from rollout_queue.contract.verdicts import OPENED_UNTRAINED
 from trainer_service.groups.evaluation import Evaluation, evaluation_of
+from trainer_service.rows.rows import planned_rows
 from trainer_service.rows.turns import contradiction, exclusions
 
 LARGEST_REWARD = 1e9
@@ -53,6 +54,11 @@ class Member:
         """The oldest and the newest version that sampled its trainable tokens; None if it has none."""
         found = [s.version for t in self.turns if t.turn_id in self.trainable for s in t.versions]
         return (min(found), max(found)) if found else None
+
+    @cached_property
+    def longest_row(self) -> int:
+        """The tokens of the longest row that trains it; 0 if there is none."""
+        return max(map(len, planned_rows(self.session_id, self.turns, self.trainable)), default=0)
 
     @property
     def rewarded(self) -> bool:

@@ -122,11 +122,16 @@ def without_sessions(screened: ScreenedGroup, reasons: Mapping[str, str]) -> Scr
 
 
 def _refusal(member: Member, version: int, algorithm: AlgorithmSettings) -> Verdict | None:
-    """Why a rewarded member cannot be trained: it has no trainable turn, or its tokens are too old."""
+    """Why a rewarded member cannot be trained: it has no trainable turn, too long a row, or old tokens."""
     if member.sampled_by is None:
         codes = {verdict.code for verdict in exclusions(member.turns).values()}
         code = codes.pop() if len(codes) == 1 else "not_for_training"
         return Verdict(code=code, detail="no turn of the session can be trained")
+    most = algorithm.max_row_tokens
+    if most is not None and member.longest_row > most:
+        return Verdict(
+            code="too_long", detail=f"a row has {member.longest_row} tokens, at most {most} are trained"
+        )
     oldest, newest = member.sampled_by
     judged_by = {"correct": version, "mask": newest}.get(algorithm.stale, oldest)
     if version - judged_by > algorithm.max_staleness:

@@ -45,6 +45,8 @@ class StatusSnapshot:
     """None until the trainer has read the stream."""
     url: str | None = None
     """Where gateways reach the trainer's REST API."""
+    max_row_tokens: int | None = None
+    """Rollouts with longer rows are not trained."""
     last_seen: float = field(default_factory=time.time)
     """When the main thread last reported, in seconds since 1970."""
 
@@ -58,6 +60,7 @@ class StatusSnapshot:
             waiting_for=self.waiting_for,
             last_seen=self.last_seen,
             url=self.url,
+            max_row_tokens=self.max_row_tokens,
             metrics=self.metrics | self.evaluations,
             rollouts_waiting=backlog.waiting if backlog else None,
             rollouts_owed=backlog.owed if backlog else None,

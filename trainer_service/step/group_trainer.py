@@ -108,6 +108,12 @@ class GroupTrainer:
             [screened for screened in parted if screened.skip_reason],
         )
 
+    def gradient_is_finite(
+        self, groups: Sequence[ScreenedGroup], version: int, algorithm: AlgorithmSettings
+    ) -> bool:
+        """Compute the gradient of these groups alone. Changes nothing."""
+        return self._policy.gradient_is_finite(self._request(self._rows(groups), version, algorithm))
+
     def step(
         self, scored: ScoredRows, version: int, algorithm: AlgorithmSettings
     ) -> dict[str, float] | NotFinite:
@@ -128,9 +134,7 @@ class GroupTrainer:
         if not usable and not values["epochs"]:
             raise Diverged(f"version {version}: the weights are not finite")
 
-        def is_finite(some: Sequence[ScreenedGroup]) -> bool:
-            return self._policy.gradient_is_finite(self._request(self._rows(some), version, self._algorithm))
-
+        is_finite = partial(self.gradient_is_finite, version=version, algorithm=self._algorithm)
         found = non_finite_groups(groups, is_finite) if usable else []
         gradient = "its gradient" if found else f"the gradient of its batch of {len(groups)} groups"
         verdict = Verdict(code="invalid", detail=f"{gradient} is not finite at version {version}")

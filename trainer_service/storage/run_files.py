@@ -1,16 +1,21 @@
-"""Two small files beside the checkpoints, each replaced as a whole.
+"""Three small files beside the checkpoints, each replaced as a whole.
 
 {directory}/VERSION    the highest version number that was ever given out
 {directory}/HELD       why a guard holds the training, until an operator resumes it
+{directory}/ATTEMPT    the groups that are computed now, and those that were when processes ended
 """
 
+from contextlib import suppress
 from pathlib import Path
+
+import msgspec
 
 from trainer_service.storage.disk import written
 from trainer_service.storage.files import sync_directory, write_atomically
 
 VERSION = "VERSION"
 HELD = "HELD"
+ATTEMPT = "ATTEMPT"
 
 
 class VersionFile:
@@ -47,3 +52,38 @@ class HoldFile:
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)
         sync_directory(self._path.parent)
+
+
+class AttemptNote(msgspec.Struct):
+    """Names of groups, each the id of its first session."""
+
+    computes: list[str] = []
+    """What the process computes now."""
+    alone: bool = False
+    """Whether this is the trial of a single group."""
+    ends: dict[str, int] = {}
+    """How many times a process ended while it computed the group, together with others."""
+    alone_ends: dict[str, int] = {}
+    """The same for trials of the group alone."""
+    halvings: int = 0
+    """How many times the largest number of tokens of a micro-batch was halved."""
+
+
+class AttemptFile:
+    """Notes what a process computes. It need not survive a power cut, so writing it takes no sync."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / ATTEMPT
+
+    def read(self) -> AttemptNote:
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=AttemptNote)
+        except (FileNotFoundError, msgspec.DecodeError):  # a power cut may have left a part of it
+            return AttemptNote()
+
+    def write(self, note: AttemptNote) -> None:
+        """A disk that refuses the note does not hinder the training."""
+        aside = self._path.with_name(f".{ATTEMPT}.tmp")
+        with suppress(OSError):
+            aside.write_bytes(msgspec.json.encode(note))
+            aside.replace(self._path)

@@ -248,6 +248,7 @@ VerdictCode = Literal[
     "trained",
     "stale",
     "skipped_for_newer",
+    "too_long",
     "zero_advantage",
     "truncated",
     "failed",

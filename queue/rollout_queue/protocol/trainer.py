@@ -29,6 +29,8 @@ class TrainerReport(ServiceMessage):
     """Unix time."""
     url: str | None = None
     """Where gateways reach the trainer's REST API."""
+    max_row_tokens: int | None = None
+    """Rollouts with longer rows are not trained."""
     metrics: Mapping[str, int | float | None] | None = None
     """Metrics of the last step and of the last evaluation."""
     rollouts_waiting: int | None = None

@@ -1,0 +1,99 @@
+"""Finds groups that end the trainer's process, for instance because a row does not fit into the memory.
+
+Groups are noted before they are computed. A process that finds the note of an earlier one knows that the
+earlier one ended meanwhile, and how many times that has happened with each group.
+
+once            the groups are trained like others: somebody may have stopped the process
+twice           micro-batches have half as many tokens from now on, and each group is first tried alone
+twice, alone    the group is not trained
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rollout_queue.contract.records import Verdict
+from trainer_service.algorithms.settings import AlgorithmSettings
+from trainer_service.groups.screening import ScreenedGroup, with_verdict
+from trainer_service.status.heartbeat import Stopped
+from trainer_service.storage.run_files import AttemptFile, AttemptNote
+
+logger = logging.getLogger(__name__)
+
+MOST_ENDS = 2
+"""How many times a group may be there when the process ends, together with others and then alone."""
+DETAIL = f"the process has ended {MOST_ENDS} times while it computed this group's gradient alone"
+REMEMBERED = 1000
+"""How many groups are remembered that were there when a process ended."""
+
+
+class StepAttempts:
+    """The groups that are computed now, and those that were when earlier processes ended."""
+
+    def __init__(self, file: AttemptFile) -> None:
+        self._file, self._note = file, AttemptNote()
+
+    def resume(self) -> None:
+        """Count the end of the last process. Call this once, when a process starts."""
+        note = self._note = self._file.read()
+        if not note.computes:
+            return
+        counts = note.alone_ends if note.alone else note.ends
+        for name in note.computes:
+            counts[name] = counts.get(name, 0) + 1
+        logger.warning("the last process ended while it computed the groups %s", ", ".join(note.computes))
+        if not note.alone and MOST_ENDS in (counts[name] for name in note.computes):
+            note.halvings += 1
+            logger.warning("micro-batches have %d times fewer tokens now", 2**note.halvings)
+        while len(note.ends) > REMEMBERED:
+            del note.ends[next(iter(note.ends))]
+        self._compute_nothing()
+
+    def eased(self, algorithm: AlgorithmSettings) -> AlgorithmSettings:
+        """The algorithm, with smaller micro-batches if steps have ended processes."""
+        if not self._note.halvings:
+            return algorithm
+        most = max(1, algorithm.max_tokens >> self._note.halvings)
+        return algorithm.model_copy(update={"max_tokens": most})
+
+    def refused(
+        self, groups: Sequence[ScreenedGroup], attempt: Callable[[ScreenedGroup], object]
+    ) -> list[ScreenedGroup]:
+        """The groups that end the process, with their verdict. Calls `attempt` for each group under
+        suspicion, which may end the process."""
+        found = []
+        for screened in groups:
+            name = screened.group.name
+            if self._note.ends.get(name, 0) < MOST_ENDS:
+                continue
+            if self._note.alone_ends.get(name, 0) >= MOST_ENDS:
+                found.append(with_verdict(screened, Verdict(code="invalid", detail=DETAIL)))
+                self._forget([name])
+            else:
+                with self.noted([screened], alone=True):
+                    attempt(screened)
+        return found
+
+    @contextmanager
+    def noted(self, groups: Sequence[ScreenedGroup], alone: bool = False) -> Iterator[None]:
+        """Note these groups while they are computed. If that ends well, no suspicion is left."""
+        names = [screened.group.name for screened in groups]
+        self._note.computes, self._note.alone = names, alone
+        self._file.write(self._note)
+        try:
+            yield
+        except Stopped:  # the process ends since it is told to
+            self._compute_nothing()
+            raise
+        self._forget(names)
+
+    def _forget(self, names: Sequence[str]) -> None:
+        note = self._note
+        for name in names:
+            note.ends.pop(name, None)
+            note.alone_ends.pop(name, None)
+        self._compute_nothing()
+
+    def _compute_nothing(self) -> None:
+        self._note.computes, self._note.alone = [], False
+        self._file.write(self._note)

@@ -169,11 +169,9 @@ class Trainer:
     def _train(self, groups: list[ScreenedGroup], algorithm: AlgorithmSettings) -> Mapping[str, float] | None:
         """Make a step of these groups. Returns its metrics, or None if these groups allow no step. Raises
         Diverged if the weights can no longer be used."""
-        attempt = partial(self._groups.gradient_is_finite, version=self.version, algorithm=algorithm)
-        with self._memory.held(self._policy):
-            if refused := self._attempts.refused(groups, lambda each: attempt([each])):
-                self._intake.end(refused)
-                return None
+        if refused := self._attempts.refused(groups, partial(self._try_alone, algorithm)):
+            self._intake.end(refused)
+            return None
         scored = self._groups.ask_teacher(groups)
         if scored.refused:  # by the teacher
             self._intake.end(scored.refused)
@@ -195,6 +193,11 @@ class Trainer:
         self._heartbeat.note(self.step, self.version)
         self._cycle.add(LedgerStep.of(self.step, self.version, scored.rows))
         return values | self._intake.mark_trained(scored.groups, scored.rows, self.step, self.version)
+
+    def _try_alone(self, algorithm: AlgorithmSettings, screened: ScreenedGroup) -> None:
+        """Compute the gradient of one group, which may end the process."""
+        with self._memory.held(self._policy):
+            self._groups.gradient_is_finite([screened], self.version, algorithm)
 
     def _publish_if_due(self, values: Mapping[str, float]) -> None:
         """Publish the new version, unless its step makes a guard hold the training."""

@@ -114,6 +114,9 @@ class Weights:
     def weights_are_finite(self) -> bool:
         return True
 
+    def gradient_is_finite(self, request: StepRequest) -> bool:
+        return True
+
     def accumulate(self, request: StepRequest) -> None:
         self.begun += [turn_id for row in request.rows for turn_id in row.turn_ids]
 

@@ -29,6 +29,8 @@ WeightsWriter = Callable[[Path], Sequence[FileSpec]]
 """Writes files of weights into a directory, and returns what the manifest says of them. Raises OSError."""
 VERSION_DIRECTORY = re.compile(r"v(\d{8,})")
 ASIDE = ".tmp"
+REMOVED = "removed-"
+"""How the name of a version begins while it is removed."""
 
 
 class PolicyStore:
@@ -135,16 +137,17 @@ class PolicyStore:
         """Remove the files of a version. Files that cannot be removed now are when the next version is
         written. Raises OSError if the version stays."""
         path = self.path_of(version)
-        aside = path.with_name(f"{path.name}{ASIDE}")
+        aside = path.with_name(f"{REMOVED}{path.name}")
         path.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
 
     def _sweep(self, final: Path) -> None:
         """Remove incomplete files of this version, and of versions that a process was writing or removing."""
         (final / STABLE).unlink(missing_ok=True)
-        for path in self.directory.glob("v*"):
-            incomplete = path.suffix == ASIDE or not (path / STABLE).exists()
-            if incomplete and VERSION_DIRECTORY.fullmatch(path.name.removesuffix(ASIDE)):
+        for path in self.directory.iterdir():
+            name = path.name.removeprefix(REMOVED).removesuffix(ASIDE)
+            complete = name == path.name and (path / STABLE).exists()
+            if VERSION_DIRECTORY.fullmatch(name) and not complete:
                 shutil.rmtree(path, ignore_errors=True)
 
 

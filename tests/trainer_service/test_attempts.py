@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from rollout_queue.contract.errors import LeaseLost
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.rows.rows import MicroBatch
@@ -80,22 +81,22 @@ def test_micro_batches_that_do_not_fit_are_halved_for_the_run(
     assert set(last.session_codes().values()) == {"trained"}
 
 
-def test_a_process_that_is_told_to_stop_in_a_step_raises_no_suspicion(
-    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("reason", [Stopped, LeaseLost])
+def test_a_process_that_ends_for_another_reason_raises_no_suspicion(
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, reason: type[Exception]
 ) -> None:
+    def ending(*_: Any) -> Any:
+        raise reason
+
     harness = make_harness().start()
     harness.agents.group("g", [1.0, 0.0])
-    for _ in range(3):
+    for _ in range(2):
         with monkeypatch.context() as patch:
-            patch.setattr(DeepSpeedPolicy, "logprobs", stopping)
-            with pytest.raises(Stopped):
+            patch.setattr(DeepSpeedPolicy, "logprobs", ending)
+            with pytest.raises(reason):
                 harness.trainer.run_once()
         harness = harness.restart()
     norms: list[object] = []
     monkeypatch.setattr(harness.policy, "gradient_norm", norms.append)  # a trial asks for it
     assert harness.trainer.run_once()
     assert not norms
-
-
-def stopping(*_: Any) -> Any:
-    raise Stopped

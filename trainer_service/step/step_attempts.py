@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from rollout_queue.contract.errors import LeaseLost
 from rollout_queue.contract.records import Verdict
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.screening import ScreenedGroup, with_verdict
@@ -82,7 +83,7 @@ class StepAttempts:
         self._file.write(self._note)
         try:
             yield
-        except Stopped:  # the process ends since it is told to
+        except (Stopped, LeaseLost):  # the process ends for another reason than what it computes
             self._compute_nothing()
             raise
         self._forget(names)

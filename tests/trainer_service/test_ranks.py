@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from tests.support.trainer_service.random_rows import POISON, MakeLearner, random_rows
 from tests.support.trainer_service.rank_pair import DEEPSPEED, RankPair, rank_pair
 from tests.support.trainer_service.rank_tasks import SYNCED, Task
+from tests.support.trainer_service.related_rows import related_rows
 from tests.support.trainer_service.same_training import (
     WELL_CONDITIONED,
     Weights,
@@ -67,6 +68,21 @@ def test_two_ranks_learn_in_parts_what_one_learns_at_once(
         assert told == same_metrics(told_alone), "rank 0 reports the metrics of all rows"
     assert of_two.metrics[-1]["grad_norm"] == float("inf")
     assert of_two.sound == [True, False, True]
+
+
+def test_two_ranks_learn_from_shared_prefixes_what_one_learns_from_separate_rows(
+    pair: RankPair, make_learner: MakeLearner, untrained: Weights, tmp_path: Path
+) -> None:
+    steps = [related_rows(roots=2, branches=1, tips=2, seed=seed) for seed in range(3)]
+    common = {"optimizer": WELL_CONDITIONED, "algorithm": {"max_tokens": 150}}
+    one = make_learner(share_prefixes=False, **common)
+    alone = [one.leader.optimise(StepRequest(each, 0, one.settings.algorithm)) for each in steps]
+    settings = make_learner(zero_stage=3, **common).settings
+    both = pair.learn(Task(tmp_path / "two", settings, steps)).metrics
+    for told, of_one in zip(both, alone, strict=True):
+        assert told.pop("computed_per_token") < of_one.pop("computed_per_token") / 1.5
+        assert told == same_metrics(of_one)
+    assert_moved_alike(weights_of(tmp_path / "two"), one.exported(), untrained)
 
 
 def test_two_ranks_that_share_their_devices_learn_the_same(

@@ -101,7 +101,9 @@ def test_packed_rows_do_not_see_each_other(harness: Harness, rows: list[Row]) ->
     with torch.no_grad():
         together = harness.policy.logprobs(packed)[0]
         apart = torch.cat([harness.policy.logprobs(batch)[0] for batch in alone])
-        uncut = MicroBatch(**(vars(packed) | {"lengths_S": np.array([len(packed.ids_N)])}))
+        uncut = MicroBatch(
+            **(vars(packed) | {"lengths_S": np.array([len(packed.ids_N)]), "parents_S": np.array([-1])})
+        )
         leaking = harness.policy.logprobs(uncut)[0]
     assert (together - apart).abs().max() < ulps(64, of=float(apart.abs().max()))  # sums of 64 products
     assert (leaking - apart).abs().max() > 1e-2

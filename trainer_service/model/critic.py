@@ -86,7 +86,7 @@ class Critic:
             position_ids=torch.from_numpy(batch.positions_N).to(device)[None],
             logits_to_keep=torch.from_numpy(batch.predict_at_T).to(device),
             use_cache=False,
-            **attention_arguments(self._packing, batch.lengths_S.tolist(), device),
+            **attention_arguments(self._packing, batch, device),
         ).logits
         values_T: Tensor = values_1T1[0, :, 0].float()
         return values_T

@@ -28,7 +28,7 @@ def forward(
         return torch.cat(lp), torch.cat(entropy)
     targets_T = torch.from_numpy(batch.targets_T).to(device)
     temperatures_T = torch.from_numpy(batch.temperatures_T).to(device)
-    attention = attention_arguments(packing, batch.lengths_S.tolist(), device)
+    attention = attention_arguments(packing, batch, device)
     with requesting_logprobs(targets_T, temperatures_T, entropy_gradient) as request:
         output_1TV = model(
             input_ids=torch.from_numpy(batch.ids_N).to(device)[None],

@@ -1,6 +1,9 @@
 """Computes attention over packed rows. Each row attends only to itself, without a mask over the whole pack.
 
-    queries, keys, values of a pack ─ split at row bounds ─▶ causal attention of each ─▶ joined again
+    queries, keys, values of a pack ─ split into segments ─▶ causal attention of each ─▶ joined again
+
+A segment is a row, or a part of rows that continues another segment: then it also attends to that one, and to
+all those before it.
 
 Transformers calls `packed_attention` by its registered name. The forward pass gets the bounds of the rows as
 keyword arguments, and the model passes them to its attention.
@@ -8,15 +11,17 @@ keyword arguments, and the model passes them to its attention.
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from trainer_service.rows.rows import MicroBatch
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +30,9 @@ PACKED = "weir_packed"
 FLASH = "flash_attention_2"
 SPLITTABLE_LAYERS = {"full_attention", "sliding_attention"}
 """The layers, as a configuration's `layer_types` names them, whose attention can be split at row bounds."""
+
+BLOCK = 2048
+"""Where a mask is needed, it has at most so many rows."""
 
 
 class Packing(Enum):
@@ -38,13 +46,35 @@ class Packing(Enum):
 
 @dataclass
 class Segments:
-    """The bounds of one pack's rows, which a model passes to its attention."""
+    """The segments of one pack, which a model passes to its attention."""
 
     lengths: Sequence[int]
-    """The length of each row, in tokens."""
+    """In tokens."""
+    parents: Sequence[int]
+    """The number of the segment that each segment continues; -1 if it begins a row."""
     reached_attention: bool = False
     """Set by `packed_attention`. If it is False after a pass, the model did not pass this argument on, and
     rows attended to each other."""
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """The first segment of each run, and how many it has. A run is consecutive whole rows of equal
+        length, or one segment that continues another."""
+        kinds = [
+            (length, number if parent >= 0 else -1)
+            for number, (length, parent) in enumerate(zip(self.lengths, self.parents, strict=True))
+        ]
+        first = 0
+        for _, run in groupby(kinds):
+            count = len(list(run))
+            yield first, count
+            first += count
+
+    def before(self, segment: int) -> list[int]:
+        """The segments that this one continues, from the root on."""
+        path = []
+        while (segment := self.parents[segment]) >= 0:
+            path.append(segment)
+        return path[::-1]
 
 
 def packing_of(model: Any) -> Packing:
@@ -90,10 +120,12 @@ class AttentionArguments(TypedDict, total=False):
     max_length_k: int
 
 
-def attention_arguments(packing: Packing, lengths: Sequence[int], device: torch.device) -> AttentionArguments:
-    """The arguments that a forward pass gets for its attention. `lengths` are in tokens."""
+def attention_arguments(packing: Packing, batch: MicroBatch, device: torch.device) -> AttentionArguments:
+    """The arguments that a forward pass gets for its attention. Only with segments may rows share
+    prefixes."""
+    lengths = batch.lengths_S.tolist()
     if packing is Packing.SEGMENTS:
-        return {"segments": Segments(lengths)}
+        return {"segments": Segments(lengths, batch.parents_S.tolist())}
     if packing is not Packing.FLASH:
         return {}
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
@@ -131,14 +163,18 @@ def packed_attention(
         raise ValueError(f"{type(module).__name__} asks for attention that packed rows do not support")
     if segments is not None:
         segments.reached_attention = True
-    lengths = [query.shape[2]] if segments is None else segments.lengths
-    runs = [(length, len(list(equal))) for length, equal in groupby(lengths)]
-    parts = [length * count for length, count in runs]
+    segments = segments or Segments([query.shape[2]], [-1])
+    starts = [0, *accumulate(segments.lengths)]
     attended = []
-    for (length, count), *qkv in zip(
-        runs, *(torch.split(each, parts, 2) for each in (query, key, value)), strict=True
-    ):
-        q, k, v = (_stacked(each, count) for each in qkv)
+    for first, count in segments.runs():
+        start, length = starts[first], segments.lengths[first]
+        q, k, v = (_stacked(each.narrow(2, start, count * length), count) for each in (query, key, value))
+        if before := segments.before(first):
+            parts = [slice(starts[each], starts[each + 1]) for each in before]
+            k, v = (
+                torch.cat([*(all_keys[:, :, part] for part in parts), own], 2)
+                for all_keys, own in ((key, k), (value, v))
+            )
         if softcap is None and s_aux is None:
             out = _attend(q, k, v, scaling, sliding_window)
         else:
@@ -156,17 +192,30 @@ def _stacked(packed: Tensor, count: int) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    length = q.shape[2]
-    mask_LL = _causal_mask(length, window, q.device) if window is not None and length > window else None
-    return scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask_LL,
-        is_causal=mask_LL is None,
-        scale=scaling,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    """Attention of the last positions of `k`, which are those of `q`."""
+    length, keys = q.shape[2], k.shape[2]
+    plain = length == keys and (window is None or length <= window)
+    blocks = [(0, length)] if plain else _blocks(length)
+    outs = []
+    for start, end in blocks:
+        last = keys - length + end
+        first = 0 if window is None else max(0, last - (end - start) - window + 1)
+        outs.append(
+            scaled_dot_product_attention(
+                q[:, :, start:end],
+                k[:, :, first:last],
+                v[:, :, first:last],
+                attn_mask=None if plain else _causal_mask(end - start, last - first, window, q.device),
+                is_causal=plain,
+                scale=scaling,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        )
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+
+
+def _blocks(length: int) -> list[tuple[int, int]]:
+    return [(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK)]
 
 
 def _attend_by_scores(
@@ -185,18 +234,21 @@ def _attend_by_scores(
     scores = (q @ k.transpose(2, 3)).float() * (q.shape[3] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~_causal_mask(length, window, q.device), -torch.inf)
+    keys = k.shape[2]
+    scores = scores.masked_fill(~_causal_mask(length, keys, window, q.device), -torch.inf)
     if sinks_H is not None:
         sinks = sinks_H.float().view(1, heads, 1, 1).expand(q.shape[0], heads, length, 1)
         scores = torch.cat([scores, sinks], dim=3)
-    return scores.softmax(3)[..., :length].to(v.dtype) @ v
+    return scores.softmax(3)[..., :keys].to(v.dtype) @ v
 
 
-def _causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """[L, L] bool: True where the token of the row attends to the token of the column. A token attends to
-    itself and to all tokens before it; with a window, only to the last `window` tokens, itself included."""
-    mask_LL = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return mask_LL if window is None else mask_LL.triu(1 - window)
+def _causal_mask(length: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """[length, keys] bool: True where the token of the row attends to the token of the column. The tokens of
+    the rows are the last of the columns. A token attends to itself and to all tokens before it; with a
+    window, only to the last `window` tokens, itself included."""
+    before = keys - length
+    mask = torch.ones(length, keys, dtype=torch.bool, device=device).tril(before)
+    return mask if window is None else mask.triu(before + 1 - window)
 
 
 def _only_attention_mixes_tokens(model: Any) -> bool:

@@ -62,6 +62,7 @@ class DeepSpeedPolicy:
         model = self._load_base()
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._packing = packing_of(model)
+        self.shares_prefixes = settings.share_prefixes and self._packing is Packing.SEGMENTS
         self._equal_cost_length = EQUAL_COST_WIDTHS * model.config.get_text_config().hidden_size
         self._entropy_gradient = settings.learns_entropy
         self._snapshots = SnapshotMemory()

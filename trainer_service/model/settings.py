@@ -88,6 +88,9 @@ class ModelSettings(BaseModel):
     """Keep the optimizer's state in host memory, and make its steps there."""
     activation_checkpointing: bool = False
     """Recompute the activations of each layer in the backward pass instead of keeping them."""
+    share_prefixes: bool = True
+    """Compute a prefix that rows of a micro-batch have in common once: the prompt of a group, the history of
+    a session's branches. Needs a model whose attention can be replaced, and no flash attention."""
     lora: LoraSettings | None = None
     """Train only adapters; None trains all weights."""
     reference_offload: bool = False

@@ -1,18 +1,20 @@
 """Makes rows of a session's turns, and packs rows into micro-batches.
 
     turns ─▶ branches ─▶ PlannedRow ─▶ Row (ids, mask 1 where a token is trained)
-    Row, Row, Row ─▶ MicroBatch: one sequence whose positions start at 0 again for each row
+    Row, Row, Row ─▶ MicroBatch: one sequence of segments; positions start at 0 again where a row begins
 
 Each branch becomes one row. A token that several branches share is trained in the first of them only.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout_queue.contract.records import Turn
+from trainer_service.rows.packing import Pack, Segment, packs_of
 from trainer_service.rows.turns import Branch, branches
 
 Ints = NDArray[np.int64]
@@ -64,13 +66,16 @@ class Row:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """S rows packed into a sequence of N tokens, of which T are trained."""
+    """Rows packed into a sequence of N tokens in S segments. T tokens are trained, row after row. Without
+    shared prefixes, each row is a segment."""
 
     ids_N: Ints
     positions_N: Ints
     """The position of each token in its row, from 0."""
     lengths_S: Ints
-    """The length of each row, in tokens, in the order of packing."""
+    """The length of each segment, in tokens, in the order of packing."""
+    parents_S: Ints
+    """The number of the segment that each segment continues; -1 if it begins a row."""
     predict_at_T: Ints
     """The index in [0, N) of the token before each trained token: there the model predicts the token."""
     targets_T: Ints
@@ -89,10 +94,13 @@ class MicroBatch:
     def cost(self, even_at: float) -> float:
         """The cost of a pass. The unit is the cost of one token without attention. In a row of `even_at`
         tokens, attention costs as much as everything else."""
-        return float((self.lengths_S + self.lengths_S**2 / even_at).sum())
+        before_S = self.positions_N[self.lengths_S.cumsum() - self.lengths_S]
+        pairs_S = self.lengths_S**2 + 2 * self.lengths_S * before_S
+        return float((self.lengths_S + pairs_S / even_at).sum())
 
     def single_rows(self) -> tuple["MicroBatch", ...]:
-        """One micro-batch for each row."""
+        """One micro-batch for each row. The rows must share no prefixes."""
+        assert (self.parents_S == -1).all()  # noqa: S101 - only a policy that can share them asks for shared ones
         ends_S = self.lengths_S.cumsum()
         return tuple(
             self._cut(int(end - length), int(end)) for length, end in zip(self.lengths_S, ends_S, strict=True)
@@ -104,6 +112,7 @@ class MicroBatch:
             ids_N=self.ids_N[start:end],
             positions_N=self.positions_N[start:end],
             lengths_S=np.array([end - start]),
+            parents_S=np.array([-1]),
             predict_at_T=self.predict_at_T[in_T] - start,
             targets_T=self.targets_T[in_T],
             logprobs_T=self.logprobs_T[in_T],
@@ -186,27 +195,11 @@ def planned_rows(
     return tuple(rows)
 
 
-def micro_batches(rows: Sequence[Row], max_tokens: int) -> Iterator[MicroBatch]:
-    """Packs whole rows into few micro-batches of at most `max_tokens` tokens. A longer row stands alone."""
-    return (_pack(rows, pack) for pack in packs_of(rows, max_tokens))
-
-
-def packs_of(rows: Sequence[Row] | Sequence[PlannedRow], max_tokens: int) -> list[list[int]]:
-    """The indices of the rows of each micro-batch.
-
-    First fit decreasing: each row, the longest first, goes into the first pack with enough room. Rows of
-    equal length keep their order, so equal rows always make equal packs."""
-    packs: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(rows)), key=lambda index: -len(rows[index])):
-        length = len(rows[index])
-        place = next((place for place, left in enumerate(room) if length <= left), len(packs))
-        if place == len(packs):
-            packs.append([])
-            room.append(max_tokens)
-        packs[place].append(index)
-        room[place] -= length
-    return packs
+def micro_batches(rows: Sequence[Row], max_tokens: int, share_prefixes: bool = False) -> Iterator[MicroBatch]:
+    """Packs whole rows into few micro-batches of at most `max_tokens` tokens. A longer row stands alone. With
+    `share_prefixes`, a prefix that rows of a micro-batch have in common is in it once."""
+    packs = packs_of([row.ids_L for row in rows], max_tokens, share_prefixes)
+    return (_packed(rows, pack) for pack in packs)
 
 
 def balanced_shares(costs: Sequence[float], ranks: int) -> list[list[int]]:
@@ -229,31 +222,39 @@ def temperature_of(turn: Turn) -> float:
     return temperature if temperature > 0 else 1.0
 
 
-def _pack(of_step: Sequence[Row], indices: Sequence[int]) -> MicroBatch:
-    rows = [of_step[index] for index in indices]
-    mask_N = np.concatenate([row.mask_L for row in rows]) == 1
-    lengths_S = np.array([len(row) for row in rows])
-    ids_N = np.concatenate([row.ids_L for row in rows])
-    at_T = np.flatnonzero(mask_N)
-    rows_N = np.repeat(np.array(indices), lengths_S)
-    advantages_N = np.repeat(np.array([row.advantage for row in rows], np.float32), lengths_S)
+def _packed(of_step: Sequence[Row], pack: Pack) -> MicroBatch:
+    segments = [segment for tree in pack for segment in tree.segments()]
+    numbers = {segment: number for number, segment in enumerate(segments)}
+    lengths_S = np.array([len(segment) for segment in segments])
+    starts_S = lengths_S.cumsum() - lengths_S
+    parents = [-1 if each.parent is None else numbers[each.parent] for each in segments]
+    tips = {row: tip for tree in pack for row, tip in tree.tips.items()}
+    rows = [of_step[row] for row in tips]
+    places = [_places(tip, numbers, starts_S) for tip in tips.values()]
+    at_T = np.flatnonzero(np.concatenate([row.mask_L for row in rows]))
+    lengths_R = np.array([len(row) for row in rows])
+
+    def trained(name: str) -> NDArray[Any]:
+        return np.concatenate([getattr(row, name) for row in rows])[at_T]
+
     return MicroBatch(
-        ids_N=ids_N,
-        positions_N=np.concatenate([np.arange(length) for length in lengths_S]),
+        ids_N=np.concatenate([of_step[each.row].ids_L[each.start : each.end] for each in segments]),
+        positions_N=np.concatenate([np.arange(each.start, each.end) for each in segments]),
         lengths_S=lengths_S,
-        predict_at_T=at_T - 1,
-        targets_T=ids_N[at_T],
-        logprobs_T=np.concatenate([row.logprobs_L for row in rows])[at_T],
-        advantages_T=advantages_N[at_T],
-        temperatures_T=np.concatenate([row.temperatures_L for row in rows])[at_T],
-        versions_T=np.concatenate([row.versions_L for row in rows])[at_T],
-        turns_T=np.concatenate([row.turns_L for row in rows])[at_T],
-        rewards_T=np.concatenate([row.rewards_L for row in rows])[at_T],
-        lp_teacher_T=_teacher_logprobs(rows, at_T),
-        rows_T=rows_N[at_T],
+        parents_S=np.array(parents),
+        predict_at_T=np.concatenate(places)[at_T - 1],
+        targets_T=trained("ids_L"),
+        logprobs_T=trained("logprobs_L"),
+        advantages_T=np.repeat(np.array([row.advantage for row in rows], np.float32), lengths_R)[at_T],
+        temperatures_T=trained("temperatures_L"),
+        versions_T=trained("versions_L"),
+        turns_T=trained("turns_L"),
+        rewards_T=trained("rewards_L"),
+        lp_teacher_T=None if any(row.lp_teacher_L is None for row in rows) else trained("lp_teacher_L"),
+        rows_T=np.repeat(np.array(list(tips)), lengths_R)[at_T],
     )
 
 
-def _teacher_logprobs(rows: Sequence[Row], at_T: Ints) -> Floats | None:
-    known = [row.lp_teacher_L for row in rows if row.lp_teacher_L is not None]
-    return np.concatenate(known)[at_T] if len(known) == len(rows) else None
+def _places(tip: Segment, numbers: Mapping[Segment, int], starts_S: Ints) -> Ints:
+    """Where each token of a row is in the pack."""
+    return np.concatenate([starts_S[numbers[each]] + np.arange(len(each)) for each in tip.path])

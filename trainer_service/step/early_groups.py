@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.screening import ScreenedGroup
-from trainer_service.rows.rows import packs_of
+from trainer_service.rows.packing import packs_of
 from trainer_service.step.ranks import DistributedPolicy
 from trainer_service.step.step_request import StepRequest
 
@@ -51,12 +51,14 @@ class EarlyGroups:
 
     def fills_a_pass(self, groups: Sequence[ScreenedGroup], algorithm: AlgorithmSettings) -> bool:
         """Whether the rows of these groups make a micro-batch for each rank, and have at least `max_tokens`
-        tokens for each rank."""
-        rows = [row for judged in groups for row in judged.planned]
-        ranks, tokens = self._policy.ranks, sum(len(row) for row in rows)
-        if self._has_changed or tokens < ranks * algorithm.max_tokens:
+        tokens for each rank, each shared prefix counted once."""
+        planned = [row for judged in groups for row in judged.planned]
+        ranks, fewest = self._policy.ranks, self._policy.ranks * algorithm.max_tokens
+        if self._has_changed or sum(len(row) for row in planned) < fewest:
             return False
-        return len(packs_of(rows, algorithm.max_tokens)) >= ranks
+        ids = [row.row().ids_L for row in planned]
+        packs = packs_of(ids, algorithm.max_tokens, self._policy.shares_prefixes)
+        return len(packs) >= ranks and sum(tree.tokens for pack in packs for tree in pack) >= fewest
 
     def learn(self, groups: Sequence[ScreenedGroup], request: StepRequest) -> None:
         """Add the gradient of `groups`. The request holds their rows, with advantages."""

@@ -55,6 +55,9 @@ class TrainablePolicy(PrePassPolicy, Protocol):
     @property
     def critic(self) -> TrainableCritic: ...
 
+    @property
+    def shares_prefixes(self) -> bool: ...
+
     def own_micro_batches(self, batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, bool]]: ...
 
     def backward(self, loss: Tensor) -> None: ...
@@ -81,13 +84,15 @@ class OptimizerSteps:
     def accumulate(self, request: StepRequest) -> None:
         """Add the gradient of these rows of whole groups. The weights do not change."""
         policy, rows, algorithm = self._policy, request.rows, request.algorithm
-        share = policy.own_micro_batches(list(micro_batches(rows, algorithm.max_tokens)))
+        packed = list(micro_batches(rows, algorithm.max_tokens, policy.shares_prefixes))
+        share = policy.own_micro_batches(packed)
         pre_passes = []
         for batch, _ in share:
             pre_passes.append(pre_pass(policy, batch, request.version, algorithm))
             request.beat()
         context = step_context(policy, share, pre_passes, algorithm)
-        part = _StepPart(share, pre_passes, context, counts_of(rows))
+        computed = sum(len(batch.ids_N) for batch in packed)
+        part = _StepPart(share, pre_passes, context, counts_of(rows), computed)
         self._rows += rows
         self._parts.append(part)
         part.diagnostics = self._learn(part, request)
@@ -127,7 +132,9 @@ class OptimizerSteps:
             own = [each for part in self._parts for each in part.in_step(of_step, algorithm)]
             measured = diagnostics(Sums.joined(policy.all_gather(own)))
             if epoch == 0:
-                metrics = {**measured, "grad_norm": grad_norm}
+                computed = sum(part.computed for part in self._parts)
+                per_token = computed / counts.tokens
+                metrics = {**measured, "grad_norm": grad_norm, "computed_per_token": per_token}
             else:  # in the first epoch, the ratios to the weights before the step are 1
                 metrics |= {name: value for name, value in measured.items() if name.startswith("ppo/")}
         if algorithm.needs_critic:
@@ -165,6 +172,8 @@ class _StepPart:
     pre_passes: Sequence[PrePass]
     context: StepContext
     counts: StepCounts
+    computed: int
+    """The tokens of the micro-batches of all ranks, in which a shared prefix is once."""
     diagnostics: Sequence[Sums] = ()
     """The diagnostics of its micro-batches, from the last pass that computed gradients."""
 

@@ -75,6 +75,10 @@ class Listed:
     leaves: list[tuple[MicroBatch, Tensor]] = field(default_factory=list)
     """The log-probabilities of the last epoch, which get the gradient, by micro-batch."""
 
+    @property
+    def shares_prefixes(self) -> bool:
+        return False
+
     def own_micro_batches(self, batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, bool]]:
         return [(batch, True) for batch in batches]
 

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from tests.support.tolerances import FLOAT64, ulps
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.random_rows import row_of
+from trainer_service.model.parallel import Parallel
+from trainer_service.model.sequence_ranks import SequenceRanks
 from trainer_service.rows.rows import MicroBatch, Row, balanced_shares, micro_batches
 
 pytestmark = pytest.mark.numeric
@@ -73,14 +75,16 @@ def test_attention_makes_one_long_row_cost_more_than_many_short_ones() -> None:
     assert sum(one.cost(even_at=64) for one in short.single_rows()) == 72
 
 
-def test_a_policy_fills_up_a_share_with_the_cheapest_pass(harness: Harness) -> None:
-    rows = [row_of(length) for length in (30, 20, 10)]
-    harness.policy.ranks = 2
-    share = harness.policy.own_micro_batches(list(micro_batches(rows, 1)))
-    assert [(len(batch.ids_N), counts) for batch, counts in share] == [(30, True), (10, False)]
-    harness.policy.rank = 1
-    share = harness.policy.own_micro_batches(list(micro_batches(rows, 1)))
-    assert [(len(batch.ids_N), counts) for batch, counts in share] == [(20, True), (10, True)]
+def test_a_rank_fills_up_its_share_with_the_cheapest_pass() -> None:
+    batches = list(micro_batches([row_of(length) for length in (30, 20, 10)], 1))
+
+    def share(parallel: Parallel) -> list[tuple[int, bool]]:
+        return [(len(batch.ids_N), counts) for batch, counts in parallel.own_share(batches, even_at=64)]
+
+    assert share(Parallel(0, 2, None)) == [(30, True), (10, False)]
+    assert share(Parallel(1, 2, None)) == [(20, True), (10, True)]
+    for rank in (2, 3):  # two ranks compute a micro-batch together
+        assert share(Parallel(rank, 4, SequenceRanks(2, rank % 2, None))) == [(20, True), (10, True)]
 
 
 @pytest.fixture

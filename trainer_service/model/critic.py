@@ -18,6 +18,7 @@ from trainer_service.model.logprob_head import logit_transform_of
 from trainer_service.model.optimizer import apply_configured_rates, make_optimizer
 from trainer_service.model.packed_attention import Packing, attention_arguments, packing_of
 from trainer_service.model.schedule import schedule_of
+from trainer_service.model.sequence_ranks import SequenceRanks, Slice
 from trainer_service.model.settings import ModelSettings
 from trainer_service.model.zero import deepspeed_config, offload_states, reload_states
 from trainer_service.rows.rows import MicroBatch
@@ -50,9 +51,17 @@ def value_head(model: Any) -> None:
 class Critic:
     """One rank's part of the critic. All ranks must make each call together, except `values`."""
 
-    def __init__(self, deepspeed: ModuleType, model: Any, settings: ModelSettings) -> None:
-        """`model` is a copy of the base model; its head is replaced. `settings.critic` must be set. Raises
-        ValueError for a model whose head is not linear."""
+    def __init__(
+        self,
+        deepspeed: ModuleType,
+        model: Any,
+        settings: ModelSettings,
+        sequence: SequenceRanks | None = None,
+    ) -> None:
+        """`model` is a copy of the base model; its head is replaced. `settings.critic` must be set. The ranks
+        of `sequence` compute each micro-batch together. Raises ValueError for a model whose head is not
+        linear."""
+        self._sequence = sequence
         assert settings.critic is not None  # noqa: S101 - the caller checks
         own = settings.model_copy(update={"optimizer": settings.critic.optimizer})
         self._packing = packing_of(model)
@@ -80,16 +89,19 @@ class Critic:
         its reward and of all later rewards in its row."""
         if self._packing is Packing.ONE_ROW and len(batch.lengths_S) > 1:
             return torch.cat([self.values(row) for row in batch.single_rows()])
-        device = self._engine.device
+        device, sequence = self._engine.device, self._sequence
+        part = sequence.slice_of(batch) if sequence else batch
         values_1T1 = self._engine(
-            input_ids=torch.from_numpy(batch.ids_N).to(device)[None],
-            position_ids=torch.from_numpy(batch.positions_N).to(device)[None],
-            logits_to_keep=torch.from_numpy(batch.predict_at_T).to(device),
+            input_ids=torch.from_numpy(part.ids_N).to(device)[None],
+            position_ids=torch.from_numpy(part.positions_N).to(device)[None],
+            logits_to_keep=torch.from_numpy(part.predict_at_T).to(device),
             use_cache=False,
-            **attention_arguments(self._packing, batch, device),
+            **attention_arguments(self._packing, batch, device, sequence),
         ).logits
-        values_T: Tensor = values_1T1[0, :, 0].float()
-        return values_T
+        values_T1: Tensor = values_1T1[0].float()
+        if isinstance(part, Slice) and sequence:
+            values_T1 = sequence.whole(values_T1, part, len(batch.targets_T))
+        return values_T1[:, 0]
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a micro-batch's share of the step's loss."""

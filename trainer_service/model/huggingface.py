@@ -20,7 +20,7 @@ refuse code."""
 SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def load_model(path: Path, dtype: torch.dtype, on_cuda: bool = False) -> Any:
+def load_model(path: Path, dtype: torch.dtype, flash: bool = False) -> Any:
     """Load the base model. Its attention keeps packed rows apart, and its head computes log-probabilities of
     sampled tokens."""
     from transformers import AutoModelForCausalLM
@@ -28,7 +28,7 @@ def load_model(path: Path, dtype: torch.dtype, on_cuda: bool = False) -> Any:
 
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    set_attention(model, flash=on_cuda and dtype is torch.bfloat16)
+    set_attention(model, flash=flash and dtype is torch.bfloat16)
     set_head(model)
     return model
 

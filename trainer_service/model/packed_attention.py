@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from trainer_service.model.sequence_ranks import SequenceRanks, check_heads
 from trainer_service.rows.rows import MicroBatch
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ class Segments:
     """In tokens."""
     parents: Sequence[int]
     """The number of the segment that each segment continues; -1 if it begins a row."""
+    sequence: SequenceRanks | None = None
+    """The ranks that have the other slices of the pack."""
     reached_attention: bool = False
     """Set by `packed_attention`. If it is False after a pass, the model did not pass this argument on, and
     rows attended to each other."""
@@ -108,6 +111,17 @@ def set_attention(model: Any, flash: bool = False) -> None:
         logger.info("%s cannot use packed attention: %s", type(model).__name__, packing.value)
 
 
+def check_can_share(model: Any, ranks: int) -> None:
+    """Raises SystemExit if so many ranks cannot compute a micro-batch of this model together."""
+    if ranks == 1:
+        return
+    if packing_of(model) is not Packing.SEGMENTS:
+        raise SystemExit(
+            f"trainer.sequence_parallel: {type(model).__name__} mixes tokens outside of attention"
+        )
+    check_heads(model.config.get_text_config(), ranks)
+
+
 class AttentionArguments(TypedDict, total=False):
     """The keyword arguments that give the row bounds to a model's attention."""
 
@@ -120,12 +134,17 @@ class AttentionArguments(TypedDict, total=False):
     max_length_k: int
 
 
-def attention_arguments(packing: Packing, batch: MicroBatch, device: torch.device) -> AttentionArguments:
+def attention_arguments(
+    packing: Packing, batch: MicroBatch, device: torch.device, sequence: SequenceRanks | None = None
+) -> AttentionArguments:
     """The arguments that a forward pass gets for its attention. Only with segments may rows share
     prefixes."""
     lengths = batch.lengths_S.tolist()
     if packing is Packing.SEGMENTS:
-        return {"segments": Segments(lengths, batch.parents_S.tolist())}
+        parents = batch.parents_S.tolist()
+        if sequence is not None and (padding := sequence.padding(len(batch.ids_N))):
+            lengths, parents = [*lengths, padding], [*parents, -1]
+        return {"segments": Segments(lengths, parents, sequence)}
     if packing is not Packing.FLASH:
         return {}
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
@@ -164,6 +183,10 @@ def packed_attention(
     if segments is not None:
         segments.reached_attention = True
     segments = segments or Segments([query.shape[2]], [-1])
+    sequence = segments.sequence
+    if sequence is not None:
+        query, key, value = (sequence.join(each) for each in (query, key, value))
+        s_aux = None if s_aux is None else sequence.own_heads(s_aux)
     starts = [0, *accumulate(segments.lengths)]
     attended = []
     for first, count in segments.runs():
@@ -180,7 +203,8 @@ def packed_attention(
         else:
             out = _attend_by_scores(q, k, v, scaling, sliding_window, softcap, s_aux)
         attended.append(out.transpose(1, 2).reshape(query.shape[0], count * length, query.shape[1], -1))
-    return torch.cat(attended, dim=1), None
+    whole = torch.cat(attended, dim=1)
+    return whole if sequence is None else sequence.part(whole), None
 
 
 def _stacked(packed: Tensor, count: int) -> Tensor:

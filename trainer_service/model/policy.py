@@ -25,7 +25,8 @@ from trainer_service.model.huggingface import (
 from trainer_service.model.layout import Layout, LoraLayout
 from trainer_service.model.lora import Adapters, AdapterSnapshot
 from trainer_service.model.optimizer import apply_configured_rates, make_optimizer
-from trainer_service.model.packed_attention import Packing, packing_of
+from trainer_service.model.packed_attention import Packing, check_can_share, packing_of
+from trainer_service.model.parallel import Parallel
 from trainer_service.model.randomness import random_states, restore_random_states, seed_everything
 from trainer_service.model.reference import Reference
 from trainer_service.model.schedule import schedule_of
@@ -38,7 +39,7 @@ from trainer_service.model.zero import (
     prepare_deepspeed,
     reload_states,
 )
-from trainer_service.rows.rows import MicroBatch, balanced_shares
+from trainer_service.rows.rows import MicroBatch
 
 Value = TypeVar("Value")
 
@@ -59,6 +60,9 @@ class DeepSpeedPolicy:
         self._published_dtypes = tensor_dtypes(settings.model_path)
         deepspeed = prepare_deepspeed(settings)
         seed_everything(settings.seed)
+        self._parallel = Parallel.joined(settings.sequence_parallel)
+        self.rank, self.ranks = self._parallel.rank, self._parallel.ranks
+        self.data_ranks = self._parallel.data_ranks
         model = self._load_base()
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._packing = packing_of(model)
@@ -78,9 +82,9 @@ class DeepSpeedPolicy:
             config=deepspeed_config(settings),
         )
         self._engine.module.train(settings.activation_checkpointing)
-        self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.value_clip = settings.critic.value_clip if settings.critic else None
-        self._critic = Critic(deepspeed, self._load_base(), settings) if settings.critic else None
+        sequence = self._parallel.sequence
+        self._critic = Critic(deepspeed, self._load_base(), settings, sequence) if settings.critic else None
         offload = settings.reference_offload or settings.memory == "shared"
         self._reference = Reference(self._load_base, self._engine.device, offload)
 
@@ -109,8 +113,12 @@ class DeepSpeedPolicy:
         return Layout(self.ranks, settings.sharding_stage, settings.dtype, lora, self._critic is not None)
 
     def _load_base(self) -> Any:
+        size = self._settings.sequence_parallel
         on_cuda = torch.distributed.get_backend() == "nccl"
-        model = load_model(self._settings.model_path, getattr(torch, self._settings.dtype), on_cuda)
+        model = load_model(
+            self._settings.model_path, getattr(torch, self._settings.dtype), flash=on_cuda and size == 1
+        )
+        check_can_share(model, size)
         disable_dropout(model)
         return model
 
@@ -120,7 +128,8 @@ class DeepSpeedPolicy:
         return self._forward(self._engine, batch)
 
     def _forward(self, model: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        return forward(model, batch, self._packing, self._engine.device, self._entropy_gradient)
+        device, sequence = self._engine.device, self._parallel.sequence
+        return forward(model, batch, self._packing, device, self._entropy_gradient, sequence)
 
     @torch.no_grad()
     def reference(self, batch: MicroBatch) -> Tensor:
@@ -177,38 +186,25 @@ class DeepSpeedPolicy:
         gradients = torch.autograd.grad(loss_of(logprobs_T), parameters, allow_unused=True)
         self._engine.empty_partition_cache()  # without this, stage 3 keeps gathered weights
         norms = [torch.linalg.vector_norm(each.float()) for each in gradients if each is not None]
-        return float(self._mean_over_ranks(torch.linalg.vector_norm(torch.stack(norms))))
+        return float(self._parallel.mean(torch.linalg.vector_norm(torch.stack(norms))))
 
     def weights_are_finite(self) -> bool:
         """Whether every weight of every rank is finite, also those of the critic. Every rank must call it."""
         modules = [self.module, *([self._critic.module] if self._critic else [])]
         parts = [local_part(each) for module in modules for each in module.parameters()]
         non_finite = torch.tensor([not part.isfinite().all() for part in parts], dtype=torch.float32).any()
-        return not bool(self._mean_over_ranks(non_finite.float().to(self._engine.device)))
-
-    def _mean_over_ranks(self, value: Tensor) -> Tensor:
-        """The mean over ranks, the same on all of them; finite if every rank's value is."""
-        if self.ranks > 1:
-            torch.distributed.all_reduce(value)
-        return value / self.ranks
+        return not bool(self._parallel.mean(non_finite.float().to(self._engine.device)))
 
     def own_micro_batches(self, batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, bool]]:
-        """This rank's share of the micro-batches, the costliest first. Ranks reduce their gradients together,
-        so all need the same number of passes. False marks a micro-batch that is added only for this."""
+        """This rank's share of the micro-batches. False marks one that only keeps the number of passes equal
+        on all ranks."""
         if self._packing is Packing.ONE_ROW:
             batches = [row for batch in batches for row in batch.single_rows()]
-        shares = balanced_shares([batch.cost(self._equal_cost_length) for batch in batches], self.ranks)
-        own = [(batches[index], True) for index in shares[self.rank]]
-        cheapest = min(batches, key=lambda batch: batch.cost(self._equal_cost_length))
-        return own + [(cheapest, False)] * (max(map(len, shares)) - len(own))
+        return self._parallel.own_share(batches, self._equal_cost_length)
 
     def all_gather(self, values: list[Value]) -> list[Value]:
-        """The values of all ranks, in the order of ranks, on every rank. The values must be on the CPU."""
-        if self.ranks == 1:
-            return values
-        gathered: list[list[Value]] = [[]] * self.ranks
-        torch.distributed.all_gather_object(gathered, values)
-        return [value for part in gathered for value in part]
+        """The values for all micro-batches of the step, on every rank. The values must be on the CPU."""
+        return self._parallel.all_gather(values)
 
     def tensor(self, values: Any) -> Tensor:
         """A numpy array as a tensor on this rank's device."""

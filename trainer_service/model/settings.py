@@ -81,6 +81,9 @@ class ModelSettings(BaseModel):
     zero_stage: int = Field(1, ge=0, le=3)
     """The data that ZeRO partitions over ranks. 0: nothing; 1: the optimizer's state; 2: also gradients; 3:
     also weights. With bfloat16, 1 is as 2."""
+    sequence_parallel: int = Field(1, ge=1)
+    """How many ranks compute each micro-batch together, each a slice of its tokens (DeepSpeed Ulysses), for
+    rows that are too long for one device. Must divide the number of ranks and the model's heads."""
     memory: Literal["exclusive", "shared"] = "exclusive"
     """shared: between steps, weights and optimizer are in host memory, and the engines of `shared_with` have
     the memory of the device. Needs zero_stage 1 or 2."""

@@ -50,10 +50,11 @@ class EarlyGroups:
         return [judged for judged in groups if _fingerprint(judged) not in self._learned]
 
     def fills_a_pass(self, groups: Sequence[ScreenedGroup], algorithm: AlgorithmSettings) -> bool:
-        """Whether the rows of these groups make a micro-batch for each rank, and have at least `max_tokens`
-        tokens for each rank, each shared prefix counted once."""
+        """Whether the rows of these groups make a pass: as many micro-batches as the ranks compute at a time,
+        and at least `max_tokens` tokens for each, where each shared prefix counts once."""
         planned = [row for judged in groups for row in judged.planned]
-        ranks, fewest = self._policy.ranks, self._policy.ranks * algorithm.max_tokens
+        ranks = self._policy.data_ranks
+        fewest = ranks * algorithm.max_tokens
         if self._has_changed or sum(len(row) for row in planned) < fewest:
             return False
         ids = [row.row().ids_L for row in planned]

@@ -117,7 +117,7 @@ class DistributedPolicy:
         self._channel = CommandChannel[Command](policy.ranks)
         self._writers = ShareWriters(policy.ranks)
         self._spread = policy.ranks > 1 and shared is not None and self._writers.all_see(shared)
-        self.vocab_size, self.ranks = policy.vocab_size, policy.ranks
+        self.vocab_size, self.data_ranks = policy.vocab_size, policy.data_ranks
         self.shares_prefixes = policy.shares_prefixes
 
     def optimise(self, request: StepRequest) -> dict[str, float]:

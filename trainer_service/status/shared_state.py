@@ -26,7 +26,8 @@ class Backlog:
     owed: int = 0
     """Sessions that were trained, but are in no checkpoint yet."""
     per_step: float = 1.0
-    """How many rewarded rollouts end between two steps, trained or not; the mean over the last steps."""
+    """How many rewarded rollouts end between two steps, without those lost as too old; the mean over the last
+    steps."""
 
 
 @dataclass(frozen=True)

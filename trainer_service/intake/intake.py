@@ -86,7 +86,7 @@ class Intake:
         complete = self._complete(version, algorithm, first)
         batch = select(complete, version, algorithm, flush)
         self._live_rows = batch.live_rows
-        self.end(batch.skipped)
+        self.end([*batch.skipped, *self._order.beyond_bound(batch, version, algorithm)])
         self._too_old_after_step = 0
         if batch.full and algorithm.stale == "wait":
             oldest_allowed = version - algorithm.max_staleness
@@ -105,7 +105,7 @@ class Intake:
         self.end(ends)
         ended = {end.group.name for end in ends}
         left = [group for group in complete if group.name not in ended]
-        return self._order.in_order(left, algorithm.intake, first)
+        return self._order.in_order(left, algorithm, first)
 
     def mark_trained(
         self, groups: Sequence[ScreenedGroup], rows: Sequence[Row], step: int, version: int

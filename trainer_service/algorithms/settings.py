@@ -95,6 +95,9 @@ class AlgorithmSettings(LossSettings):
     unfinished members, which are not trained later. None: it waits for every member that sent a record."""
     group_min_size: int = Field(2, ge=2)
     """The number of rewarded members that a group needs for `group_deadline_s` to apply."""
+    over_sampling: float = Field(0.0, ge=0, lt=1)
+    """The share of a group's members that it does not need: it is scored with those that end first with a
+    reward, at least `group_min_size`. The others are not trained."""
 
     @model_validator(mode="before")
     @classmethod

@@ -49,6 +49,7 @@ class Intake:
             algorithm.group_wait_s,
             algorithm.group_deadline_s,
             algorithm.group_min_size,
+            algorithm.over_sampling,
         )
         self._assembler = Assembler(self._rules)
         self._order = Order()

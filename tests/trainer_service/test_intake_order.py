@@ -108,17 +108,28 @@ CHOICES = st.one_of(
 
 @given(
     CHOICES,
+    st.sampled_from([None, {"memory": 1}]),
     st.lists(st.lists(st.tuples(st.integers(1, 3), st.booleans()), max_size=6), min_size=1, max_size=8),
     st.integers(1, 6),
 )
 @settings(max_examples=examples(40))
 def test_every_session_waits_or_has_exactly_one_verdict(
-    choice: dict[str, Any], arrivals: list[list[tuple[int, bool]]], rows: int
+    choice: dict[str, Any],
+    curriculum: dict[str, int] | None,
+    arrivals: list[list[tuple[int, bool]]],
+    rows: int,
 ) -> None:
     """Each round some groups arrive, of one to three sessions whose rewards differ or not; then comes a step
     if there is one."""
     algorithm = AlgorithmSettings.model_validate(
-        {"min_live_rows": rows, "max_rows": rows, "max_staleness": 2, "group_wait_s": 1e12, **choice}
+        {
+            "min_live_rows": rows,
+            "max_rows": rows,
+            "max_staleness": 2,
+            "group_wait_s": 1e12,
+            "curriculum": curriculum,
+            **choice,
+        }
     )
     stream = CountingStream()
     intake = Intake(
@@ -129,7 +140,13 @@ def test_every_session_waits_or_has_exactly_one_verdict(
     for number, arriving in enumerate(arrivals):
         for place, (size, differ) in enumerate(arriving):
             values = [float(differ and index == 0) for index in range(size)]
-            agents.group(f"{number}.{place}", values, version=version, at=100.0 + 10 * number + place)
+            agents.group(
+                f"{number}.{place}",
+                values,
+                version=version,
+                at=100.0 + 10 * number + place,
+                task_id=str(size),
+            )
             opened += size
         intake.read()
         batch = intake.select(version, algorithm)

@@ -23,6 +23,7 @@ from trainer_service.algorithms.advantages.settings import (
     contradiction,
 )
 from trainer_service.algorithms.corrections.settings import NoCorrection
+from trainer_service.algorithms.curriculum import CurriculumSettings
 from trainer_service.algorithms.losses.settings import KlCov, LossSettings
 
 PRESETS = Path(__file__).with_name("presets")
@@ -66,6 +67,8 @@ class AlgorithmSettings(LossSettings):
     replay_share: float = Field(0.0, ge=0, lt=1)
     """For `newest`: up to this share of a step's groups are the oldest that wait. No token is trained
     twice."""
+    curriculum: CurriculumSettings | None = None
+    """If set, groups of tasks that the policy sometimes solves are taken before the others."""
     max_tokens: int = Field(1024, ge=1)
     """The largest number of tokens in a micro-batch. A longer row is packed alone."""
     max_row_tokens: int | None = Field(None, ge=1)

@@ -53,6 +53,10 @@ class Group:
         return self.members[0].session_id
 
     @property
+    def task_id(self) -> str | None:
+        return next((turn.task_id for member in self.members for turn in member.turns), None)
+
+    @property
     def rollouts(self) -> tuple[Member, ...]:
         return tuple(member for member in self.members if member.rewarded)
 

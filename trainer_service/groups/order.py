@@ -5,7 +5,7 @@ complete groups ─ in_order ─▶ (select) ─ note ─▶ the groups that a s
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.assemble import Group
@@ -22,21 +22,25 @@ class Order:
         """Of the last order: the groups that the bound has no place for, the newest first."""
 
     def in_order(
-        self, complete: Sequence[Group], algorithm: AlgorithmSettings, first: Collection[str]
+        self,
+        complete: Sequence[Group],
+        algorithm: AlgorithmSettings,
+        first: Collection[str],
+        prefers: Callable[[Group], bool],
     ) -> list[Group]:
         """`complete` has the group whose last record is the oldest first. Groups without a rollout lead,
-        because they take no place in a step; then the groups whose ids are in `first`."""
-        ended = [group for group in complete if not group.rollouts]
-        leading = [group for group in complete if group.rollouts and group.group_id in first]
+        because they take no place in a step; then the groups whose ids are in `first`; then those that the
+        curriculum `prefers`."""
+        ordered = [group for group in complete if not group.rollouts]
+        ordered += [group for group in complete if group.rollouts and group.group_id in first]
         waiting = [group for group in complete if group.rollouts and group.group_id not in first]
-        if algorithm.intake == "newest":
-            waiting = mixed(waiting, algorithm.replay_share)
-        self._beyond_bound = []
-        if algorithm.intake == "bounded":
-            # A step takes from these only if the newest ones do not fill it.
-            self._beyond_bound = waiting[: -algorithm.max_waiting_groups][::-1]
-            waiting = waiting[-algorithm.max_waiting_groups :] + self._beyond_bound
-        return ended + leading + waiting
+        bound = algorithm.max_waiting_groups if algorithm.intake == "bounded" else len(waiting)
+        # A step takes from these only if the newest ones do not fill it.
+        self._beyond_bound = waiting[: max(0, len(waiting) - bound)][::-1]
+        for preferred in (True, False):
+            part = [group for group in waiting[len(self._beyond_bound) :] if prefers(group) == preferred]
+            ordered += mixed(part, algorithm.replay_share) if algorithm.intake == "newest" else part
+        return ordered + self._beyond_bound
 
     def overtaken(
         self, complete: Sequence[Group], version: int, algorithm: AlgorithmSettings

@@ -60,6 +60,7 @@ CHOICES = (
     Choice("newest, replay_share 0.25", {"intake": "newest", "replay_share": 0.25}),
     Choice("bounded, 16 groups", {"intake": "bounded", "max_waiting_groups": 2 * GROUPS_PER_STEP}),
     Choice("newest, staleness_versions 4", {"intake": "newest"}, staleness_versions=4),
+    Choice("oldest, staleness_versions 4", {"intake": "oldest"}, staleness_versions=4),
 )
 
 

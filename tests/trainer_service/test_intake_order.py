@@ -108,14 +108,16 @@ CHOICES = st.one_of(
 
 @given(
     CHOICES,
-    st.sampled_from([None, {"memory": 1}]),
+    st.fixed_dictionaries(
+        {"curriculum": st.sampled_from([None, {"memory": 1}]), "over_sampling": st.sampled_from([0.0, 0.4])}
+    ),
     st.lists(st.lists(st.tuples(st.integers(1, 3), st.booleans()), max_size=6), min_size=1, max_size=8),
     st.integers(1, 6),
 )
 @settings(max_examples=examples(40))
 def test_every_session_waits_or_has_exactly_one_verdict(
     choice: dict[str, Any],
-    curriculum: dict[str, int] | None,
+    more: dict[str, Any],
     arrivals: list[list[tuple[int, bool]]],
     rows: int,
 ) -> None:
@@ -127,8 +129,8 @@ def test_every_session_waits_or_has_exactly_one_verdict(
             "max_rows": rows,
             "max_staleness": 2,
             "group_wait_s": 1e12,
-            "curriculum": curriculum,
             **choice,
+            **more,
         }
     )
     stream = CountingStream()
@@ -136,7 +138,7 @@ def test_every_session_waits_or_has_exactly_one_verdict(
         stream, algorithm, 64, Heartbeat(stream, SharedState(), 0.01), TrainerMetrics(CollectorRegistry())
     )
     agents, trained, opened = Agents(stream), list[str](), 0
-    version = 0
+    version, early = 0, list[str]()
     for number, arriving in enumerate(arrivals):
         for place, (size, differ) in enumerate(arriving):
             values = [float(differ and index == 0) for index in range(size)]
@@ -149,7 +151,10 @@ def test_every_session_waits_or_has_exactly_one_verdict(
             )
             opened += size
         intake.read()
-        batch = intake.select(version, algorithm)
+        batch = intake.select(version, algorithm, early)
+        selected = [each.group.group_id for each in batch.groups]
+        assert set(early) <= set(selected), "groups that are learned early stay in their step"
+        early = [] if batch.full else selected
         if batch.full:
             version += 1
             trained += sessions(batch.groups)

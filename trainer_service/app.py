@@ -31,6 +31,7 @@ from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep
 
 LEDGER_LIMIT = 1000
+TASKS_LIMIT = 1000
 CHECKPOINT_TIMEOUT_S = 60.0
 DISCONNECT_POLL_S = 0.5
 """How often it is checked whether a rollout server still waits for a sender."""
@@ -63,6 +64,7 @@ def create_app(
     guarded = [Depends(keyring.require_admin)]
     app.include_router(_control(shared_state), dependencies=guarded)
     app.include_router(_ledger(ledger), dependencies=guarded)
+    app.include_router(_tasks(shared_state), dependencies=guarded)
     app.include_router(_weights(store), dependencies=guarded)
     if sender is not None:
         app.include_router(_collective(sender), dependencies=guarded)
@@ -122,6 +124,25 @@ def _ledger(ledger: Ledger) -> APIRouter:
         page = found[:limit]
         next_cursor = str(page[-1].step) if len(found) > limit else None
         return JSONResponse({"data": msgspec.to_builtins(page), "next_cursor": next_cursor})
+
+    return router
+
+
+def _tasks(shared_state: SharedState) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/tasks")
+    def tasks(cursor: str = "", limit: int = Query(TASKS_LIMIT, ge=1, le=TASKS_LIMIT)) -> JSONResponse:
+        """How often the policy solves each task, and the weight that the curriculum gives to it. By these
+        weights, environments can choose the tasks that they sample."""
+        found = sorted(
+            (each for each in shared_state.tasks if each.task_id > cursor), key=lambda each: each.task_id
+        )
+        page = found[:limit]
+        data = [
+            {"task_id": each.task_id, "pass_rate": each.pass_rate, "weight": each.weight} for each in page
+        ]
+        return JSONResponse({"data": data, "next_cursor": page[-1].task_id if len(found) > limit else None})
 
     return router
 

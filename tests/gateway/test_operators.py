@@ -18,6 +18,7 @@ from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, Runni
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 from trainer_service.app import HttpThread, create_app
+from trainer_service.groups.task_rates import TaskRate
 from trainer_service.status.shared_state import SharedState, StatusSnapshot
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep
@@ -88,6 +89,17 @@ def test_an_operator_reads_the_trainers_status_and_ledger_over_the_gateway(gatew
     assert ([row["step"] for row in page["data"]], page["next_cursor"]) == ([2], "2")
     refused = gateway.get("/admin/trainer/ledger?since=-1", key=ADMIN_KEY)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "since")
+
+
+def test_the_weights_of_tasks_are_read_over_the_gateway(
+    gateway: RunningGateway, trainer: SharedState
+) -> None:
+    trainer.tasks = [TaskRate(name, passed=2.0, rollouts=2.0) for name in ("c", "a+b", "a+a")]
+    assert gateway.get("/admin/trainer/tasks").status_code == 403
+    page = gateway.get("/admin/trainer/tasks?limit=2", key=ADMIN_KEY).json()
+    assert ([row["task_id"] for row in page["data"]], page["next_cursor"]) == (["a+a", "a+b"], "a+b")
+    rest = gateway.get("/admin/trainer/tasks?cursor=a%2Bb", key=ADMIN_KEY).json()
+    assert rest == {"data": [{"task_id": "c", "pass_rate": 0.75, "weight": 0.75}], "next_cursor": None}
 
 
 def test_a_trainer_that_cannot_be_reached_is_said(gateway: RunningGateway) -> None:

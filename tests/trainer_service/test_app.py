@@ -43,7 +43,7 @@ def client(tmp_path: Path, shared_state: SharedState) -> TestClient:
     )
 
 
-@pytest.mark.parametrize("path", ["/status", "/ledger", "/weights", "/weights/1/manifest.json"])
+@pytest.mark.parametrize("path", ["/status", "/ledger", "/tasks", "/weights", "/weights/1/manifest.json"])
 def test_every_path_but_the_probes_needs_the_admin_key(client: TestClient, path: str) -> None:
     assert client.get(path).status_code == 401
     assert client.get(path, headers={"x-api-key": "client"}).status_code == 403

@@ -43,6 +43,14 @@ def test_rollouts_per_step_counts_groups_without_advantages(harness: Harness) ->
     ]  # the mean of the first estimate and of what the step used
 
 
+def test_rollouts_that_grow_too_old_are_no_part_of_the_trainers_pace(make_harness: MakeHarness) -> None:
+    harness = make_harness(initial_version=9).start()
+    harness.agents.group("old", [1.0, 0.0, 1.0, 0.0], version=0)
+    harness.agents.group("live", [1.0, 0.0], version=9)
+    assert harness.trainer.run_once()
+    assert said(harness, "per_step") == [2], "otherwise a gateway admits as many again as were lost"
+
+
 def test_trained_sessions_that_no_checkpoint_contains_are_owed(make_harness: MakeHarness) -> None:
     harness = make_harness(checkpoint_every_steps=2).start()
     harness.agents.group("g", [1.0, 0.0])

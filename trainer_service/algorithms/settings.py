@@ -23,6 +23,7 @@ from trainer_service.algorithms.advantages.settings import (
     contradiction,
 )
 from trainer_service.algorithms.corrections.settings import NoCorrection
+from trainer_service.algorithms.curriculum import CurriculumSettings
 from trainer_service.algorithms.losses.settings import KlCov, LossSettings
 
 PRESETS = Path(__file__).with_name("presets")
@@ -56,10 +57,18 @@ class AlgorithmSettings(LossSettings):
     step on many groups, because Adam divides a gradient by its usual
     size."""
     max_rows: int = Field(256, ge=1)
-    intake: Literal["newest", "oldest"] = "newest"
+    intake: Literal["newest", "oldest", "bounded"] = "newest"
     """Which complete groups a step takes first. If more arrive than are trained, `oldest` trains all of them
     at an age of `max_staleness`, and `newest` at the youngest age: the others get too old meanwhile, and end
-    as skipped_for_newer."""
+    as skipped_for_newer. `bounded` takes the oldest of the `max_waiting_groups` newest groups; the others end
+    at once as skipped_for_newer."""
+    max_waiting_groups: int = Field(64, ge=1)
+    """For `bounded`: how many complete groups may wait. More wait only as long as they do not fill a step."""
+    replay_share: float = Field(0.0, ge=0, lt=1)
+    """For `newest`: up to this share of a step's groups are the oldest that wait. No token is trained
+    twice."""
+    curriculum: CurriculumSettings | None = None
+    """If set, groups of tasks that the policy sometimes solves are taken before the others."""
     max_tokens: int = Field(1024, ge=1)
     """The largest number of tokens in a micro-batch. A longer row is packed alone."""
     max_row_tokens: int | None = Field(None, ge=1)
@@ -89,6 +98,9 @@ class AlgorithmSettings(LossSettings):
     unfinished members, which are not trained later. None: it waits for every member that sent a record."""
     group_min_size: int = Field(2, ge=2)
     """The number of rewarded members that a group needs for `group_deadline_s` to apply."""
+    over_sampling: float = Field(0.0, ge=0, lt=1)
+    """The share of a group's members that it does not need: it is scored with those that end first with a
+    reward, at least `group_min_size`. The others are not trained."""
 
     @model_validator(mode="before")
     @classmethod
@@ -105,6 +117,8 @@ class AlgorithmSettings(LossSettings):
             raise ValueError(
                 f"min_live_rows: {self.min_live_rows} are more than a step holds, max_rows: {self.max_rows}"
             )
+        if self.replay_share and self.intake != "newest":
+            raise ValueError(f"replay_share: intake {self.intake} takes the oldest groups anyway; set newest")
         if self.needs_teacher and (unused := self._reward_setting()):
             raise ValueError(f"{unused}: loss {self.loss.name} does not use rewards")
         if self.shaping.kl_in_reward and self.kl.coefficient:

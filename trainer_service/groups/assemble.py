@@ -5,8 +5,9 @@
 
 A session keeps its entries until its group is released. The entries stay unacknowledged until then, so that a
 restarted trainer reads them again. A group is complete when all its members have ended. It is released
-without its missing members in two cases: its deadline has passed, or it has had no record for `group_wait_s`
-and every member with a record has ended. A member that ends later is not trained.
+without its missing members in three cases: it does not need them (`over_sampling`); its deadline has passed;
+or it has had no record for `group_wait_s` and every member with a record has ended. A member that ends later
+is not trained.
 """
 
 import time
@@ -50,6 +51,10 @@ class Group:
         """Unique, unlike the group's own id: a session without a group makes a group under its own id, which
         may also be the id of a real group. A session is in one group only."""
         return self.members[0].session_id
+
+    @property
+    def task_id(self) -> str | None:
+        return next((turn.task_id for member in self.members for turn in member.turns), None)
 
     @property
     def rollouts(self) -> tuple[Member, ...]:
@@ -180,14 +185,15 @@ class Assembler:
             sessions = self._of(group_id)
             size = _size(group_id, sessions)
             ended = [session for session in sessions if session.ended(self._rules)]
-            if size is None or not 0 < len(ended) < size or group_id in self._gone:
-                continue
             rewarded = self._rewarded(sessions)
+            missing = 0 if size is None else min(size - len(ended), self._rules.needed(size) - len(rewarded))
+            if not ended or missing <= 0 or group_id in self._gone:
+                continue
             since = min((s.rewarded_at for s in rewarded), default=max(s.last_record_at for s in sessions))
             deadline_s = self._rules.group_deadline_s
             goes_at = None if deadline_s is None else since + deadline_s
             lacks = max(0, self._rules.group_min_size - len(rewarded))
-            found.append(GroupWait(size - len(ended), since, goes_at, lacks))
+            found.append(GroupWait(missing, since, goes_at, lacks))
         return found
 
     def count_oldest_at(self, version: int, besides: Iterable[Group]) -> int:
@@ -210,12 +216,21 @@ class Assembler:
             return [late for each in sessions if (late := each.late_member(rules, present))]
         size = _size(group_id, sessions)
         overdue = caught_up and now_s - max(each.last_record_at for each in sessions) > rules.group_wait_s
-        if len(sessions) < (size or 0) and not overdue and rules.group_deadline_s is None:
+        needed = rules.needed(size or 0)
+        if len(sessions) < needed and not overdue and rules.group_deadline_s is None:
             return []
         members = [member for each in sessions if (member := each.ended(rules))]
+        if size is not None and needed < size and caught_up and (first := self._first(sessions, needed)):
+            return [member for member in members if not member.rewarded or member.session_id in first]
         whole = size is not None and len(members) >= size
         due = size is not None and caught_up and self._past_deadline(sessions, now_s)
         return members if whole or due or (overdue and len(members) == len(sessions)) else []
+
+    def _first(self, sessions: Sequence[Session], needed: int) -> set[str]:
+        """The ids of the `needed` members that were rewarded first; none while there are fewer. Later members
+        do not change the group while it waits for its step: it may be learned already."""
+        rewarded = sorted(self._rewarded(sessions), key=lambda each: (each.rewarded_at, each.session_id))
+        return {each.session_id for each in rewarded[:needed]} if len(rewarded) >= needed else set()
 
     def _past_deadline(self, sessions: Sequence[Session], now_s: float) -> bool:
         """Whether the group has enough rewarded members, and the first of them has waited longer than the

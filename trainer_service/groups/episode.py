@@ -1,5 +1,6 @@
 """One session, as the trainer reads it from the stream: its records in any order, and how it ended."""
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -24,6 +25,12 @@ class Rules(NamedTuple):
     group_wait_s: float
     group_deadline_s: float | None = None
     group_min_size: int = 2
+    over_sampling: float = 0.0
+
+    def needed(self, size: int) -> int:
+        """How many rewarded members are enough for a group that was opened for `size`."""
+        surplus = math.floor(size * self.over_sampling + 1e-9)  # 100 · 0.29 is 28.999…
+        return min(size, max(self.group_min_size, size - surplus)) if surplus else size
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,15 @@
 """Decides in which order steps take complete groups, and which groups no step will take any more.
 
 complete groups ─ in_order ─▶ (select) ─ note ─▶ the groups that a step passed over ─ overtaken ─▶ they end
+                                       └─ beyond_bound ─▶ the groups that are too many ─▶ they end
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.assemble import Group
-from trainer_service.groups.screening import ScreenedGroup, overtaken
+from trainer_service.groups.screening import ScreenedGroup, is_too_old, skipped_for_newer
 from trainer_service.groups.selection import Batch
 
 
@@ -16,15 +18,29 @@ class Order:
 
     def __init__(self) -> None:
         self._passed_over: set[str] = set()
+        self._beyond_bound: list[Group] = []
+        """Of the last order: the groups that the bound has no place for, the newest first."""
 
-    def in_order(self, complete: Sequence[Group], intake: str, first: Collection[str]) -> list[Group]:
+    def in_order(
+        self,
+        complete: Sequence[Group],
+        algorithm: AlgorithmSettings,
+        first: Collection[str],
+        prefers: Callable[[Group], bool],
+    ) -> list[Group]:
         """`complete` has the group whose last record is the oldest first. Groups without a rollout lead,
-        because they take no place in a step; then the groups whose ids are in `first`."""
-        ended = [group for group in complete if not group.rollouts]
-        ordered = [group for group in complete if group.rollouts]
-        if intake == "newest":
-            ordered.reverse()
-        return ended + sorted(ordered, key=lambda group: group.group_id not in first)
+        because they take no place in a step; then the groups whose ids are in `first`; then those that the
+        curriculum `prefers`."""
+        ordered = [group for group in complete if not group.rollouts]
+        ordered += [group for group in complete if group.rollouts and group.group_id in first]
+        waiting = [group for group in complete if group.rollouts and group.group_id not in first]
+        bound = algorithm.max_waiting_groups if algorithm.intake == "bounded" else len(waiting)
+        # A step takes from these only if the newest ones do not fill it.
+        self._beyond_bound = waiting[: max(0, len(waiting) - bound)][::-1]
+        for preferred in (True, False):
+            part = [group for group in waiting[len(self._beyond_bound) :] if prefers(group) == preferred]
+            ordered += mixed(part, algorithm.replay_share) if algorithm.intake == "newest" else part
+        return ordered + self._beyond_bound
 
     def overtaken(
         self, complete: Sequence[Group], version: int, algorithm: AlgorithmSettings
@@ -33,11 +49,42 @@ class Order:
         if algorithm.intake != "newest":
             return []
         self._passed_over.intersection_update(group.name for group in complete)
-        waiting = (group for group in complete if group.name in self._passed_over)
-        return [end for group in waiting if (end := overtaken(group, version, algorithm))]
+        reason = "newer groups were trained until all of its rollouts were too old"
+        return [
+            skipped_for_newer(group, version, reason)
+            for group in complete
+            if group.name in self._passed_over and is_too_old(group, version, algorithm)
+        ]
+
+    def beyond_bound(self, batch: Batch, version: int, algorithm: AlgorithmSettings) -> list[ScreenedGroup]:
+        """The ends of the groups that the bound has no place for. While the batch is not full, it needs every
+        group."""
+        if not batch.full:
+            return []
+        taken = _names(batch)
+        reason = f"{algorithm.max_waiting_groups} newer groups wait, and no more may (max_waiting_groups)"
+        return [
+            skipped_for_newer(group, version, reason)
+            for group in self._beyond_bound
+            if group.name not in taken
+        ]
 
     def note(self, complete: Iterable[Group], batch: Batch) -> None:
         """Note the groups that a full batch leaves out."""
         if batch.full:
-            taken = {each.group.name for each in (*batch.groups, *batch.skipped)}
-            self._passed_over |= {group.name for group in complete} - taken
+            self._passed_over |= {group.name for group in complete} - _names(batch)
+
+
+def mixed(oldest_first: Sequence[Group], replay_share: float) -> list[Group]:
+    """The newest group first. However many groups a step takes from the front, at most `replay_share` of them
+    come from the other end, the oldest."""
+    left, found = deque(oldest_first), list[Group]()
+    while left:
+        taken = len(found)
+        replays = int(replay_share * (taken + 1)) > int(replay_share * taken)
+        found.append(left.popleft() if replays else left.pop())
+    return found
+
+
+def _names(batch: Batch) -> set[str]:
+    return {each.group.name for each in (*batch.groups, *batch.skipped)}

@@ -75,19 +75,26 @@ def screen(group: Group, version: int, algorithm: AlgorithmSettings) -> Screened
     )
 
 
-def overtaken(group: Group, version: int, algorithm: AlgorithmSettings) -> ScreenedGroup | None:
-    """The end of a group that steps have passed over; None as long as one of its rollouts is young enough."""
+def is_too_old(group: Group, version: int, algorithm: AlgorithmSettings) -> bool:
+    """Whether all of its rollouts are older than allowed."""
     spans = [member.sampled_by for member in group.rollouts if member.sampled_by is not None]
     judged_by = max(spans, default=(version, version))[0]
     if algorithm.stale == "mask":
         judged_by = max((newest for _, newest in spans), default=version)
-    if version - judged_by <= algorithm.max_staleness:
-        return None
+    return version - judged_by > algorithm.max_staleness
+
+
+def skipped_for_newer(group: Group, version: int, reason: str) -> ScreenedGroup:
+    """The end of a group that no step takes, because steps take newer ones."""
     untrained = [
-        (m, Verdict(code="skipped_for_newer", detail=_age(m, version)) if m.rewarded else m.verdict)
+        (
+            m,
+            Verdict(code="skipped_for_newer", detail=f"{reason}: {_age(m, version)}")
+            if m.rewarded
+            else m.verdict,
+        )
         for m in group.members
     ]
-    reason = "newer groups were trained until all of its rollouts were too old"
     return ScreenedGroup(group, (), (), 0, tuple(untrained), reason)
 
 

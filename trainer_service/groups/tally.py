@@ -11,6 +11,8 @@ from trainer_service.rows.turns import exclusions
 
 STEPS_REMEMBERED = 8
 """Over how many steps `rollouts_per_step` is averaged."""
+TOO_OLD = frozenset({"stale", "skipped_for_newer"})
+"""Verdicts of rollouts that are lost because more end than the trainer trains."""
 
 
 class Tally:
@@ -25,6 +27,7 @@ class Tally:
         self._rewards: list[float] = []
         self._groups = {"live": 0, "zero_var": 0, "singleton": 0}
         self._dropped = 0
+        self._too_old = 0
         self._sessions = 0
         self._truncated = 0
         self._relations = Counter[str]()
@@ -48,6 +51,7 @@ class Tally:
             self._groups["singleton"] += 1
         self._sessions += len(members)
         self._dropped += len(verdicts) - without_advantage
+        self._too_old += sum(verdict is not None and verdict.code in TOO_OLD for verdict in verdicts)
         self._truncated += sum(verdict is not None and verdict.code == "truncated" for verdict in verdicts)
 
     def _count_turns(self, screened: ScreenedGroup, members: Sequence[Member]) -> None:
@@ -60,7 +64,8 @@ class Tally:
 
     @property
     def rollouts_per_step(self) -> float:
-        """Rewarded rollouts that end between two steps, trained or not: the mean over the last steps."""
+        """Rewarded rollouts that end between two steps: the mean over the last steps. Those that are lost as
+        too old do not count: gateways would admit as many more, which would be lost as well."""
         return sum(self._per_step) / len(self._per_step)
 
     def finish_step(self, rows: Sequence[Row]) -> dict[str, float]:
@@ -82,6 +87,6 @@ class Tally:
             "drift/realign": self._relations["rerendered"],
             "drift/fork": self._relations["forks"],
         }
-        self._per_step.append(len(self._rewards))
+        self._per_step.append(len(self._rewards) - self._too_old)
         self._reset()
         return metrics

@@ -17,6 +17,7 @@ from trainer_service.groups.order import Order
 from trainer_service.groups.screening import ScreenedGroup
 from trainer_service.groups.selection import Batch, select
 from trainer_service.groups.tally import Tally
+from trainer_service.groups.task_rates import TaskRates
 from trainer_service.groups.waits import describe_waits
 from trainer_service.intake.acknowledger import Acknowledger
 from trainer_service.intake.entry_reader import EntryReader
@@ -49,9 +50,12 @@ class Intake:
             algorithm.group_wait_s,
             algorithm.group_deadline_s,
             algorithm.group_min_size,
+            algorithm.over_sampling,
         )
         self._assembler = Assembler(self._rules)
         self._order = Order()
+        self._tasks = TaskRates(algorithm.curriculum)
+        self._heartbeat = heartbeat
         self._reader = EntryReader(stream, heartbeat)
         self._acknowledger = Acknowledger(stream, heartbeat, metrics)
         self.evaluations = EvaluationCounts(heartbeat, metrics)
@@ -66,6 +70,8 @@ class Intake:
         """Read again every entry that was delivered and not acknowledged. Entries that the checkpoint
         contains are only acknowledged, and not trained again."""
         self._assembler = Assembler(self._rules, state.settled, state.gone)
+        self._tasks = TaskRates(self._algorithm.curriculum, state.task_rates)
+        self._heartbeat.note_tasks(self._tasks.state)
         self.evaluations.resume(state.evaluations)
         pending = self._reader.reclaim()
         trained = set(state.owed.entry_ids)
@@ -86,7 +92,7 @@ class Intake:
         complete = self._complete(version, algorithm, first)
         batch = select(complete, version, algorithm, flush)
         self._live_rows = batch.live_rows
-        self.end(batch.skipped)
+        self.end([*batch.skipped, *self._order.beyond_bound(batch, version, algorithm)])
         self._too_old_after_step = 0
         if batch.full and algorithm.stale == "wait":
             oldest_allowed = version - algorithm.max_staleness
@@ -105,7 +111,7 @@ class Intake:
         self.end(ends)
         ended = {end.group.name for end in ends}
         left = [group for group in complete if group.name not in ended]
-        return self._order.in_order(left, algorithm.intake, first)
+        return self._order.in_order(left, algorithm, first, self._tasks.prefers)
 
     def mark_trained(
         self, groups: Sequence[ScreenedGroup], rows: Sequence[Row], step: int, version: int
@@ -117,7 +123,7 @@ class Intake:
             self._acknowledger.owe(acknowledgement_of(screened, step, version))
             self._assembler.release(screened.group)
         self.evaluations.note_version(version, step)
-        self.evaluations.add(screened.group for screened in groups)
+        self._count(groups)
         return self._tally.finish_step(rows)
 
     def end(self, skipped: Sequence[ScreenedGroup]) -> None:
@@ -132,7 +138,14 @@ class Intake:
             logger.info("group %s is not trained: %s", screened.group.group_id, screened.skip_reason)
             self._tally.add(screened)
             self._assembler.release(screened.group)
-        self.evaluations.add(screened.group for screened in skipped)
+        self._count(skipped)
+
+    def _count(self, ended: Sequence[ScreenedGroup]) -> None:
+        groups = [screened.group for screened in ended]
+        self.evaluations.add(groups)
+        if groups:
+            self._tasks.add(groups)
+            self._heartbeat.note_tasks(self._tasks.state)
 
     def acknowledge(self) -> None:
         """Acknowledge every trained group. A durable checkpoint must contain them."""
@@ -148,6 +161,7 @@ class Intake:
             gone=self._assembler.gone,
             evaluations=self.evaluations.state,
             baselines=dict(baselines),
+            task_rates=self._tasks.state,
         )
 
     @property

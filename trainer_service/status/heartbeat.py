@@ -3,13 +3,14 @@ gateways."""
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import TypeVar
 
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.stream import StreamReader
+from trainer_service.groups.task_rates import TaskRate
 from trainer_service.status.shared_state import Backlog, Phase, SharedState
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,9 @@ class Heartbeat:
 
     def note_backlog(self, backlog: Backlog) -> None:
         self._shared_state.snapshot = replace(self._shared_state.snapshot, backlog=backlog)
+
+    def note_tasks(self, tasks: Sequence[TaskRate]) -> None:
+        self._shared_state.tasks = tasks
 
     def beat(self, phase: Phase, waiting_for: str | None = None) -> None:
         """Report the phase. `waiting_for` says what the trainer waits for; by default the phase says it."""

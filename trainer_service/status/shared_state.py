@@ -6,12 +6,13 @@ main thread (DeepSpeed, Redis) ── snapshot ───────────
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal
 
 from rollout_queue.protocol.trainer import TrainerReport
+from trainer_service.groups.task_rates import TaskRate
 
 Phase = Literal["waiting", "training", "publishing", "paused"]
 
@@ -26,7 +27,8 @@ class Backlog:
     owed: int = 0
     """Sessions that were trained, but are in no checkpoint yet."""
     per_step: float = 1.0
-    """How many rewarded rollouts end between two steps, trained or not; the mean over the last steps."""
+    """How many rewarded rollouts end between two steps, without those lost as too old; the mean over the last
+    steps."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class SharedState:
     def __init__(self) -> None:
         self.snapshot = StatusSnapshot()
         """The main thread replaces the whole object, so the HTTP thread reads it without a lock."""
+        self.tasks: Sequence[TaskRate] = ()
+        """How often the policy solves each task. Replaced in the same way."""
         self.ready = False
         """Whether the model is loaded and the stream is read."""
         self._paused = threading.Event()

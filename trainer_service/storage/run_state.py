@@ -6,6 +6,7 @@ import msgspec
 
 from trainer_service.groups.acknowledgement import Acknowledgement
 from trainer_service.groups.evaluation import EvaluationState
+from trainer_service.groups.task_rates import TaskRate
 from trainer_service.model.layout import Layout
 from trainer_service.rows.rows import Row
 
@@ -47,6 +48,8 @@ class RunState(msgspec.Struct, frozen=True):
     not known."""
     baselines: dict[str, float] = {}
     """The running mean reward of each agent, for the advantage `rae`."""
+    task_rates: list[TaskRate] = []
+    """How often the policy solves each task, for the curriculum."""
     evaluations: EvaluationState = EvaluationState()
     """The scores of versions in evaluation sessions, which are not trained."""
     ledger_bytes: int = 0

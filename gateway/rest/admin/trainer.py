@@ -5,6 +5,7 @@ operator ── POST /admin/trainer/pause ──▶ gateway ── POST /pause, 
 
 import time
 from typing import Annotated
+from urllib.parse import urlencode
 
 import aiohttp
 from fastapi import APIRouter, Query, Request
@@ -19,7 +20,7 @@ from rollout_queue.redis.availability import stored
 ANSWER_TIMEOUT_S = 10.0
 CHECKPOINT_TIMEOUT_S = 90.0
 """Longer than the trainer itself waits for a checkpoint before it answers with 504."""
-LEDGER_LIMIT = 1000
+LEDGER_LIMIT = TASKS_LIMIT = 1000
 
 router = APIRouter(prefix="/trainer")
 
@@ -56,6 +57,17 @@ async def trainer_ledger(
 ) -> Response:
     """The turns that each durable step after `since` trained."""
     return await _asked(parts_of(request), "GET", f"/ledger?since={since}&limit={limit}")
+
+
+@router.get("/tasks")
+async def trainer_tasks(
+    request: Request,
+    cursor: str = "",
+    limit: Annotated[int, Query(ge=1, le=TASKS_LIMIT)] = TASKS_LIMIT,
+) -> Response:
+    """How often the policy solves each task, and the weight that the trainer's curriculum gives to it."""
+    query = urlencode({"cursor": cursor, "limit": limit})
+    return await _asked(parts_of(request), "GET", f"/tasks?{query}")
 
 
 async def _asked(

@@ -18,9 +18,9 @@ from torch.nn.utils.rnn import pad_sequence
 from bench.measuring import print_step, timed
 from bench.policies import PACK_TOKENS, rows_of
 from bench.rollouts import SyntheticRollout, read, small
+from trainer_service.model.attention.packed_attention import packing_of
 from trainer_service.model.forward import forward
 from trainer_service.model.huggingface import load_model
-from trainer_service.model.packed_attention import packing_of
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.model.settings import OptimizerSettings
 from trainer_service.rows.rows import micro_batches

@@ -14,9 +14,9 @@ import torch
 from bench.measuring import print_facts
 from bench.rollouts import SyntheticRollout, read, write
 from tests.support.tiny_model import make_tiny_model
+from trainer_service.model.attention.packed_attention import packing_of
 from trainer_service.model.forward import forward
 from trainer_service.model.huggingface import load_model
-from trainer_service.model.packed_attention import packing_of
 from trainer_service.rows.rows import Row, micro_batches
 
 PACK_TOKENS = 1024

@@ -15,9 +15,9 @@ import torch
 from bench.measuring import print_facts, reset_peak, resident_mib, timed
 from bench.policies import make_policy, row_of
 from bench.rollouts import SyntheticRollout
+from trainer_service.model.attention.packed_attention import packing_of
 from trainer_service.model.forward import forward
 from trainer_service.model.huggingface import load_model
-from trainer_service.model.packed_attention import packing_of
 from trainer_service.rows.rows import Row, micro_batches
 
 LAYERS, VOCABULARY, HEAD = 4, 4096, 64

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trainer_service.groups.acknowledgement import Acknowledgement
-from trainer_service.model.layout import Layout
+from trainer_service.model.sharding.layout import Layout
 from trainer_service.storage.checkpoint import CheckpointBroken, Checkpoints
 from trainer_service.storage.files import lock_directory
 from trainer_service.storage.run_state import LedgerStep, RunState

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from trainer_service.model.huggingface import WEIGHTS
-from trainer_service.model.layout import Layout
+from trainer_service.model.sharding.layout import Layout
 from trainer_service.model.snapshot import WeightSnapshot
 from trainer_service.storage.checkpoint import CheckpointBroken, Checkpoints
 from trainer_service.storage.disk import DiskTrouble, Parted

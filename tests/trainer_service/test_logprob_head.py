@@ -17,10 +17,10 @@ from tests.support.trainer_service.model_families import FAMILIES, Family, made
 from tests.support.trainer_service.random_rows import row_of
 from trainer_service.algorithms.logits import entropies, selected_logprobs
 from trainer_service.model import logprob_head as head_module
+from trainer_service.model.attention.packed_attention import packing_of
 from trainer_service.model.forward import forward
 from trainer_service.model.huggingface import load_model
 from trainer_service.model.logprob_head import LogitTransform, LogprobHead, sampled_logprobs
-from trainer_service.model.packed_attention import packing_of
 from trainer_service.rows.rows import micro_batches
 
 pytestmark = pytest.mark.numeric

@@ -11,9 +11,9 @@ import torch
 from tests.support.tolerances import BFLOAT16, ulps
 from tests.support.trainer_service.model_families import FAMILIES, SMALL, Family, made
 from tests.support.trainer_service.random_rows import row_of
+from trainer_service.model.attention.packed_attention import packing_of
 from trainer_service.model.forward import forward
 from trainer_service.model.huggingface import load_model
-from trainer_service.model.packed_attention import packing_of
 from trainer_service.rows.rows import MicroBatch, Row, micro_batches
 
 pytestmark = pytest.mark.numeric

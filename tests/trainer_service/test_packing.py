@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.support.tolerances import FLOAT64, ulps
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.random_rows import row_of
-from trainer_service.model.parallel import Parallel
-from trainer_service.model.sequence_ranks import SequenceRanks
+from trainer_service.model.sharding.parallel import Parallel
+from trainer_service.model.sharding.sequence_ranks import SequenceRanks
 from trainer_service.rows.rows import MicroBatch, Row, balanced_shares, micro_batches
 
 pytestmark = pytest.mark.numeric

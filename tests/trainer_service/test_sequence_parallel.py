@@ -19,9 +19,9 @@ from tests.support.trainer_service.same_training import (
     assert_moved_alike,
     same_metrics,
 )
+from trainer_service.model.attention.packed_attention import check_can_share
 from trainer_service.model.huggingface import load_model
-from trainer_service.model.packed_attention import check_can_share
-from trainer_service.model.sequence_ranks import SequenceRanks
+from trainer_service.model.sharding.sequence_ranks import SequenceRanks
 from trainer_service.rows.rows import micro_batches
 from trainer_service.step.step_request import StepRequest
 

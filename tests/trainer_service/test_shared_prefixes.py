@@ -20,9 +20,9 @@ from tests.support.trainer_service.same_training import (
     assert_moved_alike,
     same_metrics,
 )
+from trainer_service.model.attention.packed_attention import Packing, packing_of
 from trainer_service.model.forward import forward
 from trainer_service.model.huggingface import load_model
-from trainer_service.model.packed_attention import Packing, packing_of
 from trainer_service.rows.packing import FEWEST_SHARED
 from trainer_service.rows.rows import MicroBatch, micro_batches
 from trainer_service.step.step_request import StepRequest
@@ -154,7 +154,7 @@ def test_a_long_part_that_needs_a_mask_has_blocks_of_it(
         (batch,) = micro_batches(related_rows(roots=1, branches=2, tips=2), 1000, share_prefixes=True)
         lp_T = forward(model, batch, packing_of(model), torch.device("cpu"))[0].detach()
         with monkeypatch.context() as patch:
-            patch.setattr("trainer_service.model.packed_attention.BLOCK", 7)
+            patch.setattr("trainer_service.model.attention.packed_attention.BLOCK", 7)
             in_blocks_T = forward(model, batch, packing_of(model), torch.device("cpu"))[0].detach()
         torch.testing.assert_close(in_blocks_T, lp_T, atol=ulps(48, of=float(lp_T.abs().max())), rtol=0)
 

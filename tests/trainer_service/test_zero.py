@@ -17,7 +17,7 @@ from tests.support.trainer_service.same_training import (
     differs_by,
     same_metrics,
 )
-from trainer_service.model.layout import LayoutRefused
+from trainer_service.model.sharding.layout import LayoutRefused
 from trainer_service.step.step_request import StepRequest
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.run_state import RunState

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer_service.model.attention.packed_attention import Packing, attention_arguments, packing_of
 from trainer_service.model.huggingface import enable_activation_checkpointing
 from trainer_service.model.logprob_head import logit_transform_of
 from trainer_service.model.optimizer import apply_configured_rates, make_optimizer
-from trainer_service.model.packed_attention import Packing, attention_arguments, packing_of
 from trainer_service.model.schedule import schedule_of
-from trainer_service.model.sequence_ranks import SequenceRanks, Slice
 from trainer_service.model.settings import ModelSettings
-from trainer_service.model.zero import deepspeed_config, offload_states, reload_states
+from trainer_service.model.sharding.sequence_ranks import SequenceRanks, Slice
+from trainer_service.model.sharding.zero import deepspeed_config, offload_states, reload_states
 from trainer_service.rows.rows import MicroBatch
 
 

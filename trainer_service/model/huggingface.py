@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from trainer_service.model.attention.packed_attention import set_attention
 from trainer_service.model.logprob_head import set_head
-from trainer_service.model.packed_attention import set_attention
 
 WEIGHTS = "model.safetensors"
 FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")

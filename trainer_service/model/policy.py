@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from trainer_service.model.attention.packed_attention import Packing, check_can_share, packing_of
 from trainer_service.model.critic import Critic
 from trainer_service.model.dropout import disable_dropout
 from trainer_service.model.export import ExportTensor, export_tensors, write_tensors
@@ -22,23 +23,22 @@ from trainer_service.model.huggingface import (
     load_model,
     tensor_dtypes,
 )
-from trainer_service.model.layout import Layout, LoraLayout
 from trainer_service.model.lora import Adapters, AdapterSnapshot
 from trainer_service.model.optimizer import apply_configured_rates, make_optimizer
-from trainer_service.model.packed_attention import Packing, check_can_share, packing_of
-from trainer_service.model.parallel import Parallel
 from trainer_service.model.randomness import random_states, restore_random_states, seed_everything
 from trainer_service.model.reference import Reference
 from trainer_service.model.schedule import schedule_of
 from trainer_service.model.settings import ModelSettings
-from trainer_service.model.snapshot import SnapshotMemory, WeightSnapshot
-from trainer_service.model.zero import (
+from trainer_service.model.sharding.layout import Layout, LoraLayout
+from trainer_service.model.sharding.parallel import Parallel
+from trainer_service.model.sharding.zero import (
     deepspeed_config,
     local_part,
     offload_states,
     prepare_deepspeed,
     reload_states,
 )
+from trainer_service.model.snapshot import SnapshotMemory, WeightSnapshot
 from trainer_service.rows.rows import MicroBatch
 
 Value = TypeVar("Value")

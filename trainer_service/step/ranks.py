@@ -11,11 +11,11 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer_service.model.layout import Layout
 from trainer_service.model.lora import AdapterSnapshot
 from trainer_service.model.policy import DeepSpeedPolicy
+from trainer_service.model.sharding.layout import Layout
+from trainer_service.model.sharding.universal import converted
 from trainer_service.model.snapshot import WeightSnapshot
-from trainer_service.model.universal import converted
 from trainer_service.step.command_channel import CommandChannel
 from trainer_service.step.optimizer_step import OptimizerSteps
 from trainer_service.step.quarantine import has_finite_gradient

@@ -20,8 +20,8 @@ from typing import Protocol
 
 import msgspec
 
-from trainer_service.model import universal
-from trainer_service.model.layout import Layout
+from trainer_service.model.sharding import universal
+from trainer_service.model.sharding.layout import Layout
 from trainer_service.storage.disk import written
 from trainer_service.storage.files import sync_directory, sync_tree, write_atomically
 from trainer_service.storage.run_state import LedgerStep, RunState

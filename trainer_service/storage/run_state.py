@@ -7,7 +7,7 @@ import msgspec
 from trainer_service.groups.acknowledgement import Acknowledgement
 from trainer_service.groups.evaluation import EvaluationState
 from trainer_service.groups.task_rates import TaskRate
-from trainer_service.model.layout import Layout
+from trainer_service.model.sharding.layout import Layout
 from trainer_service.rows.rows import Row
 
 

@@ -27,7 +27,7 @@ from tests.support.trainer_service.publications import InlineExecutor, OneTensor
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.intake.intake import Intake
 from trainer_service.metrics import TrainerMetrics
-from trainer_service.model.layout import Layout
+from trainer_service.model.sharding.layout import Layout
 from trainer_service.publishing.gateway_client import GatewayClient
 from trainer_service.publishing.places import DiskPlace
 from trainer_service.publishing.publisher import Publisher

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from trainer_service.model.packed_attention import Packing
+from trainer_service.model.attention.packed_attention import Packing
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from trainer_service.model.sequence_ranks import SequenceRanks, check_heads
+from trainer_service.model.sharding.sequence_ranks import SequenceRanks, check_heads
 from trainer_service.rows.rows import MicroBatch
 
 logger = logging.getLogger(__name__)

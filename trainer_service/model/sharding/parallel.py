@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from trainer_service.model.sequence_ranks import SequenceRanks, sequence_ranks
+from trainer_service.model.sharding.sequence_ranks import SequenceRanks, sequence_ranks
 from trainer_service.rows.rows import MicroBatch, balanced_shares
 
 Value = TypeVar("Value")

@@ -1,0 +1,1 @@
+"""How the model and its work are distributed over ranks."""

@@ -1,4 +1,4 @@
-"""The trainer's REST API: status, ledger and weights; pause, resume and checkpoint.
+"""The trainer's REST API: status, ledger and weights; pause, resume, checkpoint and rollback.
 
 It runs on its own thread, and exchanges data with the training thread only through `SharedState` and files.
 """
@@ -23,10 +23,10 @@ from rollout_queue.http.keys import Keyring
 from rollout_queue.http.probes import probes, text_of
 from rollout_queue.http.server import KEEP_ALIVE_S
 from rollout_queue.protocol.collective import JoinBody
-from rollout_queue.protocol.trainer import TrainerReport
+from rollout_queue.protocol.trainer import RestoreBody, TrainerReport
 from trainer_service.model.huggingface import FILE_NAME
 from trainer_service.publishing.tensor_sender import NotSent, TensorSender
-from trainer_service.status.shared_state import SharedState
+from trainer_service.status.shared_state import NotRestorable, SharedState
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep
 
@@ -107,6 +107,32 @@ def _control(shared_state: SharedState) -> APIRouter:
         except TimeoutError as error:
             raise ApiError(504, "the trainer is busy; it writes the checkpoint later") from error
         return JSONResponse({"step": saved.step, "version": saved.version})
+
+    @router.get("/rollback")
+    async def rollbacks() -> JSONResponse:
+        """The versions that the training can go back to, and when it did so."""
+        state = shared_state.recovery
+        return JSONResponse(
+            {
+                "versions": list(shared_state.restorable),
+                "recoveries": msgspec.to_builtins(state.done),
+                "lr_scale": state.rate_scale,
+            }
+        )
+
+    @router.post("/rollback")
+    async def rollback(body: RestoreBody) -> JSONResponse:
+        """Continue from the weights and the optimizer of an older version, under a new version number. The
+        answer comes when a checkpoint contains it."""
+        try:
+            found = await asyncio.wait_for(
+                asyncio.wrap_future(shared_state.request_rollback(body.version)), CHECKPOINT_TIMEOUT_S
+            )
+        except TimeoutError as error:
+            raise ApiError(504, "the trainer is busy, and did not go back") from error
+        except NotRestorable as error:
+            raise ApiError(404, str(error), param="version") from error
+        return JSONResponse({"version": found.version, "restored": body.version, "step": found.step})
 
     return router
 

@@ -1,11 +1,13 @@
 """Guards: checks of the last steps' metrics and the last groups' rewards, which may hold the training."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import nan
 from statistics import fmean, median, variance
+
+import msgspec
 
 from trainer_service.settings import GuardSettings
 
@@ -22,8 +24,6 @@ NOISE = 5.0
 """A fall of the mean reward raises an alarm only if it is greater than this many standard errors."""
 
 Values = Mapping[str, float]
-History = Sequence[Values]
-"""The metrics of steps, the newest last."""
 
 
 @dataclass(frozen=True)
@@ -34,83 +34,106 @@ class Alarm:
     reason: str
 
 
+class GuardState(msgspec.Struct, frozen=True):
+    """What guards know, as a checkpoint stores it."""
+
+    norms: list[float] = []
+    """The norms of the last gradients, the newest last."""
+    rewards: list[float] = []
+    """The mean rewards of the last groups."""
+    evaluations: list[float] = []
+    """The rewards of the last evaluation sessions."""
+
+
 class Guards:
     """Keeps the last steps and rewards. A guard that raises an alarm forgets them, so that the same steps or
     groups do not raise a second alarm."""
 
     def __init__(self, settings: GuardSettings) -> None:
         self._settings = settings
-        self._steps: dict[str, deque[Values]] = {name: deque(maxlen=MEDIAN_STEPS + 1) for name in _OF_STEPS}
-        self._rewards: deque[float] = deque(maxlen=GROUPS_KEPT)
+        self.resume(GuardState())
+
+    def resume(self, state: GuardState) -> None:
+        """Continue with what a checkpoint stored."""
+        self._norms = deque(state.norms, MEDIAN_STEPS + 1)
+        self._rewards = deque(state.rewards, GROUPS_KEPT)
+        self._evaluations = deque(state.evaluations, GROUPS_KEPT)
+
+    @property
+    def state(self) -> GuardState:
+        return GuardState(list(self._norms), list(self._rewards), list(self._evaluations))
 
     def check_step(self, values: Values) -> Alarm | None:
         """The first alarm that a step raises; None if it raises none."""
-        for steps in self._steps.values():
-            steps.append(values)
-        alarm = next(self._alarms(), None)
-        if alarm is not None:
-            self._steps[alarm.guard].clear()
-        return alarm
+        self._norms.append(values["grad_norm"])
+        if reason := grad_norm(list(self._norms), values, self._settings):
+            self._norms.clear()
+            return Alarm("max_grad_norm_ratio", reason)
+        found = ((name, check(values, self._settings)) for name, check in _OF_STEPS.items())
+        return next((Alarm(name, reason) for name, reason in found if reason), None)
 
-    def check_rewards(self, rewards: Iterable[float]) -> Alarm | None:
-        """The alarm that new groups raise; None if they raise none. `rewards` has the mean reward of each
-        group, the newest last. The check does not wait for a step, because no step is made while all rewards
-        are 0."""
-        new = list(rewards)
-        self._rewards += new
-        reason = reward(list(self._rewards), self._settings) if new else None
-        if reason is None:
-            return None
+    def check_rewards(self, rewards: Iterable[float], evaluations: Iterable[float] = ()) -> Alarm | None:
+        """The alarm that new groups or evaluation sessions raise; None if they raise none. `rewards` has the
+        mean reward of each group, the newest last. The check does not wait for a step, because no step is
+        made while all rewards are 0."""
+        series = (("groups", self._rewards, rewards), ("evaluation sessions", self._evaluations, evaluations))
+        for what, kept, new in series:
+            arrived = list(new)
+            kept += arrived
+            reason = reward(list(kept), self._settings, what) if arrived else None
+            if reason is not None:
+                self.forget_rewards()
+                return Alarm("reward_drop", reason)
+        return None
+
+    def forget_rewards(self) -> None:
+        """Begin anew: the weights are others than those that earned these rewards."""
         self._rewards.clear()
-        return Alarm("reward_drop", reason)
-
-    def _alarms(self) -> Iterator[Alarm]:
-        for name, check in _OF_STEPS.items():
-            if reason := check(list(self._steps[name]), self._settings):
-                yield Alarm(name, reason)
+        self._evaluations.clear()
 
 
-def grad_norm(history: History, settings: GuardSettings) -> str | None:
+def grad_norm(norms: Sequence[float], values: Values, settings: GuardSettings) -> str | None:
     """The gradient is much larger than usual. Clipping limits the size of the step, but a wrong direction
     remains."""
-    before = [values["grad_norm"] for values in history[-1 - MEDIAN_STEPS : -1]]
+    before = norms[-1 - MEDIAN_STEPS : -1]
     if settings.max_grad_norm_ratio is None or len(before) < FEWEST_STEPS:
         return None
-    norm, usual = history[-1]["grad_norm"], max(SMALLEST_MEDIAN, median(before))
+    norm, usual = norms[-1], max(SMALLEST_MEDIAN, median(before))
     if norm <= settings.max_grad_norm_ratio * usual:
         return None
     return (
-        f"the gradient of step {history[-1]['step']:g} is {norm:.3g}, more than "
+        f"the gradient of step {values['step']:g} is {norm:.3g}, more than "
         f"{settings.max_grad_norm_ratio:g} times the usual {usual:.3g} (guards.max_grad_norm_ratio)"
     )
 
 
-def abs_logp(history: History, settings: GuardSettings) -> str | None:
+def abs_logp(values: Values, settings: GuardSettings) -> str | None:
     """Trainer and engine give the same tokens different log-probabilities: the tokens are stale, or one of
     the two computes them wrongly."""
     limit = settings.max_abs_logp
-    if limit is None or (seen := history[-1].get("mismatch/abs_logp", nan)) <= limit:
+    if limit is None or (seen := values.get("mismatch/abs_logp", nan)) <= limit:
         return None
     return (
-        f"mean |Δlogprob| between trainer and engine is {seen:.3g} in step {history[-1]['step']:g}, beyond "
+        f"mean |Δlogprob| between trainer and engine is {seen:.3g} in step {values['step']:g}, beyond "
         f"{limit:g} (guards.max_abs_logp)"
     )
 
 
-def kl(history: History, settings: GuardSettings) -> str | None:
+def kl(values: Values, settings: GuardSettings) -> str | None:
     """The log-probabilities of trainer and engine differ in the mean: most tokens differ in the same
     direction."""
     limit = settings.max_kl
-    if limit is None or abs(seen := history[-1].get("mismatch/kl", nan)) <= limit:
+    if limit is None or abs(seen := values.get("mismatch/kl", nan)) <= limit:
         return None
     return (
-        f"the KL between engine and trainer is {seen:.3g} in step {history[-1]['step']:g}, beyond {limit:g} "
+        f"the KL between engine and trainer is {seen:.3g} in step {values['step']:g}, beyond {limit:g} "
         "(guards.max_kl)"
     )
 
 
-def reward(rewards: Sequence[float], settings: GuardSettings) -> str | None:
-    """The mean reward of the last groups is far below the best mean of as many groups before them."""
+def reward(rewards: Sequence[float], settings: GuardSettings, what: str) -> str | None:
+    """The mean reward of the last groups is far below the best mean of as many groups before them. `what`
+    they are: groups, or evaluation sessions."""
     groups = settings.reward_groups
     if settings.reward_drop is None or len(rewards) < 2 * groups:
         return None
@@ -123,13 +146,12 @@ def reward(rewards: Sequence[float], settings: GuardSettings) -> str | None:
     if fall <= settings.reward_drop * abs(fmean(best)) or fall <= NOISE * noise:
         return None
     return (
-        f"the mean reward of the last {groups} groups is {fmean(now):.3g}, and was {fmean(best):.3g} at best "
+        f"the mean reward of the last {groups} {what} is {fmean(now):.3g}, and was {fmean(best):.3g} at best "
         "(guards.reward_drop)"
     )
 
 
-_OF_STEPS: dict[str, Callable[[History, GuardSettings], str | None]] = {
-    "max_grad_norm_ratio": grad_norm,
+_OF_STEPS: dict[str, Callable[[Values, GuardSettings], str | None]] = {
     "max_abs_logp": abs_logp,
     "max_kl": kl,
 }

@@ -40,8 +40,12 @@ class TrainerMetrics:
         self._sink_failures = Counter(
             "weir_trainer_sink_failures", "Calls of a sink that failed", ["sink"], registry=registry
         )
-        self._alarms = Counter(
-            "weir_trainer_guard_alarms", "Times that a guard held the training", ["guard"], registry=registry
+        self._alarms = Counter("weir_trainer_guard_alarms", "Alarms of guards", ["guard"], registry=registry)
+        self._recoveries = Counter(
+            "weir_trainer_recoveries",
+            "Times that the training went back to an older version",
+            ["by"],
+            registry=registry,
         )
         self._paused = Gauge("weir_trainer_paused", "1 while the training is paused", registry=registry)
         self._reward = Gauge(
@@ -105,6 +109,9 @@ class TrainerMetrics:
 
     def alarmed(self, guard: str) -> None:
         self._alarms.labels(guard).inc()
+
+    def recovered(self, automatic: bool) -> None:
+        self._recoveries.labels("guard" if automatic else "operator").inc()
 
     def paused(self, paused: bool) -> None:
         self._paused.set(paused)

@@ -12,8 +12,8 @@ from trainer_service.model.settings import ModelSettings
 
 
 class GuardSettings(BaseModel):
-    """Section `trainer.guards`: the limits beyond which a guard holds the training. A guard whose limit is
-    null is off."""
+    """Section `trainer.guards`: the limits beyond which a guard raises an alarm, and what happens then. A
+    guard whose limit is null is off."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -29,6 +29,11 @@ class GuardSettings(BaseModel):
     """How far the mean reward of the last `reward_groups` groups may fall below the best earlier mean of as
     many groups, as a share of that mean's absolute value. A fall that noise explains does not count."""
     reward_groups: int = Field(32, ge=2)
+    max_recoveries: int = Field(3, ge=0)
+    """How many times guards set the training back to the best checkpoint, and let it go on. After that, and
+    if no checkpoint has a score, an alarm holds the training."""
+    recovery_lr_factor: float = Field(0.5, gt=0, le=1)
+    """Each time that the training is set back, the learning rate is multiplied by this."""
     roll_back: bool = True
     """While the training is held, have the fleet serve the version whose sessions had the best rewards."""
 

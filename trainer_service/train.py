@@ -1,16 +1,14 @@
 """Runs the training loop: reads turns, trains the policy on them, and publishes its weights.
 
-    read ─▶ select ─▶ train ─▶ checkpoint ─▶ acknowledge ─▶ publish
-     ▲        │ not full yet                                  │
-     └────────┴───────────────────────────────────────────────┘
+    read ─▶ select ─▶ train ─▶ (guards) ─▶ checkpoint ─▶ acknowledge ─▶ publish
+     ▲        │ not full yet       └─ an alarm: the weights of an older checkpoint
+     └────────┴─────────────────────────────────────────────────────────────┘
 
 Agents' sessions arrive as entries of a stream: turns, rewards, outcomes. The intake collects them into groups
 of sessions whose rewards are compared, and selects the groups of a step. The entries of a trained session are
 acknowledged once a durable checkpoint contains its step. The entries of a session that is not trained are
 acknowledged once its verdict is final. So whenever this process dies, the stream and the checkpoint together
 tell what is left to do.
-
-If `checkpoint_every_steps` is above 1, a version may be published before the checkpoint that contains it.
 """
 
 import logging
@@ -21,12 +19,15 @@ from functools import partial
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.screening import ScreenedGroup
 from trainer_service.groups.selection import Batch
+from trainer_service.guards import Alarm
 from trainer_service.intake.entry_reader import BLOCK_S
 from trainer_service.intake.intake import Intake
 from trainer_service.metrics import TrainerMetrics
+from trainer_service.publishing.content import VersionContent
 from trainer_service.publishing.hold import Hold
-from trainer_service.publishing.publisher import Publisher, Snapshot
+from trainer_service.publishing.publisher import Publisher
 from trainer_service.publishing.version_numbers import VersionNumbers
+from trainer_service.recovery import Recoveries, check_restorable, recovery_to
 from trainer_service.settings import TrainerSettings
 from trainer_service.status.heartbeat import Heartbeat, Stopped
 from trainer_service.status.shared_state import Phase, SharedState
@@ -72,14 +73,15 @@ class Trainer:
         self._settings = settings
         self._policy, self._intake, self.publisher = policy, intake, publisher
         self._metrics, self._shared_state, self._heartbeat = metrics, shared_state, heartbeat
-        self._cycle = CheckpointCycle(checkpoints, policy, heartbeat, disk)
+        self._recoveries = Recoveries(settings, intake.rewards, metrics)
+        self._cycle = CheckpointCycle(checkpoints, policy, heartbeat, disk, self._recoveries.wanted)
         self._numbers = VersionNumbers(VersionFile(settings.checkpoint_dir), publisher, disk)
-        self.hold = Hold(settings, publisher, intake.rewards.by_version, disk, shared_state, metrics)
+        self.hold = Hold(settings, publisher, intake.rewards.by_version, disk, shared_state)
         self._memory = memory or DeviceMemory((), heartbeat)
         self._attempts = StepAttempts(AttemptFile(settings.checkpoint_dir))
         self._groups = GroupTrainer(policy, settings.algorithm, heartbeat, teacher)
         self._stopwatch = Stopwatch()
-        self._publishes_adapters = settings.transport == "adapter"
+        self._content = VersionContent(policy, publisher, adapters=settings.transport == "adapter")
         self.step, self.version = 0, settings.initial_version
 
     def run(self) -> None:
@@ -106,23 +108,27 @@ class Trainer:
         self.step, self.version = state.step, state.version
         self._groups.resume(state.baselines)
         self._attempts.resume()
+        self._recoveries.resume(state)
         self._metrics.resume(self.step)
         self._heartbeat.note(self.step, self.version)
         self._report("waiting")
         self._intake.resume(state)
+        self._note_recoveries()
         self._shared_state.ready = True
         self.hold.take_over()
         if self.hold.reason is None and self.step and self.step % self._settings.publish_every_steps == 0:
-            self.publisher.resume(self.version, self.step, self._snapshot)
+            self.publisher.resume(self.version, self.step, self._content.snapshot)
 
     def run_once(self) -> bool:
         """Read, select, train, save, publish. Returns whether a step was made."""
-        self._shared_state.answer_checkpoint_requests(self._save_on_request)
+        self._shared_state.answer_checkpoint_requests(self._save_always)
+        self._shared_state.answer_rollback_requests(self._roll_back_on_request)
         self.publisher.follow()
         if self._is_paused():
             return False
         batch, algorithm = self._select()
-        if self.hold.check_rewards(self._intake.rewards.take_means()):
+        if alarm := self._recoveries.check_rewards():
+            self._recover_or_hold(alarm)
             return False
         if not batch.full:
             self._learn_early(batch.groups, algorithm)
@@ -130,9 +136,13 @@ class Trainer:
         values = self._train(batch.groups, algorithm)
         if values is None:
             return False
+        made = self.step, self.version
+        alarm = self._recoveries.check_step({"step": self.step, **values})
+        if alarm is not None:  # before a checkpoint contains the step
+            self._recover_or_hold(alarm)
         if self.step % self._settings.checkpoint_every_steps == 0:
             self._save()  # before the version is published, because publishing may wait long for a gateway
-        self._publish_if_due(values)
+        self._publish_if_due(values, made, held=alarm is not None)
         return True
 
     def _is_paused(self) -> bool:
@@ -199,14 +209,49 @@ class Trainer:
         with self._memory.held(self._policy):
             self._groups.gradient_is_finite([screened], self.version, algorithm)
 
-    def _publish_if_due(self, values: Mapping[str, float]) -> None:
-        """Publish the new version, unless its step makes a guard hold the training."""
+    def _recover_or_hold(self, alarm: Alarm) -> None:
+        """Go back to the best version that has a checkpoint, and continue. If there is none, hold the
+        training."""
+        target = self._recoveries.target(self._cycle.versions() - {self.version})
+        if target is None:
+            self.hold.hold(alarm)
+        else:
+            best = f"version {target.version} did best, {target.reward:.3g} in {target.sessions} sessions"
+            self._set_back(target.version, f"{alarm.reason}; {best}", automatic=True)
+
+    def _roll_back_on_request(self, version: int) -> None:
+        check_restorable(version, self._cycle.versions())
+        self._set_back(version, "an operator asked for it", automatic=False)
+        if self.hold.reason is not None:
+            self.hold.forget()
+
+    def _set_back(self, restored: int, reason: str, *, automatic: bool) -> None:
+        """Continue from the weights of an older version, under a new number. A checkpoint makes both last
+        together with the present position, so nothing that was trained since is trained again."""
+        version = self._numbers.reserve_after(self.version)
+        self._groups.discard_early()
+        with self._memory.held(self._policy):
+            self._cycle.load(restored, self._recoveries.next_rate_scale)
+        self._recoveries.note(recovery_to(restored, version, self.step, reason, automatic=automatic))
+        self.version = version
+        self._heartbeat.note(self.step, version)
+        self._save_always()
+        self._publish_newest()
+
+    def _note_recoveries(self) -> None:
+        state = self._recoveries.state
+        self._intake.undone = state.done
+        self._shared_state.recovery = state
+        self._shared_state.restorable = sorted(self._cycle.versions())
+
+    def _publish_if_due(self, values: Mapping[str, float], made: tuple[int, int], *, held: bool) -> None:
+        """Publish the new version, unless its step raised an alarm."""
+        step, version = made
         try:
-            held = self.hold.check_step({"step": self.step, **values})
             if not held and self.step % self._settings.publish_every_steps == 0:
                 self._publish_newest()
         finally:  # the step is reported even if the trainer is told to stop while the gateway is away
-            report_step(self.step, self.version, values, self._stopwatch, self._metrics, self._heartbeat)
+            report_step(step, version, values, self._stopwatch, self._metrics, self._heartbeat)
             self._report("waiting")
 
     def _publish_newest(self) -> None:
@@ -217,42 +262,39 @@ class Trainer:
             self._report("publishing")
             best = self.hold.rollback_target()
             self.publisher.publish(
-                self.version, self.step, self._snapshot, best=best.version if best else None
+                self.version, self.step, self._content.snapshot, best=best.version if best else None
             )
 
-    def _snapshot(self) -> Snapshot:
-        """Copy what is published of a version: its adapter alone, or the whole weights."""
-        if self._publishes_adapters and self.publisher.refused is not None:
-            self._publishes_adapters = False
-            logger.warning(
-                "every server refuses adapters: from version %d on, whole weights travel", self.version
-            )
-        return self._policy.adapter_snapshot() if self._publishes_adapters else self._policy.snapshot()
-
-    def _save_on_request(self) -> None:
-        self._save(always=True)
-        self._report("waiting")
-
-    def _save(self, always: bool = False) -> None:
+    def _save(self) -> None:
         """Write a checkpoint if the last one is outdated, then acknowledge the entries that it contains."""
         # New results of evaluation sessions, which no step trains, also make a checkpoint outdated.
-        if always or self._cycle.is_outdated(self._intake.evaluations.state):
+        if self._cycle.is_outdated(self._intake.evaluations.state):
             self._checkpoint()
         with self._stopwatch.timed("acknowledge"):
             self._intake.acknowledge()
 
+    def _save_always(self) -> None:
+        self._checkpoint()
+        self._save()  # acknowledges
+        self._report("waiting")
+
     def _checkpoint(self) -> None:
+        state = self._intake.run_state(self.step, self.version, self._groups.baselines)
         with self._stopwatch.timed("checkpoint"):
-            self._cycle.save(self._intake.run_state(self.step, self.version, self._groups.baselines))
+            self._cycle.save(self._recoveries.stored_in(state))
+        kept = {self._settings.initial_version, *self.publisher.versions(), *self._cycle.versions()}
+        self._intake.rewards.by_version.keep(kept)
+        self._note_recoveries()
 
     def _report(self, phase: Phase) -> None:
-        sentence = self._intake.waiting_for() if phase == "waiting" else None
-        if sentence and self._groups.early_tokens:
-            sentence = f"{sentence}; {self._groups.early_tokens} tokens are already learned"
-        if sentence and self.publisher.waits_for:
-            sentence = f"{sentence}; a version waits for {self.publisher.waits_for}"
+        waits = [self._intake.waiting_for()] if phase == "waiting" else []
+        if phase == "waiting":
+            if self._groups.early_tokens:
+                waits.append(f"{self._groups.early_tokens} tokens are already learned")
+            if self.publisher.waits_for:
+                waits.append(f"a version waits for {self.publisher.waits_for}")
         if phase == "paused" and self.hold.reason:
-            sentence = f"POST /resume, since {self.hold.reason}"
+            waits = [f"POST /resume, since {self.hold.reason}"]
         if self._shared_state.ready:
             self._heartbeat.note_backlog(self._intake.backlog)
-        self._heartbeat.beat(phase, sentence)
+        self._heartbeat.beat(phase, "; ".join(waits) or None)

@@ -19,7 +19,7 @@ from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 from trainer_service.app import HttpThread, create_app
 from trainer_service.groups.task_rates import TaskRate
-from trainer_service.status.shared_state import SharedState, StatusSnapshot
+from trainer_service.status.shared_state import NotRestorable, SharedState, StatusSnapshot
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep
 
@@ -79,6 +79,31 @@ def test_an_operator_asks_for_a_checkpoint_over_the_gateway(
     vars(trainer)["request_checkpoint"] = saved_at_once
     reply = gateway.post("/admin/trainer/checkpoint", key=ADMIN_KEY)
     assert (reply.status_code, reply.json()) == (200, {"step": 3, "version": 3})
+
+
+def test_an_operator_sets_the_training_back_over_the_gateway(
+    gateway: RunningGateway, trainer: SharedState
+) -> None:
+    ask = trainer.request_rollback  # the trainer's main thread is played here
+
+    def roll_back(version: int) -> None:
+        if version != 2:
+            raise NotRestorable("no checkpoint has that version")
+
+    def answered_at_once(version: int) -> object:
+        request = ask(version)
+        trainer.answer_rollback_requests(roll_back)
+        return request
+
+    vars(trainer)["request_rollback"] = answered_at_once
+    assert gateway.post("/admin/trainer/rollback", {"version": 2}).status_code == 403
+    done = gateway.post("/admin/trainer/rollback", {"version": 2}, key=ADMIN_KEY)
+    assert (done.status_code, done.json()) == (200, {"version": 3, "restored": 2, "step": 3})
+    refused = gateway.post("/admin/trainer/rollback", {"version": 7}, key=ADMIN_KEY)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (404, "version")
+    assert gateway.post("/admin/trainer/rollback", {"version": "2"}, key=ADMIN_KEY).status_code == 400
+    listed = gateway.get("/admin/trainer/rollback", key=ADMIN_KEY).json()
+    assert listed == {"versions": [], "recoveries": [], "lr_scale": 1.0}
 
 
 @pytest.mark.usefixtures("trainer")

@@ -21,7 +21,7 @@ class Weights:
         (directory / tag).mkdir()
         (directory / tag / "shard").write_text(str(self.value), encoding="utf-8")
 
-    def load(self, directory: Path, tag: str, layout: Layout | None) -> None:
+    def load(self, directory: Path, tag: str, layout: Layout | None, rate_scale: float = 1.0) -> None:
         assert layout == self.layout
         self.value = int((directory / tag / "shard").read_text(encoding="utf-8"))
 

@@ -257,7 +257,7 @@ class Shards:
         (directory / tag).mkdir()
         (directory / tag / "shard").write_bytes(b"1")
 
-    def load(self, directory: Path, tag: str, layout: Layout | None) -> None: ...
+    def load(self, directory: Path, tag: str, layout: Layout | None, rate_scale: float = 1.0) -> None: ...
 
 
 def row(step: int) -> LedgerStep:

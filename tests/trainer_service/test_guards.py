@@ -250,24 +250,32 @@ def test_the_rewards_of_a_group_without_its_stragglers_are_checked_once_despite_
     assert " in 8 sessions, and is served" in str(harness.trainer.hold.reason)
 
 
-def test_guards_ignore_evaluations(make_harness: MakeHarness) -> None:
-    """This also holds for sessions whose calls were pinned to a version."""
+def test_evaluations_are_compared_with_evaluations(make_harness: MakeHarness) -> None:
+    """Those of sessions whose calls were pinned to a version, too."""
     harness = make_harness(guards={"reward_groups": 2}).start()
-    for number, reward in enumerate([1.0, 1.0, 0.0, 0.0]):
-        harness.agents.evaluate(f"e{number}", reward)
-        harness.agents.open(f"p{number}")
-        harness.agents.call(turn(f"p{number}", f"p{number}-t", policy="policy@0"))
-        harness.agents.finish(f"p{number}", reward)
-        harness.trainer.run_once()
-    assert not harness.shared_state.paused
-    assert set(harness.session_codes().values()) == {"not_for_training"}
+    for name in ("a", "b"):
+        harness.agents.group(name, [1.0, 1.0])
+    harness.agents.evaluate("e", 0.5)
+    harness.agents.evaluate("f", 0.5)
+    harness.trainer.run_once()
+    harness.trainer.run_once()
+    assert not harness.shared_state.paused, "they are below the training sessions, and always were"
+    harness.agents.evaluate("g", 0.0)
+    harness.agents.open("pinned")
+    harness.agents.call(turn("pinned", "t", policy="policy@0"))
+    harness.agents.finish("pinned", 0.0)
+    harness.trainer.run_once()
+    reason = str(harness.trainer.hold.reason)
+    assert reason.startswith("the mean reward of the last 2 evaluation sessions is 0, and was 0.5 at best")
+    assert {harness.session_codes()[name] for name in ("e", "f", "g", "pinned")} == {"not_for_training"}
 
 
 def served_by(make_harness: MakeHarness, *rewards: tuple[float, float], **settings: Any) -> Harness:
     """A trainer whose versions, from 0 on, each had ten groups with these mean rewards, and which a guard has
     just paused."""
     harness = make_harness(
-        guards={"max_abs_logp": 100.0, "reward_drop": None, **settings}, keep_policies=2
+        guards={"max_abs_logp": 100.0, "reward_drop": None, "max_recoveries": 0, **settings},
+        keep_policies=2,
     ).start()
     for version, values in enumerate(rewards):
         for number in range(9):

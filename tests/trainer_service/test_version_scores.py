@@ -2,10 +2,11 @@
 
 from random import Random
 
+import msgspec
 import pytest
 
 from tests.support.tolerances import FLOAT64, ulps
-from trainer_service.groups.version_scores import VersionScores
+from trainer_service.groups.version_scores import ScoreState, VersionScores
 
 
 def version_scores(**rewards: list[float]) -> VersionScores:
@@ -47,7 +48,28 @@ def test_means_are_right_far_from_zero() -> None:
 
 def test_versions_that_cannot_be_served_are_forgotten() -> None:
     known = version_scores(v1=[1.0], v2=[0.5], v3=[0.1])
-    assert best(known, [2, 3]) == (2, 1, 0.5)
-    assert best(known, [1, 3]) == (3, 1, 0.1)
+    known.keep([2, 3])
+    assert best(known, [1, 2, 3]) == (2, 1, 0.5)
     known.add(1, 0.7)
     assert best(known, [1, 3]) == (1, 1, 0.7)
+
+
+def test_evaluations_of_hard_tasks_make_no_version_look_worse() -> None:
+    """Each session counts by its difference from the mean reward of its kind."""
+    known = version_scores(v1=[0.8] * 8, v2=[0.9] * 8)
+    for version, reward in ((2, 0.3), (3, 0.1)):
+        for _ in range(8):
+            known.add(version, reward, "evaluation")
+    assert best(known, [1, 2, 3]) == (2, 16, 0.6)
+    known = version_scores(v1=[0.8] * 8, v2=[0.8] * 8)
+    for version, reward in ((1, 0.1), (2, 0.3)):
+        known.add(version, reward, "evaluation")
+    assert best(known, [1, 2]) == (2, 9, round((0.8 * 8 + 0.3) / 9, 9))
+
+
+def test_scores_continue_after_a_restart() -> None:
+    known, again = version_scores(v1=[1.0, 0.0], v2=[0.5]), VersionScores()
+    again.resume(msgspec.json.decode(msgspec.json.encode(known.state), type=ScoreState))
+    for each in (known, again):
+        each.add(2, 1.0)
+    assert again.best([1, 2]) == known.best([1, 2])

@@ -15,10 +15,11 @@ class GroupRewards:
         self._counted: set[str] = set()
         """Ids of the groups that are counted and have not ended."""
         self._means: list[float] = []
+        self._evaluations: list[float] = []
         self.by_version = VersionScores()
 
     def add(self, group: Group) -> None:
-        """Count the rewards of a group's rollouts, without evaluation sessions."""
+        """Count the rewards of a group's rollouts, and those of evaluation sessions apart."""
         if group.group_id in self._counted:
             return
         self._counted.add(group.group_id)
@@ -30,6 +31,11 @@ class GroupRewards:
                     self.by_version.add(version, member.reward)
         if rewards:
             self._means.append(fmean(rewards))
+        for evaluation in (member.evaluation for member in group.members if member.evaluation):
+            if not evaluation.failed and evaluation.reward is not None:
+                self._evaluations.append(evaluation.reward)
+                if evaluation.version is not None:
+                    self.by_version.add(evaluation.version, evaluation.reward, "evaluation")
 
     def keep(self, group_ids: Collection[str]) -> None:
         """Forget all counted groups except these: the other groups have ended."""
@@ -39,3 +45,8 @@ class GroupRewards:
         """The mean reward of each group that was counted since the last call."""
         means, self._means = self._means, []
         return means
+
+    def take_evaluations(self) -> list[float]:
+        """The reward of each evaluation session that was counted since the last call."""
+        rewards, self._evaluations = self._evaluations, []
+        return rewards

@@ -3,7 +3,7 @@
 Group ─ screen ─▶ ScreenedGroup: plans of rows, and a verdict for every member that is not trained
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rollout_queue.contract.records import Verdict
@@ -11,6 +11,7 @@ from trainer_service.algorithms.advantages.rollouts import Rollout
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.assemble import Group, Member
 from trainer_service.groups.comparison import compare, rollout_of
+from trainer_service.groups.undone import Recovery
 from trainer_service.rows.rows import PlannedRow, Row, planned_rows
 from trainer_service.rows.turns import exclusions
 
@@ -38,8 +39,11 @@ class ScreenedGroup:
         return [planned.row() for planned in self.planned]
 
 
-def screen(group: Group, version: int, algorithm: AlgorithmSettings) -> ScreenedGroup:
-    """Decide for every member whether it is trained by a step that starts from `version`."""
+def screen(
+    group: Group, version: int, algorithm: AlgorithmSettings, undone: Sequence[Recovery] = ()
+) -> ScreenedGroup:
+    """Decide for every member whether it is trained by a step that starts from `version`. What versions
+    sampled that are `undone` is not trained."""
     untrained: list[tuple[Member, Verdict | None]] = []
     able: dict[str, Member] = {}
     name = group.name
@@ -47,7 +51,7 @@ def screen(group: Group, version: int, algorithm: AlgorithmSettings) -> Screened
         if not member.rewarded:
             untrained.append((member, member.verdict))
             continue
-        if verdict := _refusal(member, version, algorithm):
+        if verdict := _refusal(member, version, algorithm) or _undone(member, undone):
             untrained.append((member, verdict))
         else:
             able[member.session_id] = member
@@ -143,6 +147,16 @@ def _refusal(member: Member, version: int, algorithm: AlgorithmSettings) -> Verd
     judged_by = {"correct": version, "mask": newest}.get(algorithm.stale, oldest)
     if version - judged_by > algorithm.max_staleness:
         return Verdict(code="stale", detail=_age(member, version))
+    return None
+
+
+def _undone(member: Member, undone: Sequence[Recovery]) -> Verdict | None:
+    """Why a member that was sampled by a version that is undone cannot be trained."""
+    oldest, newest = member.sampled_by or (0, -1)
+    for recovery in undone:
+        if recovery.undid(oldest, newest):
+            detail = f"sampled by version {newest}, and the training went back to version {recovery.restored}"
+            return Verdict(code="stale", detail=detail)
     return None
 
 

@@ -4,12 +4,13 @@ complete groups ─ screen, one after the other ─┬─▶ skipped: they end w
                                                └─▶ live: the first ones make the step
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.assemble import Group
 from trainer_service.groups.screening import ScreenedGroup, screen
+from trainer_service.groups.undone import Recovery
 
 
 class Batch(NamedTuple):
@@ -25,7 +26,13 @@ class Batch(NamedTuple):
     """Rows with an advantage in the groups that were screened."""
 
 
-def select(complete: Iterable[Group], version: int, algorithm: AlgorithmSettings, flush: bool) -> Batch:
+def select(
+    complete: Iterable[Group],
+    version: int,
+    algorithm: AlgorithmSettings,
+    flush: bool,
+    undone: Sequence[Recovery] = (),
+) -> Batch:
     """The first complete groups that fill a step: they have `min_live_rows` rows with an advantage. With
     `flush`, one such row is enough.
 
@@ -36,7 +43,7 @@ def select(complete: Iterable[Group], version: int, algorithm: AlgorithmSettings
     batch = Batch([], False, [], 0)
     rows = selected = live_rows = 0
     for group in complete:
-        screened = screen(group, version, algorithm)
+        screened = screen(group, version, algorithm, undone)
         if screened.skip_reason:
             batch.skipped.append(screened)
             continue

@@ -18,6 +18,7 @@ from trainer_service.groups.screening import ScreenedGroup
 from trainer_service.groups.selection import Batch, select
 from trainer_service.groups.tally import Tally
 from trainer_service.groups.task_rates import TaskRates
+from trainer_service.groups.undone import Recovery
 from trainer_service.groups.waits import describe_waits
 from trainer_service.intake.acknowledger import Acknowledger
 from trainer_service.intake.entry_reader import EntryReader
@@ -65,6 +66,8 @@ class Intake:
         self._too_old_after_step = 0
         """How many unfinished sessions have tokens that the next step would make too old."""
         self.rewards = GroupRewards()
+        self.undone: Sequence[Recovery] = ()
+        """What versions sampled that one of these undid is not trained."""
 
     def resume(self, state: RunState) -> None:
         """Read again every entry that was delivered and not acknowledged. Entries that the checkpoint
@@ -90,7 +93,7 @@ class Intake:
         patience_s = algorithm.flush_after_s
         flush = patience_s is not None and self._reader.idle_s >= patience_s
         complete = self._complete(version, algorithm, first)
-        batch = select(complete, version, algorithm, flush)
+        batch = select(complete, version, algorithm, flush, self.undone)
         self._live_rows = batch.live_rows
         self.end([*batch.skipped, *self._order.beyond_bound(batch, version, algorithm)])
         self._too_old_after_step = 0

@@ -127,10 +127,10 @@ class Critic:
         """Write weights and optimizer below `directory`/`tag`."""
         self._engine.save_checkpoint(str(directory), tag=tag, save_latest=False)
 
-    def load(self, directory: Path, tag: str) -> None:
-        """Read back what `save` wrote. Raises FileNotFoundError."""
+    def load(self, directory: Path, tag: str, rate_scale: float) -> None:
+        """Read back what `save` wrote, as the policy does. Raises FileNotFoundError."""
         path, _ = self._engine.load_checkpoint(str(directory), tag=tag)
         if path is None:
             raise FileNotFoundError(f"DeepSpeed found no critic {tag} in {directory}")
-        apply_configured_rates(self._engine, self._optimizer)
+        apply_configured_rates(self._engine, self._optimizer, rate_scale)
         self._engine.module.train(self._recomputes)

@@ -63,13 +63,14 @@ class ClippingAdamW(torch.optim.AdamW):
             super().step(closure)
 
 
-def apply_configured_rates(engine: Any, settings: OptimizerSettings) -> None:
-    """Give a restored optimizer the learning rate, betas and weight decay of the settings. The checkpoint
-    restored the values of the run that wrote it."""
+def apply_configured_rates(engine: Any, settings: OptimizerSettings, scale: float) -> None:
+    """Give a restored optimizer `scale` times the learning rate of the settings, and their betas and weight
+    decay. The checkpoint restored the values of the run that wrote it."""
     schedule = engine.lr_scheduler
-    schedule.base_lrs = [settings.lr for _ in schedule.base_lrs]
-    rates = [settings.lr * factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
+    lr = settings.lr * scale
+    schedule.base_lrs = [lr for _ in schedule.base_lrs]
+    rates = [lr * factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
     schedule._last_lr = rates
     for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
-        group["initial_lr"], group["lr"] = settings.lr, rate
+        group["initial_lr"], group["lr"] = lr, rate
         group["betas"], group["weight_decay"] = (settings.beta1, settings.beta2), settings.weight_decay

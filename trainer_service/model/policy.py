@@ -268,18 +268,18 @@ class DeepSpeedPolicy:
                 copy_small_files(self._settings.model_path, model)
             self._write(model / WEIGHTS if model else None)
 
-    def load(self, directory: Path, tag: str, universal: bool = False) -> None:
+    def load(self, directory: Path, tag: str, universal: bool = False, rate_scale: float = 1.0) -> None:
         """Read back what `save` wrote with this layout, or what `universal.converted` made of another layout.
-        Raises FileNotFoundError."""
+        The learning rate becomes `rate_scale` times the configured one. Raises FileNotFoundError."""
         self._engine._config.load_universal_checkpoint = universal
         path, client_state = self._engine.load_checkpoint(
             str(directory), tag=tag, load_module_strict=self._adapters is None
         )
         if path is None:
             raise FileNotFoundError(f"DeepSpeed found no checkpoint {tag} in {directory}")
-        apply_configured_rates(self._engine, self._settings.optimizer)
+        apply_configured_rates(self._engine, self._settings.optimizer, rate_scale)
         if self._critic is not None:
-            self._critic.load(directory, f"{tag}/{CRITIC}")
+            self._critic.load(directory, f"{tag}/{CRITIC}", rate_scale)
         restore_random_states(client_state["random"])
         self.module.train(self._settings.activation_checkpointing)
         torch.distributed.barrier()  # after it, rank 0 removes a converted checkpoint

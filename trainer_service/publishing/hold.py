@@ -7,11 +7,10 @@ serves, or goes back to an older version with better rewards.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 
 from trainer_service.groups.version_scores import VersionScore, VersionScores
-from trainer_service.guards import Alarm, Guards
-from trainer_service.metrics import TrainerMetrics
+from trainer_service.guards import Alarm
 from trainer_service.publishing.publisher import Publisher
 from trainer_service.settings import TrainerSettings
 from trainer_service.status.shared_state import SharedState
@@ -31,11 +30,9 @@ class Hold:
         scores: VersionScores,
         disk: DiskRetry,
         shared_state: SharedState,
-        metrics: TrainerMetrics,
     ) -> None:
         self._settings, self._publisher, self._scores = settings, publisher, scores
-        self._disk, self._shared_state, self._metrics = disk, shared_state, metrics
-        self._guards = Guards(settings.guards)
+        self._disk, self._shared_state = disk, shared_state
         self._file = HoldFile(settings.checkpoint_dir)
         self.reason: str | None = None
         """Why a guard holds the training. None if no guard holds it; an operator may still have paused it."""
@@ -46,39 +43,30 @@ class Hold:
         if self.reason is not None:
             self._shared_state.pause()
 
-    def check_rewards(self, means: Iterable[float]) -> bool:
-        """Check the mean rewards of new groups, the newest last. Returns whether the training is held because
-        of them. May raise Stopped."""
-        return self._hold_if(self._guards.check_rewards(means))
-
-    def check_step(self, values: Mapping[str, float]) -> bool:
-        """Check the metrics of a step. Returns whether the training is held because of them. May raise
-        Stopped."""
-        return self._hold_if(self._guards.check_step(values))
-
-    def release(self, publish_newest: Callable[[], None]) -> None:
-        """End the hold: an operator has resumed the training. Publishes the newest version, even if the fleet
-        serves an older one with better rewards."""
-        publish_newest()
-        self.reason = None
-        self._file.remove()
-
-    def rollback_target(self) -> VersionScore | None:
-        """The version with the best rewards among those that can be served again; None if none has a
-        score."""
-        return self._scores.best({self._settings.initial_version, *self._publisher.versions()})
-
-    def _hold_if(self, alarm: Alarm | None) -> bool:
-        if alarm is None:
-            return False
+    def hold(self, alarm: Alarm) -> None:
+        """Hold the training. May raise Stopped."""
         logger.error("paused: %s", alarm.reason)
-        self._metrics.alarmed(alarm.guard)
         self.reason = alarm.reason
         self._shared_state.pause()
         self._disk.until_written("the reason of a pause", lambda: self._file.write(alarm.reason))
         if self._settings.guards.roll_back:
             self._roll_back(alarm)
-        return True
+
+    def forget(self) -> None:
+        """The reason is no longer there. The training stays paused."""
+        self.reason = None
+        self._file.remove()
+
+    def release(self, publish_newest: Callable[[], None]) -> None:
+        """End the hold: an operator has resumed the training. Publishes the newest version, even if the fleet
+        serves an older one with better rewards."""
+        publish_newest()
+        self.forget()
+
+    def rollback_target(self) -> VersionScore | None:
+        """The version with the best rewards among those that can be served again; None if none has a
+        score."""
+        return self._scores.best({self._settings.initial_version, *self._publisher.versions()})
 
     def _roll_back(self, alarm: Alarm) -> None:
         best = self.rollback_target()

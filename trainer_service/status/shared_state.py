@@ -1,7 +1,7 @@
 """The state that the trainer's main thread and its HTTP thread share.
 
-main thread (DeepSpeed, Redis) ── snapshot ─────────────────────▶ HTTP thread
-                               ◀── pause, resume, checkpoint ────
+main thread (DeepSpeed, Redis) ── snapshot, recoveries ─────────────────▶ HTTP thread
+                               ◀── pause, resume, checkpoint, rollback ──
 """
 
 import threading
@@ -13,6 +13,7 @@ from typing import Literal
 
 from rollout_queue.protocol.trainer import TrainerReport
 from trainer_service.groups.task_rates import TaskRate
+from trainer_service.groups.undone import RecoveryState
 
 Phase = Literal["waiting", "training", "publishing", "paused"]
 
@@ -70,6 +71,10 @@ class StatusSnapshot:
         )
 
 
+class NotRestorable(Exception):
+    """No checkpoint has the version that an operator wants to go back to."""
+
+
 class SharedState:
     """The object through which the two threads exchange status and requests."""
 
@@ -78,12 +83,16 @@ class SharedState:
         """The main thread replaces the whole object, so the HTTP thread reads it without a lock."""
         self.tasks: Sequence[TaskRate] = ()
         """How often the policy solves each task. Replaced in the same way."""
+        self.recovery = RecoveryState()
+        self.restorable: Sequence[int] = ()
+        """The versions to which the training can go back. Both are replaced in the same way."""
         self.ready = False
         """Whether the model is loaded and the stream is read."""
         self._paused = threading.Event()
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._requests: list[Future[StatusSnapshot]] = []
+        self._rollbacks: list[tuple[int, Future[StatusSnapshot]]] = []
 
     @property
     def paused(self) -> bool:
@@ -124,4 +133,28 @@ class SharedState:
         save()
         for request in requests:
             if request.set_running_or_notify_cancel():  # False if the caller no longer waits
+                request.set_result(self.snapshot)
+
+    def request_rollback(self, version: int) -> "Future[StatusSnapshot]":
+        """Ask the main thread to go back to a version. The future's result is the status after that."""
+        request: Future[StatusSnapshot] = Future()
+        with self._lock:
+            self._rollbacks.append((version, request))
+        return request
+
+    def answer_rollback_requests(self, roll_back: Callable[[int], None]) -> None:
+        """Call `roll_back` for each request whose caller still waits. It raises NotRestorable for a version
+        without a checkpoint."""
+        with self._lock:
+            requests, self._rollbacks = self._rollbacks, []
+        for version, request in requests:
+            if not request.set_running_or_notify_cancel():
+                continue
+            try:
+                roll_back(version)
+            except BaseException as error:
+                request.set_exception(error)
+                if not isinstance(error, NotRestorable):
+                    raise
+            else:
                 request.set_result(self.snapshot)

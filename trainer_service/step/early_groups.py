@@ -45,6 +45,12 @@ class EarlyGroups:
             self._policy.discard_gradients()
             self._learned, self._has_changed, self.tokens = {}, True, 0
 
+    def discard(self) -> None:
+        """Discard the accumulated gradient: the weights become others."""
+        if self._learned:
+            self._policy.discard_gradients()
+        self._learned, self._has_changed, self.tokens = {}, False, 0
+
     def remaining(self, groups: Sequence[ScreenedGroup]) -> list[ScreenedGroup]:
         """The groups that are not in the accumulated gradient."""
         return [judged for judged in groups if _fingerprint(judged) not in self._learned]

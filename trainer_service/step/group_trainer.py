@@ -67,6 +67,10 @@ class GroupTrainer:
         """Continue with the running means that a checkpoint stored."""
         self.baselines = baselines
 
+    def discard_early(self) -> None:
+        """Forget what was learned for the next step: the weights become others."""
+        self._early.discard()
+
     @property
     def early_group_ids(self) -> Collection[str]:
         """The groups from which the policy has learned, and which no step contains yet."""

@@ -54,6 +54,7 @@ class Load(NamedTuple):
     directory: Path
     tag: str
     universal: bool
+    rate_scale: float
 
 
 class TakeSnapshot(NamedTuple):
@@ -154,22 +155,22 @@ class DistributedPolicy:
         """How this trainer's checkpoints are sharded."""
         return self._policy.layout
 
-    def load(self, directory: Path, tag: str, layout: Layout | None) -> None:
+    def load(self, directory: Path, tag: str, layout: Layout | None, rate_scale: float = 1.0) -> None:
         """Read back shards that were saved with `layout`; None stands for this trainer's layout. Shards of
         another number of ranks or another ZeRO stage are converted first. Meanwhile the other ranks wait for
-        the next command.
+        the next command. The learning rate becomes `rate_scale` times the configured one.
 
         Raises LayoutRefused if the shards cannot be converted, and NotConverted if the conversion failed.
         """
         if layout is None or layout.loads_into(self.layout):
-            self._load(directory, tag)
+            self._load(Load(directory, tag, universal=False, rate_scale=rate_scale))
             return
         with converted(directory, tag) as universal_tag:
-            self._load(directory, universal_tag, universal=True)
+            self._load(Load(directory, universal_tag, universal=True, rate_scale=rate_scale))
 
-    def _load(self, directory: Path, tag: str, universal: bool = False) -> None:
-        self._channel.send(Load(directory, tag, universal))
-        self._policy.load(directory, tag, universal)
+    def _load(self, command: Load) -> None:
+        self._channel.send(command)
+        self._policy.load(*command)
 
     def snapshot(self) -> WeightSnapshot:
         """Copy all weights into the memory of rank 0's host, or a share of them on every rank."""
@@ -236,8 +237,8 @@ def follow(policy: DeepSpeedPolicy) -> None:
                 steps.discard_gradients()
             case Save(directory, tag):
                 _save(policy, channel, directory, tag)
-            case Load(directory, tag, universal):
-                policy.load(directory, tag, universal)
+            case Load():
+                policy.load(*command)
             case TakeSnapshot(spread):
                 writer.snapshot = policy.snapshot(spread)
                 if spread:

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -35,6 +35,10 @@ TAG = re.compile(r"(\d{8,})-step-\d{8,}")
 """The names of checkpoints. A volume may have other directories, such as lost+found."""
 
 
+Wanted = Callable[[Collection[int]], set[int]]
+"""Of the versions that have a checkpoint, those whose checkpoints must stay."""
+
+
 class CheckpointBroken(Exception):
     """The checkpoint that CURRENT names is incomplete, or may not be durable. The trainer does not load
     another one by itself."""
@@ -48,7 +52,7 @@ class ShardedWeights(Protocol):
 
     def save(self, directory: Path, tag: str) -> None: ...
 
-    def load(self, directory: Path, tag: str, layout: Layout | None) -> None: ...
+    def load(self, directory: Path, tag: str, layout: Layout | None, rate_scale: float = 1.0) -> None: ...
 
 
 class Checkpoints:
@@ -60,8 +64,11 @@ class Checkpoints:
         self._ledger_bytes = 0
         directory.mkdir(parents=True, exist_ok=True)
 
-    def save(self, weights: ShardedWeights, state: RunState, steps: list[LedgerStep]) -> str:
-        """Write a durable checkpoint; returns its tag. `steps` are the steps since the last checkpoint.
+    def save(
+        self, weights: ShardedWeights, state: RunState, steps: list[LedgerStep], wanted: Wanted | None = None
+    ) -> str:
+        """Write a durable checkpoint; returns its tag. `steps` are the steps since the last checkpoint. Then
+        remove old checkpoints, except those of the versions that are `wanted` of all that have one.
 
         Raises DiskTrouble if the disk refuses. CURRENT is unchanged then, and the attempt leaves no files.
         """
@@ -70,7 +77,7 @@ class Checkpoints:
         with written(f"checkpoint {tag}", lambda: self._undo(tag)):
             ledger_bytes = self._write(weights, state, steps, tag)
         self._ledger_bytes = ledger_bytes
-        self._prune(tag)
+        self._prune(tag, wanted or _none)
         return tag
 
     def _write(self, weights: ShardedWeights, state: RunState, steps: list[LedgerStep], tag: str) -> int:
@@ -118,10 +125,26 @@ class Checkpoints:
             return None
         tag = current.read_text(encoding="utf-8").strip()
         state = self._read(tag)
-        weights.load(self._directory, tag, state.layout)
+        weights.load(self._directory, tag, state.layout, state.recovery.rate_scale)
         self._ledger_bytes = state.ledger_bytes
         logger.info("restored step %d, version %d from checkpoint %s", state.step, state.version, tag)
         return state
+
+    def versions(self) -> dict[int, str]:
+        """The versions whose weights and optimizer can be restored, and the tags of their checkpoints."""
+        found = {}
+        for tag in self._tags():
+            with suppress(OSError, msgspec.DecodeError):
+                found[_VersionOf.read(self._directory / tag / STATE)] = tag
+        return found
+
+    def load(self, weights: ShardedWeights, version: int, rate_scale: float) -> None:
+        """Load weights, optimizer and schedule of a version, and nothing else of its checkpoint. Raises
+        CheckpointBroken."""
+        tag = self.versions().get(version)
+        if tag is None:
+            raise CheckpointBroken(f"no checkpoint has version {version}")
+        weights.load(self._directory, tag, self._read(tag).layout, rate_scale)
 
     def ledger(self, since: int, limit: int) -> list[LedgerStep]:
         """Up to `limit` steps after step `since` that a durable checkpoint contains, oldest first."""
@@ -179,7 +202,23 @@ class Checkpoints:
     def _next_serial(self) -> int:
         return max((int(tag.split("-")[0]) for tag in self._tags()), default=0) + 1
 
-    def _prune(self, current: str) -> None:
-        for tag in self._tags()[: -self._keep]:
-            if tag != current:
+    def _prune(self, current: str, wanted: Wanted) -> None:
+        versions = self.versions()
+        kept = {current, *self._tags()[-self._keep :], *(versions[each] for each in wanted(set(versions)))}
+        for tag in self._tags():
+            if tag not in kept:
                 shutil.rmtree(self._directory / tag)
+
+
+class _VersionOf(msgspec.Struct, frozen=True):
+    """The version alone, of a state."""
+
+    version: int
+
+    @classmethod
+    def read(cls, path: Path) -> int:
+        return msgspec.json.decode(path.read_bytes(), type=cls).version
+
+
+def _none(versions: Collection[int]) -> set[int]:
+    return set()

@@ -7,6 +7,9 @@ import msgspec
 from trainer_service.groups.acknowledgement import Acknowledgement
 from trainer_service.groups.evaluation import EvaluationState
 from trainer_service.groups.task_rates import TaskRate
+from trainer_service.groups.undone import RecoveryState
+from trainer_service.groups.version_scores import ScoreState
+from trainer_service.guards import GuardState
 from trainer_service.model.sharding.layout import Layout
 from trainer_service.rows.rows import Row
 
@@ -52,6 +55,10 @@ class RunState(msgspec.Struct, frozen=True):
     """How often the policy solves each task, for the curriculum."""
     evaluations: EvaluationState = EvaluationState()
     """The scores of versions in evaluation sessions, which are not trained."""
+    scores: ScoreState = ScoreState()
+    """The rewards of versions, by which the best one is chosen."""
+    guards: GuardState = GuardState()
+    recovery: RecoveryState = RecoveryState()
     ledger_bytes: int = 0
     """How many bytes of the ledger belong to this checkpoint."""
     files: dict[str, int] = {}

@@ -4,6 +4,7 @@ operator ── POST /admin/trainer/pause ──▶ gateway ── POST /pause, 
 """
 
 import time
+from collections.abc import Awaitable, Callable
 from typing import Annotated
 from urllib.parse import urlencode
 
@@ -13,7 +14,7 @@ from fastapi.responses import Response
 
 from gateway.wiring import GatewayParts, parts_of
 from rollout_queue.http.errors import ApiError
-from rollout_queue.protocol.trainer import TrainerReport
+from rollout_queue.protocol.trainer import RestoreBody, TrainerReport
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 
@@ -21,6 +22,9 @@ ANSWER_TIMEOUT_S = 10.0
 CHECKPOINT_TIMEOUT_S = 90.0
 """Longer than the trainer itself waits for a checkpoint before it answers with 504."""
 LEDGER_LIMIT = TASKS_LIMIT = 1000
+
+Answer = Awaitable[tuple[int, bytes]]
+"""The status and the body of the trainer's answer."""
 
 router = APIRouter(prefix="/trainer")
 
@@ -41,6 +45,23 @@ async def resume_trainer(request: Request) -> Response:
 async def checkpoint_trainer(request: Request) -> Response:
     """Write a checkpoint after the running step. The answer comes when the checkpoint is durable."""
     return await _asked(parts_of(request), "POST", "/checkpoint", timeout_s=CHECKPOINT_TIMEOUT_S)
+
+
+@router.get("/rollback")
+async def trainer_rollbacks(request: Request) -> Response:
+    """The versions that the training can go back to, and when it did so."""
+    return await _asked(parts_of(request), "GET", "/rollback")
+
+
+@router.post("/rollback")
+async def roll_trainer_back(body: RestoreBody, request: Request) -> Response:
+    """Continue from the weights and the optimizer of an older version, under a new version number."""
+    gateway = parts_of(request)
+
+    def ask(url: str) -> Answer:
+        return gateway.engine.post(f"{url}/rollback", body, CHECKPOINT_TIMEOUT_S, gateway.fleet.headers)
+
+    return await _answered(gateway, ask)
 
 
 @router.get("/status")
@@ -73,9 +94,17 @@ async def trainer_tasks(
 async def _asked(
     gateway: GatewayParts, method: str, path: str, timeout_s: float = ANSWER_TIMEOUT_S
 ) -> Response:
+    return await _answered(
+        gateway,
+        lambda url: gateway.engine.request(method, f"{url}{path}", timeout_s, gateway.fleet.headers),
+    )
+
+
+async def _answered(gateway: GatewayParts, ask: Callable[[str], Answer]) -> Response:
+    """The trainer's answer. `ask` gets the URL of its API."""
     url = await _trainer_url(gateway)
     try:
-        status, body = await gateway.engine.request(method, f"{url}{path}", timeout_s, gateway.fleet.headers)
+        status, body = await ask(url)
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         why = str(error) or type(error).__name__
         raise _unavailable(f"the trainer at {url} does not answer: {why}") from error

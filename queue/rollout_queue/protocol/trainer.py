@@ -7,11 +7,19 @@ import json
 from collections.abc import Mapping
 from typing import Self
 
-from pydantic import ConfigDict, JsonValue, ValidationError
+from pydantic import ConfigDict, Field, JsonValue, ValidationError
 
 from rollout_queue.protocol.message import ServiceMessage
 
 TEXTS = frozenset({"state", "waiting_for", "url"})
+
+
+class RestoreBody(ServiceMessage):
+    """The version whose weights and optimizer the training goes back to."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    version: int = Field(ge=0)
 
 
 class TrainerReport(ServiceMessage):

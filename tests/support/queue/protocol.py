@@ -35,7 +35,7 @@ from trainer_service.settings import TrainerSettings
 from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.status.shared_state import SharedState
 from trainer_service.step.step_request import StepRequest
-from trainer_service.storage.checkpoint import CURRENT, Checkpoints
+from trainer_service.storage.checkpoint import CURRENT, Checkpoints, Wanted
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep, RunState
 from trainer_service.train import Trainer
@@ -105,7 +105,7 @@ class Weights:
         (directory / tag / SHARD).write_bytes(msgspec.json.encode(self.trained))
         self.knife.at("shards: done")
 
-    def load(self, directory: Path, tag: str, layout: Layout | None) -> None:
+    def load(self, directory: Path, tag: str, layout: Layout | None, rate_scale: float = 1.0) -> None:
         self.trained = msgspec.json.decode((directory / tag / SHARD).read_bytes(), type=list[str])
 
     def snapshot(self) -> OneTensor:
@@ -155,8 +155,10 @@ class CutCheckpoints(Checkpoints):
 
     knife: Knife
 
-    def save(self, weights: Any, state: RunState, rows: list[LedgerStep]) -> str:
-        tag = super().save(weights, state, rows)
+    def save(
+        self, weights: Any, state: RunState, rows: list[LedgerStep], wanted: Wanted | None = None
+    ) -> str:
+        tag = super().save(weights, state, rows, wanted)
         self.knife.at("CURRENT: done")
         return tag
 

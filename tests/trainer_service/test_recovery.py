@@ -1,0 +1,287 @@
+"""A training that goes wrong goes back to the best checkpoint by itself, and no token is trained twice."""
+
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fastapi.testclient import TestClient
+from prometheus_client import CollectorRegistry
+
+from rollout_queue.http.keys import Keyring
+from tests.support.trainer_service.harness import Harness, MakeHarness
+from tests.support.trainer_service.random_rows import MakeLearner, OneRankLearner
+from tests.support.trainer_service.same_training import differs_by
+from trainer_service.app import create_app
+from trainer_service.storage.checkpoint import Checkpoints
+from trainer_service.storage.run_state import RunState
+
+GUARDS = {"max_abs_logp": 100.0, "reward_drop": None, "recovery_lr_factor": 0.5}
+"""Only a step whose tokens have absurd log-probabilities raises an alarm."""
+STRANGE = [-400.0] * 3
+
+numbers = itertools.count()
+
+
+def door(harness: Harness) -> TestClient:
+    keyring, registry = Keyring([], ["admin"]), CollectorRegistry()
+    app = create_app(harness.shared_state, harness.checkpoints.ledger, harness.store, keyring, registry)
+    return TestClient(app, headers={"authorization": "Bearer admin"})
+
+
+def good(harness: Harness, reward: float, **fields: Any) -> None:
+    """A step of sessions that the newest version sampled, with this mean reward."""
+    name = f"good-{next(numbers)}"
+    version = fields.pop("version", harness.trainer.version)
+    harness.agents.group(name, [reward + 0.1, reward - 0.1], version=version, **fields)
+    assert harness.trainer.run_once()
+
+
+def strange(harness: Harness) -> str:
+    """A step that raises an alarm. Returns its group."""
+    name = f"strange-{next(numbers)}"
+    harness.agents.group(name, [1.0, 0.0], version=harness.trainer.version, logprobs=STRANGE)
+    assert harness.trainer.run_once()
+    return name
+
+
+def sleepless(harness: Harness) -> None:
+    harness.shared_state.sleep = lambda seconds: None  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def harness(make_harness: MakeHarness) -> Harness:
+    """Version 1 did best, then version 2 not so well; 3 is the newest."""
+    algorithm = {"max_rows": 2}
+    harness = make_harness(guards=GUARDS, keep_checkpoints=2, algorithm=algorithm).start()
+    good(harness, 0.1)
+    harness.best = harness.weights()  # type: ignore[attr-defined]
+    for reward in (0.9, 0.3):
+        good(harness, reward)
+    return harness
+
+
+def test_an_alarm_brings_back_the_weights_of_the_best_version_and_the_training_goes_on(
+    harness: Harness,
+) -> None:
+    group = strange(harness)
+    assert not harness.shared_state.paused
+    assert differs_by(harness.weights(), harness.best) == 0  # type: ignore[attr-defined]
+    assert harness.trainer.version == 5, "number 4 is that of the step that is undone"
+    assert [body["version"] for body in harness.gateway.announced] == [1, 2, 3, 5]
+    assert harness.session_codes()[f"{group}-0"] == "trained"
+    good(harness, 0.5)
+    assert harness.trainer.step == 5
+    assert [row.step for row in harness.checkpoints.ledger(0, 10)] == [1, 2, 3, 4, 5]
+    said = door(harness).get("/rollback").json()
+    assert said["lr_scale"] == 0.5
+    (recovery,) = said["recoveries"]
+    assert (recovery["version"], recovery["restored"], recovery["step"]) == (5, 1, 4)
+    assert recovery["automatic"]
+    assert "version 1 did best, 0.9 in 2 sessions" in recovery["reason"]
+    assert harness.registry.get_sample_value("weir_trainer_recoveries_total", {"by": "guard"}) == 1
+
+
+def test_the_version_of_an_alarm_is_in_no_checkpoint(harness: Harness) -> None:
+    strange(harness)
+    assert 4 not in harness.checkpoints.versions()
+
+
+def test_what_undone_versions_sampled_is_not_trained(harness: Harness) -> None:
+    for name, version in (("of-1", 1), ("of-3", 3)):
+        harness.agents.group(name, [1.0, 0.0], version=version)
+    strange(harness)  # takes the newest group alone
+    while harness.trainer.run_once():
+        pass
+    codes = harness.session_codes()
+    assert (codes["of-1-0"], codes["of-3-0"]) == ("trained", "stale")
+    verdict = harness.stream.heads["of-3-0"].verdict
+    assert verdict is not None
+    assert verdict.detail == "sampled by version 3, and the training went back to version 1"
+
+
+def test_after_so_many_recoveries_an_alarm_holds_the_training(make_harness: MakeHarness) -> None:
+    harness = make_harness(guards=GUARDS | {"max_recoveries": 1}).start()
+    good(harness, 0.1)
+    good(harness, 0.9)
+    strange(harness)
+    assert not harness.shared_state.paused
+    harness = harness.restart()
+    good(harness, 0.5)
+    strange(harness)
+    assert harness.shared_state.paused, "a restart does not forget the first recovery"
+
+
+def test_a_training_that_never_helped_is_held(make_harness: MakeHarness) -> None:
+    harness = make_harness(guards=GUARDS).start()
+    good(harness, 0.9)
+    good(harness, 0.3)
+    strange(harness)
+    assert harness.shared_state.paused
+    assert harness.gateway.served == 0
+
+
+def test_a_recovery_outlives_a_restart(harness: Harness) -> None:
+    strange(harness)
+    harness.agents.group("of-3", [1.0, 0.0], version=3)
+    again = harness.restart()
+    assert differs_by(again.weights(), harness.best) == 0  # type: ignore[attr-defined]
+    assert again.trainer.version == 5
+    again.trainer.run_once()
+    assert again.session_codes()["of-3-0"] == "stale"
+
+
+def test_the_learning_rate_is_cut_for_good(make_harness: MakeHarness) -> None:
+    harness = make_harness(guards=GUARDS | {"recovery_lr_factor": 1e-30}).start()
+    good(harness, 0.1)
+    good(harness, 0.9)
+    strange(harness)
+    for each in (harness, harness.restart()):
+        before = each.weights()
+        good(each, 0.5)
+        assert differs_by(each.weights(), before) == 0
+
+
+@pytest.mark.parametrize("moment", ["load", "save", "publish"])
+def test_a_trainer_that_dies_in_a_recovery_trains_nothing_twice(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(*_: object, **__: object) -> None:
+        raise Killed
+
+    part = {"load": harness.policy, "save": harness.policy, "publish": harness.trainer.publisher}[moment]
+    monkeypatch.setattr(part, moment, kill)
+    with pytest.raises(Killed):
+        strange(harness)
+    monkeypatch.undo()
+    again = harness.restart()
+    sleepless(again)
+    while again.trainer.run_once():
+        pass
+    assert not again.shared_state.paused
+    assert differs_by(again.weights(), harness.best) == 0  # type: ignore[attr-defined]
+    trained = Counter(turn for row in again.checkpoints.ledger(0, 100) for turn in row.turns)
+    assert set(trained.values()) == {1}
+    assert {name for name, code in again.session_codes().items() if code != "trained"} == set()
+    assert again.gateway.announced[-1]["version"] == again.trainer.version
+    assert len(door(again).get("/rollback").json()["recoveries"]) == 1
+
+
+def test_the_best_checkpoint_stays_while_others_go(make_harness: MakeHarness) -> None:
+    harness = make_harness(guards=GUARDS, keep_checkpoints=2).start()
+    for reward in (0.1, 0.2, 0.9, 0.3, 0.3, 0.3, 0.3):
+        good(harness, reward)
+    # Version 2 did best; 6 and 7 are the newest. Others may stay for their first score.
+    kept = set(harness.checkpoints.versions())
+    assert {2, 6, 7} <= kept
+    assert len(kept) <= 4
+
+
+def test_guards_remember_rewards_over_a_restart(make_harness: MakeHarness) -> None:
+    harness = make_harness(guards={"reward_groups": 2, "max_recoveries": 0}).start()
+    for name in ("a", "b"):
+        harness.agents.group(name, [1.0, 0.9])
+        harness.trainer.run_once()
+    harness = harness.restart()
+    for name in ("c", "d"):
+        harness.agents.group(name, [0.0, 0.0], version=harness.trainer.version)
+        harness.trainer.run_once()
+    harness.trainer.run_once()
+    assert harness.shared_state.paused
+    assert "is 0, and was 0.95 at best" in str(harness.trainer.hold.reason)
+
+
+def rolled_back(harness: Harness, version: int) -> Any:
+    """The answer to an operator who asks for this version."""
+    asked = harness.shared_state.request_rollback(version)
+    sleepless(harness)
+    harness.trainer.run_once()
+    return asked
+
+
+def test_an_operator_goes_back_to_a_version_that_has_a_checkpoint(harness: Harness) -> None:
+    versions = door(harness).get("/rollback").json()["versions"]
+    assert versions == sorted(harness.checkpoints.versions())
+    assert 1 in versions
+    answer = rolled_back(harness, 1).result(0)
+    assert answer.version == harness.trainer.version == 4
+    assert differs_by(harness.weights(), harness.best) == 0  # type: ignore[attr-defined]
+    assert harness.gateway.served == 4
+    (recovery,) = door(harness).get("/rollback").json()["recoveries"]
+    assert not recovery["automatic"]
+    good(harness, 0.5)
+    with pytest.raises(Exception, match="no checkpoint has version 77; these have one: 1, "):
+        rolled_back(harness, 77).result(0)
+
+
+def test_the_door_refuses_a_version_without_a_checkpoint(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = harness.shared_state.request_rollback
+
+    def answered(version: int) -> Any:
+        """The main thread answers at once."""
+        asked = ask(version)
+        harness.trainer.run_once()
+        return asked
+
+    monkeypatch.setattr(harness.shared_state, "request_rollback", answered)
+    sleepless(harness)
+    client = door(harness)
+    refused = client.post("/rollback", json={"version": 77})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (404, "version")
+    assert "these have one: 1, " in refused.json()["error"]["message"]
+    for body in ({}, {"version": "1"}, {"version": -1}, {"version": 1, "more": 2}):
+        assert client.post("/rollback", json=body).status_code in (400, 422)
+    done = client.post("/rollback", json={"version": 1})
+    assert done.json() == {"version": 4, "restored": 1, "step": 3}
+
+
+def test_a_held_training_that_an_operator_sets_back_waits_for_its_resume(make_harness: MakeHarness) -> None:
+    harness = make_harness(guards=GUARDS | {"max_recoveries": 0}).start()
+    good(harness, 0.1)
+    good(harness, 0.9)
+    strange(harness)
+    assert harness.shared_state.paused
+    rolled_back(harness, 1).result(0)
+    assert harness.shared_state.paused
+    assert harness.shared_state.snapshot.waiting_for == "POST /resume"
+    assert not harness.restart().shared_state.paused, "no reason holds it any more"
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"zero_stage": stage} for stage in (0, 1, 2, 3)),
+        {"zero_stage": 2, "dtype": "bfloat16"},
+        {"zero_stage": 2, "offload_optimizer": True},
+        {"lora": {"rank": 4}},
+    ],
+    ids=str,
+)
+def test_weights_optimizer_and_schedule_are_those_of_the_checkpoint(
+    make_learner: MakeLearner, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    schedule = {"lr": 1e-2, "schedule": "linear", "warmup_steps": 2, "total_steps": 9}
+    went, never = (make_learner(optimizer=schedule, **options) for _ in range(2))
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
+    for learner in (went, never):
+        learner.learn(1)
+    checkpoints.save(went.leader, RunState(step=1, version=1), [])
+    went.learn(2)
+    went.learn(3)
+    checkpoints.load(went.leader, 1, rate_scale=1.0)
+    told = [learner.learn(4) for learner in (went, never)]
+    assert told[0] == told[1]
+    assert same(went, never)
+
+
+def same(one: OneRankLearner, other: OneRankLearner) -> bool:
+    first, second = one.exported(), other.exported()
+    return all(torch.equal(value, second[name]) for name, value in first.items())

@@ -1,0 +1,112 @@
+"""Sets the training back to an earlier checkpoint when it has gone wrong.
+
+    alarm of a guard, or POST /rollback
+        └─▶ weights, optimizer and schedule of the best checkpoint, with a lower learning rate
+              └─▶ a new version number ─▶ a checkpoint with the present position ─▶ publish
+
+What was trained since stays trained: its entries are acknowledged, and its steps stay in the ledger. What was
+sampled by the versions since, and waits, ends as stale. So no token is trained twice, whenever the process
+dies: before the new checkpoint the old one is restored, and the same groups come again.
+"""
+
+import logging
+import time
+from collections.abc import Collection, Mapping
+
+from msgspec.structs import replace
+
+from trainer_service.groups.group_rewards import GroupRewards
+from trainer_service.groups.undone import Recovery, RecoveryState
+from trainer_service.groups.version_scores import VersionScore
+from trainer_service.guards import Alarm, Guards
+from trainer_service.metrics import TrainerMetrics
+from trainer_service.settings import TrainerSettings
+from trainer_service.status.shared_state import NotRestorable
+from trainer_service.storage.run_state import RunState
+
+logger = logging.getLogger(__name__)
+
+RECOVERIES_KEPT = 100
+
+
+class Recoveries:
+    """Asks the guards, decides to where the training is set back, and remembers it."""
+
+    def __init__(self, settings: TrainerSettings, rewards: GroupRewards, metrics: TrainerMetrics) -> None:
+        self._settings, self._rewards, self._metrics = settings.guards, rewards, metrics
+        self._initial_version = settings.initial_version
+        self._guards = Guards(settings.guards)
+        self.state = RecoveryState()
+
+    def resume(self, state: RunState) -> None:
+        """Continue with what a checkpoint stored."""
+        self._guards.resume(state.guards)
+        self._rewards.by_version.resume(state.scores)
+        self.state = state.recovery
+
+    def stored_in(self, state: RunState) -> RunState:
+        """The state of a checkpoint, with what guards and recoveries need."""
+        scores = self._rewards.by_version.state
+        return replace(state, guards=self._guards.state, scores=scores, recovery=self.state)
+
+    def check_rewards(self) -> Alarm | None:
+        """The alarm that the groups and evaluation sessions since the last call raise."""
+        means, evaluations = self._rewards.take_means(), self._rewards.take_evaluations()
+        return self._counted(self._guards.check_rewards(means, evaluations))
+
+    def check_step(self, values: Mapping[str, float]) -> Alarm | None:
+        """The alarm that a step raises, whose metrics these are."""
+        return self._counted(self._guards.check_step(values))
+
+    def target(self, restorable: Collection[int]) -> VersionScore | None:
+        """The version that a guard sets the training back to: the best of these. None if none of them has a
+        score, if the weights before any training did better, or if guards have set the training back
+        `max_recoveries` times."""
+        best = self._rewards.by_version.best({*restorable, self._initial_version})
+        used_up = self.state.automatic >= self._settings.max_recoveries
+        return None if used_up or best is None or best.version not in restorable else best
+
+    def wanted(self, restorable: Collection[int]) -> set[int]:
+        """Of these versions, those whose checkpoints are worth keeping: the best, and the oldest newer one
+        that has no score yet, and may become the best."""
+        scores = self._rewards.by_version
+        best = scores.best(restorable)
+        unscored = [
+            version
+            for version in restorable
+            if not scores.knows(version) and (best is None or version > best.version)
+        ]
+        return {*([best.version] if best else []), *([min(unscored)] if unscored else [])}
+
+    @property
+    def next_rate_scale(self) -> float:
+        """The scale of the learning rate after the next recovery."""
+        return self.state.rate_scale * self._settings.recovery_lr_factor
+
+    def note(self, recovery: Recovery) -> None:
+        """The weights are those of an older version now."""
+        logger.error("the training went back to version %d: %s", recovery.restored, recovery.reason)
+        self._metrics.recovered(recovery.automatic)
+        self._guards.forget_rewards()
+        self.state = RecoveryState(
+            self.next_rate_scale,
+            [*self.state.done, recovery][-RECOVERIES_KEPT:],
+            self.state.automatic + recovery.automatic,
+        )
+
+    def _counted(self, alarm: Alarm | None) -> Alarm | None:
+        if alarm is not None:
+            self._metrics.alarmed(alarm.guard)
+        return alarm
+
+
+def check_restorable(version: int, restorable: Collection[int]) -> None:
+    """Raises NotRestorable for a version that has no checkpoint."""
+    if version not in restorable:
+        known = ", ".join(map(str, sorted(restorable))) or "none"
+        raise NotRestorable(f"no checkpoint has version {version}; these have one: {known}")
+
+
+def recovery_to(restored: int, version: int, step: int, reason: str, *, automatic: bool) -> Recovery:
+    """A recovery that happens now."""
+    return Recovery(version, restored, step, reason, automatic, time.time())

@@ -1,17 +1,24 @@
 """Chooses what is published of a version: its adapter alone, or the whole weights."""
 
 import logging
+from typing import Protocol
 
 from trainer_service.publishing.publisher import Publisher, Snapshot
-from trainer_service.step.ranks import DistributedPolicy
 
 logger = logging.getLogger(__name__)
+
+
+class SnapshotSource(Protocol):
+    """Copies its present weights into host memory."""
+
+    def snapshot(self) -> Snapshot: ...
+    def adapter_snapshot(self) -> Snapshot: ...
 
 
 class VersionContent:
     """With `adapters`, only adapters are published until every rollout server refuses them."""
 
-    def __init__(self, policy: DistributedPolicy, publisher: Publisher, *, adapters: bool) -> None:
+    def __init__(self, policy: SnapshotSource, publisher: Publisher, *, adapters: bool) -> None:
         self._policy, self._publisher, self._adapters = policy, publisher, adapters
 
     def snapshot(self) -> Snapshot:

@@ -90,7 +90,7 @@ class Knife:
 class Weights:
     """A policy whose weights are the turns that made them."""
 
-    vocab_size, ranks = 1000, 1
+    vocab_size, data_ranks, shares_prefixes = 1000, 1, False
     layout = Layout(ranks=1, zero_stage=1, dtype="float32")
 
     def __init__(self, knife: Knife) -> None:

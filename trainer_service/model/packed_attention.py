@@ -16,7 +16,8 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+
+from trainer_service.model.attention_kernels import attend
 
 logger = logging.getLogger(__name__)
 
@@ -156,17 +157,7 @@ def _stacked(packed: Tensor, count: int) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    length = q.shape[2]
-    mask_LL = _causal_mask(length, window, q.device) if window is not None and length > window else None
-    return scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask_LL,
-        is_causal=mask_LL is None,
-        scale=scaling,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    return attend(q, k, v, scaling, window)
 
 
 def _attend_by_scores(

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from trainer_service.model.critic import Critic
-from trainer_service.model.dropout import disable_dropout
 from trainer_service.model.export import ExportTensor, export_tensors, write_tensors
 from trainer_service.model.forward import forward
 from trainer_service.model.huggingface import (
     WEIGHTS,
     copy_small_files,
+    disable_dropout,
     enable_activation_checkpointing,
     load_model,
     tensor_dtypes,

@@ -25,8 +25,8 @@ LOGITS_AT_ONCE = 2**24
 BYTES_OF_A_LOGIT = 8
 """The memory that a chunk takes for each of its logits, except if the model caps its logits: then 16."""
 CHUNK_SHARE = 1 / 32
-"""The share of a GPU's memory that a chunk takes. Each chunk's product is added to the gradient of the weight,
-at the speed of the memory: larger chunks need fewer sums. 80 GB and a vocabulary of 152k give 2,200 tokens."""
+"""The share of a GPU's memory that a chunk takes. The product of each chunk is added to the weight's gradient
+at the speed of the memory: larger chunks need fewer sums. 80 GB and 152k ids give chunks of 2,200 tokens."""
 WEIGHTS_AT_ONCE = 2**22
 """The number of half-precision weights that are multiplied at a time on CPU, which cannot multiply them into
 a float32 result."""

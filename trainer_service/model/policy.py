@@ -37,6 +37,7 @@ from trainer_service.model.zero import (
     offload_states,
     prepare_deepspeed,
     reload_states,
+    uses_cuda,
 )
 from trainer_service.rows.rows import MicroBatch, balanced_shares
 
@@ -74,7 +75,7 @@ class DeepSpeedPolicy:
             model=model,
             optimizer=optimizer,
             lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, schedule_of(settings.optimizer)),
-            config=deepspeed_config(settings),
+            config=deepspeed_config(settings, uses_cuda()),
         )
         self._engine.module.train(settings.activation_checkpointing)
         self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -108,8 +109,7 @@ class DeepSpeedPolicy:
         return Layout(self.ranks, settings.sharding_stage, settings.dtype, lora, self._critic is not None)
 
     def _load_base(self) -> Any:
-        on_cuda = torch.distributed.get_backend() == "nccl"
-        model = load_model(self._settings.model_path, getattr(torch, self._settings.dtype), on_cuda)
+        model = load_model(self._settings.model_path, getattr(torch, self._settings.dtype), uses_cuda())
         disable_dropout(model)
         return model
 

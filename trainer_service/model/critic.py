@@ -57,7 +57,7 @@ class Critic:
         own = settings.model_copy(update={"optimizer": settings.critic.optimizer})
         self._packing = packing_of(model)
         value_head(model)
-        self._recomputes = settings.activation_checkpointing
+        self._recomputes = settings.recomputes_activations
         if self._recomputes:
             enable_activation_checkpointing(model)
         self._optimizer = own.optimizer

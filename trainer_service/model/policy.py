@@ -67,7 +67,7 @@ class DeepSpeedPolicy:
         self._entropy_gradient = settings.learns_entropy
         self._snapshots = SnapshotMemory()
         self._adapters = Adapters(model, settings.lora, settings.model_path) if settings.lora else None
-        if settings.activation_checkpointing:
+        if settings.recomputes_activations:
             enable_activation_checkpointing(model)
         self._check_tensor_names(model)
         optimizer = make_optimizer([each for each in model.parameters() if each.requires_grad], settings)
@@ -77,7 +77,7 @@ class DeepSpeedPolicy:
             lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, schedule_of(settings.optimizer)),
             config=deepspeed_config(settings, uses_cuda()),
         )
-        self._engine.module.train(settings.activation_checkpointing)
+        self._engine.module.train(settings.recomputes_activations)
         self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.value_clip = settings.critic.value_clip if settings.critic else None
         self._critic = Critic(deepspeed, self._load_base(), settings) if settings.critic else None
@@ -106,10 +106,10 @@ class DeepSpeedPolicy:
             if settings.lora
             else None
         )
-        return Layout(self.ranks, settings.sharding_stage, settings.dtype, lora, self._critic is not None)
+        return Layout(self.ranks, settings.sharding_stage, settings.precision, lora, self._critic is not None)
 
     def _load_base(self) -> Any:
-        model = load_model(self._settings.model_path, getattr(torch, self._settings.dtype), uses_cuda())
+        model = load_model(self._settings.model_path, getattr(torch, self._settings.precision), uses_cuda())
         disable_dropout(model)
         return model
 
@@ -284,7 +284,7 @@ class DeepSpeedPolicy:
         if self._critic is not None:
             self._critic.load(directory, f"{tag}/{CRITIC}")
         restore_random_states(client_state["random"])
-        self.module.train(self._settings.activation_checkpointing)
+        self.module.train(self._settings.recomputes_activations)
         torch.distributed.barrier()  # after it, rank 0 removes a converted checkpoint
 
 

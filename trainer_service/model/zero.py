@@ -16,7 +16,7 @@ from trainer_service.model.settings import ModelSettings
 
 def deepspeed_config(settings: ModelSettings, on_cuda: bool) -> dict[str, object]:
     """DeepSpeed's JSON configuration for these settings."""
-    half = settings.dtype == "bfloat16"
+    half = settings.precision == "bfloat16"
     # Gradients are reduced while the backward pass goes on. Where every rank keeps all gradients, DeepSpeed
     # does not support this together with steps of any number of passes.
     overlap = on_cuda and settings.sharding_stage >= 2
@@ -43,10 +43,17 @@ def deepspeed_config(settings: ModelSettings, on_cuda: bool) -> dict[str, object
     }
 
 
+def wants_cuda(settings: ModelSettings) -> bool:
+    """Whether these settings train on CUDA."""
+    return settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
+
+
 def prepare_deepspeed(settings: ModelSettings) -> ModuleType:
     """Import DeepSpeed for the chosen device and join the process group. Without a launcher, the group has
-    one process."""
-    cpu = settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available())
+    one process. Raises ValueError for CUDA with an `auto` that nobody replaced."""
+    cpu = not wants_cuda(settings)
+    if not cpu and "auto" in (settings.dtype, settings.activation_checkpointing):
+        raise ValueError("on CUDA, sizing.resolved must replace each auto before the model is loaded")
     if cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
     if settings.threads is not None:

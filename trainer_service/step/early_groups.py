@@ -54,9 +54,9 @@ class EarlyGroups:
         tokens for each rank."""
         rows = [row for judged in groups for row in judged.planned]
         ranks, tokens = self._policy.ranks, sum(len(row) for row in rows)
-        if self._has_changed or tokens < ranks * algorithm.max_tokens:
+        if self._has_changed or tokens < ranks * algorithm.micro_batch_tokens:
             return False
-        return len(packs_of(rows, algorithm.max_tokens)) >= ranks
+        return len(packs_of(rows, algorithm.micro_batch_tokens)) >= ranks
 
     def learn(self, groups: Sequence[ScreenedGroup], request: StepRequest) -> None:
         """Add the gradient of `groups`. The request holds their rows, with advantages."""

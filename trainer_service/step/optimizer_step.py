@@ -81,7 +81,7 @@ class OptimizerSteps:
     def accumulate(self, request: StepRequest) -> None:
         """Add the gradient of these rows of whole groups. The weights do not change."""
         policy, rows, algorithm = self._policy, request.rows, request.algorithm
-        share = policy.own_micro_batches(list(micro_batches(rows, algorithm.max_tokens)))
+        share = policy.own_micro_batches(list(micro_batches(rows, algorithm.micro_batch_tokens)))
         pre_passes = []
         for batch, _ in share:
             pre_passes.append(pre_pass(policy, batch, request.version, algorithm))

@@ -71,6 +71,8 @@ def set_attention(model: Any, flash: bool = False) -> None:
         and model._supports_attention_backend
         and model._supports_flash_attn
     ):
+        # A model that names the kernels that it supports, like GPT-OSS for its sinks, gets no other.
+        flash = flash and FLASH in (getattr(model, "_compatible_flash_implementations", None) or [FLASH])
         if flash and not is_flash_attn_2_available():
             logger.info("flash-attn is not installed; using torch's attention, row by row")
         model.set_attn_implementation(FLASH if flash and is_flash_attn_2_available() else PACKED)

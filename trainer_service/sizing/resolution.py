@@ -71,18 +71,10 @@ def _fitted(settings: TrainerSettings, gpu: Gpu, ranks: int) -> TrainerSettings:
     if "auto" not in (recomputes, tokens):
         return settings
     shape = shape_of(settings.model_path, settings.lora)
-    use = Partition(
-        ranks,
-        settings.sharding_stage,
-        settings.dtype == "bfloat16",
-        settings.offload_optimizer,
-        algorithm.needs_reference_logprobs and settings.lora is None and not settings.reference_offload,
-        settings.critic is not None,
-    )
     try:
         found = fit(
             shape,
-            use,
+            partition_of(settings, ranks),
             gpu.memory,
             None if recomputes == "auto" else recomputes,
             None if tokens == "auto" else tokens,
@@ -101,6 +93,19 @@ def _fitted(settings: TrainerSettings, gpu: Gpu, ranks: int) -> TrainerSettings:
         found.of_token / 1e6,
     )
     return _concrete(settings, {"activation_checkpointing": found.recomputes}, found.max_tokens)
+
+
+def partition_of(settings: TrainerSettings, ranks: int) -> Partition:
+    """How a training with these settings uses its GPUs."""
+    needs_copy = settings.algorithm.needs_reference_logprobs and settings.lora is None
+    return Partition(
+        ranks,
+        settings.sharding_stage,
+        settings.precision == "bfloat16",
+        settings.offload_optimizer,
+        needs_copy and not settings.reference_offload,
+        settings.critic is not None,
+    )
 
 
 def _advice(settings: TrainerSettings, ranks: int) -> str:

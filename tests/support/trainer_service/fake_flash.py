@@ -1,5 +1,5 @@
-"""A stand-in for the package flash-attn 2.8, which needs a GPU: the function that transformers calls for packs,
-with the same signature, and attention in float32 on CPU."""
+"""A stand-in for the package flash-attn 2.8, which needs a GPU: the function that transformers uses for packs
+of rows, with the same signature, and attention in float32 on CPU."""
 
 import sys
 from collections.abc import Sequence

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import torch
 
 from bench.gpu.checks import Check, at_most
 from bench.gpu.kernels import LOGPROBS
@@ -23,8 +24,8 @@ LOAD_BYTES_PER_S = 0.5e9
 Found = TypeVar("Found")
 
 
-def loop(device: str, dtype: Any, model: Path, folder: Path) -> Iterator[Check]:
-    settings = isolated_stack(folder, model, _services(device))
+def loop(device: str, dtype: torch.dtype, model: Path, folder: Path) -> Iterator[Check]:
+    settings = isolated_stack(folder, model, _services(device, str(dtype).removeprefix("torch.")))
     began = time.monotonic()
     with Stack(settings) as stack:
         stack.wait_ready(on_wait=lambda line: print(line, flush=True))
@@ -46,12 +47,13 @@ def loop(device: str, dtype: Any, model: Path, folder: Path) -> Iterator[Check]:
     yield at_most("one push: from the last reward to the new version", seconds, limit, " s")
 
 
-def _services(device: str) -> dict[str, Any]:
+def _services(device: str, dtype: str) -> dict[str, Any]:
     on_cuda = device == "cuda"
     return {
         "gateway": {"engine_wait_s": 300},
         "rollout_server": {
             "engine_device": device,
+            "dtype": dtype,
             "max_running_requests": 16,
             "max_total_tokens": 32_768,
             # The trainer needs memory of the same GPU.

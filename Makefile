@@ -74,6 +74,9 @@ bench-learning: install  ## how a model learns at staleness 0, 2, 4, 8, with fiv
 bench-asynchrony: install  ## asynchronous against synchronous training, where tools are slow at times (hours)
 	@$(BIN)/python -m bench.asynchrony
 
+gpu-check: install  ## what to run first on a GPU: environment, kernels, a step, the loop with a push (docs/gpu.md; ARGS="--model DIR")
+	@$(BIN)/python -m bench.gpu $(ARGS)
+
 crash: install  ## kill parts of the whole system, one after the other, then audit it (KILLS=n SEED=n)
 	@$(BIN)/python -m tests.crash --kills $(KILLS) --seed $(SEED)
 
@@ -173,4 +176,4 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 $(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help install map lock licences demo bench bench-trainer bench-learning bench-asynchrony test test-fast test-long test-properties test-numerics test-clients test-presets crash soak check up status down clean
+.PHONY: help install map lock licences demo bench bench-trainer bench-learning bench-asynchrony gpu-check test test-fast test-long test-properties test-numerics test-clients test-presets crash soak check up status down clean

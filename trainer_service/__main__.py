@@ -36,11 +36,12 @@ from trainer_service.publishing.publisher import Publisher
 from trainer_service.publishing.tensor_sender import TensorSender
 from trainer_service.settings import TrainerSettings
 from trainer_service.sinks.chosen import chosen_sinks
+from trainer_service.sizing.resolution import find_gpu, resolved
 from trainer_service.status.heartbeat import Heartbeat, Stopped
 from trainer_service.status.lease_holder import keep_lease
 from trainer_service.status.shared_state import SharedState
 from trainer_service.step.device_memory import DeviceMemory, RolloutMemory
-from trainer_service.step.ranks import DistributedPolicy, follow, own_rank
+from trainer_service.step.ranks import DistributedPolicy, follow, own_rank, own_ranks
 from trainer_service.step.teacher import TeacherClient
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.files import lock_directory
@@ -63,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     settings = TrainerSettings()
+    settings = resolved(settings, find_gpu(settings), own_ranks())
     if own_rank() > 0:
         policy = DeepSpeedPolicy(settings)  # a signal still ends a rank that is loading the model
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 gets the signal too, and ends this rank

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,13 @@ from trainer_service.model import logprob_head as head_module
 from trainer_service.model.attention.packed_attention import packing_of
 from trainer_service.model.forward import forward
 from trainer_service.model.huggingface import load_model
-from trainer_service.model.logprob_head import LogitTransform, LogprobHead, sampled_logprobs
+from trainer_service.model.logprob_head import (
+    BYTES_OF_A_LOGIT,
+    LogitTransform,
+    LogprobHead,
+    logits_at_once,
+    sampled_logprobs,
+)
 from trainer_service.rows.rows import micro_batches
 
 pytestmark = pytest.mark.numeric
@@ -188,6 +195,58 @@ def test_the_head_takes_a_fraction_of_the_memory_of_all_logits(monkeypatch: pyte
     assert ours < naive / 5
     twice = most_bytes(sampled_logprobs, 2 * tokens, vocabulary)
     assert twice - ours < 4 * 2 * tokens * (WIDTH + 8), "only hidden states and one number per token grow"
+
+
+class Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the tensors of one shape that are made in this context; views and results in place are none."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **kwargs or {})
+        given = {id(each) for each in tree_leaves((args, kwargs))}
+        for each in tree_leaves(made):
+            if torch.is_tensor(each) and tuple(each.shape) == self._shape and id(each) not in given:
+                self.count += not func.is_view
+        return made
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_the_weight_is_one_sum_for_all_chunks(dtype: torch.dtype, device: str) -> None:
+    """Meta tensors take the way of CUDA, which multiplies 16-bit values into float32."""
+    hidden, weight, _, targets_T, temperatures_T = (each.to(device) for each in given(dtype))
+    result_T2 = sampled_logprobs(hidden, weight, None, targets_T, temperatures_T)
+    with Made((VOCABULARY, WIDTH)) as made:
+        (gradient,) = torch.autograd.grad(result_T2[:, 0].sum(), [weight])
+    assert gradient.dtype == dtype
+    assert made.count == (1 if dtype is torch.float32 else 2), "the sum, and its copy of 16 bits"
+
+
+@pytest.mark.parametrize(("gib", "tokens"), [(24, 512), (80, 2048)])
+def test_a_chunk_on_cuda_grows_with_the_memory(
+    monkeypatch: pytest.MonkeyPatch, gib: int, tokens: int
+) -> None:
+    """Adding a chunk's product to the sum takes as long as the product itself if a chunk has 1,066 tokens: an
+    H100 makes 8e14 operations a second, and moves 3e12 bytes."""
+    facts = SimpleNamespace(total_memory=gib * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    found = logits_at_once(torch.device("cuda", 0))
+    assert tokens <= found / 151_936 < 2 * tokens
+    assert found * BYTES_OF_A_LOGIT < facts.total_memory / 30
+
+
+def test_no_pass_takes_more_than_its_bytes_of_a_logit(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, vocabulary = 64, 4096
+    monkeypatch.setattr(head_module, "LOGITS_AT_ONCE", tokens * vocabulary)
+    for dtype, others in ((torch.float32, 2), (torch.bfloat16, 4)):
+        hidden, weight, _, targets_T, temperatures_T = given(dtype, tokens, vocabulary)
+        with LargestLive() as live:
+            sampled_logprobs(hidden, weight, None, targets_T, temperatures_T)[:, 0].sum().backward()  # type: ignore[no-untyped-call]
+        of_weight = others * 4 * vocabulary * WIDTH
+        assert live.most < BYTES_OF_A_LOGIT * tokens * vocabulary + of_weight
 
 
 def changed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

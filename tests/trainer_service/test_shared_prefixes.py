@@ -154,7 +154,7 @@ def test_a_long_part_that_needs_a_mask_has_blocks_of_it(
         (batch,) = micro_batches(related_rows(roots=1, branches=2, tips=2), 1000, share_prefixes=True)
         lp_T = forward(model, batch, packing_of(model), torch.device("cpu"))[0].detach()
         with monkeypatch.context() as patch:
-            patch.setattr("trainer_service.model.attention.packed_attention.BLOCK", 7)
+            patch.setattr("trainer_service.model.attention.attention_kernels.BLOCK", 7)
             in_blocks_T = forward(model, batch, packing_of(model), torch.device("cpu"))[0].detach()
         torch.testing.assert_close(in_blocks_T, lp_T, atol=ulps(48, of=float(lp_T.abs().max())), rtol=0)
 

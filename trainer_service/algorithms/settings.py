@@ -7,7 +7,7 @@ Rollouts ─ shaping ─ advantage ─▶ rows ─ masks, correction, loss, kl, 
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, model_validator
@@ -28,6 +28,8 @@ from trainer_service.algorithms.losses.settings import KlCov, LossSettings
 
 PRESETS = Path(__file__).with_name("presets")
 """One YAML file for each preset."""
+CPU_TOKENS = 1024
+"""The tokens of a micro-batch on CPU, which does not get faster with more."""
 
 
 class AlgorithmSettings(LossSettings):
@@ -69,8 +71,9 @@ class AlgorithmSettings(LossSettings):
     twice."""
     curriculum: CurriculumSettings | None = None
     """If set, groups of tasks that the policy sometimes solves are taken before the others."""
-    max_tokens: int = Field(1024, ge=1)
-    """The largest number of tokens in a micro-batch. A longer row is packed alone."""
+    max_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """The largest number of tokens in a micro-batch. A longer row is packed alone. auto: on a GPU, what fits
+    into its memory, at most 16384; on CPU 1024."""
     max_row_tokens: int | None = Field(None, ge=1)
     """A rollout with a longer row is not trained. None: no bound."""
     max_staleness: int = Field(8, ge=0)
@@ -180,6 +183,11 @@ class AlgorithmSettings(LossSettings):
         """Whether the loss or a correction accounts for tokens that another policy sampled."""
         anchored = getattr(self.loss, "anchor", "prox") == "rollout"
         return anchored or not isinstance(self.correction, NoCorrection)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """`max_tokens`. An `auto` that `sizing.resolved` has not replaced is taken as on CPU."""
+        return CPU_TOKENS if self.max_tokens == "auto" else self.max_tokens
 
     def after(self, measured: Mapping[str, float]) -> "AlgorithmSettings":
         """These settings with `stale: auto` resolved by the metrics of the last step."""

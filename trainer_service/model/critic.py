@@ -20,7 +20,7 @@ from trainer_service.model.optimizer import apply_configured_rates, make_optimiz
 from trainer_service.model.schedule import schedule_of
 from trainer_service.model.settings import ModelSettings
 from trainer_service.model.sharding.sequence_ranks import SequenceRanks, Slice
-from trainer_service.model.sharding.zero import deepspeed_config, offload_states, reload_states
+from trainer_service.model.sharding.zero import deepspeed_config, offload_states, reload_states, uses_cuda
 from trainer_service.rows.rows import MicroBatch
 
 
@@ -66,7 +66,7 @@ class Critic:
         own = settings.model_copy(update={"optimizer": settings.critic.optimizer})
         self._packing = packing_of(model)
         value_head(model)
-        self._recomputes = settings.activation_checkpointing
+        self._recomputes = settings.recomputes_activations
         if self._recomputes:
             enable_activation_checkpointing(model)
         self._optimizer = own.optimizer
@@ -75,7 +75,7 @@ class Critic:
             model=model,
             optimizer=optimizer,
             lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, schedule_of(own.optimizer)),
-            config=deepspeed_config(own),
+            config=deepspeed_config(own, uses_cuda()),
         )
         self._engine.module.train(self._recomputes)
         self._ranks = torch.distributed.get_world_size()

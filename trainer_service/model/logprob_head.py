@@ -21,10 +21,15 @@ from torch.autograd.function import once_differentiable
 logger = logging.getLogger(__name__)
 
 LOGITS_AT_ONCE = 2**24
-"""The number of logits in a chunk: 64 MiB of float32, and as much again for their probabilities."""
+"""The number of logits in a chunk on CPU: 64 MiB of float32, and as much again for their probabilities."""
+BYTES_OF_A_LOGIT = 8
+"""The memory that a chunk takes for each of its logits, except if the model caps its logits: then 16."""
+CHUNK_SHARE = 1 / 32
+"""The share of a GPU's memory that a chunk takes. The product of each chunk is added to the weight's gradient
+at the speed of the memory: larger chunks need fewer sums. 80 GB and 152k ids give chunks of 2,200 tokens."""
 WEIGHTS_AT_ONCE = 2**22
-"""The number of half-precision weights that are converted to float32 at a time, on devices that cannot
-multiply half-precision matrices into a float32 result."""
+"""The number of half-precision weights that are multiplied at a time on CPU, which cannot multiply them into
+a float32 result."""
 
 
 @dataclass
@@ -190,12 +195,11 @@ class _SampledLogprobs(torch.autograd.Function):
         result_T2 = hidden_TH.new_empty(len(hidden_TH), 2, dtype=_wide(hidden_TH))
         normaliser_T = result_T2.new_empty(len(hidden_TH))
         for some in _chunks(hidden_TH, weight_VH):
-            z_CV = transform(_logits(hidden_TH[some], weight_VH, bias_V))
-            z_CV = z_CV.div_(temperatures_T[some, None])
+            z_CV = transform(_logits(hidden_TH[some], weight_VH, bias_V)).div_(temperatures_T[some, None])
             normaliser_C = torch.logsumexp(z_CV, dim=1)
             logp_CV = z_CV.sub_(normaliser_C[:, None])
             result_T2[some, 0] = logp_CV.gather(1, targets_T[some, None])[:, 0]
-            result_T2[some, 1] = -torch.linalg.vecdot(logp_CV.exp(), logp_CV)
+            result_T2[some, 1] = -logp_CV.exp().mul_(logp_CV).sum(1)
             normaliser_T[some] = normaliser_C
         # The weight itself is saved, as in DeepSpeed's linear layer: ZeRO gathers it again for the backward.
         ctx.save_for_backward(
@@ -214,11 +218,12 @@ class _SampledLogprobs(torch.autograd.Function):
         of_bias = torch.zeros_like(bias_V, dtype=wide) if ctx.needs_input_grad[2] else None
         for some in _chunks(hidden_TH, weight_VH):
             transformed_CV = ctx.transform(_logits(hidden_TH[some], weight_VH, bias_V))
-            logp_CV = (transformed_CV / temperatures_T[some, None]).sub_(normaliser_T[some, None])
+            kept_CV = transformed_CV.clone() if ctx.transform.softcap is not None else transformed_CV
+            logp_CV = transformed_CV.div_(temperatures_T[some, None]).sub_(normaliser_T[some, None])
             gradient_CV = _of_logits(
                 logp_CV, targets_T[some], gradient_T2[some], entropy_T[some] if ctx.entropy_gradient else None
             ).div_(temperatures_T[some, None])
-            gradient_CV = ctx.transform.gradient(transformed_CV, gradient_CV)
+            gradient_CV = ctx.transform.gradient(kept_CV, gradient_CV)
             if of_bias is not None:
                 of_bias += gradient_CV.sum(0)
             gradient_CV = gradient_CV.to(weight_VH.dtype)
@@ -247,10 +252,14 @@ def _of_logits(logp_CV: Tensor, targets_C: Tensor, gradient_C2: Tensor, entropy_
 
 
 def _add_product(sum_VH: Tensor, gradient_CV: Tensor, hidden_CH: Tensor) -> None:
+    """Add gradientᵀ · hidden in place. No other tensor of the sum's size is made."""
     if sum_VH.dtype == gradient_CV.dtype:
         sum_VH.addmm_(gradient_CV.T, hidden_CH)
+    elif sum_VH.device.type != "cpu":
+        torch.addmm(sum_VH, gradient_CV.T, hidden_CH, out_dtype=sum_VH.dtype, out=sum_VH)
     else:
-        sum_VH += gradient_CV.T @ hidden_CH
+        for some in _weight_rows(sum_VH):
+            sum_VH[some] += gradient_CV[:, some].T @ hidden_CH
 
 
 def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
@@ -258,21 +267,33 @@ def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tens
     wide = _wide(hidden_CH)
     if weight_VH.dtype == wide:
         logits_CV = hidden_CH.to(wide) @ weight_VH.T
-    elif hidden_CH.is_cuda:
+    elif hidden_CH.device.type != "cpu":
         logits_CV = torch.mm(hidden_CH, weight_VH.T, out_dtype=wide)
     else:
-        rows = max(1, WEIGHTS_AT_ONCE // weight_VH.shape[1])
         logits_CV = hidden_CH.new_empty(len(hidden_CH), len(weight_VH), dtype=wide)
-        for start in range(0, len(weight_VH), rows):
-            some = slice(start, start + rows)
+        for some in _weight_rows(weight_VH):
             logits_CV[:, some] = hidden_CH.to(wide) @ weight_VH[some].to(wide).T
     return logits_CV if bias_V is None else logits_CV.add_(bias_V)
 
 
+def logits_at_once(device: torch.device) -> int:
+    """The number of logits in a chunk: on CPU, so many that they stay near the processor; on CUDA, a share of
+    its memory."""
+    if device.type != "cuda":
+        return LOGITS_AT_ONCE
+    return int(torch.cuda.get_device_properties(device).total_memory * CHUNK_SHARE / BYTES_OF_A_LOGIT)
+
+
 def _chunks(hidden_TH: Tensor, weight_VH: Tensor) -> Iterator[slice]:
-    size = max(1, LOGITS_AT_ONCE // len(weight_VH))
-    for start in range(0, len(hidden_TH), size):
-        yield slice(start, start + size)
+    return _slices(len(hidden_TH), logits_at_once(hidden_TH.device) // len(weight_VH))
+
+
+def _weight_rows(weight_VH: Tensor) -> Iterator[slice]:
+    return _slices(len(weight_VH), WEIGHTS_AT_ONCE // weight_VH.shape[1])
+
+
+def _slices(count: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + max(1, size)) for start in range(0, count, max(1, size)))
 
 
 def _wide(values: Tensor) -> torch.dtype:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from trainer_service.model.attention.packed_attention import Packing, check_can_share, packing_of
 from trainer_service.model.critic import Critic
-from trainer_service.model.dropout import disable_dropout
 from trainer_service.model.export import ExportTensor, export_tensors, write_tensors
 from trainer_service.model.forward import forward
 from trainer_service.model.huggingface import (
     WEIGHTS,
     copy_small_files,
+    disable_dropout,
     enable_activation_checkpointing,
     load_model,
     tensor_dtypes,
@@ -37,6 +37,7 @@ from trainer_service.model.sharding.zero import (
     offload_states,
     prepare_deepspeed,
     reload_states,
+    uses_cuda,
 )
 from trainer_service.model.snapshot import SnapshotMemory, WeightSnapshot
 from trainer_service.rows.rows import MicroBatch
@@ -71,7 +72,7 @@ class DeepSpeedPolicy:
         self._entropy_gradient = settings.learns_entropy
         self._snapshots = SnapshotMemory()
         self._adapters = Adapters(model, settings.lora, settings.model_path) if settings.lora else None
-        if settings.activation_checkpointing:
+        if settings.recomputes_activations:
             enable_activation_checkpointing(model)
         self._check_tensor_names(model)
         optimizer = make_optimizer([each for each in model.parameters() if each.requires_grad], settings)
@@ -79,9 +80,9 @@ class DeepSpeedPolicy:
             model=model,
             optimizer=optimizer,
             lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, schedule_of(settings.optimizer)),
-            config=deepspeed_config(settings),
+            config=deepspeed_config(settings, uses_cuda()),
         )
-        self._engine.module.train(settings.activation_checkpointing)
+        self._engine.module.train(settings.recomputes_activations)
         self.value_clip = settings.critic.value_clip if settings.critic else None
         sequence = self._parallel.sequence
         self._critic = Critic(deepspeed, self._load_base(), settings, sequence) if settings.critic else None
@@ -110,14 +111,11 @@ class DeepSpeedPolicy:
             if settings.lora
             else None
         )
-        return Layout(self.ranks, settings.sharding_stage, settings.dtype, lora, self._critic is not None)
+        return Layout(self.ranks, settings.sharding_stage, settings.precision, lora, self._critic is not None)
 
     def _load_base(self) -> Any:
-        size = self._settings.sequence_parallel
-        on_cuda = torch.distributed.get_backend() == "nccl"
-        model = load_model(
-            self._settings.model_path, getattr(torch, self._settings.dtype), flash=on_cuda and size == 1
-        )
+        size, precision = self._settings.sequence_parallel, getattr(torch, self._settings.precision)
+        model = load_model(self._settings.model_path, precision, flash=uses_cuda() and size == 1)
         check_can_share(model, size)
         disable_dropout(model)
         return model
@@ -281,7 +279,7 @@ class DeepSpeedPolicy:
         if self._critic is not None:
             self._critic.load(directory, f"{tag}/{CRITIC}", rate_scale)
         restore_random_states(client_state["random"])
-        self.module.train(self._settings.activation_checkpointing)
+        self.module.train(self._settings.recomputes_activations)
         torch.distributed.barrier()  # after it, rank 0 removes a converted checkpoint
 
 

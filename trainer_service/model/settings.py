@@ -75,8 +75,9 @@ class ModelSettings(BaseModel):
     """A second model that learns the values of tokens, for the advantages `gae` and `turn_gae`."""
     optimizer: OptimizerSettings = OptimizerSettings()
     seed: int = 0
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """The type of the forward and backward pass; the optimizer always keeps float32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """The type of the forward and backward pass; the optimizer always keeps float32. auto: bfloat16 on GPUs
+    that multiply it (since Ampere) and from stage 1 on, else float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     zero_stage: int = Field(1, ge=0, le=3)
     """The data that ZeRO partitions over ranks. 0: nothing; 1: the optimizer's state; 2: also gradients; 3:
@@ -89,8 +90,9 @@ class ModelSettings(BaseModel):
     the memory of the device. Needs zero_stage 1 or 2."""
     offload_optimizer: bool = False
     """Keep the optimizer's state in host memory, and make its steps there."""
-    activation_checkpointing: bool = False
-    """Recompute the activations of each layer in the backward pass instead of keeping them."""
+    activation_checkpointing: bool | Literal["auto"] = "auto"
+    """Recompute the activations of each layer in the backward pass instead of keeping them. auto: on a GPU,
+    if its memory is too small to keep them; never on CPU."""
     share_prefixes: bool = True
     """Compute a prefix that rows of a micro-batch have in common once: the prompt of a group, the history of
     a session's branches. Needs a model whose attention can be replaced, and no flash attention."""
@@ -105,10 +107,20 @@ class ModelSettings(BaseModel):
     """The number of CPU threads of torch; None leaves the choice to torch."""
 
     @property
+    def precision(self) -> Literal["float32", "bfloat16"]:
+        """`dtype`. This and `recomputes_activations` take an `auto` that `sizing.resolved` has not replaced
+        as on CPU."""
+        return "float32" if self.dtype == "auto" else self.dtype
+
+    @property
+    def recomputes_activations(self) -> bool:
+        return self.activation_checkpointing is True
+
+    @property
     def sharding_stage(self) -> int:
         """The stage that DeepSpeed runs. It adds up gradients of bfloat16 in float32 at stages 2 and 3; at 1
         it does so only with an optimizer class that cannot move its state to host memory."""
-        return max(2, self.zero_stage) if self.dtype == "bfloat16" else self.zero_stage
+        return max(2, self.zero_stage) if self.precision == "bfloat16" else self.zero_stage
 
     @property
     def learns_entropy(self) -> bool:

@@ -60,11 +60,11 @@ class EarlyGroups:
         and at least `max_tokens` tokens for each, where each shared prefix counts once."""
         planned = [row for judged in groups for row in judged.planned]
         ranks = self._policy.data_ranks
-        fewest = ranks * algorithm.max_tokens
+        fewest = ranks * algorithm.micro_batch_tokens
         if self._has_changed or sum(len(row) for row in planned) < fewest:
             return False
         ids = [row.row().ids_L for row in planned]
-        packs = packs_of(ids, algorithm.max_tokens, self._policy.shares_prefixes)
+        packs = packs_of(ids, algorithm.micro_batch_tokens, self._policy.shares_prefixes)
         return len(packs) >= ranks and sum(tree.tokens for pack in packs for tree in pack) >= fewest
 
     def learn(self, groups: Sequence[ScreenedGroup], request: StepRequest) -> None:

@@ -84,7 +84,7 @@ class OptimizerSteps:
     def accumulate(self, request: StepRequest) -> None:
         """Add the gradient of these rows of whole groups. The weights do not change."""
         policy, rows, algorithm = self._policy, request.rows, request.algorithm
-        packed = list(micro_batches(rows, algorithm.max_tokens, policy.shares_prefixes))
+        packed = list(micro_batches(rows, algorithm.micro_batch_tokens, policy.shares_prefixes))
         share = policy.own_micro_batches(packed)
         pre_passes = []
         for batch, _ in share:

@@ -54,7 +54,7 @@ def non_finite_groups(groups: Sequence[Group], is_finite: Callable[[Sequence[Gro
 def has_finite_gradient(policy: GradientProbe, request: StepRequest) -> bool:
     """Whether the gradient of this step's loss is finite. All ranks must call it, and get the same result."""
     norm, counts, algorithm = 0.0, counts_of(request.rows), request.algorithm
-    for batch in micro_batches(request.rows, algorithm.max_tokens, policy.shares_prefixes):
+    for batch in micro_batches(request.rows, algorithm.micro_batch_tokens, policy.shares_prefixes):
         norm += policy.gradient_norm(batch, _loss(policy, batch, counts, algorithm))
         request.beat()
         if not math.isfinite(norm):

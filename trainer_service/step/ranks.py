@@ -105,6 +105,11 @@ def own_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def own_ranks() -> int:
+    """The number of ranks, from the variable WORLD_SIZE that the launcher sets; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 class DistributedPolicy:
     """The policy of all ranks. Only rank 0 has an instance. A method that needs the other ranks first sends
     them its command."""

@@ -54,7 +54,7 @@ class StepAttempts:
         """The algorithm, with smaller micro-batches if steps have ended processes."""
         if not self._note.halvings:
             return algorithm
-        most = max(1, algorithm.max_tokens >> self._note.halvings)
+        most = max(1, algorithm.micro_batch_tokens >> self._note.halvings)
         return algorithm.model_copy(update={"max_tokens": most})
 
     def refused(

@@ -215,7 +215,7 @@ class Example:
         return OptimizerSteps(model).step(StepRequest(self.rows, VERSION, self.algorithm)), model
 
     def batches(self) -> list[MicroBatch]:
-        return list(micro_batches(self.rows, self.algorithm.max_tokens))
+        return list(micro_batches(self.rows, self.algorithm.micro_batch_tokens))
 
     def tokens(self) -> Tokens:
         """Every trained token of the step in its second epoch, in the order of the table. The reference and

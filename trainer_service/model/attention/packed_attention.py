@@ -19,8 +19,8 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from trainer_service.model.attention.attention_kernels import attend, causal_mask
 from trainer_service.model.sharding.sequence_ranks import SequenceRanks, check_heads
 from trainer_service.rows.rows import MicroBatch
 
@@ -31,9 +31,6 @@ PACKED = "weir_packed"
 FLASH = "flash_attention_2"
 SPLITTABLE_LAYERS = {"full_attention", "sliding_attention"}
 """The layers, as a configuration's `layer_types` names them, whose attention can be split at row bounds."""
-
-BLOCK = 2048
-"""Where a mask is needed, it has at most so many rows."""
 
 
 class Packing(Enum):
@@ -103,6 +100,8 @@ def set_attention(model: Any, flash: bool = False) -> None:
         and model._supports_attention_backend
         and model._supports_flash_attn
     ):
+        # A model that names the kernels that it supports, like GPT-OSS for its sinks, gets no other.
+        flash = flash and FLASH in (getattr(model, "_compatible_flash_implementations", None) or [FLASH])
         if flash and not is_flash_attn_2_available():
             logger.info("flash-attn is not installed; using torch's attention, row by row")
         model.set_attn_implementation(FLASH if flash and is_flash_attn_2_available() else PACKED)
@@ -199,7 +198,7 @@ def packed_attention(
                 for all_keys, own in ((key, k), (value, v))
             )
         if softcap is None and s_aux is None:
-            out = _attend(q, k, v, scaling, sliding_window)
+            out = attend(q, k, v, scaling, sliding_window)
         else:
             out = _attend_by_scores(q, k, v, scaling, sliding_window, softcap, s_aux)
         attended.append(out.transpose(1, 2).reshape(query.shape[0], count * length, query.shape[1], -1))
@@ -213,33 +212,6 @@ def _stacked(packed: Tensor, count: int) -> Tensor:
         return packed
     batch, heads, tokens, width = packed.shape
     return packed.view(batch, heads, count, tokens // count, width).transpose(1, 2).flatten(0, 1)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    """Attention of the last positions of `k`, which are those of `q`."""
-    length, keys = q.shape[2], k.shape[2]
-    plain = length == keys and (window is None or length <= window)
-    blocks = [(0, length)] if plain else _blocks(length)
-    outs = []
-    for start, end in blocks:
-        last = keys - length + end
-        first = 0 if window is None else max(0, last - (end - start) - window + 1)
-        outs.append(
-            scaled_dot_product_attention(
-                q[:, :, start:end],
-                k[:, :, first:last],
-                v[:, :, first:last],
-                attn_mask=None if plain else _causal_mask(end - start, last - first, window, q.device),
-                is_causal=plain,
-                scale=scaling,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-        )
-    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
-
-
-def _blocks(length: int) -> list[tuple[int, int]]:
-    return [(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK)]
 
 
 def _attend_by_scores(
@@ -259,20 +231,11 @@ def _attend_by_scores(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     keys = k.shape[2]
-    scores = scores.masked_fill(~_causal_mask(length, keys, window, q.device), -torch.inf)
+    scores = scores.masked_fill(~causal_mask(length, keys, window, q.device), -torch.inf)
     if sinks_H is not None:
         sinks = sinks_H.float().view(1, heads, 1, 1).expand(q.shape[0], heads, length, 1)
         scores = torch.cat([scores, sinks], dim=3)
     return scores.softmax(3)[..., :keys].to(v.dtype) @ v
-
-
-def _causal_mask(length: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """[length, keys] bool: True where the token of the row attends to the token of the column. The tokens of
-    the rows are the last of the columns. A token attends to itself and to all tokens before it; with a
-    window, only to the last `window` tokens, itself included."""
-    before = keys - length
-    mask = torch.ones(length, keys, dtype=torch.bool, device=device).tril(before)
-    return mask if window is None else mask.triu(before + 1 - window)
 
 
 def _only_attention_mixes_tokens(model: Any) -> bool:

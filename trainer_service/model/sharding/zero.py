@@ -14,10 +14,13 @@ from torch import Tensor
 from trainer_service.model.settings import ModelSettings
 
 
-def deepspeed_config(settings: ModelSettings) -> dict[str, object]:
+def deepspeed_config(settings: ModelSettings, on_cuda: bool) -> dict[str, object]:
     """DeepSpeed's JSON configuration for these settings."""
-    half = settings.dtype == "bfloat16"
-    zero: dict[str, object] = {"stage": settings.sharding_stage, "overlap_comm": False}
+    half = settings.precision == "bfloat16"
+    # Gradients are reduced while the backward pass goes on. Where every rank keeps all gradients, DeepSpeed
+    # does not support this together with steps of any number of passes.
+    overlap = on_cuda and settings.sharding_stage >= 2
+    zero: dict[str, object] = {"stage": settings.sharding_stage, "overlap_comm": overlap}
     if half:
         zero["reduce_scatter"] = False  # at stage 2 it reduces in bfloat16 whatever the settings say
     if settings.offload_optimizer:
@@ -40,10 +43,17 @@ def deepspeed_config(settings: ModelSettings) -> dict[str, object]:
     }
 
 
+def wants_cuda(settings: ModelSettings) -> bool:
+    """Whether these settings train on CUDA."""
+    return settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
+
+
 def prepare_deepspeed(settings: ModelSettings) -> ModuleType:
     """Import DeepSpeed for the chosen device and join the process group. Without a launcher, the group has
-    one process."""
-    cpu = settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available())
+    one process. Raises ValueError for CUDA with an `auto` that nobody replaced."""
+    cpu = not wants_cuda(settings)
+    if not cpu and "auto" in (settings.dtype, settings.activation_checkpointing):
+        raise ValueError("on CUDA, sizing.resolved must replace each auto before the model is loaded")
     if cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
     if settings.threads is not None:
@@ -64,6 +74,11 @@ def prepare_deepspeed(settings: ModelSettings) -> ModuleType:
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     module: ModuleType = deepspeed
     return module
+
+
+def uses_cuda() -> bool:
+    """Whether the process group that `prepare_deepspeed` joined is one of GPUs."""
+    return bool(torch.distributed.get_backend() == "nccl")
 
 
 def offload_states(engine: Any) -> None:

@@ -1,0 +1,93 @@
+"""The check of a GPU runs on CPU with a tiny model, fails aloud, and refuses kindly without a GPU."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bench.gpu import __main__ as gpu_check
+from bench.gpu import kernels
+from bench.gpu.checks import at_least, at_most, peak_bytes
+from bench.gpu.environment import environment
+
+PARTS = ["--device", "cpu", "--parts"]
+
+
+def test_every_check_of_the_trainer_is_ok_on_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    gpu_check.main([*PARTS, "environment", "kernels", "step"])
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("all checks are ok")
+    for part in (
+        "torch",
+        "attention, window 100",
+        "the head of",
+        "|Δlogprob| to float32",
+        "tokens/s of the step",
+    ):
+        assert any(line.startswith("ok") and part in line for line in lines), part
+
+
+def test_a_failed_check_ends_with_status_1_and_its_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(kernels.ERRORS, torch.float32, 0.0)
+    with pytest.raises(
+        SystemExit, match="2 checks failed: attention: largest error; attention, window 100"
+    ) as end:
+        gpu_check.main([*PARTS, "kernels"])
+    assert isinstance(end.value.code, str), "Python prints it, and exits with status 1"
+    assert capsys.readouterr().out.count("FAILED  attention") == 2
+
+
+def test_without_a_gpu_it_says_what_to_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match=r"torch sees no GPU here. Look at `nvidia-smi`"):
+        gpu_check.main([])
+
+
+def test_a_number_that_is_not_finite_is_not_ok() -> None:
+    assert not at_most("error", float("nan"), 1.0).ok
+    assert not at_least("rate", float("nan"), 1.0).ok
+    assert at_most("error", 0.5, 1.0, " s").line() == "ok      error: 0.5 s (expected: at most 1 s)"
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H100 of which another process has a tenth, and on which each call takes 3000 bytes."""
+    facts = SimpleNamespace(name="NVIDIA H100", total_memory=80_000_000_000, major=9, minor=0)
+    for name, value in {
+        "get_device_properties": facts,
+        "device_count": 8,
+        "mem_get_info": (72_000_000_000, 80_000_000_000),
+        "synchronize": None,
+        "reset_peak_memory_stats": None,
+        "memory_allocated": 1000,
+        "max_memory_allocated": 4000,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+
+
+def test_the_environment_of_a_gpu_is_checked(fake_cuda: None) -> None:
+    found = {check.what: check for check in environment(torch.device("cuda"))}
+    assert found["the GPU"].measured == "NVIDIA H100, 80.0 GB, 8 of them"
+    assert found["compute capability"].ok
+    assert not found["memory that no other process has"].ok
+    assert found["attention"].measured == "torch's attention, because flash-attn is not installed"
+
+
+def test_the_memory_of_a_call_is_what_it_adds(fake_cuda: None) -> None:
+    called: list[bool] = []
+    assert peak_bytes(torch.device("cuda"), lambda: called.append(True)) == 3000
+    assert called
+
+
+def test_a_step_of_a_large_model_is_compared_with_the_gpu() -> None:
+    facts = {"tokens": 65_536.0, "wall_s": 8.0, "gradient_norm": 0.5, "parameters": 8e9}
+    memory = {"peak_bytes": 50e9, "counted_bytes": 60e9}
+    checks = {check.what: check for check in gpu_check.step(facts | memory, "NVIDIA H100 80GB HBM3")}
+    rate = checks["tokens/s of the step"]
+    assert rate.expected == "at least 4.12e+03"  # 0.2 · 989e12 / (6 · 8e9)
+    assert rate.ok
+    assert all(check.ok for check in checks.values())
+    over = {**facts, **memory, "peak_bytes": 61e9, "wall_s": 80.0}
+    assert [check.ok for check in gpu_check.step(over, "NVIDIA H100")] == [True, False, False]

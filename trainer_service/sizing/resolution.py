@@ -1,0 +1,169 @@
+"""Replaces each `auto` in the settings, once, before the model is loaded.
+
+settings ─▶ device ─┬─ CPU ─▶ float32, no checkpointing, 1024 tokens
+                    └─ GPU ─▶ bfloat16, and what fits into its memory (sizing/memory.py)
+"""
+
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from trainer_service.model.settings import LoraSettings
+from trainer_service.model.sharding.zero import wants_cuda
+from trainer_service.settings import TrainerSettings
+from trainer_service.sizing.memory import DoesNotFit, ModelShape, Partition, fit
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One of the GPUs that train. All of them should be alike."""
+
+    name: str
+    memory: float
+    """In bytes."""
+    multiplies_bfloat16: bool
+    """Whether its matrix units take bfloat16, as they do since Ampere."""
+
+
+def find_gpu(settings: TrainerSettings) -> Gpu | None:
+    """The GPU of this process; None if it trains on CPU."""
+    if not wants_cuda(settings):
+        return None
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    facts = torch.cuda.get_device_properties(index)
+    return Gpu(facts.name, facts.total_memory, facts.major >= 8)
+
+
+def resolved(settings: TrainerSettings, gpu: Gpu | None, ranks: int) -> TrainerSettings:
+    """The settings without `auto`. Logs what was chosen.
+
+    Raises SystemExit if the training does not fit into the memory of the GPU.
+    """
+    if gpu is None:
+        chosen = _concrete(settings, {})
+    else:
+        half = gpu.multiplies_bfloat16 and settings.zero_stage > 0
+        dtype = ("bfloat16" if half else "float32") if settings.dtype == "auto" else settings.dtype
+        chosen = _fitted(settings.model_copy(update={"dtype": dtype}), gpu, ranks)
+    logger.info(
+        "trains on %s in %s, in micro-batches of %d tokens, %s",
+        f"{gpu.name} with {gpu.memory / 1e9:.1f} GB" if gpu else "CPU",
+        chosen.dtype,
+        chosen.algorithm.max_tokens,
+        "recomputes activations" if chosen.activation_checkpointing else "keeps activations",
+    )
+    return chosen
+
+
+def _fitted(settings: TrainerSettings, gpu: Gpu, ranks: int) -> TrainerSettings:
+    """The settings, with a choice that fits into the memory for each `auto`."""
+    algorithm = settings.algorithm
+    recomputes, tokens = settings.activation_checkpointing, algorithm.max_tokens
+    if "auto" not in (recomputes, tokens):
+        return settings
+    shape = shape_of(settings.model_path, settings.lora)
+    try:
+        found = fit(
+            shape,
+            partition_of(settings, ranks),
+            gpu.memory,
+            None if recomputes == "auto" else recomputes,
+            None if tokens == "auto" else tokens,
+            algorithm.max_row_tokens or 0,
+        )
+    except DoesNotFit as error:
+        raise SystemExit(
+            f"trainer: {settings.model_path} does not fit into {gpu.name} with {gpu.memory / 1e9:.1f} GB, of "
+            f"which a tenth stays free: {error}. {_advice(settings, ranks)}"
+        ) from error
+    logger.info(
+        "%.1fB parameters: %.1f GB on each of %d GPUs, and %.2f MB for each token of a micro-batch",
+        shape.parameters / 1e9,
+        found.kept / 1e9,
+        ranks,
+        found.of_token / 1e6,
+    )
+    return _concrete(settings, {"activation_checkpointing": found.recomputes}, found.max_tokens)
+
+
+def partition_of(settings: TrainerSettings, ranks: int) -> Partition:
+    """How a training with these settings uses its GPUs."""
+    needs_copy = settings.algorithm.needs_reference_logprobs and settings.lora is None
+    return Partition(
+        ranks,
+        settings.sharding_stage,
+        settings.precision == "bfloat16",
+        settings.offload_optimizer,
+        needs_copy and not settings.reference_offload,
+        settings.critic is not None,
+    )
+
+
+def _advice(settings: TrainerSettings, ranks: int) -> str:
+    ways = [
+        *(["zero_stage: 3"] if settings.zero_stage < 3 and ranks > 1 else []),
+        "more GPUs" if ranks == 1 else f"more GPUs than {ranks}",
+        *([] if settings.offload_optimizer else ["offload_optimizer: true"]),
+        *([] if settings.lora else ["lora: {}"]),
+    ]
+    return f"Give it {', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else f"Give it {ways[0]}"
+
+
+def _concrete(
+    settings: TrainerSettings, choice: Mapping[str, Any], max_tokens: int | None = None
+) -> TrainerSettings:
+    """The settings with this choice. Other `auto`s get the values of the CPU."""
+    tokens = max_tokens or settings.algorithm.micro_batch_tokens
+    values = {"dtype": settings.precision, "activation_checkpointing": settings.recomputes_activations}
+    algorithm = settings.algorithm.model_copy(update={"max_tokens": tokens})
+    return settings.model_copy(update={**values, **choice, "algorithm": algorithm})
+
+
+def shape_of(path: Path, lora: LoraSettings | None = None) -> ModelShape:
+    """Read the shape of a model from its configuration and the headers of its weights."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    shapes = _tensor_shapes(path)
+    heads = config.num_attention_heads
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    experts = getattr(config, "num_experts_per_tok", None) or 1
+    of_expert = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    return ModelShape(
+        parameters=sum(map(math.prod, shapes.values())),
+        adapters=_adapter_parameters(shapes, lora) if lora else 0,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        queries=heads * head_width,
+        keys=(getattr(config, "num_key_value_heads", None) or heads) * head_width,
+        intermediate=max(config.intermediate_size, of_expert * experts),
+        vocabulary=config.vocab_size,
+    )
+
+
+def _adapter_parameters(shapes: Mapping[str, Sequence[int]], lora: LoraSettings) -> int:
+    """Of each linear layer with an adapter: rank · (inputs + outputs)."""
+    count = 0
+    for name, shape in shapes.items():
+        layer = name.removesuffix(".weight").rpartition(".")[2]
+        linear = len(shape) == 2 and "embed" not in layer and layer != "lm_head"
+        if linear and (lora.target_modules == "all-linear" or layer in lora.target_modules):
+            count += lora.rank * sum(shape)
+    return count
+
+
+def _tensor_shapes(path: Path) -> dict[str, Sequence[int]]:
+    shapes: dict[str, Sequence[int]] = {}
+    for part in sorted(path.glob("*.safetensors")):
+        with safe_open(part, "pt") as file:
+            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    return shapes

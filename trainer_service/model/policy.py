@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from trainer_service.algorithms.sums import Sums
 from trainer_service.model.critic import Critic
-from trainer_service.model.dropout import disable_dropout
-from trainer_service.model.export import ExportTensor, export_tensors, write_tensors
+from trainer_service.model.export import ExportTensor, check_tensor_names, export_tensors, write_tensors
 from trainer_service.model.forward import forward
 from trainer_service.model.huggingface import (
     WEIGHTS,
@@ -28,6 +28,7 @@ from trainer_service.model.optimizer import apply_configured_rates, make_optimiz
 from trainer_service.model.packed_attention import Packing, packing_of
 from trainer_service.model.randomness import random_states, restore_random_states, seed_everything
 from trainer_service.model.reference import Reference
+from trainer_service.model.routers import Routers, routers_of
 from trainer_service.model.schedule import schedule_of
 from trainer_service.model.settings import ModelSettings
 from trainer_service.model.snapshot import SnapshotMemory, WeightSnapshot
@@ -62,13 +63,14 @@ class DeepSpeedPolicy:
         model = self._load_base()
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._packing = packing_of(model)
+        self._routers = routers_of(model, settings.router_replay)
         self._equal_cost_length = EQUAL_COST_WIDTHS * model.config.get_text_config().hidden_size
         self._entropy_gradient = settings.learns_entropy
         self._snapshots = SnapshotMemory()
         self._adapters = Adapters(model, settings.lora, settings.model_path) if settings.lora else None
         if settings.activation_checkpointing:
             enable_activation_checkpointing(model)
-        self._check_tensor_names(model)
+        check_tensor_names(model, self._published_dtypes, settings.model_path)
         optimizer = make_optimizer([each for each in model.parameters() if each.requires_grad], settings)
         self._engine, *_ = deepspeed.initialize(
             model=model,
@@ -82,14 +84,6 @@ class DeepSpeedPolicy:
         self._critic = Critic(deepspeed, self._load_base(), settings) if settings.critic else None
         offload = settings.reference_offload or settings.memory == "shared"
         self._reference = Reference(self._load_base, self._engine.device, offload)
-
-    def _check_tensor_names(self, model: Any) -> None:
-        """Raises SystemExit for a model whose weights have other names in memory than in its files."""
-        if missing := {tensor.name for tensor in export_tensors(model)} - set(self._published_dtypes):
-            raise SystemExit(
-                f"trainer.model_path: {self._settings.model_path} has no tensor {sorted(missing)[0]}, but "
-                "the loaded model has, and it could not be published"
-            )
 
     @property
     def module(self) -> Any:
@@ -109,17 +103,27 @@ class DeepSpeedPolicy:
 
     def _load_base(self) -> Any:
         on_cuda = torch.distributed.get_backend() == "nccl"
-        model = load_model(self._settings.model_path, getattr(torch, self._settings.dtype), on_cuda)
-        disable_dropout(model)
-        return model
+        return load_model(self._settings.model_path, getattr(torch, self._settings.dtype), on_cuda)
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """log p [T] and entropies [T] of the trained tokens under the present weights, in nats. log p has a
         gradient, the entropies only if the algorithm has an entropy bonus."""
-        return self._forward(self._engine, batch)
+        return self._forward(self._engine, batch, self._routers)
 
-    def _forward(self, model: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        return forward(model, batch, self._packing, self._engine.device, self._entropy_gradient)
+    def _forward(
+        self, model: Any, batch: MicroBatch, routers: Routers | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return forward(model, batch, self._packing, self._engine.device, self._entropy_gradient, routers)
+
+    @property
+    def routing(self) -> Sums | None:
+        """The sums over the routing of the last pass of `logprobs`; None without known routers."""
+        return None if self._routers is None or self._routers.last is None else self._routers.last.sums()
+
+    @property
+    def replayed_width(self) -> int:
+        """How many experts the record of one token has; 0 if no experts are replayed."""
+        return self._routers.width if self._routers and self._settings.router_replay else 0
 
     @torch.no_grad()
     def reference(self, batch: MicroBatch) -> Tensor:
@@ -171,7 +175,7 @@ class DeepSpeedPolicy:
         """The norm of the gradient of `loss_of(logprobs)`. The gradient is not added to that of the step.
         Every rank must call this with the same batch, because at stage 3 the ranks compute the gradient
         together. All get the same norm."""
-        logprobs_T, _ = self._forward(self.module, batch)
+        logprobs_T, _ = self._forward(self.module, batch, self._routers)
         parameters = [each for each in self.module.parameters() if each.requires_grad]
         gradients = torch.autograd.grad(loss_of(logprobs_T), parameters, allow_unused=True)
         self._engine.empty_partition_cache()  # without this, stage 3 keeps gathered weights

@@ -55,6 +55,9 @@ class TrainablePolicy(PrePassPolicy, Protocol):
     @property
     def critic(self) -> TrainableCritic: ...
 
+    @property
+    def routing(self) -> Sums | None: ...
+
     def own_micro_batches(self, batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, bool]]: ...
 
     def backward(self, loss: Tensor) -> None: ...
@@ -142,6 +145,7 @@ class OptimizerSteps:
             part.share, part.pre_passes, part.context.advantages, strict=True
         ):
             lp_new_T, entropy_T = policy.logprobs(batch)
+            routing = policy.routing
             tokens = _tokens(policy, batch, before, lp_new_T, advantages_T, entropy_T, request)
             losses = policy_loss(tokens, algorithm, part.counts, part.context.statistics)
             policy.backward((weight if is_ours else 0.0) * losses.loss)
@@ -150,6 +154,8 @@ class OptimizerSteps:
                 lp_begin_T = lp_new_T.detach() if before.lp_prox_T is None else before.lp_prox_T
                 sampled = SampledTokens(lp_begin_T, entropy_T, versions_T)
                 found.append(token_sums(tokens, sampled, losses, request.version))
+                if routing is not None:
+                    found[-1] = Sums.joined([found[-1], routing])
                 if not part.diagnostics:  # the first pass over them
                     _log_masked_sessions(tokens.rows_T[~losses.finite_T], request.rows)
             request.beat()

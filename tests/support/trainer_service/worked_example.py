@@ -90,6 +90,10 @@ class Listed:
     def critic(self) -> Any:
         raise NotImplementedError
 
+    @property
+    def routing(self) -> None:
+        return None
+
     def discard_gradients(self, batch: MicroBatch) -> None:
         raise NotImplementedError
 

@@ -92,7 +92,7 @@ class ModelSettings(BaseModel):
     """Train only adapters; None trains all weights."""
     router_replay: bool = False
     """Mixtures of experts: each token passes through the experts that the engine chose for it, where the
-    gateway has recorded them (`gateway.routed_experts`)."""
+    gateway has recorded them (`gateway.router_replay`)."""
     reference_offload: bool = False
     """Keep the reference policy of a KL term in host memory between passes. With LoRA there is no copy: the
     reference is the policy without its adapters."""

@@ -39,9 +39,9 @@ class RoutedExperts(msgspec.Struct, frozen=True, gc=False):
         if not width or rest or len(numbers) % 4:
             raise ValueError(f"{len(numbers)} bytes of experts for {rows} tokens")
         low, second = numbers[0::4], numbers[1::4]
-        if any(numbers[2::4]) or any(numbers[3::4]):
+        if numbers[2::4].strip(b"\0") or numbers[3::4].strip(b"\0"):
             raise ValueError("the number of an expert is negative, or above 65535")
-        if not any(second):
+        if not second.strip(b"\0"):
             return cls(width, 1, low)
         packed = bytearray(2 * len(low))
         packed[0::2], packed[1::2] = low, second

@@ -16,7 +16,7 @@ from rollout_queue.contract.stream import Entry
 from tests.support.trainer_service.expert_models import FAMILIES, made_experts
 from tests.support.trainer_service.harness import turn
 from tests.support.trainer_service.made_rows import rows_of
-from tests.support.trainer_service.random_rows import MakeLearner, random_rows
+from tests.support.trainer_service.random_rows import MakeLearner, random_rows, with_experts
 from trainer_service.groups.episode import Session
 from trainer_service.model.forward import forward
 from trainer_service.model.huggingface import enable_activation_checkpointing, load_model
@@ -161,19 +161,6 @@ def test_a_router_that_chooses_in_another_way_is_refused_by_name(tmp_path: Path)
         Routers(model)
 
 
-def with_experts(rows: list[Row]) -> list[Row]:
-    """The rows with two random experts for each token in each of two layers."""
-    draw = np.random.default_rng(5)
-
-    def drawn(length: int) -> Any:
-        each = [
-            draw.permuted(np.tile(np.arange(4, dtype=np.int16), (length, 1)), axis=1)[:, :2] for _ in "12"
-        ]
-        return np.concatenate(each, axis=1)
-
-    return [replace(row, experts_LW=drawn(len(row))) for row in rows]
-
-
 def test_the_metrics_are_those_of_transformers_on_any_packing(
     make_learner: MakeLearner, tmp_path: Path
 ) -> None:
@@ -249,3 +236,52 @@ def test_only_experts_that_are_replayed_are_kept(width: int) -> None:
     session = Session("s1")
     session.take(Entry("1-0", turn_with_experts("a", [[1, 2]])), width)
     assert (session.turns["a"].experts is not None) == (width == 2)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_auxiliary_loss_has_the_gradient_of_transformers_on_any_packing(
+    make_learner: MakeLearner, tmp_path: Path, checkpointing: bool
+) -> None:
+    """The rows have no advantage, so that only the auxiliary loss has a gradient."""
+    made_experts("Qwen3Moe", tmp_path / "base")
+    rows, norms = [replace(row, advantage=0.0) for row in random_rows(2, 6)], {}
+    for max_tokens in (40, 10_000):
+        learner = make_learner(
+            model_path=tmp_path / "base",
+            activation_checkpointing=checkpointing,
+            algorithm={"max_tokens": max_tokens, "router_aux_loss": 0.5},
+        )
+        metrics = learner.leader.optimise(StepRequest(rows, 0, learner.settings.algorithm))
+        norms[max_tokens] = metrics["grad_norm"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    each = [model(input_ids=torch.from_numpy(row.ids_L)[None], output_router_logits=True) for row in rows]
+    logits = tuple(torch.cat(layer) for layer in zip(*(one.router_logits for one in each), strict=True))
+    loss = transformers.models.qwen3_moe.modeling_qwen3_moe.load_balancing_loss_func(logits, EXPERTS, 2)
+    torch.autograd.backward(0.5 * loss)
+    gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one) for one in gradients])))
+    assert norm > 1e-6
+    assert norms[40] == pytest.approx(norm, rel=1e-4)
+    assert norms[10_000] == pytest.approx(norm, rel=1e-4)
+
+
+def test_the_auxiliary_loss_makes_the_load_even(make_learner: MakeLearner, tmp_path: Path) -> None:
+    made_experts("Qwen3Moe", tmp_path / "base")
+    learner = make_learner(
+        model_path=tmp_path / "base",
+        optimizer={"lr": 1e-2, "warmup_steps": 0},
+        algorithm={"router_aux_loss": 1.0},
+    )
+    rows = [replace(row, advantage=0.0) for row in random_rows(2, 6)]
+    values = [
+        learner.leader.optimise(StepRequest(rows, 0, learner.settings.algorithm))["router/aux_loss"]
+        for _ in range(8)
+    ]
+    assert values[-1] < values[0]
+
+
+def test_a_dense_model_has_no_auxiliary_loss(make_learner: MakeLearner) -> None:
+    with pytest.raises(
+        SystemExit, match=r"trainer\.algorithm\.router_aux_loss: Qwen3ForCausalLM has no routers"
+    ):
+        make_learner(algorithm={"router_aux_loss": 0.1})

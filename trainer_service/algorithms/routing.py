@@ -1,6 +1,7 @@
 """The load of a mixture's experts: metrics from sums over the tokens of a step."""
 
 import torch
+from torch import Tensor
 
 from trainer_service.algorithms.sums import Sums
 
@@ -20,10 +21,16 @@ def router_metrics(step: Sums) -> dict[str, float]:
     if not loads:
         return {}
     probability_E = torch.stack([step.vectors[name] for name in step.vectors if name.startswith(PROBABILITY)])
-    rows = step.counts["router/entropy"]
-    load_E = torch.stack(loads).sum(0) / rows
     return {
         "router/load_max": max(float(each.max() / each.mean()) for each in loads),
         "router/load_zero": sum(float((each == 0).double().mean()) for each in loads) / len(loads),
-        "router/aux_loss": float(len(load_E) * (load_E @ probability_E.sum(0) / rows)),
+        "router/aux_loss": float(len(loads[0]) * (mean_load(step) @ probability_E.sum(0))),
     }
+
+
+def mean_load(step: Sums) -> Tensor:
+    """[E] float64: how often each expert was chosen, divided by the square of the number of tokens, each of
+    which counts once a layer. The auxiliary loss is E times the scalar product of this vector and the sum of
+    the experts' probabilities."""
+    loads = torch.stack([vector for name, vector in step.vectors.items() if name.startswith(LOAD)])
+    return loads.sum(0) / step.counts["router/entropy"] ** 2

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from trainer_service.algorithms.sums import Sums
 from trainer_service.model.critic import Critic
 from trainer_service.model.export import ExportTensor, check_tensor_names, export_tensors, write_tensors
 from trainer_service.model.forward import forward
@@ -63,7 +62,7 @@ class DeepSpeedPolicy:
         model = self._load_base()
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._packing = packing_of(model)
-        self._routers = routers_of(model, settings.router_replay)
+        self.routers = routers_of(model, settings)
         self._equal_cost_length = EQUAL_COST_WIDTHS * model.config.get_text_config().hidden_size
         self._entropy_gradient = settings.learns_entropy
         self._snapshots = SnapshotMemory()
@@ -108,22 +107,12 @@ class DeepSpeedPolicy:
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """log p [T] and entropies [T] of the trained tokens under the present weights, in nats. log p has a
         gradient, the entropies only if the algorithm has an entropy bonus."""
-        return self._forward(self._engine, batch, self._routers)
+        return self._forward(self._engine, batch, self.routers)
 
     def _forward(
         self, model: Any, batch: MicroBatch, routers: Routers | None = None
     ) -> tuple[Tensor, Tensor]:
         return forward(model, batch, self._packing, self._engine.device, self._entropy_gradient, routers)
-
-    @property
-    def routing(self) -> Sums | None:
-        """The sums over the routing of the last pass of `logprobs`; None without known routers."""
-        return None if self._routers is None or self._routers.last is None else self._routers.last.sums()
-
-    @property
-    def replayed_width(self) -> int:
-        """How many experts the record of one token has; 0 if no experts are replayed."""
-        return self._routers.width if self._routers and self._settings.router_replay else 0
 
     @torch.no_grad()
     def reference(self, batch: MicroBatch) -> Tensor:
@@ -175,7 +164,7 @@ class DeepSpeedPolicy:
         """The norm of the gradient of `loss_of(logprobs)`. The gradient is not added to that of the step.
         Every rank must call this with the same batch, because at stage 3 the ranks compute the gradient
         together. All get the same norm."""
-        logprobs_T, _ = self._forward(self.module, batch, self._routers)
+        logprobs_T, _ = self._forward(self.module, batch, self.routers)
         parameters = [each for each in self.module.parameters() if each.requires_grad]
         gradients = torch.autograd.grad(loss_of(logprobs_T), parameters, allow_unused=True)
         self._engine.empty_partition_cache()  # without this, stage 3 keeps gathered weights

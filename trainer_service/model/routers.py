@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from trainer_service.algorithms.routing import LOAD, PROBABILITY
 from trainer_service.algorithms.sums import Sums
+from trainer_service.model.settings import ModelSettings
 from trainer_service.rows.rows import MicroBatch
 
 ROUTER = re.compile(r"Top[kK]Router$")
@@ -48,11 +49,15 @@ class _LayerSums(NamedTuple):
 class RoutedPass:
     """One forward pass over N tokens: the experts to replay, and sums over the routing of all layers."""
 
-    def __init__(self, experts_NW: Tensor | None, top_k: int) -> None:
-        """`experts_NW` are the layers' experts, one layer after the other; negative where none are known."""
+    def __init__(self, experts_NW: Tensor | None, top_k: int, learns: bool = False) -> None:
+        """`experts_NW` are the layers' experts, one layer after the other; negative where none are known.
+        `learns` keeps the gradient of the probabilities."""
+        self.learns = learns
         self._experts_NLK = None if experts_NW is None else experts_NW.view(len(experts_NW), -1, top_k)
         self._top_k = top_k
         self._layers: dict[int, _LayerSums] = {}
+        self.probabilities: dict[int, Tensor] = {}
+        """The sum [E] of each expert's probability over the tokens, by layer, with a gradient."""
 
     def choice(self, layer: int, own_NK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
         """The experts [N, K] of a layer, and [N] bool: whether they are recorded ones. A record that a router
@@ -66,9 +71,9 @@ class RoutedPass:
         return torch.where(known_N[:, None], recorded_NK, own_NK), known_N
 
     @torch.no_grad()
-    def measure(self, layer: int, scores_NE: Tensor, choice: "_Choice") -> None:
+    def measure(self, layer: int, choice: "_Choice") -> None:
         """Note a layer's routing. The backward pass calls a recomputed layer again, with the same result."""
-        share_NE = scores_NE.double() / scores_NE.double().sum(1, keepdim=True)
+        share_NE = choice.shares().detach().double()
         agrees_NK = (choice.chosen_NK[:, :, None] == choice.own_NK[:, None]).any(2)
         ones_M = share_NE.new_ones(choice.chosen_NK.numel())
         sums = torch.stack(
@@ -79,7 +84,7 @@ class RoutedPass:
             ]
         )
         load_E = torch.zeros_like(share_NE[0]).index_add_(0, choice.chosen_NK.flatten(), ones_M)
-        self._layers[layer] = _LayerSums(len(scores_NE), sums, load_E, share_NE.sum(0))
+        self._layers[layer] = _LayerSums(len(share_NE), sums, load_E, share_NE.sum(0))
 
     def sums(self) -> Sums:
         """The sums over all layers."""
@@ -103,14 +108,17 @@ _current: ContextVar[RoutedPass | None] = ContextVar("_current", default=None)
 class Routers:
     """All routers of a model. Each pass of the model inside `routing` replays a micro-batch's experts."""
 
-    def __init__(self, model: Any) -> None:
-        """Raises RoutersUnknown if the model has routers that cannot replay a choice exactly."""
+    def __init__(self, model: Any, replays: bool = True, learns: bool = False) -> None:
+        """Without `replays`, no records of experts are wanted. With `learns`, `aux_loss` has a gradient.
+        Raises RoutersUnknown if the model has routers that cannot replay a choice exactly."""
+        self._learns = learns
         found = {name: each for name, each in model.named_modules() if ROUTER.search(type(each).__name__)}
         self._found = {int(match[1]): found[name] for name in found if (match := LAYER.search(f".{name}"))}
         config = model.config.get_text_config()
         self._top_k = int(getattr(config, "num_experts_per_tok", None) or 0)
         self.width = int(config.num_hidden_layers) * self._top_k
         """How many experts a token has in its record. SGLang records all layers, also one without experts."""
+        self.replayed_width = self.width if replays else 0
         self.last: RoutedPass | None = None
         """The last pass."""
         if not self._found or len(self._found) != len(found) or not self._top_k:
@@ -120,11 +128,25 @@ class Routers:
         for layer, router in self._found.items():
             _probe(router, layer, self._top_k)
 
+    def sums(self) -> Sums:
+        """The sums over the routing of the last pass."""
+        assert self.last is not None  # noqa: S101 - there is no routing before the first pass
+        return self.last.sums()
+
+    def aux_loss(self, load_E: Tensor) -> Tensor:
+        """The last pass' share of the auxiliary loss of the step, with a gradient. The shares of all passes
+        add up to the loss. `load_E` is the `mean_load` of the step."""
+        assert self.last is not None  # noqa: S101 - there is no routing before the first pass
+        each = [probability_E.double() @ load_E for probability_E in self.last.probabilities.values()]
+        return len(load_E) * torch.stack(each).sum()
+
     @contextmanager
     def routing(self, batch: MicroBatch, device: torch.device) -> Iterator[None]:
         """Inside, the model's pass over this micro-batch replays its experts."""
         experts = batch.experts_NW
-        self.last = RoutedPass(None if experts is None else torch.from_numpy(experts).to(device), self._top_k)
+        self.last = RoutedPass(
+            None if experts is None else torch.from_numpy(experts).to(device), self._top_k, self._learns
+        )
         token = _current.set(self.last)
         try:
             yield
@@ -158,17 +180,22 @@ class _Choice(TorchFunctionMode):
         self.own_NK = self.chosen_NK = self.known_N = torch.empty(0)
         self.calls = 0
 
+    def shares(self) -> Tensor:
+        """[N, E]: the scores, made to add up to 1 for each token."""
+        assert self.scores_NE is not None  # noqa: S101 - topk has been called
+        return self.scores_NE / self.scores_NE.sum(1, keepdim=True)
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
         if name in ("softmax", "sigmoid") and self.calls == 0:
-            self.scores_NE = result.detach()
+            self.scores_NE = result
         if name != "topk" or args[0].dim() != 2 or result.indices.shape[1] != self._top_k:
             return result
         self.calls += 1
         if self.scores_NE is None or self.scores_NE.shape != args[0].shape:
-            self.scores_NE = args[0].detach().float().softmax(1)
+            self.scores_NE = args[0].float().softmax(1)
         self.own_NK = result.indices
         self.chosen_NK, self.known_N = self._routed.choice(self._layer, self.own_NK, args[0].shape[1])
         return torch.return_types.topk((args[0].gather(1, self.chosen_NK), self.chosen_NK))
@@ -184,9 +211,11 @@ def _wrap(router: Any, layer: int, top_k: int) -> None:
             return own(*args, **kwargs)
         with _Choice(routed, layer, top_k) as choice:
             outputs = own(*args, **kwargs)
-        if choice.calls != 1 or choice.scores_NE is None:
+        if choice.calls != 1:
             raise RoutersUnknown(f"{type(router).__name__} calls topk {choice.calls} times over its experts")
-        routed.measure(layer, choice.scores_NE, choice)
+        if routed.learns:  # also when a layer is recomputed, which must make the same operations again
+            routed.probabilities.setdefault(layer, choice.shares().sum(0))
+        routed.measure(layer, choice)
         return outputs
 
     router.forward = forward
@@ -225,11 +254,15 @@ def _probe(router: Any, layer: int, top_k: int) -> None:
         raise RoutersUnknown(f"{name} does not take its experts from topk over their scores")
 
 
-def routers_of(model: Any, replay: bool) -> Routers | None:
-    """The model's routers, if it has any. Raises SystemExit if they must replay experts, and cannot."""
+def routers_of(model: Any, settings: ModelSettings) -> Routers | None:
+    """The model's routers, if it has any. Raises SystemExit if a setting needs them, and they are unknown."""
     try:
-        return Routers(model)
+        return Routers(model, settings.router_replay, settings.learns_routing)
     except RoutersUnknown as error:
-        if replay:
-            raise SystemExit(f"trainer.router_replay: {error}") from error
+        for name, needed in (
+            ("router_replay", settings.router_replay),
+            ("algorithm.router_aux_loss", settings.learns_routing),
+        ):
+            if needed:
+                raise SystemExit(f"trainer.{name}: {error}") from error
         return None

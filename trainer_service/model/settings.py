@@ -112,6 +112,11 @@ class ModelSettings(BaseModel):
         """Whether the loss has an entropy bonus, which needs the gradient of entropies."""
         return False
 
+    @property
+    def learns_routing(self) -> bool:
+        """Whether the loss has the routers' auxiliary loss."""
+        return False
+
     @model_validator(mode="after")
     def _stage_zero_is_possible(self) -> "ModelSettings":
         if self.zero_stage == 0 and self.dtype == "bfloat16":

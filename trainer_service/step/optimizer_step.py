@@ -55,9 +55,6 @@ class TrainablePolicy(PrePassPolicy, Protocol):
     @property
     def critic(self) -> TrainableCritic: ...
 
-    @property
-    def routing(self) -> Sums | None: ...
-
     def own_micro_batches(self, batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, bool]]: ...
 
     def backward(self, loss: Tensor) -> None: ...
@@ -145,10 +142,13 @@ class OptimizerSteps:
             part.share, part.pre_passes, part.context.advantages, strict=True
         ):
             lp_new_T, entropy_T = policy.logprobs(batch)
-            routing = policy.routing
             tokens = _tokens(policy, batch, before, lp_new_T, advantages_T, entropy_T, request)
             losses = policy_loss(tokens, algorithm, part.counts, part.context.statistics)
-            policy.backward((weight if is_ours else 0.0) * losses.loss)
+            loss = losses.loss
+            if policy.routers is not None and part.context.load_E is not None:
+                loss = loss + algorithm.router_aux_loss * policy.routers.aux_loss(part.context.load_E)
+            routing = None if policy.routers is None else policy.routers.sums()
+            policy.backward((weight if is_ours else 0.0) * loss)
             if is_ours:
                 versions_T = policy.tensor(batch.versions_T)
                 lp_begin_T = lp_new_T.detach() if before.lp_prox_T is None else before.lp_prox_T

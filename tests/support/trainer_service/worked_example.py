@@ -91,7 +91,7 @@ class Listed:
         raise NotImplementedError
 
     @property
-    def routing(self) -> None:
+    def routers(self) -> None:
         return None
 
     def discard_gradients(self, batch: MicroBatch) -> None:

@@ -195,12 +195,20 @@ def test_the_metrics_are_those_of_transformers_on_any_packing(
     )
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_step_replays_and_says_how_much(make_learner: MakeLearner, tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"zero_stage": 1, "activation_checkpointing": True},
+        {"zero_stage": 3, "activation_checkpointing": True},
+        {"dtype": "bfloat16"},
+        {"lora": {"rank": 4, "target_modules": ["q_proj", "o_proj"]}},
+    ],
+)
+def test_a_step_replays_and_says_how_much(
+    make_learner: MakeLearner, tmp_path: Path, given: dict[str, Any]
+) -> None:
     made_experts("Qwen3Moe", tmp_path / "base")
-    learner = make_learner(
-        model_path=tmp_path / "base", router_replay=True, zero_stage=stage, activation_checkpointing=True
-    )
+    learner = make_learner(model_path=tmp_path / "base", router_replay=True, **given)
     rows = with_experts(random_rows(2, 6))
     rows[0] = replace(rows[0], experts_LW=None)
     metrics = learner.leader.optimise(StepRequest(rows, 0, learner.settings.algorithm))

@@ -170,7 +170,6 @@ def _to_float16(exact: Tensor, draws: Tensor) -> Tensor:
     return torch.where(draws * gap < error.abs() * 2**16, other, near)
 
 
-@torch.no_grad()
 def check_tensor_names(model: Any, dtypes: Mapping[str, torch.dtype], path: Path) -> None:
     """Raises SystemExit for a model whose weights have other names in memory than in its files, `dtypes`."""
     if missing := {tensor.name for tensor in export_tensors(model)} - set(dtypes):
@@ -180,6 +179,7 @@ def check_tensor_names(model: Any, dtypes: Mapping[str, torch.dtype], path: Path
         )
 
 
+@torch.no_grad()
 def write_tensors(
     path: Path | None, tensors: Sequence[ExportTensor], dtypes: Mapping[str, torch.dtype]
 ) -> None:

@@ -97,8 +97,11 @@ class RoutedPass:
         )
         if replayed:
             totals[AGREEMENT], counts[AGREEMENT] = agreeing, int(replayed) * self._top_k
-        load = {f"{LOAD}{layer}": each.load_E.cpu() for layer, each in layers}
-        probability = {f"{PROBABILITY}{layer}": each.probability_E.cpu() for layer, each in layers}
+        # Two transfers from the device, and not two for each layer.
+        load_LE = torch.stack([each.load_E for _, each in layers]).cpu()
+        probability_LE = torch.stack([each.probability_E for _, each in layers]).cpu()
+        load = {f"{LOAD}{layer}": load_LE[row] for row, (layer, _) in enumerate(layers)}
+        probability = {f"{PROBABILITY}{layer}": probability_LE[row] for row, (layer, _) in enumerate(layers)}
         return Sums(totals, counts, {}, {}, load | probability)
 
 

@@ -59,6 +59,8 @@ def create_app(settings: GatewaySettings, worker: Worker | None = None) -> EdgeA
     renderer = ChatRenderer(
         settings.model_path, settings.renderer, settings.thinking, settings.context_length
     )
+    if settings.router_replay and not renderer.config.num_experts_per_tok:
+        raise SystemExit(f"gateway.router_replay: {settings.model_path} is no mixture of experts")
     field = "gateway.reasoning_effort"
     try:
         renderer.thinking(effort_of(settings.reasoning_effort, field), field)

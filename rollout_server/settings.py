@@ -100,6 +100,8 @@ class RolloutServerSettings(ServiceSettings):
     max_running_requests: int | None = None
     max_total_tokens: int | None = None
     random_seed: int = 0
+    router_replay: bool = False
+    """Mixtures of experts: let the engine tell which experts it chose for each token."""
     lora: EngineLoraSettings | None = None
     """Take LoRA adapters; null takes whole weights only. It costs some speed."""
 

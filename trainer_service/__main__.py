@@ -125,13 +125,14 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
             heartbeat = Heartbeat(stream, shared_state, settings.retry_s)
             with device_memory(settings, headers, heartbeat) as memory:
                 policy = DistributedPolicy(DeepSpeedPolicy(settings), _shared_directory(settings))
+                width = policy.replayed_width
                 place = place_of(settings, store, lambda: shared_state.stopping)
                 gateway = GatewayClient(client, settings.push_timeout_s)
                 teacher = TeacherClient(settings.teacher) if settings.teacher else None
                 Trainer(
                     settings=settings,
                     policy=policy,
-                    intake=Intake(stream, settings.algorithm, policy.vocab_size, heartbeat, metrics),
+                    intake=Intake(stream, settings.algorithm, policy.vocab_size, heartbeat, metrics, width),
                     checkpoints=checkpoints,
                     publisher=Publisher(store, gateway, stream, place, heartbeat, metrics, sender=sender),
                     metrics=metrics,

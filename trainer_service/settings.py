@@ -148,6 +148,10 @@ class TrainerSettings(ServiceSettings, ModelSettings):
     def learns_entropy(self) -> bool:
         return self.algorithm.entropy_bonus > 0
 
+    @property
+    def learns_routing(self) -> bool:
+        return self.algorithm.router_aux_loss > 0
+
     @model_validator(mode="after")
     def _losses_that_distil_have_a_teacher(self) -> "TrainerSettings":
         if self.algorithm.needs_teacher != (self.teacher is not None):

@@ -26,8 +26,8 @@ from trainer_service.metrics import TrainerMetrics
 from trainer_service.publishing.content import VersionContent
 from trainer_service.publishing.hold import Hold
 from trainer_service.publishing.publisher import Publisher
+from trainer_service.publishing.recovery import Recoveries, check_restorable, recovery_to
 from trainer_service.publishing.version_numbers import VersionNumbers
-from trainer_service.recovery import Recoveries, check_restorable, recovery_to
 from trainer_service.settings import TrainerSettings
 from trainer_service.status.heartbeat import Heartbeat, Stopped
 from trainer_service.status.shared_state import Phase, SharedState

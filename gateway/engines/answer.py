@@ -25,6 +25,8 @@ class SampleRequest(msgspec.Struct, frozen=True):
     input_ids: list[int]
     parameters: SamplingParameters
     top_logprobs: int = 0
+    experts_from: int | None = None
+    """The position of the first token whose experts are requested; None requests none."""
 
 
 class PartialAnswer:
@@ -81,6 +83,10 @@ class PartialAnswer:
             # Frequency and presence penalties count the engine's own output only, so they start again at 0.
             sampling_params=structs.replace(parameters, max_new_tokens=parameters.max_new_tokens - have),
             top_logprobs_num=self._wanted.top_logprobs,
+            return_routed_experts=UNSET if self._wanted.experts_from is None else True,
+            routed_experts_start_len=UNSET
+            if self._wanted.experts_from is None
+            else self._wanted.experts_from,
             lora_path=UNSET if adapter is None else adapter.name,
         )
 
@@ -267,6 +273,7 @@ def _first(chunk: OutputChunk, count: int, stop: str) -> OutputChunk:
         ids=chunk.ids[:count],
         logprobs=chunk.logprobs[:count],
         top_logprobs=chunk.top_logprobs[:count],
+        experts=None,  # they may be those of further tokens
         finish="stop",
         matched=stop,
     )

@@ -10,6 +10,7 @@ from typing import Literal
 
 import aiohttp
 import msgspec
+from msgspec import UNSET
 
 from gateway.engines.aiohttp_transport import AiohttpTransport, engine_connector
 from gateway.engines.event_stream import EventStream, OutputChunk, engine_error
@@ -75,7 +76,8 @@ class EngineClient:
                 raise engine_error(response.status, await _error_body(response))
             finally:
                 response.release()
-        return EngineAnswer(response, EventStream(server_id, adapter and adapter.version))
+        experts_from = None if body.routed_experts_start_len is UNSET else body.routed_experts_start_len
+        return EngineAnswer(response, EventStream(server_id, adapter and adapter.version, experts_from))
 
     async def abort(self, engine_url: str, rid: str) -> None:
         """Ask the engine to stop a generation. If this fails, the closed connection stops it."""

@@ -3,6 +3,7 @@
 bytes of one read ──▶ events ──▶ what each event adds ──▶ one chunk
 """
 
+import logging
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -10,10 +11,15 @@ import msgspec
 from msgspec import structs
 
 from gateway.errors import EngineFault, RequestRefused
+from rollout_queue.contract.experts import RoutedExperts
 from rollout_queue.contract.records import Span
+
+logger = logging.getLogger(__name__)
 
 EVENT_LIMIT_BYTES = 64 * 2**20
 """The longest event that is accepted. A cumulative event repeats the whole answer, so events grow with it."""
+EXPERTS_EVENT_LIMIT_BYTES = 2**30
+"""The same if the last event has experts: 5.4 bytes for each expert of each layer and token."""
 LOWEST_LOGPROB = -3.4028234e38
 """Records store float32, in which a lower value would be infinite."""
 
@@ -37,6 +43,8 @@ class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
     """The stop string that ended the answer, if one did."""
     versions: tuple[Span, ...] = ()
     """Which version sampled which part of the whole output; in the last chunk only."""
+    experts: RoutedExperts | None = None
+    """The experts of the tokens that were asked for; in the last chunk only."""
 
 
 class _Reason(msgspec.Struct):
@@ -61,6 +69,9 @@ class _Meta(msgspec.Struct):
     output_top_logprobs: list[list[tuple[float, int, str | None]] | None] | None = None
     weight_version: str = "0"
     weight_versions: list[_VersionSpan] = []
+    prompt_tokens: int = 0
+    routed_experts: bytes | None = None
+    """int32, little-endian, in base64: of each token from the requested one on, without the last token."""
 
 
 class _Event(msgspec.Struct):
@@ -75,8 +86,11 @@ _decode = msgspec.json.Decoder(_Event).decode
 class EventStream:
     """Decodes one answer from the bytes as they arrive."""
 
-    def __init__(self, server: str = "", version: int | None = None) -> None:
-        """`version`: that of the adapter that answers; without one, the engine tells the version."""
+    def __init__(self, server: str = "", version: int | None = None, experts_from: int | None = None) -> None:
+        """`version`: that of the adapter that answers; without one, the engine tells the version.
+        `experts_from`: the position of the first token whose experts were requested."""
+        self._experts_from = experts_from
+        self._limit_bytes = EVENT_LIMIT_BYTES if experts_from is None else EXPERTS_EVENT_LIMIT_BYTES
         self._server = server
         self._adapter = version
         self._incomplete = b""
@@ -96,8 +110,8 @@ class EventStream:
         data = self._incomplete + data if self._incomplete else data
         end = data.rfind(b"\n\n")
         if end < 0:
-            if len(data) > EVENT_LIMIT_BYTES:
-                raise EngineFault("nonsense", f"one event is longer than {EVENT_LIMIT_BYTES} bytes")
+            if len(data) > self._limit_bytes:
+                raise EngineFault("nonsense", f"one event is longer than {self._limit_bytes} bytes")
             self._incomplete = data
             return []
         self._incomplete = data[end + 2 :]
@@ -178,7 +192,19 @@ class EventStream:
             finish=reason.type,
             matched=reason.matched if isinstance(reason.matched, str) else None,
             versions=self._spans(meta),
+            experts=self._experts(meta),
         )
+
+    def _experts(self, meta: _Meta) -> RoutedExperts | None:
+        """The experts that the engine reports. The answer is good without them."""
+        if self._experts_from is None or meta.routed_experts is None:
+            return None
+        try:
+            rows = meta.prompt_tokens + self._have - 1 - self._experts_from
+            return RoutedExperts.of_int32(meta.routed_experts, rows)
+        except ValueError as error:
+            logger.warning("engine %s reports experts that are not recorded: %s", self._server, error)
+            return None
 
     def _spans(self, meta: _Meta) -> tuple[Span, ...]:
         """The version spans of the output.

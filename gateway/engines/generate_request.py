@@ -36,5 +36,8 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     return_logprob: bool = True
     top_logprobs_num: int = 0
     stream: bool = True
+    return_routed_experts: bool | UnsetType = UNSET
+    routed_experts_start_len: int | UnsetType = UNSET
+    """The position of the first token whose experts are returned."""
     lora_path: str | UnsetType = UNSET
     """The name of the adapter that answers, at this engine."""

@@ -15,10 +15,14 @@ from gateway.language.chat_messages import Message, Tool
 from gateway.language.constraint import Constrain
 from gateway.language.thinking import Options
 from gateway.metrics.calls import CallFigures
+from rollout_queue.contract.experts import RoutedExperts
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import Finish, Sampling, Span, Turn
 from rollout_queue.contract.tokens import Logprobs, TokenIds
+
+MOST_TOKENS_WITH_EXPERTS = 16384
+"""A turn records the experts of at most so many tokens, its last ones: 6 MiB with 48 layers and 8 experts."""
 
 
 class ClientCall(Protocol):
@@ -99,6 +103,8 @@ class Generation(msgspec.Struct):
     """The stop string that ended the answer, if one did."""
     versions: tuple[Span, ...] = ()
     """Which version sampled which part. Before the last chunk, this follows from the chunks so far."""
+    experts: RoutedExperts | None = None
+    """The experts that the engine chose, as the turn records them."""
     at_engine: bool = False
     """An engine has accepted the request and has not failed since."""
     recorded: bool = False
@@ -115,6 +121,7 @@ class Generation(msgspec.Struct):
         self.engine = chunk.server
         if chunk.finish is not None:
             self.finish, self.matched, self.versions = chunk.finish, chunk.matched, chunk.versions
+            self.experts = chunk.experts
         elif self.versions and self.versions[-1].version == chunk.version:
             self.versions = (*self.versions[:-1], Span(chunk.version, self.versions[-1].start, len(self.ids)))
         else:
@@ -161,7 +168,16 @@ class Generation(msgspec.Struct):
             prompt_digest=prompt.digest.hex(),
             reply_digest=reply_digest,
             request_digest=self.client.digest,
+            experts=None if self.experts is None else self.experts.last(MOST_TOKENS_WITH_EXPERTS),
         )
+
+    @property
+    def experts_from(self) -> int:
+        """The position of the first token whose experts the turn records: its parent's last token, or the
+        first of as many as one turn records."""
+        prompt = self.prompt
+        own = len(prompt.prompt_ids) - len(prompt.context_ids) - (prompt.parent is not None)
+        return max(own, len(prompt.prompt_ids) - MOST_TOKENS_WITH_EXPERTS)
 
 
 def tokens_of(generations: Sequence[Generation], n: int) -> tuple[int, int]:

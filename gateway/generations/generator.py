@@ -63,6 +63,7 @@ class Generator:
         self._template_ids_are_valid = renderer.tokenizer.vocabulary_size <= renderer.config.vocab_size
         self._train_constrained = settings.train_constrained
         self._train_inexact = settings.train_inexact
+        self._router_replay = settings.router_replay
         self._reasoning_effort = settings.reasoning_effort
         self._context_length = renderer.context_length
         self._encoders = ThreadPoolExecutor(ENCODERS, "encoder")
@@ -204,6 +205,7 @@ class Generator:
             input_ids=generation.prompt.prompt_ids.tolist(),
             parameters=engine_parameters(generation.sampling, self._renderer.stop_ids, call, interval),
             top_logprobs=call.top_logprobs,
+            experts_from=generation.experts_from if self._router_replay and generation.train else None,
         )
 
     def _locate(self, head: SessionHead, call: Call) -> Prompt:

@@ -19,14 +19,7 @@ from renderers import ToolCallParseStatus, create_renderer
 from gateway.errors import InvalidRequest
 from gateway.language.chat_messages import Message, MessageNormalizer, Tool, arguments_text, encodable
 from gateway.language.example_conversation import EXAMPLE_MESSAGES, EXAMPLE_TOOL
-from gateway.language.families import (
-    OWN_TEMPLATE,
-    Family,
-    Thinking,
-    changed,
-    configuration,
-    family_of,
-)
+from gateway.language.families import OWN_TEMPLATE, Family, Thinking, changed, configuration, family_of
 from gateway.language.own.probe import Probe, Stability, kept_by, read_calls, template_renderer
 from gateway.language.own.renderer import TemplateRenderer, refuse_tools
 from gateway.language.own.template import TemplateRefusal, TemplateTokenizer, own_template
@@ -70,6 +63,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     vocab_size: int
     max_position_embeddings: int
     eos_token_id: int | list[int] | None = None
+    num_experts_per_tok: int | None = None
 
 
 class ChatRenderer:

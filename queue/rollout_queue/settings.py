@@ -22,7 +22,10 @@ from pydantic_settings import (
 
 CONFIG_VARIABLE = "WEIR_CONFIG"
 SHORT_NAMES = frozenset(
-    {"redis_url", "model_path", "model_name", "engines", "gateway_url", "client_keys", "admin_keys"}
+    {
+        *("redis_url", "gateway_url", "client_keys", "admin_keys"),
+        *("model_path", "model_name", "engines", "router_replay"),
+    }
 )
 """Fields that deployments set for several services at once, by variables such as WEIR_REDIS_URL."""
 

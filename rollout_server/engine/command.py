@@ -13,6 +13,8 @@ SHIM = Path(__file__).parent / "shim"
 """Stand-ins for modules that need CUDA. Only an engine on CPU has them on its path."""
 NO_PINNED_MEMORY = "ENGINE_WITHOUT_PINNED_MEMORY"
 """With this variable, `SHIM` lets torch ignore requests for pinned memory, which need CUDA."""
+NO_CUDA_RUNTIME = "ENGINE_WITHOUT_CUDA_RUNTIME"
+"""With this variable, `SHIM` answers the calls that register host memory with CUDA."""
 CPU_MAX_TOTAL_TOKENS = 65536
 CPU_MAX_RUNNING_REQUESTS = 64
 
@@ -40,6 +42,8 @@ def engine_command(
     command += ["--incremental-streaming-output", "--sleep-on-idle", "--log-level-http", "warning"]
     command += _cpu(settings) if device == "cpu" else _cuda(settings)
     command += _lora(settings, device)
+    if settings.router_replay:
+        command.append("--enable-return-routed-experts")
     if settings.context_length is not None:
         command += ["--context-length", str(settings.context_length)]
     return command + settings.engine_args
@@ -62,6 +66,8 @@ def engine_environment(
         environment |= {"OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(SHIM)}
         if settings.lora is not None:
             environment[NO_PINNED_MEMORY] = "1"
+        if settings.router_replay:
+            environment[NO_CUDA_RUNTIME] = "1"
     return environment
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from rollout_queue.contract.codec import SCHEMA, decode, decode_spec, encode
 from rollout_queue.contract.errors import UnknownSchema
+from rollout_queue.contract.experts import RoutedExperts
 from rollout_queue.contract.records import (
     Deletion,
     Outcome,
@@ -107,6 +108,9 @@ SPECS: dict[str, Any] = {
 }
 LATER: dict[str, Any] = {
     "turn_of_a_user": msgspec.structs.replace(RECORDS["turn_short"], user="bob"),
+    "turn_with_experts": msgspec.structs.replace(
+        RECORDS["turn"], experts=RoutedExperts(2, 1, bytes([0, 1, 2, 3, 254, 255]))
+    ),
     "deletion": Deletion(session_id="s1", created_at=5.0, group_id="g1", group_size=4),
 }
 """Fields that were added to schema 1 after its first build."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from rollout_queue.contract.codec import SCHEMA, decode, decode_spec, encode
 from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
+from rollout_queue.contract.experts import RoutedExperts
 from rollout_queue.contract.records import Outcome, Reward, Sampling, SessionSpec, Span, Turn
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 
@@ -100,3 +101,40 @@ def test_a_record_cut_anywhere_is_refused(cut: int) -> None:
     if cut < len(packed):
         with pytest.raises(InvalidRecord):
             decode(packed[:cut])
+
+
+def int32(*numbers: int) -> bytes:
+    return b"".join(number.to_bytes(4, "little", signed=True) for number in numbers)
+
+
+@pytest.mark.parametrize(("largest", "item_bytes"), [(255, 1), (256, 2), (65535, 2)])
+def test_experts_are_packed_into_few_bytes_and_survive_the_wire(largest: int, item_bytes: int) -> None:
+    experts = RoutedExperts.of_int32(int32(0, 1, 2, 3, 4, largest), 3)
+    assert (experts.rows, experts.width, experts.item_bytes) == (3, 2, item_bytes)
+    numbers = memoryview(experts.packed).cast("B" if item_bytes == 1 else "H").tolist()
+    assert numbers == [0, 1, 2, 3, 4, largest]
+    assert experts.last(1).packed == experts.packed[-2 * item_bytes :]
+    assert experts.last(9) == experts
+    record = turn(experts=experts)
+    assert decode(encode(record)) == record
+
+
+@pytest.mark.parametrize(
+    ("numbers", "rows"), [((0, -1), 1), ((0, 65536), 1), ((0, 1, 2), 2), ((), 2), ((1,), 0)]
+)
+def test_what_is_no_record_of_experts_is_refused(numbers: tuple[int, ...], rows: int) -> None:
+    with pytest.raises(ValueError, match="expert"):
+        RoutedExperts.of_int32(int32(*numbers), rows)
+
+
+def test_a_turn_has_experts_of_no_more_tokens_than_it_can() -> None:
+    four = RoutedExperts.of_int32(int32(1, 2, 3, 4), 4)
+    assert turn(experts=four).experts == four
+    five = RoutedExperts.of_int32(int32(1, 2, 3, 4, 5), 5)
+    assert turn(experts=five, parent_id="t0").experts == five
+    with pytest.raises(InvalidRecord, match="experts of 5 tokens, not 4"):
+        turn(experts=five)
+    with pytest.raises(InvalidRecord, match="whole number"):
+        RoutedExperts(2, 1, b"abc")
+    with pytest.raises(InvalidRecord, match="2 times 3 bytes"):
+        RoutedExperts(2, 3, b"abcdef")

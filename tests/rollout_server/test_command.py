@@ -51,6 +51,15 @@ def test_an_engine_that_shares_its_memory_can_release_it_on_cuda_and_starts_on_c
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_engine_whose_experts_are_replayed_tells_them(device: Any) -> None:
+    replaying = settings(router_replay=True)
+    assert "--enable-return-routed-experts" in engine_command(replaying, device, Path("/models/m"), 0)
+    assert "--enable-return-routed-experts" not in engine_command(settings(), device, Path("/models/m"), 0)
+    assert ("ENGINE_WITHOUT_CUDA_RUNTIME" in engine_environment(replaying, device, {})) == (device == "cpu")
+    assert "ENGINE_WITHOUT_CUDA_RUNTIME" not in engine_environment(settings(), device, {})
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_settings_reach_the_command_line(device: Any) -> None:
     chosen = settings(
         dtype="bfloat16",

@@ -53,6 +53,35 @@ def make_tiny_model(directory: Path, *, seed: int = 0, tied: bool = False) -> Pa
     return directory
 
 
+def make_tiny_experts(directory: Path, *, seed: int = 0) -> Path:
+    """The same for a mixture of experts, with weights large enough that experts matter."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer_size, ids = _write_tokenizer(directory)
+    config = Qwen3MoeConfig(
+        vocab_size=tokenizer_size,
+        hidden_size=64,
+        moe_intermediate_size=64,
+        num_experts=16,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=4096,
+        initializer_range=0.12,
+        tie_word_embeddings=False,
+        bos_token_id=ids["<|endoftext|>"],
+        eos_token_id=ids["<|im_end|>"],
+        pad_token_id=ids["<|endoftext|>"],
+    )
+    torch.manual_seed(seed)
+    Qwen3MoeForCausalLM(config).to(torch.float32).save_pretrained(directory)
+    return directory
+
+
 def _write_tokenizer(directory: Path) -> tuple[int, dict[str, int]]:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

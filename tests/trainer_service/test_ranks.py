@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.support.trainer_service.random_rows import POISON, MakeLearner, random_rows
+from tests.support.trainer_service.expert_models import made_experts
+from tests.support.trainer_service.random_rows import POISON, MakeLearner, random_rows, with_experts
 from tests.support.trainer_service.rank_pair import DEEPSPEED, RankPair, rank_pair
 from tests.support.trainer_service.rank_tasks import SYNCED, Task
 from tests.support.trainer_service.related_rows import related_rows
@@ -82,6 +83,27 @@ def test_two_ranks_learn_from_shared_prefixes_what_one_learns_from_separate_rows
     for told, of_one in zip(both, alone, strict=True):
         assert told.pop("computed_per_token") < of_one.pop("computed_per_token") / 1.5
         assert told == same_metrics(of_one)
+    assert_moved_alike(weights_of(tmp_path / "two"), one.exported(), untrained)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_ranks_replay_and_balance_experts_as_one_does(
+    pair: RankPair, make_learner: MakeLearner, tmp_path: Path, stage: int
+) -> None:
+    untrained = made_experts("Qwen3Moe", tmp_path / "base")
+    rows = with_experts(random_rows(1, 7))
+    given = {
+        "model_path": tmp_path / "base",
+        "router_replay": True,
+        "optimizer": WELL_CONDITIONED,
+        "algorithm": {"router_aux_loss": 0.5, "max_tokens": 60},
+    }
+    one = make_learner(**given)
+    of_one = one.leader.optimise(StepRequest(rows, 0, one.settings.algorithm))
+    settings = make_learner(**given, zero_stage=stage).settings
+    of_two = pair.learn(Task(tmp_path / "two", settings, [rows]))
+    assert {"router/aux_loss", "router/load_max", "router/replayed"} <= of_one.keys()
+    assert of_two.metrics == [same_metrics(of_one)]
     assert_moved_alike(weights_of(tmp_path / "two"), one.exported(), untrained)
 
 

@@ -89,6 +89,9 @@ class AlgorithmSettings(LossSettings):
     """For auto: the smallest allowed effective sample size, `mismatch/ess`."""
     auto_max_kl: float = Field(0.1, gt=0)
     """For auto: the largest allowed divergence of trainer and engine in nats, `mismatch/k3`."""
+    router_aux_loss: float = Field(0.0, ge=0)
+    """Mixtures of experts: the coefficient of the auxiliary loss, which makes the load of experts even. It
+    needs an extra forward pass."""
     streaming: bool = True
     """Learn from complete groups while the step waits for others, if `learns_early` allows it."""
     flush_after_s: float | None = Field(None, gt=0)
@@ -207,12 +210,15 @@ class AlgorithmSettings(LossSettings):
             or self.epochs > 1
             or self.whole_step
             or (self.credits_tokens and self.shaping.kl_in_reward > 0)
+            or self.router_aux_loss > 0
         )
 
     @property
     def learns_early(self) -> bool:
         """Whether groups can be learned from before the other groups of their step are known."""
         if not self.streaming or self.needs_teacher or self.credits_tokens or self.whole_step:
+            return False
+        if self.router_aux_loss:
             return False
         return not (ADVANTAGES[self.advantage.name].whole_step or getattr(self.advantage, "whiten", False))
 

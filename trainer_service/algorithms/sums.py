@@ -7,7 +7,7 @@ So ranks exchange some numbers, and not the values of every token.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ class Sums:
     largest: Mapping[str, float]
     deviations: Mapping[str, float]
     """The sum of squared differences from the mean."""
+    vectors: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tensors on the CPU that are added up element by element."""
 
     @classmethod
     def of(
@@ -30,14 +32,17 @@ class Sums:
         summed: Mapping[str, Tensor],
         largest: Mapping[str, Tensor] | None = None,
         spread: Mapping[str, Tensor] | None = None,
+        vectors: Mapping[str, Tensor] | None = None,
     ) -> "Sums":
-        """Of sets that have at least one value each. `spread` are sets that also have deviations."""
+        """Of sets that have at least one value each. `spread` are sets that also have deviations. `vectors`
+        are sums already."""
         every = {**summed, **(spread or {})}
         return cls(
             _numbers({name: values.double().sum() for name, values in every.items()}),
             {name: values.numel() for name, values in every.items()},
             _numbers({name: values.double().max() for name, values in (largest or {}).items()}),
             _numbers({name: _deviation(values.double()) for name, values in (spread or {}).items()}),
+            {name: values.double().cpu() for name, values in (vectors or {}).items()},
         )
 
     @classmethod
@@ -63,7 +68,11 @@ class Sums:
             name: max(part.largest[name] for part in some if name in part.largest)
             for name in _names(some, "largest")
         }
-        return cls(totals, counts, largest, deviations)
+        vectors = {
+            name: torch.stack([part.vectors[name] for part in some if name in part.vectors]).sum(0)
+            for name in _names(some, "vectors")
+        }
+        return cls(totals, counts, largest, deviations, vectors)
 
     def mean(self, name: str) -> float:
         return self.totals[name] / self.counts[name]

@@ -93,7 +93,7 @@ class Assembler:
                 session = self._sessions[session_id] = Session(session_id)
                 self._new_sessions.add(session_id)
             former = session.group_id
-            freed = session.take(entry)
+            freed = session.take(entry, self._rules.experts_width)
             self._held.add(entry.entry_id)
             self._held.difference_update(freed)
             self._freed += freed

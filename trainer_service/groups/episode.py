@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from msgspec import structs
+
 from rollout_queue.contract.records import Deletion, Outcome, Reward, Turn, Verdict
 from rollout_queue.contract.stream import Entry
 from rollout_queue.contract.verdicts import OPENED_UNTRAINED
@@ -26,6 +28,8 @@ class Rules(NamedTuple):
     group_deadline_s: float | None = None
     group_min_size: int = 2
     over_sampling: float = 0.0
+    experts_width: int = 0
+    """How many experts a token has in the records that are replayed; others are dropped."""
 
     def needed(self, size: int) -> int:
         """How many rewarded members are enough for a group that was opened for `size`."""
@@ -125,15 +129,18 @@ class Session:
         first = min((reward.created_at for reward in self.rewards.values()), default=0.0)
         return max(self.outcome.created_at if self.outcome else 0.0, first)
 
-    def take(self, entry: Entry) -> list[str]:
+    def take(self, entry: Entry, experts_width: int = 0) -> list[str]:
         """Add the entry, and its record unless the session has that record already. Returns the entries that
         are not needed any more. A deleted session needs only the entry of its deletion, from which a
-        restarted trainer knows that the group has this member."""
+        restarted trainer knows that the group has this member. A turn keeps its experts only if the record
+        has `experts_width` of them for each token."""
         if self.deletion is not None:
             return [entry.entry_id]
         freed: list[str] = []
         match entry.record:
             case Turn() as turn:
+                if turn.experts is not None and turn.experts.width != experts_width:
+                    turn = structs.replace(turn, experts=None)
                 self.turns.setdefault(turn.turn_id, turn)
                 self._note_record(turn.finished_at, self._named or turn.group_id)
             case Reward() as reward:

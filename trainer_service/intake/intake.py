@@ -43,7 +43,9 @@ class Intake:
         vocab_size: int,
         heartbeat: Heartbeat,
         metrics: TrainerMetrics,
+        experts_width: int = 0,
     ) -> None:
+        """`experts_width`: how many experts a token has in the records that are replayed."""
         self._algorithm = algorithm
         self._rules = Rules(
             vocab_size,
@@ -52,6 +54,7 @@ class Intake:
             algorithm.group_deadline_s,
             algorithm.group_min_size,
             algorithm.over_sampling,
+            experts_width,
         )
         self._assembler = Assembler(self._rules)
         self._order = Order()

@@ -170,6 +170,15 @@ def _to_float16(exact: Tensor, draws: Tensor) -> Tensor:
     return torch.where(draws * gap < error.abs() * 2**16, other, near)
 
 
+def check_tensor_names(model: Any, dtypes: Mapping[str, torch.dtype], path: Path) -> None:
+    """Raises SystemExit for a model whose weights have other names in memory than in its files, `dtypes`."""
+    if missing := {tensor.name for tensor in export_tensors(model)} - set(dtypes):
+        raise SystemExit(
+            f"trainer.model_path: {path} has no tensor {sorted(missing)[0]}, but the loaded model has, and "
+            "it could not be published"
+        )
+
+
 @torch.no_grad()
 def write_tensors(
     path: Path | None, tensors: Sequence[ExportTensor], dtypes: Mapping[str, torch.dtype]

@@ -3,6 +3,7 @@
 MicroBatch ─ attention row by row ─▶ hidden states ─ those that predict a trained token ─▶ log p, entropy
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from trainer_service.algorithms.logits import entropies, selected_logprobs
 from trainer_service.model.attention.packed_attention import AttentionArguments, Packing, attention_arguments
 from trainer_service.model.logprob_head import requesting_logprobs
+from trainer_service.model.routers import Routers
 from trainer_service.model.sharding.sequence_ranks import SequenceRanks, Slice
 from trainer_service.rows.rows import MicroBatch
 
@@ -22,19 +24,25 @@ def forward(
     device: torch.device,
     entropy_gradient: bool = False,
     sequence: SequenceRanks | None = None,
+    routers: Routers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log p [T] and entropies [T] of the trained tokens, in nats. log p has a gradient, the entropies only if
-    `entropy_gradient`. The ranks of `sequence` call it together; all get the same values.
+    `entropy_gradient`. The ranks of `sequence` call it together; all get the same values. With the model's
+    `routers`, the pass replays the experts of the micro-batch.
 
     Raises RuntimeError if the model does not pass the bounds of the rows to its attention.
     """
     if packing is Packing.ONE_ROW and len(batch.lengths_S) > 1:
-        rows = [forward(model, row, packing, device, entropy_gradient) for row in batch.single_rows()]
+        rows = [
+            forward(model, row, packing, device, entropy_gradient, routers=routers)
+            for row in batch.single_rows()
+        ]
         lp, entropy = zip(*rows, strict=True)
         return torch.cat(lp), torch.cat(entropy)
     attention = attention_arguments(packing, batch, device, sequence)
     if sequence is None:
-        scored_T2 = _scored(model, batch, attention, device, entropy_gradient)
+        with nullcontext() if routers is None else routers.routing(batch, device):
+            scored_T2 = _scored(model, batch, attention, device, entropy_gradient)
     else:
         part = sequence.slice_of(batch)
         own_T2 = _scored(model, part, attention, device, entropy_gradient)

@@ -10,6 +10,7 @@ from safetensors import safe_open
 
 from trainer_service.model.attention.packed_attention import set_attention
 from trainer_service.model.logprob_head import set_head
+from trainer_service.model.routers import recompute_contexts
 
 WEIGHTS = "model.safetensors"
 FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
@@ -17,12 +18,13 @@ FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 NOT_COPIED = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".pickle", ".pkl", ".py", ".so")
 """File name endings of weights and of code. Published versions have weights of their own, and rollout servers
 refuse code."""
+CHECKPOINTING = {"use_reentrant": False, "context_fn": recompute_contexts}
 SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def load_model(path: Path, dtype: torch.dtype, flash: bool = False) -> Any:
     """Load the base model. Its attention keeps packed rows apart, and its head computes log-probabilities of
-    sampled tokens."""
+    sampled tokens. It has no dropout, which would make them differ from the engine's."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -30,6 +32,7 @@ def load_model(path: Path, dtype: torch.dtype, flash: bool = False) -> Any:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     set_attention(model, flash=flash and dtype is torch.bfloat16)
     set_head(model)
+    _disable_dropout(model)
     return model
 
 
@@ -61,11 +64,11 @@ def tensor_dtypes(directory: Path) -> dict[str, torch.dtype]:
 
 def enable_activation_checkpointing(model: Any) -> None:
     """Recompute each layer's activations in the backward pass instead of keeping them."""
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs=CHECKPOINTING)
 
 
-def disable_dropout(model: Any) -> None:
-    """Set all dropout rates of the model to 0: the engine has no dropout, and log-probabilities would differ.
+def _disable_dropout(model: Any) -> None:
+    """Set all dropout rates of the model to 0.
 
     eval() would also disable dropout, but transformers uses activation checkpointing only in train() mode.
     """

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from trainer_service.model.attention.packed_attention import Packing, check_can_share, packing_of
 from trainer_service.model.critic import Critic
-from trainer_service.model.export import ExportTensor, export_tensors, write_tensors
+from trainer_service.model.export import ExportTensor, check_tensor_names, export_tensors, write_tensors
 from trainer_service.model.forward import forward
 from trainer_service.model.huggingface import (
     WEIGHTS,
     copy_small_files,
-    disable_dropout,
     enable_activation_checkpointing,
     load_model,
     tensor_dtypes,
@@ -27,6 +26,7 @@ from trainer_service.model.lora import Adapters, AdapterSnapshot
 from trainer_service.model.optimizer import apply_configured_rates, make_optimizer
 from trainer_service.model.randomness import random_states, restore_random_states, seed_everything
 from trainer_service.model.reference import Reference
+from trainer_service.model.routers import Routers, routers_of
 from trainer_service.model.schedule import schedule_of
 from trainer_service.model.settings import ModelSettings
 from trainer_service.model.sharding.layout import Layout, LoraLayout
@@ -67,14 +67,19 @@ class DeepSpeedPolicy:
         model = self._load_base()
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._packing = packing_of(model)
-        self.shares_prefixes = settings.share_prefixes and self._packing is Packing.SEGMENTS
+        self.routers = routers_of(model, settings)
+        if self.routers is not None and settings.sequence_parallel > 1:
+            raise SystemExit("trainer.sequence_parallel: mixtures of experts are trained with 1 only")
+        # Each row of a mixture replays its own experts.
+        shares = settings.share_prefixes and self.routers is None
+        self.shares_prefixes = shares and self._packing is Packing.SEGMENTS
         self._equal_cost_length = EQUAL_COST_WIDTHS * model.config.get_text_config().hidden_size
         self._entropy_gradient = settings.learns_entropy
         self._snapshots = SnapshotMemory()
         self._adapters = Adapters(model, settings.lora, settings.model_path) if settings.lora else None
         if settings.recomputes_activations:
             enable_activation_checkpointing(model)
-        self._check_tensor_names(model)
+        check_tensor_names(model, self._published_dtypes, settings.model_path)
         optimizer = make_optimizer([each for each in model.parameters() if each.requires_grad], settings)
         self._engine, *_ = deepspeed.initialize(
             model=model,
@@ -88,14 +93,6 @@ class DeepSpeedPolicy:
         self._critic = Critic(deepspeed, self._load_base(), settings, sequence) if settings.critic else None
         offload = settings.reference_offload or settings.memory == "shared"
         self._reference = Reference(self._load_base, self._engine.device, offload)
-
-    def _check_tensor_names(self, model: Any) -> None:
-        """Raises SystemExit for a model whose weights have other names in memory than in its files."""
-        if missing := {tensor.name for tensor in export_tensors(model)} - set(self._published_dtypes):
-            raise SystemExit(
-                f"trainer.model_path: {self._settings.model_path} has no tensor {sorted(missing)[0]}, but "
-                "the loaded model has, and it could not be published"
-            )
 
     @property
     def module(self) -> Any:
@@ -117,17 +114,18 @@ class DeepSpeedPolicy:
         size, precision = self._settings.sequence_parallel, getattr(torch, self._settings.precision)
         model = load_model(self._settings.model_path, precision, flash=uses_cuda() and size == 1)
         check_can_share(model, size)
-        disable_dropout(model)
         return model
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """log p [T] and entropies [T] of the trained tokens under the present weights, in nats. log p has a
         gradient, the entropies only if the algorithm has an entropy bonus."""
-        return self._forward(self._engine, batch)
+        return self._forward(self._engine, batch, self.routers)
 
-    def _forward(self, model: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, model: Any, batch: MicroBatch, routers: Routers | None = None
+    ) -> tuple[Tensor, Tensor]:
         device, sequence = self._engine.device, self._parallel.sequence
-        return forward(model, batch, self._packing, device, self._entropy_gradient, sequence)
+        return forward(model, batch, self._packing, device, self._entropy_gradient, sequence, routers)
 
     @torch.no_grad()
     def reference(self, batch: MicroBatch) -> Tensor:
@@ -179,7 +177,7 @@ class DeepSpeedPolicy:
         """The norm of the gradient of `loss_of(logprobs)`. The gradient is not added to that of the step.
         Every rank must call this with the same batch, because at stage 3 the ranks compute the gradient
         together. All get the same norm."""
-        logprobs_T, _ = self._forward(self.module, batch)
+        logprobs_T, _ = self._forward(self.module, batch, self.routers)
         parameters = [each for each in self.module.parameters() if each.requires_grad]
         gradients = torch.autograd.grad(loss_of(logprobs_T), parameters, allow_unused=True)
         self._engine.empty_partition_cache()  # without this, stage 3 keeps gathered weights

@@ -98,6 +98,9 @@ class ModelSettings(BaseModel):
     a session's branches. Needs a model whose attention can be replaced, and no flash attention."""
     lora: LoraSettings | None = None
     """Train only adapters; None trains all weights."""
+    router_replay: bool = False
+    """Mixtures of experts: each token passes through the experts that the engine chose for it, where the
+    gateway has recorded them (`gateway.router_replay`)."""
     reference_offload: bool = False
     """Keep the reference policy of a KL term in host memory between passes. With LoRA there is no copy: the
     reference is the policy without its adapters."""
@@ -125,6 +128,11 @@ class ModelSettings(BaseModel):
     @property
     def learns_entropy(self) -> bool:
         """Whether the loss has an entropy bonus, which needs the gradient of entropies."""
+        return False
+
+    @property
+    def learns_routing(self) -> bool:
+        """Whether the loss has the routers' auxiliary loss."""
         return False
 
     @model_validator(mode="after")

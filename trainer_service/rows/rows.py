@@ -19,6 +19,7 @@ from trainer_service.rows.turns import Branch, branches
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
+Experts = NDArray[np.int16]
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,9 @@ class Row:
     group_id: str = ""
     lp_teacher_L: Floats | None = None
     """The teacher's log-probabilities of the trained tokens, in nats; None without a teacher."""
+    experts_LW: Experts | None = None
+    """The experts that the engine chose for each token, layer after layer; -1 where they are not known. None:
+    they are known for no token."""
 
     def __post_init__(self) -> None:
         if self.mask_L[0]:
@@ -90,6 +94,8 @@ class MicroBatch:
     lp_teacher_T: Floats | None
     rows_T: Ints
     """The row of each trained token, numbered over all rows given to `micro_batches`."""
+    experts_NW: Experts | None = None
+    """The experts of each token, as in `Row`."""
 
     def cost(self, even_at: float) -> float:
         """The cost of a pass. The unit is the cost of one token without attention. In a row of `even_at`
@@ -123,6 +129,7 @@ class MicroBatch:
             rewards_T=self.rewards_T[in_T],
             lp_teacher_T=None if self.lp_teacher_T is None else self.lp_teacher_T[in_T],
             rows_T=self.rows_T[in_T],
+            experts_NW=None if self.experts_NW is None else self.experts_NW[start:end],
         )
 
 
@@ -146,12 +153,16 @@ class PlannedRow:
         logprobs_L, rewards_L = np.zeros(length, np.float32), np.zeros(length, np.float32)
         versions_L, turns_L = np.full(length, -1), np.full(length, -1)
         temperatures_L = np.empty(length, np.float32)
+        experts_LW = _no_experts(self.branch, length)
         end = 0
         for number, turn in enumerate(self.branch):
             begin, start = end, end + len(turn.context_ids)
             end = start + len(turn.output_ids)
             ids_L[begin:start], ids_L[start:end] = turn.context_ids, turn.output_ids
             temperatures_L[begin:end] = temperature_of(turn)
+            if experts_LW is not None and turn.experts is not None:
+                numbers = np.frombuffer(turn.experts.packed, f"<u{turn.experts.item_bytes}")
+                experts_LW[end - 1 - turn.experts.rows : end - 1] = numbers.reshape(turn.experts.rows, -1)
             if turn.turn_id in self.turn_ids:
                 mask_L[start:end], turns_L[start:end] = 1, number
                 logprobs_L[start:end] = turn.logprobs
@@ -171,6 +182,7 @@ class PlannedRow:
             turns_L=turns_L,
             rewards_L=rewards_L,
             group_id=self.group_id,
+            experts_LW=experts_LW,
         )
 
 
@@ -222,6 +234,12 @@ def temperature_of(turn: Turn) -> float:
     return temperature if temperature > 0 else 1.0
 
 
+def _no_experts(branch: Branch, length: int) -> Experts | None:
+    """The experts of a row before they are filled in; None if none of its turns has any."""
+    width = max((0 if turn.experts is None else turn.experts.width for turn in branch), default=0)
+    return np.full((length, width), -1, np.int16) if width else None
+
+
 def _packed(of_step: Sequence[Row], pack: Pack) -> MicroBatch:
     segments = [segment for tree in pack for segment in tree.segments()]
     numbers = {segment: number for number, segment in enumerate(segments)}
@@ -252,6 +270,19 @@ def _packed(of_step: Sequence[Row], pack: Pack) -> MicroBatch:
         rewards_T=trained("rewards_L"),
         lp_teacher_T=None if any(row.lp_teacher_L is None for row in rows) else trained("lp_teacher_L"),
         rows_T=np.repeat(np.array(list(tips)), lengths_R)[at_T],
+        experts_NW=_experts(rows),
+    )
+
+
+def _experts(rows: Sequence[Row]) -> Experts | None:
+    width = max(0 if row.experts_LW is None else row.experts_LW.shape[1] for row in rows)
+    if not width:
+        return None
+    return np.concatenate(
+        [
+            np.full((len(row), width), -1, np.int16) if row.experts_LW is None else row.experts_LW
+            for row in rows
+        ]
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from trainer_service.algorithms.corrections.mismatch import mismatch, mismatch_sums
 from trainer_service.algorithms.critic import ValueLoss
 from trainer_service.algorithms.policy_loss import PolicyLoss
+from trainer_service.algorithms.routing import router_metrics
 from trainer_service.algorithms.row_index import RowIndex
 from trainer_service.algorithms.staleness import staleness
 from trainer_service.algorithms.sums import Sums
@@ -74,6 +75,7 @@ def diagnostics(step: Sums) -> dict[str, float]:
         **{name: step.mean(name) for name in means},
         **{name: value for name, value in step.largest.items() if not name.startswith("mismatch/")},
         "adv/std": math.sqrt(step.variance("adv/mean")),
+        **router_metrics(step),
     }
 
 

@@ -151,12 +151,18 @@ class OptimizerSteps:
             lp_new_T, entropy_T = policy.logprobs(batch)
             tokens = _tokens(policy, batch, before, lp_new_T, advantages_T, entropy_T, request)
             losses = policy_loss(tokens, algorithm, part.counts, part.context.statistics)
-            policy.backward((weight if is_ours else 0.0) * losses.loss)
+            loss = losses.loss
+            if policy.routers is not None and part.context.load_E is not None:
+                loss = loss + algorithm.router_aux_loss * policy.routers.aux_loss(part.context.load_E)
+            routing = None if policy.routers is None else policy.routers.sums()
+            policy.backward((weight if is_ours else 0.0) * loss)
             if is_ours:
                 versions_T = policy.tensor(batch.versions_T)
                 lp_begin_T = lp_new_T.detach() if before.lp_prox_T is None else before.lp_prox_T
                 sampled = SampledTokens(lp_begin_T, entropy_T, versions_T)
                 found.append(token_sums(tokens, sampled, losses, request.version))
+                if routing is not None:
+                    found[-1] = Sums.joined([found[-1], routing])
                 if not part.diagnostics:  # the first pass over them
                     _log_masked_sessions(tokens.rows_T[~losses.finite_T], request.rows)
             request.beat()

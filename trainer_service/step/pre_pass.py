@@ -22,8 +22,11 @@ from trainer_service.algorithms.advantages.returns import (
     turn_discount,
 )
 from trainer_service.algorithms.losses.step_statistics import StepStatistics, step_statistics
+from trainer_service.algorithms.routing import mean_load
 from trainer_service.algorithms.settings import AlgorithmSettings
+from trainer_service.algorithms.sums import Sums
 from trainer_service.algorithms.tokens import Tokens
+from trainer_service.model.routers import Routers
 from trainer_service.rows.rows import Ints, MicroBatch
 
 Value = TypeVar("Value")
@@ -45,6 +48,9 @@ class PrePassPolicy(Protocol):
     @property
     def critic(self) -> "PrePassCritic": ...
 
+    @property
+    def routers(self) -> Routers | None: ...
+
     def all_gather(self, values: list[Value]) -> list[Value]: ...
 
     def tensor(self, values: Any) -> Tensor: ...
@@ -62,6 +68,8 @@ class PrePass(NamedTuple):
     """The critic's values, in units of the reward."""
     fresh_T: Tensor
     """bool: which tokens are young enough to be learned from."""
+    routing: Sums | None = None
+    """The sums over the routing of all of the micro-batch's tokens."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,9 @@ class StepContext:
     returns: tuple[Tensor, ...]
     """The critic's targets, one float32 tensor [T] for each micro-batch; empty without a critic."""
     statistics: StepStatistics
+    load_E: Tensor | None = None
+    """How often a token chose each expert, on average over the tokens of all layers, divided by the number of
+    these tokens. None without an auxiliary loss of the routers."""
 
 
 class _PassedBatch(NamedTuple):
@@ -86,9 +97,12 @@ class _PassedBatch(NamedTuple):
 def pre_pass(policy: PrePassPolicy, batch: MicroBatch, version: int, algorithm: AlgorithmSettings) -> PrePass:
     """Make the forward passes over one micro-batch that the algorithm needs, if any. `version` is the version
     of the present weights."""
+    lp_prox_T = policy.logprobs(batch)[0] if algorithm.needs_pre_pass else None
+    balanced = policy.routers if algorithm.router_aux_loss else None
     return PrePass(
         fresh_T=policy.tensor(fresh(batch.versions_T, version, algorithm)),
-        lp_prox_T=policy.logprobs(batch)[0] if algorithm.needs_pre_pass else None,
+        routing=None if balanced is None else balanced.sums(),
+        lp_prox_T=lp_prox_T,
         lp_ref_T=policy.reference(batch) if algorithm.needs_reference_logprobs else None,
         values_T=policy.critic.values(batch) if algorithm.needs_critic else None,
     )
@@ -106,10 +120,10 @@ def step_context(
     `share` holds this rank's micro-batches. False marks a micro-batch that only keeps the number of passes
     equal on all ranks; the step does not contain it. Every rank must call this function.
     """
+    load_E = _load(policy, share, pre_passes) if algorithm.router_aux_loss else None
     if not (algorithm.credits_tokens or algorithm.whole_step):
-        return StepContext(
-            tuple(policy.tensor(batch.advantages_T) for batch, _ in share), (), StepStatistics()
-        )
+        advantages = tuple(policy.tensor(batch.advantages_T) for batch, _ in share)
+        return StepContext(advantages, (), StepStatistics(), load_E)
     own = [
         _PassedBatch(batch, _cpu(values))
         for (batch, counts), values in zip(share, pre_passes, strict=True)
@@ -126,7 +140,16 @@ def step_context(
     def parted(values_T: Tensor | None) -> tuple[Tensor, ...]:
         return () if values_T is None else tuple(policy.tensor(values_T.numpy()[at_T]) for at_T in places)
 
-    return StepContext(parted(step.advantages_T), parted(returns_T), statistics)
+    return StepContext(parted(step.advantages_T), parted(returns_T), statistics, load_E)
+
+
+def _load(
+    policy: PrePassPolicy, share: Sequence[tuple[MicroBatch, bool]], pre_passes: Sequence[PrePass]
+) -> Tensor:
+    """The step's `mean_load`."""
+    measured = zip(share, pre_passes, strict=True)
+    own = [each.routing for (_, counts), each in measured if counts and each.routing is not None]
+    return policy.tensor(mean_load(Sums.joined(policy.all_gather(own))).numpy())
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,7 @@ class DistributedPolicy:
         self._spread = policy.ranks > 1 and shared is not None and self._writers.all_see(shared)
         self.vocab_size, self.data_ranks = policy.vocab_size, policy.data_ranks
         self.shares_prefixes = policy.shares_prefixes
+        self.replayed_width = policy.routers.replayed_width if policy.routers else 0
 
     def optimise(self, request: StepRequest) -> dict[str, float]:
         """Make one optimizer step from these rows and the accumulated gradients. Returns its metrics by

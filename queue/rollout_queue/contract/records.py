@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from rollout_queue.contract.errors import InvalidRecord
+from rollout_queue.contract.experts import RoutedExperts
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 
 Finish = Literal["stop", "length", "tool_calls", "abort"]
@@ -97,6 +98,8 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=
     """The turn of an earlier attempt that this turn replaces; the replaced turn is an orphan."""
     orphan_of: str | None = None
     """The retry that was recorded before this turn and has replaced it."""
+    experts: RoutedExperts | None = None
+    """The experts that the engine chose, from the parent's last token on; None if they are not known."""
 
     @property
     def pinned(self) -> bool:
@@ -137,6 +140,9 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=
             raise InvalidRecord(f"turn {self.turn_id}: a token id is negative")
         if not self.logprobs.finite:
             raise InvalidRecord(f"turn {self.turn_id}: a logprob is not finite")
+        most = len(self.context_ids) + len(self.output_ids) - (self.parent_id is None)
+        if self.experts is not None and self.experts.rows > most:
+            raise InvalidRecord(f"turn {self.turn_id}: experts of {self.experts.rows} tokens, not {most}")
         end = 0
         for span in self.versions:
             if span.start != end or span.end < span.start:

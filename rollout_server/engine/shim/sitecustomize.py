@@ -5,7 +5,8 @@ compiled operators cannot load without CUDA libraries, and its Python half then 
 them are not declared. SGLang needs the import, never the operators, so declaring them is enough.
 
 With the variable ENGINE_WITHOUT_PINNED_MEMORY, torch ignores requests for pinned memory: SGLang makes
-them for LoRA adapters on every device, and a CPU torch refuses them.
+them for LoRA adapters on every device, and a CPU torch refuses them. With ENGINE_WITHOUT_CUDA_RUNTIME,
+host memory is registered with CUDA in name only: SGLang registers its record of routed experts.
 """
 
 import functools
@@ -37,7 +38,19 @@ class DeclareTorchvisionOperators(MetaPathFinder):
         torch._weir_torchvision_library = library  # the declarations live as long as this object
         if os.environ.get("ENGINE_WITHOUT_PINNED_MEMORY"):
             ignore_pinned_memory(torch)
+        if os.environ.get("ENGINE_WITHOUT_CUDA_RUNTIME"):
+            torch.cuda.cudart = NoCudaRuntime
         return importlib.util.find_spec(fullname)
+
+
+class NoCudaRuntime:
+    """The part of CUDA's runtime that registers host memory. 0 means success."""
+
+    def cudaHostRegister(self, *_: Any) -> int:  # noqa: N802 - CUDA's name
+        return 0
+
+    def cudaHostUnregister(self, *_: Any) -> int:  # noqa: N802
+        return 0
 
 
 def ignore_pinned_memory(torch: Any) -> None:

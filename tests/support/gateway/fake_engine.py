@@ -1,6 +1,7 @@
 """A small stand-in for SGLang's HTTP API in tests."""
 
 import asyncio
+import base64
 import json
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -63,6 +64,8 @@ class FakeEngine:
     """The bytes of the next answer; then the connection breaks."""
     received: Callable[[], int] = lambda: 2**32
     """Returns how many tokens the client has received. An interruption waits for those sent before it."""
+    expert_of: Callable[[int], int] | None = None
+    """The expert that the token at a position passes through. None: it does not tell."""
     last_words: dict[str, Any] = field(default_factory=dict)
     """Fields that replace those of the last event's `meta_info`."""
 
@@ -146,6 +149,8 @@ class FakeEngine:
                 meta["weight_versions"] = self.spans or [
                     {"version": self.version, "start": 0, "end": len(ids)}
                 ]
+                if body.get("return_routed_experts") and self.expert_of is not None:
+                    meta |= self._experts(body, len(ids))
                 meta |= self.last_words
             event = {"output_ids": ids[start:end], "meta_info": meta}
             yield f"data: {json.dumps(event)}\n\n".encode()
@@ -158,6 +163,14 @@ class FakeEngine:
             if self.stall_after is not None and end >= self.stall_after:
                 await self._stall()
         yield b"data: [DONE]\n\n"
+
+    def _experts(self, body: dict[str, Any], sampled: int) -> dict[str, Any]:
+        """SGLang's record: no expert for the last token, because it passed through none."""
+        assert self.expert_of is not None
+        prompt = len(body["input_ids"])
+        told = map(self.expert_of, range(body["routed_experts_start_len"], prompt + sampled - 1))
+        packed = b"".join(expert.to_bytes(4, "little", signed=True) for expert in told)
+        return {"prompt_tokens": prompt, "routed_experts": base64.b64encode(packed).decode()}
 
     def _last_words(self, interruption: Interruption, end: int, ids: list[int]) -> bytes:
         if interruption.words == "reset":

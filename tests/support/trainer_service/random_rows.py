@@ -1,6 +1,7 @@
 """Random rows, and a policy that learns from them without a stream, a gateway or a trainer loop."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,19 @@ def random_rows(seed: int, count: int, temperature: float = 1.0) -> list[Row]:
             )
         )
     return made
+
+
+def with_experts(rows: list[Row]) -> list[Row]:
+    """The rows with two random experts for each token in each of two layers."""
+    draw = np.random.default_rng(5)
+
+    def drawn(length: int) -> Any:
+        each = [
+            draw.permuted(np.tile(np.arange(4, dtype=np.int16), (length, 1)), axis=1)[:, :2] for _ in "12"
+        ]
+        return np.concatenate(each, axis=1)
+
+    return [replace(row, experts_LW=drawn(len(row))) for row in rows]
 
 
 def row_of(length: int, seed: int = 0) -> Row:

@@ -94,6 +94,10 @@ class Listed:
     def critic(self) -> Any:
         raise NotImplementedError
 
+    @property
+    def routers(self) -> None:
+        return None
+
     def discard_gradients(self, batch: MicroBatch) -> None:
         raise NotImplementedError
 

@@ -53,6 +53,8 @@ class HeadCache:
 
     def put(self, fields: int, head: SessionHead) -> None:
         self.drop(head.spec.session_id)
+        if any(turn.experts is not None for turn in head.turns):
+            head = msgspec.structs.replace(head, turns=tuple(map(_without_experts, head.turns)))
         size = SESSION_BYTES + len(encode(head.spec)) + sum(map(_size, head.turns))
         self._seen[head.spec.session_id] = CachedHead(fields, head, size)
         self._held += size
@@ -63,7 +65,7 @@ class HeadCache:
         seen = self._seen.get(turn.session_id)
         if seen is None or after == before or seen.fields != before:
             return  # another process may have written in between: the next call reads what is missing
-        head = msgspec.structs.replace(seen.head, turns=(*seen.head.turns, turn))
+        head = msgspec.structs.replace(seen.head, turns=(*seen.head.turns, _without_experts(turn)))
         self._held += (added := _size(turn))
         self._seen[turn.session_id] = CachedHead(after, head, seen.size + added)
         self._seen.move_to_end(turn.session_id)
@@ -81,6 +83,11 @@ class HeadCache:
     def drop(self, session_id: str) -> None:
         if (seen := self._seen.pop(session_id, None)) is not None:
             self._held -= seen.size
+
+
+def _without_experts(turn: Turn) -> Turn:
+    """The turn without its largest part, which only the trainer reads."""
+    return turn if turn.experts is None else msgspec.structs.replace(turn, experts=None)
 
 
 def _size(turn: Turn) -> int:

@@ -1,8 +1,8 @@
 """The demo's task with a recipe that collapses, with and without guards (`make test-presets`).
 
 The recipe has a learning rate of 1e-3, a step for every group, and rollouts that are four steps old. Without
-guards the mean reward falls from almost 1 to almost 0. With guards the training pauses, and the fleet serves
-a version that does better than the first.
+guards the mean reward falls from almost 1 to almost 0. With guards the training goes back to its best
+checkpoint by itself: in the end it still trains, and what is served has learned the task.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from weir.stack.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1800)]
 
-SEEDS = [0, 1, 2]
+SEEDS = [0, 1, 2, 3, 4]
 LAG = 4
 RECIPE = {"optimizer": {"lr": 1e-3}, "algorithm": {"min_live_rows": 1}}
 GUARDS = [name for name in GuardSettings.model_fields if name.startswith("max_")] + ["reward_drop"]
@@ -36,6 +36,8 @@ LEARNED, LOST = 0.7, 0.2
 """Mean rewards of the last 128 episodes: a fall from above `LEARNED` to below `LOST` is a collapse."""
 EPISODES, LONGEST_S = 6000, 600.0
 """A run of this length collapses without guards."""
+GOOD = 0.9
+"""The mean reward of a policy that has learned the task."""
 
 
 @dataclass
@@ -97,7 +99,7 @@ def test_without_guards_it_collapses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_with_guards_the_served_version_is_better_than_the_first(tmp_path: Path, seed: int) -> None:
+def test_with_guards_it_ends_well_and_still_trains(tmp_path: Path, seed: int) -> None:
     settings = settings_with({}, seed, tmp_path)
     with Stack(settings) as stack:
         stack.wait_ready(timeout_s=300)
@@ -105,4 +107,5 @@ def test_with_guards_the_served_version_is_better_than_the_first(tmp_path: Path,
         course = asyncio.run(played(stack, settings, seed))
         served = asyncio.run(evaluated(stack, settings, TASKS["tool"]))
     print(f"warm start {warm:.2f}, served {served:.2f}; {course.snapshot.trainer.waiting_for}")
-    assert served > warm
+    assert not course.held
+    assert served >= GOOD

@@ -123,6 +123,9 @@ class TrainerSettings(ServiceSettings, ModelSettings):
     publish_every_steps: int = Field(1, ge=1)
     keep_checkpoints: int = Field(2, ge=2)
     keep_policies: int = Field(4, ge=2)
+    paused_traffic: Literal["record", "discard", "refuse"] = "record"
+    """What happens to sessions for training while the training is paused or held. record: they wait for the
+    next step. discard: they end without training. refuse: the gateway opens no new ones."""
     transport: Literal["files", "delta", "adapter", "collective"] = "files"
     """What is published of a version. files: the whole weights. delta: also the changes against the former
     version; a server that has that one fetches only these (`publish_url`). adapter: only the LoRA

@@ -51,9 +51,8 @@ class Trainer:
     """Runs the loop on the main thread. The HTTP thread reaches it only through `shared_state`.
 
     `policy` is the model on all ranks, driven by rank 0. `heartbeat` reports the trainer to Redis, and
-    confirms the lease: only one trainer at a time trains. `hold` pauses the training if a guard finds a bad
-    figure. `teacher` scores the sampled tokens with a better model. `memory` is the device's; engines may use
-    it between steps.
+    confirms the lease: only one trainer at a time trains. `teacher` scores the sampled tokens with a better
+    model. `memory` is the device's; engines may use it between steps.
     """
 
     def __init__(
@@ -111,6 +110,7 @@ class Trainer:
         self._recoveries.resume(state)
         self._metrics.resume(self.step)
         self._heartbeat.note(self.step, self.version)
+        self._heartbeat.note_refusal(self._settings.paused_traffic == "refuse")
         self._report("waiting")
         self._intake.resume(state)
         self._note_recoveries()
@@ -146,11 +146,14 @@ class Trainer:
         return True
 
     def _is_paused(self) -> bool:
-        """Wait a moment if the training is paused. When a hold has ended, publish the newest version."""
+        """If the training is paused, read only. When a hold has ended, publish the newest version."""
         self._metrics.paused(self._shared_state.paused)
         if self._shared_state.paused:
             self._report("paused")
             self._shared_state.sleep(BLOCK_S)
+            batch, _ = self._select()  # groups that no step will use end
+            if self._settings.paused_traffic == "discard":
+                self._intake.discard(batch.groups)
             return True
         if self.hold.reason is not None:
             self.hold.release(self._publish_newest)
@@ -165,9 +168,8 @@ class Trainer:
             return self._intake.select(self.version, algorithm, self._groups.early_group_ids), algorithm
 
     def _learn_early(self, groups: Sequence[ScreenedGroup], algorithm: AlgorithmSettings) -> None:
-        """While the step waits for more groups, learn from those that are here: the early groups. A pass over
-        them begins once they fill a micro-batch for each rank. If engines use the device, there is none: they
-        sample the groups that the step waits for."""
+        """While the step waits for more groups, learn from those that are here: the early groups. If engines
+        use the device, there is no such pass: they sample the groups that the step waits for."""
         if not self._memory.shared and (
             early_pass := self._groups.early_pass(groups, self.version, algorithm)
         ):
@@ -222,8 +224,7 @@ class Trainer:
     def _roll_back_on_request(self, version: int) -> None:
         check_restorable(version, self._cycle.versions())
         self._set_back(version, "an operator asked for it", automatic=False)
-        if self.hold.reason is not None:
-            self.hold.forget()
+        self.hold.forget()
 
     def _set_back(self, restored: int, reason: str, *, automatic: bool) -> None:
         """Continue from the weights of an older version, under a new number. A checkpoint makes both last
@@ -288,11 +289,10 @@ class Trainer:
 
     def _report(self, phase: Phase) -> None:
         waits = [self._intake.waiting_for()] if phase == "waiting" else []
-        if phase == "waiting":
-            if self._groups.early_tokens:
-                waits.append(f"{self._groups.early_tokens} tokens are already learned")
-            if self.publisher.waits_for:
-                waits.append(f"a version waits for {self.publisher.waits_for}")
+        if waits and self._groups.early_tokens:
+            waits.append(f"{self._groups.early_tokens} tokens are already learned")
+        if waits and self.publisher.waits_for:
+            waits.append(f"a version waits for {self.publisher.waits_for}")
         if phase == "paused" and self.hold.reason:
             waits = [f"POST /resume, since {self.hold.reason}"]
         if self._shared_state.ready:

@@ -33,6 +33,9 @@ from rollout_queue.redis import keys
 
 logger = logging.getLogger(__name__)
 
+PAUSED_RETRY_S = 30.0
+"""When to retry while the training is paused: nobody knows when it goes on."""
+
 
 class Admission:
     """Checks the limits that are set; a limit that is not set costs nothing."""
@@ -129,7 +132,7 @@ class Admission:
         """
         budget = self._budget(specs[0])
         quotas = self._applicable(specs, budget)
-        shut = self._queue_full()
+        shut = self._shut(specs[0])
         if shut is None and budget is not None and budget.used_up:
             shut = budget.refusal(budget.trainer.rollouts_waiting, self._versions)
         if not quotas and shut is None:
@@ -177,6 +180,18 @@ class Admission:
         )
         # At the limit, a session opens only when another ends. So the trend of openings tells when one ends.
         return limit_reached("sessions_limit", message, retry_after_s(self._opened.seconds_to_move(1)))
+
+    def _shut(self, spec: SessionSpec) -> LimitReached | None:
+        """Why no session like this one is opened now. While the training is paused, nothing empties the queue
+        of sessions for training, so a full queue refuses those alone: evaluations go on."""
+        trainer = self._downstream.trainer
+        if trainer is not None and trainer.paused:
+            if not spec.train:
+                return None
+            if trainer.refuses_training:
+                message = "the training is paused, and takes no new sessions (trainer.paused_traffic)"
+                return limit_reached("training_paused", message, PAUSED_RETRY_S)
+        return self._queue_full()
 
     def _queue_full(self) -> LimitReached | None:
         limits, seen = self._limits, self._downstream

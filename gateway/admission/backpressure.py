@@ -18,6 +18,8 @@ TRAINER_FIELDS = (
     "rollouts_per_step",
     "max_row_tokens",
     "last_seen",
+    "state",
+    "refuses_training",
 )
 
 
@@ -33,6 +35,13 @@ class TrainerBacklog(msgspec.Struct, frozen=True, kw_only=True):
     max_row_tokens: int | None = None
     """Rollouts with longer rows are not trained."""
     last_seen: float
+    state: str | None = None
+    refuses_training: bool | None = None
+    """Whether it wants no sessions for training: it is paused, and set to refuse them."""
+
+    @property
+    def paused(self) -> bool:
+        return self.state == "paused"
 
 
 class Backpressure(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,13 @@ from typing import Literal
 from gateway.errors import LimitReached
 
 LimitCode = Literal[
-    "rate_limited", "token_budget", "insufficient_quota", "sessions_limit", "staleness_budget", "queue_full"
+    "rate_limited",
+    "token_budget",
+    "insufficient_quota",
+    "sessions_limit",
+    "staleness_budget",
+    "queue_full",
+    "training_paused",
 ]
 
 MAX_RETRY_S = 60.0

@@ -56,7 +56,7 @@ def refusals(gateway: RunningGateway) -> dict[str, float]:
     return {row.split('"')[1]: float(row.split()[-1]) for row in rows}
 
 
-def trainer_says(gateway: RunningGateway, **fields: float) -> None:
+def trainer_says(gateway: RunningGateway, **fields: float | str) -> None:
     """Write fields of the trainer's heartbeat to Redis."""
     usual = {"version": 0, "rollouts_waiting": 0, "rollouts_owed": 0, "rollouts_per_step": 4.0}
     said: Any = usual | {"last_seen": time.time()} | fields
@@ -311,6 +311,33 @@ def test_new_sessions_wait_while_too_much_is_in_the_queue(limited: Any) -> None:
         assert refusal(gateway.chat("an inferred session"))[0] == "queue_full"
         assert gateway.chat(key=session["api_key"]).status_code == 200
         gateway.redis.xtrim(keys.STREAM, maxlen=0)
+        polled(gateway.redis)
+        assert gateway.post("/sessions").status_code == 201
+
+
+def test_a_full_queue_refuses_no_evaluation_while_the_training_is_paused(limited: Any) -> None:
+    with limited(queue_entries=2) as gateway:
+        session = gateway.session()
+        for _ in range(2):
+            assert gateway.chat(key=session["api_key"]).status_code == 200
+        trainer_says(gateway, state="paused")
+        polled(gateway.redis)
+        assert refusal(gateway.post("/sessions"))[0] == "queue_full"
+        evaluation = gateway.post("/sessions", {"train": False})
+        assert evaluation.status_code == 201
+        assert gateway.chat(key=evaluation.json()["api_key"]).status_code == 200
+
+
+def test_a_paused_trainer_may_have_sessions_for_training_refused(limited: Any) -> None:
+    with limited() as gateway:
+        session = gateway.session()
+        trainer_says(gateway, state="paused", refuses_training="true")
+        polled(gateway.redis)
+        assert refusal(gateway.post("/sessions"))[0] == "training_paused"
+        assert refusal(gateway.chat("an inferred session"))[0] == "training_paused"
+        assert gateway.post("/sessions", {"train": False}).status_code == 201
+        assert gateway.chat(key=session["api_key"]).status_code == 200, "open sessions go on"
+        trainer_says(gateway, state="waiting", refuses_training="false")
         polled(gateway.redis)
         assert gateway.post("/sessions").status_code == 201
 

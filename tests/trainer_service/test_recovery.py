@@ -254,6 +254,34 @@ def test_a_held_training_that_an_operator_sets_back_waits_for_its_resume(make_ha
     assert not harness.restart().shared_state.paused, "no reason holds it any more"
 
 
+@pytest.mark.parametrize("traffic", ["record", "discard"])
+def test_a_paused_trainer_reads_on(make_harness: MakeHarness, traffic: str) -> None:
+    """Otherwise the stream would fill up Redis. Evaluations count meanwhile."""
+    harness = make_harness(paused_traffic=traffic).start()
+    sleepless(harness)
+    harness.shared_state.pause()
+    harness.agents.evaluate("evaluation", 0.5)
+    harness.agents.group("flat", [1.0, 1.0])
+    harness.agents.group("live", [1.0, 0.0])
+    for _ in range(2):
+        assert not harness.trainer.run_once()
+    codes = harness.session_codes()
+    assert (codes["evaluation"], codes["flat-0"]) == ("not_for_training", "zero_advantage")
+    assert harness.shared_state.snapshot.evaluations["eval/0/reward"] == 0.5
+    assert codes["live-0"] == (None if traffic == "record" else "not_for_training")
+    harness.shared_state.resume()
+    assert harness.trainer.run_once() == (traffic == "record")
+
+
+def test_a_trainer_says_whether_it_refuses_sessions_while_it_is_paused(make_harness: MakeHarness) -> None:
+    harness = make_harness(paused_traffic="refuse").start()
+    sleepless(harness)
+    assert harness.stream.trainer["refuses_training"] == "false"
+    harness.shared_state.pause()
+    harness.trainer.run_once()
+    assert harness.stream.trainer["refuses_training"] == "true"
+
+
 @pytest.mark.numeric
 @pytest.mark.parametrize(
     "options",

@@ -8,13 +8,14 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 
+from rollout_queue.contract.records import Verdict
 from rollout_queue.contract.stream import StreamReader
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.acknowledgement import acknowledgement_of
 from trainer_service.groups.assemble import Assembler, Group, Rules
 from trainer_service.groups.group_rewards import GroupRewards
 from trainer_service.groups.order import Order
-from trainer_service.groups.screening import ScreenedGroup
+from trainer_service.groups.screening import ScreenedGroup, with_verdict
 from trainer_service.groups.selection import Batch, select
 from trainer_service.groups.tally import Tally
 from trainer_service.groups.task_rates import TaskRates
@@ -30,6 +31,10 @@ from trainer_service.status.shared_state import Backlog
 from trainer_service.storage.run_state import RunState
 
 logger = logging.getLogger(__name__)
+
+WHILE_PAUSED = Verdict(
+    code="not_for_training", detail="it ended while the training was paused (trainer.paused_traffic)"
+)
 
 
 class Intake:
@@ -145,6 +150,10 @@ class Intake:
             self._tally.add(screened)
             self._assembler.release(screened.group)
         self._count(skipped)
+
+    def discard(self, groups: Sequence[ScreenedGroup]) -> None:
+        """End groups without training, because the training is paused."""
+        self.end([with_verdict(each, WHILE_PAUSED) for each in groups])
 
     def _count(self, ended: Sequence[ScreenedGroup]) -> None:
         groups = [screened.group for screened in ended]

@@ -53,6 +53,10 @@ class Heartbeat:
         self._shared_state.snapshot = replace(self._shared_state.snapshot, evaluations=evaluations)
         self._reported_at = 0.0
 
+    def note_refusal(self, while_paused: bool) -> None:
+        """Note whether gateways open no sessions for training while the training is paused."""
+        self._shared_state.snapshot = replace(self._shared_state.snapshot, refuses_while_paused=while_paused)
+
     def note_backlog(self, backlog: Backlog) -> None:
         self._shared_state.snapshot = replace(self._shared_state.snapshot, backlog=backlog)
 

@@ -46,6 +46,8 @@ class StatusSnapshot:
     """Metrics of evaluation sessions, which are not trained, by version."""
     backlog: Backlog | None = None
     """None until the trainer has read the stream."""
+    refuses_while_paused: bool = False
+    """Whether gateways open no sessions for training while the training is paused."""
     url: str | None = None
     """Where gateways reach the trainer's REST API."""
     max_row_tokens: int | None = None
@@ -65,6 +67,7 @@ class StatusSnapshot:
             url=self.url,
             max_row_tokens=self.max_row_tokens,
             metrics=self.metrics | self.evaluations,
+            refuses_training=self.refuses_while_paused and self.state == "paused",
             rollouts_waiting=backlog.waiting if backlog else None,
             rollouts_owed=backlog.owed if backlog else None,
             rollouts_per_step=backlog.per_step if backlog else None,

@@ -41,6 +41,8 @@ class TrainerReport(ServiceMessage):
     """Rollouts with longer rows are not trained."""
     metrics: Mapping[str, int | float | None] | None = None
     """Metrics of the last step and of the last evaluation."""
+    refuses_training: bool | None = None
+    """Whether new sessions for training are to be refused, because the training is paused."""
     rollouts_waiting: int | None = None
     """Sessions that have ended, and were not trained yet."""
     rollouts_owed: int | None = None

@@ -39,11 +39,14 @@ def test_an_evaluation_has_the_names_of_the_document(harness: Harness) -> None:
 
 def test_a_guard_has_the_name_and_the_default_of_the_document() -> None:
     defaults = GuardSettings()
-    given = defaults.model_dump(exclude={"reward_groups", "roll_back"})
+    others = ("reward_groups", "roll_back", "max_recoveries", "recovery_lr_factor")
+    given = defaults.model_dump(exclude=set(others))
     assert list(given) == documented("Guards")
     text = DOCUMENT.read_text(encoding="utf-8")
     assert all(f"| `{name}` | {value:g} |" in text for name, value in given.items())
     assert f"`reward_groups` ({defaults.reward_groups})" in text
+    assert f"`max_recoveries` ({defaults.max_recoveries})" in text
+    assert f"`recovery_lr_factor` ({defaults.recovery_lr_factor})" in text
     assert f"`roll_back` (default: {str(defaults.roll_back).lower()})" in text
 
 

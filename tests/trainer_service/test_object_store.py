@@ -241,7 +241,6 @@ def test_a_copy_to_a_store_that_hangs_fails_after_the_timeout(
     version: Version, store: StoreProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It hangs before a file that fits into no buffer of a connection."""
-    monkeypatch.setattr(places, "SILENCE_S", 2.0)
     monkeypatch.setattr(client, "PART_BYTES", 4 * LEAST_PART_BYTES)
     version.add(7 * LEAST_PART_BYTES)
     write = client.ObjectStore.write
@@ -252,6 +251,7 @@ def test_a_copy_to_a_store_that_hangs_fails_after_the_timeout(
         await write(self, place, file)
 
     with monkeypatch.context() as patch:
+        patch.setattr(places, "SILENCE_S", 2.0)
         patch.setattr(client.ObjectStore, "write", hangs)
         began_at = time.monotonic()
         with pytest.raises(StoreUnavailable):

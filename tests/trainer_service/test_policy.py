@@ -158,7 +158,8 @@ def test_old_versions_and_checkpoints_are_removed(make_harness: MakeHarness) -> 
         harness.agents.group(group_id, [1.0, 0.0])
         assert harness.trainer.run_once()
     assert harness.store.versions() == [3, 4]
-    assert len([path for path in (harness.root / "checkpoints").iterdir() if path.is_dir()]) == 2
+    # Version 1 has no score yet, and may become the best.
+    assert sorted(harness.checkpoints.versions()) == [1, 3, 4]
     assert harness.restart().trainer.step == 4
 
 

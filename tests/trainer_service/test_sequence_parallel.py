@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "whole step": {"algorithm": {"max_tokens": 200, "loss": {"name": "gspo"}, "epochs": 2}},
 }
-WINDOWS_AND_SINKS = next(family for family in FAMILIES if family.name == "GptOss")
+WINDOWS_AND_CAPS = next(family for family in FAMILIES if family.name == "Gemma2")
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +70,10 @@ def test_two_ranks_learn_together_what_one_learns(
     learned_alike(pair, make_learner, tmp_path / "run", options)
 
 
-def test_windows_and_sinks_are_those_of_the_whole_row(
+def test_windows_and_caps_are_those_of_the_whole_row(
     pair: RankPair, make_learner: MakeLearner, tmp_path: Path
 ) -> None:
-    made(WINDOWS_AND_SINKS, tmp_path / "model")
+    made(WINDOWS_AND_CAPS, tmp_path / "model")
     learned_alike(pair, make_learner, tmp_path / "run", {"model_path": tmp_path / "model"})
 
 

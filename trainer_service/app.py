@@ -125,11 +125,11 @@ def _control(shared_state: SharedState) -> APIRouter:
         """Continue from the weights and the optimizer of an older version, under a new version number. The
         answer comes when a checkpoint contains it."""
         try:
-            found = await asyncio.wait_for(
-                asyncio.wrap_future(shared_state.request_rollback(body.version)), CHECKPOINT_TIMEOUT_S
-            )
+            asked = shared_state.request_rollback(body.version)
+            found = await asyncio.wait_for(asyncio.wrap_future(asked), CHECKPOINT_TIMEOUT_S)
         except TimeoutError as error:
-            raise ApiError(504, "the trainer is busy, and did not go back") from error
+            what = "did not go back" if asked.cancelled() else "still goes back: GET /rollback tells when"
+            raise ApiError(504, f"the trainer is busy, and {what}") from error
         except NotRestorable as error:
             raise ApiError(404, str(error), param="version") from error
         return JSONResponse({"version": found.version, "restored": body.version, "step": found.step})

@@ -93,7 +93,7 @@ class Trainer:
         except Stopped:
             logger.info("stopped while waiting; the next start continues from here")
             with suppress(Stopped):
-                if not self._cycle.durable:
+                if not self._cycle.durable and not self._recoveries.suspects:
                     self._checkpoint()
         finally:
             self._shared_state.stop()  # a publication that waits for the disk or the gateway ends
@@ -212,11 +212,11 @@ class Trainer:
             self._groups.gradient_is_finite([screened], self.version, algorithm)
 
     def _recover_or_hold(self, alarm: Alarm) -> None:
-        """Go back to the best version that has a checkpoint, and continue. If there is none, hold the
-        training."""
+        """Go back to the best version that has a checkpoint, and continue. If there is none, hold."""
         target = self._recoveries.target(self._cycle.versions() - {self.version})
         if target is None:
             self.hold.hold(alarm)
+            self._recoveries.suspects = False
         else:
             best = f"version {target.version} did best, {target.reward:.3g} in {target.sessions} sessions"
             self._set_back(target.version, f"{alarm.reason}; {best}", automatic=True)

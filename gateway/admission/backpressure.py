@@ -3,6 +3,8 @@
 The gateway reads it at every poll, never per call. Where too much waits, new sessions are refused.
 """
 
+import time
+
 import msgspec
 from redis.asyncio import Redis
 
@@ -21,6 +23,9 @@ TRAINER_FIELDS = (
     "state",
     "refuses_training",
 )
+
+SILENT_S = 60.0
+"""A trainer that has not reported for so long reads nothing any more, whatever its last state was."""
 
 
 class TrainerBacklog(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +46,8 @@ class TrainerBacklog(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def paused(self) -> bool:
-        return self.state == "paused"
+        """Whether it is alive and paused: then it reads on, and makes no step."""
+        return self.state == "paused" and time.time() - self.last_seen <= SILENT_S
 
 
 class Backpressure(msgspec.Struct, frozen=True, kw_only=True):

@@ -326,6 +326,9 @@ def test_a_full_queue_refuses_no_evaluation_while_the_training_is_paused(limited
         evaluation = gateway.post("/sessions", {"train": False})
         assert evaluation.status_code == 201
         assert gateway.chat(key=evaluation.json()["api_key"]).status_code == 200
+        trainer_says(gateway, state="paused", last_seen=time.time() - 61)  # it has died since
+        polled(gateway.redis)
+        assert refusal(gateway.post("/sessions", {"train": False}))[0] == "queue_full"
 
 
 def test_a_paused_trainer_may_have_sessions_for_training_refused(limited: Any) -> None:

@@ -15,6 +15,7 @@ from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.random_rows import MakeLearner, OneRankLearner
 from tests.support.trainer_service.same_training import differs_by
 from trainer_service.app import create_app
+from trainer_service.status.heartbeat import Stopped
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.run_state import RunState
 
@@ -170,6 +171,39 @@ def test_a_trainer_that_dies_in_a_recovery_trains_nothing_twice(
     assert {name for name, code in again.session_codes().items() if code != "trained"} == set()
     assert again.gateway.announced[-1]["version"] == again.trainer.version
     assert len(door(again).get("/rollback").json()["recoveries"]) == 1
+
+
+def test_a_stop_between_an_alarm_and_the_recovery_makes_no_bad_weights_last(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer is told to stop while it waits for the gateway, or for Redis, to give a new number."""
+    reserve = harness.trainer.publisher.reserve
+
+    def stops_at_the_second(version: int) -> int:
+        if version > 4:
+            raise Stopped
+        return reserve(version)
+
+    harness.agents.group("strange", [1.0, 0.0], version=3, logprobs=STRANGE)
+    monkeypatch.setattr(harness.trainer.publisher, "reserve", stops_at_the_second)
+    monkeypatch.setattr(harness.trainer, "start", lambda: None)
+    harness.trainer.run()
+    assert [row.step for row in harness.checkpoints.ledger(0, 10)] == [1, 2, 3]
+    harness.shared_state.pause()
+    again = harness.restart()
+    assert again.trainer.run_once()
+    assert differs_by(again.weights(), harness.best) == 0  # type: ignore[attr-defined]
+    assert again.session_codes()["strange-0"] == "trained"
+
+
+def test_huge_rewards_are_in_a_checkpoint_that_can_be_read(make_harness: MakeHarness) -> None:
+    harness = make_harness(guards=GUARDS).start()
+    harness.agents.group("huge", [1.7e308, 1.7e308])
+    harness.agents.evaluate("huge-evaluation", -1.7e308)
+    good(harness, 0.5)
+    again = harness.restart()
+    assert again.trainer.step == 1
+    good(again, 0.5)
 
 
 def test_the_best_checkpoint_stays_while_others_go(make_harness: MakeHarness) -> None:

@@ -1,11 +1,17 @@
 """Collects the rewards of complete groups, for the guards and for the comparison of versions."""
 
+from collections import deque
 from collections.abc import Collection
 from statistics import fmean
 
 from trainer_service.groups.assemble import Group
 from trainer_service.groups.evaluation import sampled_by
 from trainer_service.groups.version_scores import VersionScores
+
+LARGEST = 1e30
+"""A larger reward counts as this, so that no sum of rewards or of their squares overflows."""
+KEPT = 4096
+"""The guards get at most so many means, the newest: while the training is paused, they ask for none."""
 
 
 class GroupRewards:
@@ -14,8 +20,8 @@ class GroupRewards:
     def __init__(self) -> None:
         self._counted: set[str] = set()
         """Ids of the groups that are counted and have not ended."""
-        self._means: list[float] = []
-        self._evaluations: list[float] = []
+        self._means = deque[float](maxlen=KEPT)
+        self._evaluations = deque[float](maxlen=KEPT)
         self.by_version = VersionScores()
 
     def add(self, group: Group) -> None:
@@ -26,16 +32,16 @@ class GroupRewards:
         rewards = []
         for member in group.rollouts:
             if member.evaluation is None and member.reward is not None:
-                rewards.append(member.reward)
+                rewards.append(_bounded(member.reward))
                 if (version := sampled_by(member.turns)) is not None:
-                    self.by_version.add(version, member.reward)
+                    self.by_version.add(version, rewards[-1])
         if rewards:
             self._means.append(fmean(rewards))
         for evaluation in (member.evaluation for member in group.members if member.evaluation):
             if not evaluation.failed and evaluation.reward is not None:
-                self._evaluations.append(evaluation.reward)
+                self._evaluations.append(_bounded(evaluation.reward))
                 if evaluation.version is not None:
-                    self.by_version.add(evaluation.version, evaluation.reward, "evaluation")
+                    self.by_version.add(evaluation.version, self._evaluations[-1], "evaluation")
 
     def keep(self, group_ids: Collection[str]) -> None:
         """Forget all counted groups except these: the other groups have ended."""
@@ -43,10 +49,16 @@ class GroupRewards:
 
     def take_means(self) -> list[float]:
         """The mean reward of each group that was counted since the last call."""
-        means, self._means = self._means, []
+        means = list(self._means)
+        self._means.clear()
         return means
 
     def take_evaluations(self) -> list[float]:
         """The reward of each evaluation session that was counted since the last call."""
-        rewards, self._evaluations = self._evaluations, []
+        rewards = list(self._evaluations)
+        self._evaluations.clear()
         return rewards
+
+
+def _bounded(reward: float) -> float:
+    return min(max(reward, -LARGEST), LARGEST)

@@ -37,6 +37,8 @@ class Recoveries:
         self._initial_version = settings.initial_version
         self._guards = Guards(settings.guards)
         self.state = RecoveryState()
+        self.suspects = False
+        """Whether the weights are those of an alarm on which nothing was done yet."""
 
     def resume(self, state: RunState) -> None:
         """Continue with what a checkpoint stored."""
@@ -88,6 +90,7 @@ class Recoveries:
         logger.error("the training went back to version %d: %s", recovery.restored, recovery.reason)
         self._metrics.recovered(recovery.automatic)
         self._guards.forget_rewards()
+        self.suspects = False
         self.state = RecoveryState(
             self.next_rate_scale,
             [*self.state.done, recovery][-RECOVERIES_KEPT:],
@@ -96,6 +99,7 @@ class Recoveries:
 
     def _counted(self, alarm: Alarm | None) -> Alarm | None:
         if alarm is not None:
+            self.suspects = True
             self._metrics.alarmed(alarm.guard)
         return alarm
 

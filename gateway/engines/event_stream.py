@@ -18,8 +18,9 @@ logger = logging.getLogger(__name__)
 
 EVENT_LIMIT_BYTES = 64 * 2**20
 """The longest event that is accepted. A cumulative event repeats the whole answer, so events grow with it."""
-EXPERTS_EVENT_LIMIT_BYTES = 2**30
-"""The same if the last event has experts: 5.4 bytes for each expert of each layer and token."""
+EXPERTS_EVENT_LIMIT_BYTES = 256 * 2**20
+"""The same if the last event has experts: 5.4 bytes for each expert of each layer and token, so those of
+130,000 tokens in 48 layers of 8 experts."""
 LOWEST_LOGPROB = -3.4028234e38
 """Records store float32, in which a lower value would be infinite."""
 
@@ -93,7 +94,7 @@ class EventStream:
         self._limit_bytes = EVENT_LIMIT_BYTES if experts_from is None else EXPERTS_EVENT_LIMIT_BYTES
         self._server = server
         self._adapter = version
-        self._incomplete = b""
+        self._incomplete = bytearray()
         """The beginning of an event whose end has not arrived yet."""
         self._have = 0
         """Output tokens so far."""
@@ -107,16 +108,17 @@ class EventStream:
 
         Raises EngineFault; RequestRefused if the engine finds the request at fault.
         """
-        data = self._incomplete + data if self._incomplete else data
-        end = data.rfind(b"\n\n")
+        seen = max(0, len(self._incomplete) - 1)  # the last byte may be the first of the two that end it
+        self._incomplete += data
+        end = self._incomplete.rfind(b"\n\n", seen)
         if end < 0:
-            if len(data) > self._limit_bytes:
+            if len(self._incomplete) > self._limit_bytes:
                 raise EngineFault("nonsense", f"one event is longer than {self._limit_bytes} bytes")
-            self._incomplete = data
             return []
-        self._incomplete = data[end + 2 :]
+        events = bytes(self._incomplete[:end]).split(b"\n\n")
+        del self._incomplete[: end + 2]
         try:
-            return self._chunks(data[:end].split(b"\n\n"))
+            return self._chunks(events)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise EngineFault("nonsense", f"the engine's event cannot be read: {error}") from error
 

@@ -64,8 +64,9 @@ class PrefixTree:
             return common if inside else 0
         return inside.start
 
-    def add(self, row: int, ids_L: Ids) -> None:
-        shared, length = self.shared(ids_L), len(ids_L)
+    def add(self, row: int, ids_L: Ids, shared: int) -> None:
+        """`shared` is what `shared` returns for these ids, or 0."""
+        length = len(ids_L)
         parent = self._cut(shared) if shared else None
         if parent is None or shared < length:
             parent = Segment(row, shared, length, parent)
@@ -114,8 +115,8 @@ def _trees(rows: Sequence[Ids], max_tokens: int, share_prefixes: bool) -> Iterat
         shared = tree.shared(rows[row]) if share_prefixes else 0
         if tree.tips and (not shared or tree.tokens + len(rows[row]) - shared > max_tokens):
             yield tree
-            tree = PrefixTree()
-        tree.add(row, rows[row])
+            tree, shared = PrefixTree(), 0
+        tree.add(row, rows[row], shared)
     if tree.tips:
         yield tree
 

@@ -199,7 +199,8 @@ def test_a_stop_between_an_alarm_and_the_recovery_makes_no_bad_weights_last(
 def test_huge_rewards_are_in_a_checkpoint_that_can_be_read(make_harness: MakeHarness) -> None:
     harness = make_harness(guards=GUARDS).start()
     harness.agents.group("huge", [1.7e308, 1.7e308])
-    harness.agents.evaluate("huge-evaluation", -1.7e308)
+    for number, reward in enumerate((-1.7e308, 1.7e308)):
+        harness.agents.evaluate(f"huge-{number}-evaluation", reward)
     good(harness, 0.5)
     again = harness.restart()
     assert again.trainer.step == 1

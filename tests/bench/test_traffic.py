@@ -4,20 +4,9 @@ from statistics import fmean
 
 import pytest
 
-from bench.traffic import (
-    CHOICES,
-    GROUP_SIZE,
-    GROUPS_PER_STEP,
-    HOUR_S,
-    MAX_STALENESS,
-    STEP_S,
-    Day,
-    Demand,
-    Outcomes,
-    demands,
-    jain,
-    main,
-)
+from bench.traffic.__main__ import main
+from bench.traffic.day import CHOICES, MAX_STALENESS, Day, Outcomes, jain
+from bench.traffic.demand import GROUP_SIZE, GROUPS_PER_STEP, HOUR_S, STEP_S, Demand, demands
 
 HOURS = 8.0
 STEPS = HOURS * HOUR_S / STEP_S

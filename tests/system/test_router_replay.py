@@ -101,7 +101,9 @@ def test_with_the_engines_experts_the_trainers_logprobs_are_closer_to_the_engine
     replayed_T = difference(untrained, routers, rows)
     found = routers.sums()
     agreement, replayed = found.mean("router/agreement"), found.mean("router/replayed")
-    print(f"|d log p| {own_T.mean():.4f}, with replay {replayed_T.mean():.4f}; agreement {agreement:.4f}")
+    for name, gap_T in (("without", own_T), ("with", replayed_T)):
+        print(f"|d log p| {name} replay: mean {gap_T.mean():.4f}, largest {gap_T.max():.3f}")
+    print(f"{len(own_T)} sampled tokens; agreement {agreement:.4f}")
     assert 0.9 < agreement < 1, "the records are those of other tokens, or nothing was left to replay"
     assert replayed_T.mean() < own_T.mean() / 2
     assert replayed_T.max() < own_T.max() / 2

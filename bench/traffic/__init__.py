@@ -1,0 +1,1 @@
+"""A simulated day of more sessions than the trainer trains."""

@@ -231,6 +231,22 @@ def test_guards_remember_rewards_over_a_restart(make_harness: MakeHarness) -> No
     assert "is 0, and was 0.95 at best" in str(harness.trainer.hold.reason)
 
 
+def test_a_group_that_waits_over_restarts_is_counted_once(make_harness: MakeHarness) -> None:
+    harness = make_harness(guards={"reward_groups": 2, "max_recoveries": 0}, algorithm={"min_live_rows": 100})
+    harness.start()
+    harness.agents.group("good", [1.0, 0.9])
+    harness.agents.group("bad", [0.1, 0.0])
+    for _ in range(4):
+        harness.trainer.run_once()
+        harness.save()
+        harness = harness.restart()
+    harness.trainer.run_once()
+    scores = harness.intake.rewards.by_version.best([0])
+    assert scores is not None
+    assert scores.sessions == 4
+    assert not harness.shared_state.paused
+
+
 def rolled_back(harness: Harness, version: int) -> Any:
     """The answer to an operator who asks for this version."""
     asked = harness.shared_state.request_rollback(version)

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from trainer_service.groups.assemble import Group
 from trainer_service.groups.evaluation import sampled_by
-from trainer_service.groups.version_scores import VersionScores
+from trainer_service.groups.version_scores import ScoreState, VersionScores
 
 LARGEST = 1e30
 """A larger reward counts as this, so that no sum of rewards or of their squares overflows."""
@@ -19,10 +19,19 @@ class GroupRewards:
 
     def __init__(self) -> None:
         self._counted: set[str] = set()
-        """Ids of the groups that are counted and have not ended."""
         self._means = deque[float](maxlen=KEPT)
         self._evaluations = deque[float](maxlen=KEPT)
         self.by_version = VersionScores()
+
+    @property
+    def counted(self) -> list[str]:
+        """Ids of the groups that are counted and have not ended. A restart reads their entries again."""
+        return sorted(self._counted)
+
+    def resume(self, scores: ScoreState, counted: Collection[str]) -> None:
+        """Continue with what a checkpoint stored."""
+        self.by_version.resume(scores)
+        self._counted = set(counted)
 
     def add(self, group: Group) -> None:
         """Count the rewards of a group's rollouts, and those of evaluation sessions apart."""

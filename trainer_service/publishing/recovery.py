@@ -43,13 +43,18 @@ class Recoveries:
     def resume(self, state: RunState) -> None:
         """Continue with what a checkpoint stored."""
         self._guards.resume(state.guards)
-        self._rewards.by_version.resume(state.scores)
+        self._rewards.resume(state.scores, state.counted)
         self.state = state.recovery
 
     def stored_in(self, state: RunState) -> RunState:
         """The state of a checkpoint, with what guards and recoveries need."""
-        scores = self._rewards.by_version.state
-        return replace(state, guards=self._guards.state, scores=scores, recovery=self.state)
+        return replace(
+            state,
+            guards=self._guards.state,
+            scores=self._rewards.by_version.state,
+            counted=self._rewards.counted,
+            recovery=self.state,
+        )
 
     def check_rewards(self) -> Alarm | None:
         """The alarm that the groups and evaluation sessions since the last call raise."""

@@ -57,6 +57,8 @@ class RunState(msgspec.Struct, frozen=True):
     """The scores of versions in evaluation sessions, which are not trained."""
     scores: ScoreState = ScoreState()
     """The rewards of versions, by which the best one is chosen."""
+    counted: list[str] = []
+    """Groups that wait, and whose rewards are in the scores and in the guards' memory."""
     guards: GuardState = GuardState()
     recovery: RecoveryState = RecoveryState()
     ledger_bytes: int = 0

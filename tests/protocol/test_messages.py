@@ -294,6 +294,8 @@ async def test_the_trainers_report_reaches_those_who_decide_on_sessions(
         rollouts_owed=2,
         rollouts_per_step=8.5,
         last_seen=shared_state.snapshot.last_seen,
+        state="paused",
+        refuses_training=False,
     )
 
 

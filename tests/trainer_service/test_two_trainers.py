@@ -23,7 +23,8 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
-LEASE_S = 2.0
+LEASE_S = 8.0
+"""A busy machine may let a process wait for seconds, and its lease must outlast that."""
 STARTS_WITHIN_S = 90.0
 
 

@@ -119,7 +119,11 @@ class TrainerSettings(ServiceSettings, ModelSettings):
     """The teacher that scores each token, for losses that distil (preset `opd`)."""
     guards: GuardSettings = GuardSettings()
 
-    checkpoint_every_steps: int = Field(1, ge=1)
+    checkpoint_every_minutes: float = Field(10.0, gt=0)
+    """The longest time between two checkpoints. A small model has more: one is made whenever the last one
+    took less than 2 % of the time since."""
+    checkpoint_every_steps: int | None = Field(None, ge=1)
+    """Make a checkpoint after every so many steps instead."""
     publish_every_steps: int = Field(1, ge=1)
     keep_checkpoints: int = Field(2, ge=2)
     keep_policies: int = Field(4, ge=2)

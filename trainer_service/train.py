@@ -1,8 +1,8 @@
 """Runs the training loop: reads turns, trains the policy on them, and publishes its weights.
 
-    read ─▶ select ─▶ train ─▶ (guards) ─▶ checkpoint ─▶ acknowledge ─▶ publish
-     ▲        │ not full yet       └─ an alarm: the weights of an older checkpoint
-     └────────┴─────────────────────────────────────────────────────────────┘
+    read ─▶ select ─▶ train ─▶ (guards) ─▶ publish, and at times: checkpoint ─▶ acknowledge
+     ▲        │ not full yet       └─ an alarm: the weights of an older checkpoint    │
+     └────────┴───────────────────────────────────────────────────────────────────────┘
 
 Agents' sessions arrive as entries of a stream: turns, rewards, outcomes. The intake collects them into groups
 of sessions whose rewards are compared, and selects the groups of a step. The entries of a trained session are
@@ -39,7 +39,7 @@ from trainer_service.step.ranks import DistributedPolicy
 from trainer_service.step.step_attempts import StepAttempts
 from trainer_service.step.teacher import TeacherClient
 from trainer_service.storage.checkpoint import Checkpoints
-from trainer_service.storage.checkpoint_cycle import CheckpointCycle
+from trainer_service.storage.checkpoint_cycle import CheckpointCycle, Contents
 from trainer_service.storage.disk_retry import DiskRetry
 from trainer_service.storage.run_files import AttemptFile, VersionFile
 from trainer_service.storage.run_state import LedgerStep, RunState
@@ -73,13 +73,16 @@ class Trainer:
         self._policy, self._intake, self.publisher = policy, intake, publisher
         self._metrics, self._shared_state, self._heartbeat = metrics, shared_state, heartbeat
         self._recoveries = Recoveries(settings, intake.rewards, metrics)
-        self._cycle = CheckpointCycle(checkpoints, policy, heartbeat, disk, self._recoveries.wanted)
         self._numbers = VersionNumbers(VersionFile(settings.checkpoint_dir), publisher, disk)
         self.hold = Hold(settings, publisher, intake.rewards.by_version, disk, shared_state)
         self._memory = memory or DeviceMemory((), heartbeat)
         self._attempts = StepAttempts(AttemptFile(settings.checkpoint_dir))
         self._groups = GroupTrainer(policy, settings.algorithm, heartbeat, teacher)
         self._stopwatch = Stopwatch()
+        contents = Contents(self._state, intake.evaluations.state, self._recoveries.wanted, self._acknowledge)
+        self._cycle = CheckpointCycle(
+            checkpoints, policy, settings, heartbeat, self._stopwatch, disk, contents
+        )
         self._content = VersionContent(policy, publisher, adapters=settings.transport == "adapter")
         self.step, self.version = 0, settings.initial_version
 
@@ -89,14 +92,15 @@ class Trainer:
             self.start()
             while not self._shared_state.stopping:
                 self.run_once()
-            self._save()
+            self._cycle.save_if_outdated()
         except Stopped:
             logger.info("stopped while waiting; the next start continues from here")
             with suppress(Stopped):
-                if not self._cycle.durable and not self._recoveries.suspects:
-                    self._checkpoint()
+                if not self._recoveries.suspects:
+                    self._cycle.save_if_outdated()
         finally:
             self._shared_state.stop()  # a publication that waits for the disk or the gateway ends
+            self._cycle.close()
             self.publisher.close()
             self._memory.close()
 
@@ -121,9 +125,10 @@ class Trainer:
 
     def run_once(self) -> bool:
         """Read, select, train, save, publish. Returns whether a step was made."""
-        self._shared_state.answer_checkpoint_requests(self._save_always)
+        self._shared_state.answer_checkpoint_requests(self._cycle.save)
         self._shared_state.answer_rollback_requests(self._roll_back_on_request)
         self.publisher.follow()
+        self._cycle.save_if_due()
         if self._is_paused():
             return False
         batch, algorithm = self._select()
@@ -140,8 +145,7 @@ class Trainer:
         alarm = self._recoveries.check_step({"step": self.step, **values})
         if alarm is not None:  # before a checkpoint contains the step
             self._recover_or_hold(alarm)
-        if self.step % self._settings.checkpoint_every_steps == 0:
-            self._save()  # before the version is published, because publishing may wait long for a gateway
+        self._cycle.save_if_due()
         self._publish_if_due(values, made, held=alarm is not None)
         return True
 
@@ -213,6 +217,7 @@ class Trainer:
 
     def _recover_or_hold(self, alarm: Alarm) -> None:
         """Go back to the best version that has a checkpoint, and continue. If there is none, hold."""
+        self._cycle.settle(wait=True)
         target = self._recoveries.target(self._cycle.versions() - {self.version})
         if target is None:
             self.hold.hold(alarm)
@@ -222,6 +227,7 @@ class Trainer:
             self._set_back(target.version, f"{alarm.reason}; {best}", automatic=True)
 
     def _roll_back_on_request(self, version: int) -> None:
+        self._cycle.settle(wait=True)
         check_restorable(version, self._cycle.versions())
         self._set_back(version, "an operator asked for it", automatic=False)
         self.hold.forget()
@@ -236,7 +242,7 @@ class Trainer:
         self._recoveries.note(recovery_to(restored, version, self.step, reason, automatic=automatic))
         self.version = version
         self._heartbeat.note(self.step, version)
-        self._save_always()
+        self._cycle.save()
         self._publish_newest()
 
     def _note_recoveries(self) -> None:
@@ -266,26 +272,18 @@ class Trainer:
                 self.version, self.step, self._content.snapshot, best=best.version if best else None
             )
 
-    def _save(self) -> None:
-        """Write a checkpoint if the last one is outdated, then acknowledge the entries that it contains."""
-        # New results of evaluation sessions, which no step trains, also make a checkpoint outdated.
-        if self._cycle.is_outdated(self._intake.evaluations.state):
-            self._checkpoint()
-        with self._stopwatch.timed("acknowledge"):
-            self._intake.acknowledge()
-
-    def _save_always(self) -> None:
-        self._checkpoint()
-        self._save()  # acknowledges
-        self._report("waiting")
-
-    def _checkpoint(self) -> None:
+    def _state(self) -> RunState:
+        """What a checkpoint contains now, beside the weights."""
         state = self._intake.run_state(self.step, self.version, self._groups.baselines)
-        with self._stopwatch.timed("checkpoint"):
-            self._cycle.save(self._recoveries.stored_in(state))
+        return self._recoveries.stored_in(state)
+
+    def _acknowledge(self) -> None:
+        """Acknowledge the entries that the last checkpoint contains, which is durable."""
         kept = {self._settings.initial_version, *self.publisher.versions(), *self._cycle.versions()}
         self._intake.rewards.by_version.keep(kept)
         self._note_recoveries()
+        with self._stopwatch.timed("acknowledge"):
+            self._intake.acknowledge()
 
     def _report(self, phase: Phase) -> None:
         waits = [self._intake.waiting_for()] if phase == "waiting" else []
@@ -293,6 +291,8 @@ class Trainer:
             waits.append(f"{self._groups.early_tokens} tokens are already learned")
         if waits and self.publisher.waits_for:
             waits.append(f"a version waits for {self.publisher.waits_for}")
+        if waits and self._cycle.waits_for:
+            waits.append(self._cycle.waits_for)
         if phase == "paused" and self.hold.reason:
             waits = [f"POST /resume, since {self.hold.reason}"]
         if self._shared_state.ready:

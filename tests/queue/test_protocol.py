@@ -83,14 +83,14 @@ class Protocol(RuleBasedStateMachine):
     knife: Knife
     sessions = Bundle("sessions")
 
-    @initialize(checkpoint_every_steps=st.integers(1, 3))
-    def begin(self, checkpoint_every_steps: int) -> None:
+    @initialize(checkpoint_every_steps=st.sampled_from([None, 1, 2, 3]), looks=st.integers(0, 3))
+    def begin(self, checkpoint_every_steps: int | None, looks: int) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.known: dict[str, Known] = {}
         self.buried: Counter[str] = Counter()
         """Verdicts that were counted for turns of sessions that were deleted later."""
         self.clock = 100.0
-        self.system = System(self.url, self.knife, Path(self.folder.name), checkpoint_every_steps)
+        self.system = System(self.url, self.knife, Path(self.folder.name), checkpoint_every_steps, looks)
 
     # Agents
 
@@ -462,8 +462,9 @@ def acknowledges_before_the_checkpoint(patch: pytest.MonkeyPatch) -> None:
     state = Intake.run_state
 
     def run_state(intake: Intake, *given: Any) -> RunState:
+        made = state(intake, *given)
         intake.acknowledge()
-        return state(intake, *given)
+        return made
 
     patch.setattr(Intake, "run_state", run_state)
 

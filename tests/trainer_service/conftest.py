@@ -79,6 +79,7 @@ def make_harness(tmp_path: Path, model_path: Path, imported: None) -> Iterator[M
         stream: MemoryStream | None = None,
         sinks: Sequence[Sink] = (),
         executor: Executor | None = None,
+        writer: Executor | None = None,
         **settings: Any,
     ) -> Harness:
         root = tmp_path / name
@@ -93,6 +94,7 @@ def make_harness(tmp_path: Path, model_path: Path, imported: None) -> Iterator[M
             "threads": 1,
             "device": "cpu",
             "retry_s": 0.01,
+            "checkpoint_every_steps": 1,
             "optimizer": {"lr": 1e-2, "warmup_steps": 0},
         }
         given["guards"] = guards | settings.pop("guards", {})
@@ -105,6 +107,7 @@ def make_harness(tmp_path: Path, model_path: Path, imported: None) -> Iterator[M
             FakeGateway(),
             sinks=sinks,
             executor=executor or InlineExecutor(),
+            writer=writer or InlineExecutor(),
             closing=closing,
         )
 

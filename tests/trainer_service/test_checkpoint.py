@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.trainer_service.checkpoints import saved_checkpoint
 from trainer_service.groups.acknowledgement import Acknowledgement
 from trainer_service.model.sharding.layout import Layout
 from trainer_service.storage.checkpoint import CheckpointBroken, Checkpoints
@@ -17,9 +18,14 @@ class Weights:
     value = 0
     layout = Layout(ranks=1, zero_stage=1, dtype="float32")
 
-    def save(self, directory: Path, tag: str) -> None:
-        (directory / tag).mkdir()
-        (directory / tag / "shard").write_text(str(self.value), encoding="utf-8")
+    def copy_states(self) -> "Weights":
+        copy = Weights()
+        copy.value = self.value
+        return copy
+
+    def write(self, directory: Path) -> None:
+        directory.mkdir()
+        (directory / "shard").write_text(str(self.value), encoding="utf-8")
 
     def load(self, directory: Path, tag: str, layout: Layout | None, rate_scale: float = 1.0) -> None:
         assert layout == self.layout
@@ -32,9 +38,8 @@ def saved(checkpoints: Checkpoints, step: int) -> str:
     row = LedgerStep(
         step=step, version=step, durable=True, turns=[f"t{step}"], sessions=[f"s{step}"], tokens=3
     )
-    return checkpoints.save(
-        weights, RunState(step=step, version=step, owed=Acknowledgement(["1-0"], {}, [])), [row]
-    )
+    state = RunState(step=step, version=step, owed=Acknowledgement(["1-0"], {}, []))
+    return saved_checkpoint(checkpoints, weights, state, [row])
 
 
 def test_two_trainers_cannot_share_a_directory(tmp_path: Path) -> None:

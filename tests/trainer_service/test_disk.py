@@ -5,23 +5,36 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.support.trainer_service.checkpoints import saved_checkpoint
 from tests.support.trainer_service.harness import Harness, MakeHarness
+from tests.support.waiting import wait_until
 from trainer_service.model.huggingface import WEIGHTS
+from trainer_service.model.sharding.file_copies import StateCopy
 from trainer_service.model.sharding.layout import Layout
 from trainer_service.model.snapshot import WeightSnapshot
+from trainer_service.status.shared_state import Phase
 from trainer_service.storage.checkpoint import CheckpointBroken, Checkpoints
-from trainer_service.storage.disk import DiskTrouble, Parted
+from trainer_service.storage.disk import DiskTrouble
 from trainer_service.storage.files import write_atomically
 from trainer_service.storage.run_state import LedgerStep, RunState
 
 Write = Callable[..., Any]
+
+
+@pytest.fixture
+def writer() -> Iterator[Executor]:
+    """The thread that writes checkpoints in a real trainer."""
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
 
 
 def full(number: int = errno.ENOSPC) -> OSError:
@@ -34,6 +47,9 @@ class Disk:
     def __init__(self, harness: Harness, error: Exception | None = None) -> None:
         self.harness, self.error = harness, error or full()
         self.room = False
+        self.gate = Event()
+        """Pauses end when it is set."""
+        self.gate.set()
         self.said: list[str] = []
         self.pauses_s: list[float] = []
         self.refused = 0
@@ -56,15 +72,16 @@ class Disk:
             publication = self.harness.trainer.publisher.waits_for
             self.said.append(publication or self.harness.shared_state.snapshot.waiting_for)
             self.pauses_s.append(seconds)
+            self.gate.wait(60)
             self.room = len(self.pauses_s) == pauses
 
         self.harness.clock.pass_by(0)
         patch.setattr(self.harness.shared_state, "sleep", paused)
 
 
-def half_a_shard(directory: Path, tag: str) -> None:
-    (directory / tag).mkdir()
-    (directory / tag / "shard.pt").write_bytes(b"half")
+def half_a_shard(_: StateCopy, directory: Path) -> None:
+    directory.mkdir()
+    (directory / "shard.pt").write_bytes(b"half")
 
 
 def half_a_version(_: WeightSnapshot, directory: Path) -> None:
@@ -77,38 +94,58 @@ def tags(harness: Harness) -> list[str]:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EIO, errno.EDQUOT, errno.EROFS])
 def test_a_checkpoint_waits_for_room_and_nothing_is_acknowledged_meanwhile(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch, number: int
+    make_harness: MakeHarness, writer: Executor, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    harness.agents.group("g", [1.0, 0.0])
-    assert harness.trainer.run_once()
+    harness = make_harness(writer=writer).start()
+    harness.step("g")
+    wait_until(lambda: harness.trainer.run_once() or harness.session_codes()["g-0"] == "trained")
     before = (harness.settings.checkpoint_dir / "CURRENT").read_text()
     disk = Disk(harness, full(number))
     disk.wait(monkeypatch, 4)
-    monkeypatch.setattr(harness.policy, "save", disk.short(harness.policy.save, half_a_shard))
-    seen: list[tuple[object, ...]] = []
-    beat = harness.heartbeat.beat
-
-    def watched(*arguments: Any) -> None:
-        if disk.refused and not disk.room:
-            current = (harness.settings.checkpoint_dir / "CURRENT").read_text()
-            seen.append((current, tags(harness), len(list(harness.stream.reclaim()))))
-        beat(*arguments)
-
-    monkeypatch.setattr(harness.heartbeat, "beat", watched)
-    harness.agents.group("h", [1.0, 0.0])
-    assert harness.trainer.run_once()
-    assert seen
-    assert set(map(repr, seen)) == {repr((before, [before], 6))}
-    assert disk.pauses_s == pytest.approx([0.01, 0.02, 0.04, 0.08])  # each is a difference of two times
-    assert set(disk.said) == {
-        "room on the disk for a checkpoint (checkpoint 00000002-step-00000002 could not be written: "
+    monkeypatch.setattr(StateCopy, "write", disk.short(StateCopy.write, half_a_shard))
+    disk.gate.clear()
+    harness.step("h")
+    wait_until(lambda: disk.pauses_s)
+    assert not harness.trainer.run_once()
+    assert (harness.settings.checkpoint_dir / "CURRENT").read_text() == before
+    assert tags(harness) == [before]
+    assert len(list(harness.stream.reclaim())) == 6
+    assert harness.shared_state.snapshot.waiting_for.endswith(
+        "; room on the disk for a checkpoint (checkpoint 00000002-step-00000002 could not be written: "
         f"{os.strerror(number)})"
-    }
+    )
+    assert [body["version"] for body in harness.gateway.announced] == [1, 2]
+    disk.gate.set()
+    wait_until(lambda: harness.trainer.run_once() or harness.session_codes()["h-0"] == "trained")
+    assert disk.pauses_s == pytest.approx([0.01, 0.02, 0.04, 0.08])  # each is a difference of two times
     refusals = {"what": "checkpoint"}
     assert harness.registry.get_sample_value("weir_trainer_disk_refusals_total", refusals) == 4
-    assert harness.session_codes()["h-0"] == "trained"
     assert [row.step for row in harness.checkpoints.ledger(0, 10)] == [1, 2]
     assert harness.restart().trainer.step == 2
+
+
+def test_the_training_waits_for_room_when_the_next_checkpoint_is_due(
+    make_harness: MakeHarness, writer: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So at most one checkpoint is in memory, and the steps of two checkpoints can be lost."""
+    harness = make_harness(writer=writer).start()
+    disk = Disk(harness)
+    disk.wait(monkeypatch, 6)
+    monkeypatch.setattr(StateCopy, "write", disk.short(StateCopy.write, half_a_shard))
+    beat, waiting = harness.heartbeat.beat, []
+
+    def watched(phase: Phase, waiting_for: str | None = None) -> None:
+        beat(phase, waiting_for)
+        if waiting_for and waiting_for.startswith("room on the disk"):
+            waiting.append([row.step for row in harness.checkpoints.ledger(0, 10)])
+            disk.gate.set()
+
+    monkeypatch.setattr(harness.heartbeat, "beat", watched)
+    disk.gate.clear()
+    harness.step("g")
+    harness.step("h")
+    assert waiting[0] == []
+    assert [row.step for row in harness.checkpoints.ledger(0, 10)][:1] == [1]
 
 
 def test_a_version_waits_for_room_and_is_announced_when_it_is_whole(
@@ -147,7 +184,7 @@ def test_a_trainer_told_to_stop_while_its_disk_is_full_ends_in_order_and_loses_n
 ) -> None:
     disk = Disk(harness)
     if what == "save":
-        monkeypatch.setattr(harness.policy, "save", disk.short(harness.policy.save, half_a_shard))
+        monkeypatch.setattr(StateCopy, "write", disk.short(StateCopy.write, half_a_shard))
     else:
         monkeypatch.setattr(WeightSnapshot, "write", disk.short(WeightSnapshot.write, half_a_version))
     harness.agents.group("g", [1.0, 0.0])
@@ -203,24 +240,10 @@ def test_a_file_that_cannot_be_written_leaves_no_temporary_file(
 
 def test_an_error_of_another_kind_is_not_retried(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(harness, RuntimeError("CUDA error: an illegal memory access was encountered"))
-    monkeypatch.setattr(harness.policy, "save", disk.short(harness.policy.save, half_a_shard))
+    monkeypatch.setattr(StateCopy, "write", disk.short(StateCopy.write, half_a_shard))
     harness.agents.group("g", [1.0, 0.0])
     with pytest.raises(RuntimeError, match="illegal memory access"):
         harness.trainer.run_once()
-
-
-def test_a_write_that_failed_on_one_of_several_ranks_is_not_retried(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other ranks wait at a barrier of the first attempt and would not take part in a second."""
-    parted = Parted("rank 0 could not write")
-    parted.__cause__ = full()
-    disk = Disk(harness, parted)
-    monkeypatch.setattr(harness.policy, "save", disk.short(harness.policy.save, half_a_shard))
-    harness.agents.group("g", [1.0, 0.0])
-    with pytest.raises(Parted):
-        harness.trainer.run_once()
-    assert disk.refused == 1
 
 
 def test_a_line_of_metrics_that_does_not_fit_is_left_out_whole(
@@ -253,9 +276,12 @@ class Shards:
 
     layout = Layout(ranks=1, zero_stage=1, dtype="float32")
 
-    def save(self, directory: Path, tag: str) -> None:
-        (directory / tag).mkdir()
-        (directory / tag / "shard").write_bytes(b"1")
+    def copy_states(self) -> "Shards":
+        return self
+
+    def write(self, directory: Path) -> None:
+        directory.mkdir()
+        (directory / "shard").write_bytes(b"1")
 
     def load(self, directory: Path, tag: str, layout: Layout | None, rate_scale: float = 1.0) -> None: ...
 
@@ -269,7 +295,7 @@ def test_a_checkpoint_that_fails_at_any_write_leaves_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     checkpoints = Checkpoints(tmp_path, 2)
-    first = checkpoints.save(Shards(), RunState(step=1, version=1), [row(1)])
+    first = saved_checkpoint(checkpoints, Shards(), RunState(step=1, version=1), [row(1)])
 
     def refused(*_: object) -> None:
         raise full()
@@ -277,10 +303,10 @@ def test_a_checkpoint_that_fails_at_any_write_leaves_the_one_before(
     with monkeypatch.context() as patch:
         patch.setattr(f"trainer_service.storage.checkpoint.{at}", refused)  # the first fsync is the ledger's
         with pytest.raises(DiskTrouble, match="No space left"):
-            checkpoints.save(Shards(), RunState(step=2, version=2), [row(2)])
+            saved_checkpoint(checkpoints, Shards(), RunState(step=2, version=2), [row(2)])
     assert sorted(path.name for path in tmp_path.iterdir()) == [first, "CURRENT", "ledger.jsonl"]
     assert len((tmp_path / "ledger.jsonl").read_bytes().splitlines()) == 1
-    checkpoints.save(Shards(), RunState(step=2, version=2), [row(2)])
+    saved_checkpoint(checkpoints, Shards(), RunState(step=2, version=2), [row(2)])
     assert [each.step for each in checkpoints.ledger(0, 10)] == [1, 2]
     restored = Checkpoints(tmp_path, 2).restore(Shards())
     assert restored is not None
@@ -291,7 +317,7 @@ def test_if_only_the_sync_of_current_fails_the_save_fails_and_its_files_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = Checkpoints(tmp_path, 2)
-    checkpoints.save(Shards(), RunState(step=1, version=1), [row(1)])
+    saved_checkpoint(checkpoints, Shards(), RunState(step=1, version=1), [row(1)])
 
     def sync(directory: Path) -> None:
         if directory == tmp_path:
@@ -300,7 +326,7 @@ def test_if_only_the_sync_of_current_fails_the_save_fails_and_its_files_stay(
     with monkeypatch.context() as patch:
         patch.setattr("trainer_service.storage.files.sync_directory", sync)
         with pytest.raises(CheckpointBroken, match="could not be synced"):
-            checkpoints.save(Shards(), RunState(step=2, version=2), [row(2)])
+            saved_checkpoint(checkpoints, Shards(), RunState(step=2, version=2), [row(2)])
     restored = Checkpoints(tmp_path, 2).restore(Shards())
     assert restored is not None
     assert restored.step == 2
@@ -309,7 +335,7 @@ def test_if_only_the_sync_of_current_fails_the_save_fails_and_its_files_stay(
 def test_incomplete_files_of_dead_processes_are_removed(make_harness: MakeHarness) -> None:
     harness = make_harness()
     for serial in (1, 2, 3):
-        half_a_shard(harness.settings.checkpoint_dir, f"{serial:08d}-step-00000001")
+        half_a_shard(StateCopy({}), harness.settings.checkpoint_dir / f"{serial:08d}-step-00000001")
     (harness.settings.policies_dir / "v00000007.tmp").mkdir()
     harness.start()
     harness.agents.group("g", [1.0, 0.0])
@@ -332,7 +358,6 @@ def test_a_real_size_limit_stops_deepspeed_and_safetensors_until_it_is_lifted(
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     saving, publishing, end = [json.loads(line) for line in ran.stdout.splitlines() if line[:1] == "{"]
-    assert saving["waiting_for"].startswith("room on the disk for a checkpoint (checkpoint 0000")
     assert saving["checkpoints"] == [saving["current"]] == ["00000001-step-00000001"]
     assert (saving["ledger"], saving["ledger_lines"], saving["pending"]) == (1, 1, 6)
     assert saving["refusals"] == {"checkpoint": 3, "publish": None}

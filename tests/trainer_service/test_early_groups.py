@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.tolerances import BFLOAT16, FLOAT32, ulps
+from tests.support.trainer_service.checkpoints import saved_checkpoint
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.random_rows import POISON, MakeLearner, OneRankLearner, random_rows
 from tests.support.trainer_service.same_training import (
@@ -127,7 +128,7 @@ def test_a_checkpoint_during_a_step_does_not_change_the_step(make_learner: MakeL
     straight, saved = (make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED) for _ in range(2))
     rows = grouped(1)
     saved.leader.accumulate(StepRequest(rows[:4], 0, saved.settings.algorithm))
-    Checkpoints(saved.root / "c", 2).save(saved.leader, RunState(step=0), [])
+    saved_checkpoint(Checkpoints(saved.root / "c", 2), saved.leader, RunState(step=0))
     assert saved.leader.weights_are_finite()
     assert saved.exported()
     told = saved.leader.optimise(StepRequest(rows[4:], 0, saved.settings.algorithm))

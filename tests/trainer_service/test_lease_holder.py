@@ -138,14 +138,14 @@ def test_a_trainer_waits_for_a_redis_that_is_away() -> None:
     waiting.join()
 
 
-@pytest.mark.parametrize("moment", ["checkpoint", "publish"])
+@pytest.mark.parametrize("moment", ["checkpoint", "its end", "publish"])
 def test_a_trainer_that_lost_its_lease_neither_saves_nor_publishes(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """Another trainer claims the lease during the step."""
     harness = make_harness().start()
     harness.agents.group("g", [1.0, 0.0])
-    moments, confirm = iter(["checkpoint", "publish"]), harness.heartbeat.confirm
+    moments, confirm = iter(["checkpoint", "its end", "publish"]), harness.heartbeat.confirm
 
     def slept() -> None:
         harness.stream.taken_over = next(moments) == moment

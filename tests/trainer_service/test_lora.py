@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.tolerances import ulps
+from tests.support.trainer_service.checkpoints import saved_checkpoint
 from tests.support.trainer_service.random_rows import MakeLearner, OneRankLearner, random_rows
 from tests.support.trainer_service.same_training import (
     WELL_CONDITIONED,
@@ -37,11 +38,11 @@ def base_weights(learner: OneRankLearner) -> dict[str, torch.Tensor]:
 def test_only_adapters_learn_and_the_merged_model_agrees_with_the_policy(
     make_learner: MakeLearner, model_path: Path, tmp_path: Path, stage: int
 ) -> None:
-    learner = make_learner(zero_stage=stage, lora=LORA)
+    learner = make_learner(zero_stage=stage, lora=LORA, checkpoint_hf=True)
     base = base_weights(learner)
     for seed in range(2):
         learner.learn(seed)
-    Checkpoints(tmp_path / "c", 2).save(learner.leader, RunState(step=2), [])
+    saved_checkpoint(Checkpoints(tmp_path / "c", 2), learner.leader, RunState(step=2))
     merged = learner.exported()
     after = base_weights(learner)
     assert all(torch.equal(after[name], tensor) for name, tensor in base.items())
@@ -62,7 +63,7 @@ def test_peft_reads_the_adapter_of_a_checkpoint(
 
     learner = make_learner(lora={**LORA, "target_modules": ["q_proj", "down_proj"]})
     learner.learn(1)
-    tag = Checkpoints(tmp_path / "c", 2).save(learner.leader, RunState(step=1), [])
+    tag = saved_checkpoint(Checkpoints(tmp_path / "c", 2), learner.leader, RunState(step=1))
     base = AutoModelForCausalLM.from_pretrained(model_path)
     merged = PeftModel.from_pretrained(base, tmp_path / "c" / tag / "adapter").merge_and_unload()
     weights = {name: tensor for name, tensor in merged.state_dict().items() if name != "lm_head.weight"}
@@ -78,7 +79,7 @@ def test_adapters_go_on_bitwise_after_a_restore(
 ) -> None:
     straight = make_learner(zero_stage=stage, lora=LORA)
     straight.learn(1)
-    Checkpoints(tmp_path / "c", 2).save(straight.leader, RunState(step=1), [])
+    saved_checkpoint(Checkpoints(tmp_path / "c", 2), straight.leader, RunState(step=1))
     resumed = make_learner(zero_stage=stage, lora=LORA)
     Checkpoints(tmp_path / "c", 2).restore(resumed.leader)
     assert straight.learn(2) == resumed.learn(2)
@@ -90,7 +91,7 @@ def test_adapters_are_converted_for_another_stage(
 ) -> None:
     before = make_learner(zero_stage=1, lora=LORA, optimizer=WELL_CONDITIONED)
     before.learn(1)
-    Checkpoints(tmp_path / "c", 2).save(before.leader, RunState(step=1), [])
+    saved_checkpoint(Checkpoints(tmp_path / "c", 2), before.leader, RunState(step=1))
     after = make_learner(zero_stage=3, lora=LORA, optimizer=WELL_CONDITIONED)
     Checkpoints(tmp_path / "c", 2).restore(after.leader)
     assert differs_by(before.exported(), after.exported()) == 0
@@ -109,7 +110,7 @@ def test_the_reference_is_the_base_model_also_after_training_and_a_restore(
         untrained, _ = make_learner().policy.logprobs(a_batch())
     learner = make_learner(**given)
     learner.learn(1)
-    Checkpoints(tmp_path / "c", 2).save(learner.leader, RunState(step=1), [])
+    saved_checkpoint(Checkpoints(tmp_path / "c", 2), learner.leader, RunState(step=1))
     again = make_learner(**given)
     Checkpoints(tmp_path / "c", 2).restore(again.leader)
     for each in (learner, again):

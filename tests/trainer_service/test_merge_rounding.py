@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.support.trainer_service.checkpoints import saved_checkpoint
 from tests.support.trainer_service.random_rows import MakeLearner, OneRankLearner
 from tests.support.trainer_service.same_training import differs_by
 from trainer_service.model.export import stochastically_rounded
@@ -79,9 +80,10 @@ def test_a_small_change_of_the_adapters_survives_the_merge_into_bfloat16(
 def test_the_same_weights_are_rounded_alike_in_versions_checkpoints_and_after_a_restart(
     make_learner: MakeLearner, half_path: Path, tmp_path: Path
 ) -> None:
-    learner = one_small_step(make_learner, half_path)
+    learner = make_learner(lora=LORA, optimizer=SMALL_STEP, model_path=half_path, checkpoint_hf=True)
+    learner.learn(1)
     first = learner.exported()
-    tag = Checkpoints(tmp_path / "c", 2).save(learner.leader, RunState(step=1), [])
+    tag = saved_checkpoint(Checkpoints(tmp_path / "c", 2), learner.leader, RunState(step=1))
     assert differs_by(load_file(tmp_path / "c" / tag / "model" / "model.safetensors"), first) == 0
     restarted = make_learner(lora=LORA, optimizer=SMALL_STEP, model_path=half_path)
     Checkpoints(tmp_path / "c", 2).restore(restarted.leader)
@@ -105,7 +107,7 @@ def test_a_checkpoint_loads_with_another_rounding(
     make_learner: MakeLearner, half_path: Path, tmp_path: Path
 ) -> None:
     learner = one_small_step(make_learner, half_path)
-    Checkpoints(tmp_path / "c", 2).save(learner.leader, RunState(step=1), [])
+    saved_checkpoint(Checkpoints(tmp_path / "c", 2), learner.leader, RunState(step=1))
     other = make_learner(lora=LORA | {"merge_rounding": "nearest"}, model_path=half_path)
     assert Checkpoints(tmp_path / "c", 2).restore(other.leader)
     assert differs_by(other.exported(), learner.exported()) > 0

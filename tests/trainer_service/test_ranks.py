@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.support.trainer_service.checkpoints import saved_checkpoint
 from tests.support.trainer_service.expert_models import made_experts
 from tests.support.trainer_service.random_rows import POISON, MakeLearner, random_rows, with_experts
 from tests.support.trainer_service.rank_pair import DEEPSPEED, RankPair, rank_pair
@@ -144,7 +145,7 @@ def test_a_checkpoint_goes_on_with_fewer_and_with_more_ranks(
     checkpoints.restore(other.leader)
     assert differs_by(other.exported(), weights_of(run)) == 0
     other.leader.optimise(StepRequest(steps[1], 0, other.settings.algorithm))
-    checkpoints.save(other.leader, RunState(step=2), [])
+    saved_checkpoint(checkpoints, other.leader, RunState(step=2))
     pair.learn(Task(run, other.settings, steps))
     for each in steps:
         one.leader.optimise(StepRequest(each, 0, one.settings.algorithm))

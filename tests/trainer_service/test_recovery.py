@@ -11,6 +11,7 @@ from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry
 
 from rollout_queue.http.keys import Keyring
+from tests.support.trainer_service.checkpoints import saved_checkpoint
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.random_rows import MakeLearner, OneRankLearner
 from tests.support.trainer_service.same_training import differs_by
@@ -145,7 +146,7 @@ def test_the_learning_rate_is_cut_for_good(make_harness: MakeHarness) -> None:
         assert differs_by(each.weights(), before) == 0
 
 
-@pytest.mark.parametrize("moment", ["load", "save", "publish"])
+@pytest.mark.parametrize("moment", ["load", "copy_states", "write", "publish"])
 def test_a_trainer_that_dies_in_a_recovery_trains_nothing_twice(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -155,8 +156,8 @@ def test_a_trainer_that_dies_in_a_recovery_trains_nothing_twice(
     def kill(*_: object, **__: object) -> None:
         raise Killed
 
-    part = {"load": harness.policy, "save": harness.policy, "publish": harness.trainer.publisher}[moment]
-    monkeypatch.setattr(part, moment, kill)
+    owner = {"publish": harness.trainer.publisher, "write": harness.checkpoints}.get(moment, harness.policy)
+    monkeypatch.setattr(owner, moment, kill)
     with pytest.raises(Killed):
         strange(harness)
     monkeypatch.undo()
@@ -352,7 +353,7 @@ def test_weights_optimizer_and_schedule_are_those_of_the_checkpoint(
     checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
     for learner in (went, never):
         learner.learn(1)
-    checkpoints.save(went.leader, RunState(step=1, version=1), [])
+    saved_checkpoint(checkpoints, went.leader, RunState(step=1, version=1))
     went.learn(2)
     went.learn(3)
     checkpoints.load(went.leader, 1, rate_scale=1.0)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,17 +69,17 @@ def test_nothing_is_acknowledged_before_its_checkpoint(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    save, acknowledge = harness.checkpoints.save, harness.stream.acknowledge
+    write, acknowledge = harness.checkpoints.write, harness.stream.acknowledge
 
-    def saving(*arguments: object) -> str:
+    def writing(*arguments: Any) -> str:
         events.append("checkpoint")
-        return save(*arguments)  # type: ignore[arg-type]
+        return write(*arguments)
 
     def acknowledging(entry_ids: Sequence[str], verdicts: Verdicts) -> None:
         events.append("acknowledge")
         acknowledge(entry_ids, verdicts)
 
-    monkeypatch.setattr(harness.checkpoints, "save", saving)
+    monkeypatch.setattr(harness.checkpoints, "write", writing)
     monkeypatch.setattr(harness.stream, "acknowledge", acknowledging)
     harness.agents.group("g", [1.0, 0.0])
     harness.trainer.run_once()

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from tests.support.tolerances import BFLOAT16, ulps
+from tests.support.trainer_service.checkpoints import saved_checkpoint
 from tests.support.trainer_service.random_rows import POISON, MakeLearner, random_rows, row_of
 from tests.support.trainer_service.same_training import (
     WELL_CONDITIONED,
@@ -126,7 +127,7 @@ def test_settings_that_save_memory_change_no_weight(
 def test_a_checkpoint_goes_on_bitwise(make_learner: MakeLearner, tmp_path: Path, stage: int) -> None:
     straight = make_learner(zero_stage=stage, optimizer=SCHEDULE)
     straight.learn(1)
-    Checkpoints(tmp_path / "c", 2).save(straight.leader, RunState(step=1), [])
+    saved_checkpoint(Checkpoints(tmp_path / "c", 2), straight.leader, RunState(step=1))
     resumed = make_learner(zero_stage=stage, optimizer=SCHEDULE)
     Checkpoints(tmp_path / "c", 2).restore(resumed.leader)
     assert differs_by(straight.exported(), resumed.exported()) == 0
@@ -141,7 +142,7 @@ def test_a_checkpoint_of_another_stage_is_converted(
 ) -> None:
     before = make_learner(zero_stage=saved, optimizer=SCHEDULE)
     before.learn(1)
-    tag = Checkpoints(tmp_path / "c", 2).save(before.leader, RunState(step=1), [])
+    tag = saved_checkpoint(Checkpoints(tmp_path / "c", 2), before.leader, RunState(step=1))
     files = sorted((path, path.read_bytes()) for path in (tmp_path / "c" / tag).rglob("*") if path.is_file())
     after = make_learner(zero_stage=read, optimizer=SCHEDULE)
     Checkpoints(tmp_path / "c", 2).restore(after.leader)
@@ -164,7 +165,7 @@ def test_a_checkpoint_of_another_stage_is_converted(
 def test_a_checkpoint_that_cannot_be_converted_is_refused_with_a_sentence(
     make_learner: MakeLearner, tmp_path: Path, given: dict[str, object], sentence: str
 ) -> None:
-    Checkpoints(tmp_path / "c", 2).save(make_learner().leader, RunState(step=1), [])
+    saved_checkpoint(Checkpoints(tmp_path / "c", 2), make_learner().leader, RunState(step=1))
     with pytest.raises(LayoutRefused, match=sentence):
         Checkpoints(tmp_path / "c", 2).restore(make_learner(**given).leader)
 
@@ -175,9 +176,9 @@ def test_a_checkpoint_can_be_served_as_it_is(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    learner = make_learner(zero_stage=stage)
+    learner = make_learner(zero_stage=stage, checkpoint_hf=True)
     learner.learn(1)
-    tag = Checkpoints(tmp_path / "c", 2).save(learner.leader, RunState(step=1), [])
+    tag = saved_checkpoint(Checkpoints(tmp_path / "c", 2), learner.leader, RunState(step=1))
     served = tmp_path / "c" / tag / "model"
     assert {path.name for path in served.iterdir()} == {path.name for path in model_path.iterdir()}
     assert differs_by(load_file(served / "model.safetensors"), learner.exported()) == 0
@@ -189,6 +190,6 @@ def test_a_checkpoint_can_be_served_as_it_is(
 
 
 def test_a_checkpoint_without_a_served_copy(make_learner: MakeLearner, tmp_path: Path) -> None:
-    learner = make_learner(checkpoint_hf=False)
-    tag = Checkpoints(tmp_path / "c", 2).save(learner.leader, RunState(step=1), [])
+    learner = make_learner()
+    tag = saved_checkpoint(Checkpoints(tmp_path / "c", 2), learner.leader, RunState(step=1))
     assert not (tmp_path / "c" / tag / "model").exists()

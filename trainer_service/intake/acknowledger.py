@@ -1,7 +1,7 @@
 """Acknowledges entries and stores verdicts. After a crash, no entry is lost and none is trained twice.
 
 a group that ended without a step ─▶ end ─▶ stream, at once
-a group that a step has trained ───▶ owe ─▶ (a checkpoint) ─ acknowledge_owed ─▶ stream
+a group that a step has trained ───▶ owe ─▶ contain: a checkpoint ─ acknowledge_contained ─▶ stream
 """
 
 import logging
@@ -28,6 +28,8 @@ class Acknowledger:
     def __init__(self, stream: StreamReader, heartbeat: Heartbeat, metrics: TrainerMetrics) -> None:
         self._stream, self._heartbeat, self._metrics = stream, heartbeat, metrics
         self._owed: list[Acknowledgement] = []
+        self._contained = 0
+        """How many of them the checkpoint contains that was begun last."""
         self._recent: deque[Acknowledgement] = deque(maxlen=RECENT)
         """The acknowledgements that were sent last. If Redis loses its last writes in a power cut, it
         delivers the entries of these acknowledgements again. The trainer then repeats the acknowledgement."""
@@ -48,18 +50,23 @@ class Acknowledger:
         self._recent.append(owed)
         if pending.intersection(owed.entry_ids):
             self._owed = [owed]
-            self.acknowledge_owed()
+            self.contain()
+            self.acknowledge_contained()
 
     def owe(self, acknowledgement: Acknowledgement) -> None:
         """Keep an acknowledgement of a trained group until a checkpoint contains the group's step."""
         self._owed.append(acknowledgement)
 
-    def acknowledge_owed(self) -> None:
-        """Acknowledge all trained entries in one transaction. A durable checkpoint must contain their steps.
+    def contain(self) -> None:
+        """Note that a checkpoint contains the steps of everything that is owed now."""
+        self._contained = len(self._owed)
+
+    def acknowledge_contained(self) -> None:
+        """Acknowledge what the last checkpoint contains, in one transaction. The checkpoint must be durable.
         Raises Stopped."""
-        if self._owed:
-            self._acknowledge(self._owed)
-            self._owed = []
+        if self._contained:
+            self._acknowledge(self._owed[: self._contained])
+            self._owed, self._contained = self._owed[self._contained :], 0
 
     def end(self, ended: Sequence[Acknowledgement], freed: list[str], late: list[str]) -> None:
         """Acknowledge groups that no step will use. `freed` has the ids of entries that a deletion made
@@ -72,6 +79,8 @@ class Acknowledger:
             # If entries are owed, the late ones are acknowledged in the same transaction: a crash must not
             # leave some entries of a session acknowledged and others not.
             (self._owed or waiting).append(Acknowledgement(late, {}, []))
+            if self._contained == len(self._owed) - 1:  # all sessions that are owed
+                self._contained += 1
             late_ids = set(late)
             waiting += [each for each in self._recent if late_ids.intersection(each.entry_ids)]
         for start in range(0, len(waiting), GROUPS_AT_ONCE):

@@ -15,7 +15,6 @@ class EvaluationCounts:
         self._heartbeat, self._metrics = heartbeat, metrics
         self._evaluations = Evaluations()
 
-    @property
     def state(self) -> EvaluationState:
         return self._evaluations.state
 

@@ -163,18 +163,19 @@ class Intake:
             self._heartbeat.note_tasks(self._tasks.state)
 
     def acknowledge(self) -> None:
-        """Acknowledge every trained group. A durable checkpoint must contain them."""
-        self._acknowledger.acknowledge_owed()
+        """Acknowledge the trained groups that the last checkpoint contains, which must be durable."""
+        self._acknowledger.acknowledge_contained()
 
     def run_state(self, step: int, version: int, baselines: Mapping[str, float]) -> RunState:
-        """The state that a checkpoint stores now, beside the weights."""
+        """The state that a checkpoint stores now, beside the weights. When it is durable, `acknowledge`."""
+        self._acknowledger.contain()
         return RunState(
             step=step,
             version=version,
             owed=self._acknowledger.owed,
             settled=self._assembler.settled,
             gone=self._assembler.gone,
-            evaluations=self.evaluations.state,
+            evaluations=self.evaluations.state(),
             baselines=dict(baselines),
             task_rates=self._tasks.state,
         )

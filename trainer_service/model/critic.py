@@ -6,6 +6,7 @@ It begins as the base model with a head that has one output and weights of 0. Af
 the critic makes its own step.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ from trainer_service.model.logprob_head import logit_transform_of
 from trainer_service.model.optimizer import apply_configured_rates, make_optimizer
 from trainer_service.model.schedule import schedule_of
 from trainer_service.model.settings import ModelSettings
+from trainer_service.model.sharding.file_copies import FileCopies
 from trainer_service.model.sharding.sequence_ranks import SequenceRanks, Slice
 from trainer_service.model.sharding.zero import deepspeed_config, offload_states, reload_states, uses_cuda
 from trainer_service.rows.rows import MicroBatch
@@ -78,6 +80,7 @@ class Critic:
             config=deepspeed_config(own, uses_cuda()),
         )
         self._engine.module.train(self._recomputes)
+        self._copies = FileCopies(self._engine)
         self._ranks = torch.distributed.get_world_size()
 
     @property
@@ -123,12 +126,13 @@ class Critic:
         """Move them back to the device."""
         reload_states(self._engine)
 
-    def save(self, directory: Path, tag: str) -> None:
-        """Write weights and optimizer below `directory`/`tag`."""
-        self._engine.save_checkpoint(str(directory), tag=tag, save_latest=False)
+    def copy_states(self) -> Callable[[Path], None]:
+        """Copy weights and optimizer into host memory. Returns what writes them into a directory."""
+        self._copies.take({})
+        return self._copies.write
 
     def load(self, directory: Path, tag: str, rate_scale: float) -> None:
-        """Read back what `save` wrote, as the policy does. Raises FileNotFoundError."""
+        """Read back what a copy wrote, as the policy does. Raises FileNotFoundError."""
         path, _ = self._engine.load_checkpoint(str(directory), tag=tag)
         if path is None:
             raise FileNotFoundError(f"DeepSpeed found no critic {tag} in {directory}")

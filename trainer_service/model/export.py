@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -177,43 +177,6 @@ def check_tensor_names(model: Any, dtypes: Mapping[str, torch.dtype], path: Path
             f"trainer.model_path: {path} has no tensor {sorted(missing)[0]}, but the loaded model has, and "
             "it could not be published"
         )
-
-
-@torch.no_grad()
-def write_tensors(
-    path: Path | None, tensors: Sequence[ExportTensor], dtypes: Mapping[str, torch.dtype]
-) -> None:
-    """Write the tensors in order. `dtypes` gives the dtype of each name. Every rank must call this. A rank
-    without a path only takes part in gathering.
-
-    If a write fails, raises OSError, but only after the last tensor is gathered, because the other ranks wait
-    for this rank in every gathering."""
-    if path is None:
-        _gather_only(in_turn(tensors))
-        return
-    failure: OSError | None = None
-    left = in_turn(tensors)
-    try:
-        with path.open("wb") as file:
-            file.write(header([StoredShape(each.name, each.shape, dtypes[each.name]) for each in tensors]))
-            _stream(file, left, dtypes)
-    except OSError as error:
-        failure = error
-    if failure is not None:
-        _gather_only(left)
-        raise failure
-
-
-def _stream(file: BinaryIO, tensors: Iterator[ExportTensor], dtypes: Mapping[str, torch.dtype]) -> None:
-    for tensor in tensors:
-        dtype = dtypes[tensor.name]
-        value_cpu = tensor.value_for(dtype).to("cpu", dtype).contiguous()
-        file.write(value_cpu.reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _gather_only(tensors: Iterator[ExportTensor]) -> None:
-    for _ in tensors:
-        pass
 
 
 def header(tensors: Sequence[StoredShape]) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rollout_queue.contract.policies.policy import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FileSpec
-from trainer_service.model.export import ExportTensor, write_tensors
+from trainer_service.model.export import ExportTensor
 from trainer_service.model.settings import LoraSettings
 from trainer_service.model.snapshot import HostTensor, SnapshotMemory, write_file
 
@@ -67,14 +67,6 @@ class Adapters:
         finally:
             for layer in self._layers:
                 layer.set_scale(ADAPTER, 1)
-
-    def write(self, directory: Path | None) -> None:
-        """Write adapter_config.json and adapter_model.safetensors. Every rank must call it; only the rank
-        that writes has a directory. Raises OSError."""
-        tensors, dtypes = self._exported()
-        if directory is not None:
-            (directory / ADAPTER_CONFIG).write_bytes(self._config_text())
-        write_tensors(directory / ADAPTER_WEIGHTS if directory else None, tensors, dtypes)
 
     def snapshot(self, memory: SnapshotMemory, rank: int) -> AdapterSnapshot:
         """Copy the adapters into the memory of rank 0's host. Every rank must call it."""

@@ -5,6 +5,7 @@ MicroBatch ─ logprobs ─▶ loss ─ backward ─▶ (more of them) ─ step 
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,10 +14,9 @@ from torch import Tensor
 
 from trainer_service.model.attention.packed_attention import Packing, check_can_share, packing_of
 from trainer_service.model.critic import Critic
-from trainer_service.model.export import ExportTensor, check_tensor_names, export_tensors, write_tensors
+from trainer_service.model.export import ExportTensor, check_tensor_names, export_tensors
 from trainer_service.model.forward import forward
 from trainer_service.model.huggingface import (
-    WEIGHTS,
     copy_small_files,
     enable_activation_checkpointing,
     load_model,
@@ -29,6 +29,7 @@ from trainer_service.model.reference import Reference
 from trainer_service.model.routers import Routers, routers_of
 from trainer_service.model.schedule import schedule_of
 from trainer_service.model.settings import ModelSettings
+from trainer_service.model.sharding.file_copies import FileCopies, StateCopy
 from trainer_service.model.sharding.layout import Layout, LoraLayout
 from trainer_service.model.sharding.parallel import Parallel
 from trainer_service.model.sharding.zero import (
@@ -75,7 +76,7 @@ class DeepSpeedPolicy:
         self.shares_prefixes = shares and self._packing is Packing.SEGMENTS
         self._equal_cost_length = EQUAL_COST_WIDTHS * model.config.get_text_config().hidden_size
         self._entropy_gradient = settings.learns_entropy
-        self._snapshots = SnapshotMemory()
+        self._snapshots, self._copied = SnapshotMemory(), SnapshotMemory()
         self._adapters = Adapters(model, settings.lora, settings.model_path) if settings.lora else None
         if settings.recomputes_activations:
             enable_activation_checkpointing(model)
@@ -88,6 +89,7 @@ class DeepSpeedPolicy:
             config=deepspeed_config(settings, uses_cuda()),
         )
         self._engine.module.train(settings.recomputes_activations)
+        self._copies = FileCopies(self._engine)
         self.value_clip = settings.critic.value_clip if settings.critic else None
         sequence = self._parallel.sequence
         self._critic = Critic(deepspeed, self._load_base(), settings, sequence) if settings.critic else None
@@ -219,16 +221,13 @@ class DeepSpeedPolicy:
         assert self._adapters is not None  # noqa: S101 - TrainerSettings refuses transport adapter without
         return self._adapters.snapshot(self._snapshots, self.rank)
 
-    def _write(self, path: Path | None) -> None:
-        write_tensors(path, self._exported(), self._published_dtypes)
-
     def _exported(self) -> list[ExportTensor]:
         lora = self._settings.lora
         rounds = lora is not None and lora.merge_rounding == "stochastic"
         return list(export_tensors(self.module, self._settings.seed if rounds else None))
 
     def offload_states(self) -> None:
-        """Move weights and optimizer to host memory. `snapshot` and `save` work there, too."""
+        """Move weights and optimizer to host memory. `snapshot` and `copy_states` work there, too."""
         if self._critic is not None:
             self._critic.offload_states()
         offload_states(self._engine)
@@ -239,33 +238,28 @@ class DeepSpeedPolicy:
         if self._critic is not None:
             self._critic.reload_states()
 
-    def save(self, directory: Path, tag: str) -> None:
-        """Write the trained weights, optimizer, schedule and the states of the random generators below
-        `directory`/`tag`. Raises OSError."""
-        self._engine.save_checkpoint(
-            str(directory),
-            tag=tag,
-            client_state={"random": random_states()},
-            save_latest=False,
-            exclude_frozen_parameters=self._adapters is not None,
-        )
+    def copy_states(self) -> StateCopy:
+        """Copy the trained weights, optimizer, schedule and the states of the random generators into host
+        memory, to be written into a checkpoint. Every rank must call it. It overwrites the former copy."""
+        frozen = self._adapters is not None
+        self._copies.take({"random": random_states()}, without_frozen=frozen)
+        parts: dict[str, Callable[[Path], object]] = {".": self._copies.write}
         if self._critic is not None:
-            self._critic.save(directory, f"{tag}/{CRITIC}")
-        self._save_hf(directory / tag if self.rank == 0 else None)
-        torch.distributed.barrier()  # DeepSpeed returns on one rank before another has written its shard
+            parts[CRITIC] = self._critic.copy_states()
+        return StateCopy(parts | self._copied_weights())
 
-    def _save_hf(self, directory: Path | None) -> None:
-        """Write the weights without DeepSpeed's format: `model/` for serving, `adapter/` for PEFT."""
+    def _copied_weights(self) -> dict[str, Callable[[Path], object]]:
+        """The weights without DeepSpeed's format, on rank 0: `adapter/` for PEFT, `model/` for serving."""
+        parts: dict[str, Callable[[Path], object]] = {}
         if self._adapters is not None:
-            self._adapters.write(_subdirectory(directory, "adapter"))
+            parts["adapter"] = self._adapters.snapshot(self._copied, self.rank).write
         if self._settings.checkpoint_hf:
-            model = _subdirectory(directory, "model")
-            if model is not None:
-                copy_small_files(self._settings.model_path, model)
-            self._write(model / WEIGHTS if model else None)
+            model = self._copied.take(self._exported(), self._published_dtypes, rank=self.rank)
+            parts["model"] = partial(_write_model, self._settings.model_path, model)
+        return parts if self.rank == 0 else {}
 
     def load(self, directory: Path, tag: str, universal: bool = False, rate_scale: float = 1.0) -> None:
-        """Read back what `save` wrote with this layout, or what `universal.converted` made of another layout.
+        """Read back what a copy wrote with this layout, or what `universal.converted` made of another layout.
         The learning rate becomes `rate_scale` times the configured one. Raises FileNotFoundError."""
         self._engine._config.load_universal_checkpoint = universal
         path, client_state = self._engine.load_checkpoint(
@@ -281,9 +275,6 @@ class DeepSpeedPolicy:
         torch.distributed.barrier()  # after it, rank 0 removes a converted checkpoint
 
 
-def _subdirectory(directory: Path | None, name: str) -> Path | None:
-    """Make a directory inside another, on the rank that writes."""
-    if directory is None:
-        return None
-    (directory / name).mkdir()
-    return directory / name
+def _write_model(base: Path, weights: WeightSnapshot, directory: Path) -> None:
+    copy_small_files(base, directory)
+    weights.write(directory)

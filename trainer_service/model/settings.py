@@ -104,7 +104,7 @@ class ModelSettings(BaseModel):
     reference_offload: bool = False
     """Keep the reference policy of a KL term in host memory between passes. With LoRA there is no copy: the
     reference is the policy without its adapters."""
-    checkpoint_hf: bool = True
+    checkpoint_hf: bool = False
     """Whether each checkpoint also holds its weights as a Hugging Face directory, `model/`."""
     threads: int | None = Field(None, ge=1)
     """The number of CPU threads of torch; None leaves the choice to torch."""

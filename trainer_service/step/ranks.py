@@ -17,12 +17,12 @@ from trainer_service.model.sharding.layout import Layout
 from trainer_service.model.sharding.universal import converted
 from trainer_service.model.snapshot import WeightSnapshot
 from trainer_service.step.command_channel import CommandChannel
+from trainer_service.step.copy_writers import CopyWriter, SpreadCopy
 from trainer_service.step.optimizer_step import OptimizerSteps
 from trainer_service.step.quarantine import has_finite_gradient
+from trainer_service.step.rank_threads import RankThreads
 from trainer_service.step.share_writers import ShareWriter, ShareWriters, SpreadSnapshot
 from trainer_service.step.step_request import StepRequest
-from trainer_service.storage.disk import Parted
-from trainer_service.storage.files import sync_tree
 
 
 class Train(NamedTuple):
@@ -41,11 +41,8 @@ class DiscardGradients(NamedTuple):
     """Drop the accumulated gradients."""
 
 
-class Save(NamedTuple):
-    """Write this rank's shards."""
-
-    directory: Path
-    tag: str
+class CopyStates(NamedTuple):
+    """Copy this rank's states into host memory."""
 
 
 class Load(NamedTuple):
@@ -89,7 +86,7 @@ Command = (
     Train
     | Accumulate
     | DiscardGradients
-    | Save
+    | CopyStates
     | Load
     | TakeSnapshot
     | TakeAdapterSnapshot
@@ -121,7 +118,7 @@ class DistributedPolicy:
         """Rank 0's own part."""
         self._steps = OptimizerSteps(policy, policy.value_clip)
         self._channel = CommandChannel[Command](policy.ranks)
-        self._writers = ShareWriters(policy.ranks)
+        self._writers, self._copies = ShareWriters(policy.ranks), RankThreads[Path, None](policy.ranks)
         self._spread = policy.ranks > 1 and shared is not None and self._writers.all_see(shared)
         self.vocab_size, self.data_ranks = policy.vocab_size, policy.data_ranks
         self.shares_prefixes = policy.shares_prefixes
@@ -143,18 +140,13 @@ class DistributedPolicy:
         self._channel.send(DiscardGradients())
         self._steps.discard_gradients()
 
-    def save(self, directory: Path, tag: str) -> None:
-        """Write the shards of every rank below `directory`/`tag`.
-
-        Raises Parted if rank 0 could not write its shards while other ranks wait: only a restart helps.
-        """
-        self._channel.send(Save(directory, tag))
-        try:
-            _save(self._policy, self._channel, directory, tag)
-        except Exception as error:
-            if self._policy.ranks == 1:
-                raise
-            raise Parted("rank 0 could not write its shards, and the other ranks wait for it") from error
+    def copy_states(self) -> SpreadCopy:
+        """Copy the states of every rank into host memory. The copy is written while the training goes on,
+        and before the next one is taken."""
+        self._channel.send(CopyStates())
+        own = self._policy.copy_states()
+        self._channel.wait_for_all()  # only then, threads of the other ranks may write the copy
+        return SpreadCopy(own, self._copies)
 
     @property
     def layout(self) -> Layout:
@@ -216,23 +208,16 @@ class DistributedPolicy:
         """End the other ranks. Do not call this after a failure: a rank that waits in a collective receives
         no command."""
         self._writers.close()
+        self._copies.close()
         self._channel.send(None)
         self._channel.close()
-
-
-def _save(policy: DeepSpeedPolicy, channel: CommandChannel[Command], directory: Path, tag: str) -> None:
-    """Write this rank's shards, and return when those of all ranks are durable: rank 0 cannot sync what a
-    rank on another host has written to a common disk."""
-    policy.save(directory, tag)
-    if policy.ranks > 1:
-        sync_tree(directory / tag)
-        channel.wait_for_all()
 
 
 def follow(policy: DeepSpeedPolicy) -> None:
     """Carry out rank 0's commands until it sends None. Raises RuntimeError if rank 0 is gone."""
     steps = OptimizerSteps(policy, policy.value_clip)
     channel, writer = CommandChannel[Command](policy.ranks), ShareWriter(policy.ranks)
+    copies = CopyWriter(policy.ranks)
     while (command := channel.receive()) is not None:
         match command:
             case Train(request):
@@ -241,8 +226,9 @@ def follow(policy: DeepSpeedPolicy) -> None:
                 steps.accumulate(request)
             case DiscardGradients():
                 steps.discard_gradients()
-            case Save(directory, tag):
-                _save(policy, channel, directory, tag)
+            case CopyStates():
+                copies.copy = policy.copy_states()
+                channel.wait_for_all()
             case Load():
                 policy.load(*command)
             case TakeSnapshot(spread):
@@ -260,4 +246,5 @@ def follow(policy: DeepSpeedPolicy) -> None:
             case CheckGradient(request):
                 has_finite_gradient(policy, request)
     writer.join()
+    copies.join()
     channel.close()

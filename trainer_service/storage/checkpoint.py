@@ -13,10 +13,11 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -44,52 +45,87 @@ class CheckpointBroken(Exception):
     another one by itself."""
 
 
+class WrittenLater(Protocol):
+    """The states of all ranks in host memory, until the next copy is taken."""
+
+    def write(self, directory: Path) -> None: ...
+
+
 class ShardedWeights(Protocol):
-    """Writes and reads the shards of the weights."""
+    """Copies and reads the shards of the weights."""
 
     @property
     def layout(self) -> Layout: ...
 
-    def save(self, directory: Path, tag: str) -> None: ...
+    def copy_states(self) -> WrittenLater: ...
 
     def load(self, directory: Path, tag: str, layout: Layout | None, rate_scale: float = 1.0) -> None: ...
+
+
+class Unwritten(NamedTuple):
+    """A checkpoint in memory."""
+
+    tag: str
+    weights: WrittenLater
+    state: RunState
+    steps: Sequence[LedgerStep]
+    """The steps since the last checkpoint."""
+    kept: set[int]
+    """The versions whose checkpoints must stay."""
 
 
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(self, directory: Path, keep: int) -> None:
+    def __init__(self, directory: Path, keep: int, executor: Executor | None = None) -> None:
+        """`executor` writes checkpoints in the background; by default, one thread."""
+        self.executor = executor or ThreadPoolExecutor(1, "checkpoint")
         self._directory = directory
         self._keep = keep
         self._ledger_bytes = 0
         directory.mkdir(parents=True, exist_ok=True)
 
-    def save(
-        self, weights: ShardedWeights, state: RunState, steps: list[LedgerStep], wanted: Wanted | None = None
-    ) -> str:
-        """Write a durable checkpoint; returns its tag. `steps` are the steps since the last checkpoint. Then
-        remove old checkpoints, except those of the versions that are `wanted` of all that have one.
-
-        Raises DiskTrouble if the disk refuses. CURRENT is unchanged then, and the attempt leaves no files.
-        """
+    def copied(
+        self,
+        weights: ShardedWeights,
+        state: RunState,
+        steps: Sequence[LedgerStep],
+        wanted: Wanted | None = None,
+    ) -> Unwritten:
+        """Copy everything that a checkpoint contains. `steps` are the steps since the last checkpoint. The
+        former copy must be written. The checkpoints of the versions that are `wanted` of all stay."""
         tag = f"{self._next_serial():08d}-step-{state.step:08d}"
+        kept = wanted({*self.versions(), state.version}) if wanted else set()
+        state = msgspec.structs.replace(state, layout=weights.layout)
+        return Unwritten(tag, weights.copy_states(), state, steps, kept)
+
+    def write(self, unwritten: Unwritten, confirm: Callable[[], None] = lambda: None) -> str:
+        """Write a durable checkpoint; returns its tag. Then remove old checkpoints. `confirm` is called
+        when the shards are written, and may raise.
+
+        Another thread may call it, and again after DiskTrouble. Raises DiskTrouble if the disk refuses.
+        CURRENT is unchanged then, and the attempt leaves no files.
+        """
+        tag = unwritten.tag
         self._sweep()
         with written(f"checkpoint {tag}", lambda: self._undo(tag)):
-            ledger_bytes = self._write(weights, state, steps, tag)
+            ledger_bytes = self._write(unwritten, confirm)
         self._ledger_bytes = ledger_bytes
-        self._prune(tag, wanted or _none)
+        self._prune(tag, unwritten.kept)
         return tag
 
-    def _write(self, weights: ShardedWeights, state: RunState, steps: list[LedgerStep], tag: str) -> int:
-        weights.save(self._directory, tag)
+    def _write(self, unwritten: Unwritten, confirm: Callable[[], None]) -> int:
+        tag, weights, state, steps, _ = unwritten
         shards = self._directory / tag
+        weights.write(shards)
         ledger_bytes = self._append(steps)
         files = {
             path.relative_to(shards).as_posix(): path.stat().st_size
             for path in sorted(shards.rglob("*"))
             if path.is_file()
         }
-        whole = msgspec.structs.replace(state, files=files, ledger_bytes=ledger_bytes, layout=weights.layout)
+        whole = msgspec.structs.replace(state, files=files, ledger_bytes=ledger_bytes)
+        confirm()
         (shards / STATE).write_bytes(msgspec.json.encode(whole))
         sync_tree(shards)
         sync_directory(self._directory)
@@ -168,7 +204,7 @@ class Checkpoints:
                     return
                 yield msgspec.json.decode(line, type=LedgerStep)
 
-    def _append(self, steps: list[LedgerStep]) -> int:
+    def _append(self, steps: Sequence[LedgerStep]) -> int:
         """Append steps to the ledger; returns its length in bytes. Lines beyond the durable length are cut
         off first: they are from an attempt that did not replace CURRENT."""
         path = self._directory / LEDGER
@@ -202,9 +238,9 @@ class Checkpoints:
     def _next_serial(self) -> int:
         return max((int(tag.split("-")[0]) for tag in self._tags()), default=0) + 1
 
-    def _prune(self, current: str, wanted: Wanted) -> None:
+    def _prune(self, current: str, wanted: set[int]) -> None:
         versions = self.versions()
-        kept = {current, *self._tags()[-self._keep :], *(versions[each] for each in wanted(set(versions)))}
+        kept = {current, *self._tags()[-self._keep :], *(versions[each] for each in wanted & set(versions))}
         for tag in self._tags():
             if tag not in kept:
                 shutil.rmtree(self._directory / tag)
@@ -218,7 +254,3 @@ class _VersionOf(msgspec.Struct, frozen=True):
     @classmethod
     def read(cls, path: Path) -> int:
         return msgspec.json.decode(path.read_bytes(), type=cls).version
-
-
-def _none(versions: Collection[int]) -> set[int]:
-    return set()

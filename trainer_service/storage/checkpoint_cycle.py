@@ -1,10 +1,39 @@
-"""Decides whether a checkpoint is needed, and writes it."""
+"""Decides when a checkpoint is made, and writes it while the training goes on.
+
+main thread   is_due ─▶ copy of weights and position ─▶ the next steps ─▶ settle ─▶ acknowledge
+a thread      └─▶ Checkpoints.write, until the disk accepts it ─▶ CURRENT ┘
+
+One checkpoint is written at a time. When the next one is due, the training waits until the former is written.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import NamedTuple
 
 from trainer_service.groups.evaluation import EvaluationState
-from trainer_service.status.heartbeat import Heartbeat
-from trainer_service.storage.checkpoint import Checkpoints, ShardedWeights, Wanted
+from trainer_service.settings import TrainerSettings
+from trainer_service.status.heartbeat import REPORT_EVERY_S, Heartbeat
+from trainer_service.status.stopwatch import Stopwatch
+from trainer_service.storage.checkpoint import Checkpoints, ShardedWeights, Unwritten, Wanted
 from trainer_service.storage.disk_retry import DiskRetry
 from trainer_service.storage.run_state import LedgerStep, RunState
+
+CHEAP = 0.02
+"""The share of the time since the last checkpoint that one may take before `checkpoint_every_minutes` have
+passed."""
+
+
+class Contents(NamedTuple):
+    """What the cycle asks the trainer."""
+
+    state: Callable[[], RunState]
+    """What a checkpoint contains now, beside the weights."""
+    evaluations: Callable[[], EvaluationState]
+    wanted: Wanted
+    """The versions whose checkpoints must stay."""
+    durable: Callable[[], None]
+    """Called when the last checkpoint is durable."""
 
 
 class CheckpointCycle:
@@ -14,16 +43,21 @@ class CheckpointCycle:
         self,
         checkpoints: Checkpoints,
         weights: ShardedWeights,
+        settings: TrainerSettings,
         heartbeat: Heartbeat,
+        stopwatch: Stopwatch,
         disk: DiskRetry,
-        wanted: Wanted,
+        contents: Contents,
     ) -> None:
-        """The checkpoints of the versions that are `wanted` stay."""
-        self._checkpoints, self._weights = checkpoints, weights
-        self._heartbeat, self._disk = heartbeat, disk
-        self._wanted = wanted
+        self._checkpoints, self._weights, self._settings = checkpoints, weights, settings
+        self._heartbeat, self._stopwatch, self._disk = heartbeat, stopwatch, disk
+        self._contents = contents
+        self._writing: Future[None] | None = None
         self._new_steps: list[LedgerStep] = []
         self._saved_evaluations = EvaluationState()
+        self._began_at, self._took_s = heartbeat.clock(), 0.0
+        self.waits_for: str | None = None
+        """What the checkpoint that is written waits for."""
 
     def restore(self) -> RunState | None:
         """Load the last checkpoint; None if there is none. Raises CheckpointBroken."""
@@ -44,23 +78,77 @@ class CheckpointCycle:
         """Note that the weights contain this step now."""
         self._new_steps.append(step)
 
-    @property
-    def durable(self) -> bool:
-        """Whether the last checkpoint contains every step."""
-        return not self._new_steps
+    def save_if_due(self) -> None:
+        """Begin a checkpoint if it is time for one."""
+        if self._is_due():
+            self.begin()
+        self.settle()
 
-    def is_outdated(self, evaluations: EvaluationState) -> bool:
-        """Whether there are steps or evaluations that the last checkpoint does not contain."""
-        return not self.durable or evaluations != self._saved_evaluations
+    def save_if_outdated(self) -> None:
+        """Make a checkpoint if the last one is outdated. Returns when it is durable."""
+        if self._is_outdated():
+            self.begin()
+        self.settle(wait=True)
 
-    def save(self, state: RunState) -> None:
-        """Write a checkpoint. Waits while the disk refuses it. Raises Stopped when told to stop meanwhile,
-        and LeaseLost if another trainer has claimed the lease."""
+    def save(self) -> None:
+        """Make a checkpoint. Returns when it is durable."""
+        self.begin()
+        self.settle(wait=True)
 
-        def save() -> None:
+    def begin(self) -> None:
+        """Copy what a checkpoint contains, and write it in the background. Raises LeaseLost if another
+        trainer has claimed the lease."""
+        self.settle(wait=True)
+        with self._stopwatch.timed("checkpoint"):
             self._heartbeat.confirm()
-            self._checkpoints.save(self._weights, state, self._new_steps, self._wanted)
+            self._began_at = self._heartbeat.clock()
+            state = self._contents.state()
+            unwritten = self._checkpoints.copied(self._weights, state, self._new_steps, self._contents.wanted)
+            self._new_steps = []
+            self._saved_evaluations = state.evaluations
+            self._writing = self._checkpoints.executor.submit(self._write, unwritten)
 
-        self._disk.until_written("a checkpoint", save)
-        self._new_steps = []
-        self._saved_evaluations = state.evaluations
+    def settle(self, *, wait: bool = False) -> None:
+        """Note whether the checkpoint that is written is durable; with `wait`, wait until it is. Raises what
+        its writing raised: LeaseLost, or Stopped if the trainer is told to stop while the disk refuses."""
+        if self._writing is None:
+            return
+        with self._stopwatch.timed("checkpoint"):
+            while wait and not self._writing.done():
+                self._heartbeat.beat("waiting", self.waits_for or "the last checkpoint to be written")
+                with suppress(TimeoutError):
+                    self._writing.exception(REPORT_EVERY_S)
+        if self._writing.done():
+            writing, self._writing = self._writing, None
+            writing.result()
+            self._contents.durable()
+
+    def _is_due(self) -> bool:
+        if not self._is_outdated():
+            return False
+        if (every_steps := self._settings.checkpoint_every_steps) is not None:
+            return bool(self._new_steps) and self._new_steps[-1].step % every_steps == 0
+        passed_s = self._heartbeat.clock() - self._began_at
+        is_cheap = self._writing is None and self._took_s <= CHEAP * passed_s
+        return is_cheap or passed_s >= 60 * self._settings.checkpoint_every_minutes
+
+    def _is_outdated(self) -> bool:
+        """Whether there are steps or evaluations that the last checkpoint does not contain."""
+        return bool(self._new_steps) or self._contents.evaluations() != self._saved_evaluations
+
+    def close(self) -> None:
+        """Wait until nothing is written any more."""
+        self._checkpoints.executor.shutdown()
+
+    def _write(self, unwritten: Unwritten) -> None:
+        def write() -> None:
+            self._checkpoints.write(unwritten, self._heartbeat.confirm)
+
+        try:
+            self._disk.until_written_behind("a checkpoint", write, self._note_wait)
+        finally:
+            self.waits_for = None
+            self._took_s = self._heartbeat.clock() - self._began_at
+
+    def _note_wait(self, sentence: str) -> None:
+        self.waits_for = sentence

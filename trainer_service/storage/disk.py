@@ -20,11 +20,6 @@ class DiskTrouble(Exception):
     """The disk refused a write, and the attempt left no files. The write can be repeated later."""
 
 
-class Parted(Exception):
-    """Rank 0 could not write its shards while the other ranks wait for it in a collective. A second attempt
-    would make half a checkpoint, so this never counts as DiskTrouble: the trainer ends and is restarted."""
-
-
 @contextmanager
 def written(what: str, undo: Callable[[], None]) -> Iterator[None]:
     """If the disk refuses a write inside the block, calls `undo` and raises DiskTrouble. Every other error
@@ -43,8 +38,6 @@ def trouble(error: BaseException | None) -> str | None:
     """What is wrong with the disk, in words; None if the error has another cause."""
     short_write = None
     while error is not None:
-        if isinstance(error, Parted):
-            return None
         number = error.errno if isinstance(error, OSError) else _told_errno(error)
         if number in TROUBLE:
             return os.strerror(number)

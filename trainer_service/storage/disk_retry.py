@@ -12,7 +12,7 @@ Written = TypeVar("Written")
 
 
 class DiskRetry:
-    """Repeats writes on the main thread. Meanwhile nothing is trained, acknowledged or published."""
+    """Repeats writes. While the main thread waits for one, nothing is trained, acknowledged or published."""
 
     def __init__(
         self,
@@ -28,7 +28,15 @@ class DiskRetry:
     def until_written(self, what: str, write: Callable[[], Written]) -> Written:
         """Repeat `write` until the disk accepts it; returns its result. While the trainer waits, its status
         names `what`. Raises Stopped when told to stop."""
+        return self._heartbeat.retry(self._counted(write), DiskTrouble, self._phase, _room_for(what))
 
+    def until_written_behind(
+        self, what: str, write: Callable[[], Written], note: Callable[[str], None]
+    ) -> Written:
+        """As `until_written`, in another thread: `note` is called with what it waits for."""
+        return self._heartbeat.retry_quietly(self._counted(write), DiskTrouble, _room_for(what), note)
+
+    def _counted(self, write: Callable[[], Written]) -> Callable[[], Written]:
         def counted() -> Written:
             try:
                 return write()
@@ -36,4 +44,8 @@ class DiskRetry:
                 self._metrics.disk_refused(self._counted_as)
                 raise
 
-        return self._heartbeat.retry(counted, DiskTrouble, self._phase, f"room on the disk for {what}")
+        return counted
+
+
+def _room_for(what: str) -> str:
+    return f"room on the disk for {what}"

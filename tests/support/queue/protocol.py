@@ -7,6 +7,8 @@ they were trained. A process that is killed leaves Redis and the disk as they ar
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +25,7 @@ from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.trainer_service.harness import FakeGateway
-from tests.support.trainer_service.publications import InlineExecutor, OneTensor
+from tests.support.trainer_service.publications import InlineExecutor, LateExecutor, OneTensor
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.intake.intake import Intake
 from trainer_service.metrics import TrainerMetrics
@@ -35,9 +37,9 @@ from trainer_service.settings import TrainerSettings
 from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.status.shared_state import SharedState
 from trainer_service.step.step_request import StepRequest
-from trainer_service.storage.checkpoint import CURRENT, Checkpoints, Wanted
+from trainer_service.storage.checkpoint import CURRENT, Checkpoints, Unwritten
 from trainer_service.storage.policy_store import PolicyStore
-from trainer_service.storage.run_state import LedgerStep, RunState
+from trainer_service.storage.run_state import LedgerStep
 from trainer_service.train import Trainer
 
 SHARD = "weights.json"
@@ -99,11 +101,8 @@ class Weights:
         """The turns whose gradients are accumulated, and which no step contains yet."""
         self.knife = knife
 
-    def save(self, directory: Path, tag: str) -> None:
-        self.knife.at("shards")
-        (directory / tag).mkdir()
-        (directory / tag / SHARD).write_bytes(msgspec.json.encode(self.trained))
-        self.knife.at("shards: done")
+    def copy_states(self) -> "CopiedWeights":
+        return CopiedWeights(self.trained[:], self.knife)
 
     def load(self, directory: Path, tag: str, layout: Layout | None, rate_scale: float = 1.0) -> None:
         self.trained = msgspec.json.decode((directory / tag / SHARD).read_bytes(), type=list[str])
@@ -133,6 +132,20 @@ class Weights:
         return {"grad_norm": 1.0, "tokens": tokens, "epochs": 1.0, **agreed}
 
 
+@dataclass(frozen=True)
+class CopiedWeights:
+    """The weights at the moment of a checkpoint."""
+
+    trained: Sequence[str]
+    knife: Knife
+
+    def write(self, directory: Path) -> None:
+        self.knife.at("shards")
+        directory.mkdir()
+        (directory / SHARD).write_bytes(msgspec.json.encode(self.trained))
+        self.knife.at("shards: done")
+
+
 class CutReader(RedisReader):
     """The reader of a trainer that can be killed before and after each read and acknowledgement."""
 
@@ -155,10 +168,8 @@ class CutCheckpoints(Checkpoints):
 
     knife: Knife
 
-    def save(
-        self, weights: Any, state: RunState, rows: list[LedgerStep], wanted: Wanted | None = None
-    ) -> str:
-        tag = super().save(weights, state, rows, wanted)
+    def write(self, unwritten: Unwritten, confirm: Callable[[], None] = lambda: None) -> str:
+        tag = super().write(unwritten, confirm)
         self.knife.at("CURRENT: done")
         return tag
 
@@ -166,7 +177,11 @@ class CutCheckpoints(Checkpoints):
 class System:
     """One gateway and one trainer."""
 
-    def __init__(self, url: str, knife: Knife, folder: Path, checkpoint_every_steps: int) -> None:
+    def __init__(
+        self, url: str, knife: Knife, folder: Path, checkpoint_every_steps: int | None, looks: int
+    ) -> None:
+        """A checkpoint is written when the trainer has looked for its end `looks` times."""
+        self._looks = looks
         self.knife, self.folder = knife, folder
         self.redis = Redis.from_url(url)
         self.redis.flushdb()
@@ -207,14 +222,17 @@ class System:
         lease = Lease(self.redis, 1000.0)
         assert lease.claim() is None
         stream = CutReader(self.redis, lease.token)
-        checkpoints = CutCheckpoints(self.settings.checkpoint_dir, self.settings.keep_checkpoints)
+        checkpoints = CutCheckpoints(
+            self.settings.checkpoint_dir, self.settings.keep_checkpoints, LateExecutor(self._looks)
+        )
         stream.knife = checkpoints.knife = self.knife
         self.weights, self.shared_state, metrics = (
             Weights(self.knife),
             SharedState(),
             TrainerMetrics(CollectorRegistry()),
         )
-        heartbeat = Heartbeat(stream, self.shared_state, self.settings.retry_s)
+        seconds = count()  # a clock that is the same in each replay of a history
+        heartbeat = Heartbeat(stream, self.shared_state, self.settings.retry_s, lambda: next(seconds))
         store = PolicyStore(self.settings.policies_dir, self.folder, self.settings.keep_policies)
         gateway = GatewayClient(self._client, self.settings.push_timeout_s)
         self.trainer = Trainer(

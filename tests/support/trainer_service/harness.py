@@ -245,6 +245,8 @@ class Harness:
     clock: Clock = field(default_factory=Clock)
     executor: Executor = field(default_factory=InlineExecutor)
     """Runs publications. By default a publication is complete when the step is."""
+    writer: Executor = field(default_factory=InlineExecutor)
+    """Writes checkpoints. By default a checkpoint is durable when the step is made."""
     closing: ExitStack = field(default_factory=ExitStack)
     """Closes what this harness and its successors opened, when the test is over."""
 
@@ -265,7 +267,9 @@ class Harness:
         self.closing.callback(servers.close)
         self.closing.callback(self.memory.close)
         self.policy = DeepSpeedPolicy(self.settings)
-        self.checkpoints = Checkpoints(self.settings.checkpoint_dir, self.settings.keep_checkpoints)
+        self.checkpoints = Checkpoints(
+            self.settings.checkpoint_dir, self.settings.keep_checkpoints, self.writer
+        )
         collective = self.settings.transport == "collective"
         self.sender = TensorSender(self.settings.collective, torch.device("cpu")) if collective else None
         if self.sender is not None:

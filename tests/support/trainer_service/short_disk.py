@@ -8,6 +8,7 @@ import json
 import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 from rollout_queue.memory import MemoryStream
 from tests.support.trainer_service.harness import FakeGateway, Harness
@@ -28,6 +29,7 @@ def main(root: Path, model_path: Path) -> None:
         threads=1,
         device="cpu",
         retry_s=0.01,
+        checkpoint_every_steps=1,
     )
     settings = settings.model_copy(
         update={"algorithm": settings.algorithm.model_copy(update={"min_live_rows": 2})}
@@ -37,14 +39,14 @@ def main(root: Path, model_path: Path) -> None:
     harness.agents.group("g", [1.0, 0.0])
     assert harness.trainer.run_once()
     room_comes_after(harness, PAUSES)
-    save = harness.checkpoints.save
+    write = harness.checkpoints.write
 
-    def save_and_fill_the_disk_again(*arguments: object) -> str:
-        tag = save(*arguments)  # type: ignore[arg-type]
+    def write_and_fill_the_disk_again(*arguments: Any) -> str:
+        tag = write(*arguments)
         limit(SHORT)
         return tag
 
-    harness.checkpoints.save = save_and_fill_the_disk_again  # type: ignore[assignment]
+    harness.checkpoints.write = write_and_fill_the_disk_again  # type: ignore[assignment, method-assign]
     harness.agents.group("h", [1.0, 0.0])
     limit(SHORT)
     assert harness.trainer.run_once()

@@ -20,6 +20,7 @@ import deepspeed  # noqa: F401 - forked processes need it
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 from safetensors.torch import save_file
 
+from tests.support.trainer_service.checkpoints import saved_checkpoint
 from tests.support.trainer_service.publishing_ranks import (
     CountedPolicy,
     Publications,
@@ -96,7 +97,7 @@ def lead(leader: DistributedPolicy, task: Task) -> Told:
         metrics.append(leader.optimise(StepRequest(rows[half:], 0, algorithm)))
         if task.settings.memory == "shared":
             leader.offload_states()
-        checkpoints.save(leader, RunState(step=step), [])
+        saved_checkpoint(checkpoints, leader, RunState(step=step))
         publications.after(step)
     publications.wait()
     sound = [leader.gradient_is_finite(StepRequest(rows, 0, algorithm)) for rows in task.probes]

@@ -1,0 +1,106 @@
+"""Checkpoints are written while the training goes on, and contain the moment at which they began."""
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.support.trainer_service.harness import Harness, MakeHarness
+from tests.support.trainer_service.publications import LateExecutor
+from tests.support.trainer_service.same_training import differs_by
+from trainer_service.storage.checkpoint_cycle import CHEAP
+
+LORA = {"rank": 2}
+BY_TIME: dict[str, Any] = {"checkpoint_every_steps": None}
+
+
+def steps_in_checkpoints(harness: Harness) -> list[int]:
+    return [row.step for row in harness.checkpoints.ledger(0, 100)]
+
+
+def exported(harness: Harness) -> dict[str, Tensor]:
+    return {each.name: each.value.clone() for each in harness.policy.snapshot().tensors}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"zero_stage": 0}, {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}, {"lora": LORA}],
+    ids=str,
+)
+def test_a_checkpoint_has_the_weights_and_the_position_of_its_beginning(
+    make_harness: MakeHarness, options: dict[str, Any]
+) -> None:
+    harness = make_harness(writer=LateExecutor(3), checkpoint_every_steps=2, **options).start()
+    harness.step("a")
+    harness.step("b")
+    weights, then = exported(harness), harness.trainer.version
+    harness.step("c")
+    assert steps_in_checkpoints(harness) == []
+    assert harness.session_codes()["a-0"] is None
+    harness.trainer.run_once()
+    assert steps_in_checkpoints(harness) == [1, 2]
+    assert [harness.session_codes()[name] for name in ("a-0", "b-0", "c-0")] == ["trained", "trained", None]
+    again = harness.restart()
+    assert (again.trainer.step, again.trainer.version) == (2, then)
+    assert differs_by(exported(again), weights) == 0
+    assert again.trainer.run_once()
+    assert again.trainer.step == 3
+
+
+def test_a_small_model_has_a_checkpoint_whenever_one_costs_little(make_harness: MakeHarness) -> None:
+    harness = make_harness(**BY_TIME).start()
+    write = harness.checkpoints.write
+
+    def writes_for_ten_seconds(*arguments: Any) -> str:
+        harness.clock.pass_by(10)
+        return write(*arguments)
+
+    harness.checkpoints.write = writes_for_ten_seconds  # type: ignore[assignment, method-assign]
+    harness.clock.pass_by(0)
+    harness.step("a")
+    assert steps_in_checkpoints(harness) == [1]
+    harness.clock.pass_by(10 / CHEAP - 11)
+    harness.step("b")
+    assert steps_in_checkpoints(harness) == [1]
+    harness.clock.pass_by(2)
+    harness.trainer.run_once()  # no new step is needed
+    assert steps_in_checkpoints(harness) == [1, 2]
+    assert set(harness.session_codes().values()) == {"trained"}
+
+
+def test_a_large_model_has_a_checkpoint_after_some_minutes(make_harness: MakeHarness) -> None:
+    harness = make_harness(checkpoint_every_minutes=5, **BY_TIME).start()
+    write = harness.checkpoints.write
+
+    def writes_for_a_minute(*arguments: Any) -> str:
+        harness.clock.pass_by(60)
+        return write(*arguments)
+
+    harness.checkpoints.write = writes_for_a_minute  # type: ignore[assignment, method-assign]
+    harness.clock.pass_by(0)
+    harness.step("a")
+    harness.clock.pass_by(239)
+    harness.step("b")
+    assert steps_in_checkpoints(harness) == [1]
+    harness.clock.pass_by(2)
+    harness.trainer.run_once()
+    assert steps_in_checkpoints(harness) == [1, 2]
+
+
+def test_entries_that_come_late_wait_for_the_checkpoint_of_their_session(make_harness: MakeHarness) -> None:
+    harness = make_harness(writer=LateExecutor(4)).start()
+    harness.step("a")
+    harness.agents.reward("a-0", 1.0, key="late")
+    harness.trainer.run_once()
+    assert len(list(harness.stream.reclaim())) == 7
+    for _ in range(3):
+        harness.trainer.run_once()
+    assert not list(harness.stream.reclaim())
+
+
+def test_a_requested_checkpoint_is_durable_when_the_request_is_answered(make_harness: MakeHarness) -> None:
+    harness = make_harness(writer=LateExecutor(100), checkpoint_every_steps=10).start()
+    harness.step("a")
+    assert steps_in_checkpoints(harness) == []
+    harness.save()
+    assert steps_in_checkpoints(harness) == [1]

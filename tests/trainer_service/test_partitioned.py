@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tests.support.tolerances import BFLOAT16, ulps
 from tests.support.trainer_service import expert_models, model_families
 from tests.support.trainer_service.loading_peaks import Peaks
-from tests.support.trainer_service.random_rows import MakeLearner
+from tests.support.trainer_service.random_rows import MakeLearner, random_rows
+from tests.support.trainer_service.same_training import WELL_CONDITIONED, same_metrics
 from trainer_service.model.huggingface import load_model
 from trainer_service.model.sharding.zero import deepspeed_config, gathered
 from trainer_service.settings import TrainerSettings
+from trainer_service.step.step_request import StepRequest
 from weir.stack.services import launcher
 
 LAYERS = 6
@@ -38,9 +42,11 @@ OBJECTS = 2**22
 """Python objects of a model: at most 32 KiB for each of at most 128 parameters and modules."""
 
 
-def made_models(root: Path) -> list[Path]:
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A model that is too small to count, a dense one and one of experts. Their files are bfloat16, several
     for each."""
+    root = tmp_path_factory.mktemp("models")
     made = {
         "first": transformers.Qwen3MoeForCausalLM(
             transformers.Qwen3MoeConfig(**SHAPE | EXPERTS | {"hidden_size": 32, "num_hidden_layers": 1})
@@ -67,9 +73,8 @@ def sizes_of(model: Path) -> tuple[int, int]:
 
 @pytest.mark.timeout(400)  # processes start one after another, and the machine may be busy
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_no_rank_holds_a_model(ranks: int, tmp_path: Path) -> None:
+def test_no_rank_holds_a_model(models: list[Path], ranks: int, tmp_path: Path) -> None:
     """The files are bfloat16 and the ranks train float32, so that whole weights would be anonymous memory."""
-    models = made_models(tmp_path)
     command = [sys.executable, *launcher(ranks), "-m", "tests.support.trainer_service.loading_peaks"]
     path = os.pathsep.join(path for path in sys.path if path)
     # Freed memory above this size returns to the system at once, and is not counted.
@@ -134,3 +139,27 @@ def test_a_head_that_the_configuration_ties_and_the_file_does_not_stays_untied(
     exported = make_learner(model_path=tmp_path, zero_stage=3).exported()
     assert exported.keys() == tensors.keys()
     assert all(torch.equal(exported[name], value) for name, value in tensors.items())
+
+
+@pytest.mark.numeric
+def test_parts_in_bfloat16_learn_what_whole_models_learn(make_learner: MakeLearner) -> None:
+    """On one rank, the parts of policy, critic and reference are the weights: passes are rounded alike, and
+    only the sums of the gradient are not. The second step begins with weights that may differ by one rounding
+    of bfloat16."""
+    made: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "critic": {"optimizer": WELL_CONDITIONED},
+        "optimizer": WELL_CONDITIONED,
+        "algorithm": {"advantage": "gae", "kl": {"coefficient": 0.1}},
+    }
+    whole, parted = make_learner(zero_stage=2, **made), make_learner(zero_stage=3, **made)
+    rounding = ulps(1, unit=BFLOAT16)
+    for step, alike in enumerate(
+        (same_metrics, lambda told: pytest.approx(told, rel=rounding, abs=rounding))
+    ):
+        rows = [replace(row, rewards_L=row.mask_L * 1.0) for row in random_rows(step, 5)]
+        of_whole, of_parted = (
+            each.leader.optimise(StepRequest(rows, 0, each.settings.algorithm)) for each in (whole, parted)
+        )
+        assert of_parted == alike(of_whole)
+    assert of_parted["kl/reference"] > 0

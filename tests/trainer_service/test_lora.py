@@ -101,7 +101,15 @@ def test_adapters_are_converted_for_another_stage(
 
 
 @pytest.mark.parametrize(
-    "given", [{"lora": LORA}, {"lora": LORA, "zero_stage": 3}, {}, {"reference_offload": True}]
+    "given",
+    [
+        {"lora": LORA},
+        {"lora": LORA, "zero_stage": 3},
+        {},
+        {"reference_offload": True},
+        {"zero_stage": 3},
+        {"zero_stage": 3, "reference_offload": True},
+    ],
 )
 def test_the_reference_is_the_base_model_also_after_training_and_a_restore(
     make_learner: MakeLearner, tmp_path: Path, given: dict[str, object]

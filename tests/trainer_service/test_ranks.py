@@ -3,7 +3,9 @@
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -131,6 +133,26 @@ def test_the_launcher_of_deepspeed_starts_the_same_ranks(
         assert other_pair.close() == 0
     assert by_deepspeed.metrics == by_torch.metrics
     assert differs_by(weights_of(tmp_path / "deepspeed"), weights_of(tmp_path / "torch")) == 0
+
+
+@pytest.mark.parametrize(
+    "given", [{"critic": {"optimizer": WELL_CONDITIONED}}, {"lora": {"rank": 4}}], ids=["critic", "adapters"]
+)
+def test_ranks_with_parts_of_several_models_learn_what_one_with_whole_models_learns(
+    pair: RankPair, make_learner: MakeLearner, untrained: Weights, tmp_path: Path, given: dict[str, Any]
+) -> None:
+    """The second task goes on from the checkpoint of the first."""
+    advantage = "gae" if "critic" in given else "drgrpo"
+    algorithm = {"max_tokens": 64, "advantage": advantage, "kl": {"coefficient": 0.1}}
+    made = given | {"algorithm": algorithm, "optimizer": WELL_CONDITIONED}
+    steps = [[replace(row, rewards_L=row.mask_L * 1.0) for row in random_rows(seed, 5)] for seed in range(2)]
+    one = make_learner(zero_stage=1, **made)
+    of_one = [one.leader.optimise(StepRequest(each, 0, one.settings.algorithm)) for each in steps]
+    settings, run = make_learner(zero_stage=3, **made).settings, tmp_path / "run"
+    of_two = [pair.learn(Task(run, settings, steps[:count])).metrics[-1] for count in (1, 2)]
+    assert_moved_alike(weights_of(run), one.exported(), untrained)
+    for told_alone, told in zip(of_one, of_two, strict=True):
+        assert told == same_metrics(told_alone)
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])

@@ -22,7 +22,13 @@ from trainer_service.model.schedule import schedule_of
 from trainer_service.model.settings import ModelSettings
 from trainer_service.model.sharding.file_copies import FileCopies
 from trainer_service.model.sharding.sequence_ranks import SequenceRanks, Slice
-from trainer_service.model.sharding.zero import deepspeed_config, offload_states, reload_states, uses_cuda
+from trainer_service.model.sharding.zero import (
+    deepspeed_config,
+    full_shape,
+    offload_states,
+    reload_states,
+    uses_cuda,
+)
 from trainer_service.rows.rows import MicroBatch
 
 
@@ -31,7 +37,7 @@ class ValueHead(torch.nn.Linear):
 
     def __init__(self, like: Any) -> None:
         weight = like.weight
-        super().__init__(weight.shape[1], 1, bias=True, device=weight.device, dtype=weight.dtype)
+        super().__init__(full_shape(weight)[1], 1, bias=True, device=weight.device, dtype=weight.dtype)
         torch.nn.init.zeros_(self.weight)
         torch.nn.init.zeros_(self.bias)
 
@@ -43,7 +49,7 @@ def value_head(model: Any) -> None:
     Raises ValueError for a model whose head is not linear.
     """
     head = model.get_output_embeddings()
-    if not isinstance(getattr(head, "weight", None), Tensor) or head.weight.dim() != 2:
+    if not isinstance(getattr(head, "weight", None), Tensor) or len(full_shape(head.weight)) != 2:
         raise ValueError(f"{type(model).__name__} has no linear output head, and a critic needs one")
     for owner, name, neutral in logit_transform_of(model)[1]:
         setattr(owner, name, neutral)

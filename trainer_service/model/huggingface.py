@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors import safe_open
 from trainer_service.model.attention.packed_attention import set_attention
 from trainer_service.model.logprob_head import set_head
 from trainer_service.model.routers import recompute_contexts
+from trainer_service.model.sharding.partitioned import load_partitioned
 
 WEIGHTS = "model.safetensors"
 FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
@@ -22,14 +24,20 @@ CHECKPOINTING = {"use_reentrant": False, "context_fn": recompute_contexts}
 SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def load_model(path: Path, dtype: torch.dtype, flash: bool = False) -> Any:
+def load_model(
+    path: Path, dtype: torch.dtype, flash: bool = False, zero_config: Mapping[str, object] | None = None
+) -> Any:
     """Load the base model. Its attention keeps packed rows apart, and its head computes log-probabilities of
-    sampled tokens. It has no dropout, which would make them differ from the engine's."""
+    sampled tokens. It has no dropout, which would make them differ from the engine's. With a
+    configuration of ZeRO 3, this rank gets a part of each weight."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    if zero_config is None:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    else:
+        model = load_partitioned(path, dtype, zero_config)
     set_attention(model, flash=flash and dtype is torch.bfloat16)
     set_head(model)
     _disable_dropout(model)

@@ -4,7 +4,7 @@ MicroBatch ─ logprobs ─▶ loss ─ backward ─▶ (more of them) ─ step 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,7 +65,8 @@ class DeepSpeedPolicy:
         self._parallel = Parallel.joined(settings.sequence_parallel)
         self.rank, self.ranks = self._parallel.rank, self._parallel.ranks
         self.data_ranks = self._parallel.data_ranks
-        model = self._load_base()
+        config = deepspeed_config(settings, uses_cuda())
+        model = self._load_base(config)
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._packing = packing_of(model)
         self.routers = routers_of(model, settings)
@@ -86,15 +87,16 @@ class DeepSpeedPolicy:
             model=model,
             optimizer=optimizer,
             lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, schedule_of(settings.optimizer)),
-            config=deepspeed_config(settings, uses_cuda()),
+            config=config,
         )
         self._engine.module.train(settings.recomputes_activations)
         self._copies = FileCopies(self._engine)
         self.value_clip = settings.critic.value_clip if settings.critic else None
         sequence = self._parallel.sequence
-        self._critic = Critic(deepspeed, self._load_base(), settings, sequence) if settings.critic else None
-        offload = settings.reference_offload or settings.memory == "shared"
-        self._reference = Reference(self._load_base, self._engine.device, offload)
+        self._critic = (
+            Critic(deepspeed, self._load_base(config), settings, sequence) if settings.critic else None
+        )
+        self._reference = Reference(deepspeed, self._load_base, settings, self._engine.device)
 
     @property
     def module(self) -> Any:
@@ -112,9 +114,13 @@ class DeepSpeedPolicy:
         )
         return Layout(self.ranks, settings.sharding_stage, settings.precision, lora, self._critic is not None)
 
-    def _load_base(self) -> Any:
-        size, precision = self._settings.sequence_parallel, getattr(torch, self._settings.precision)
-        model = load_model(self._settings.model_path, precision, flash=uses_cuda() and size == 1)
+    def _load_base(self, config: Mapping[str, object]) -> Any:
+        """The base model for a DeepSpeed engine with this configuration. At stage 3, this rank gets a part of
+        each weight."""
+        settings = self._settings
+        size, precision = settings.sequence_parallel, getattr(torch, settings.precision)
+        zero_config = config if settings.sharding_stage == 3 else None
+        model = load_model(settings.model_path, precision, uses_cuda() and size == 1, zero_config)
         check_can_share(model, size)
         return model
 

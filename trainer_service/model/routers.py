@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from trainer_service.algorithms.routing import LOAD, PROBABILITY
 from trainer_service.algorithms.sums import Sums
 from trainer_service.model.settings import ModelSettings
+from trainer_service.model.sharding.zero import gathered
 from trainer_service.rows.rows import MicroBatch
 
 ROUTER = re.compile(r"Top[kK]Router$")
@@ -129,7 +130,8 @@ class Routers:
         for layer, router in self._found.items():
             _wrap(router, layer, self._top_k)
         for layer, router in self._found.items():
-            _probe(router, layer, self._top_k)
+            with gathered(list(router.parameters())):
+                _probe(router, layer, self._top_k)
 
     def sums(self) -> Sums:
         """The sums over the routing of the last pass."""

@@ -102,8 +102,8 @@ class ModelSettings(BaseModel):
     """Mixtures of experts: each token passes through the experts that the engine chose for it, where the
     gateway has recorded them (`gateway.router_replay`)."""
     reference_offload: bool = False
-    """Keep the reference policy of a KL term in host memory between passes. With LoRA there is no copy: the
-    reference is the policy without its adapters."""
+    """Keep the reference policy of a KL term in host memory between passes; at stage 3, between layers. With
+    LoRA there is no copy: the reference is the policy without its adapters."""
     checkpoint_hf: bool = False
     """Whether each checkpoint also holds its weights as a Hugging Face directory, `model/`."""
     threads: int | None = Field(None, ge=1)

@@ -56,8 +56,13 @@ class Partition:
     """Whether passes use bfloat16."""
     offloads_optimizer: bool = False
     keeps_reference: bool = False
-    """Whether a copy of the base model stays on each GPU."""
+    """Whether a copy of the base model stays on the GPUs."""
     has_critic: bool = False
+
+    @property
+    def share_of_weights(self) -> float:
+        """The part of each weight that a rank keeps."""
+        return 1 / self.ranks if self.stage == 3 else 1
 
     @property
     def value_bytes(self) -> int:
@@ -110,7 +115,7 @@ def kept_bytes(shape: ModelShape, use: Partition) -> float:
     """The bytes on each GPU between two passes, and those of buffers whose size does not depend on tokens."""
     own = _trained_model_bytes(shape.parameters, shape.trained, use)
     critic = _trained_model_bytes(shape.parameters, shape.parameters, use) if use.has_critic else 0.0
-    reference = use.value_bytes * shape.parameters if use.keeps_reference else 0
+    reference = use.value_bytes * shape.parameters * use.share_of_weights if use.keeps_reference else 0
     # The gradient of the head is summed in float32, and then converted.
     head = 0 if shape.adapters else (4 + use.value_bytes) * shape.vocabulary * shape.hidden
     return own + critic + reference + head
@@ -118,7 +123,7 @@ def kept_bytes(shape: ModelShape, use: Partition) -> float:
 
 def _trained_model_bytes(parameters: int, trained: int, use: Partition) -> float:
     width, part = use.value_bytes, 1 / use.ranks
-    weights = width * parameters * (part if use.stage == 3 else 1)
+    weights = width * parameters * use.share_of_weights
     if use.stage == 3:
         weights += width * min(parameters, LIVE)
     # Gradients of bfloat16 are added up in float32. From stage 2 on, each rank keeps its part of them.

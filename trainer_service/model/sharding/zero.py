@@ -43,6 +43,21 @@ def deepspeed_config(settings: ModelSettings, on_cuda: bool) -> dict[str, object
     }
 
 
+def reference_config(settings: ModelSettings, on_cuda: bool) -> dict[str, object]:
+    """DeepSpeed's JSON configuration for a model that is partitioned and not trained. It gathers the weights
+    of a layer when the layer needs them, and drops them at once."""
+    zero: dict[str, object] = {
+        "stage": 3,
+        "overlap_comm": False,
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_max_live_parameters": 0,
+        "stage3_max_reuse_distance": 0,
+    }
+    if settings.reference_offload:
+        zero["offload_param"] = {"device": "cpu"}
+    return deepspeed_config(settings, on_cuda) | {"zero_optimization": zero}
+
+
 def wants_cuda(settings: ModelSettings) -> bool:
     """Whether these settings train on CUDA."""
     return settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())

@@ -197,7 +197,7 @@ class Trainer:
             values = self._groups.step(scored, self.version, algorithm)
         if isinstance(values, NotFinite):
             self._intake.end(values.refused)  # the groups whose gradient is not finite
-            if values.diverged:  # an earlier epoch of this step has changed the weights
+            if values.diverged:  # an earlier update of this step has changed the weights
                 raise Diverged(f"step {self.step + 1}, {values.diverged}")
             return None
         self.step += 1

@@ -23,7 +23,8 @@ from trainer_service.step.teacher import TeacherClient, TeacherUnavailable
 
 
 class Diverged(Exception):
-    """The weights cannot be used: they are not finite, or an earlier epoch of a failed step changed them.
+    """The weights cannot be used: they are not finite, or an earlier update of a failed step changed
+    them.
     Nothing of the step was saved, and a restart loads the last checkpoint."""
 
 
@@ -34,7 +35,7 @@ class NotFinite(NamedTuple):
     """The groups whose gradient is not finite, each with its verdict. If the search finds none, all groups of
     the step."""
     diverged: str | None
-    """Why the weights cannot be used any more: an earlier epoch of the step has changed them. None if they
+    """Why the weights cannot be used any more: an earlier update of the step has changed them. None if they
     are unchanged."""
 
 
@@ -135,7 +136,7 @@ class GroupTrainer:
     ) -> NotFinite:
         """Finds the groups whose gradient is not finite, so that no restart trains them again."""
         usable = self._policy.weights_are_finite()
-        if not usable and not values["epochs"]:
+        if not usable and not values["updates"]:
             raise Diverged(f"version {version}: the weights are not finite")
 
         is_finite = partial(self.gradient_is_finite, version=version, algorithm=self._algorithm)
@@ -143,8 +144,8 @@ class GroupTrainer:
         gradient = "its gradient" if found else f"the gradient of its batch of {len(groups)} groups"
         verdict = Verdict(code="invalid", detail=f"{gradient} is not finite at version {version}")
         diverged = None
-        if values["epochs"]:
-            diverged = f"epoch {values['epochs'] + 1:g}: the gradient's norm is {values['grad_norm']}"
+        if values["updates"]:
+            diverged = f"update {values['updates'] + 1:g}: the gradient's norm is {values['grad_norm']}"
         return NotFinite([with_verdict(each, verdict) for each in found or groups], diverged)
 
     def _rows(self, groups: Sequence[ScreenedGroup]) -> list[Row]:

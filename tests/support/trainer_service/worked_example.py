@@ -29,7 +29,8 @@ from trainer_service.groups.assemble import Assembler, Rules
 from trainer_service.groups.comparison import with_advantages
 from trainer_service.groups.screening import ScreenedGroup, screen
 from trainer_service.rows.rows import MicroBatch, Row, micro_batches
-from trainer_service.step.optimizer_step import OptimizerSteps, counts_of
+from trainer_service.step.optimizer_step import OptimizerSteps
+from trainer_service.step.step_parts import counts_of
 from trainer_service.step.step_request import StepRequest
 
 DOCUMENT = Path(__file__).parents[3] / "docs/training.md"

@@ -105,7 +105,7 @@ class Trainer:
         with self._memory.held(self._policy):
             state = self._cycle.restore() or RunState(version=self._settings.initial_version)
         self.step, self.version = state.step, state.version
-        self._groups.resume(state.baselines)
+        self._groups.resume(state)
         self._attempts.resume()
         self._recoveries.resume(state)
         self._metrics.resume(self.step)
@@ -280,7 +280,7 @@ class Trainer:
         self._report("waiting")
 
     def _checkpoint(self) -> None:
-        state = self._intake.run_state(self.step, self.version, self._groups.baselines)
+        state = self._groups.stored_in(self._intake.run_state(self.step, self.version))
         with self._stopwatch.timed("checkpoint"):
             self._cycle.save(self._recoveries.stored_in(state))
         kept = {self._settings.initial_version, *self.publisher.versions(), *self._cycle.versions()}

@@ -215,6 +215,9 @@ class AlgorithmSettings(LossSettings):
         )
         return self.model_copy(update={"stale": "correct" if within_limits else "mask"})
 
+    def with_kl_coefficient(self, coefficient: float) -> "AlgorithmSettings":
+        return self.model_copy(update={"kl": self.kl.model_copy(update={"coefficient": coefficient})})
+
     @property
     def needs_pre_pass(self) -> bool:
         """Whether a forward pass over the whole batch precedes the first pass that learns."""

@@ -6,7 +6,7 @@ read ─▶ select ─┬─ skipped ─▶ end
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from rollout_queue.contract.records import Verdict
 from rollout_queue.contract.stream import StreamReader
@@ -166,7 +166,7 @@ class Intake:
         """Acknowledge every trained group. A durable checkpoint must contain them."""
         self._acknowledger.acknowledge_owed()
 
-    def run_state(self, step: int, version: int, baselines: Mapping[str, float]) -> RunState:
+    def run_state(self, step: int, version: int) -> RunState:
         """The state that a checkpoint stores now, beside the weights."""
         return RunState(
             step=step,
@@ -175,7 +175,6 @@ class Intake:
             settled=self._assembler.settled,
             gone=self._assembler.gone,
             evaluations=self.evaluations.state,
-            baselines=dict(baselines),
             task_rates=self._tasks.state,
         )
 

@@ -9,7 +9,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from rollout_queue.contract.records import Verdict
+from trainer_service.algorithms.kl import adapted_coefficient
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.comparison import Baselines, updated_baselines, with_advantages
 from trainer_service.groups.screening import ScreenedGroup, with_verdict, without_sessions
@@ -20,6 +23,7 @@ from trainer_service.step.quarantine import non_finite_groups
 from trainer_service.step.ranks import DistributedPolicy
 from trainer_service.step.step_request import StepRequest
 from trainer_service.step.teacher import TeacherClient, TeacherUnavailable
+from trainer_service.storage.run_state import RunState
 
 
 class Diverged(Exception):
@@ -50,7 +54,8 @@ class ScoredRows(NamedTuple):
 
 
 class GroupTrainer:
-    """Owns the early groups of the next step, and the running mean rewards of agents."""
+    """Owns the early groups of the next step, the running mean rewards of agents, and the coefficient of the
+    KL penalty."""
 
     def __init__(
         self,
@@ -63,10 +68,18 @@ class GroupTrainer:
         self._early = EarlyGroups(policy)
         self._teacher = teacher
         self.baselines: Baselines = {}
+        self._kl_coefficient = algorithm.kl.coefficient
 
-    def resume(self, baselines: Baselines) -> None:
-        """Continue with the running means that a checkpoint stored."""
-        self.baselines = baselines
+    def resume(self, state: RunState) -> None:
+        """Continue with what a checkpoint stored."""
+        self.baselines = state.baselines
+        if self._algorithm.kl.target is not None and state.kl_coefficient is not None:
+            self._kl_coefficient = state.kl_coefficient
+
+    def stored_in(self, state: RunState) -> RunState:
+        """The state of a checkpoint, with what this trainer needs after a restart."""
+        adapted = None if self._algorithm.kl.target is None else self._kl_coefficient
+        return replace(state, baselines=dict(self.baselines), kl_coefficient=adapted)
 
     def discard_early(self) -> None:
         """Forget what was learned for the next step: the weights become others."""
@@ -129,6 +142,13 @@ class GroupTrainer:
             return self._not_finite(scored.groups, version, values)
         rollouts = [rollout for screened in scored.groups for rollout in screened.rollouts]
         self.baselines = updated_baselines(rollouts, self._algorithm, self.baselines)
+        values = values | {"kl/coefficient": self._kl_coefficient}
+        kl = self._algorithm.kl
+        if kl.target is not None:
+            measured, count = values["kl/reference"], len(rollouts)
+            self._kl_coefficient = adapted_coefficient(
+                self._kl_coefficient, measured, target=kl.target, horizon=kl.horizon, rollouts=count
+            )
         return values
 
     def _not_finite(
@@ -154,4 +174,5 @@ class GroupTrainer:
         return with_advantages(rows, rollouts, self._algorithm, self.baselines)
 
     def _request(self, rows: Sequence[Row], version: int, algorithm: AlgorithmSettings) -> StepRequest:
+        algorithm = algorithm.with_kl_coefficient(self._kl_coefficient)
         return StepRequest(rows, version, algorithm, partial(self._heartbeat.beat, "training"))

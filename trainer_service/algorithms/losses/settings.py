@@ -43,6 +43,7 @@ GMPO_CLIP = 0.2
 KL_COV_FRACTION = 2e-4
 KL_COV_COEFFICIENT = 0.1
 TEACHER_GAP = 0.2
+KL_HORIZON = 10_000.0
 
 Divergence = Literal["tv", "kl"]
 Form = Literal["ratio", "logp"]
@@ -182,9 +183,16 @@ class Kl(Frozen):
 
     estimator: Literal["k1", "abs", "k2", "k3", "low_var", "k3_plus", "unbiased"] = "k3"
     coefficient: AtLeast0 = 0.0
+    target: Above0 | None = None
+    """If set, `coefficient` is only the first one. After each step it rises if the KL, in nats per token, was
+    above the target, and falls if it was below."""
+    horizon: Above0 = KL_HORIZON
+    """For `target`: in so many rollouts, the coefficient changes by the relative error, at most 20 %."""
 
     @model_validator(mode="after")
     def _pulls(self) -> "Kl":
+        if self.target is not None and not self.coefficient:
+            raise ValueError("kl: target multiplies the coefficient, so the first one must be above 0")
         if self.coefficient and self.estimator == "k1":
             raise ValueError(
                 "kl: the gradient of k1 is 1 for every policy, so as a loss it does not pull to the reference"

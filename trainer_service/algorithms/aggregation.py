@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trainer_service.algorithms.losses.settings import Aggregation
+from trainer_service.algorithms.losses.terms import Aggregation
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ class AlgorithmSettings(LossSettings):
             )
         if self.replay_share and self.intake != "newest":
             raise ValueError(f"replay_share: intake {self.intake} takes the oldest groups anyway; set newest")
-        if self.needs_teacher and (unused := self._reward_setting()):
+        if not self.uses_advantages and (unused := self._reward_setting()):
             raise ValueError(f"{unused}: loss {self.loss.name} does not use rewards")
         if self.shaping.kl_in_reward and self.kl.coefficient:
             raise ValueError("shaping.kl_in_reward: kl.coefficient penalises the same divergence already")
@@ -176,14 +176,14 @@ class AlgorithmSettings(LossSettings):
     @property
     def compares(self) -> bool:
         """Whether the members of a group are compared, so that a group with equal rewards is not trained."""
-        if self.needs_teacher or self.advantage.name in TOKEN_LEVEL:
+        if not self.uses_advantages or self.advantage.name in TOKEN_LEVEL:
             return False
         return ADVANTAGES[self.advantage.name].compares
 
     @property
     def credits_tokens(self) -> bool:
         """Whether each token has its own advantage, which depends on the whole step."""
-        return not self.needs_teacher and self.advantage.name in TOKEN_LEVEL
+        return self.uses_advantages and self.advantage.name in TOKEN_LEVEL
 
     @property
     def needs_critic(self) -> bool:

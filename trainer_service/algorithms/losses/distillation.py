@@ -1,7 +1,9 @@
-"""Losses of on-policy distillation: they learn from a teacher's log-probabilities of the sampled tokens.
+"""Losses that imitate: a teacher's log-probabilities of the sampled tokens, or the sampled tokens themselves.
 
 Names such as `opd.reverse_kl_adv` are cases of `algorithms_golden.json` in the tests.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -39,3 +41,16 @@ def ref_kl(
     policy_T = -ratio_T * teacher_advantage(lp_new_T, lp_teacher_T)
     loss_T = torch.where(kept_T, policy_T, torch.zeros_like(policy_T)) + kappa * (lp_new_T - lp_old_T) ** 2
     return TokenLosses.of(loss_T, ratio_T, dropped_T=~kept_T)
+
+
+def kdrl(reinforced: TokenLosses, distance_T: Tensor, *, coefficient: float) -> TokenLosses:
+    """The loss of `reinforced` plus coefficient · distance, the estimated reverse KL to the teacher (KDRL,
+    arXiv:2506.02208). The paper compares estimators. lp_new - lp_teacher, the estimator k1, is no choice
+    here: its gradient is 1 for every policy and teacher. k2 has the gradient of the KL for tokens that the
+    policy sampled."""
+    return replace(reinforced, loss_T=reinforced.loss_T + coefficient * distance_T)
+
+
+def cross_entropy(lp_new_T: Tensor) -> TokenLosses:
+    """-lp_new: the gradient of the cross-entropy of the policy with the recorded tokens."""
+    return TokenLosses.of(-lp_new_T, torch.ones_like(lp_new_T))

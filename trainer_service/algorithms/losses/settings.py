@@ -22,6 +22,7 @@ from trainer_service.algorithms.corrections.settings import (
     Within,
     by_name,
 )
+from trainer_service.algorithms.losses.terms import Aggregation, Kl
 from trainer_service.algorithms.tokens import Anchor
 
 CLIP_LOW = 0.2
@@ -43,7 +44,6 @@ GMPO_CLIP = 0.2
 KL_COV_FRACTION = 2e-4
 KL_COV_COEFFICIENT = 0.1
 TEACHER_GAP = 0.2
-KL_HORIZON = 10_000.0
 
 Divergence = Literal["tv", "kl"]
 Form = Literal["ratio", "logp"]
@@ -158,6 +158,28 @@ class RefKl(Frozen):
     anchor: Anchor = "rollout"
 
 
+class Kdrl(Frozen):
+    """PPO, plus the distance from a teacher."""
+
+    name: Literal["kdrl"] = "kdrl"
+    clip_low: Share = CLIP_LOW
+    clip_high: Above0 = CLIP_HIGH
+    dual_clip: float | None = Field(DUAL_CLIP, gt=1)
+    coefficient: Above0
+    """The factor of the distance."""
+    estimator: Literal["k2", "k3"] = "k2"
+    """As in `kl`, with the teacher in place of the reference."""
+    anchor: Anchor = "prox"
+
+
+class CrossEntropy(Frozen):
+    """Supervised learning of what was sampled. Rewards only choose the sessions."""
+
+    name: Literal["cross_entropy"] = "cross_entropy"
+    min_reward: float | None = None
+    """Sessions with a smaller reward are not trained; None trains all."""
+
+
 Loss = Annotated[
     Ppo
     | Gspo
@@ -172,58 +194,12 @@ Loss = Annotated[
     | Dro
     | KlCov
     | ReverseKl
-    | RefKl,
+    | RefKl
+    | Kdrl
+    | CrossEntropy,
     Field(discriminator="name"),
     BeforeValidator(by_name),
 ]
-
-
-class Kl(Frozen):
-    """The KL penalty towards the reference policy."""
-
-    estimator: Literal["k1", "abs", "k2", "k3", "low_var", "k3_plus", "unbiased"] = "k3"
-    coefficient: AtLeast0 = 0.0
-    target: Above0 | None = None
-    """If set, `coefficient` is only the first one. After each step it rises if the KL, in nats per token, was
-    above the target, and falls if it was below."""
-    horizon: Above0 = KL_HORIZON
-    """For `target`: in so many rollouts, the coefficient changes by the relative error, at most 20 %."""
-
-    @model_validator(mode="after")
-    def _pulls(self) -> "Kl":
-        if self.target is not None and not self.coefficient:
-            raise ValueError("kl: target multiplies the coefficient, so the first one must be above 0")
-        if self.coefficient and self.estimator == "k1":
-            raise ValueError(
-                "kl: the gradient of k1 is 1 for every policy, so as a loss it does not pull to the reference"
-            )
-        return self
-
-
-class Aggregation(Frozen):
-    """The weight of each token in the sum over the optimizer step."""
-
-    mode: Literal[
-        "token_mean",
-        "token_sum",
-        "seq_mean_token_mean",
-        "seq_mean_token_sum",
-        "seq_mean_token_sum_norm",
-        "prompt_mean",
-        "rollout_mean",
-        "fixed_denominator",
-    ] = "token_mean"
-    horizon: float | None = Field(None, gt=0)
-    """The number of tokens by which `seq_mean_token_sum_norm` divides the sum of each row."""
-    denominator: float | None = Field(None, gt=0)
-    """The number of tokens by which `fixed_denominator` divides the sum of the step."""
-
-    @model_validator(mode="after")
-    def _length_fits(self) -> "Aggregation":
-        for mode, field in (("seq_mean_token_sum_norm", "horizon"), ("fixed_denominator", "denominator")):
-            if (getattr(self, field) is not None) != (self.mode == mode):
-                raise ValueError(f"aggregation: {field} belongs to {mode}, which needs it")
-        return self
 
 
 class LossSettings(Frozen):
@@ -261,13 +237,18 @@ class LossSettings(Frozen):
 
     @property
     def needs_teacher(self) -> bool:
-        return isinstance(self.loss, ReverseKl | RefKl)
+        return isinstance(self.loss, ReverseKl | RefKl | Kdrl)
+
+    @property
+    def uses_advantages(self) -> bool:
+        """Whether the loss of a token depends on its advantage."""
+        return not isinstance(self.loss, ReverseKl | RefKl | CrossEntropy)
 
     @property
     def needs_anchor(self) -> bool:
         """Whether the loss depends on `lp_prox_T`; otherwise it only enters metrics."""
         corrected = not isinstance(self.correction, NoCorrection)
-        anchored = not isinstance(self.loss, Reinforce) and self.loss.anchor == "prox"
+        anchored = getattr(self.loss, "anchor", None) == "prox"
         return (
             corrected
             or anchored
@@ -278,5 +259,5 @@ class LossSettings(Frozen):
 
 def corrects_twice(loss: Loss, correction: Correction) -> bool:
     """Whether loss and correction would both correct the mismatch between trainer and engine."""
-    weighed = not isinstance(loss, Reinforce) and loss.anchor == "rollout"
+    weighed = getattr(loss, "anchor", None) == "rollout"
     return weighed and not isinstance(correction, NoCorrection)

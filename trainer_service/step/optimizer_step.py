@@ -16,11 +16,13 @@ from torch import Tensor
 
 from trainer_service.algorithms.aggregation import divisor
 from trainer_service.algorithms.critic import value_loss
+from trainer_service.algorithms.losses.distillation import top_k_kl
 from trainer_service.algorithms.policy_loss import policy_loss
 from trainer_service.algorithms.prox import loglinear
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.sums import Sums
 from trainer_service.algorithms.tokens import Tokens
+from trainer_service.model.forward import TokenScores
 from trainer_service.rows.rows import MicroBatch, Row
 from trainer_service.step.diagnostics import (
     SampledTokens,
@@ -49,6 +51,8 @@ class TrainablePolicy(SharingPolicy, Protocol):
 
     @property
     def critic(self) -> TrainableCritic: ...
+
+    def scores(self, batch: MicroBatch) -> TokenScores: ...
 
     def backward(self, loss: Tensor) -> None: ...
 
@@ -134,8 +138,9 @@ class OptimizerSteps:
         for (batch, is_ours), before, advantages_T in zip(
             part.share, part.pre_passes, part.context.advantages, strict=True
         ):
-            lp_new_T, entropy_T = policy.logprobs(batch)
-            tokens = _tokens(policy, batch, before, lp_new_T, advantages_T, entropy_T, request)
+            scored = policy.scores(batch)
+            lp_new_T, entropy_T = scored.lp_T, scored.entropy_T
+            tokens = _tokens(policy, batch, before, scored, advantages_T, request)
             losses = policy_loss(tokens, algorithm, part.counts, part.context.statistics)
             loss = losses.loss
             if policy.routers is not None and part.load_E is not None:
@@ -210,12 +215,14 @@ def _tokens(
     policy: TrainablePolicy,
     batch: MicroBatch,
     before: PrePass,
-    lp_new_T: Tensor,
+    scored: TokenScores,
     advantages_T: Tensor,
-    entropy_T: Tensor,
     request: StepRequest,
 ) -> Tokens:
-    lp_roll_T = policy.tensor(batch.logprobs_T)
+    lp_new_T, lp_roll_T = scored.lp_T, policy.tensor(batch.logprobs_T)
+    teacher_kl_T = None
+    if scored.top_TK is not None and batch.teacher_top is not None:
+        teacher_kl_T = top_k_kl(scored.top_TK, policy.tensor(batch.teacher_top.lp_TK))
     lp_prox_T = before.lp_prox_T
     if request.algorithm.prox == "loglinear":
         versions_T = policy.tensor(batch.versions_T)
@@ -228,6 +235,7 @@ def _tokens(
         rows_T=policy.tensor(batch.rows_T),
         lp_ref_T=before.lp_ref_T,
         lp_teacher_T=None if batch.lp_teacher_T is None else policy.tensor(batch.lp_teacher_T),
-        entropy_T=entropy_T if request.algorithm.entropy_bonus else None,
+        entropy_T=scored.entropy_T if request.algorithm.entropy_bonus else None,
+        teacher_kl_T=teacher_kl_T,
         fresh_T=before.fresh_T,
     )

@@ -262,6 +262,7 @@ def test_the_preset_default_equals_the_defaults_of_the_loss_settings() -> None:
         ({"kl": {"coefficient": 0.1}}, "lp_ref_T", "needs lp_ref_T"),
         ({"loss": "reverse_kl"}, "lp_teacher_T", "needs lp_teacher_T"),
         ({"loss": "ref_kl"}, "lp_teacher_T", "needs lp_teacher_T"),
+        ({"loss": "forward_kl"}, "teacher_kl_T", "needs teacher_kl_T"),
         ({"entropy_bonus": 0.1}, "entropy_T", "needs entropy_T"),
         ({"loss": "kl_cov"}, None, "kl_cov needs the statistics"),
         ({"masks": ["m2po"]}, None, "m2po needs the statistics"),

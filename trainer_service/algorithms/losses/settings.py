@@ -44,10 +44,13 @@ GMPO_CLIP = 0.2
 KL_COV_FRACTION = 2e-4
 KL_COV_COEFFICIENT = 0.1
 TEACHER_GAP = 0.2
+TOP_K = 16
 
 Divergence = Literal["tv", "kl"]
 Form = Literal["ratio", "logp"]
 Share = Annotated[float, Field(gt=0, lt=1)]
+TopK = Annotated[int, Field(ge=1, le=128)]
+"""How many tokens a teacher tells at each place. More would take much memory and time to read."""
 
 
 class Ppo(Frozen):
@@ -158,6 +161,13 @@ class RefKl(Frozen):
     anchor: Anchor = "rollout"
 
 
+class ForwardKl(Frozen):
+    """Distillation from the teacher's whole distribution, of which it tells the most probable tokens."""
+
+    name: Literal["forward_kl"] = "forward_kl"
+    top_k: TopK = TOP_K
+
+
 class Kdrl(Frozen):
     """PPO, plus the distance from a teacher."""
 
@@ -167,8 +177,10 @@ class Kdrl(Frozen):
     dual_clip: float | None = Field(DUAL_CLIP, gt=1)
     coefficient: Above0
     """The factor of the distance."""
-    estimator: Literal["k2", "k3"] = "k2"
-    """As in `kl`, with the teacher in place of the reference."""
+    estimator: Literal["k2", "k3", "top_k"] = "k2"
+    """k2, k3: as in `kl`, with the teacher in place of the reference. top_k: the distance of `forward_kl`."""
+    top_k: TopK = TOP_K
+    """For `top_k`."""
     anchor: Anchor = "prox"
 
 
@@ -195,6 +207,7 @@ Loss = Annotated[
     | KlCov
     | ReverseKl
     | RefKl
+    | ForwardKl
     | Kdrl
     | CrossEntropy,
     Field(discriminator="name"),
@@ -237,12 +250,19 @@ class LossSettings(Frozen):
 
     @property
     def needs_teacher(self) -> bool:
-        return isinstance(self.loss, ReverseKl | RefKl | Kdrl)
+        return isinstance(self.loss, ReverseKl | RefKl | ForwardKl | Kdrl)
+
+    @property
+    def teacher_top_k(self) -> int:
+        """How many of its most probable tokens the teacher must tell at each place."""
+        if isinstance(self.loss, Kdrl) and self.loss.estimator != "top_k":
+            return 0
+        return self.loss.top_k if isinstance(self.loss, ForwardKl | Kdrl) else 0
 
     @property
     def uses_advantages(self) -> bool:
         """Whether the loss of a token depends on its advantage."""
-        return not isinstance(self.loss, ReverseKl | RefKl | CrossEntropy)
+        return not isinstance(self.loss, ReverseKl | RefKl | ForwardKl | CrossEntropy)
 
     @property
     def needs_anchor(self) -> bool:

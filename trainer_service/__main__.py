@@ -128,7 +128,8 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
                 width = policy.replayed_width
                 place = place_of(settings, store, lambda: shared_state.stopping)
                 gateway = GatewayClient(client, settings.push_timeout_s)
-                teacher = TeacherClient(settings.teacher) if settings.teacher else None
+                top_k = settings.algorithm.teacher_top_k
+                teacher = TeacherClient(settings.teacher, top_k) if settings.teacher else None
                 Trainer(
                     settings=settings,
                     policy=policy,

@@ -109,7 +109,7 @@ class Trainer:
         with self._memory.held(self._policy):
             state = self._cycle.restore() or RunState(version=self._settings.initial_version)
         self.step, self.version = state.step, state.version
-        self._groups.resume(state.baselines)
+        self._groups.resume(state)
         self._attempts.resume()
         self._recoveries.resume(state)
         self._metrics.resume(self.step)
@@ -201,7 +201,7 @@ class Trainer:
             values = self._groups.step(scored, self.version, algorithm)
         if isinstance(values, NotFinite):
             self._intake.end(values.refused)  # the groups whose gradient is not finite
-            if values.diverged:  # an earlier epoch of this step has changed the weights
+            if values.diverged:  # an earlier update of this step has changed the weights
                 raise Diverged(f"step {self.step + 1}, {values.diverged}")
             return None
         self.step += 1
@@ -274,7 +274,7 @@ class Trainer:
 
     def _state(self) -> RunState:
         """What a checkpoint contains now, beside the weights."""
-        state = self._intake.run_state(self.step, self.version, self._groups.baselines)
+        state = self._groups.stored_in(self._intake.run_state(self.step, self.version))
         return self._recoveries.stored_in(state)
 
     def _acknowledge(self) -> None:

@@ -29,7 +29,7 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return computed
 
-    for name in ("logprobs", "gradient_norm"):
+    for name in ("logprobs", "scores", "gradient_norm"):
         monkeypatch.setattr(DeepSpeedPolicy, name, killing(getattr(DeepSpeedPolicy, name)))
 
 
@@ -92,7 +92,7 @@ def test_a_process_that_ends_for_another_reason_raises_no_suspicion(
     harness.agents.group("g", [1.0, 0.0])
     for _ in range(2):
         with monkeypatch.context() as patch:
-            patch.setattr(DeepSpeedPolicy, "logprobs", ending)
+            patch.setattr(DeepSpeedPolicy, "scores", ending)
             with pytest.raises(reason):
                 harness.trainer.run_once()
         harness = harness.restart()

@@ -102,7 +102,7 @@ def test_a_later_epoch_that_fails_ends_the_run_and_the_group(make_harness: MakeH
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness.policy, "step", lambda scale=1.0: next(norms))
         harness.agents.group("g", [1.0, 0.0])
-        with pytest.raises(Diverged, match="epoch 2"):
+        with pytest.raises(Diverged, match="update 2"):
             harness.trainer.run_once()
     assert set(harness.session_codes().values()) == {"invalid"}
     harness = harness.restart()

@@ -434,7 +434,9 @@ def test_truncated_sessions_train_only_if_configured(make_harness: MakeHarness) 
         ({"prox": "loglinear", "epochs": 2}, "set prox: recompute"),
         ({"shaping": {"kl_in_reward": 0.1}}, "compares whole rollouts"),
         ({"kl": {"estimator": "k1", "coefficient": 0.1}}, "does not pull to the reference"),
-        ({"loss": "kl_cov"}, "set epochs"),
+        ({"prox": "loglinear", "mini_batches": 2}, "set prox: recompute"),
+        ({"mini_batches": 4, "min_live_rows": 3}, "more than the rows that a step waits for"),
+        ({"loss": "kl_cov"}, "set epochs or mini_batches"),
         ({"min_live_rows": 300}, "more than a step holds"),
     ],
     ids=str,
@@ -452,3 +454,40 @@ def test_given_fields_override_a_preset() -> None:
     assert loss == Ppo(clip_low=0.1, clip_high=0.2, dual_clip=None, anchor="rollout")
     other = AlgorithmSettings.model_validate({"preset": "grpo_classic", "loss": {"name": "sapo"}}).loss
     assert other == Sapo()
+
+
+def test_cross_entropy_trains_good_sessions_only_and_makes_their_tokens_more_probable(
+    make_harness: MakeHarness,
+) -> None:
+    loss = {"name": "cross_entropy", "min_reward": 0.5}
+    harness = make_harness(algorithm={"loss": loss, "min_live_rows": 1}, optimizer=GENTLE).start()
+    perplexities = []
+    for step in range(3):
+        harness.agents.episode(f"good{step}", 1.0, group_id=f"g{step}", size=2, output_ids=[10, 20, 1])
+        harness.agents.episode(f"bad{step}", 0.0, group_id=f"g{step}", size=2, output_ids=[11, 21, 1])
+        harness.agents.episode(f"even{step}", 0.5, output_ids=[10, 20, 1])  # alone, and trained all the same
+        assert harness.trainer.run_once()
+        perplexities.append(harness.shared_state.snapshot.metrics["mismatch/train_ppl"])
+    assert perplexities == sorted(perplexities, reverse=True)
+    codes = harness.session_codes()
+    assert {name.rstrip("012"): code for name, code in codes.items()} == {
+        "good": "trained",
+        "bad": "zero_advantage",
+        "even": "trained",
+    }
+    verdict = harness.stream.heads["bad0"].verdict
+    assert verdict is not None
+    assert verdict.detail == "its reward 0 is below loss.min_reward, 0.5"
+
+
+def test_kdrl_compares_rewards_and_asks_the_teacher(make_harness: MakeHarness) -> None:
+    loss = {"name": "kdrl", "coefficient": 0.1}
+    harness = make_harness(algorithm={"loss": loss}, teacher={"url": "http://teacher"}, optimizer=GENTLE)
+    harness.teacher = teacher = FakeTeacher()
+    harness.start()
+    task(harness, "g", [1.0, 0.0, 0.5])
+    harness.agents.group("even", [1.0, 1.0])
+    assert harness.trainer.run_once()
+    assert len(teacher.asked) == 3  # those of the group whose rewards differ
+    assert harness.shared_state.snapshot.metrics["adv/std"] > 0
+    assert harness.session_codes()["even-0"] == "zero_advantage"

@@ -1,11 +1,11 @@
 """Computes the weight of each token's loss in the step's sum, whatever micro-batch the token is in."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from trainer_service.algorithms.losses.settings import Aggregation
+from trainer_service.algorithms.losses.terms import Aggregation
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,11 @@ class StepCounts:
     @property
     def tokens(self) -> int:
         return int(self.tokens_R.sum())
+
+    def of_rows(self, at: Tensor) -> "StepCounts":
+        """The counts of the rows at these indices alone. The rows keep their numbers."""
+        kept_R = torch.zeros_like(self.tokens_R).index_fill(0, at, 1)
+        return replace(self, tokens_R=self.tokens_R * kept_R)
 
 
 def row_weights(counts: StepCounts, aggregation: Aggregation) -> Tensor:

@@ -13,6 +13,8 @@ from torch import Tensor
 from trainer_service.algorithms.ratios import bounded, ratio
 
 LOW_VAR_BOUND = 10.0
+LARGEST_ERROR = 0.2
+"""The relative error of a KL that the controller of its coefficient sees at most."""
 
 
 def k1(lp_new_T: Tensor, lp_ref_T: Tensor) -> Tensor:
@@ -64,3 +66,14 @@ KLS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "unbiased": unbiased,
 }
 """Each function takes lp_new_T, lp_ref_T and lp_old_T."""
+
+
+def adapted_coefficient(
+    coefficient: float, measured: float, *, target: float, horizon: float, rollouts: int
+) -> float:
+    """The coefficient after a step of so many rollouts, in which the KL was `measured`: coefficient · (1 +
+    clip(measured / target - 1, ± 0.2) · rollouts / horizon), the proportional controller of Ziegler et al.
+    2019 (arXiv:1909.08593, section 2.2), as in TRL and verl. A step of more rollouts than `horizon` counts as
+    `horizon`, so that the coefficient stays above 0."""
+    error = max(-LARGEST_ERROR, min(LARGEST_ERROR, measured / target - 1))
+    return coefficient * (1 + error * min(1.0, rollouts / horizon))

@@ -9,18 +9,18 @@ from torch import Tensor
 from trainer_service.algorithms.ratios import widened
 
 
-def selected_logprobs(logits_TV: Tensor, targets_T: Tensor, temperatures_T: Tensor) -> tuple[Tensor, Tensor]:
-    """log p [T] of each target, and the entropy [T] without gradient, in nats, at the temperature that the
-    target was sampled with (`logits.logp_entropy_T1.0`, `logits.logp_entropy_T0.7`).
+def selected_logprobs(logits_TV: Tensor, targets: Tensor, temperatures_T: Tensor) -> tuple[Tensor, Tensor]:
+    """log p of each target, [T] or [T, K] as `targets` are, and the entropy [T] without gradient, in nats, at
+    the temperature of the sampled token (`logits.logp_entropy_T1.0`, `logits.logp_entropy_T0.7`).
 
     A token with logit -inf has probability 0; the probabilities of the others sum to 1
     (`logits.topk3_renormalised_logp`).
     """
     scaled_TV = _scaled(logits_TV, temperatures_T)
-    logprobs_T = _selected(scaled_TV, targets_T)
+    logprobs = _selected(scaled_TV, targets)
     with torch.no_grad():
         entropy_T = _entropy(scaled_TV)
-    return logprobs_T, entropy_T
+    return logprobs, entropy_T
 
 
 def entropies(logits_TV: Tensor, temperatures_T: Tensor) -> Tensor:
@@ -32,8 +32,9 @@ def _scaled(logits_TV: Tensor, temperatures_T: Tensor) -> Tensor:
     return widened(logits_TV) / temperatures_T[:, None]
 
 
-def _selected(scaled_TV: Tensor, targets_T: Tensor) -> Tensor:
-    return scaled_TV.gather(-1, targets_T[:, None]).squeeze(-1) - torch.logsumexp(scaled_TV, dim=-1)
+def _selected(scaled_TV: Tensor, targets: Tensor) -> Tensor:
+    chosen_TK = scaled_TV.gather(-1, targets if targets.dim() == 2 else targets[:, None])
+    return (chosen_TK - torch.logsumexp(scaled_TV, dim=-1, keepdim=True)).view_as(targets)
 
 
 def _entropy(scaled_TV: Tensor) -> Tensor:

@@ -53,7 +53,10 @@ class AlgorithmSettings(LossSettings):
     recompute: it always makes an extra forward pass. loglinear: it interpolates between the engine's
     log-probabilities and those of the pass that computes the gradient."""
     epochs: int = Field(1, ge=1)
-    """How many optimizer steps use one batch. If several do, an extra forward pass precedes the first."""
+    """How many passes learn from one batch. If several do, an extra forward pass precedes the first."""
+    mini_batches: int = Field(1, ge=1)
+    """How many optimizer updates one pass over a batch makes, each with the loss of other groups alone (PPO,
+    arXiv:1707.06347, normalised as in verl). A batch of fewer groups is split by rollouts."""
     min_live_rows: int = Field(16, ge=1)
     """A step waits for this many rows with an advantage. A step on one noisy group would be as large as a
     step on many groups, because Adam divides a gradient by its usual
@@ -125,14 +128,19 @@ class AlgorithmSettings(LossSettings):
             )
         if self.replay_share and self.intake != "newest":
             raise ValueError(f"replay_share: intake {self.intake} takes the oldest groups anyway; set newest")
-        if self.needs_teacher and (unused := self._reward_setting()):
+        if not self.uses_advantages and (unused := self._reward_setting()):
             raise ValueError(f"{unused}: loss {self.loss.name} does not use rewards")
         if self.shaping.kl_in_reward and self.kl.coefficient:
             raise ValueError("shaping.kl_in_reward: kl.coefficient penalises the same divergence already")
-        if self.epochs == 1 and self.prox == "reuse" and isinstance(self.loss, KlCov):
+        if self.mini_batches > self.min_live_rows:
+            raise ValueError(
+                f"mini_batches: {self.mini_batches} are more than the rows that a step waits for, "
+                f"min_live_rows: {self.min_live_rows}"
+            )
+        if not self.repeats and self.prox == "reuse" and isinstance(self.loss, KlCov):
             raise ValueError(
                 "loss: kl_cov penalises the distance from the weights before the step, which is 0 with one "
-                "epoch; set epochs"
+                "update; set epochs or mini_batches"
             )
         if self.stale in ("correct", "auto") and not self.corrects:
             raise ValueError(
@@ -146,7 +154,7 @@ class AlgorithmSettings(LossSettings):
             )
         if self.prox == "loglinear" and not self.needs_anchor:
             raise ValueError("prox: loglinear computes lp_prox, which no setting here needs; leave it out")
-        if self.prox == "loglinear" and (self.epochs > 1 or self.whole_step):
+        if self.prox == "loglinear" and (self.repeats or self.whole_step):
             raise ValueError(
                 "prox: loglinear approximates what a pass before the step computes, and the step needs that "
                 "pass: set prox: recompute"
@@ -168,14 +176,14 @@ class AlgorithmSettings(LossSettings):
     @property
     def compares(self) -> bool:
         """Whether the members of a group are compared, so that a group with equal rewards is not trained."""
-        if self.needs_teacher or self.advantage.name in TOKEN_LEVEL:
+        if not self.uses_advantages or self.advantage.name in TOKEN_LEVEL:
             return False
         return ADVANTAGES[self.advantage.name].compares
 
     @property
     def credits_tokens(self) -> bool:
         """Whether each token has its own advantage, which depends on the whole step."""
-        return not self.needs_teacher and self.advantage.name in TOKEN_LEVEL
+        return self.uses_advantages and self.advantage.name in TOKEN_LEVEL
 
     @property
     def needs_critic(self) -> bool:
@@ -186,6 +194,11 @@ class AlgorithmSettings(LossSettings):
         """Whether the loss or a correction accounts for tokens that another policy sampled."""
         anchored = getattr(self.loss, "anchor", "prox") == "rollout"
         return anchored or not isinstance(self.correction, NoCorrection)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a step makes several optimizer updates."""
+        return self.epochs > 1 or self.mini_batches > 1
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -202,12 +215,15 @@ class AlgorithmSettings(LossSettings):
         )
         return self.model_copy(update={"stale": "correct" if within_limits else "mask"})
 
+    def with_kl_coefficient(self, coefficient: float) -> "AlgorithmSettings":
+        return self.model_copy(update={"kl": self.kl.model_copy(update={"coefficient": coefficient})})
+
     @property
     def needs_pre_pass(self) -> bool:
         """Whether a forward pass over the whole batch precedes the first pass that learns."""
         return (
             self.prox == "recompute"
-            or self.epochs > 1
+            or self.repeats
             or self.whole_step
             or (self.credits_tokens and self.shaping.kl_in_reward > 0)
             or self.router_aux_loss > 0
@@ -218,7 +234,7 @@ class AlgorithmSettings(LossSettings):
         """Whether groups can be learned from before the other groups of their step are known."""
         if not self.streaming or self.needs_teacher or self.credits_tokens or self.whole_step:
             return False
-        if self.router_aux_loss:
+        if self.router_aux_loss or self.mini_batches > 1:
             return False
         return not (ADVANTAGES[self.advantage.name].whole_step or getattr(self.advantage, "whiten", False))
 

@@ -15,8 +15,8 @@ sampled."""
 
 @dataclass(frozen=True)
 class Tokens:
-    """T trained tokens; log-probabilities and entropies are in nats. Only `lp_new_T` and `entropy_T` have a
-    gradient. Raises ValueError if the tensors differ in shape."""
+    """T trained tokens; log-probabilities and entropies are in nats. Only `lp_new_T`, `entropy_T`
+    and `teacher_kl_T` have a gradient. Raises ValueError if the tensors differ in shape."""
 
     lp_new_T: Tensor
     """Under the policy that is trained."""
@@ -31,6 +31,8 @@ class Tokens:
     lp_ref_T: Tensor | None = None
     lp_teacher_T: Tensor | None = None
     entropy_T: Tensor | None = None
+    teacher_kl_T: Tensor | None = None
+    """`top_k_kl` to the teacher."""
     fresh_T: Tensor | None = None
     """bool: False for a token that is too old to be learned from. None: all are young enough."""
 
@@ -60,8 +62,8 @@ class Tokens:
         return self.lp_prox_T - self.lp_roll_T
 
     def at(self, chosen_T: Tensor) -> "Tokens":
-        """The chosen tokens, in float32 or better. Only `lp_new_T` and `entropy_T` keep their gradient."""
-        learns = ("lp_new_T", "entropy_T")
+        """The chosen tokens, in float32 or better. Those with a gradient keep it."""
+        learns = ("lp_new_T", "entropy_T", "teacher_kl_T")
         parts = {
             name: (values_T if name in learns else values_T.detach())[chosen_T]
             for name, values_T in self.given().items()
@@ -82,3 +84,8 @@ class Tokens:
         if self.lp_teacher_T is None:
             raise ValueError("distillation needs lp_teacher_T")
         return self.lp_teacher_T
+
+    def teacher_kl(self) -> Tensor:
+        if self.teacher_kl_T is None:
+            raise ValueError("distillation from the teacher's top tokens needs teacher_kl_T")
+        return self.teacher_kl_T

@@ -70,8 +70,8 @@ def with_advantages(
     rows: Sequence[Row], rollouts: Sequence[Rollout], algorithm: AlgorithmSettings, baselines: Baselines
 ) -> list[Row]:
     """The rows of a whole step, each with the advantage of its rollout. Rows stay unchanged if advantages are
-    computed later for each token, or if the algorithm learns from a teacher."""
-    if not rows or algorithm.credits_tokens or algorithm.needs_teacher:
+    computed later for each token, or if the loss uses none."""
+    if not rows or algorithm.credits_tokens or not algorithm.uses_advantages:
         return list(rows)
     estimator = ADVANTAGES[algorithm.advantage.name]
     advantages_B = estimator.score(Rollouts(tuple(rollouts), baselines), algorithm.advantage)

@@ -133,7 +133,8 @@ def without_sessions(screened: ScreenedGroup, reasons: Mapping[str, str]) -> Scr
 
 
 def _refusal(member: Member, version: int, algorithm: AlgorithmSettings) -> Verdict | None:
-    """Why a rewarded member cannot be trained: it has no trainable turn, too long a row, or old tokens."""
+    """Why a rewarded member cannot be trained: it has no trainable turn, too long a row, a small reward or
+    old tokens."""
     if member.sampled_by is None:
         codes = {verdict.code for verdict in exclusions(member.turns).values()}
         code = codes.pop() if len(codes) == 1 else "not_for_training"
@@ -142,6 +143,11 @@ def _refusal(member: Member, version: int, algorithm: AlgorithmSettings) -> Verd
     if most is not None and member.longest_row > most:
         return Verdict(
             code="too_long", detail=f"a row has {member.longest_row} tokens, at most {most} are trained"
+        )
+    least = getattr(algorithm.loss, "min_reward", None)
+    if least is not None and member.reward is not None and member.reward < least:
+        return Verdict(
+            code="zero_advantage", detail=f"its reward {member.reward:g} is below loss.min_reward, {least:g}"
         )
     oldest, newest = member.sampled_by
     judged_by = {"correct": version, "mask": newest}.get(algorithm.stale, oldest)

@@ -6,7 +6,7 @@ read ─▶ select ─┬─ skipped ─▶ end
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from rollout_queue.contract.records import Verdict
 from rollout_queue.contract.stream import StreamReader
@@ -166,7 +166,7 @@ class Intake:
         """Acknowledge the trained groups that the last checkpoint contains, which must be durable."""
         self._acknowledger.acknowledge_contained()
 
-    def run_state(self, step: int, version: int, baselines: Mapping[str, float]) -> RunState:
+    def run_state(self, step: int, version: int) -> RunState:
         """The state that a checkpoint stores now, beside the weights. When it is durable, `acknowledge`."""
         self._acknowledger.contain()
         return RunState(
@@ -176,7 +176,6 @@ class Intake:
             settled=self._assembler.settled,
             gone=self._assembler.gone,
             evaluations=self.evaluations.state(),
-            baselines=dict(baselines),
             task_rates=self._tasks.state,
         )
 

@@ -4,8 +4,9 @@ MicroBatch ─ attention row by row ─▶ hidden states ─ those that predict 
 """
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,16 @@ from trainer_service.model.sharding.sequence_ranks import SequenceRanks, Slice
 from trainer_service.rows.rows import MicroBatch
 
 
+class TokenScores(NamedTuple):
+    """What a pass computes for T trained tokens, in nats. The log-probabilities have a gradient, the
+    entropies only if they are asked for with one."""
+
+    lp_T: Tensor
+    entropy_T: Tensor
+    top_TK: Tensor | None = None
+    """Log-probabilities of the teacher's most probable tokens, if the micro-batch has them."""
+
+
 def forward(
     model: Any,
     batch: MicroBatch,
@@ -26,32 +37,45 @@ def forward(
     sequence: SequenceRanks | None = None,
     routers: Routers | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log p [T] and entropies [T] of the trained tokens, in nats. log p has a gradient, the entropies only if
-    `entropy_gradient`. The ranks of `sequence` call it together; all get the same values. With the model's
-    `routers`, the pass replays the experts of the micro-batch.
+    """log p [T] and entropies [T] of the trained tokens, as `scores` computes them."""
+    found = scores(model, batch, packing, device, entropy_gradient, sequence, routers)
+    return found.lp_T, found.entropy_T
+
+
+def scores(
+    model: Any,
+    batch: MicroBatch,
+    packing: Packing,
+    device: torch.device,
+    entropy_gradient: bool = False,
+    sequence: SequenceRanks | None = None,
+    routers: Routers | None = None,
+) -> TokenScores:
+    """The scores of the trained tokens. The ranks of `sequence` call it together; all get the same values.
+    With the model's `routers`, the pass replays the experts of the micro-batch.
 
     Raises RuntimeError if the model does not pass the bounds of the rows to its attention.
     """
     if packing is Packing.ONE_ROW and len(batch.lengths_S) > 1:
         rows = [
-            forward(model, row, packing, device, entropy_gradient, routers=routers)
+            scores(model, row, packing, device, entropy_gradient, routers=routers)
             for row in batch.single_rows()
         ]
-        lp, entropy = zip(*rows, strict=True)
-        return torch.cat(lp), torch.cat(entropy)
+        lp, entropy, top = zip(*rows, strict=True)
+        return TokenScores(torch.cat(lp), torch.cat(entropy), torch.cat(top) if batch.teacher_top else None)
     attention = attention_arguments(packing, batch, device, sequence)
     if sequence is None:
         with nullcontext() if routers is None else routers.routing(batch, device):
-            scored_T2 = _scored(model, batch, attention, device, entropy_gradient)
+            scored_TK = _scored(model, batch, attention, device, entropy_gradient)
     else:
         part = sequence.slice_of(batch)
-        own_T2 = _scored(model, part, attention, device, entropy_gradient)
-        scored_T2 = sequence.whole(own_T2, part, len(batch.targets_T))
+        own_TK = _scored(model, part, attention, device, entropy_gradient)
+        scored_TK = sequence.whole(own_TK, part, len(batch.targets_T))
     segments = attention.get("segments")
     if segments is not None and not segments.reached_attention:
         raise RuntimeError(f"{type(model).__name__} does not pass the bounds of packed rows to its attention")
-    lp_T, entropy_T = scored_T2.unbind(-1)
-    return lp_T, entropy_T if entropy_gradient else entropy_T.detach()
+    entropy_T = scored_TK[:, -1] if entropy_gradient else scored_TK[:, -1].detach()
+    return TokenScores(scored_TK[:, 0], entropy_T, scored_TK[:, 1:-1] if batch.teacher_top else None)
 
 
 def _scored(
@@ -61,10 +85,14 @@ def _scored(
     device: torch.device,
     entropy_gradient: bool,
 ) -> Tensor:
-    """log p and entropies [T, 2] of the tokens that this part predicts."""
-    targets_T = torch.from_numpy(part.targets_T).to(device)
+    """[T, K + 2] of the tokens that this part predicts: log p of each, log p of the teacher's K most probable
+    tokens in its place, and the entropy. K is 0 without them."""
+    ids_TK = part.targets_T[:, None]
+    if part.teacher_top is not None:
+        ids_TK = np.concatenate([ids_TK, part.teacher_top.ids_TK], 1)
+    targets_TK = torch.from_numpy(ids_TK).to(device)
     temperatures_T = torch.from_numpy(part.temperatures_T).to(device)
-    with requesting_logprobs(targets_T, temperatures_T, entropy_gradient) as request:
+    with requesting_logprobs(targets_TK, temperatures_T, entropy_gradient) as request:
         output_1TV = model(
             input_ids=torch.from_numpy(part.ids_N).to(device)[None],
             position_ids=torch.from_numpy(part.positions_N).to(device)[None],
@@ -73,11 +101,11 @@ def _scored(
             **attention,
         ).logits
     if request.head is None:
-        lp_T, entropy_T = selected_logprobs(output_1TV[0], targets_T, temperatures_T)
+        lp_TK, entropy_T = selected_logprobs(output_1TV[0], targets_TK, temperatures_T)
         if entropy_gradient:
             entropy_T = entropies(output_1TV[0], temperatures_T)
-        return torch.stack([lp_T, entropy_T], -1)
-    if not request.head.was_unchanged(output_1TV, request.result_1T2):
+        return torch.cat([lp_TK, entropy_T[:, None]], -1)
+    if not request.head.was_unchanged(output_1TV, request.result_1TK):
         return _scored(model, part, attention, device, entropy_gradient)
-    scored_T2: Tensor = output_1TV[0]
-    return scored_T2
+    scored_TK: Tensor = output_1TV[0]
+    return scored_TK

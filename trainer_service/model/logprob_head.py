@@ -36,14 +36,13 @@ a float32 result."""
 class LogprobRequest:
     """The tokens whose log p one forward pass computes, and the head's result."""
 
-    targets_T: Tensor
+    targets_TK: Tensor
     temperatures_T: Tensor
     entropy_gradient: bool
     undo: ExitStack = field(default_factory=ExitStack)
     head: "LogprobHead | None" = None
-    """The head that computed the result; None if the model has another head, or if the head returned
-    logits."""
-    result_1T2: Tensor | None = None
+    """The head that computed the result; None if it returned logits, or if the model has another one."""
+    result_1TK: Tensor | None = None
 
 
 _current_request: ContextVar[LogprobRequest | None] = ContextVar("_current_request", default=None)
@@ -51,10 +50,10 @@ _current_request: ContextVar[LogprobRequest | None] = ContextVar("_current_reque
 
 @contextmanager
 def requesting_logprobs(
-    targets_T: Tensor, temperatures_T: Tensor, entropy_gradient: bool = False
+    targets_TK: Tensor, temperatures_T: Tensor, entropy_gradient: bool = False
 ) -> Iterator[LogprobRequest]:
     """Inside the context, a `LogprobHead` returns log p and entropy of these targets instead of logits."""
-    request = LogprobRequest(targets_T, temperatures_T, entropy_gradient)
+    request = LogprobRequest(targets_TK, temperatures_T, entropy_gradient)
     token = _current_request.set(request)
     try:
         with request.undo:
@@ -100,30 +99,29 @@ class LogprobHead(torch.nn.Module):
         request = _current_request.get()
         if request is None or self._returns_logits:
             return torch.nn.functional.linear(hidden_1TH, self.weight, self.bias)
-        if hidden_1TH.shape[:2] != (1, len(request.targets_T)):
+        if hidden_1TH.shape[:2] != (1, len(request.targets_TK)):
             raise ValueError(
-                f"{len(request.targets_T)} sampled tokens, and hidden states of {hidden_1TH.shape[1]}: "
+                f"{len(request.targets_TK)} sampled tokens, and hidden states of {hidden_1TH.shape[1]}: "
                 "the model does not support `logits_to_keep`"
             )
         for owner, name, neutral in self._neutral_attributes:
             request.undo.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, neutral)
-        result_T2 = sampled_logprobs(
+        result_TK = sampled_logprobs(
             hidden_1TH[0],
             self.weight,
             self.bias,
-            request.targets_T,
+            request.targets_TK,
             request.temperatures_T,
             self._transform,
             request.entropy_gradient,
         )
-        request.head, request.result_1T2 = self, result_T2.detach()[None]
-        return result_T2[None]
+        request.head, request.result_1TK = self, result_TK.detach()[None]
+        return result_TK[None]
 
-    def was_unchanged(self, output_1T2: Tensor, result_1T2: Tensor | None) -> bool:
-        """Whether the model returned this head's result unchanged. If not, the head returns logits from now
-        on."""
-        if result_1T2 is None or not torch.equal(output_1T2.nan_to_num(), result_1T2.nan_to_num()):
+    def was_unchanged(self, output_1TK: Tensor, result_1TK: Tensor | None) -> bool:
+        """Whether the model returned the result unchanged. If not, the head returns logits from now on."""
+        if result_1TK is None or not torch.equal(output_1TK.nan_to_num(), result_1TK.nan_to_num()):
             logger.warning("the model changes its logits in an unknown way: all logits are computed at once")
             self._returns_logits = True
         return not self._returns_logits
@@ -164,18 +162,18 @@ def sampled_logprobs(
     hidden_TH: Tensor,
     weight_VH: Tensor,
     bias_V: Tensor | None,
-    targets_T: Tensor,
+    targets: Tensor,
     temperatures_T: Tensor,
     transform: LogitTransform | None = None,
     entropy_gradient: bool = False,
 ) -> Tensor:
-    """[T, 2]: log p of each target and the entropy, in nats, at the temperature that the target was sampled
-    with (`logits.logp_entropy_T*` of `algorithms_golden.json` in the tests). The result is float64 if the
-    hidden states are, otherwise float32.
-
-    The entropy has a gradient only if `entropy_gradient`: dH/dz = -p (log p + H).
+    """[T, K + 1]: log p of each target and the entropy, in nats, at the temperature of the sampled token.
+    `targets` are [T, K], or [T] for K = 1 (`logits.logp_entropy_T*` of `algorithms_golden.json` in the
+    tests). The result is float64 if the hidden states are, otherwise float32. The entropy has a gradient only
+    if `entropy_gradient`: dH/dz = -p (log p + H).
     """
-    arguments = (hidden_TH, weight_VH, bias_V, targets_T, temperatures_T)
+    targets_TK = targets if targets.dim() == 2 else targets[:, None]
+    arguments = (hidden_TH, weight_VH, bias_V, targets_TK, temperatures_T)
     result: Tensor = _SampledLogprobs.apply(*arguments, transform or LogitTransform(), entropy_gradient)  # type: ignore[no-untyped-call]
     return result
 
@@ -187,31 +185,31 @@ class _SampledLogprobs(torch.autograd.Function):
         hidden_TH: Tensor,
         weight_VH: Tensor,
         bias_V: Tensor | None,
-        targets_T: Tensor,
+        targets_TK: Tensor,
         temperatures_T: Tensor,
         transform: LogitTransform,
         entropy_gradient: bool,
     ) -> Tensor:
-        result_T2 = hidden_TH.new_empty(len(hidden_TH), 2, dtype=_wide(hidden_TH))
-        normaliser_T = result_T2.new_empty(len(hidden_TH))
+        result_TK = hidden_TH.new_empty(len(hidden_TH), targets_TK.shape[1] + 1, dtype=_wide(hidden_TH))
+        normaliser_T = result_TK.new_empty(len(hidden_TH))
         for some in _chunks(hidden_TH, weight_VH):
             z_CV = transform(_logits(hidden_TH[some], weight_VH, bias_V)).div_(temperatures_T[some, None])
             normaliser_C = torch.logsumexp(z_CV, dim=1)
             logp_CV = z_CV.sub_(normaliser_C[:, None])
-            result_T2[some, 0] = logp_CV.gather(1, targets_T[some, None])[:, 0]
-            result_T2[some, 1] = -logp_CV.exp().mul_(logp_CV).sum(1)
+            result_TK[some, :-1] = logp_CV.gather(1, targets_TK[some])
+            result_TK[some, -1] = -logp_CV.exp().mul_(logp_CV).sum(1)
             normaliser_T[some] = normaliser_C
         # The weight itself is saved, as in DeepSpeed's linear layer: ZeRO gathers it again for the backward.
         ctx.save_for_backward(
-            hidden_TH, weight_VH, bias_V, targets_T, temperatures_T, normaliser_T, result_T2[:, 1].clone()
+            hidden_TH, weight_VH, bias_V, targets_TK, temperatures_T, normaliser_T, result_TK[:, -1].clone()
         )
         ctx.transform, ctx.entropy_gradient = transform, entropy_gradient
-        return result_T2
+        return result_TK
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_T2: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_TH, weight_VH, bias_V, targets_T, temperatures_T, normaliser_T, entropy_T = ctx.saved_tensors
+    def backward(ctx: Any, gradient_TK: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_TH, weight_VH, bias_V, targets_TK, temperatures_T, normaliser_T, entropy_T = ctx.saved_tensors
         wide = _wide(hidden_TH)
         of_hidden = torch.empty_like(hidden_TH) if ctx.needs_input_grad[0] else None
         of_weight = torch.zeros_like(weight_VH, dtype=wide) if ctx.needs_input_grad[1] else None
@@ -220,9 +218,9 @@ class _SampledLogprobs(torch.autograd.Function):
             transformed_CV = ctx.transform(_logits(hidden_TH[some], weight_VH, bias_V))
             kept_CV = transformed_CV.clone() if ctx.transform.softcap is not None else transformed_CV
             logp_CV = transformed_CV.div_(temperatures_T[some, None]).sub_(normaliser_T[some, None])
-            gradient_CV = _of_logits(
-                logp_CV, targets_T[some], gradient_T2[some], entropy_T[some] if ctx.entropy_gradient else None
-            ).div_(temperatures_T[some, None])
+            entropy_C = entropy_T[some] if ctx.entropy_gradient else None
+            gradient_CV = _of_logits(logp_CV, targets_TK[some], gradient_TK[some], entropy_C)
+            gradient_CV.div_(temperatures_T[some, None])
             gradient_CV = ctx.transform.gradient(kept_CV, gradient_CV)
             if of_bias is not None:
                 of_bias += gradient_CV.sum(0)
@@ -239,16 +237,17 @@ class _SampledLogprobs(torch.autograd.Function):
         )
 
 
-def _of_logits(logp_CV: Tensor, targets_C: Tensor, gradient_C2: Tensor, entropy_C: Tensor | None) -> Tensor:
-    """dL/dz = g (1[target] - p) - e p (log p + H), with g = dL/d log p and e = dL/dH."""
-    g_C = gradient_C2[:, 0]
+def _of_logits(logp_CV: Tensor, targets_CK: Tensor, gradient_CK: Tensor, entropy_C: Tensor | None) -> Tensor:
+    """dL/dz = sum of g (1[target] - p) - e p (log p + H), with g = dL/d log p and e = dL/dH."""
+    g_CK = gradient_CK[:, :-1]
+    g_C = g_CK.sum(1)
     if entropy_C is None:
         gradient_CV = logp_CV.exp_().mul_(-g_C[:, None])
     else:
-        e_C = gradient_C2[:, 1]
+        e_C = gradient_CK[:, -1]
         p_CV = logp_CV.exp()
         gradient_CV = logp_CV.add_(entropy_C[:, None]).mul_(e_C[:, None]).add_(g_C[:, None]).mul_(p_CV).neg_()
-    return gradient_CV.scatter_add_(1, targets_C[:, None], g_C[:, None])
+    return gradient_CV.scatter_add_(1, targets_CK, g_CK)
 
 
 def _add_product(sum_VH: Tensor, gradient_CV: Tensor, hidden_CH: Tensor) -> None:

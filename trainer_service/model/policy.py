@@ -15,7 +15,7 @@ from torch import Tensor
 from trainer_service.model.attention.packed_attention import Packing, check_can_share, packing_of
 from trainer_service.model.critic import Critic
 from trainer_service.model.export import ExportTensor, check_tensor_names, export_tensors
-from trainer_service.model.forward import forward
+from trainer_service.model.forward import TokenScores, forward, scores
 from trainer_service.model.huggingface import (
     copy_small_files,
     enable_activation_checkpointing,
@@ -128,6 +128,12 @@ class DeepSpeedPolicy:
         """log p [T] and entropies [T] of the trained tokens under the present weights, in nats. log p has a
         gradient, the entropies only if the algorithm has an entropy bonus."""
         return self._forward(self._engine, batch, self.routers)
+
+    def scores(self, batch: MicroBatch) -> TokenScores:
+        """As `logprobs`, and also the log-probabilities of the teacher's most probable tokens."""
+        device, sequence = self._engine.device, self._parallel.sequence
+        asked = self._packing, device, self._entropy_gradient, sequence, self.routers
+        return scores(self._engine, batch, *asked)
 
     def _forward(
         self, model: Any, batch: MicroBatch, routers: Routers | None = None

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from rollout_queue.contract.records import Turn
 from trainer_service.rows.packing import Pack, Segment, packs_of
+from trainer_service.rows.top_tokens import TopTokens
 from trainer_service.rows.turns import Branch, branches
 
 Ints = NDArray[np.int64]
@@ -52,6 +53,7 @@ class Row:
     group_id: str = ""
     lp_teacher_L: Floats | None = None
     """The teacher's log-probabilities of the trained tokens, in nats; None without a teacher."""
+    teacher_top: TopTokens | None = None
     experts_LW: Experts | None = None
     """The experts that the engine chose for each token, layer after layer; -1 where they are not known. None:
     they are known for no token."""
@@ -96,6 +98,7 @@ class MicroBatch:
     """The row of each trained token, numbered over all rows given to `micro_batches`."""
     experts_NW: Experts | None = None
     """The experts of each token, as in `Row`."""
+    teacher_top: TopTokens | None = None
 
     def cost(self, even_at: float) -> float:
         """The cost of a pass. The unit is the cost of one token without attention. In a row of `even_at`
@@ -130,6 +133,7 @@ class MicroBatch:
             lp_teacher_T=None if self.lp_teacher_T is None else self.lp_teacher_T[in_T],
             rows_T=self.rows_T[in_T],
             experts_NW=None if self.experts_NW is None else self.experts_NW[start:end],
+            teacher_top=None if self.teacher_top is None else self.teacher_top.at(in_T),
         )
 
 
@@ -271,6 +275,7 @@ def _packed(of_step: Sequence[Row], pack: Pack) -> MicroBatch:
         lp_teacher_T=None if any(row.lp_teacher_L is None for row in rows) else trained("lp_teacher_L"),
         rows_T=np.repeat(np.array(list(tips)), lengths_R)[at_T],
         experts_NW=_experts(rows),
+        teacher_top=TopTokens.joined([row.teacher_top for row in rows]),
     )
 
 

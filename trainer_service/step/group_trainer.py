@@ -9,7 +9,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from rollout_queue.contract.records import Verdict
+from trainer_service.algorithms.kl import adapted_coefficient
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.comparison import Baselines, updated_baselines, with_advantages
 from trainer_service.groups.screening import ScreenedGroup, with_verdict, without_sessions
@@ -20,10 +23,12 @@ from trainer_service.step.quarantine import non_finite_groups
 from trainer_service.step.ranks import DistributedPolicy
 from trainer_service.step.step_request import StepRequest
 from trainer_service.step.teacher import TeacherClient, TeacherUnavailable
+from trainer_service.storage.run_state import RunState
 
 
 class Diverged(Exception):
-    """The weights cannot be used: they are not finite, or an earlier epoch of a failed step changed them.
+    """The weights cannot be used: they are not finite, or an earlier update of a failed step changed
+    them.
     Nothing of the step was saved, and a restart loads the last checkpoint."""
 
 
@@ -34,7 +39,7 @@ class NotFinite(NamedTuple):
     """The groups whose gradient is not finite, each with its verdict. If the search finds none, all groups of
     the step."""
     diverged: str | None
-    """Why the weights cannot be used any more: an earlier epoch of the step has changed them. None if they
+    """Why the weights cannot be used any more: an earlier update of the step has changed them. None if they
     are unchanged."""
 
 
@@ -49,7 +54,8 @@ class ScoredRows(NamedTuple):
 
 
 class GroupTrainer:
-    """Owns the early groups of the next step, and the running mean rewards of agents."""
+    """Owns the early groups of the next step, the running mean rewards of agents, and the coefficient of the
+    KL penalty."""
 
     def __init__(
         self,
@@ -62,10 +68,18 @@ class GroupTrainer:
         self._early = EarlyGroups(policy)
         self._teacher = teacher
         self.baselines: Baselines = {}
+        self._kl_coefficient = algorithm.kl.coefficient
 
-    def resume(self, baselines: Baselines) -> None:
-        """Continue with the running means that a checkpoint stored."""
-        self.baselines = baselines
+    def resume(self, state: RunState) -> None:
+        """Continue with what a checkpoint stored."""
+        self.baselines = state.baselines
+        if self._algorithm.kl.target is not None and state.kl_coefficient is not None:
+            self._kl_coefficient = state.kl_coefficient
+
+    def stored_in(self, state: RunState) -> RunState:
+        """The state of a checkpoint, with what this trainer needs after a restart."""
+        adapted = None if self._algorithm.kl.target is None else self._kl_coefficient
+        return replace(state, baselines=dict(self.baselines), kl_coefficient=adapted)
 
     def discard_early(self) -> None:
         """Forget what was learned for the next step: the weights become others."""
@@ -128,6 +142,13 @@ class GroupTrainer:
             return self._not_finite(scored.groups, version, values)
         rollouts = [rollout for screened in scored.groups for rollout in screened.rollouts]
         self.baselines = updated_baselines(rollouts, self._algorithm, self.baselines)
+        values = values | {"kl/coefficient": self._kl_coefficient}
+        kl = self._algorithm.kl
+        if kl.target is not None:
+            measured, count = values["kl/reference"], len(rollouts)
+            self._kl_coefficient = adapted_coefficient(
+                self._kl_coefficient, measured, target=kl.target, horizon=kl.horizon, rollouts=count
+            )
         return values
 
     def _not_finite(
@@ -135,7 +156,7 @@ class GroupTrainer:
     ) -> NotFinite:
         """Finds the groups whose gradient is not finite, so that no restart trains them again."""
         usable = self._policy.weights_are_finite()
-        if not usable and not values["epochs"]:
+        if not usable and not values["updates"]:
             raise Diverged(f"version {version}: the weights are not finite")
 
         is_finite = partial(self.gradient_is_finite, version=version, algorithm=self._algorithm)
@@ -143,8 +164,8 @@ class GroupTrainer:
         gradient = "its gradient" if found else f"the gradient of its batch of {len(groups)} groups"
         verdict = Verdict(code="invalid", detail=f"{gradient} is not finite at version {version}")
         diverged = None
-        if values["epochs"]:
-            diverged = f"epoch {values['epochs'] + 1:g}: the gradient's norm is {values['grad_norm']}"
+        if values["updates"]:
+            diverged = f"update {values['updates'] + 1:g}: the gradient's norm is {values['grad_norm']}"
         return NotFinite([with_verdict(each, verdict) for each in found or groups], diverged)
 
     def _rows(self, groups: Sequence[ScreenedGroup]) -> list[Row]:
@@ -153,4 +174,5 @@ class GroupTrainer:
         return with_advantages(rows, rollouts, self._algorithm, self.baselines)
 
     def _request(self, rows: Sequence[Row], version: int, algorithm: AlgorithmSettings) -> StepRequest:
+        algorithm = algorithm.with_kl_coefficient(self._kl_coefficient)
         return StepRequest(rows, version, algorithm, partial(self._heartbeat.beat, "training"))

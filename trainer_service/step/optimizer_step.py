@@ -1,26 +1,29 @@
-"""Makes one rank's optimizer steps: pre-pass, forward, loss, backward, step, and the step's metrics.
+"""Makes one rank's optimizer steps: forward, loss, backward, step, and the step's metrics.
 
-rows ─ micro_batches ─ own share ─▶ pre_pass ─ step_context ─▶ logprobs ─ policy_loss ─ backward ─▶ … ─▶ step
-  └──────────────── accumulate: once for all rows, or for groups as they arrive ────────────────┘
+rows ─ step_parts ─▶ StepPart ─▶ logprobs ─ policy_loss ─ backward ─▶ … ─▶ step
+  └── accumulate: once for all rows, or for groups as they arrive ──┘
+
+With `mini_batches`, the weights are updated after each part.
 """
 
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from trainer_service.algorithms.aggregation import StepCounts, divisor
+from trainer_service.algorithms.aggregation import divisor
 from trainer_service.algorithms.critic import value_loss
+from trainer_service.algorithms.losses.distillation import top_k_kl
 from trainer_service.algorithms.policy_loss import policy_loss
 from trainer_service.algorithms.prox import loglinear
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.sums import Sums
 from trainer_service.algorithms.tokens import Tokens
-from trainer_service.rows.rows import MicroBatch, Row, micro_batches
+from trainer_service.model.forward import TokenScores
+from trainer_service.rows.rows import MicroBatch, Row
 from trainer_service.step.diagnostics import (
     SampledTokens,
     critic_metrics,
@@ -28,14 +31,8 @@ from trainer_service.step.diagnostics import (
     diagnostics,
     token_sums,
 )
-from trainer_service.step.pre_pass import (
-    PrePass,
-    PrePassCritic,
-    PrePassPolicy,
-    StepContext,
-    pre_pass,
-    step_context,
-)
+from trainer_service.step.pre_pass import PrePass, PrePassCritic
+from trainer_service.step.step_parts import SharingPolicy, StepPart, counts_of, step_parts
 from trainer_service.step.step_request import StepRequest
 
 logger = logging.getLogger(__name__)
@@ -49,16 +46,13 @@ class TrainableCritic(PrePassCritic, Protocol):
     def step(self) -> float: ...
 
 
-class TrainablePolicy(PrePassPolicy, Protocol):
+class TrainablePolicy(SharingPolicy, Protocol):
     """What a step needs of one rank's policy."""
 
     @property
     def critic(self) -> TrainableCritic: ...
 
-    @property
-    def shares_prefixes(self) -> bool: ...
-
-    def own_micro_batches(self, batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, bool]]: ...
+    def scores(self, batch: MicroBatch) -> TokenScores: ...
 
     def backward(self, loss: Tensor) -> None: ...
 
@@ -79,29 +73,21 @@ class OptimizerSteps:
         self._policy, self._value_clip = policy, value_clip
         self._rows: list[Row] = []
         """The rows whose gradients are accumulated for the next step."""
-        self._parts: list[_StepPart] = []
+        self._parts: list[StepPart] = []
 
     def accumulate(self, request: StepRequest) -> None:
         """Add the gradient of these rows of whole groups. The weights do not change."""
-        policy, rows, algorithm = self._policy, request.rows, request.algorithm
-        packed = list(micro_batches(rows, algorithm.micro_batch_tokens, policy.shares_prefixes))
-        share = policy.own_micro_batches(packed)
-        pre_passes = []
-        for batch, _ in share:
-            pre_passes.append(pre_pass(policy, batch, request.version, algorithm))
-            request.beat()
-        context = step_context(policy, share, pre_passes, algorithm)
-        computed = sum(len(batch.ids_N) for batch in packed)
-        part = _StepPart(share, pre_passes, context, counts_of(rows), computed)
-        self._rows += rows
-        self._parts.append(part)
-        part.diagnostics = self._learn(part, request)
+        parts = step_parts(self._policy, request)
+        self._rows += request.rows
+        self._parts += parts
+        # The other parts, if there are any, are mini-batches, which learn after the update of this one.
+        self._learn(parts[0], self._parts[0], request)
 
     def step(self, request: StepRequest) -> dict[str, float]:
         """Add the gradient of these last rows and make the step. Returns its metrics by name, on all ranks.
 
-        If the gradient of an epoch is not finite, the weights keep the changes of the earlier epochs. Then
-        the result has only `grad_norm` and `epochs`, the number of earlier epochs. In either case, no
+        If the gradient of an update is not finite, the weights keep the changes of the earlier updates. Then
+        the result has only `grad_norm` and `updates`, the number of earlier updates. In either case, no
         gradient stays accumulated.
         """
         if request.rows:
@@ -119,41 +105,46 @@ class OptimizerSteps:
 
     def _step(self, request: StepRequest) -> dict[str, float]:
         policy, algorithm, counts = self._policy, request.algorithm, counts_of(self._rows)
-        # Gradients were accumulated with the divisor of the first part; the step scales them to its own.
-        of_step, of_first = (divisor(each, algorithm.aggregation) for each in (counts, self._parts[0].counts))
+        updates = [_Update(self._parts, divisor(counts, algorithm.aggregation))]
+        if algorithm.mini_batches > 1:
+            updates = [_Update([part], part.divisor(algorithm)) for part in self._parts]
         metrics: dict[str, float] = {}
         for epoch in range(algorithm.epochs):
-            if epoch:
-                for part in self._parts:
-                    part.diagnostics = self._learn(part, request)
-            grad_norm = policy.step(of_first / of_step)
-            if not math.isfinite(grad_norm):  # DeepSpeed has left the weights as they were, on every rank
-                return {"grad_norm": grad_norm, "epochs": epoch}
-            own = [each for part in self._parts for each in part.in_step(of_step, algorithm)]
+            grad_norms = []
+            for number, update in enumerate(updates):
+                if epoch or number:  # `accumulate` has made the first pass
+                    for part in update.parts:
+                        self._learn(part, update.parts[0], request)
+                # Gradients were accumulated with the divisor of the first part.
+                grad_norms.append(policy.step(update.parts[0].divisor(algorithm) / update.divisor))
+                if not math.isfinite(grad_norms[-1]):  # DeepSpeed left the weights unchanged, on every rank
+                    return {"grad_norm": grad_norms[-1], "updates": epoch * len(updates) + number}
+            own = [each for update in updates for each in update.diagnostics(algorithm, len(updates))]
             measured = diagnostics(Sums.joined(policy.all_gather(own)))
             if epoch == 0:
                 computed = sum(part.computed for part in self._parts)
                 per_token = computed / counts.tokens
-                metrics = {**measured, "grad_norm": grad_norm, "computed_per_token": per_token}
+                metrics = {**measured, "grad_norm": max(grad_norms), "computed_per_token": per_token}
             else:  # in the first epoch, the ratios to the weights before the step are 1
                 metrics |= {name: value for name, value in measured.items() if name.startswith("ppo/")}
         if algorithm.needs_critic:
-            (part,) = self._parts  # only one, because returns are computed over the whole step
-            metrics |= _critic_step(policy, part, counts.tokens, self._value_clip, request.beat)
+            metrics |= _critic_steps(policy, self._parts, self._value_clip, request.beat)
         return metrics
 
-    def _learn(self, part: "_StepPart", request: StepRequest) -> list[Sums]:
+    def _learn(self, part: StepPart, first: StepPart, request: StepRequest) -> None:
+        """Add the gradient of a part. `first` is the first part of the same update."""
         policy, algorithm, found = self._policy, request.algorithm, []
-        weight = part.divisor(algorithm) / self._parts[0].divisor(algorithm)
+        weight = part.divisor(algorithm) / first.divisor(algorithm)
         for (batch, is_ours), before, advantages_T in zip(
             part.share, part.pre_passes, part.context.advantages, strict=True
         ):
-            lp_new_T, entropy_T = policy.logprobs(batch)
-            tokens = _tokens(policy, batch, before, lp_new_T, advantages_T, entropy_T, request)
+            scored = policy.scores(batch)
+            lp_new_T, entropy_T = scored.lp_T, scored.entropy_T
+            tokens = _tokens(policy, batch, before, scored, advantages_T, request)
             losses = policy_loss(tokens, algorithm, part.counts, part.context.statistics)
             loss = losses.loss
-            if policy.routers is not None and part.context.load_E is not None:
-                loss = loss + algorithm.router_aux_loss * policy.routers.aux_loss(part.context.load_E)
+            if policy.routers is not None and part.load_E is not None:
+                loss = loss + algorithm.router_aux_loss * policy.routers.aux_loss(part.load_E)
             routing = None if policy.routers is None else policy.routers.sums()
             policy.backward((weight if is_ours else 0.0) * loss)
             if is_ours:
@@ -166,60 +157,52 @@ class OptimizerSteps:
                 if not part.diagnostics:  # the first pass over them
                     _log_masked_sessions(tokens.rows_T[~losses.finite_T], request.rows)
             request.beat()
-        return found
+        part.diagnostics = found
 
 
-@dataclass
-class _StepPart:
-    """Some whole groups of a step, and this rank's share of their micro-batches."""
+@dataclass(frozen=True)
+class _Update:
+    """The parts of a step that change the weights together."""
 
-    share: Sequence[tuple[MicroBatch, bool]]
-    """False marks a micro-batch that only keeps the number of passes equal on all ranks."""
-    pre_passes: Sequence[PrePass]
-    context: StepContext
-    counts: StepCounts
-    computed: int
-    """The tokens of the micro-batches of all ranks, in which a shared prefix is once."""
-    diagnostics: Sequence[Sums] = ()
-    """The diagnostics of its micro-batches, from the last pass that computed gradients."""
+    parts: Sequence[StepPart]
+    divisor: int
+    """The divisor of the loss of all parts."""
 
-    def divisor(self, algorithm: AlgorithmSettings) -> int:
-        return divisor(self.counts, algorithm.aggregation)
-
-    def in_step(self, whole: int, algorithm: AlgorithmSettings) -> list[Sums]:
-        """The diagnostics with the loss weights of the whole step. `whole` is the step's divisor."""
-        share = self.divisor(algorithm) / whole
+    def diagnostics(self, algorithm: AlgorithmSettings, updates: int) -> list[Sums]:
+        """The diagnostics of its parts. The loss of the step is the mean of those of its updates."""
         return [
-            replace(each, totals={**each.totals, "loss": each.totals["loss"] * share})
-            for each in self.diagnostics
+            each
+            for part in self.parts
+            for each in part.in_step(part.divisor(algorithm) / self.divisor / updates)
         ]
 
 
-def _critic_step(
+def _critic_steps(
     policy: TrainablePolicy,
-    part: _StepPart,
-    tokens_in_step: int,
+    parts: Sequence[StepPart],
     value_clip: float | None,
     beat: Callable[[], None],
 ) -> dict[str, float]:
-    """Make the critic's step, after the policy's step. Returns the critic's metrics by name."""
-    own = []
-    for (batch, is_ours), before, returns_T in zip(
-        part.share, part.pre_passes, part.context.returns, strict=True
-    ):
-        assert before.values_T is not None  # noqa: S101 - `needs_critic`
-        values_T = policy.critic.values(batch)
-        found = value_loss(
-            values_T, before.values_T, returns_T, tokens_in_step=tokens_in_step, clip=value_clip
-        )
-        policy.critic.backward(found.loss if is_ours else 0.0 * found.loss)
-        if is_ours:
-            own.append(critic_sums(before.values_T, returns_T, found))
-        beat()
-    grad_norm = policy.critic.step()
-    if not math.isfinite(grad_norm):
-        logger.warning("the critic makes no step: the norm of its gradient is %s", grad_norm)
-    return {**critic_metrics(Sums.joined(policy.all_gather(own))), "critic/grad_norm": grad_norm}
+    """Make the critic's update for each part, after all updates of the policy. Returns the critic's metrics
+    by name."""
+    own, grad_norms = [], []
+    for part in parts:
+        for (batch, is_ours), before, returns_T in zip(
+            part.share, part.pre_passes, part.context.returns, strict=True
+        ):
+            assert before.values_T is not None  # noqa: S101 - `needs_critic`
+            values_T = policy.critic.values(batch)
+            found = value_loss(
+                values_T, before.values_T, returns_T, tokens_in_step=part.counts.tokens, clip=value_clip
+            )
+            policy.critic.backward(found.loss if is_ours else 0.0 * found.loss)
+            if is_ours:
+                own.append(critic_sums(before.values_T, returns_T, found))
+            beat()
+        grad_norms.append(policy.critic.step())
+        if not math.isfinite(grad_norms[-1]):
+            logger.warning("the critic makes no update: the norm of its gradient is %s", grad_norms[-1])
+    return {**critic_metrics(Sums.joined(policy.all_gather(own))), "critic/grad_norm": max(grad_norms)}
 
 
 def _log_masked_sessions(rows_N: Tensor, rows: Sequence[Row]) -> None:
@@ -228,25 +211,18 @@ def _log_masked_sessions(rows_N: Tensor, rows: Sequence[Row]) -> None:
         logger.warning("tokens without a finite log-probability are left out, of sessions %s", names)
 
 
-def counts_of(rows: Sequence[Row]) -> StepCounts:
-    """The counts of a step's rows, or of a part of them. All rows of a session are one rollout."""
-    return StepCounts(
-        tokens_R=torch.tensor([row.trained_tokens for row in rows]),
-        rollout_R=_numbered([row.session_id for row in rows]),
-        group_R=_numbered([row.group_id for row in rows]),
-    )
-
-
 def _tokens(
     policy: TrainablePolicy,
     batch: MicroBatch,
     before: PrePass,
-    lp_new_T: Tensor,
+    scored: TokenScores,
     advantages_T: Tensor,
-    entropy_T: Tensor,
     request: StepRequest,
 ) -> Tokens:
-    lp_roll_T = policy.tensor(batch.logprobs_T)
+    lp_new_T, lp_roll_T = scored.lp_T, policy.tensor(batch.logprobs_T)
+    teacher_kl_T = None
+    if scored.top_TK is not None and batch.teacher_top is not None:
+        teacher_kl_T = top_k_kl(scored.top_TK, policy.tensor(batch.teacher_top.lp_TK))
     lp_prox_T = before.lp_prox_T
     if request.algorithm.prox == "loglinear":
         versions_T = policy.tensor(batch.versions_T)
@@ -259,11 +235,7 @@ def _tokens(
         rows_T=policy.tensor(batch.rows_T),
         lp_ref_T=before.lp_ref_T,
         lp_teacher_T=None if batch.lp_teacher_T is None else policy.tensor(batch.lp_teacher_T),
-        entropy_T=entropy_T if request.algorithm.entropy_bonus else None,
+        entropy_T=scored.entropy_T if request.algorithm.entropy_bonus else None,
+        teacher_kl_T=teacher_kl_T,
         fresh_T=before.fresh_T,
     )
-
-
-def _numbered(names: Sequence[str]) -> Tensor:
-    numbers: dict[str, int] = {}
-    return torch.tensor([numbers.setdefault(name, len(numbers)) for name in names], dtype=torch.int64)

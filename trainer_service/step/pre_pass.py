@@ -81,9 +81,10 @@ class StepContext:
     returns: tuple[Tensor, ...]
     """The critic's targets, one float32 tensor [T] for each micro-batch; empty without a critic."""
     statistics: StepStatistics
-    load_E: Tensor | None = None
-    """How often a token chose each expert, on average over the tokens of all layers, divided by the number of
-    these tokens. None without an auxiliary loss of the routers."""
+
+    def part(self, start: int, end: int) -> "StepContext":
+        """The values for the micro-batches from number `start` to before `end`."""
+        return replace(self, advantages=self.advantages[start:end], returns=self.returns[start:end])
 
 
 class _PassedBatch(NamedTuple):
@@ -120,10 +121,9 @@ def step_context(
     `share` holds this rank's micro-batches. False marks a micro-batch that only keeps the number of passes
     equal on all ranks; the step does not contain it. Every rank must call this function.
     """
-    load_E = _load(policy, share, pre_passes) if algorithm.router_aux_loss else None
     if not (algorithm.credits_tokens or algorithm.whole_step):
         advantages = tuple(policy.tensor(batch.advantages_T) for batch, _ in share)
-        return StepContext(advantages, (), StepStatistics(), load_E)
+        return StepContext(advantages, (), StepStatistics())
     own = [
         _PassedBatch(batch, _cpu(values))
         for (batch, counts), values in zip(share, pre_passes, strict=True)
@@ -140,13 +140,13 @@ def step_context(
     def parted(values_T: Tensor | None) -> tuple[Tensor, ...]:
         return () if values_T is None else tuple(policy.tensor(values_T.numpy()[at_T]) for at_T in places)
 
-    return StepContext(parted(step.advantages_T), parted(returns_T), statistics, load_E)
+    return StepContext(parted(step.advantages_T), parted(returns_T), statistics)
 
 
-def _load(
+def expert_load(
     policy: PrePassPolicy, share: Sequence[tuple[MicroBatch, bool]], pre_passes: Sequence[PrePass]
 ) -> Tensor:
-    """The step's `mean_load`."""
+    """[E]: the `mean_load` of these micro-batches of all ranks. Every rank must call this function."""
     measured = zip(share, pre_passes, strict=True)
     own = [each.routing for (_, counts), each in measured if counts and each.routing is not None]
     return policy.tensor(mean_load(Sums.joined(policy.all_gather(own))).numpy())

@@ -17,7 +17,7 @@ from trainer_service.algorithms.policy_loss import policy_loss
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.tokens import Tokens
 from trainer_service.rows.rows import MicroBatch, micro_batches
-from trainer_service.step.optimizer_step import counts_of
+from trainer_service.step.step_parts import counts_of
 from trainer_service.step.step_request import StepRequest
 
 Group = TypeVar("Group")
@@ -68,8 +68,8 @@ def _loss(
     """The loss of a micro-batch, as a function of its log-probabilities [T].
 
     The policy's own detached log-probabilities replace those of the reference, the teacher and the policy
-    before the step. The entropy is 0. If the algorithm gives each token its own advantage, each advantage
-    is 1.
+    before the step. The entropy is 0, and the KL to the teacher's top tokens is -lp. If the algorithm gives
+    each token its own advantage, each advantage is 1.
     """
 
     def loss_of(lp_new_T: Tensor) -> Tensor:
@@ -84,6 +84,7 @@ def _loss(
             lp_ref_T=own_T,
             lp_teacher_T=own_T,
             entropy_T=torch.zeros_like(own_T),
+            teacher_kl_T=-lp_new_T,
         )
         return policy_loss(tokens, algorithm, counts, step_statistics(tokens, algorithm)).loss
 

@@ -1,6 +1,7 @@
 """Asks a teacher on another engine for its log-probability of each token that the policy sampled.
 
     rows ─ POST {url}/generate, ids in ─▶ input_token_logprobs ─▶ the same rows, with lp_teacher_L
+                                        └ input_top_logprobs ──▶ and with teacher_top, if K of them are asked
 
 Each request also samples one token, which is ignored. The teacher must have the policy's vocabulary. The
 log-probabilities are at temperature 1.
@@ -15,6 +16,7 @@ import httpx
 import numpy as np
 
 from trainer_service.rows.rows import Row
+from trainer_service.rows.top_tokens import TopTokens
 from trainer_service.settings import TeacherSettings
 
 
@@ -34,7 +36,11 @@ class TeacherScores(NamedTuple):
 class TeacherClient:
     """Sends rows to the teacher, several at once. Owns its connections and threads."""
 
-    def __init__(self, settings: TeacherSettings, transport: httpx.BaseTransport | None = None) -> None:
+    def __init__(
+        self, settings: TeacherSettings, top_k: int = 0, transport: httpx.BaseTransport | None = None
+    ) -> None:
+        """The teacher also tells its `top_k` most probable tokens at each place."""
+        self._top_k = top_k
         headers = {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
         self._client = httpx.Client(
             base_url=settings.url, headers=headers, timeout=settings.timeout_s, transport=transport
@@ -62,22 +68,35 @@ class TeacherClient:
         answer = self._ask(row, start)
         if isinstance(answer, str):
             return answer
+        logprobs, top = answer
         lp_teacher_L = np.zeros(len(row), np.float32)
         for place in np.flatnonzero(row.mask_L):
-            match answer[place - start]:
+            match logprobs[place - start]:
                 case [int() | float() as logprob, token_id, *_] if token_id == row.ids_L[place]:
                     lp_teacher_L[place] = logprob
                 case other:
                     return f"the teacher answered {other} for token {row.ids_L[place]}"
-        return replace(row, lp_teacher_L=lp_teacher_L)
+        if not self._top_k:
+            return replace(row, lp_teacher_L=lp_teacher_L)
+        try:
+            asked = [top[place - start] for place in np.flatnonzero(row.mask_L)]
+            found = np.array([[each[:2] for each in tokens[: self._top_k]] for tokens in asked], np.float64)
+            if found.shape != (len(asked), self._top_k, 2) or (found[..., 1] < 0).any():
+                raise ValueError(f"{found.shape[1:]} values at each place")
+        except (IndexError, TypeError, ValueError) as error:
+            return f"the teacher did not tell its {self._top_k} most probable tokens: {error}"
+        teacher_top = TopTokens(found[..., 1].astype(np.int32), found[..., 0].astype(np.float32))
+        return replace(row, lp_teacher_L=lp_teacher_L, teacher_top=teacher_top)
 
-    def _ask(self, row: Row, start: int) -> list[Any] | str:
-        """The `input_token_logprobs` of the row from token `start` on, or why the teacher refuses it."""
+    def _ask(self, row: Row, start: int) -> tuple[list[Any], list[Any]] | str:
+        """The `input_token_logprobs` of the row from token `start` on, and its `input_top_logprobs`, or why
+        the teacher refuses it."""
         body = {
             "input_ids": row.ids_L.tolist(),
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
             "return_logprob": True,
             "logprob_start_len": start,
+            **({"top_logprobs_num": self._top_k} if self._top_k else {}),
         }
         try:
             response = self._client.post("/generate", json=body)
@@ -92,7 +111,8 @@ class TeacherClient:
                 f"the teacher at {self._client.base_url} answered with status {response.status_code}"
             )
         try:
-            logprobs = response.json()["meta_info"]["input_token_logprobs"]
+            told = response.json()["meta_info"]
+            logprobs, top = told["input_token_logprobs"], told.get("input_top_logprobs") or []
         except (ValueError, KeyError, TypeError) as error:
             raise TeacherUnavailable(
                 f"the teacher at {self._client.base_url} sent an answer without log-probabilities: {error}"
@@ -102,4 +122,4 @@ class TeacherClient:
             raise TeacherUnavailable(
                 f"the teacher sent {count} log-probabilities for {len(row) - start} tokens"
             )
-        return logprobs
+        return logprobs, top

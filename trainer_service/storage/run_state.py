@@ -51,6 +51,8 @@ class RunState(msgspec.Struct, frozen=True):
     not known."""
     baselines: dict[str, float] = {}
     """The running mean reward of each agent, for the advantage `rae`."""
+    kl_coefficient: float | None = None
+    """The present coefficient of the KL penalty, if `kl.target` controls it."""
     task_rates: list[TaskRate] = []
     """How often the policy solves each task, for the curriculum."""
     evaluations: EvaluationState = EvaluationState()

@@ -30,6 +30,9 @@ LOSSES: list[Any] = [
     {"name": "kl_cov", "fraction": 0.3},
     "reverse_kl",
     "ref_kl",
+    {"name": "kdrl", "coefficient": 0.1},
+    {"name": "kdrl", "coefficient": 0.1, "estimator": "k3"},
+    "cross_entropy",
 ]
 CORRECTIONS: list[Any] = [
     "none",

@@ -19,6 +19,7 @@ from torch import Tensor
 from rollout_queue.contract.records import Outcome, Record, Reward, Span
 from rollout_queue.contract.stream import Entry
 from tests.support.trainer_service.harness import turn
+from trainer_service.algorithms.losses.distillation import top_k_kl
 from trainer_service.algorithms.losses.settings import LossSettings
 from trainer_service.algorithms.losses.step_statistics import step_statistics
 from trainer_service.algorithms.policy_loss import PolicyLoss, policy_loss
@@ -28,8 +29,10 @@ from trainer_service.groups.acknowledgement import Acknowledgement, acknowledgem
 from trainer_service.groups.assemble import Assembler, Rules
 from trainer_service.groups.comparison import with_advantages
 from trainer_service.groups.screening import ScreenedGroup, screen
+from trainer_service.model.forward import TokenScores
 from trainer_service.rows.rows import MicroBatch, Row, micro_batches
-from trainer_service.step.optimizer_step import OptimizerSteps, counts_of
+from trainer_service.step.optimizer_step import OptimizerSteps
+from trainer_service.step.step_parts import counts_of
 from trainer_service.step.step_request import StepRequest
 
 DOCUMENT = Path(__file__).parents[3] / "docs/training.md"
@@ -86,6 +89,9 @@ class Listed:
         leaf_T = torch.tensor(_of(batch, self.says if self.steps else self.said), requires_grad=True)
         self.leaves.append((batch, leaf_T))
         return leaf_T, torch.zeros_like(leaf_T)
+
+    def scores(self, batch: MicroBatch) -> TokenScores:
+        return TokenScores(*self.logprobs(batch))
 
     def reference(self, batch: MicroBatch) -> Tensor:
         raise NotImplementedError
@@ -223,21 +229,23 @@ class Example:
 
     def tokens(self) -> Tokens:
         """Every trained token of the step in its second epoch, in the order of the table. The reference and
-        the teacher give each token 0.5."""
+        the teacher give each token 0.5, and it is the teacher's only top token."""
         half_T = torch.full(
             (sum(row.trained_tokens for row in self.rows),), math.log(0.5), dtype=torch.float64
         )
         lengths_R = torch.tensor([row.trained_tokens for row in self.rows])
         advantages_R = torch.tensor([row.advantage for row in self.rows], dtype=torch.float64)
         sampled = np.concatenate([row.logprobs_L[row.mask_L == 1] for row in self.rows])
+        lp_new_T = _flat(self.listed("now")).requires_grad_()
         return Tokens(
-            lp_new_T=_flat(self.listed("now")).requires_grad_(),
+            lp_new_T=lp_new_T,
             lp_prox_T=_flat(self.listed("begin")),
             lp_roll_T=torch.tensor(sampled, dtype=torch.float64),
             advantages_T=advantages_R.repeat_interleave(lengths_R),
             rows_T=torch.arange(len(self.rows)).repeat_interleave(lengths_R),
             lp_ref_T=half_T,
             lp_teacher_T=half_T,
+            teacher_kl_T=top_k_kl(lp_new_T[:, None], half_T[:, None]),
         )
 
     def loss(self, settings: LossSettings) -> tuple[PolicyLoss, Tensor]:

@@ -29,6 +29,7 @@ from trainer_service.algorithms.losses import settings as loss_settings
 from trainer_service.algorithms.losses.registry import LOSSES
 from trainer_service.algorithms.losses.settings import LossSettings
 from trainer_service.algorithms.losses.step_statistics import StepStatistics, step_statistics
+from trainer_service.algorithms.losses.terms import Kl
 from trainer_service.algorithms.policy_loss import policy_loss
 from trainer_service.algorithms.prox import interpolation_weight
 from trainer_service.algorithms.settings import PRESETS, AlgorithmSettings
@@ -261,6 +262,7 @@ def test_the_preset_default_equals_the_defaults_of_the_loss_settings() -> None:
         ({"kl": {"coefficient": 0.1}}, "lp_ref_T", "needs lp_ref_T"),
         ({"loss": "reverse_kl"}, "lp_teacher_T", "needs lp_teacher_T"),
         ({"loss": "ref_kl"}, "lp_teacher_T", "needs lp_teacher_T"),
+        ({"loss": "forward_kl"}, "teacher_kl_T", "needs teacher_kl_T"),
         ({"entropy_bonus": 0.1}, "entropy_T", "needs entropy_T"),
         ({"loss": "kl_cov"}, None, "kl_cov needs the statistics"),
         ({"masks": ["m2po"]}, None, "m2po needs the statistics"),
@@ -363,7 +365,7 @@ def test_every_name_that_can_be_set_is_implemented(union: Any, kinds: dict[str, 
 
 
 def test_every_kl_that_can_be_set_is_implemented() -> None:
-    assert set(KLS) == set(get_args(loss_settings.Kl.model_fields["estimator"].annotation))
+    assert set(KLS) == set(get_args(Kl.model_fields["estimator"].annotation))
 
 
 def test_a_name_alone_stands_for_its_defaults() -> None:

@@ -135,7 +135,7 @@ def test_a_policy_that_has_not_moved_learns_the_advantage(loss: Any, step: Step)
     assert close(gradient_T, -step.tokens.advantages_T, EXACT)
 
 
-PULLED = ("dro", "ipo", "kl_cov", "reverse_kl", "ref_kl")
+PULLED = ("dro", "ipo", "kl_cov", "reverse_kl", "ref_kl", "kdrl", "cross_entropy")
 """These losses have a gradient for every token, whatever its advantage."""
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from trainer_service.algorithms.kl import KLS
 from trainer_service.algorithms.losses import settings as settings
 from trainer_service.algorithms.losses.cispo import cispo, glm5
-from trainer_service.algorithms.losses.distillation import ref_kl, reverse_kl
+from trainer_service.algorithms.losses.distillation import cross_entropy, forward_kl, kdrl, ref_kl, reverse_kl
 from trainer_service.algorithms.losses.gmpo import gmpo
 from trainer_service.algorithms.losses.kl_cov import kl_cov
 from trainer_service.algorithms.losses.ppo import gspo, ppo
@@ -32,7 +33,7 @@ def _ratio_arguments(tokens: Tokens, chosen: Any) -> tuple[Tensor, Tensor, Tenso
     return tokens.lp_new_T, tokens.anchor(chosen.anchor), tokens.advantages_T
 
 
-def _ppo(tokens: Tokens, chosen: settings.Ppo, _: StepStatistics) -> TokenLosses:
+def _ppo(tokens: Tokens, chosen: settings.Ppo | settings.Kdrl, _: StepStatistics) -> TokenLosses:
     return ppo(
         *_ratio_arguments(tokens, chosen),
         clip_low=chosen.clip_low,
@@ -87,6 +88,14 @@ def _ref_kl(tokens: Tokens, chosen: settings.RefKl, _: StepStatistics) -> TokenL
     return ref_kl(tokens.lp_new_T, lp_old_T, tokens.teacher(), low=chosen.low, kappa=chosen.kappa)
 
 
+def _kdrl(tokens: Tokens, chosen: settings.Kdrl, statistics: StepStatistics) -> TokenLosses:
+    if chosen.estimator == "top_k":
+        distance_T = tokens.teacher_kl()
+    else:
+        distance_T = KLS[chosen.estimator](tokens.lp_new_T, tokens.teacher(), tokens.lp_prox_T)
+    return kdrl(_ppo(tokens, chosen, statistics), distance_T, coefficient=chosen.coefficient)
+
+
 LOSSES: Mapping[str, LossKind] = {
     "ppo": LossKind(settings.Ppo, _ppo),
     "gspo": LossKind(settings.Gspo, _gspo),
@@ -104,4 +113,7 @@ LOSSES: Mapping[str, LossKind] = {
     "kl_cov": LossKind(settings.KlCov, _kl_cov),
     "reverse_kl": LossKind(settings.ReverseKl, _reverse_kl),
     "ref_kl": LossKind(settings.RefKl, _ref_kl),
+    "forward_kl": LossKind(settings.ForwardKl, lambda t, _, __: forward_kl(t.teacher_kl())),
+    "kdrl": LossKind(settings.Kdrl, _kdrl),
+    "cross_entropy": LossKind(settings.CrossEntropy, lambda t, _, __: cross_entropy(t.lp_new_T)),
 }

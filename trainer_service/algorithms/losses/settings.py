@@ -22,6 +22,7 @@ from trainer_service.algorithms.corrections.settings import (
     Within,
     by_name,
 )
+from trainer_service.algorithms.losses.terms import Aggregation, Kl
 from trainer_service.algorithms.tokens import Anchor
 
 CLIP_LOW = 0.2
@@ -43,10 +44,13 @@ GMPO_CLIP = 0.2
 KL_COV_FRACTION = 2e-4
 KL_COV_COEFFICIENT = 0.1
 TEACHER_GAP = 0.2
+TOP_K = 16
 
 Divergence = Literal["tv", "kl"]
 Form = Literal["ratio", "logp"]
 Share = Annotated[float, Field(gt=0, lt=1)]
+TopK = Annotated[int, Field(ge=1, le=128)]
+"""How many tokens a teacher tells at each place. More would take much memory and time to read."""
 
 
 class Ppo(Frozen):
@@ -157,6 +161,37 @@ class RefKl(Frozen):
     anchor: Anchor = "rollout"
 
 
+class ForwardKl(Frozen):
+    """Distillation from the teacher's whole distribution, of which it tells the most probable tokens."""
+
+    name: Literal["forward_kl"] = "forward_kl"
+    top_k: TopK = TOP_K
+
+
+class Kdrl(Frozen):
+    """PPO, plus the distance from a teacher."""
+
+    name: Literal["kdrl"] = "kdrl"
+    clip_low: Share = CLIP_LOW
+    clip_high: Above0 = CLIP_HIGH
+    dual_clip: float | None = Field(DUAL_CLIP, gt=1)
+    coefficient: Above0
+    """The factor of the distance."""
+    estimator: Literal["k2", "k3", "top_k"] = "k2"
+    """k2, k3: as in `kl`, with the teacher in place of the reference. top_k: the distance of `forward_kl`."""
+    top_k: TopK = TOP_K
+    """For `top_k`."""
+    anchor: Anchor = "prox"
+
+
+class CrossEntropy(Frozen):
+    """Supervised learning of what was sampled. Rewards only choose the sessions."""
+
+    name: Literal["cross_entropy"] = "cross_entropy"
+    min_reward: float | None = None
+    """Sessions with a smaller reward are not trained; None trains all."""
+
+
 Loss = Annotated[
     Ppo
     | Gspo
@@ -171,51 +206,13 @@ Loss = Annotated[
     | Dro
     | KlCov
     | ReverseKl
-    | RefKl,
+    | RefKl
+    | ForwardKl
+    | Kdrl
+    | CrossEntropy,
     Field(discriminator="name"),
     BeforeValidator(by_name),
 ]
-
-
-class Kl(Frozen):
-    """The KL penalty towards the reference policy."""
-
-    estimator: Literal["k1", "abs", "k2", "k3", "low_var", "k3_plus", "unbiased"] = "k3"
-    coefficient: AtLeast0 = 0.0
-
-    @model_validator(mode="after")
-    def _pulls(self) -> "Kl":
-        if self.coefficient and self.estimator == "k1":
-            raise ValueError(
-                "kl: the gradient of k1 is 1 for every policy, so as a loss it does not pull to the reference"
-            )
-        return self
-
-
-class Aggregation(Frozen):
-    """The weight of each token in the sum over the optimizer step."""
-
-    mode: Literal[
-        "token_mean",
-        "token_sum",
-        "seq_mean_token_mean",
-        "seq_mean_token_sum",
-        "seq_mean_token_sum_norm",
-        "prompt_mean",
-        "rollout_mean",
-        "fixed_denominator",
-    ] = "token_mean"
-    horizon: float | None = Field(None, gt=0)
-    """The number of tokens by which `seq_mean_token_sum_norm` divides the sum of each row."""
-    denominator: float | None = Field(None, gt=0)
-    """The number of tokens by which `fixed_denominator` divides the sum of the step."""
-
-    @model_validator(mode="after")
-    def _length_fits(self) -> "Aggregation":
-        for mode, field in (("seq_mean_token_sum_norm", "horizon"), ("fixed_denominator", "denominator")):
-            if (getattr(self, field) is not None) != (self.mode == mode):
-                raise ValueError(f"aggregation: {field} belongs to {mode}, which needs it")
-        return self
 
 
 class LossSettings(Frozen):
@@ -253,13 +250,25 @@ class LossSettings(Frozen):
 
     @property
     def needs_teacher(self) -> bool:
-        return isinstance(self.loss, ReverseKl | RefKl)
+        return isinstance(self.loss, ReverseKl | RefKl | ForwardKl | Kdrl)
+
+    @property
+    def teacher_top_k(self) -> int:
+        """How many of its most probable tokens the teacher must tell at each place."""
+        if isinstance(self.loss, Kdrl) and self.loss.estimator != "top_k":
+            return 0
+        return self.loss.top_k if isinstance(self.loss, ForwardKl | Kdrl) else 0
+
+    @property
+    def uses_advantages(self) -> bool:
+        """Whether the loss of a token depends on its advantage."""
+        return not isinstance(self.loss, ReverseKl | RefKl | ForwardKl | CrossEntropy)
 
     @property
     def needs_anchor(self) -> bool:
         """Whether the loss depends on `lp_prox_T`; otherwise it only enters metrics."""
         corrected = not isinstance(self.correction, NoCorrection)
-        anchored = not isinstance(self.loss, Reinforce) and self.loss.anchor == "prox"
+        anchored = getattr(self.loss, "anchor", None) == "prox"
         return (
             corrected
             or anchored
@@ -270,5 +279,5 @@ class LossSettings(Frozen):
 
 def corrects_twice(loss: Loss, correction: Correction) -> bool:
     """Whether loss and correction would both correct the mismatch between trainer and engine."""
-    weighed = not isinstance(loss, Reinforce) and loss.anchor == "rollout"
+    weighed = getattr(loss, "anchor", None) == "rollout"
     return weighed and not isinstance(correction, NoCorrection)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trainer_service.rows.rows import Floats, Ints, MicroBatch
+from trainer_service.rows.top_tokens import TopTokens
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Slice:
     at_T: Ints
     """The numbers of these trained tokens in the micro-batch. If there are none, the other fields have one
     token all the same, so that the pass reaches every weight."""
+    teacher_top: TopTokens | None
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,9 @@ class SequenceRanks:
             targets_T=batch.targets_T[at_T] if some else np.zeros(1, np.int64),
             temperatures_T=batch.temperatures_T[at_T] if some else np.ones(1, np.float32),
             at_T=at_T,
+            teacher_top=batch.teacher_top.at(at_T if some else np.zeros(1, np.int64))
+            if batch.teacher_top
+            else None,
         )
 
     def whole(self, own_TX: Tensor, part: Slice, tokens: int) -> Tensor:

@@ -50,20 +50,13 @@ class ShareWriters:
         self._orders = CommandChannel[WriteShare | LookFor](ranks)
         self._answers = _Answers(ranks)
 
-    def all_see(self, directory: Path) -> bool:
-        """Whether every rank sees the files that rank 0 makes in `directory`, and may write there."""
+    def without(self, directory: Path) -> list[int]:
+        """The ranks that do not see the files that rank 0 makes in `directory`, or may not write there."""
         directory.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=directory.absolute(), prefix=".rank-0-") as file:
             self._orders.send(LookFor(Path(file.name)))
             seen = self._answers.gather(True)
-        if lacking := [rank for rank, sees in enumerate(seen) if not sees]:
-            logger.warning(
-                "ranks %s cannot use rank 0's directory %s, so rank 0 keeps and writes all weights of each "
-                "version; with a directory that all hosts share, each rank keeps and writes a part",
-                lacking,
-                directory,
-            )
-        return not lacking
+        return [rank for rank, sees in enumerate(seen) if not sees]
 
     def write(self, share: WeightSnapshot, directory: Path, file_bytes: int) -> list[FileSpec]:
         """Have every rank write its share into `directory`; `share` is rank 0's. Returns when no rank writes

@@ -45,11 +45,14 @@ def by_deepspeed(pair: HostPair) -> AbstractContextManager[Launchers]:
 
 
 def by_torchrun(pair: HostPair) -> AbstractContextManager[Launchers]:
-    """On each host: torchrun --nnodes 2 … --rdzv-endpoint weir1:29400 -m trainer_service …"""
-    words = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-id", "weir"]
+    """On each host: torchrun --nnodes 2 … --rdzv-endpoint weir1:29400 -m trainer_service --config weir.yaml
+
+    With a store of the agents, restarted ranks may find the addresses of those before them."""
+    words = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3"]
     words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{NAMES[0]}:29400"]
     torchrun = [PYTHON, "-m", "torch.distributed.run", *words, "-m", "trainer_service", *pair.words]
-    return launched([host.enter(*torchrun) for host in pair.hosts], [{}, {}], pair.folder / "log")
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return launched([host.enter(*torchrun) for host in pair.hosts], [own_store] * 2, pair.folder / "log")
 
 
 def by_srun(pair: HostPair) -> AbstractContextManager[Launchers]:
@@ -61,21 +64,21 @@ def by_srun(pair: HostPair) -> AbstractContextManager[Launchers]:
 
 def test_deepspeed_starts_and_restarts_the_ranks_of_a_hostfile(pair: HostPair) -> None:
     with by_deepspeed(pair) as launchers:
-        pair.train(1, launchers)
+        pair.train(launchers)
         pair.ranks()[0].send_signal(signal.SIGTERM)
         assert launchers.wait(PATIENCE_S) == [0]
     assert pair.saved_step() == 1
     with by_deepspeed(pair) as launchers:
-        pair.train(2, launchers)
+        pair.train(launchers)
         wait_until(lambda: pair.saved_step() == 2)
 
 
 def test_torchrun_restarts_all_ranks_when_one_dies(pair: HostPair) -> None:
     with by_torchrun(pair) as launchers:
-        pair.train(1, launchers)
+        pair.train(launchers)
         before = pair.ranks()
         before[1].kill()
-        pair.train(2, launchers)
+        pair.train(launchers)
         assert not set(before) & set(pair.ranks())
         wait_until(lambda: pair.saved_step() == 2)
         pair.ranks()[0].send_signal(signal.SIGTERM)
@@ -87,12 +90,12 @@ def test_ranks_of_srun_end_when_the_network_is_gone_and_go_on_when_it_is_back(
 ) -> None:
     pair.configure(model_path, rank_timeout_s=RANK_TIMEOUT_S)
     with by_srun(pair) as launchers:
-        pair.train(1, launchers)
+        pair.train(launchers)
         pair.hosts[1].cut()
         assert launchers.wait(RANK_TIMEOUT_S + FAREWELL_S + PATIENCE_S) == [1, 1]
     pair.hosts[1].restore()
     with by_srun(pair) as launchers:
-        pair.train(2, launchers)
+        pair.train(launchers)
         wait_until(lambda: pair.saved_step() == 2)
 
 

@@ -60,7 +60,8 @@ class HostPair:
             "device": "cpu",
             "lease_s": 2.0,
             "retry_s": 0.1,
-            "algorithm": {"min_live_rows": 2},
+            # The trainer may read a group while it is written.
+            "algorithm": {"min_live_rows": 2, "group_wait_s": 1e12, "flush_after_s": None},
             # The logprobs of these agents are invented, so that these guards would always alarm.
             "guards": {"max_abs_logp": None, "max_kl": None},
         }
@@ -70,11 +71,12 @@ class HostPair:
         """The ranks on the first host, and then those on the second."""
         return [rank for host in self.hosts for rank in host.ranks()]
 
-    def train(self, version: int, launchers: "Launchers") -> None:
-        """Have the running ranks train the next step, and wait until the gateway hears of its version."""
-        self.agents.group(f"g{version}", [1.0, 0.0])
-        wait_until(lambda: version in self.gateway.versions or launchers.ended(), STARTS_WITHIN_S)
-        assert version in self.gateway.versions, f"the launchers ended with {launchers.ended()}"
+    def train(self, launchers: "Launchers") -> None:
+        """Have the ranks train the next step, and wait until the gateway hears of its version."""
+        last = max(self.gateway.versions)
+        self.agents.group(f"after-{last}", [1.0, 0.0])
+        wait_until(lambda: max(self.gateway.versions) > last or launchers.ended(), STARTS_WITHIN_S)
+        assert max(self.gateway.versions) > last, f"the launchers ended with {launchers.ended()}"
         assert [len(host.ranks()) for host in self.hosts] == [1, 1]
 
     def saved_step(self) -> int:

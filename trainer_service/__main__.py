@@ -1,6 +1,7 @@
 """Runs the trainer until SIGTERM: python -m trainer_service [--config weir.yaml].
 
 On several GPUs: deepspeed --num_gpus N --module trainer_service [--config weir.yaml]
+On several hosts: also by torchrun or srun; see docs/training.md
 """
 
 import argparse
@@ -40,8 +41,9 @@ from trainer_service.sizing.resolution import find_gpu, resolved
 from trainer_service.status.heartbeat import Heartbeat, Stopped
 from trainer_service.status.lease_holder import keep_lease
 from trainer_service.status.shared_state import SharedState
+from trainer_service.step.communication.launch import joined, own_rank, own_ranks
 from trainer_service.step.device_memory import DeviceMemory, RolloutMemory
-from trainer_service.step.ranks import DistributedPolicy, follow, own_rank, own_ranks
+from trainer_service.step.ranks import DistributedPolicy, follow
 from trainer_service.step.teacher import TeacherClient
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.files import lock_directory
@@ -63,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.environ[CONFIG_VARIABLE] = given.config
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    os.environ |= joined(os.environ, torch.cuda.device_count())
     settings = TrainerSettings()
     settings = resolved(settings, find_gpu(settings), own_ranks())
     if own_rank() > 0:
@@ -91,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState) -> None:
     """Build the trainer's parts, and train until told to stop."""
     registry = CollectorRegistry()
-    checkpoints = Checkpoints(settings.checkpoint_dir, settings.keep_checkpoints)
+    # Ranks on other hosts may have another working directory.
+    checkpoints = Checkpoints(settings.checkpoint_dir.absolute(), settings.keep_checkpoints)
     store, sender = _policy_store(settings), _tensor_sender(settings)
     app = create_app(shared_state, checkpoints.ledger, store, keyring, registry, sender)
     logger.info("algorithm %s", settings.algorithm.model_dump_json())
@@ -125,6 +129,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
             heartbeat = Heartbeat(stream, shared_state, settings.retry_s)
             with device_memory(settings, headers, heartbeat) as memory:
                 policy = DistributedPolicy(DeepSpeedPolicy(settings), _shared_directory(settings))
+                policy.require_shared(settings.checkpoint_dir)
                 width = policy.replayed_width
                 place = place_of(settings, store, lambda: shared_state.stopping)
                 gateway = GatewayClient(client, settings.push_timeout_s)

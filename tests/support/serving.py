@@ -57,8 +57,9 @@ class _Server(uvicorn.Server):
 
 
 @contextmanager
-def serving(app: Any, port: int | None = None) -> Iterator[str]:
-    """Serve `app` on loopback and give its URL. The application's lifespan starts and ends, too."""
+def serving(app: Any, port: int | None = None, listener: socket.socket | None = None) -> Iterator[str]:
+    """Serve `app` on loopback and give its URL. The application's lifespan starts and ends, too. With a
+    `listener`, calls come from there instead."""
     port = port or free_port()
     config = uvicorn.Config(
         app,
@@ -69,7 +70,7 @@ def serving(app: Any, port: int | None = None) -> Iterator[str]:
         proxy_headers=False,
     )
     server = _Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
+    thread = threading.Thread(target=server.run, args=([listener] if listener else None,), daemon=True)
     thread.start()
     server.begun.wait()
     if not server.started:

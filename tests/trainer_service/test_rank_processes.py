@@ -7,19 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 import yaml
 from redis import Redis
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from rollout_queue.contract.policies.policy import STABLE
 from tests.support.serving import free_port, serving
 from tests.support.trainer_service.harness import FakeGateway
+from tests.support.trainer_service.over_http import over_http
 from tests.support.trainer_service.redis_agents import RedisAgents
 from tests.support.waiting import wait_until
 from weir.stack.services import launcher
@@ -27,14 +23,6 @@ from weir.stack.services import launcher
 pytestmark = pytest.mark.timeout(300)  # processes start one after another, and the machine may be busy
 
 STARTS_WITHIN_S = 200.0
-
-
-def over_http(gateway: FakeGateway) -> Starlette:
-    async def answer(request: Request) -> Response:
-        told = gateway(httpx.Request(request.method, str(request.url), content=await request.body()))
-        return Response(told.content, told.status_code, media_type="application/json")
-
-    return Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST", "DELETE"])])
 
 
 def test_two_rank_processes_publish_in_shares_and_end_when_told(

@@ -23,7 +23,8 @@ from tests.support.trainer_service.same_training import (
     differs_by,
     same_metrics,
 )
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
+from trainer_service.step.communication.rank_watch import FAREWELL_S
 from trainer_service.step.step_request import StepRequest
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.run_state import RunState
@@ -196,6 +197,22 @@ def test_when_one_rank_dies_all_end_and_the_next_start_goes_on_bitwise(
     uninterrupted = pair.learn(Task(straight, settings, enough))
     assert resumed.metrics == uninterrupted.metrics[-2:]
     assert differs_by(weights_of(killed), weights_of(straight)) == 0
+
+
+def test_when_one_rank_is_silent_the_other_ends_though_nothing_is_to_be_trained(
+    make_learner: MakeLearner, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "rest").touch()
+    with rank_pair(tmp_path / "tasks", forks=False) as hung:
+        hung.begin(Task(run, make_learner(rank_timeout_s=8).settings, [random_rows(1, 5)]))
+        wait_until((run / "idle").exists, PATIENCE_S)
+        leader, follower = hung.ranks()
+        follower.suspend()
+        leader.wait(8 + FAREWELL_S + PATIENCE_S)
+        follower.kill()  # the launcher waits for the other rank's end
+        assert hung.launcher.wait(PATIENCE_S) != 0
 
 
 def test_a_rank_without_commands_takes_no_cpu_time(

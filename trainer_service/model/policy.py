@@ -92,6 +92,7 @@ class DeepSpeedPolicy:
         self._engine.module.train(settings.recomputes_activations)
         self._copies = FileCopies(self._engine)
         self.value_clip = settings.critic.value_clip if settings.critic else None
+        self.rank_timeout_s = settings.rank_timeout_s
         sequence = self._parallel.sequence
         self._critic = (
             Critic(deepspeed, self._load_base(config), settings, sequence) if settings.critic else None

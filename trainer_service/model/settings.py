@@ -85,6 +85,8 @@ class ModelSettings(BaseModel):
     sequence_parallel: int = Field(1, ge=1)
     """How many ranks compute each micro-batch together, each a slice of its tokens (DeepSpeed Ulysses), for
     rows that are too long for one device. Must divide the number of ranks and the model's heads."""
+    rank_timeout_s: float = Field(120.0, ge=1)
+    """If a rank is silent for so long, all ranks end, so that they can be restarted together."""
     memory: Literal["exclusive", "shared"] = "exclusive"
     """shared: between steps, weights and optimizer are in host memory, and the engines of `shared_with` have
     the memory of the device. Needs zero_stage 1 or 2."""

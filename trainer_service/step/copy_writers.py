@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer_service.model.sharding.file_copies import StateCopy
-from trainer_service.step.rank_threads import RankThread, RankThreads
+from trainer_service.step.communication.rank_threads import RankThread, RankThreads
 from trainer_service.storage.files import sync_tree
 
 

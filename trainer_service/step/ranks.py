@@ -3,11 +3,11 @@
     rank 0    train.py ─▶ DistributedPolicy ─ command ─┬─▶ its own DeepSpeedPolicy
     rank 1 …  follow() ◀───────────────────────────────┴─▶ theirs, on their share of the micro-batches
 
-Only rank 0 speaks to Redis and HTTP. If a rank dies, the next command or collective fails on all others: they
-exit, the launcher ends the processes that are left, and the restart loads the last checkpoint.
+Only rank 0 speaks to Redis and HTTP. If a rank dies or falls silent, all others exit (rank_watch), the
+launcher ends the processes that are left, and the restart loads the last checkpoint.
 """
 
-import os
+import logging
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,13 +16,16 @@ from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.model.sharding.layout import Layout
 from trainer_service.model.sharding.universal import converted
 from trainer_service.model.snapshot import WeightSnapshot
-from trainer_service.step.command_channel import CommandChannel
+from trainer_service.step.communication.command_channel import CommandChannel
+from trainer_service.step.communication.rank_threads import RankThreads
+from trainer_service.step.communication.rank_watch import RankWatch
 from trainer_service.step.copy_writers import CopyWriter, SpreadCopy
 from trainer_service.step.optimizer_step import OptimizerSteps
 from trainer_service.step.quarantine import has_finite_gradient
-from trainer_service.step.rank_threads import RankThreads
 from trainer_service.step.share_writers import ShareWriter, ShareWriters, SpreadSnapshot
 from trainer_service.step.step_request import StepRequest
+
+logger = logging.getLogger(__name__)
 
 
 class Train(NamedTuple):
@@ -97,16 +100,6 @@ Command = (
 )
 
 
-def own_rank() -> int:
-    """This process's rank, from the variable RANK that the launcher sets; 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def own_ranks() -> int:
-    """The number of ranks, from the variable WORLD_SIZE that the launcher sets; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 class DistributedPolicy:
     """The policy of all ranks. Only rank 0 has an instance. A method that needs the other ranks first sends
     them its command."""
@@ -119,10 +112,30 @@ class DistributedPolicy:
         self._steps = OptimizerSteps(policy, policy.value_clip)
         self._channel = CommandChannel[Command](policy.ranks)
         self._writers, self._copies = ShareWriters(policy.ranks), RankThreads[Path, None](policy.ranks)
-        self._spread = policy.ranks > 1 and shared is not None and self._writers.all_see(shared)
+        self._watch = RankWatch(policy.ranks, policy.rank_timeout_s)
+        self._spread = policy.ranks > 1 and shared is not None and self._may_spread(shared)
         self.vocab_size, self.data_ranks = policy.vocab_size, policy.data_ranks
         self.shares_prefixes = policy.shares_prefixes
         self.replayed_width = policy.routers.replayed_width if policy.routers else 0
+
+    def _may_spread(self, directory: Path) -> bool:
+        if lacking := self._writers.without(directory):
+            logger.warning(
+                "ranks %s cannot use rank 0's directory %s, so rank 0 keeps and writes all weights of each "
+                "version; with a directory that all hosts share, each rank keeps and writes a part",
+                lacking,
+                directory,
+            )
+        return not lacking
+
+    def require_shared(self, checkpoint_dir: Path) -> None:
+        """Raises SystemExit, and ends the other ranks, if one of them cannot write rank 0's directory."""
+        if lacking := self._writers.without(checkpoint_dir):
+            self.close()
+            raise SystemExit(
+                f"trainer.checkpoint_dir: ranks {lacking} do not see rank 0's directory {checkpoint_dir}, or "
+                "may not write there; each rank writes a part of a checkpoint, so all hosts must share it"
+            )
 
     def optimise(self, request: StepRequest) -> dict[str, float]:
         """Make one optimizer step from these rows and the accumulated gradients. Returns its metrics by
@@ -210,6 +223,7 @@ class DistributedPolicy:
         self._writers.close()
         self._copies.close()
         self._channel.send(None)
+        self._watch.close()
         self._channel.close()
 
 
@@ -218,6 +232,7 @@ def follow(policy: DeepSpeedPolicy) -> None:
     steps = OptimizerSteps(policy, policy.value_clip)
     channel, writer = CommandChannel[Command](policy.ranks), ShareWriter(policy.ranks)
     copies = CopyWriter(policy.ranks)
+    watch = RankWatch(policy.ranks, policy.rank_timeout_s)
     while (command := channel.receive()) is not None:
         match command:
             case Train(request):
@@ -247,4 +262,5 @@ def follow(policy: DeepSpeedPolicy) -> None:
                 has_finite_gradient(policy, request)
     writer.join()
     copies.join()
+    watch.close()
     channel.close()

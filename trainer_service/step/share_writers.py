@@ -4,7 +4,6 @@ rank 0    publisher's thread   directory ─┬─▶ own files ──┬─▶ 
 rank 1 …  a thread of its own  ◀──────────┴─▶ their files ┘
 """
 
-import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +12,7 @@ from typing import NamedTuple
 
 from rollout_queue.contract.policies.policy import FileSpec
 from trainer_service.model.snapshot import FILE_BYTES, WeightSnapshot
-from trainer_service.step.rank_threads import RankThread, RankThreads
-
-logger = logging.getLogger(__name__)
+from trainer_service.step.communication.rank_threads import RankThread, RankThreads
 
 
 class WriteShare(NamedTuple):
@@ -37,19 +34,12 @@ class ShareWriters:
     def __init__(self, ranks: int) -> None:
         self._ranks = RankThreads[WriteShare | LookFor, bool | list[FileSpec]](ranks)
 
-    def all_see(self, directory: Path) -> bool:
-        """Whether every rank sees the files that rank 0 makes in `directory`, and may write there."""
+    def without(self, directory: Path) -> list[int]:
+        """The ranks that do not see the files that rank 0 makes in `directory`, or may not write there."""
         directory.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=directory.absolute(), prefix=".rank-0-") as file:
             seen = self._ranks.carry_out(LookFor(Path(file.name)), lambda: True)
-        if lacking := [rank for rank, sees in enumerate(seen) if not sees]:
-            logger.warning(
-                "ranks %s cannot use rank 0's directory %s, so rank 0 keeps and writes all weights of each "
-                "version; with a directory that all hosts share, each rank keeps and writes a part",
-                lacking,
-                directory,
-            )
-        return not lacking
+        return [rank for rank, sees in enumerate(seen) if not sees]
 
     def write(self, share: WeightSnapshot, directory: Path, file_bytes: int) -> list[FileSpec]:
         """Have every rank write its share into `directory`; `share` is rank 0's. Returns when no rank writes

@@ -28,7 +28,8 @@ from tests.support.trainer_service.publishing_ranks import (
     note_synced,
 )
 from tests.support.trainer_service.rank_tasks import OVER, SYNCED, Task, Told, held_path, place_of, put
-from trainer_service.step.ranks import DistributedPolicy, follow, own_rank
+from trainer_service.step.communication.launch import own_rank
+from trainer_service.step.ranks import DistributedPolicy, follow
 from trainer_service.step.step_request import StepRequest
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.run_state import RunState

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from trainer_service.step.command_channel import CommandChannel
+from trainer_service.step.communication.command_channel import CommandChannel
 
 logger = logging.getLogger(__name__)
 

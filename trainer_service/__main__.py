@@ -133,8 +133,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
                 width = policy.replayed_width
                 place = place_of(settings, store, lambda: shared_state.stopping)
                 gateway = GatewayClient(client, settings.push_timeout_s)
-                top_k = settings.algorithm.teacher_top_k
-                teacher = TeacherClient(settings.teacher, top_k) if settings.teacher else None
+                teacher = _teacher(settings)
                 Trainer(
                     settings=settings,
                     policy=policy,
@@ -187,6 +186,11 @@ def _tensor_sender(settings: TrainerSettings) -> TensorSender | None:
         return None
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     return TensorSender(settings.collective, device)
+
+
+def _teacher(settings: TrainerSettings) -> TeacherClient | None:
+    top_k = settings.algorithm.teacher_top_k
+    return TeacherClient(settings.teacher, top_k) if settings.teacher else None
 
 
 def own_url(settings: TrainerSettings) -> str:

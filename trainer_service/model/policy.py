@@ -117,12 +117,11 @@ class DeepSpeedPolicy:
         return model
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """log p [T] and entropies [T] of the trained tokens under the present weights, in nats. log p has a
-        gradient, the entropies only if the algorithm has an entropy bonus."""
+        """log p [T] and entropies [T] of the trained tokens under the present weights, as in `scores`."""
         return self.scores(batch)[:2]
 
     def scores(self, batch: MicroBatch) -> TokenScores:
-        """As `logprobs`, and also the log-probabilities of the teacher's most probable tokens."""
+        """The scores of the trained tokens, under the present weights."""
         return self._scores(self._engine, batch, self.routers)
 
     def _scores(self, model: Any, batch: MicroBatch, routers: Routers | None = None) -> TokenScores:
@@ -131,8 +130,7 @@ class DeepSpeedPolicy:
 
     @torch.no_grad()
     def reference(self, batch: MicroBatch) -> Tensor:
-        """log p [T] in nats of the trained tokens under the reference policy. Every rank must call it, each
-        with its own micro-batch."""
+        """log p [T] in nats under the reference policy. Every rank calls it, with its own micro-batch."""
         if self._adapters is not None:
             with self._adapters.disabled():
                 return self._scores(self._engine, batch).lp_T
@@ -168,10 +166,8 @@ class DeepSpeedPolicy:
         return float(self._engine.get_global_grad_norm())
 
     def discard_gradients(self, batch: MicroBatch) -> None:
-        """Drop the gradient that was added since the last step.
-
-        The gradient is made NaN, so that the step drops it: no stage of ZeRO has another way to drop all of
-        it. `batch` can be any micro-batch. Every rank must call it. Raises RuntimeError if DeepSpeed made a
+        """Drop the gradient that was added since the last step. It is made NaN, so that the step drops it: no
+        stage of ZeRO has another way to drop all of it. `batch` can be any micro-batch. Every rank must call it. Raises RuntimeError if DeepSpeed made a
         step all the same."""
         self.backward(math.nan * self.logprobs(batch)[0].sum())
         if math.isfinite(norm := self.step()):
@@ -180,9 +176,8 @@ class DeepSpeedPolicy:
             )
 
     def gradient_norm(self, batch: MicroBatch, loss_of: Callable[[Tensor], Tensor]) -> float:
-        """The norm of the gradient of `loss_of(logprobs)`. The gradient is not added to that of the step.
-        Every rank must call this with the same batch, because at stage 3 the ranks compute the gradient
-        together. All get the same norm."""
+        """The norm of the gradient of `loss_of(logprobs)`, on all ranks. It is not added to that of the step.
+        Every rank must call this with the same batch: at stage 3 they compute the gradient together."""
         logprobs_T = self._scores(self.module, batch, self.routers).lp_T
         parameters = [each for each in self.module.parameters() if each.requires_grad]
         gradients = torch.autograd.grad(loss_of(logprobs_T), parameters, allow_unused=True)

@@ -159,6 +159,19 @@ class TrainerSettings(ServiceSettings, ModelSettings):
     def learns_routing(self) -> bool:
         return self.algorithm.router_aux_loss > 0
 
+    @property
+    def moves_reference(self) -> bool:
+        return self.algorithm.kl.reference_every_steps is not None
+
+    @model_validator(mode="after")
+    def _moving_references_are_copies(self) -> "TrainerSettings":
+        if self.moves_reference and self.lora is not None:
+            raise ValueError(
+                "trainer.algorithm.kl.reference_every_steps: with trainer.lora, the reference is the model "
+                "without its adapters, and cannot move; leave it out"
+            )
+        return self
+
     @model_validator(mode="after")
     def _losses_that_distil_have_a_teacher(self) -> "TrainerSettings":
         if self.algorithm.needs_teacher != (self.teacher is not None):

@@ -132,6 +132,8 @@ class AlgorithmSettings(LossSettings):
             raise ValueError(f"{unused}: loss {self.loss.name} does not use rewards")
         if self.shaping.kl_in_reward and self.kl.coefficient:
             raise ValueError("shaping.kl_in_reward: kl.coefficient penalises the same divergence already")
+        if self.kl.reference_every_steps is not None and not self.needs_reference_logprobs:
+            raise ValueError("kl.reference_every_steps: nothing uses the reference; set kl.coefficient")
         if self.mini_batches > self.min_live_rows:
             raise ValueError(
                 f"mini_batches: {self.mini_batches} are more than the rows that a step waits for, "

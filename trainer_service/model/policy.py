@@ -15,7 +15,7 @@ from torch import Tensor
 from trainer_service.model.attention.packed_attention import Packing, check_can_share, packing_of
 from trainer_service.model.critic import Critic
 from trainer_service.model.export import ExportTensor, check_tensor_names, export_tensors
-from trainer_service.model.forward import TokenScores, forward, scores
+from trainer_service.model.forward import TokenScores, scores
 from trainer_service.model.huggingface import (
     copy_small_files,
     enable_activation_checkpointing,
@@ -126,31 +126,29 @@ class DeepSpeedPolicy:
         return model
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """log p [T] and entropies [T] of the trained tokens under the present weights, in nats. log p has a
-        gradient, the entropies only if the algorithm has an entropy bonus."""
-        return self._forward(self._engine, batch, self.routers)
+        """log p [T] and entropies [T] of the trained tokens under the present weights, as in `scores`."""
+        return self.scores(batch)[:2]
 
     def scores(self, batch: MicroBatch) -> TokenScores:
-        """As `logprobs`, and also the log-probabilities of the teacher's most probable tokens."""
-        device, sequence = self._engine.device, self._parallel.sequence
-        asked = self._packing, device, self._entropy_gradient, sequence, self.routers
-        return scores(self._engine, batch, *asked)
+        """The scores of the trained tokens, under the present weights."""
+        return self._scores(self._engine, batch, self.routers)
 
-    def _forward(
-        self, model: Any, batch: MicroBatch, routers: Routers | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def _scores(self, model: Any, batch: MicroBatch, routers: Routers | None = None) -> TokenScores:
         device, sequence = self._engine.device, self._parallel.sequence
-        return forward(model, batch, self._packing, device, self._entropy_gradient, sequence, routers)
+        return scores(model, batch, self._packing, device, self._entropy_gradient, sequence, routers)
 
     @torch.no_grad()
     def reference(self, batch: MicroBatch) -> Tensor:
-        """log p [T] in nats of the trained tokens under the base model, as it was before any training. Every
-        rank must call it, each with its own micro-batch."""
+        """log p [T] in nats under the reference policy. Every rank calls it, with its own micro-batch."""
         if self._adapters is not None:
             with self._adapters.disabled():
-                return self._forward(self._engine, batch)[0]
+                return self._scores(self._engine, batch).lp_T
         with self._reference as model:
-            return self._forward(model, batch)[0]
+            return self._scores(model, batch).lp_T
+
+    def move_reference(self) -> None:
+        """The reference policy becomes the policy of now. Every rank must call it."""
+        self._reference.follow(self.module)
 
     @property
     def critic(self) -> Critic:
@@ -177,11 +175,9 @@ class DeepSpeedPolicy:
         return float(self._engine.get_global_grad_norm())
 
     def discard_gradients(self, batch: MicroBatch) -> None:
-        """Drop the gradient that was added since the last step.
-
-        The gradient is made NaN, so that the step drops it: no stage of ZeRO has another way to drop all of
-        it. `batch` can be any micro-batch. Every rank must call it. Raises RuntimeError if DeepSpeed made a
-        step all the same."""
+        """Drop the gradient that was added since the last step. It is made NaN, so that the step drops it: no
+        stage of ZeRO has another way to drop all of it. `batch` can be any micro-batch. Every rank must call
+        it. Raises RuntimeError if DeepSpeed made a step all the same."""
         self.backward(math.nan * self.logprobs(batch)[0].sum())
         if math.isfinite(norm := self.step()):
             raise RuntimeError(
@@ -189,10 +185,9 @@ class DeepSpeedPolicy:
             )
 
     def gradient_norm(self, batch: MicroBatch, loss_of: Callable[[Tensor], Tensor]) -> float:
-        """The norm of the gradient of `loss_of(logprobs)`. The gradient is not added to that of the step.
-        Every rank must call this with the same batch, because at stage 3 the ranks compute the gradient
-        together. All get the same norm."""
-        logprobs_T, _ = self._forward(self.module, batch, self.routers)
+        """The norm of the gradient of `loss_of(logprobs)`, on all ranks. It is not added to that of the step.
+        Every rank must call this with the same batch: at stage 3 they compute the gradient together."""
+        logprobs_T = self._scores(self.module, batch, self.routers).lp_T
         parameters = [each for each in self.module.parameters() if each.requires_grad]
         gradients = torch.autograd.grad(loss_of(logprobs_T), parameters, allow_unused=True)
         self._engine.empty_partition_cache()  # without this, stage 3 keeps gathered weights
@@ -262,8 +257,9 @@ class DeepSpeedPolicy:
         return StateCopy(parts | self._copied_weights())
 
     def _copied_weights(self) -> dict[str, Callable[[Path], object]]:
-        """The weights without DeepSpeed's format, on rank 0: `adapter/` for PEFT, `model/` for serving."""
-        parts: dict[str, Callable[[Path], object]] = {}
+        """The weights without DeepSpeed's format, on rank 0: `adapter/` for PEFT, `model/` for serving, and
+        a reference that has moved."""
+        parts = self._reference.copied(self.rank)
         if self._adapters is not None:
             parts["adapter"] = self._adapters.snapshot(self._copied, self.rank).write
         if self._settings.checkpoint_hf:
@@ -283,6 +279,8 @@ class DeepSpeedPolicy:
         apply_configured_rates(self._engine, self._settings.optimizer, rate_scale)
         if self._critic is not None:
             self._critic.load(directory, f"{tag}/{CRITIC}", rate_scale)
+        if self._settings.moves_reference:
+            self._reference.load(directory / tag)
         restore_random_states(client_state["random"])
         self.module.train(self._settings.recomputes_activations)
         torch.distributed.barrier()  # after it, rank 0 removes a converted checkpoint

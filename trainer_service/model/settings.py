@@ -133,6 +133,11 @@ class ModelSettings(BaseModel):
         return False
 
     @property
+    def moves_reference(self) -> bool:
+        """Whether the reference policy of a KL term follows the policy."""
+        return False
+
+    @property
     def learns_routing(self) -> bool:
         """Whether the loss has the routers' auxiliary loss."""
         return False

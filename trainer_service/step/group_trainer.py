@@ -69,10 +69,11 @@ class GroupTrainer:
         self._teacher = teacher
         self.baselines: Baselines = {}
         self._kl_coefficient = algorithm.kl.coefficient
+        self._steps = 0
 
     def resume(self, state: RunState) -> None:
         """Continue with what a checkpoint stored."""
-        self.baselines = state.baselines
+        self.baselines, self._steps = state.baselines, state.step
         if self._algorithm.kl.target is not None and state.kl_coefficient is not None:
             self._kl_coefficient = state.kl_coefficient
 
@@ -143,13 +144,20 @@ class GroupTrainer:
         rollouts = [rollout for screened in scored.groups for rollout in screened.rollouts]
         self.baselines = updated_baselines(rollouts, self._algorithm, self.baselines)
         values = values | {"kl/coefficient": self._kl_coefficient}
-        kl = self._algorithm.kl
-        if kl.target is not None:
-            measured, count = values["kl/reference"], len(rollouts)
-            self._kl_coefficient = adapted_coefficient(
-                self._kl_coefficient, measured, target=kl.target, horizon=kl.horizon, rollouts=count
-            )
+        self._after_step(values, len(rollouts))
         return values
+
+    def _after_step(self, values: Mapping[str, float], rollouts: int) -> None:
+        """Adapt the coefficient of the KL, and move its reference, if that is due."""
+        kl = self._algorithm.kl
+        self._steps += 1
+        if kl.target is not None:
+            measured = values["kl/reference"]
+            self._kl_coefficient = adapted_coefficient(
+                self._kl_coefficient, measured, target=kl.target, horizon=kl.horizon, rollouts=rollouts
+            )
+        if kl.reference_every_steps and self._steps % kl.reference_every_steps == 0:
+            self._policy.move_reference()
 
     def _not_finite(
         self, groups: Sequence[ScreenedGroup], version: int, values: Mapping[str, float]

@@ -71,6 +71,10 @@ class CheckWeights(NamedTuple):
     """Compute whether every weight is finite."""
 
 
+class MoveReference(NamedTuple):
+    """Make the present weights the reference policy."""
+
+
 class OffloadStates(NamedTuple):
     """Move this rank's weights and optimizer to host memory."""
 
@@ -95,6 +99,7 @@ Command = (
     | TakeAdapterSnapshot
     | CheckWeights
     | CheckGradient
+    | MoveReference
     | OffloadStates
     | ReloadStates
 )
@@ -197,6 +202,11 @@ class DistributedPolicy:
         self._channel.send(TakeAdapterSnapshot())
         return self._policy.adapter_snapshot()
 
+    def move_reference(self) -> None:
+        """The reference policy becomes the policy of now."""
+        self._channel.send(MoveReference())
+        self._policy.move_reference()
+
     def offload_states(self) -> None:
         """Move the weights and optimizers of all ranks to host memory."""
         self._channel.send(OffloadStates())
@@ -254,6 +264,8 @@ def follow(policy: DeepSpeedPolicy) -> None:
                 policy.adapter_snapshot()
             case CheckWeights():
                 policy.weights_are_finite()
+            case MoveReference():
+                policy.move_reference()
             case OffloadStates():
                 policy.offload_states()
             case ReloadStates():

@@ -96,6 +96,8 @@ def lead(leader: DistributedPolicy, task: Task) -> Told:
             leader.discard_gradients()
             leader.accumulate(StepRequest(rows[:half], 0, algorithm))
         metrics.append(leader.optimise(StepRequest(rows[half:], 0, algorithm)))
+        if (every := algorithm.kl.reference_every_steps) and step % every == 0:
+            leader.move_reference()
         if task.settings.memory == "shared":
             leader.offload_states()
         saved_checkpoint(checkpoints, leader, RunState(step=step))

@@ -17,6 +17,8 @@ class Kl(Frozen):
     target: Above0 | None = None
     """If set, `coefficient` is only the first one. After each step it rises if the KL, in nats per token, was
     above the target, and falls if it was below."""
+    reference_every_steps: int | None = Field(None, ge=1)
+    """After every so many steps, the reference becomes the policy of now. None: it stays the base model."""
     horizon: Above0 = KL_HORIZON
     """For `target`: in so many rollouts, the coefficient changes by the relative error, at most 20 %."""
 

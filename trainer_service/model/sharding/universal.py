@@ -19,6 +19,8 @@ import torch
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".universal"
+REFERENCE = "reference"
+"""The directory of a moved reference policy in a checkpoint. It is the same for every layout."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """The variables by which a launcher makes a process one of several ranks."""
 
@@ -61,6 +63,8 @@ def _convert(source: Path, target: Path) -> None:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise NotConverted(f"checkpoint {source.name} could not be converted: {last}")
+    if (reference := source / REFERENCE).exists():
+        shutil.copytree(reference, target / REFERENCE, copy_function=os.link)
     _link_for_every_stage(target)
     _complete_for_every_stage(target / "zero")
 

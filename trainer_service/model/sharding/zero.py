@@ -130,6 +130,18 @@ def gathered(parameters: Sequence[Tensor]) -> Iterator[None]:
         yield
 
 
+def assign(parameter: Tensor, value: Tensor) -> None:
+    """Give a weight this value, also if each rank has only a part of it. Every rank must call it, with the
+    same value."""
+    if not hasattr(parameter, "ds_id"):
+        parameter.data.copy_(value)
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        parameter.data.copy_(value)
+
+
 def full_shape(parameter: Tensor) -> tuple[int, ...]:
     """The shape of the full parameter, even if this rank has only a part of it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))

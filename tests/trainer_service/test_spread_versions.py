@@ -68,7 +68,7 @@ def saved_step(run: Path) -> int:
 def test_two_ranks_publish_the_tensors_of_one_and_each_holds_half(
     pair: RankPair, make_learner: MakeLearner, model_path: Path, tmp_path: Path, stage: int, lora: object
 ) -> None:
-    one = make_learner(zero_stage=stage, lora=lora)
+    one = make_learner(zero_stage=stage, lora=lora, checkpoint_hf=True)
     task = Task(tmp_path / "run", one.settings, [random_rows(1, 5)], publishes=[0, 1])
     told = pair.learn(task)
     first, second = version_of(task.policies, 0), version_of(task.policies, 1)
@@ -136,7 +136,9 @@ def test_the_training_goes_on_while_another_rank_writes_slowly(
 def test_a_full_disk_of_another_rank_delays_the_version(
     pair: RankPair, make_learner: MakeLearner, tmp_path: Path
 ) -> None:
-    task = Task(tmp_path / "run", make_learner().settings, [random_rows(1, 5)], publishes=[1])
+    task = Task(
+        tmp_path / "run", make_learner(checkpoint_hf=True).settings, [random_rows(1, 5)], publishes=[1]
+    )
     task.run.mkdir()
     (task.run / FULL).touch()
     assert pair.learn(task).refusals == 1

@@ -49,7 +49,7 @@ def make_shared(make_harness: MakeHarness) -> MakeShared:
         server = server or MemoryServer()
         harness = make_harness(**(SHARED | settings))
         harness.memory_server = server
-        server.watch(harness.policy, "reload_states", "offload_states", "step", "save", "snapshot")
+        server.watch(harness.policy, "reload_states", "offload_states", "step", "copy_states", "snapshot")
         harness.start()
         wait_until(lambda: not server.released)
         return harness, server
@@ -64,9 +64,9 @@ def test_the_engine_has_the_memory_except_in_a_step(make_shared: MakeShared) -> 
         server.events.clear()
         harness.step(f"g{harness.trainer.step}")
         wait_until(lambda: not server.released)
-        device = [event for event in server.events if event not in ("save", "snapshot")]
+        device = [event for event in server.events if event not in ("copy_states", "snapshot")]
         assert device == WHOLE
-        assert server.events.index("save") > server.events.index("offload_states")
+        assert server.events.index("copy_states") > server.events.index("offload_states")
         assert server.events.index("snapshot") > server.events.index("offload_states")
 
 
@@ -165,7 +165,7 @@ def test_a_trainer_that_is_told_to_stop_in_a_step_gives_the_memory_back(make_sha
     harness.trainer.run()
     assert harness.trainer.step == 1
     assert not server.released
-    assert server.events[-1] == "resume" or "save" in server.events[server.events.index("resume") :]
+    assert server.events[-1] == "resume" or "copy_states" in server.events[server.events.index("resume") :]
 
 
 def test_a_step_that_fails_leaves_the_memory_to_the_end_of_its_time(make_shared: MakeShared) -> None:

@@ -191,7 +191,7 @@ def test_an_acknowledgement_before_the_checkpoint_is_caught(audited: Audited, ag
         raise Crash
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(harness.checkpoints, "save", die_behind_the_acknowledgement)
+        patch.setattr(harness.checkpoints, "write", die_behind_the_acknowledgement)
         with pytest.raises(Crash):
             harness.trainer.run_once()
     audited.start()

@@ -121,7 +121,7 @@ class TrainerSettings(ServiceSettings, ModelSettings):
 
     checkpoint_every_minutes: float = Field(10.0, gt=0)
     """The longest time between two checkpoints. A small model has more: one is made whenever the last one
-    took less than 2 % of the time since."""
+    took less than 5 % of the time since."""
     checkpoint_every_steps: int | None = Field(None, ge=1)
     """Make a checkpoint after every so many steps instead."""
     publish_every_steps: int = Field(1, ge=1)

@@ -19,7 +19,7 @@ from trainer_service.storage.checkpoint import Checkpoints, ShardedWeights, Unwr
 from trainer_service.storage.disk_retry import DiskRetry
 from trainer_service.storage.run_state import LedgerStep, RunState
 
-CHEAP = 0.02
+CHEAP = 0.05
 """The share of the time since the last checkpoint that one may take before `checkpoint_every_minutes` have
 passed."""
 

@@ -34,6 +34,7 @@ def system_settings(run_dir: Path, model: Path, **rollout_server: Any) -> StackS
             "gateway": {"engine_wait_s": 300},
             "rollout_server": {"max_running_requests": 16, "max_total_tokens": 32768, **rollout_server},
             "trainer": {
+                "checkpoint_every_steps": 1,  # verdicts of trained sessions come with the next checkpoint
                 "threads": 1,
                 "optimizer": {"lr": 1e-3},
                 "algorithm": {"min_live_rows": 4, "max_tokens": 4096},

@@ -105,6 +105,7 @@ class Day:
                 self._version += 1
                 made = [row for each in batch.groups for row in each.rows]
                 self._intake.mark_trained(batch.groups, made, self._version, self._version)
+                self._intake.run_state(self._version, self._version)  # a checkpoint after each step
                 self._intake.acknowledge()
         return self._outcomes()
 

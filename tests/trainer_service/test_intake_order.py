@@ -160,6 +160,7 @@ def test_every_session_waits_or_has_exactly_one_verdict(
             trained += sessions(batch.groups)
             made = [row for group in batch.groups for row in group.rows]
             intake.mark_trained(batch.groups, made, version, version)
+    intake.run_state(version, version)  # a checkpoint
     intake.acknowledge()
     assert len(trained) == len(set(trained)), "no session is trained twice"
     assert max(stream.given.values(), default=1) == 1, "no session has two verdicts"

@@ -1,7 +1,7 @@
 """Runs the trainer until SIGTERM: python -m trainer_service [--config weir.yaml].
 
 On several GPUs: deepspeed --num_gpus N --module trainer_service [--config weir.yaml]
-On several hosts: also by torchrun or srun; see docs/training.md
+On several hosts: also by torchrun or srun; see docs/ranks.md
 """
 
 import argparse

@@ -48,7 +48,7 @@ class FileCopies:
     @torch.no_grad()
     def take(self, client_state: dict[str, Any], *, without_frozen: bool = False) -> None:
         """Copy the engine's states. Every rank must call it."""
-        self._files, self._seen = {}, {}
+        self._files = {}
         self._engine.save_checkpoint(
             ".",
             tag="copy",
@@ -56,7 +56,6 @@ class FileCopies:
             save_latest=False,
             exclude_frozen_parameters=without_frozen,
         )
-        self._seen = {}
 
     def write(self, directory: Path) -> None:
         """Write the files into `directory`."""
@@ -66,6 +65,7 @@ class FileCopies:
     def _add(self, state_dict: Any, path: str) -> None:
         name = Path(path).name
         self._files[name] = self._copied(state_dict, (name,))
+        self._seen = {}  # only now, because tensors of the next file may get the same addresses
 
     def _copied(self, value: Any, place: tuple[object, ...]) -> Any:
         """A copy of nested containers. `place` has the keys that lead to the value."""
